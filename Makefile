@@ -1,0 +1,20 @@
+# `make run`: everything from a fresh clone to results.txt. `make test`: the test suite. Both make .venv if it is not there.
+PYTHON ?= python3
+VENV = .venv/bin/python
+
+.PHONY: run test clean
+
+run: .venv/installed
+	$(VENV) test.py
+
+test: .venv/installed
+	$(VENV) -m pytest
+
+.venv/installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(VENV) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .hypothesis __pycache__ tests/__pycache__

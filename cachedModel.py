@@ -1,0 +1,68 @@
+"""`CachedModel`: a Hugging Face causal language model, its `SlotCache`, and one `forward(tokens, positions)`."""
+
+import torch
+
+from kvCache import SlotCache
+
+
+class CachedModel:
+    """A causal language model whose cache is addressed by position.
+
+    model: any `transformers` causal LM that takes a 4-D mask and explicit positions (GPT-NeoX, Llama, GPT-2, OPT,
+        Qwen2 are tested), loaded with `attn_implementation="sdpa"`.
+    vocabulary: logits are cut to this many entries (the tokenizer's size): model sizes of one family pad differently.
+    name: what messages and records call it.
+    """
+
+    def __init__(self, model, vocabulary=None, name="model"):
+        self.model = model.eval()
+        self.vocabulary = vocabulary or model.config.vocab_size
+        self.name = name
+        self.device = model.device
+        self.dtype = model.dtype
+        self.context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+        self.forwards = 0
+        self._cache, self._shape = None, None
+
+    def reserve(self, rows, capacity):
+        """Get ready for `rows` rows of at most `capacity` tokens. A cache of that shape is used again as it is: what an
+        earlier text left in it is masked like any other stale slot."""
+        if self._shape != (rows, capacity):
+            self._cache, self._shape = SlotCache(self.model.config.num_hidden_layers, capacity), (rows, capacity)
+            self._order = torch.arange(capacity, device=self.device)
+
+    @torch.inference_mode()
+    def forward(self, tokens, positions, slots=None, mask=None, keep=None):
+        """Read a block of tokens and return the logits after each.
+
+        tokens, positions: int64 `[B, n]`. Keys and values go to the slots named by `positions`, and a token attends to
+            the slots `<=` its own position.
+        slots `[B, n]` and mask (bool `[B, n, capacity]`) say otherwise where a slot is not a position, as in a tree of
+            candidates: siblings share a position, not a slot, and a node attends to its ancestors.
+        keep: int64 `[B]`, one index into the block for each row whose logits alone are wanted.
+        Returns float32 logits `[B, n, vocabulary]`, or `[B, vocabulary]` with `keep`.
+        """
+        self._cache.slots = positions if slots is None else slots
+        if mask is None:
+            mask = self._order <= positions[..., None]
+        kept, where = (0, None) if keep is None else keep.unique(return_inverse=True)
+        logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None],
+                            past_key_values=self._cache, use_cache=True, logits_to_keep=kept).logits
+        self.forwards += 1
+        if keep is not None:
+            logits = logits[torch.arange(len(tokens), device=self.device), where]
+        return logits[..., :self.vocabulary].float()
+
+    def read_prompt(self, rows):
+        """Read every row's prompt (`Rows`) in one forward; float32 logits `[B, vocabulary]` after each prompt's end.
+
+        Shorter prompts are padded at the right. What is read there is stale from the start: later tokens overwrite it.
+        """
+        self.reserve(len(rows.prompt), rows.capacity)
+        positions = torch.arange(rows.prompt.shape[1], device=self.device).repeat(len(rows.prompt), 1)
+        return self.forward(rows.prompt, positions, keep=rows.prompt_lengths - 1)
+
+    @torch.inference_mode()
+    def score(self, tokens):
+        """Logits after each of `tokens[B, n]` read from the start, without the cache: float32 `[B, n, vocabulary]`."""
+        return self.model(input_ids=tokens, use_cache=False).logits[..., :self.vocabulary].float()

@@ -1,0 +1,49 @@
+"""`SlotCache`: keys and values in preallocated slots, written where a tensor says.
+
+Nothing is ever removed. A rejected draft is rolled back by writing the next tokens at smaller positions: the stale slots
+behind them are masked until they are overwritten.
+"""
+
+import torch
+from transformers.cache_utils import Cache, StaticLayer
+
+
+class SlotLayer(StaticLayer):
+    """One layer's `[B, heads, capacity, d]` keys and values; a new token goes to the slot its position names."""
+
+    def __init__(self, capacity, shared):
+        super().__init__(max_cache_len=capacity)
+        self.shared = shared
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Write `[B, heads, n, d]` states to the slots `[B, n]` and return all slots."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        index = self.shared["slots"][:, None, :, None]
+        self.keys.scatter_(2, index.expand_as(key_states), key_states)
+        self.values.scatter_(2, index.expand_as(value_states), value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self):
+        """Always 0: positions and masks are given with every call, never derived from how much was written."""
+        return 0
+
+
+class SlotCache(Cache):
+    """`capacity` slots for each of the batch's rows in each of `layers` layers.
+
+    Set `slots` (int64 `[B, n]`, on the model's device) before each forward of n tokens; memory is taken at the first.
+    """
+
+    def __init__(self, layers, capacity):
+        self.capacity = capacity
+        self._shared = {"slots": None}
+        super().__init__(layers=[SlotLayer(capacity, self._shared) for _ in range(layers)])
+
+    @property
+    def slots(self):
+        return self._shared["slots"]
+
+    @slots.setter
+    def slots(self, slots):
+        self._shared["slots"] = slots

@@ -1,0 +1,159 @@
+"""Models and tokenizers from `models/` or any folder, with one clear line where one cannot be used.
+
+Only safetensors are read, and no code that comes with a model is ever run.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from cachedModel import CachedModel
+from utils import UserError
+
+HERE = Path(__file__).resolve().parent
+MODELS = HERE / "models"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WORKING_MEMORY = 300 << 20  # bytes left over for activations and the cache when memory is checked
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+
+def find_model(name):
+    """The folder of a model named by a folder under `models/` or by any path."""
+    for folder in (MODELS / name, Path(name).expanduser()):
+        if folder.is_dir():
+            break
+    else:
+        there = sorted(f.name for f in MODELS.iterdir() if f.is_dir()) if MODELS.is_dir() else []
+        raise UserError(f"no model folder {name!r}, neither under {MODELS.name}/ nor as a path; "
+                        f"there are: {', '.join(there) or 'none'}")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is not a model folder: it has no config.json")
+    if not list(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} holds no .safetensors weights, and no other format is loaded; "
+                        "download the model again with its safetensors files")
+    return folder
+
+
+def default_pair():
+    """(target, draft) when none is named: Pythia where it was downloaded, otherwise the bundled pair."""
+    pythia = ("pythia-2.8b", "pythia-70m")
+    return pythia if all((MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
+
+
+def pick_device(name=None):
+    """'cuda' where there is one, else 'cpu'; or the one asked for, if it can be had."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("CUDA was asked for, but torch finds no CUDA device; use --device cpu, or install a CUDA build "
+                        "of torch and a driver")
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return name
+
+
+def pick_dtype(device):
+    """The dtype weights are kept in unless one is named: bfloat16 where the device computes in it, else float32."""
+    if device.startswith("cuda"):
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    return "bfloat16" if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported() \
+        else "float32"
+
+
+def weight_bytes(folder, dtype):
+    """Bytes the weights of a model folder will take in `dtype`. Reads the files' headers only; a file shorter than its
+    header says is refused."""
+    count = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as tensors:
+                for key in tensors.keys():
+                    shape = tensors.get_slice(key).get_shape()
+                    count += torch.Size(shape).numel()
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is not a whole safetensors file ({error}); download it again") from None
+    return count * dtype.itemsize
+
+
+def available_memory(device):
+    """Free bytes on a device."""
+    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+
+
+def load_tokenizer(name):
+    """The tokenizer of a model folder."""
+    folder = find_model(name)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises anything from KeyError to its own types for a broken folder
+        raise UserError(f"{folder} has no usable tokenizer: {one_line(error)}") from None
+
+
+def check_tokenizers(target, draft, names=("target", "draft")):
+    """Refuse a pair whose token ids do not mean the same: a guess must be a token of the target's."""
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    token, index = min(ours.items() - theirs.items() or theirs.items() - ours.items(), key=lambda item: item[1])
+    raise UserError(f"the tokenizers of {names[0]} ({len(ours)} tokens) and {names[1]} ({len(theirs)}) differ, first at "
+                    f"id {index} ({token!r}): a pair must share one tokenizer")
+
+
+def load_model(name, tokenizer, dtype, device):
+    """A `CachedModel` of the folder `name` with its logits cut to the tokenizer's vocabulary.
+
+    dtype: a key of DTYPES. Memory is checked before anything is loaded.
+    """
+    folder, torch_dtype = find_model(name), DTYPES[dtype]
+    needed, free = weight_bytes(folder, torch_dtype) + WORKING_MEMORY, available_memory(device)
+    if needed > free:
+        raise UserError(f"{folder.name} needs about {needed / 1e9:.1f} GB in {dtype} and {device} has {free / 1e9:.1f} GB "
+                        f"free; use a smaller dtype (--dtype bfloat16) or a smaller model")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        size = config.get_text_config().vocab_size
+        if size < len(tokenizer):
+            raise UserError(f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
+                            "together")
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch_dtype, attn_implementation="sdpa", local_files_only=True,
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True)
+    except UserError:
+        raise
+    except torch.OutOfMemoryError:
+        raise UserError(f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model") from None
+    except Exception as error:  # a broken folder can raise nearly anything; none of it should reach a user as a traceback
+        raise UserError(f"{folder} cannot be loaded: {one_line(error)}") from None
+    if info["missing_keys"]:
+        raise UserError(f"{folder} lacks weights its config.json asks for ({sorted(info['missing_keys'])[0]}, ...)")
+    return CachedModel(model.to(device), len(tokenizer), folder.name)
+
+
+def model_version(name):
+    """What identifies the weights of a model folder: the hub's commit where a download recorded one, else
+    'sha256:' and 16 digits over the safetensors files."""
+    folder = find_model(name)
+    for metadata in sorted(folder.glob(".cache/huggingface/download/*.safetensors.metadata")):
+        return metadata.read_text().split("\n", 1)[0]
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return f"sha256:{digest.hexdigest()[:16]}"
+
+
+def one_line(error):
+    """An exception's text on one line of reasonable length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) < 200 else text[:197] + "..."

@@ -1,0 +1,105 @@
+"""`Rows`: the committed tokens of a batch whose rows advance by different amounts."""
+
+import time
+
+import torch
+
+from record import Record
+from utils import UserError
+
+
+def check_room(prefixes, max_len, models):
+    """Raise UserError unless `models` can read every prefix (token ids) and `max_len` tokens more."""
+    if max_len < 1:
+        raise UserError(f"maxLen must be 1 or more, not {max_len}")
+    if not prefixes or not all(prefixes):
+        raise UserError("the prompt is empty: give at least one token")
+    vocabulary = min(model.vocabulary for model in models)
+    if not all(0 <= token < vocabulary for prefix in prefixes for token in prefix):
+        raise UserError(f"the prompt holds a token outside the models' vocabulary of {vocabulary}")
+    longest, least = max(map(len, prefixes)), min(models, key=lambda model: model.context)
+    if longest + max_len > least.context:
+        raise UserError(f"the prompt's {longest} tokens and maxLen {max_len} exceed the context of {least.name} "
+                        f"({least.context} tokens): shorten the prompt or lower maxLen")
+
+
+class Rows:
+    """Prefixes of ragged lengths and what has been generated after each.
+
+    prefixes: a list of lists of token ids (or an int tensor `[B, L]`); every row gets at most `max_len` tokens more and
+        ends early at `end_of_text`, which is kept as its last token.
+    models: the `CachedModel`s that will read the rows; the shortest context and vocabulary among them are the limits.
+    callback: called as `callback(row, tokens)` whenever a row has grown.
+    Raises UserError before any work when a prefix is empty, holds an unknown token or leaves no room for `max_len`.
+    """
+
+    def __init__(self, prefixes, max_len, models, end_of_text=None, callback=None):
+        self.start = time.perf_counter()
+        prefixes = [list(map(int, prefix)) for prefix in prefixes]
+        check_room(prefixes, max_len, models)
+        self.max_len, self.end_of_text, self.callback = max_len, end_of_text, callback
+        self.device = models[0].device
+        longest = max(map(len, prefixes))
+        self.capacity = longest + max_len
+        self.prompt = torch.tensor([prefix + [prefix[-1]] * (longest - len(prefix)) for prefix in prefixes],
+                                   device=self.device)
+        # One column more than a row can fill: guesses beyond a row's end are written there and never read.
+        self.sequence = self.prompt.new_zeros(len(prefixes), self.capacity + 1)
+        self.sequence[:, :longest] = self.prompt
+        self._lengths = [len(prefix) for prefix in prefixes]
+        self.lengths = self.prompt_lengths = torch.tensor(self._lengths, device=self.device)
+        self.tokens = [[] for _ in prefixes]
+        self.records = [Record() for _ in prefixes]
+        self.ended = [False for _ in prefixes]
+
+    @property
+    def remaining(self):
+        """Tokens the row with most left to do may still add; 0 when all have ended."""
+        return max((self.max_len - len(t) for t, ended in zip(self.tokens, self.ended) if not ended), default=0)
+
+    def positions(self, first, count):
+        """Positions `lengths + first ... lengths + first + count - 1`, `[B, count]`.
+
+        They stop at the last position a row can have. What is read there lies past the row's end, so its logits are
+        never used and no later token attends to it."""
+        offsets = torch.arange(first, first + count, device=self.device)
+        return (self.lengths[:, None] + offsets).clamp_(max=self.capacity - 1)
+
+    def last(self, count):
+        """The last `count` committed tokens of each row, `[B, count]`."""
+        return self.sequence.gather(1, self.lengths[:, None] + torch.arange(-count, 0, device=self.device))
+
+    def seen(self, vocabulary, sampling):
+        """Which tokens each row holds so far: bool `[B, vocabulary]`; None where `sampling` does not ask."""
+        if sampling.repetition_penalty == 1:
+            return None
+        held = torch.arange(self.capacity + 1, device=self.device) < self.lengths[:, None]
+        tokens = self.sequence.where(held, self.sequence[:, :1])
+        return torch.zeros(len(tokens), vocabulary, dtype=torch.bool, device=self.device).scatter_(1, tokens, True)
+
+    def commit(self, drafts, accepted, token):
+        """Add the first `accepted[B]` of `drafts[B, g]` and then `token[B]` to each row that has not ended.
+
+        This is where the host waits for the device, once a round."""
+        fresh = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
+        where = self.lengths[:, None] + torch.arange(fresh.shape[1], device=self.device)
+        self.sequence.scatter_(1, where.clamp_(max=self.capacity), fresh)
+        host = torch.cat([fresh, accepted[:, None]], 1).tolist()
+        now = time.perf_counter() - self.start
+        for row, (*tokens, taken) in enumerate(host):
+            if self.ended[row]:
+                continue
+            tokens = tokens[:min(taken + 1, self.max_len - len(self.tokens[row]))]
+            if self.end_of_text in tokens:
+                tokens = tokens[:tokens.index(self.end_of_text) + 1]
+            self.tokens[row] += tokens
+            self._lengths[row] += len(tokens)
+            self.ended[row] = len(self.tokens[row]) == self.max_len or tokens[-1] == self.end_of_text
+            record = self.records[row]
+            record.times.append(now)
+            record.committed.append(len(tokens))
+            record.drafted.append(drafts.shape[1])
+            record.accepted.append(taken)
+            if self.callback:
+                self.callback(row, tokens)
+        self.lengths = torch.tensor(self._lengths, device=self.device)

@@ -1,0 +1,219 @@
+"""Speculative decoding, measured: speed (TTFT, TPOT, throughput) and perplexity of a draft model, a target model, and the
+two together. Results go to results.txt. `python test.py --help` lists the flags, README.md explains them."""
+
+import argparse
+import math
+import shlex
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from tqdm import tqdm
+
+import PPL
+import results
+from drafters import ModelDrafter
+from loading import (DTYPES, HERE, check_tokenizers, default_pair, find_model, load_model, load_tokenizer,
+                     model_version, pick_device, pick_dtype)
+from machine import machine
+from regrSampling import regrSampling
+from rows import check_room
+from specSampling import specSampling
+from speed import measure
+from texts import load_corpora
+from utils import Sampling, UserError
+
+LIMITS = {"maxLen": 1, "gamma": 1, "sentences": 1, "sentenceLimit": 1, "repeats": 1, "promptLen": 1, "window": 2,
+          "stride": 1, "seed": 0}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a wrong flag gets one line."""
+
+    def error(self, message):
+        raise UserError(message)
+
+
+def parse(argv):
+    """The flags, checked as far as they can be before anything is loaded."""
+    parser = Parser(prog="test.py", description=__doc__, allow_abbrev=False)
+    mode = parser.add_argument_group("what to measure (with none of these: both)")
+    mode.add_argument("--speed", nargs="?", type=int, const=1, choices=(0, 1), help="time to first token, time per token, "
+                      "tokens per second")
+    mode.add_argument("--ppl", nargs="?", type=int, const=1, choices=(0, 1), help="perplexity, per text and of the corpus")
+    models = parser.add_argument_group("models")
+    models.add_argument("--target", metavar="MODEL", help="the large model: a folder under models/ or any path (default: "
+                        "pythia-2.8b if it and pythia-70m are there, else the bundled pair)")
+    models.add_argument("--draft", metavar="MODEL", help="the small model that guesses")
+    models.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bfloat16 for speed where the "
+                        "device computes in it, float32 for perplexity)")
+    models.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--maxLen", type=int, default=200, metavar="N", help="new tokens at most (200)")
+    sampling.add_argument("--gamma", type=int, default=4, metavar="N", help="tokens guessed in a round (4)")
+    sampling.add_argument("--temperature", type=float, default=0.85, metavar="T", help="0 is greedy (0.85)")
+    sampling.add_argument("--top_p", type=float, default=0.9, metavar="P", help="nucleus, 1 is off (0.9)")
+    sampling.add_argument("--top_k", type=int, default=0, metavar="K", help="0 is off (0)")
+    sampling.add_argument("--repetition_penalty", type=float, default=1.0, metavar="R", help="1 is off (1)")
+    data = parser.add_argument_group("texts")
+    data.add_argument("--dataset", default="sample", metavar="NAME", help="sample, wikitext, pg19, or the path of a text "
+                      "file, a folder of them, or a saved data set (sample)")
+    data.add_argument("--sentences", type=int, default=10, metavar="N", help="texts used: prompts in --speed, texts of "
+                      "each corpus in --ppl (10)")
+    data.add_argument("--sentenceLimit", type=int, default=500, metavar="N", help="characters a text has at least (500)")
+    data.add_argument("--prompt", metavar="TEXT", help="time the continuation of this text instead of the data set's")
+    data.add_argument("--promptLen", type=int, default=64, metavar="N", help="tokens of a text used as a prompt (64)")
+    data.add_argument("--window", type=int, default=1024, metavar="N", help="tokens of a corpus perplexity window (1024; "
+                      "no more than the models' context)")
+    data.add_argument("--stride", type=int, default=512, metavar="N", help="tokens from one window to the next (512)")
+    other = parser.add_argument_group("measuring")
+    other.add_argument("--repeats", type=int, default=3, metavar="N", help="times each prompt is timed (3)")
+    other.add_argument("--seed", type=int, default=0, metavar="N", help="of every random choice (0)")
+    other.add_argument("--out", type=Path, default=HERE, metavar="FOLDER", help="where results.txt and results.jsonl are "
+                       "(the project's folder)")
+    args = parser.parse_args(argv)
+    for flag, least in LIMITS.items():
+        if getattr(args, flag) < least:
+            raise UserError(f"--{flag} must be {least} or more, not {getattr(args, flag)}")
+    if args.seed >= 1 << 62:
+        raise UserError("--seed must be less than 2**62")
+    if args.stride >= args.window:
+        raise UserError(f"--stride ({args.stride}) must be less than --window ({args.window})")
+    if args.prompt is not None and not args.prompt:
+        raise UserError("--prompt is empty: give some text")
+    if not args.out.is_dir():
+        raise UserError(f"--out {args.out} is not a folder")
+    args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+    if args.speed is None and args.ppl is None:
+        args.speed = args.ppl = 1
+    if not (args.speed or args.ppl):
+        raise UserError("nothing to measure: give --speed, --ppl or neither")
+    pair = default_pair()
+    if args.target is None and args.draft is None:
+        print(f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
+              + ("" if pair[0].startswith("pythia") else " README.md says how to get Pythia."))
+    args.target, args.draft = args.target or pair[0], args.draft or pair[1]
+    return args
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        run(parse(argv), argv)
+    except UserError as error:
+        print(f"test.py: error: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError:
+        print("test.py: error: the device ran out of memory; use a smaller --dtype, --maxLen or --window. What was "
+              "measured is kept.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nInterrupted. What was measured is kept in results.txt.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(args, argv):
+    """Load the models, measure what was asked for, and write the results."""
+    device = pick_device(args.device)
+    dtypes = {"speed": args.dtype or pick_dtype(device), "ppl": args.dtype or "float32"}
+    folders = {"target": find_model(args.target), "draft": find_model(args.draft)}
+    corpora = load_corpora(args.dataset) if args.ppl or args.prompt is None else []
+    tokenizer = load_tokenizer(args.target)
+    check_tokenizers(tokenizer, load_tokenizer(args.draft), (folders["target"].name, folders["draft"].name))
+
+    def load(dtype):
+        return {role: load_model(folder, tokenizer, dtype, device) for role, folder in folders.items()}
+
+    models = load(dtypes["speed" if args.speed else "ppl"])
+    prompts = choose_prompts(args, tokenizer, corpora) if args.speed else []
+    if args.speed:
+        check_room(prompts, args.maxLen, list(models.values()))
+    texts = [(c, tokenize(c.passages(args.sentenceLimit)[:args.sentences], tokenizer, models)) for c in corpora]
+    if args.ppl and not any(passages for _, passages in texts):
+        raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
+    window = min(args.window, *(model.context for model in models.values()))
+
+    store = results.Results(args.out)
+    name = uuid.uuid4().hex[:8]
+    flags = {key: value if isinstance(value, (int, float, str, type(None))) else str(value)
+             for key, value in vars(args).items() if key != "sampling"}
+    store.append(kind="run", run=name, time=time.strftime("%Y-%m-%d %H:%M:%S"), command=shlex.join(argv), flags=flags,
+                 device=device, dtype=dtypes["speed"], machine=machine(device),
+                 models={role: {"name": folder.name, "version": model_version(folder),
+                                "parameters": sum(p.numel() for p in models[role].model.parameters())}
+                         for role, folder in folders.items()})
+    try:
+        if args.speed:
+            time_samplers(args, models, prompts, tokenizer, device, lambda **line: store.append(run=name, **line))
+        if args.ppl:
+            if args.speed and dtypes["ppl"] != dtypes["speed"]:
+                del models
+                models = load(dtypes["ppl"])
+            measure_perplexity(args, models, texts, tokenizer, window, dtypes["ppl"],
+                               lambda **line: store.append(run=name, **line))
+        store.append(kind="end", run=name)
+    finally:
+        store.render()
+        console = Console(width=results.WIDTH)
+        for piece in results.report(*next(r for r in store.runs() if r[0]["run"] == name)):
+            console.print(piece)
+    print(f"Written to {store.text.name} (every measurement: {store.lines.name}).")
+
+
+def choose_prompts(args, tokenizer, corpora):
+    """Token ids of the prompts: the one given, or the first passages of each corpus in turn, cut to `promptLen`."""
+    if args.prompt is not None:
+        return [tokenizer(args.prompt, verbose=False)["input_ids"]]
+    passages = [corpus.passages(args.sentenceLimit) for corpus in corpora]
+    in_turn = [p[i] for i in range(max(map(len, passages))) for p in passages if i < len(p)][:args.sentences]
+    if not in_turn:
+        raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
+    return [tokenizer(text, verbose=False)["input_ids"][:args.promptLen] for text in in_turn]
+
+
+def tokenize(passages, tokenizer, models):
+    """Token ids of each passage, cut to the models' context."""
+    context = min(model.context for model in models.values())
+    return [ids[:context] for ids in (tokenizer(text, verbose=False)["input_ids"] for text in passages) if len(ids) > 1]
+
+
+def time_samplers(args, models, prompts, tokenizer, device, append):
+    target, draft = models["target"], models["draft"]
+    common = {"max_len": args.maxLen, "sampling": args.sampling, "end_of_text": tokenizer.eos_token_id}
+    methods = {
+        "draft": lambda prompt, generator: regrSampling([prompt], draft, generator=generator, **common),
+        "target": lambda prompt, generator: regrSampling([prompt], target, generator=generator, **common),
+        "speculative": lambda prompt, generator: specSampling([prompt], target, ModelDrafter(draft), gamma=args.gamma,
+                                                              generator=generator, **common)}
+    with tqdm(total=len(methods) * len(prompts) * args.repeats, desc="speed", disable=None, leave=False) as bar:
+        for line in measure(methods, prompts, args.repeats, args.seed, device):
+            append(kind="speed", **line)
+            bar.update()
+
+
+def measure_perplexity(args, models, texts, tokenizer, window, dtype, append):
+    target, draft = models["target"], models["draft"]
+    samplers = {"draft": (draft, None), "target": (target, None), "speculative": (target, draft)}
+    for corpus, passages in texts:
+        if passages:
+            bar = tqdm(passages, desc=f"perplexity per text, {corpus.name}", disable=None, leave=False)
+            each = [{"draft": PPL.calculate_ppl_regr(ids, draft), "target": PPL.calculate_ppl_regr(ids, target),
+                     "speculative": PPL.calculate_ppl_spec(ids, target, draft)} for ids in bar]
+            append(kind="ppl_text", corpus=corpus.name, dtype=dtype, texts=len(each), tokens=sum(map(len, passages)),
+                   sentenceLimit=args.sentenceLimit, each=each,
+                   ppl={role: math.fsum(e[role] for e in each) / len(each) for role in samplers})
+        with tqdm(desc=f"corpus perplexity, {corpus.name}", unit=" tokens", disable=None, leave=False) as bar:
+            totals = {role: sum((PPL.calculate_ppl_corpus(document, tokenizer, *pair, window, min(args.stride, window - 1),
+                                                          bar.update) for document in corpus.documents),
+                                PPL.CorpusPerplexity()) for role, pair in samplers.items()}
+        append(kind="ppl_corpus", corpus=corpus.name, dtype=dtype, tokens=totals["target"].tokens,
+               documents=len(corpus.documents), window=window, stride=min(args.stride, window - 1),
+               ppl={role: {"token": t.token_ppl, "word": t.word_ppl, "byte": t.byte_ppl} for role, t in totals.items()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

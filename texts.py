@@ -1,0 +1,78 @@
+"""Texts to measure on: the bundled samples, WikiText-2 and PG-19 from `datasets/`, or any file or folder."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from utils import UserError
+
+DATASETS = Path(__file__).resolve().parent / "datasets"
+FOLDERS = {"sample": "sample", "wikitext": "wikitext", "pg19": "pg19_sample"}
+ENDINGS = (".txt", ".raw", ".tokens")
+HEADING = re.compile(r"^ *= .* = *$")
+
+
+@dataclass
+class Corpus:
+    """A named collection of documents (whole texts)."""
+
+    name: str
+    documents: list
+
+    def passages(self, least):
+        """The passages of at least `least` characters, in order: the lines of a document in WikiText's format (headings
+        left out), the paragraphs of any other."""
+        found = []
+        for document in self.documents:
+            wiki = re.search(r"^ = [^=\n]* = $", document, re.M)
+            parts = document.split("\n") if wiki else re.split(r"\n\s*\n", document)
+            found += [part for part in parts if len(part.strip()) >= least and not HEADING.match(part)]
+        return found
+
+
+def load_corpora(name):
+    """The corpora of a data set: 'sample', 'wikitext', 'pg19', or the path of a text file, of a folder of them, or of a
+    folder written by `datasets`' `save_to_disk` with a `text` column (its `test` split, where it has splits)."""
+    if name in FOLDERS:
+        path = DATASETS / FOLDERS[name]
+        if not path.exists():
+            raise UserError(f"the data set {name!r} is not in datasets/{FOLDERS[name]}; see README.md for how to get it, "
+                            "or use --dataset sample")
+    else:
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise UserError(f"unknown data set {name!r}: it is none of {', '.join(FOLDERS)} and no such path exists")
+    if path.is_file():
+        corpora = [Corpus(path.name, [read(path)])]
+    elif list(path.glob("dataset_dict.json")) or list(path.glob("dataset_info.json")):
+        corpora = [Corpus(name if name in FOLDERS else path.name, read_saved(path))]
+    else:
+        files = sorted(file for file in path.rglob("*") if file.suffix in ENDINGS)
+        if name == "sample":  # two styles, reported apart; any other folder is one corpus of many documents
+            corpora = [Corpus(file.name, [read(file)]) for file in files]
+        else:
+            corpora = [Corpus(name if name in FOLDERS else path.name, [read(file) for file in files])]
+    corpora = [corpus for corpus in corpora if any(document.strip() for document in corpus.documents)]
+    if not corpora:
+        raise UserError(f"{path} holds no text ({', '.join(ENDINGS)} files, or a saved data set)")
+    return corpora
+
+
+def read(path):
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from None
+
+
+def read_saved(path):
+    """Documents of a folder written by `save_to_disk`. WikiText has one line a row: its rows are joined again."""
+    from datasets import load_from_disk  # takes a second to import, and most runs have no use for it
+
+    try:
+        saved = load_from_disk(str(path))
+        rows = (saved["test"] if hasattr(saved, "keys") else saved)["text"]
+    except Exception as error:
+        raise UserError(f"{path} is not a data set with a 'text' column: {' '.join(str(error).split())[:200]}") from None
+    rows = list(rows)
+    return ["".join(rows)] if any(HEADING.match(row.rstrip("\n")) for row in rows[:50]) else rows

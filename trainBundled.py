@@ -1,0 +1,186 @@
+"""Train the bundled models: one tokenizer and three GPT-NeoX (Pythia architecture) models that share it.
+
+    python trainBundled.py --texts books/ wiki.valid.tokens:3 --heldout wiki.test.raw heldoutBook.txt
+
+`PATH:3` counts a text three times in each pass over the corpus. Layers' matrices are trained with Muon, the rest with
+AdamW; the learning rate warms up and then falls to zero on a cosine. The smaller models learn from the target's
+distribution instead of the text's next token (distillation; DistillSpec, arXiv 2310.08461): what speculative decoding
+rewards is agreement with the target.
+"""
+
+import argparse
+import math
+import random
+import re
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 4096
+END_OF_TEXT = "<|endoftext|>"
+CONTEXT = 2048           # tokens a trained model may read
+HEAD = 32                # width of an attention head
+BATCH = 2048             # tokens per step, as 8 rows of 256 and later as one row of CONTEXT
+LONG_SHARE = 0.2         # last share of the training done at full context length
+WARM_UP = 0.02           # share of the training over which the learning rate rises
+MUON_RATE, ADAM_RATE = 0.02, 3e-3
+
+#         name        layers width tokens     teacher
+MODELS = {"target": (12, 192, 12_600_000, None),
+          "draft": (1, 128, 8_000_000, "target"),
+          "mid": (4, 160, 5_000_000, "target")}
+
+
+def readTexts(path):
+    """Documents of one file or folder (`PATH` or `PATH:TIMES`), as a list of strings.
+
+    A WikiText file is split at its article headings. Its word-level split marks rare words `<unk>`: they are dropped,
+    as no real text holds them."""
+    path, _, times = str(path).partition(":")
+    documents = []
+    for file in sorted(Path(path).rglob("*.txt")) if Path(path).is_dir() else [Path(path)]:
+        text = file.read_text(encoding="utf-8")
+        if re.search(r"^ = [^=].* = $", text, re.M):
+            text = re.sub(r" ?<unk>", "", re.sub(r"^ *\n", "", text, flags=re.M))
+            documents += re.split(r"^(?= = [^=].* = $)", text, flags=re.M)
+        else:
+            documents.append(text)
+    return [d for d in documents if d.strip()] * int(times or 1)
+
+
+def trainTokenizer(documents, folder):
+    """Byte-level BPE with VOCABULARY entries, `<|endoftext|>` being entry 0, as in Pythia's tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END_OF_TEXT], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(documents, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
+                            unk_token=END_OF_TEXT, model_max_length=CONTEXT).save_pretrained(folder)
+
+
+def encode(tokenizer, documents):
+    """All documents as one int64 tensor, an end-of-text token before each."""
+    pieces = [np.array([tokenizer.eos_token_id] + tokenizer(d, verbose=False)["input_ids"]) for d in documents]
+    return torch.from_numpy(np.concatenate(pieces).astype(np.int64))
+
+
+def windows(tokens, length, rng):
+    """Endless windows `[length + 1]`: passes over the corpus from a random offset, in random order."""
+    while True:
+        starts = list(range(rng.randrange(length), len(tokens) - length - 1, length))
+        rng.shuffle(starts)
+        for start in starts:
+            yield tokens[start:start + length + 1]
+
+
+def perplexity(model, tokens, length=1024):
+    """exp of the mean negative log-likelihood over disjoint windows of `length` tokens, each read from its start."""
+    losses = []
+    with torch.inference_mode():
+        for start in range(0, len(tokens) - length, length):
+            window = tokens[None, start:start + length + 1]
+            losses.append(F.cross_entropy(model(window[:, :-1]).logits[0].float(), window[0, 1:]))
+    return torch.stack(losses).mean().exp().item()
+
+
+def newModel(layers, width):
+    return GPTNeoXForCausalLM(GPTNeoXConfig(
+        vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // HEAD,
+        intermediate_size=4 * width, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=0))
+
+
+def train(model, tokens, budget, minutes, teacher=None, device="cpu", seed=0, label=""):
+    """Train `model` on `budget` tokens of `tokens` (or for `minutes`, whichever ends first; the schedule follows).
+
+    Returns (steps, tokens seen, mean loss of the last 5 %); the loss is the cross-entropy in nats per token, with the
+    teacher's distribution as the labels where there is a teacher."""
+    rng = random.Random(seed)
+    short, long = windows(tokens, 256, rng), windows(tokens, CONTEXT, rng)
+    matrices = [p for p in model.gpt_neox.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not m for m in matrices)]
+    optimizers = [torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0, adjust_lr_fn="original"),
+                  torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    rates = [group["lr"] for o in optimizers for group in o.param_groups]
+    model.train().to(device)
+    begin, seen, steps, losses, progress = time.monotonic(), 0, 0, [], 0.0
+    bar = tqdm(total=100, desc=label, bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
+               disable=None, mininterval=5)
+    while progress < 1:
+        rate = min(progress / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * progress)) if steps else 0.0
+        for group, full in zip([g for o in optimizers for g in o.param_groups], rates):
+            group["lr"] = full * rate
+        source, rows = (long, BATCH // CONTEXT) if progress > 1 - LONG_SHARE else (short, BATCH // 256)
+        batch = torch.stack([next(source) for _ in range(rows)]).to(device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            logits = model(batch[:, :-1], use_cache=False).logits
+            labels = batch[:, 1:].flatten()
+            if teacher is not None:
+                with torch.no_grad():
+                    labels = teacher(batch[:, :-1], use_cache=False).logits.flatten(0, 1).float().softmax(-1)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        steps, seen = steps + 1, seen + batch[:, 1:].numel()
+        before, progress = progress, max(seen / budget, (time.monotonic() - begin) / 60 / minutes)
+        bar.set_postfix_str(f"loss {np.mean(losses[-50:]):.3f}, {seen / (time.monotonic() - begin):,.0f} tokens/s",
+                            refresh=False)
+        bar.update(min(100, 100 * progress) - bar.n)
+        if int(20 * before) != int(20 * progress):
+            tqdm.write(f"{label}: {seen:,} tokens, loss {np.mean(losses[-200:]):.4f}, "
+                       f"{(time.monotonic() - begin) / 60:.1f} min", file=sys.stderr)
+    bar.close()
+    return steps, seen, float(np.mean(losses[-max(1, steps // 20):]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", nargs="+", required=True, help="files or folders to train on; PATH:3 counts it thrice")
+    parser.add_argument("--heldout", nargs="*", default=[], help="texts whose perplexity is printed; never trained on")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which to train")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="at most this long for each model")
+    parser.add_argument("--tokens", type=int, help="train on this many tokens instead of each model's own budget")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "models")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    folders = {name: args.out / f"bundled-{name}" for name in MODELS}
+    documents = [document for path in args.texts for document in readTexts(path)]
+
+    if not (folders["target"] / "tokenizer.json").exists():
+        trainTokenizer(sorted(set(documents)), folders["target"])
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folders["target"])
+    tokens = encode(tokenizer, documents)
+    print(f"{len(documents)} documents, {sum(map(len, documents)):,} characters, {len(tokens):,} tokens", flush=True)
+
+    for name in args.models:
+        layers, width, budget, teacherName = MODELS[name]
+        torch.manual_seed(args.seed)
+        model = newModel(layers, width)
+        teacher = teacherName and AutoModelForCausalLM.from_pretrained(
+            folders[teacherName], dtype=torch.float32, local_files_only=True).eval().to(args.device)
+        steps, seen, loss = train(model, tokens, args.tokens or budget, args.minutes, teacher, args.device,
+                                  args.seed, f"bundled-{name}")
+        model = model.cpu().to(torch.bfloat16).eval()
+        model.save_pretrained(folders[name])
+        tokenizer.save_pretrained(folders[name])
+        print(f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {steps:,} steps, "
+              f"{seen:,} tokens, loss {loss:.4f}", flush=True)
+        for path in args.heldout:
+            heldout = encode(tokenizer, readTexts(path))
+            print(f"  perplexity on {Path(path).name}: {perplexity(model.float(), heldout):.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Logits to probabilities, drawing a token, and the residual distribution: what every sampler is made of.
+
+Every tensor here ends in the vocabulary axis `V`; probabilities are float32 whatever the model's dtype, since a
+half-precision distribution does not sum to 1 and loses its tail.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+class UserError(ValueError):
+    """Something the user gave cannot be used. The message is one line: what is wrong, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a distribution is shaped before a token is drawn. The same shape is given to the target and to the draft.
+
+    temperature: 0 takes the most probable token, 1 leaves the model's distribution alone.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the smallest set of most probable tokens that holds this much probability; 1 keeps all.
+    repetition_penalty: divides the positive logits (multiplies the negative ones) of tokens already in the text
+        (CTRL, arXiv 1909.05858); 1 does nothing.
+    """
+
+    temperature: float = 0.85
+    top_k: int = 0
+    top_p: float = 0.9
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self):
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise UserError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0)
+
+
+def probabilities(logits, sampling, seen=None):
+    """The distribution a token is drawn from: `logits[..., V]` to float32 probabilities `[..., V]`.
+
+    Order: repetition penalty, temperature, top-k, top-p. `seen[..., V]` (bool) marks the tokens already in the text;
+    it is needed only with a repetition penalty. Tokens exactly as probable as the last one kept by top-k or top-p are
+    kept too, so the result does not depend on how a sort breaks ties.
+    """
+    logits = logits.float()
+    if sampling.repetition_penalty != 1:
+        penalised = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        logits = torch.where(seen, penalised, logits)
+    if sampling.temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[..., -1:], -math.inf)
+    probs = logits.softmax(-1)
+    return nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
+
+
+def nucleus(probs, top_p):
+    """Top-p (nucleus) filter of `probs[..., V]`, renormalised (Holtzman et al., arXiv 1904.09751)."""
+    ordered = None
+    if probs.device.type == "cpu" and probs.shape[-1] > 256:
+        # On a CPU sorting a whole vocabulary costs more than a small draft model; the nucleus is nearly always
+        # inside the 256 most probable tokens, and whether it is can be seen from their sum.
+        head = probs.topk(256).values
+        ordered = head if bool((head.sum(-1) >= top_p).all()) else None
+    if ordered is None:
+        ordered = probs.sort(-1, descending=True).values
+    outside = ordered.cumsum(-1) - ordered >= top_p  # the probability before this token already reaches top_p
+    least = ordered.masked_fill(outside, math.inf).amin(-1, keepdim=True)
+    probs = probs.masked_fill(probs < least, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def draw(probs, generator=None):
+    """One token index for each distribution of `probs[..., V]`; shape `[...]`.
+
+    Inverts the cumulative distribution at one uniform number a row: much cheaper than `torch.multinomial`, which draws V
+    exponential numbers. A token of probability 0 is never drawn."""
+    cumulative = probs.cumsum(-1)
+    u = torch.rand(probs.shape[:-1] + (1,), device=probs.device, generator=generator) * cumulative[..., -1:]
+    return torch.searchsorted(cumulative, u, right=True)[..., 0].clamp_(max=probs.shape[-1] - 1)
+
+
+def residual(p, q):
+    """norm(max(0, p - q)) for `p, q [..., V]`: what is left of the target once the draft has had its share
+    (Leviathan et al., arXiv 2211.17192, Algorithm 1). Where nothing is left (p equals q up to rounding) it is p."""
+    left = (p - q).clamp_(min=0)
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, p)
+
+
+def seen_after(seen, block):
+    """The tokens in the text after each token of a block: `seen[B, V]` before it, `block[B, n]` -> `[B, n, V]` bool.
+    None (nobody asks) stays None."""
+    if seen is None:
+        return None
+    hits = torch.zeros(*block.shape, seen.shape[-1], dtype=torch.int32, device=seen.device)
+    return seen[:, None] | (hits.scatter_(-1, block[..., None], 1).cumsum(1) > 0)
