@@ -23,6 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
+from cachedModel import CachedModel
+from PPL import calculate_ppl_corpus
+
 VOCABULARY = 4096
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 2048           # tokens a trained model may read
@@ -38,7 +41,7 @@ MODELS = {"target": (12, 192, 12_600_000, None),
           "mid": (4, 160, 5_000_000, "target")}
 
 
-def readTexts(path):
+def read_texts(path):
     """Documents of one file or folder (`PATH` or `PATH:TIMES`), as a list of strings.
 
     A WikiText file is split at its article headings. Its word-level split marks rare words `<unk>`: they are dropped,
@@ -55,7 +58,7 @@ def readTexts(path):
     return [d for d in documents if d.strip()] * int(times or 1)
 
 
-def trainTokenizer(documents, folder):
+def train_tokenizer(documents, folder):
     """Byte-level BPE with VOCABULARY entries, `<|endoftext|>` being entry 0, as in Pythia's tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,17 +85,7 @@ def windows(tokens, length, rng):
             yield tokens[start:start + length + 1]
 
 
-def perplexity(model, tokens, length=1024):
-    """exp of the mean negative log-likelihood over disjoint windows of `length` tokens, each read from its start."""
-    losses = []
-    with torch.inference_mode():
-        for start in range(0, len(tokens) - length, length):
-            window = tokens[None, start:start + length + 1]
-            losses.append(F.cross_entropy(model(window[:, :-1]).logits[0].float(), window[0, 1:]))
-    return torch.stack(losses).mean().exp().item()
-
-
-def newModel(layers, width):
+def new_model(layers, width):
     return GPTNeoXForCausalLM(GPTNeoXConfig(
         vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // HEAD,
         intermediate_size=4 * width, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=0))
@@ -156,20 +149,20 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     folders = {name: args.out / f"bundled-{name}" for name in MODELS}
-    documents = [document for path in args.texts for document in readTexts(path)]
+    documents = [document for path in args.texts for document in read_texts(path)]
 
     if not (folders["target"] / "tokenizer.json").exists():
-        trainTokenizer(sorted(set(documents)), folders["target"])
+        train_tokenizer(sorted(set(documents)), folders["target"])
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folders["target"])
     tokens = encode(tokenizer, documents)
     print(f"{len(documents)} documents, {sum(map(len, documents)):,} characters, {len(tokens):,} tokens", flush=True)
 
     for name in args.models:
-        layers, width, budget, teacherName = MODELS[name]
+        layers, width, budget, teacher_name = MODELS[name]
         torch.manual_seed(args.seed)
-        model = newModel(layers, width)
-        teacher = teacherName and AutoModelForCausalLM.from_pretrained(
-            folders[teacherName], dtype=torch.float32, local_files_only=True).eval().to(args.device)
+        model = new_model(layers, width)
+        teacher = teacher_name and AutoModelForCausalLM.from_pretrained(
+            folders[teacher_name], dtype=torch.float32, local_files_only=True).eval().to(args.device)
         steps, seen, loss = train(model, tokens, args.tokens or budget, args.minutes, teacher, args.device,
                                   args.seed, f"bundled-{name}")
         model = model.cpu().to(torch.bfloat16).eval()
@@ -178,8 +171,9 @@ def main():
         print(f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {steps:,} steps, "
               f"{seen:,} tokens, loss {loss:.4f}", flush=True)
         for path in args.heldout:
-            heldout = encode(tokenizer, readTexts(path))
-            print(f"  perplexity on {Path(path).name}: {perplexity(model.float(), heldout):.3f}", flush=True)
+            corpus = calculate_ppl_corpus(Path(path).read_text(encoding="utf-8"), tokenizer, CachedModel(model.float()))
+            print(f"  perplexity on {Path(path).name}: {corpus.token_ppl:.3f} per token, {corpus.word_ppl:.2f} per word",
+                  flush=True)
 
 
 if __name__ == "__main__":

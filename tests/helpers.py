@@ -1,0 +1,68 @@
+"""Tiny models of every tested family, and exact reference computations."""
+
+import itertools
+
+import torch
+from transformers import (GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM,
+                          OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM)
+
+from cachedModel import CachedModel
+from utils import probabilities, seen_after
+
+FAMILIES = {
+    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {"intermediate_size": 64}),
+    "llama": (LlamaForCausalLM, LlamaConfig, {"intermediate_size": 64, "num_key_value_heads": 2}),
+    "gpt2": (GPT2LMHeadModel, GPT2Config, {"n_inner": 64}),
+    "opt": (OPTForCausalLM, OPTConfig, {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"intermediate_size": 64, "num_key_value_heads": 2}),
+}
+
+
+def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, context=128):
+    """A random model of 2 layers x 32. `sharpness` scales the output layer, so that its distributions are far from
+    uniform and from another seed's."""
+    torch.manual_seed(seed)
+    kind, config, extra = FAMILIES[family]
+    model = kind(config(vocab_size=vocabulary, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4,
+                        max_position_embeddings=context, bos_token_id=0, eos_token_id=0, pad_token_id=None,
+                        initializer_range=0.3, attn_implementation="sdpa", **extra)).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(sharpness / 4)
+    return CachedModel(model, vocabulary, f"{family}-{seed}")
+
+
+@torch.inference_mode()
+def joint_distribution(model, prefix, length, sampling):
+    """Exact probability of every continuation of `length` tokens of one prefix under plain sampling from `model`, as a
+    float64 tensor `[V] * length`, computed without any cache."""
+    vocabulary = model.vocabulary
+    total = torch.ones((), dtype=torch.float64)
+    for n in range(length):
+        paths = list(itertools.product(range(vocabulary), repeat=n))
+        tokens = torch.tensor([list(prefix) + list(path) for path in paths])
+        seen = seen_after(torch.zeros(len(paths), vocabulary, dtype=torch.bool), tokens)[:, -1]
+        step = probabilities(model.score(tokens)[:, -1], sampling, seen).double().view([vocabulary] * (n + 1))
+        total = total[..., None] * step
+    return total
+
+
+def chi_square(samples, expected, vocabulary):
+    """p-value that `samples` (rows of tokens) were drawn from the joint distribution `expected`; cells expecting fewer
+    than 5 are pooled, and a sample the distribution forbids is a p-value of 0."""
+    from scipy.stats import chisquare
+
+    samples = torch.as_tensor(samples)
+    index = torch.zeros(len(samples), dtype=torch.long)
+    for column in samples.T:
+        index = index * vocabulary + column
+    counts = torch.bincount(index, minlength=expected.numel()).double()
+    wanted = expected.flatten() / expected.sum() * len(samples)
+    if counts[wanted == 0].sum() > 0:
+        return 0.0
+    small = wanted < 5
+    observed, wanted = ([*x[~small].tolist(), x[small].sum().item()] for x in (counts, wanted))
+    if wanted[-1] < 5:  # too little even pooled: into the largest cell
+        rest = wanted.pop(), observed.pop()
+        largest = max(range(len(wanted)), key=wanted.__getitem__)
+        wanted[largest], observed[largest] = wanted[largest] + rest[0], observed[largest] + rest[1]
+    return chisquare(observed, [w * sum(observed) / sum(wanted) for w in wanted]).pvalue

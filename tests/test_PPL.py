@@ -1,0 +1,138 @@
+"""Perplexities against independent computations."""
+
+import math
+from types import SimpleNamespace
+
+import helpers
+import pytest
+import torch
+
+import PPL
+from utils import UserError
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return helpers.tiny(seed=0), helpers.tiny(seed=1, layers=1)
+
+
+def word_tokenizer(text, verbose=False):
+    """Each word of numbers is its own token."""
+    return {"input_ids": [int(word) for word in text.split()]}
+
+
+def text_of(length, seed=0):
+    return " ".join(str(t) for t in torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def documented_strided_loop(model, ids, max_length, stride):
+    """The loop in transformers' documentation of perplexity: labels of -100 for what was scored before."""
+    nll_sum, n_tokens, prev_end = 0.0, 0, 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + max_length, len(ids))
+        window = torch.tensor([ids[begin:end]])
+        labels = window.clone()
+        labels[:, :-(end - prev_end)] = -100
+        with torch.no_grad():
+            loss = model(window, labels=labels).loss
+        count = (labels != -100).sum().item() - 1
+        nll_sum, n_tokens, prev_end = nll_sum + loss.item() * count, n_tokens + count, end
+        if end == len(ids):
+            return math.exp(nll_sum / n_tokens)
+
+
+def test_per_text_perplexity_equals_the_models_own_loss(pair):
+    ids = word_tokenizer(text_of(50))["input_ids"]
+    loss = pair[0].model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.item()
+    assert PPL.calculate_ppl_regr(ids, pair[0]) == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_speculative_perplexity_is_the_targets_and_equals_the_plain_formula(pair):
+    target, draft = pair
+    ids = torch.tensor(word_tokenizer(text_of(100))["input_ids"])
+    p, q = (m.score(ids[None])[0, :-1].double().softmax(-1) for m in pair)
+    accepted = torch.minimum(p, q)
+    left = (p - q).clamp(min=0)
+    emitted = accepted + (1 - accepted.sum(-1, keepdim=True)) * left / left.sum(-1, keepdim=True)
+    direct = math.exp(-emitted.gather(-1, ids[1:, None]).log().mean().item())
+    spec = PPL.calculate_ppl_spec(ids.tolist(), target, draft)
+    assert spec == pytest.approx(direct, rel=1e-5)
+    assert spec == pytest.approx(PPL.calculate_ppl_regr(ids, target), rel=1e-5)
+    assert PPL.calculate_ppl_regr(ids, draft) != pytest.approx(spec, rel=0.05)  # the two models do differ
+
+
+def test_the_speculative_perplexity_would_show_a_wrong_residual(pair, monkeypatch):
+    """It is computed from both models, not copied from the target: replacing from p instead of the residual shows."""
+    log_p, log_q = (torch.randn(40, 9).log_softmax(-1) for _ in range(2))
+    tokens = torch.randint(0, 9, (40,))
+    right = PPL.speculative_log_probs(log_p, log_q, tokens)
+    torch.testing.assert_close(right, log_p.gather(-1, tokens[:, None])[:, 0], atol=1e-4, rtol=1e-5)
+    p, q = log_p.exp(), log_q.exp()
+    wrong = torch.minimum(p, q) + (1 - torch.minimum(p, q).sum(-1, keepdim=True)) * p
+    assert (wrong.gather(-1, tokens[:, None])[:, 0].log() - right).abs().max() > 0.05
+
+
+def test_probabilities_too_small_for_a_float_still_count():
+    log_p = torch.tensor([[200.0, 0.0, 0.0]]).log_softmax(-1)
+    log_q = torch.tensor([[0.0, 200.0, 0.0]]).log_softmax(-1)
+    for token in (0, 1, 2):
+        got = PPL.speculative_log_probs(log_p, log_q, torch.tensor([token]))
+        assert got.item() == pytest.approx(log_p[0, token].item(), rel=1e-5, abs=1e-5)
+
+
+def test_identical_models_have_no_residual_and_no_nan(pair):
+    ids = word_tokenizer(text_of(60))["input_ids"]
+    assert PPL.calculate_ppl_spec(ids, pair[0], pair[0]) == pytest.approx(PPL.calculate_ppl_regr(ids, pair[0]), rel=1e-6)
+
+
+@pytest.mark.parametrize("length, window, stride", [(500, 64, 32), (500, 64, 63), (90, 128, 64), (129, 64, 1), (65, 64, 7)])
+def test_corpus_perplexity_scores_every_token_once(pair, length, window, stride):
+    target = pair[0]
+    got = PPL.calculate_ppl_corpus(text_of(length), word_tokenizer, target, None, window, stride)
+    ids, nll = word_tokenizer(text_of(length))["input_ids"], 0.0
+    for i in range(1, length):  # the window that scores token i is the first that reaches it
+        start = next(s for s in range(0, length, stride) if min(s + window, length) > i)
+        nll -= target.score(torch.tensor([ids[start:i]]))[0, -1].log_softmax(-1)[ids[i]].item()
+    assert got.tokens == length - 1 and got.words == length
+    assert got.nll == pytest.approx(nll, rel=1e-5)
+
+
+def test_corpus_perplexity_agrees_with_the_documented_loop(pair):
+    ids = word_tokenizer(text_of(6000))["input_ids"]
+    got = PPL.calculate_ppl_corpus(text_of(6000), word_tokenizer, pair[0], None, 128, 64)
+    assert got.token_ppl == pytest.approx(documented_strided_loop(pair[0].model, ids, 128, 64), rel=2e-3)
+
+
+def test_corpus_perplexity_of_the_speculative_sampler_is_the_targets(pair):
+    got = [PPL.calculate_ppl_corpus(text_of(700), word_tokenizer, pair[0], d, 128, 64) for d in (None, pair[1])]
+    assert got[1].token_ppl == pytest.approx(got[0].token_ppl, rel=1e-5)
+
+
+def test_words_bytes_and_sums():
+    a = PPL.CorpusPerplexity(10.0, 4, 3, 20) + PPL.CorpusPerplexity(2.0, 2, 1, 4)
+    assert (a.nll, a.tokens, a.words, a.bytes) == (12.0, 6, 4, 24)
+    assert a.token_ppl == pytest.approx(math.exp(2)) and a.word_ppl == pytest.approx(math.exp(3))
+    assert a.byte_ppl == pytest.approx(math.exp(0.5))
+
+
+def test_what_has_no_perplexity_is_refused(pair):
+    for match, call in {
+            "two tokens": lambda: PPL.calculate_ppl_regr([1], pair[0]),
+            "fewer": lambda: PPL.calculate_ppl_corpus("7", word_tokenizer, pair[0], None, 64, 32),
+            "stride": lambda: PPL.calculate_ppl_corpus("7 8", word_tokenizer, pair[0], None, 64, 64),
+            "context": lambda: PPL.calculate_ppl_corpus("7 8", word_tokenizer, pair[0], None, 129, 64)}.items():
+        with pytest.raises(UserError, match=match):
+            call()
+
+
+def test_large_vocabularies_are_handled_in_parts(pair, monkeypatch):
+    ids = word_tokenizer(text_of(100))["input_ids"]
+    whole = PPL.calculate_ppl_spec(ids, *pair)
+    monkeypatch.setattr(PPL, "ROWS", 7)
+    assert PPL.calculate_ppl_spec(ids, *pair) == pytest.approx(whole, rel=1e-6)
+
+
+def test_models_with_a_score_are_enough():
+    """Perplexity needs nothing of a model but `score`."""
+    flat = SimpleNamespace(score=lambda tokens: torch.zeros(*tokens.shape, 8), device="cpu", context=64)
+    assert PPL.calculate_ppl_regr([1, 2, 3], flat) == pytest.approx(8)

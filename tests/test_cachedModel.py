@@ -1,0 +1,105 @@
+"""The one mechanism: positions instead of rollback."""
+
+import helpers
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+MODELS = {}
+
+
+def model_of(family):
+    return MODELS.setdefault(family, helpers.tiny(family))
+
+
+def play(model, prompts, rounds, capacity=96):
+    """Read ragged prompts, then blocks of which each row keeps a part; yields (cached, uncached) logits after each."""
+    rows = len(prompts)
+    texts = [list(p) for p in prompts]
+    model.reserve(rows, capacity)
+    longest = max(map(len, texts))
+    padded = torch.tensor([t + [0] * (longest - len(t)) for t in texts])
+    model.forward(padded, torch.arange(longest).repeat(rows, 1))
+    for block, kept in rounds:
+        tokens = torch.tensor(block)
+        positions = torch.tensor([len(t) for t in texts])[:, None] + torch.arange(tokens.shape[1])
+        got = model.forward(tokens, positions)
+        for row, text in enumerate(texts):
+            yield got[row], model.score(torch.tensor([text + block[row]]))[0, len(text):]
+            text += block[row][:kept[row]]
+
+
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_cached_logits_equal_uncached_after_any_rollbacks(family, data):
+    token, rows = st.integers(0, 60), 3
+    prompts = data.draw(st.lists(st.lists(token, min_size=1, max_size=12), min_size=rows, max_size=rows))
+    rounds = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        width = data.draw(st.integers(1, 6))
+        block = data.draw(st.lists(st.lists(token, min_size=width, max_size=width), min_size=rows, max_size=rows))
+        rounds.append((block, data.draw(st.lists(st.integers(0, width), min_size=rows, max_size=rows))))
+    for got, wanted in play(model_of(family), prompts, rounds):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_comparison_catches_one_stale_slot():
+    """The property above must fail when one rolled-back slot stays visible."""
+    model = model_of("gpt_neox")
+    model.reserve(1, 96)
+    tokens = torch.tensor([[5, 9, 2, 7, 11, 3]])
+    model.forward(tokens, torch.arange(6)[None])
+    position = torch.tensor([[4]])
+    stale = (torch.arange(96) <= position[..., None]) | (torch.arange(96) == 5)
+    good = model.score(torch.tensor([[5, 9, 2, 7, 20]]))[0, -1]
+    torch.testing.assert_close(model.forward(torch.tensor([[20]]), position)[0, 0], good, atol=1e-4, rtol=1e-4)
+    bad = model.forward(torch.tensor([[20]]), position, mask=stale)[0, 0]
+    assert (bad - good).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_a_tree_of_candidates_scores_each_branch_as_a_chain(family):
+    """Siblings share a position, not a slot; a node attends to its ancestors only."""
+    model = model_of(family)
+    prompt, tree, parents = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [-1, -1, 0, 0, 1]
+    model.reserve(1, 32)
+    model.forward(torch.tensor([prompt]), torch.arange(5)[None])
+    mask = torch.zeros(1, len(tree), 32, dtype=torch.bool)
+    mask[..., :5] = True
+    paths = []
+    for node, parent in enumerate(parents):
+        paths.append((paths[parent] if parent >= 0 else []) + [node])
+        mask[0, node, [5 + n for n in paths[node]]] = True
+    positions = torch.tensor([[4 + len(path) for path in paths]])
+    got = model.forward(torch.tensor([tree]), positions, slots=torch.arange(5, 10)[None], mask=mask)[0]
+    for node, path in enumerate(paths):
+        wanted = model.score(torch.tensor([prompt + [tree[n] for n in path]]))[0, -1]
+        torch.testing.assert_close(got[node], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_kept_logits_are_those_of_the_named_tokens():
+    model = model_of("gpt_neox")
+    model.reserve(3, 32)
+    tokens, positions = torch.randint(0, 61, (3, 7)), torch.arange(7).repeat(3, 1)
+    whole, keep = model.forward(tokens, positions), torch.tensor([6, 2, 2])
+    torch.testing.assert_close(model.forward(tokens, positions, keep=keep), whole[torch.arange(3), keep])
+
+
+def test_a_cache_is_used_again_whatever_was_left_in_it():
+    model = model_of("gpt_neox")
+    model.reserve(1, 32)
+    tokens = torch.tensor([[7, 8, 9]])
+    first = model.forward(tokens, torch.arange(3)[None]).clone()
+    model.forward(torch.randint(0, 61, (1, 32)), torch.arange(32)[None])
+    model.reserve(1, 32)
+    torch.testing.assert_close(model.forward(tokens, torch.arange(3)[None]), first, atol=0, rtol=0)
+
+
+def test_logits_are_cut_to_the_vocabulary_and_float32():
+    model = helpers.tiny(vocabulary=61)
+    model.vocabulary = 50
+    model.model.to(torch.bfloat16)
+    logits = model.score(torch.tensor([[1, 2]]))
+    assert logits.shape == (1, 2, 50) and logits.dtype == torch.float32

@@ -1,0 +1,205 @@
+"""The samplers: greedy equality, exact distributions, planted mistakes, ragged rows, records."""
+
+import helpers
+import pytest
+import torch
+
+import specSampling as loop
+from drafters import ModelDrafter
+from regrSampling import regrSampling
+from specSampling import specSampling
+from utils import GREEDY, Sampling, UserError, draw, probabilities
+
+PROMPTS = [[5, 9, 2, 7], [11], [3, 3, 8, 1, 40, 22, 17, 60, 2], [50, 4]]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return helpers.tiny(seed=0), helpers.tiny(seed=1, layers=1)
+
+
+def near(model, noise=0.15, seed=7):
+    """A copy of `model` with its weights disturbed a little: a draft that often agrees."""
+    draft = helpers.tiny(seed=0, vocabulary=model.vocabulary)
+    draft.model.load_state_dict(model.model.state_dict())
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in draft.model.parameters():
+            weight.add_(noise * weight.std() * torch.randn_like(weight))
+    return draft
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4, 9])
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_greedy_rows_equal_plain_greedy_and_transformers_alone(family, gamma):
+    target = helpers.tiny(family)
+    spec, records = specSampling(PROMPTS, target, ModelDrafter(near(target) if family == "gpt_neox" else
+                                                               helpers.tiny(family, seed=1)), 40, gamma, GREEDY)
+    plain, _ = regrSampling(PROMPTS, target, 40, GREEDY)
+    alone = [target.model.generate(torch.tensor([p]), max_new_tokens=40, do_sample=False, eos_token_id=None,
+                                   pad_token_id=0)[0, len(p):].tolist() for p in PROMPTS]
+    assert spec == plain == alone
+    if family == "gpt_neox" and gamma > 1:  # the equality above is worth something: rounds of every kind took place
+        accepted = {a for r in records for a in r.accepted[1:]}
+        assert 0 in accepted and max(accepted) >= 2
+
+
+# 200,000 draws of the first tokens, against the exact joint distribution. The first token comes from the prompt, the next
+# ones from rounds; four of them, so that every case (rejection, full acceptance and bonus) is well represented.
+VOCABULARY, DRAWS, FEW, BATCH = 6, 200_000, 60_000, 20_000
+SETTINGS = [Sampling(1.0, 0, 1.0), Sampling(0.85, 0, 0.9), Sampling(1.5, 3, 1.0), Sampling(1.0, 0, 0.95, 1.5)]
+
+
+def p_value(first, count, gamma=3, sampling=SETTINGS[0], draws=DRAWS):
+    """Chi-square of tokens first ... first + count - 1 of the speculative output on two prefixes, the smaller p."""
+    target = helpers.tiny(seed=0, vocabulary=VOCABULARY, layers=1, sharpness=2.0)
+    drafter = ModelDrafter(helpers.tiny(seed=1, vocabulary=VOCABULARY, layers=1, sharpness=2.0))
+    generator = torch.Generator().manual_seed(0)
+    prefixes, values = [[1, 2, 3], [4]], []
+    samples = {0: [], 1: []}
+    for _ in range(draws // BATCH):
+        tokens, _ = specSampling(prefixes * (BATCH // 2), target, drafter, 5, gamma, sampling, None, generator)
+        for row in (0, 1):
+            samples[row] += tokens[row::2]
+    for row, prefix in enumerate(prefixes):
+        joint = helpers.joint_distribution(target, prefix, first + count, sampling)
+        for _ in range(first):
+            joint = joint.sum(0)
+        values.append(helpers.chi_square(torch.tensor(samples[row])[:, first:first + count], joint, VOCABULARY))
+    return min(values)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_the_first_three_tokens_are_distributed_as_the_targets(sampling):
+    assert p_value(0, 3, sampling=sampling) > 1e-4
+
+
+def test_tokens_two_to_four_are_distributed_as_the_targets():
+    assert p_value(1, 3, gamma=2) > 1e-4
+
+
+def always_accept(p, q, drafts, generator=None):
+    return torch.full_like(drafts[:, 0], drafts.shape[1]), draw(p[:, -1], generator)
+
+
+def replace_from_p(p, q, drafts, generator=None):
+    accepted, _ = loop_rule(p, q, drafts, generator)
+    return accepted, draw(p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0], generator)
+
+
+def bonus_from_q(p, q, drafts, generator=None):
+    accepted, token = loop_rule(p, q, drafts, generator)
+    full = accepted == drafts.shape[1]
+    return accepted, torch.where(full, draw(q[:, -1], generator), token) if drafts.shape[1] else token
+
+
+def rows_shifted_by_one(p, q, drafts, generator=None):
+    return loop_rule(p.roll(1, 1), q, drafts, generator)
+
+
+loop_rule = loop.token_rule
+
+
+@pytest.mark.parametrize("mistake", [always_accept, replace_from_p, bonus_from_q, rows_shifted_by_one])
+def test_a_planted_mistake_in_verification_is_caught(monkeypatch, mistake):
+    monkeypatch.setattr(loop, "token_rule", mistake)
+    assert p_value(0, 3, gamma=1 if mistake is bonus_from_q else 3, draws=FEW) < 1e-4
+
+
+def test_a_filter_on_one_side_only_is_caught(monkeypatch):
+    monkeypatch.setattr(loop, "probabilities", lambda logits, sampling, seen: probabilities(logits, Sampling(1, 0, 1)))
+    assert p_value(0, 3, sampling=Sampling(1.0, 0, 0.8), draws=FEW) < 1e-4
+
+
+def test_positions_off_by_one_in_the_target_are_caught(monkeypatch):
+    right = loop.Rows.positions
+    monkeypatch.setattr(loop.Rows, "positions",
+                        lambda rows, first, count: right(rows, first + (first == -1), count))
+    assert p_value(0, 3, draws=FEW) < 1e-4
+
+
+def test_a_draft_equal_to_the_target_is_always_accepted(pair):
+    """Any slot of the draft's cache that held another token's keys would show as a rejection."""
+    target, _ = pair
+    for sampling in (GREEDY, Sampling(1.0, 0, 1.0), Sampling(0.85, 0, 0.9, 1.3)):
+        _, records = specSampling(PROMPTS, target, ModelDrafter(near(target, noise=0)), 60, 4, sampling,
+                                  generator=torch.Generator().manual_seed(0))
+        for record in records:
+            assert record.committed == [1] + [5] * 11 + [4]
+            assert record.alpha > 0.999
+
+
+def test_the_record_tells_what_happened(pair):
+    target, draft = pair
+    grown = {row: [] for row in range(len(PROMPTS))}
+    tokens, records = specSampling(PROMPTS, target, ModelDrafter(near(target)), 50, 4,
+                                   generator=torch.Generator().manual_seed(1),
+                                   callback=lambda row, new: grown[row].extend(new))
+    for row, record in enumerate(records):
+        assert grown[row] == tokens[row] and record.tokens == len(tokens[row]) == 50
+        assert record.drafted[0] == record.accepted[0] == 0 and record.committed[0] == 1
+        assert all(c == a + 1 for c, a in zip(record.committed[:-1], record.accepted[:-1]))
+        assert all(a <= d <= 4 for a, d in zip(record.accepted, record.drafted))
+        assert record.times == sorted(record.times) and 0 < record.ttft <= record.times[-1]
+        by_position = record.acceptance_by_position
+        assert all(passed <= tested for tested, passed in by_position)
+        assert all(later[0] <= earlier[1] for earlier, later in zip(by_position, by_position[1:]))
+        assert sum(passed for _, passed in by_position) == sum(record.accepted)
+        assert record.tokens_per_round == pytest.approx(49 / (len(record.committed) - 1))
+        assert record.tpot == pytest.approx((record.times[-1] - record.times[0]) / 49)
+        assert record.throughput == pytest.approx(50 / record.times[-1])
+
+
+@pytest.mark.parametrize("sampler", ["regr", "spec"])
+def test_end_of_text_stops_a_row_and_only_that_row(pair, sampler):
+    target, _ = pair
+
+    def run(**how):
+        return (regrSampling(PROMPTS, target, 40, GREEDY, **how) if sampler == "regr" else
+                specSampling(PROMPTS, target, ModelDrafter(near(target)), 40, 4, GREEDY, **how))[0]
+
+    free = run()
+    end = free[0][len(free[0]) // 2]
+    stopped = run(end_of_text=end)
+    assert stopped == [row[:row.index(end) + 1] if end in row else row for row in free]
+    assert len(stopped[0]) < 40
+
+
+@pytest.mark.parametrize("max_len", [1, 2, 3, 5, 6, 7])
+def test_max_len_is_never_exceeded_nor_missed(pair, max_len):
+    tokens, _ = specSampling(PROMPTS, pair[0], ModelDrafter(near(pair[0])), max_len, 4, GREEDY)
+    assert tokens == regrSampling(PROMPTS, pair[0], max_len, GREEDY)[0]
+    assert all(len(row) == max_len for row in tokens)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "opt"])
+def test_the_context_may_be_filled_to_its_last_token(family):
+    """Guesses past a row's end must not index past a learned position table, nor disturb what is committed."""
+    target = helpers.tiny(family, context=32)
+    prompts = [[5, 9, 2, 7] * 3, [11]]  # one row ends long before the other
+    tokens, _ = specSampling(prompts, target, ModelDrafter(helpers.tiny(family, context=32)), 20, 6, GREEDY)
+    assert tokens == [regrSampling([p], target, 20, GREEDY)[0][0] for p in prompts]
+
+
+def test_what_cannot_work_is_refused_before_work(pair):
+    target, draft = pair
+    drafter, before = ModelDrafter(draft), (target.forwards, draft.forwards)
+    for match, call in {
+            "empty": lambda: specSampling([[1], []], target, drafter), "prompt is": lambda: regrSampling([], target),
+            "gamma": lambda: specSampling([[1]], target, drafter, 10, 0), "maxLen": lambda: regrSampling([[1]], target, 0),
+            "vocabulary": lambda: regrSampling([[61]], target, 10),
+            "exceed the context": lambda: regrSampling([[1] * 100], target, 29)}.items():
+        with pytest.raises(UserError, match=match):
+            call()
+    short = ModelDrafter(helpers.tiny(seed=1, context=64))
+    with pytest.raises(UserError, match="gpt_neox-1"):
+        specSampling([[1] * 30], target, short, 40)
+    assert (target.forwards, draft.forwards) == before
+
+
+def test_the_same_seed_gives_the_same_tokens(pair):
+    def run(seed):
+        return specSampling(PROMPTS, pair[0], ModelDrafter(pair[1]), 20,
+                            generator=torch.Generator().manual_seed(seed))[0]
+
+    assert run(3) == run(3) != run(4)

@@ -1,0 +1,77 @@
+"""Probabilities, drawing, the residual."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import (LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper,
+                          TopKLogitsWarper, TopPLogitsWarper)
+
+from utils import Sampling, UserError, draw, nucleus, probabilities, residual, seen_after
+
+
+@pytest.mark.parametrize("vocabulary", [50, 5000])
+@pytest.mark.parametrize("sampling", [
+    Sampling(1.0, 0, 1.0), Sampling(0.7, 0, 1.0), Sampling(1.0, 7, 1.0), Sampling(1.0, 0, 0.8), Sampling(0.85, 0, 0.9),
+    Sampling(1.3, 20, 0.5, 1.2), Sampling(0.5, 3, 0.95, 0.7), Sampling(3.0, 0, 0.999)])
+def test_probabilities_equal_those_of_transformers_processors(sampling, vocabulary):
+    torch.manual_seed(0)
+    logits, text = 3 * torch.randn(4, vocabulary), torch.randint(0, vocabulary, (4, 20))
+    steps = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty), TemperatureLogitsWarper(sampling.temperature)]
+    steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    wanted = LogitsProcessorList(steps)(text, logits.clone()).softmax(-1)
+    seen = torch.zeros(4, vocabulary, dtype=torch.bool).scatter_(1, text, True)
+    torch.testing.assert_close(probabilities(logits, sampling, seen), wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_greedy_is_one_hot_at_the_largest_logit():
+    p = probabilities(torch.tensor([[1.0, 3.0, 2.0]]), Sampling(temperature=0))
+    assert p.tolist() == [[0, 1, 0]]
+
+
+def test_a_nucleus_wider_than_the_shortcut_is_still_exact():
+    flat = torch.full((2, 1000), 1e-3)
+    flat[1, :10] = 0.09  # one row's nucleus is small, the other's wide
+    flat = flat / flat.sum(-1, keepdim=True) + torch.rand(2, 1000) * 1e-6
+    kept = nucleus(flat / flat.sum(-1, keepdim=True), 0.9) > 0
+    ordered = (flat / flat.sum(-1, keepdim=True)).sort(-1, descending=True).values
+    assert kept.sum(-1).tolist() == ((ordered.cumsum(-1) - ordered) < 0.9).sum(-1).tolist()
+
+
+def test_equally_probable_tokens_stay_or_go_together():
+    assert nucleus(torch.tensor([[0.4, 0.2, 0.2, 0.2]]), 0.5).tolist() == [[pytest.approx(v) for v in (.4, .2, .2, .2)]]
+
+
+def test_draw_follows_the_distribution_and_never_draws_what_has_probability_zero():
+    p = torch.tensor([0.0, 0.5, 0.0, 0.125, 0.3, 0.075, 0.0])
+    tokens = draw(p.expand(200_000, -1), torch.Generator().manual_seed(0))
+    counts = torch.bincount(tokens, minlength=7)
+    assert counts[p == 0].sum() == 0
+    wanted = p[p > 0].double()
+    assert chisquare(counts[p > 0], wanted / wanted.sum() * 200_000).pvalue > 1e-4
+
+
+def test_draw_keeps_leading_shape_and_follows_its_generator():
+    p = torch.rand(3, 4, 9)
+    again = [draw(p, torch.Generator().manual_seed(5)) for _ in range(2)]
+    assert again[0].shape == (3, 4) and torch.equal(*again)
+
+
+def test_residual_is_the_normalised_excess_and_falls_back_to_p():
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.6, 0.3])
+    assert residual(p, q).tolist() == [1, 0, 0]
+    assert torch.equal(residual(p, p), p)
+
+
+def test_seen_after_a_block_grows_token_by_token():
+    seen = torch.tensor([[True, False, False, False]])
+    got = seen_after(seen, torch.tensor([[2, 2, 3]]))
+    assert got.int().tolist() == [[[1, 0, 1, 0], [1, 0, 1, 0], [1, 0, 1, 1]]]
+    assert seen_after(None, torch.tensor([[1]])) is None
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0},
+                                 {"top_p": 1.1}, {"top_p": float("nan")}, {"repetition_penalty": 0}])
+def test_impossible_sampling_is_refused(bad):
+    with pytest.raises(UserError, match=list(bad)[0]):
+        Sampling(**bad)
