@@ -1,8 +1,9 @@
 """Perplexity of the draft, the target, and the speculative sampler itself.
 
-Two protocols. *Per text* (the report's): each text has its own perplexity, and their mean is reported. *Corpus*: the whole
-text in overlapping windows, one perplexity for all of it, by token, by word and by byte; the latter two compare models
-whose tokenizers differ. Always the models' own distributions (temperature 1, no filters) in float32, from log-softmax.
+Two protocols. *Per text* (the report's): each text has its own perplexity, and their mean is reported. *Corpus*: the
+whole text in overlapping windows, one perplexity for all of it, by token, by word and by byte; the latter two compare
+models whose tokenizers differ. Always the models' own distributions (temperature 1, no filters) in float32, from
+log-softmax.
 """
 
 import math
@@ -60,7 +61,14 @@ def perplexity(tokens, target, draft=None):
     """What the two above share."""
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")
-    return math.exp(-token_log_probs(torch.as_tensor(tokens), target, draft).double().mean().item())
+    return exp(-token_log_probs(torch.as_tensor(tokens), target, draft).double().mean().item())
+
+
+def exp(nats):
+    """exp, infinite where a float cannot hold it. Raises UserError for nan: a model whose arithmetic broke down."""
+    if math.isnan(nats):
+        raise UserError("the model gives no finite logits in this dtype; use --dtype float32")
+    return math.exp(nats) if nats < 709 else math.inf
 
 
 @dataclass
@@ -78,16 +86,16 @@ class CorpusPerplexity:
 
     @property
     def token_ppl(self):
-        return math.exp(self.nll / self.tokens)
+        return exp(self.nll / self.tokens)
 
     @property
     def word_ppl(self):
-        """Per word (white space parts words). inf where it exceeds what a float holds."""
-        return math.exp(min(self.nll / max(self.words, 1), 700))
+        """Per word; white space parts words."""
+        return exp(self.nll / max(self.words, 1))
 
     @property
     def byte_ppl(self):
-        return math.exp(self.nll / self.bytes)
+        return exp(self.nll / self.bytes)
 
 
 def calculate_ppl_corpus(text, tokenizer, target, draft=None, window=1024, stride=512, progress=None):

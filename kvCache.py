@@ -1,10 +1,9 @@
 """`SlotCache`: keys and values in preallocated slots, written where a tensor says.
 
-Nothing is ever removed. A rejected draft is rolled back by writing the next tokens at smaller positions: the stale slots
-behind them are masked until they are overwritten.
+Nothing is ever removed. A rejected draft is rolled back by writing the next tokens at smaller positions: the stale
+slots behind them are masked until they are overwritten.
 """
 
-import torch
 from transformers.cache_utils import Cache, StaticLayer
 
 

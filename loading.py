@@ -5,6 +5,7 @@ Only safetensors are read, and no code that comes with a model is ever run.
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import psutil
@@ -27,19 +28,41 @@ logging.disable_progress_bar()
 
 def find_model(name):
     """The folder of a model named by a folder under `models/` or by any path."""
-    for folder in (MODELS / name, Path(name).expanduser()):
-        if folder.is_dir():
+    for folder in (MODELS / name, Path(os.path.abspath(os.path.expanduser(name)))):
+        if os.path.isdir(folder) and folder != MODELS:  # as it is for "."
             break
     else:
         there = sorted(f.name for f in MODELS.iterdir() if f.is_dir()) if MODELS.is_dir() else []
-        raise UserError(f"no model folder {name!r}, neither under {MODELS.name}/ nor as a path; "
-                        f"there are: {', '.join(there) or 'none'}")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is not a model folder: it has no config.json")
-    if not list(folder.glob("*.safetensors")):
+        raise UserError(f"no model folder {str(name)!r}, neither under {MODELS.name}/ nor as a path; "
+                        f"there are: {', '.join(there) or 'none (README.md says how to get some)'}")
+    if not os.path.isfile(folder / "config.json"):
+        raise UserError(f"{folder} is not a model folder: it has no config.json; download the model again, or name "
+                        "another")
+    if not isinstance(read_json(folder / "config.json"), dict):
+        raise UserError(f"{folder / 'config.json'} does not describe a model; download it again")
+    weight_files(folder)
+    return folder
+
+
+def weight_files(folder):
+    """The safetensors files a model folder's weights are in."""
+    index = folder / "model.safetensors.index.json"
+    if os.path.isfile(folder / "model.safetensors"):
+        return [folder / "model.safetensors"]
+    if not os.path.isfile(index):
         raise UserError(f"{folder} holds no .safetensors weights, and no other format is loaded; "
                         "download the model again with its safetensors files")
-    return folder
+    try:
+        return sorted({folder / file for file in read_json(index)["weight_map"].values()})
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"{index} does not list any weights; download it again") from None
+
+
+def read_json(path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({one_line(error)}); download it again") from None
 
 
 def default_pair():
@@ -56,9 +79,9 @@ def pick_device(name=None):
         raise UserError("CUDA was asked for, but torch finds no CUDA device; use --device cpu, or install a CUDA build "
                         "of torch and a driver")
     try:
-        torch.empty(1, device=name)
+        torch.zeros(1, device=name).item()  # a "meta" tensor can be made but holds nothing
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+        raise UserError(f"device {name!r} cannot be used ({one_line(error)}); use --device cpu") from None
     return name
 
 
@@ -74,14 +97,14 @@ def weight_bytes(folder, dtype):
     """Bytes the weights of a model folder will take in `dtype`. Reads the files' headers only; a file shorter than its
     header says is refused."""
     count = 0
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         try:
             with safe_open(file, "pt") as tensors:
                 for key in tensors.keys():
                     shape = tensors.get_slice(key).get_shape()
                     count += torch.Size(shape).numel()
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is not a whole safetensors file ({error}); download it again") from None
+            raise UserError(f"{file} cannot be read as safetensors ({one_line(error)}); download it again") from None
     return count * dtype.itemsize
 
 
@@ -94,9 +117,13 @@ def load_tokenizer(name):
     """The tokenizer of a model folder."""
     folder = find_model(name)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises anything from KeyError to its own types for a broken folder
-        raise UserError(f"{folder} has no usable tokenizer: {one_line(error)}") from None
+        raise UserError(f"{folder} has no usable tokenizer ({one_line(error)}); download its tokenizer.json "
+                        "again (code that comes with a model is never run)") from None
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # the library's answer to no files at all
+        raise UserError(f"{folder} has no tokenizer files; download its tokenizer.json")
+    return tokenizer
 
 
 def check_tokenizers(target, draft, names=("target", "draft")):
@@ -105,8 +132,8 @@ def check_tokenizers(target, draft, names=("target", "draft")):
     if ours == theirs:
         return
     token, index = min(ours.items() - theirs.items() or theirs.items() - ours.items(), key=lambda item: item[1])
-    raise UserError(f"the tokenizers of {names[0]} ({len(ours)} tokens) and {names[1]} ({len(theirs)}) differ, first at "
-                    f"id {index} ({token!r}): a pair must share one tokenizer")
+    raise UserError(f"the tokenizers of {names[0]} ({len(ours)} tokens) and {names[1]} ({len(theirs)}) differ, first "
+                    f"at id {index} ({token!r}); name two models that share one tokenizer")
 
 
 def load_model(name, tokenizer, dtype, device):
@@ -117,40 +144,56 @@ def load_model(name, tokenizer, dtype, device):
     folder, torch_dtype = find_model(name), DTYPES[dtype]
     needed, free = weight_bytes(folder, torch_dtype) + WORKING_MEMORY, available_memory(device)
     if needed > free:
-        raise UserError(f"{folder.name} needs about {needed / 1e9:.1f} GB in {dtype} and {device} has {free / 1e9:.1f} GB "
-                        f"free; use a smaller dtype (--dtype bfloat16) or a smaller model")
+        raise UserError(f"{folder.name} needs about {needed / 1e9:.1f} GB in {dtype} and {device} has {free / 1e9:.1f} "
+                        f"GB free; use a smaller dtype (--dtype bfloat16) or a smaller model")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         size = config.get_text_config().vocab_size
         if size < len(tokenizer):
             raise UserError(f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
-                            "together")
+                            "together; download both again from one place")
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch_dtype, attn_implementation="sdpa", local_files_only=True,
-            use_safetensors=True, trust_remote_code=False, output_loading_info=True)
+            use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True)
     except UserError:
         raise
     except torch.OutOfMemoryError:
-        raise UserError(f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model") from None
-    except Exception as error:  # a broken folder can raise nearly anything; none of it should reach a user as a traceback
-        raise UserError(f"{folder} cannot be loaded: {one_line(error)}") from None
-    if info["missing_keys"]:
-        raise UserError(f"{folder} lacks weights its config.json asks for ({sorted(info['missing_keys'])[0]}, ...)")
+        raise UserError(f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or "
+                        "model") from None
+    except Exception as error:  # a broken folder can raise nearly anything; a user should see none of it as a traceback
+        raise UserError(f"{folder} cannot be loaded ({one_line(error)}); download it again, or use a causal language "
+                        "model that transformers knows: code that comes with a model is never run") from None
+    # The library would go on, with random weights or fewer layers. Buffers nobody asks for are common and harmless.
+    wrong = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]) + sorted(
+        key for key in info["unexpected_keys"] if key.endswith(".weight"))
+    if wrong:
+        raise UserError(f"{folder}: config.json and the weights do not match ({wrong[0]} is missing, left over or of "
+                        "another shape); download both again from one place")
     return CachedModel(model.to(device), len(tokenizer), folder.name)
 
 
 def model_version(name):
     """What identifies the weights of a model folder: the hub's commit where a download recorded one, else
     'sha256:' and 16 digits over the safetensors files."""
-    folder = find_model(name)
-    for metadata in sorted(folder.glob(".cache/huggingface/download/*.safetensors.metadata")):
-        return metadata.read_text().split("\n", 1)[0]
+    files = weight_files(find_model(name))
+    commits = {downloaded_commit(file) for file in files}
+    if len(commits) == 1 and None not in commits:
+        return commits.pop()
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files:
         with open(file, "rb") as stream:
             while block := stream.read(1 << 22):
                 digest.update(block)
     return f"sha256:{digest.hexdigest()[:16]}"
+
+
+def downloaded_commit(file):
+    """The commit `huggingface_hub` recorded for a file; None if there is no record or the file is younger than it."""
+    try:
+        commit, _, when = (file.parent / f".cache/huggingface/download/{file.name}.metadata").read_text().split()
+        return commit if file.stat().st_mtime <= float(when) + 1 else None
+    except (OSError, ValueError):
+        return None
 
 
 def one_line(error):

@@ -1,8 +1,8 @@
 """`results.jsonl`, one line a measurement, and `results.txt`, rendered from it.
 
 A run begins with a line of kind "run" (flags, seed, models, machine); every measurement's line names its run. Lines are
-appended in one write and fsynced, so a kill loses nothing that was measured and two runs at once do not mix; the text is
-replaced as a whole, so it is never half there.
+appended in one write and fsynced, so a kill loses nothing that was measured and two runs at once do not mix; the text
+is replaced as a whole, so it is never half there.
 """
 
 import json
@@ -32,8 +32,10 @@ class Results:
         self.lines, self.text = Path(folder) / "results.jsonl", Path(folder) / "results.txt"
 
     def append(self, **record):
-        """Add one line, on disk when this returns. Raises UserError where it cannot be written."""
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        """Add one line, on disk when this returns; nan, which JSON lacks, is null. Raises UserError where it cannot be
+        written."""
+        record = {key: None if value != value else value for key, value in record.items()}
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         try:
             handle = os.open(self.lines, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
@@ -53,7 +55,7 @@ class Results:
         """All whole lines, as dictionaries. A line cut off by a kill is passed over."""
         records = []
         if self.lines.exists():
-            for line in self.lines.read_text(encoding="utf-8", errors="replace").splitlines():
+            for line in self.lines.read_text(encoding="utf-8", errors="replace").split("\n"):
                 try:
                     records.append(json.loads(line))
                 except ValueError:
@@ -72,11 +74,12 @@ class Results:
 
     def render(self):
         """Write `results.txt` from all records, newest run first."""
-        buffer = StringIO()
-        console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
+        buffer, file = StringIO(), None
         for run, measurements in reversed(self.runs()):
-            for piece in report(run, measurements):
-                console.print(piece)
+            try:
+                show(run, measurements, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
+            except (KeyError, TypeError):  # lines of another version must not keep today's from being shown
+                buffer.write(f"Run {run['run']} was written by another version: see {self.lines.name}.\n\n")
         text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
         try:
             with tempfile.NamedTemporaryFile("w", dir=self.text.parent, prefix=".results", delete=False,
@@ -89,23 +92,42 @@ class Results:
         except OSError as error:
             raise UserError(f"{self.text} cannot be written: {error.strerror or error}; the measurements are in "
                             f"{self.lines.name}") from None
+        finally:
+            if file:
+                Path(file.name).unlink(missing_ok=True)
+
+
+def show(run, measurements, **options):
+    """Print a run's report on the screen, or where the `options` of a `rich` console say."""
+    pieces = list(report(run, measurements))
+    console = Console(width=WIDTH, markup=False, emoji=False, highlight=False, **options)
+    for piece in pieces:
+        console.print(piece)
 
 
 def plain(value):
     """Text for the screen with no markup and no control characters: names may come from anywhere."""
-    return Text("".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in str(value)))
+    return Text("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)))
 
 
-def span(interval, scale=1.0, digits=1):
-    """A median, and its 95 % interval on a second line."""
+def number(value, digits):
+    """A figure that keeps to its column: in powers of ten from a million up."""
+    return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"
+
+
+def span(interval, scale=1.0):
+    """A median to about three digits, and its 95 % interval on a second line."""
+    digits = next((2 - power for power in (0, 1) if max(interval) * scale < 10 ** (power + 1)), 0)
     middle, low, high = (f"{value * scale:.{digits}f}" for value in interval)
     return middle if low == high or low == "nan" else f"{middle}\n[{low}, {high}]"
 
 
 def grid(title, columns):
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    """A table whose numbers are never cut: where it is too wide, the names in its first column are folded."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
+                  padding=(0, 0, 0, 1), pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True, overflow="fold")
+        table.add_column(column, justify="right" if index else "left", no_wrap=index > 0, overflow="fold")
     return table
 
 
@@ -122,8 +144,9 @@ def report(run, measurements):
     pythia = run["models"]["target"]["name"] == "pythia-2.8b" and run["models"]["draft"]["name"] == "pythia-70m"
     speed = [m for m in measurements if m["kind"] == "speed"]
     if speed:
-        yield speed_table(run, speed)
-        yield plain(speed_notes(speed, pythia))
+        rows = summarize(speed)
+        yield speed_table(run, speed, rows)
+        yield Text(speed_notes(speed, rows, pythia))
     for kind, table in (("ppl_text", text_table), ("ppl_corpus", corpus_table)):
         chosen = [m for m in measurements if m["kind"] == kind]
         if chosen:
@@ -135,22 +158,22 @@ def finished(measurements):
     return any(m["kind"] == "end" for m in measurements)
 
 
-def speed_table(run, measurements):
+def speed_table(run, measurements, rows):
     flags = run["flags"]
     prompts = len({m["prompt"] for m in measurements})
     table = grid(f"Speed: {prompts} prompts, up to {flags['maxLen']} new tokens, gamma {flags['gamma']}, temperature "
-                 f"{flags['temperature']}, top_p {flags['top_p']}, top_k {flags['top_k']}, {run['dtype']}",
+                 f"{flags['temperature']}, top_p {flags['top_p']}, top_k {flags['top_k']}, {measurements[0]['dtype']}",
                  ["", "TTFT ms", "TPOT ms", "tokens/s", "speed-up", "alpha", "tokens/\nround", "total/n\nms"])
-    for row in summarize(measurements):
+    for row in rows:
         alone = row["method"] != "speculative"
-        table.add_row(NAMES.get(row["method"], row["method"]), span(row["ttft"], 1e3), span(row["tpot"], 1e3, 2),
-                      span(row["throughput"]), span(row["speedup"], digits=2), "" if alone else f"{row['alpha']:.3f}",
-                      "" if alone else span(row["tokens_per_round"], digits=2), span(row["report_tpot"][:1] * 3, 1e3, 2))
+        table.add_row(NAMES.get(row["method"], row["method"]), span(row["ttft"], 1e3), span(row["tpot"], 1e3),
+                      span(row["throughput"]), span(row["speedup"]), "" if alone else f"{row['alpha']:.3f}",
+                      "" if alone else span(row["tokens_per_round"]), span(row["report_tpot"][:1] * 3, 1e3))
     return table
 
 
-def speed_notes(measurements, pythia):
-    row = next((row for row in summarize(measurements) if row["method"] == "speculative"), None)
+def speed_notes(measurements, rows, pythia):
+    row = next((row for row in rows if row["method"] == "speculative"), None)
     repeats = len({m["repeat"] for m in measurements})
     notes = [f"Medians over prompts and {repeats} interleaved repeats [95 % bootstrap interval]; speed-up: median of "
              "paired throughput ratios to the target alone. total/n: the report's time per token."]
@@ -165,11 +188,11 @@ def speed_notes(measurements, pythia):
 def text_table(measurements, pythia):
     table = grid(f"Perplexity per text (mean over texts of at least {measurements[0]['sentenceLimit']} characters), "
                  + measurements[0]["dtype"],
-                 ["", "texts", "tokens", "draft", "target", "speculative", "relative difference"])
+                 ["", "texts", "tokens", "draft", "target", "speculative", "relative\ndifference"])
     for m in measurements:
         ppl = m["ppl"]
-        table.add_row(plain(m["corpus"]), str(m["texts"]), f"{m['tokens']:,}", f"{ppl['draft']:.4f}",
-                      f"{ppl['target']:.6f}", f"{ppl['speculative']:.6f}", difference(ppl))
+        table.add_row(plain(m["corpus"]), str(m["texts"]), f"{m['tokens']:,}", number(ppl["draft"], 4),
+                      number(ppl["target"], 6), number(ppl["speculative"], 6), difference(ppl))
     if pythia:
         table.add_row("the report (WikiText-2)", "", "", str(REPORT["draft"]), str(REPORT["target"]),
                       str(REPORT["speculative"]), difference(REPORT))
@@ -180,12 +203,12 @@ def corpus_table(measurements, pythia):
     first = measurements[0]
     table = grid(f"Perplexity of the corpus (windows of {first['window']} tokens, stride {first['stride']}), "
                  + first["dtype"],
-                 ["", "tokens", "per", "draft", "target", "speculative", "relative difference"])
+                 ["", "tokens", "per", "draft", "target", "speculative", "relative\ndifference"])
     for m in measurements:
         for unit in ("token", "word", "byte"):
             ppl = {role: m["ppl"][role][unit] for role in ("draft", "target", "speculative")}
             lead = (plain(m["corpus"]), f"{m['tokens']:,}") if unit == "token" else ("", "")
-            table.add_row(*lead, unit, f"{ppl['draft']:,.4f}", f"{ppl['target']:,.6f}", f"{ppl['speculative']:,.6f}",
+            table.add_row(*lead, unit, number(ppl["draft"], 4), number(ppl["target"], 6), number(ppl["speculative"], 6),
                           difference(ppl))
     return table
 

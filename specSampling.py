@@ -1,5 +1,5 @@
-"""Speculative sampling: guess ahead with something cheap, score all guesses with one forward of the target, keep what the
-target would have said (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
+"""Speculative sampling: guess ahead with something cheap, score all guesses with one forward of the target, keep what
+the target would have said (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
 
 import torch
 

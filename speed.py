@@ -1,7 +1,7 @@
 """Timing samplers side by side: interleaved, repeated, with intervals.
 
-TTFT: from the call to the first token on the host. TPOT: (t_last - t_first) / (n - 1). Throughput: n / t_last. The report
-divides otherwise: its time per token is total / n, the prompt's reading included; it is kept beside them.
+TTFT: from the call to the first token on the host. TPOT: (t_last - t_first) / (n - 1). Throughput: n / t_last. The
+report divides otherwise: its time per token is total / n, the prompt's reading included; it is kept beside them.
 """
 
 import gc
@@ -41,18 +41,23 @@ def measure(methods, prompts, repeats, seed, device, warm_up=2):
     for _ in range(warm_up):
         for method in methods.values():
             method(prompts[0], torch.Generator(device).manual_seed(seed))
-    for repeat in range(repeats):
-        for index, prompt in enumerate(prompts):
-            for name, method in methods.items():
-                generator = torch.Generator(device).manual_seed(seed + 1_000_003 * repeat + index)
-                with quiet(device):
-                    (tokens,), (record,) = method(prompt, generator)
-                yield {"method": name, "prompt": index, "repeat": repeat, "prompt_tokens": len(prompt),
-                       "tokens": record.tokens, "ttft": record.ttft, "tpot": record.tpot,
-                       "throughput": record.throughput, "report_tpot": record.times[-1] / record.tokens,
-                       "tokens_per_round": record.tokens_per_round, "drafted": sum(record.drafted),
-                       "accepted": sum(record.accepted), "acceptance_by_position": record.acceptance_by_position,
-                       "sha256": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]}
+    gc.collect()
+    gc.freeze()  # else every collection between two measurements walks all of torch's objects, a quarter of a second
+    try:
+        for repeat in range(repeats):
+            for index, prompt in enumerate(prompts):
+                for name, method in methods.items():
+                    generator = torch.Generator(device).manual_seed(seed + 1_000_003 * repeat + index)
+                    with quiet(device):
+                        (tokens,), (record,) = method(prompt, generator)
+                    yield {"method": name, "prompt": index, "repeat": repeat, "prompt_tokens": len(prompt),
+                           "tokens": record.tokens, "ttft": record.ttft, "tpot": record.tpot,
+                           "throughput": record.throughput, "report_tpot": record.times[-1] / record.tokens,
+                           "tokens_per_round": record.tokens_per_round, "drafted": sum(record.drafted),
+                           "accepted": sum(record.accepted), "acceptance_by_position": record.acceptance_by_position,
+                           "sha256": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]}
+    finally:
+        gc.unfreeze()
 
 
 def median_interval(values, seed=0):

@@ -1,8 +1,9 @@
-"""Speculative decoding, measured: speed (TTFT, TPOT, throughput) and perplexity of a draft model, a target model, and the
-two together. Results go to results.txt. `python test.py --help` lists the flags, README.md explains them."""
+"""Speculative decoding, measured: speed (TTFT, TPOT, throughput) and perplexity of a draft model, a target model, and
+the two together. Results go to results.txt. `python test.py --help` lists the flags, README.md explains them."""
 
 import argparse
 import math
+import os
 import shlex
 import sys
 import time
@@ -10,7 +11,6 @@ import uuid
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from tqdm import tqdm
 
 import PPL
@@ -41,12 +41,13 @@ def parse(argv):
     """The flags, checked as far as they can be before anything is loaded."""
     parser = Parser(prog="test.py", description=__doc__, allow_abbrev=False)
     mode = parser.add_argument_group("what to measure (with none of these: both)")
-    mode.add_argument("--speed", nargs="?", type=int, const=1, choices=(0, 1), help="time to first token, time per token, "
-                      "tokens per second")
-    mode.add_argument("--ppl", nargs="?", type=int, const=1, choices=(0, 1), help="perplexity, per text and of the corpus")
+    mode.add_argument("--speed", nargs="?", type=int, const=1, choices=(0, 1), help="time to first token, time per "
+                      "token, tokens per second; --speed 0 leaves it out")
+    mode.add_argument("--ppl", nargs="?", type=int, const=1, choices=(0, 1), help="perplexity, per text and of the "
+                      "corpus; --ppl 0 leaves it out")
     models = parser.add_argument_group("models")
-    models.add_argument("--target", metavar="MODEL", help="the large model: a folder under models/ or any path (default: "
-                        "pythia-2.8b if it and pythia-70m are there, else the bundled pair)")
+    models.add_argument("--target", metavar="MODEL", help="the large model: a folder under models/ or any path "
+                        "(default: pythia-2.8b if it and pythia-70m are there, else the bundled pair)")
     models.add_argument("--draft", metavar="MODEL", help="the small model that guesses")
     models.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bfloat16 for speed where the "
                         "device computes in it, float32 for perplexity)")
@@ -59,21 +60,22 @@ def parse(argv):
     sampling.add_argument("--top_k", type=int, default=0, metavar="K", help="0 is off (0)")
     sampling.add_argument("--repetition_penalty", type=float, default=1.0, metavar="R", help="1 is off (1)")
     data = parser.add_argument_group("texts")
-    data.add_argument("--dataset", default="sample", metavar="NAME", help="sample, wikitext, pg19, or the path of a text "
-                      "file, a folder of them, or a saved data set (sample)")
+    data.add_argument("--dataset", default="sample", metavar="NAME", help="sample, wikitext, pg19, or the path of a "
+                      "text file, a folder of them, or a saved data set (sample)")
     data.add_argument("--sentences", type=int, default=10, metavar="N", help="texts used: prompts in --speed, texts of "
                       "each corpus in --ppl (10)")
-    data.add_argument("--sentenceLimit", type=int, default=500, metavar="N", help="characters a text has at least (500)")
+    data.add_argument("--sentenceLimit", type=int, default=500, metavar="N", help="characters a text has at least "
+                      "(500)")
     data.add_argument("--prompt", metavar="TEXT", help="time the continuation of this text instead of the data set's")
     data.add_argument("--promptLen", type=int, default=64, metavar="N", help="tokens of a text used as a prompt (64)")
-    data.add_argument("--window", type=int, default=1024, metavar="N", help="tokens of a corpus perplexity window (1024; "
-                      "no more than the models' context)")
+    data.add_argument("--window", type=int, default=1024, metavar="N", help="tokens of a corpus perplexity window "
+                      "(1024; no more than the models' context)")
     data.add_argument("--stride", type=int, default=512, metavar="N", help="tokens from one window to the next (512)")
     other = parser.add_argument_group("measuring")
     other.add_argument("--repeats", type=int, default=3, metavar="N", help="times each prompt is timed (3)")
     other.add_argument("--seed", type=int, default=0, metavar="N", help="of every random choice (0)")
-    other.add_argument("--out", type=Path, default=HERE, metavar="FOLDER", help="where results.txt and results.jsonl are "
-                       "(the project's folder)")
+    other.add_argument("--out", type=Path, default=HERE, metavar="FOLDER", help="where results.txt and "
+                       "results.jsonl are (the project's folder)")
     args = parser.parse_args(argv)
     for flag, least in LIMITS.items():
         if getattr(args, flag) < least:
@@ -84,13 +86,15 @@ def parse(argv):
         raise UserError(f"--stride ({args.stride}) must be less than --window ({args.window})")
     if args.prompt is not None and not args.prompt:
         raise UserError("--prompt is empty: give some text")
-    if not args.out.is_dir():
+    if args.prompt and args.prompt != args.prompt.encode(errors="replace").decode():
+        raise UserError("--prompt is not text in this terminal's encoding: give UTF-8")
+    if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    if args.speed is None and args.ppl is None:
-        args.speed = args.ppl = 1
+    if not (args.speed or args.ppl):  # neither is asked for: both, but for one that is switched off
+        args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
     if not (args.speed or args.ppl):
-        raise UserError("nothing to measure: give --speed, --ppl or neither")
+        raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
     pair = default_pair()
     if args.target is None and args.draft is None:
         print(f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
@@ -104,7 +108,7 @@ def main(argv=None):
     try:
         run(parse(argv), argv)
     except UserError as error:
-        print(f"test.py: error: {error}", file=sys.stderr)
+        print("test.py: error:", *str(error).split(), file=sys.stderr)  # one line, whatever a file's name holds
         return 2
     except torch.OutOfMemoryError:
         print("test.py: error: the device ran out of memory; use a smaller --dtype, --maxLen or --window. What was "
@@ -132,35 +136,39 @@ def run(args, argv):
     prompts = choose_prompts(args, tokenizer, corpora) if args.speed else []
     if args.speed:
         check_room(prompts, args.maxLen, list(models.values()))
-    texts = [(c, tokenize(c.passages(args.sentenceLimit)[:args.sentences], tokenizer, models)) for c in corpora]
+    texts = [(c, tokenize(c.passages(args.sentenceLimit)[:args.sentences], tokenizer, models))
+             for c in corpora if args.ppl]
     if args.ppl and not any(passages for _, passages in texts):
         raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
     window = min(args.window, *(model.context for model in models.values()))
+    stride = args.stride if args.stride < window else window // 2
 
     store = results.Results(args.out)
     name = uuid.uuid4().hex[:8]
     flags = {key: value if isinstance(value, (int, float, str, type(None))) else str(value)
              for key, value in vars(args).items() if key != "sampling"}
     store.append(kind="run", run=name, time=time.strftime("%Y-%m-%d %H:%M:%S"), command=shlex.join(argv), flags=flags,
-                 device=device, dtype=dtypes["speed"], machine=machine(device),
+                 device=device, machine=machine(device),
                  models={role: {"name": folder.name, "version": model_version(folder),
                                 "parameters": sum(p.numel() for p in models[role].model.parameters())}
                          for role, folder in folders.items()})
     try:
         if args.speed:
-            time_samplers(args, models, prompts, tokenizer, device, lambda **line: store.append(run=name, **line))
+            time_samplers(args, models, prompts, tokenizer, device,
+                          lambda **line: store.append(run=name, dtype=dtypes["speed"], **line))
         if args.ppl:
             if args.speed and dtypes["ppl"] != dtypes["speed"]:
                 del models
                 models = load(dtypes["ppl"])
-            measure_perplexity(args, models, texts, tokenizer, window, dtypes["ppl"],
-                               lambda **line: store.append(run=name, **line))
+            measure_perplexity(models, texts, tokenizer, window, stride,
+                               lambda **line: store.append(run=name, dtype=dtypes["ppl"],
+                                                           sentenceLimit=args.sentenceLimit, **line))
         store.append(kind="end", run=name)
     finally:
-        store.render()
-        console = Console(width=results.WIDTH)
-        for piece in results.report(*next(r for r in store.runs() if r[0]["run"] == name)):
-            console.print(piece)
+        try:
+            store.render()
+        finally:  # the screen needs no room on a disk
+            results.show(*next(r for r in store.runs() if r[0]["run"] == name))
     print(f"Written to {store.text.name} (every measurement: {store.lines.name}).")
 
 
@@ -195,7 +203,7 @@ def time_samplers(args, models, prompts, tokenizer, device, append):
             bar.update()
 
 
-def measure_perplexity(args, models, texts, tokenizer, window, dtype, append):
+def measure_perplexity(models, texts, tokenizer, window, stride, append):
     target, draft = models["target"], models["draft"]
     samplers = {"draft": (draft, None), "target": (target, None), "speculative": (target, draft)}
     for corpus, passages in texts:
@@ -203,15 +211,16 @@ def measure_perplexity(args, models, texts, tokenizer, window, dtype, append):
             bar = tqdm(passages, desc=f"perplexity per text, {corpus.name}", disable=None, leave=False)
             each = [{"draft": PPL.calculate_ppl_regr(ids, draft), "target": PPL.calculate_ppl_regr(ids, target),
                      "speculative": PPL.calculate_ppl_spec(ids, target, draft)} for ids in bar]
-            append(kind="ppl_text", corpus=corpus.name, dtype=dtype, texts=len(each), tokens=sum(map(len, passages)),
-                   sentenceLimit=args.sentenceLimit, each=each,
+            append(kind="ppl_text", corpus=corpus.name, texts=len(each), tokens=sum(map(len, passages)), each=each,
                    ppl={role: math.fsum(e[role] for e in each) / len(each) for role in samplers})
+        documents = [text for text in corpus.documents if len(tokenizer(text, verbose=False)["input_ids"]) > 1]
+        if not documents:
+            continue
         with tqdm(desc=f"corpus perplexity, {corpus.name}", unit=" tokens", disable=None, leave=False) as bar:
-            totals = {role: sum((PPL.calculate_ppl_corpus(document, tokenizer, *pair, window, min(args.stride, window - 1),
-                                                          bar.update) for document in corpus.documents),
-                                PPL.CorpusPerplexity()) for role, pair in samplers.items()}
-        append(kind="ppl_corpus", corpus=corpus.name, dtype=dtype, tokens=totals["target"].tokens,
-               documents=len(corpus.documents), window=window, stride=min(args.stride, window - 1),
+            totals = {role: sum((PPL.calculate_ppl_corpus(text, tokenizer, *pair, window, stride, bar.update)
+                                 for text in documents), PPL.CorpusPerplexity()) for role, pair in samplers.items()}
+        append(kind="ppl_corpus", corpus=corpus.name, tokens=totals["target"].tokens, documents=len(documents),
+               window=window, stride=stride,
                ppl={role: {"token": t.token_ppl, "word": t.word_ppl, "byte": t.byte_ppl} for role, t in totals.items()})
 
 

@@ -1,5 +1,6 @@
 """Texts to measure on: the bundled samples, WikiText-2 and PG-19 from `datasets/`, or any file or folder."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,33 +37,39 @@ def load_corpora(name):
     if name in FOLDERS:
         path = DATASETS / FOLDERS[name]
         if not path.exists():
-            raise UserError(f"the data set {name!r} is not in datasets/{FOLDERS[name]}; see README.md for how to get it, "
-                            "or use --dataset sample")
+            raise UserError(f"the data set {name!r} is not in datasets/{FOLDERS[name]}; see README.md for how to get "
+                            "it, or use --dataset sample")
     else:
-        path = Path(name).expanduser()
-        if not path.exists():
+        path = Path(os.path.abspath(os.path.expanduser(name)))
+        if not os.path.exists(path):
             raise UserError(f"unknown data set {name!r}: it is none of {', '.join(FOLDERS)} and no such path exists")
     if path.is_file():
         corpora = [Corpus(path.name, [read(path)])]
     elif list(path.glob("dataset_dict.json")) or list(path.glob("dataset_info.json")):
         corpora = [Corpus(name if name in FOLDERS else path.name, read_saved(path))]
     else:
-        files = sorted(file for file in path.rglob("*") if file.suffix in ENDINGS)
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
         if name == "sample":  # two styles, reported apart; any other folder is one corpus of many documents
             corpora = [Corpus(file.name, [read(file)]) for file in files]
         else:
             corpora = [Corpus(name if name in FOLDERS else path.name, [read(file) for file in files])]
-    corpora = [corpus for corpus in corpora if any(document.strip() for document in corpus.documents)]
+    for corpus in corpora:
+        corpus.documents = [document for document in corpus.documents if document.strip()]
+    corpora = [corpus for corpus in corpora if corpus.documents]
     if not corpora:
-        raise UserError(f"{path} holds no text ({', '.join(ENDINGS)} files, or a saved data set)")
+        raise UserError(f"{path} holds no text; give {', '.join(ENDINGS)} files that are not empty, or a saved data "
+                        "set")
     return corpora
 
 
 def read(path):
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Project Gutenberg's files begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from None
+        raise UserError(f"{path} cannot be read as UTF-8 text ({error}); convert it, or name another") from None
+    if "\0" in text:
+        raise UserError(f"{path} is a binary file; name a text file")
+    return text
 
 
 def read_saved(path):
@@ -72,7 +79,10 @@ def read_saved(path):
     try:
         saved = load_from_disk(str(path))
         rows = (saved["test"] if hasattr(saved, "keys") else saved)["text"]
+        rows = [row for row in rows if row is not None]
+        if not any(HEADING.match(row.rstrip("\n")) for row in rows[:50]):
+            return rows
+        return [("" if any(row.endswith("\n") for row in rows) else "\n").join(rows)]
     except Exception as error:
-        raise UserError(f"{path} is not a data set with a 'text' column: {' '.join(str(error).split())[:200]}") from None
-    rows = list(rows)
-    return ["".join(rows)] if any(HEADING.match(row.rstrip("\n")) for row in rows[:50]) else rows
+        raise UserError(f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test' "
+                        f"({' '.join(str(error).split())[:200]}); save it so, or name a text file") from None

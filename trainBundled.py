@@ -139,8 +139,9 @@ def train(model, tokens, budget, minutes, teacher=None, device="cpu", seed=0, la
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", nargs="+", required=True, help="files or folders to train on; PATH:3 counts it thrice")
-    parser.add_argument("--heldout", nargs="*", default=[], help="texts whose perplexity is printed; never trained on")
+    parser.add_argument("--texts", nargs="+", required=True,
+                        help="files or folders to train on; PATH:3 counts it three times")
+    parser.add_argument("--heldout", nargs="*", default=[], help="texts whose perplexity is printed")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which to train")
     parser.add_argument("--minutes", type=float, default=math.inf, help="at most this long for each model")
     parser.add_argument("--tokens", type=int, help="train on this many tokens instead of each model's own budget")
@@ -171,9 +172,10 @@ def main():
         print(f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {steps:,} steps, "
               f"{seen:,} tokens, loss {loss:.4f}", flush=True)
         for path in args.heldout:
-            corpus = calculate_ppl_corpus(Path(path).read_text(encoding="utf-8"), tokenizer, CachedModel(model.float()))
-            print(f"  perplexity on {Path(path).name}: {corpus.token_ppl:.3f} per token, {corpus.word_ppl:.2f} per word",
-                  flush=True)
+            text = Path(path).read_text(encoding="utf-8")
+            heldout = calculate_ppl_corpus(text, tokenizer, CachedModel(model.float()))
+            print(f"  perplexity on {Path(path).name}: {heldout.token_ppl:.3f} per token, "
+                  f"{heldout.word_ppl:.2f} per word", flush=True)
 
 
 if __name__ == "__main__":

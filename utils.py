@@ -31,14 +31,14 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        if not (self.temperature == 0 or 1e-4 <= self.temperature < math.inf):
+            raise UserError(f"temperature must be 0 (greedy) or at least 0.0001, not {self.temperature}")
         if self.top_k < 0:
             raise UserError(f"top_k must be 0 (off) or more, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise UserError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise UserError(f"repetition_penalty must lie in [0.01, 100], not {self.repetition_penalty}")
 
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
@@ -76,6 +76,7 @@ def nucleus(probs, top_p):
     if ordered is None:
         ordered = probs.sort(-1, descending=True).values
     outside = ordered.cumsum(-1) - ordered >= top_p  # the probability before this token already reaches top_p
+    outside[..., 0] = False  # a top_p smaller than any float32 still keeps the most probable token
     least = ordered.masked_fill(outside, math.inf).amin(-1, keepdim=True)
     probs = probs.masked_fill(probs < least, 0.0)
     return probs / probs.sum(-1, keepdim=True)
@@ -84,8 +85,8 @@ def nucleus(probs, top_p):
 def draw(probs, generator=None):
     """One token index for each distribution of `probs[..., V]`; shape `[...]`.
 
-    Inverts the cumulative distribution at one uniform number a row: much cheaper than `torch.multinomial`, which draws V
-    exponential numbers. A token of probability 0 is never drawn."""
+    Inverts the cumulative distribution at one uniform number a row: much cheaper than `torch.multinomial`, which draws
+    V exponential numbers. A token of probability 0 is never drawn."""
     cumulative = probs.cumsum(-1)
     u = torch.rand(probs.shape[:-1] + (1,), device=probs.device, generator=generator) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, u, right=True)[..., 0].clamp_(max=probs.shape[-1] - 1)

@@ -11,8 +11,8 @@ def token_rule(p, q, drafts, generator=None):
 
     p: float32 `[B, gamma + 1, V]`, the target's distribution before each draft token and after the last.
     q: float32 `[B, gamma, V]`, the distributions `drafts[B, gamma]` were drawn from.
-    Returns `accepted[B]`, how many drafts stand, and `token[B]`, the token after them: drawn from norm(max(0, p - q)) at
-    the first rejection, from p after the last draft when all stand. (With gamma 0 that is plain sampling.)
+    Returns `accepted[B]`, how many drafts stand, and `token[B]`, the token after them: drawn from norm(max(0, p - q))
+    at the first rejection, from p after the last draft when all stand. (With gamma 0 that is plain sampling.)
     """
     p_x, q_x = (d[:, :drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
     u = torch.rand(drafts.shape, device=p.device, generator=generator)

@@ -22,7 +22,8 @@ def word_tokenizer(text, verbose=False):
 
 
 def text_of(length, seed=0):
-    return " ".join(str(t) for t in torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+    tokens = torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(str(t) for t in tokens.tolist())
 
 
 def documented_strided_loop(model, ids, max_length, stride):
@@ -82,10 +83,12 @@ def test_probabilities_too_small_for_a_float_still_count():
 
 def test_identical_models_have_no_residual_and_no_nan(pair):
     ids = word_tokenizer(text_of(60))["input_ids"]
-    assert PPL.calculate_ppl_spec(ids, pair[0], pair[0]) == pytest.approx(PPL.calculate_ppl_regr(ids, pair[0]), rel=1e-6)
+    plain = PPL.calculate_ppl_regr(ids, pair[0])
+    assert PPL.calculate_ppl_spec(ids, pair[0], pair[0]) == pytest.approx(plain, rel=1e-6)
 
 
-@pytest.mark.parametrize("length, window, stride", [(500, 64, 32), (500, 64, 63), (90, 128, 64), (129, 64, 1), (65, 64, 7)])
+@pytest.mark.parametrize("length, window, stride",
+                         [(500, 64, 32), (500, 64, 63), (90, 128, 64), (129, 64, 1), (65, 64, 7)])
 def test_corpus_perplexity_scores_every_token_once(pair, length, window, stride):
     target = pair[0]
     got = PPL.calculate_ppl_corpus(text_of(length), word_tokenizer, target, None, window, stride)

@@ -44,8 +44,8 @@ def test_greedy_rows_equal_plain_greedy_and_transformers_alone(family, gamma):
         assert 0 in accepted and max(accepted) >= 2
 
 
-# 200,000 draws of the first tokens, against the exact joint distribution. The first token comes from the prompt, the next
-# ones from rounds; four of them, so that every case (rejection, full acceptance and bonus) is well represented.
+# 200,000 draws of the first tokens, against the exact joint distribution. The first token comes from the prompt, the
+# next ones from rounds; four of them, so that every case (rejection, full acceptance and bonus) is well represented.
 VOCABULARY, DRAWS, FEW, BATCH = 6, 200_000, 60_000, 20_000
 SETTINGS = [Sampling(1.0, 0, 1.0), Sampling(0.85, 0, 0.9), Sampling(1.5, 3, 1.0), Sampling(1.0, 0, 0.95, 1.5)]
 
@@ -186,7 +186,8 @@ def test_what_cannot_work_is_refused_before_work(pair):
     drafter, before = ModelDrafter(draft), (target.forwards, draft.forwards)
     for match, call in {
             "empty": lambda: specSampling([[1], []], target, drafter), "prompt is": lambda: regrSampling([], target),
-            "gamma": lambda: specSampling([[1]], target, drafter, 10, 0), "maxLen": lambda: regrSampling([[1]], target, 0),
+            "gamma": lambda: specSampling([[1]], target, drafter, 10, 0),
+            "maxLen": lambda: regrSampling([[1]], target, 0),
             "vocabulary": lambda: regrSampling([[61]], target, 10),
             "exceed the context": lambda: regrSampling([[1] * 100], target, 29)}.items():
         with pytest.raises(UserError, match=match):
@@ -195,6 +196,14 @@ def test_what_cannot_work_is_refused_before_work(pair):
     with pytest.raises(UserError, match="gpt_neox-1"):
         specSampling([[1] * 30], target, short, 40)
     assert (target.forwards, draft.forwards) == before
+
+
+def test_logits_that_are_not_finite_are_refused():
+    broken = helpers.tiny()
+    with torch.no_grad():
+        broken.model.lm_head.weight[3] = float("inf")
+    with pytest.raises(UserError, match="gpt_neox-0 gives logits that are not finite in float32"):
+        regrSampling([[1, 2]], broken, 4)
 
 
 def test_the_same_seed_gives_the_same_tokens(pair):

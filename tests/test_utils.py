@@ -16,7 +16,8 @@ from utils import Sampling, UserError, draw, nucleus, probabilities, residual, s
 def test_probabilities_equal_those_of_transformers_processors(sampling, vocabulary):
     torch.manual_seed(0)
     logits, text = 3 * torch.randn(4, vocabulary), torch.randint(0, vocabulary, (4, 20))
-    steps = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty), TemperatureLogitsWarper(sampling.temperature)]
+    steps = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+             TemperatureLogitsWarper(sampling.temperature)]
     steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
     wanted = LogitsProcessorList(steps)(text, logits.clone()).softmax(-1)
@@ -40,6 +41,10 @@ def test_a_nucleus_wider_than_the_shortcut_is_still_exact():
 
 def test_equally_probable_tokens_stay_or_go_together():
     assert nucleus(torch.tensor([[0.4, 0.2, 0.2, 0.2]]), 0.5).tolist() == [[pytest.approx(v) for v in (.4, .2, .2, .2)]]
+
+
+def test_a_nucleus_is_never_empty():
+    assert nucleus(torch.tensor([[0.6, 0.4]]), 1e-300).tolist() == [[1, 0]]
 
 
 def test_draw_follows_the_distribution_and_never_draws_what_has_probability_zero():
@@ -71,7 +76,8 @@ def test_seen_after_a_block_grows_token_by_token():
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0},
-                                 {"top_p": 1.1}, {"top_p": float("nan")}, {"repetition_penalty": 0}])
+                                 {"top_p": 1.1}, {"top_p": float("nan")}, {"repetition_penalty": 0},
+                                 {"temperature": 1e-38}, {"repetition_penalty": 1e-300}])
 def test_impossible_sampling_is_refused(bad):
     with pytest.raises(UserError, match=list(bad)[0]):
         Sampling(**bad)

@@ -1,0 +1,72 @@
+"""What several test files share: a pair of tiny models on disk, a short text, and the command line as a module."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import helpers
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from texts import DATASETS
+from utils import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+END_OF_TEXT = "<|endoftext|>"
+VOCABULARY, PADDED, CONTEXT = 300, 320, 256  # entries of the tokenizer, and of the models: as Pythia's are padded
+
+
+def refused(*words):
+    """`pytest.raises` for a UserError of one line in which all `words` appear."""
+    return pytest.raises(UserError, check=lambda e: "\n" not in str(e) and all(word in str(e) for word in words))
+
+
+@pytest.fixture(scope="session")
+def pair_folder(tmp_path_factory):
+    """A folder that holds `target` and `draft`: random GPT-NeoX models that share a byte-level BPE tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train([str(DATASETS / "sample" / "articles.raw")], trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END_OF_TEXT], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
+                                        unk_token=END_OF_TEXT, model_max_length=CONTEXT)
+    for seed, (name, layers) in enumerate({"target": 2, "draft": 1}.items()):
+        helpers.tiny(seed=seed, vocabulary=PADDED, layers=layers, context=CONTEXT).model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def model_folder(pair_folder, tmp_path):
+    """A copy of the target's folder, to be damaged."""
+    return Path(shutil.copytree(pair_folder / "target", tmp_path / "model"))
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """Four paragraphs of some 90 characters."""
+    file = tmp_path_factory.mktemp("texts") / "short.txt"
+    file.write_text("\n\n".join(f"{word} the lamp was lit and the tide was out, and nobody in the harbour had heard "
+                                "the bell." for word in ("Before", "After", "While", "Though")))
+    return file
+
+
+@pytest.fixture(scope="session")
+def cli():
+    """test.py, loaded by its path: `import test` may find the standard library's package."""
+    spec = importlib.util.spec_from_file_location("command_line", ROOT / "test.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def flags(pair_folder, text_file):
+    """Flags of a small run on the tiny pair, all but --out."""
+    return ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dataset", str(text_file),
+            "--sentenceLimit", "60", "--sentences", "2", "--promptLen", "12", "--maxLen", "8", "--repeats", "1",
+            "--window", "64", "--stride", "32"]

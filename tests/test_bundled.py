@@ -1,0 +1,66 @@
+"""The pair that comes with the project, end to end."""
+
+import pytest
+import torch
+
+import PPL
+from drafters import ModelDrafter
+from loading import DTYPES, load_model, load_tokenizer
+from regrSampling import regrSampling
+from specSampling import specSampling
+from texts import load_corpora
+from utils import GREEDY
+
+
+@pytest.fixture(scope="module")
+def pair():
+    tokenizer = load_tokenizer("bundled-target")
+    return tokenizer, *(load_model(f"bundled-{name}", tokenizer, "float32", "cpu") for name in ("target", "draft"))
+
+
+@pytest.fixture(scope="module")
+def prompts(pair):
+    """50 prompts of ragged lengths, from both styles of the sample texts."""
+    passages = [p for corpus in load_corpora("sample") for p in corpus.passages(300)[:25]]
+    assert len(passages) == 50
+    return [pair[0](text)["input_ids"][:16 + 3 * i % 40] for i, text in enumerate(passages)]
+
+
+def test_greedy_output_equals_plain_and_transformers_on_50_prompts_of_100_tokens(pair, prompts):
+    _, target, draft = pair
+    plain, _ = regrSampling(prompts, target, 100, GREEDY)
+    spec, records = specSampling(prompts, target, ModelDrafter(draft), 100, 4, GREEDY)
+    alone = [target.model.generate(torch.tensor([p]), max_new_tokens=100, do_sample=False, eos_token_id=None,
+                                   pad_token_id=0)[0, len(p):].tolist() for p in prompts]
+    assert spec == plain == alone
+    assert 0.2 < sum(r.alpha for r in records) / 50 < 1  # a draft worth its name, and rejections among the rounds
+
+
+def test_speculative_and_target_perplexity_agree(pair):
+    tokenizer, target, draft = pair
+    for corpus in load_corpora("sample"):
+        target_ppl, spec_ppl = (PPL.calculate_ppl_corpus(corpus.documents[0][:6000], tokenizer, target, d).token_ppl
+                                for d in (None, draft))
+        assert spec_ppl == pytest.approx(target_ppl, rel=1e-5)
+
+
+def test_the_target_is_clearly_better_than_the_draft(pair):
+    tokenizer, target, draft = pair
+    for corpus in load_corpora("sample"):
+        ppl = [PPL.calculate_ppl_corpus(corpus.documents[0], tokenizer, model).token_ppl for model in (target, draft)]
+        assert ppl[0] <= 0.75 * ppl[1]
+
+
+def test_all_three_share_one_tokenizer_and_are_small():
+    ours = load_tokenizer("bundled-target")
+    for name, layers, width, most in (("target", 12, 192, 24e6), ("mid", 4, 160, 12e6), ("draft", 1, 128, 6e6)):
+        model = load_model(f"bundled-{name}", ours, "bfloat16", "cpu").model
+        assert (model.config.num_hidden_layers, model.config.hidden_size) == (layers, width)
+        assert sum(p.numel() for p in model.parameters()) * DTYPES["bfloat16"].itemsize < most
+        assert load_tokenizer(f"bundled-{name}").get_vocab() == ours.get_vocab()
+
+
+@pytest.mark.parametrize("text", ["naïve café — 東京 🙂", "a\tb\r\n\n  c", "plain words", "\u0000\u200b"])
+def test_the_tokenizer_gives_every_text_back(text):
+    tokenizer = load_tokenizer("bundled-target")
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

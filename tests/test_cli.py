@@ -1,0 +1,211 @@
+"""test.py from its flags to its files: what is wrong costs one line, what is right is written down."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from conftest import CONTEXT, ROOT
+from utils import UserError
+
+KINDS = {"speed": ["speed"], "ppl": ["ppl_corpus", "ppl_text"]}
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().split("\n")[:-1]]
+
+
+def hashes(folder):
+    return {(m["method"], m["prompt"], m["repeat"]): m["sha256"] for m in lines_of(folder) if m["kind"] == "speed"}
+
+
+BAD = ["--gamma 0", "--gamma -1", "--gamma x", "--gamma 1.5", "--gamma", "--temperature -1", "--temperature nan",
+       "--temperature inf", "--temperature warm", "--top_p 0", "--top_p 1.5", "--top_p nan", "--top_k -1",
+       "--repetition_penalty 0", "--maxLen 0", "--repeats 0", "--sentences 0", "--sentenceLimit 0", "--promptLen 0",
+       "--window 1", "--stride 0", "--stride 64 --window 64", "--stride 65 --window 64", "--seed -1",
+       "--seed 9223372036854775808", "--dataset nowhere", "--target nowhere", "--draft nowhere", "--draft .",
+       "--unknown 1", "--max 3", "argument", "--speed 2", "--speed x", "--ppl 2", "--device gpu", "--dtype int8",
+       "--out nowhere", f"--out {ROOT / 'test.py'}", "--sentenceLimit 100000", "--speed 0 --ppl 0",
+       f"--maxLen {CONTEXT}",
+       pytest.param("--device cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA"))]
+
+
+@pytest.mark.parametrize("wrong", [*BAD, ["--prompt", ""], ["--prompt", "word " * CONTEXT], ["--prompt", "\udcff"],
+                                   ["two\nlines"], *([flag, value] for flag in ("--target", "--dataset", "--out")
+                                                      for value in ("two\nlines", "long" * 2000))])
+def test_a_wrong_flag_is_one_line_and_nothing_is_written(cli, flags, tmp_path, capsys, monkeypatch, wrong):
+    monkeypatch.chdir(tmp_path)
+    wrong = wrong.split() if isinstance(wrong, str) else wrong
+    assert cli.main([*flags, "--out", str(tmp_path), *wrong]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("test.py: error: ") and captured.err.count("\n") == 1 and captured.err[-1] == "\n"
+    assert "Traceback" not in captured.err + captured.out
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode, measured", [
+    ([], ["speed", "ppl"]), (["--speed"], ["speed"]), (["--speed", "1"], ["speed"]), (["--ppl", "1"], ["ppl"]),
+    (["--ppl"], ["ppl"]), (["--speed", "--ppl"], ["speed", "ppl"]), (["--speed", "0"], ["ppl"]),
+    (["--ppl", "0"], ["speed"]), (["--speed", "1", "--ppl", "0"], ["speed"])])
+def test_each_mode_writes_its_kinds_of_lines(cli, flags, tmp_path, capsys, mode, measured):
+    assert cli.main([*flags, *mode, "--out", str(tmp_path)]) == 0
+    first, *middle, last = lines_of(tmp_path)
+    assert (first["kind"], last["kind"]) == ("run", "end")
+    assert {line["run"] for line in middle + [last]} == {first["run"]}
+    kinds = [line["kind"] for line in middle]
+    assert sorted(set(kinds)) == sorted(kind for name in measured for kind in KINDS[name])
+    assert kinds.count("speed") == (6 if "speed" in measured else 0)  # 3 methods, 2 prompts, 1 repeat
+    assert {line["dtype"] for line in middle if line["kind"] != "speed"} <= {"float32"}
+    captured = capsys.readouterr()
+    assert captured.err == ""  # no progress bars where nobody watches
+    text = (tmp_path / "results.txt").read_text()
+    assert [line.rstrip() for line in captured.out.splitlines()][:-1] == text.splitlines()
+    assert captured.out.splitlines()[-1].startswith("Written to results.txt")
+    assert ("Speed: " in text, "Perplexity" in text) == ("speed" in measured, "ppl" in measured)
+    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
+
+
+def test_a_run_records_what_it_was_made_with(cli, flags, tmp_path, pair_folder):
+    assert cli.main([*flags, "--speed", "--seed", "3", "--dtype", "float32", "--prompt", "Once, a bell", "--out",
+                     str(tmp_path)]) == 0
+    run, *measurements, _ = lines_of(tmp_path)
+    assert run["flags"]["seed"] == 3 and run["flags"]["prompt"] == "Once, a bell" and run["device"] == "cpu"
+    assert run["command"].endswith(f"--prompt 'Once, a bell' --out {tmp_path}")
+    assert run["models"]["target"]["name"] == "target"
+    assert run["models"]["target"]["version"].startswith("sha256:")
+    assert run["models"]["target"]["version"] != run["models"]["draft"]["version"]
+    assert run["machine"]["torch"] == torch.__version__ and run["machine"]["processor"]
+    assert len(measurements) == 3 and {m["dtype"] for m in measurements} == {"float32"}
+
+
+def test_the_same_flags_and_seed_give_the_same_tokens(cli, flags, tmp_path):
+    runs = {}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        (tmp_path / name).mkdir()
+        assert cli.main([*flags, "--speed", "--repeats", "2", "--seed", str(seed), "--out", str(tmp_path / name)]) == 0
+        runs[name] = hashes(tmp_path / name)
+    assert len(runs["a"]) == 12 and runs["a"] == runs["b"]
+    assert all(runs["a"][key] != runs["c"][key] for key in runs["a"] if key[1:] == (0, 0))
+
+
+def test_greedy_speculative_tokens_are_the_targets(cli, flags, tmp_path):
+    assert cli.main([*flags, "--speed", "--temperature", "0", "--dtype", "float32", "--maxLen", "40", "--gamma", "3",
+                     "--out", str(tmp_path)]) == 0
+    tokens = hashes(tmp_path)
+    for prompt in (0, 1):
+        assert tokens["speculative", prompt, 0] == tokens["target", prompt, 0] != tokens["draft", prompt, 0]
+
+
+def test_a_prompt_is_continued_without_any_data_set(cli, flags, tmp_path):
+    """And may have characters that end a line in Unicode, but not in a file of JSON lines."""
+    assert cli.main([*flags, "--dataset", "nowhere", "--speed", "--prompt", "Two\u2028lines, \x85 and a bell",
+                     "--promptLen", "3", "--out", str(tmp_path)]) == 0
+    measurements = [line for line in lines_of(tmp_path) if line["kind"] == "speed"]
+    assert {m["prompt"] for m in measurements} == {0} and measurements[0]["prompt_tokens"] > 3  # it is not cut
+
+
+@pytest.mark.parametrize("options", [["--maxLen", "1"], ["--maxLen", "2"], ["--gamma", "50"], ["--promptLen", "1"],
+                                     ["--repetition_penalty", "1.3"], ["--top_k", "1", "--top_p", "1"],
+                                     ["--temperature", "1e-6"], ["--sentences", str(10**30), "--gamma", str(10**30)]])
+def test_flags_at_their_limits_work(cli, flags, tmp_path, options):
+    assert cli.main([*flags, "--speed", *options, "--out", str(tmp_path)]) == 0
+    most = 1 if options == ["--maxLen", "1"] else 2 if options == ["--maxLen", "2"] else 8
+    assert {m["tokens"] for m in lines_of(tmp_path) if m["kind"] == "speed"} <= set(range(1, most + 1))
+
+
+def test_a_window_longer_than_the_context_is_the_context_and_its_stride_leaves_some(cli, flags, tmp_path):
+    assert cli.main([*flags, "--ppl", "--window", "1024", "--stride", "512", "--out", str(tmp_path)]) == 0
+    line = next(line for line in lines_of(tmp_path) if line["kind"] == "ppl_corpus")
+    assert (line["window"], line["stride"]) == (CONTEXT, CONTEXT // 2)
+
+
+def test_documents_too_short_to_score_are_passed_over(cli, flags, text_file, tmp_path):
+    folder, out = tmp_path / "books", tmp_path / "out"
+    folder.mkdir()
+    out.mkdir()
+    for name, text in {"a": "", "b": "x", "c": text_file.read_text()}.items():
+        (folder / f"{name}.txt").write_text(text)
+    assert cli.main([*flags, "--ppl", "--dataset", str(folder), "--out", str(out)]) == 0
+    line = next(line for line in lines_of(out) if line["kind"] == "ppl_corpus")
+    assert (line["corpus"], line["documents"]) == ("books", 1)
+
+
+def test_a_failure_in_the_middle_keeps_and_shows_what_was_measured(cli, flags, tmp_path, capsys, monkeypatch):
+    append = cli.results.Results.append
+
+    def full(store, **line):
+        if line["kind"] == "speed" and line["method"] == "speculative":
+            raise UserError("results.jsonl cannot be written: no space left")
+        append(store, **line)
+
+    monkeypatch.setattr(cli.results.Results, "append", full)
+    assert cli.main([*flags, "--out", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "test.py: error: results.jsonl cannot be written: no space left\n"
+    for text in captured.out, (tmp_path / "results.txt").read_text():
+        assert ", not finished" in text and "target alone" in text and "Perplexity" not in text
+
+
+def test_what_cannot_be_written_is_still_shown(cli, flags, tmp_path, capsys):
+    (tmp_path / "results.txt").mkdir()
+    assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert "target alone" in captured.out and captured.err.count("\n") == 1 and "results.txt" in captured.err
+
+
+def test_a_device_out_of_memory_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\na lot")
+
+    monkeypatch.setattr(cli, "specSampling", full)
+    assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_without_models_named_it_says_which_are_used(cli, flags, pair_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "default_pair", lambda: (str(pair_folder / "target"), str(pair_folder / "draft")))
+    assert cli.main([*flags[4:], "--speed", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.startswith(f"No models named: using {pair_folder / 'target'} (target)")
+
+
+def test_help_explains_every_flag(cli, capsys):
+    with pytest.raises(SystemExit, check=lambda e: e.code == 0):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    for flag in vars(cli.parse(["--target", "x", "--draft", "y"])):
+        assert flag == "sampling" or f"  --{flag}" in out
+
+
+def start(arguments, folder, **more):
+    return subprocess.Popen([sys.executable, str(ROOT / "test.py"), *arguments], cwd=folder, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+
+
+def test_it_runs_from_another_folder_with_paths_relative_to_that(flags, pair_folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    process = start([*flags, "--target", "target", "--draft", "draft", "--speed", "--out", str(tmp_path / "out")],
+                    pair_folder)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "") and "Written to results.txt" in out
+    assert len(hashes(tmp_path / "out")) == 6
+
+
+def test_ctrl_c_shows_and_keeps_what_was_measured(flags, tmp_path):
+    process = start([*flags, "--speed", "--repeats", "100000", "--out", "."], tmp_path)
+    end = time.monotonic() + 60
+    while not (tmp_path / "results.jsonl").exists() or len(lines_of(tmp_path)) < 5:
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and "Interrupted" in err
+    text = (tmp_path / "results.txt").read_text()
+    for shown in out, text:
+        assert ", not finished" in shown and "target alone" in shown
+    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]

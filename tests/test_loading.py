@@ -1,0 +1,244 @@
+"""A folder that cannot be used is refused with one line that names the remedy; a good one loads as it is."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import loading
+from conftest import CONTEXT, PADDED, VOCABULARY, refused
+from loading import (check_tokenizers, default_pair, find_model, load_model, load_tokenizer, model_version, pick_device,
+                     pick_dtype, weight_bytes)
+
+
+def load(folder, tokenizer=None, dtype="float32"):
+    return load_model(folder, tokenizer or load_tokenizer(folder), dtype, "cpu")
+
+
+def configure(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def shard(folder):
+    """Rewrite a folder's weights as several files."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size=60_000)
+    return sorted(folder.glob("*.safetensors"))
+
+
+def test_an_unknown_model_is_refused_and_those_there_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "MODELS", tmp_path)
+    with refused("pythia-1b", "none", "README.md"):
+        find_model("pythia-1b")
+    (tmp_path / "pythia-70m").mkdir()
+    with refused("pythia-1b", "there are: pythia-70m"):
+        find_model("pythia-1b")
+    with refused("line\\nbreak"):
+        find_model("line\nbreak")
+    with refused("~nobody-of-this-name"):
+        find_model("~nobody-of-this-name/x")
+
+
+def test_a_model_is_named_by_a_folder_under_models_or_by_any_path(model_folder, monkeypatch):
+    monkeypatch.setattr(loading, "MODELS", model_folder.parent)
+    assert find_model("model") == find_model(str(model_folder)) == find_model(model_folder) == model_folder
+    monkeypatch.chdir(model_folder)
+    assert find_model(".").name == "model"  # what results call it
+
+
+def test_pythia_is_the_default_once_both_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "MODELS", tmp_path)
+    (tmp_path / "pythia-2.8b").mkdir()
+    assert default_pair() == ("bundled-target", "bundled-draft")
+    (tmp_path / "pythia-70m").mkdir()
+    assert default_pair() == ("pythia-2.8b", "pythia-70m")
+
+
+def test_a_folder_without_config_is_refused(model_folder):
+    (model_folder / "config.json").unlink()
+    with refused("no config.json", "download"):
+        find_model(model_folder)
+
+
+def test_a_folder_with_pickled_weights_only_is_refused(model_folder):
+    (model_folder / "model.safetensors").unlink()
+    (model_folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    with refused("no .safetensors", "download"):
+        load(model_folder)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 50, 90_000])
+def test_truncated_weights_are_refused(model_folder, kept):
+    file = model_folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with refused("model.safetensors", "download it again"):
+        load(model_folder)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"model_type": "gpt', b"[]", b"{}", b"\xff\xfe\0",
+                                     b'{"model_type": "none"}', b'{"model_type": "vit"}',
+                                     b'{"model_type": "gpt_neox", "hidden_size": "x"}'])
+def test_a_garbled_config_is_refused(model_folder, content):
+    tokenizer = load_tokenizer(model_folder)
+    (model_folder / "config.json").write_bytes(content)
+    with refused(str(model_folder), "download"):
+        load(model_folder, tokenizer)
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 4}, {"num_hidden_layers": 1}, {"num_hidden_layers": -1},
+                                     {"hidden_size": 64}, {"vocab_size": PADDED + 1}])
+def test_weights_that_do_not_match_the_config_are_refused(model_folder, changes):
+    """The library would fill in random weights, or leave layers out, and go on."""
+    configure(model_folder, **changes)
+    with refused("do not match", ".weight" if "num_hidden_layers" not in changes else "layers.", "download"):
+        load(model_folder)
+
+
+def test_a_lost_weight_is_refused(model_folder):
+    weights = load_file(model_folder / "model.safetensors")
+    del weights["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
+    save_file(weights, model_folder / "model.safetensors", metadata={"format": "pt"})
+    with refused("gpt_neox.layers.1.mlp.dense_h_to_4h.weight", "download"):
+        load(model_folder)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(model_folder):
+    tokenizer = load_tokenizer(model_folder)
+    tokenizer.add_tokens([f"more {i}" for i in range(PADDED - VOCABULARY + 1)])
+    with refused(str(PADDED), str(PADDED + 1), "download"):
+        load(model_folder, tokenizer)
+
+
+@pytest.mark.parametrize("content", [None, b"{", b'{"model": 3}', b"\xff"])
+def test_a_lost_or_garbled_tokenizer_is_refused(model_folder, content):
+    """With no files at all the library makes up an empty tokenizer."""
+    for file in model_folder.glob("tokenizer*"):
+        file.unlink()
+    if content is not None:
+        (model_folder / "tokenizer.json").write_bytes(content)
+    with refused(str(model_folder), "download its tokenizer.json"):
+        load_tokenizer(model_folder)
+
+
+def test_tokenizers_that_differ_are_refused_with_how(pair_folder, model_folder):
+    ours, theirs = load_tokenizer(pair_folder / "target"), load_tokenizer(pair_folder / "draft")
+    check_tokenizers(ours, theirs)
+    theirs.add_tokens(["zebra\n"])
+    with refused("big (300 tokens)", "small (301)", f"id {VOCABULARY} ('zebra\\n')", "share one tokenizer"):
+        check_tokenizers(ours, theirs, ("big", "small"))
+    # As many tokens, the same ones, but two of them exchanged.
+    file = model_folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content))
+    with refused("(300 tokens)", "(300)", f"id {min(vocabulary['a'], vocabulary['b'])} ("):
+        check_tokenizers(ours, PreTrainedTokenizerFast(tokenizer_file=str(file)))
+
+
+def test_without_enough_memory_nothing_is_loaded(model_folder, monkeypatch):
+    tokenizer = load_tokenizer(model_folder)
+    needed = weight_bytes(model_folder, torch.float32) + loading.WORKING_MEMORY
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(loading, "available_memory", lambda device: needed - 1)
+    with refused("needs about 0.3 GB", "cpu has 0.3 GB", "smaller dtype"):
+        load(model_folder, tokenizer)
+
+
+def test_the_memory_weights_take_is_that_of_the_loaded_model(model_folder):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load(model_folder, dtype=str(dtype).removeprefix("torch.")).model
+        assert weight_bytes(model_folder, dtype) == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_cuda_where_there_is_none_is_refused(name):
+    assert pick_device() == "cpu"
+    with refused("CUDA", "--device cpu"):
+        pick_device(name)
+
+
+@pytest.mark.parametrize("name", ["gpu", "", "cpu:x", "meta", "two\nlines"])
+def test_a_bad_device_name_is_refused(name):
+    with refused("device", "--device cpu"):
+        pick_device(name)
+    assert pick_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_good_folder_loads_in_every_dtype_with_logits_cut_to_the_tokenizer(model_folder, dtype):
+    assert pick_dtype("cpu") in loading.DTYPES
+    model = load(model_folder, dtype=dtype)
+    logits = model.score(torch.tensor([[1, 2, 3]]))
+    assert model.dtype == loading.DTYPES[dtype] and model.context == CONTEXT and model.name == "model"
+    assert model.model.config.vocab_size == PADDED
+    assert logits.shape == (1, 3, VOCABULARY) and logits.dtype == torch.float32 and bool(logits.isfinite().all())
+
+
+def test_weights_in_several_files_load_to_the_same_model(pair_folder, model_folder):
+    assert len(shard(model_folder)) > 1
+    (model_folder / "consolidated.safetensors").write_bytes(b"another layout, which is not loaded")
+    assert weight_bytes(model_folder, torch.float32) == weight_bytes(pair_folder / "target", torch.float32)
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(load(model_folder).score(tokens), load(pair_folder / "target").score(tokens))
+
+
+@pytest.mark.parametrize("index", [None, b"{}", b"[]", b'{"weight_map": 3}', b"{"])
+def test_a_lost_file_or_garbled_index_of_several_is_refused(model_folder, index):
+    files = shard(model_folder)
+    if index is None:
+        files[-1].unlink()
+    else:
+        (model_folder / "model.safetensors.index.json").write_bytes(index)
+    with refused(str(model_folder), "download it again"):
+        load(model_folder)
+
+
+def test_the_version_changes_with_a_weight_and_only_then(model_folder):
+    before = model_version(model_folder)
+    assert before.startswith("sha256:") and len(before) == 23
+    (model_folder / "README.md").write_text("a word about it")
+    assert model_version(model_folder) == before
+    file = model_folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert model_version(model_folder) != before
+
+
+def test_the_version_is_the_downloads_commit_until_a_weight_is_touched(model_folder):
+    file = model_folder / "model.safetensors"
+    record = model_folder / ".cache" / "huggingface" / "download" / "model.safetensors.metadata"
+    record.parent.mkdir(parents=True)
+    record.write_text(f"0123456789abcdef\netag\n{file.stat().st_mtime}\n")  # as huggingface_hub writes it
+    assert model_version(model_folder) == "0123456789abcdef"
+    os.utime(file, (file.stat().st_atime, file.stat().st_mtime + 60))
+    assert model_version(model_folder).startswith("sha256:")
+    record.write_text("garbled")
+    assert model_version(model_folder).startswith("sha256:")
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "unheard_of"])
+def test_code_that_comes_with_a_model_is_never_run(pair_folder, model_folder, tmp_path, model_type):
+    marker = tmp_path / "marker"
+    (model_folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Config: pass\nclass Model: pass\n"
+                                          "class Tokenizer: pass\n")
+    configure(model_folder, model_type=model_type, auto_map={"AutoConfig": "evil.Config",
+                                                             "AutoModelForCausalLM": "evil.Model"})
+    file = model_folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {
+        "tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))
+    if model_type == "gpt_neox":
+        load(model_folder)
+    else:
+        for attempt in load_tokenizer, lambda folder: load(folder, load_tokenizer(pair_folder / "target")):
+            with refused("custom code", "never run"):
+                attempt(model_folder)
+    assert not marker.exists()

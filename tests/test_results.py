@@ -1,0 +1,259 @@
+"""No measurement is lost, whatever happens; what is shown is what was measured, and nothing else."""
+
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+
+import pytest
+
+import results
+from conftest import ROOT, refused
+from results import WIDTH, Results, show
+from utils import UserError
+
+FORK = multiprocessing.get_context("fork")
+
+
+def run_line(run="r1", target="target", command="--speed", **flags):
+    model = {"version": "sha256:0", "parameters": 1_500_000}
+    return {"kind": "run", "run": run, "time": "2026-01-01 00:00:00", "command": command, "device": "cpu",
+            "flags": {"maxLen": 8, "gamma": 4, "temperature": 0.85, "top_p": 0.9, "top_k": 0, "seed": 0} | flags,
+            "machine": {"processor": "A CPU", "threads": 1, "torch": "2", "transformers": "5"},
+            "models": {"target": {"name": target, **model}, "draft": {"name": "draft", **model}}}
+
+
+def speed_line(run="r1", method="target", prompt=0, scale=1.0, **changes):
+    return {"kind": "speed", "run": run, "dtype": "float32", "method": method, "prompt": prompt, "repeat": 0,
+            "ttft": 0.5 * scale, "tpot": 0.25 * scale, "throughput": 4.0 / scale, "report_tpot": 0.3 * scale,
+            "tokens_per_round": 2.0, "acceptance_by_position": [[4, 3], [3, 1]]} | changes
+
+
+def ppl_lines(run="r1", corpus="corpus", value=17.0):
+    ppl = {"draft": 5 * value, "target": value, "speculative": value * (1 + 1e-8)}
+    common = {"run": run, "dtype": "float32", "sentenceLimit": 500, "corpus": corpus, "tokens": 123456}
+    yield {"kind": "ppl_text", "texts": 10, "each": [ppl], "ppl": ppl} | common
+    yield {"kind": "ppl_corpus", "documents": 1, "window": 1024, "stride": 512,
+           "ppl": {role: {"token": p, "word": p, "byte": p} for role, p in ppl.items()}} | common
+
+
+def write(folder, *lines):
+    store = Results(folder)
+    for line in lines:
+        store.append(**line)
+    store.render()
+    return store.text.read_text(encoding="utf-8")
+
+
+def test_what_is_appended_is_read_back(tmp_path):
+    store = Results(tmp_path)
+    assert store.records() == [] and store.runs() == []
+    text = "naïve \u2028\x85\x1c\n\udcff [b]"
+    store.append(kind="run", run="a", text=text, number=1.5, unknown=float("nan"))
+    store.append(kind="speed", run="a", counts=[(1, 2)])
+    store.append(kind="speed", run="of nobody")
+    store.append(kind="end", run="a")
+    first, *rest = store.records()
+    assert first == {"kind": "run", "run": "a", "text": text, "number": 1.5, "unknown": None}
+    assert store.runs() == [(first, [rest[0], rest[2]])] and rest[0]["counts"] == [[1, 2]]
+    assert store.lines.read_bytes().count(b"\n") == 4
+
+
+@pytest.mark.parametrize("cut", [1, 2, 20])
+def test_a_line_cut_by_a_kill_is_passed_over_and_the_next_has_its_own(tmp_path, cut):
+    store = Results(tmp_path)
+    store.append(kind="run", run="a")
+    store.append(kind="speed", run="a", number=1)
+    content = store.lines.read_bytes()
+    store.lines.write_bytes(content[:-cut])
+    kept = [{"kind": "run", "run": "a"}] + [{"kind": "speed", "run": "a", "number": 1}] * (cut == 1)
+    assert store.records() == kept
+    store.append(kind="speed", run="a", number=2)
+    assert store.records() == kept + [{"kind": "speed", "run": "a", "number": 2}]
+
+
+def append_many(folder, process):
+    for number in range(25):
+        Results(folder).append(process=process, number=number, filling="x" * (number * 997 % 20_000))
+
+
+def test_processes_that_append_at_once_lose_nothing(tmp_path):
+    processes = [FORK.Process(target=append_many, args=(tmp_path, process)) for process in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    records = Results(tmp_path).records()
+    assert len(records) == 100
+    for process in range(4):
+        own = [record["number"] for record in records if record["process"] == process]
+        assert own == list(range(25))
+
+
+def test_the_text_is_what_the_screen_shows(tmp_path):
+    """The screen has colours and fills lines with spaces; there is no other difference."""
+    lines = [speed_line(method=method, prompt=prompt, scale=1 + prompt + len(method)) for prompt in range(3)
+             for method in ("draft", "target", "speculative")]
+    text = write(tmp_path, run_line(), *lines, *ppl_lines(), run_line("r2"), speed_line("r2"))
+    screen = StringIO()
+    for run, measurements in reversed(Results(tmp_path).runs()):
+        show(run, measurements, file=screen, force_terminal=True, color_system="standard", legacy_windows=False)
+    shown = screen.getvalue()
+    assert "\x1b[" in shown
+    assert [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()] == text.splitlines()
+    assert all(len(line) <= WIDTH for line in text.splitlines())
+
+
+def test_the_newest_run_is_first_and_one_without_an_end_says_so(tmp_path):
+    text = write(tmp_path, run_line("old"), speed_line("old"), {"kind": "end", "run": "old"}, run_line("new"))
+    assert text.index("Run new") < text.index("Run old")
+    assert "Run new of 2026-01-01 00:00:00, not finished\n" in text and "Run old of 2026-01-01 00:00:00\n" in text
+
+
+def test_a_run_without_measurements_renders(tmp_path):
+    text = write(tmp_path, run_line())
+    assert "Run r1" in text and "target: target, 1.5 M parameters, sha256:0" in text and "Speed" not in text
+
+
+def test_nothing_renders_to_nothing(tmp_path):
+    assert write(tmp_path).strip() == ""
+
+
+def test_figures_are_medians_of_the_lines(tmp_path):
+    lines = [speed_line(method=method, prompt=prompt, scale=scale * (prompt + 1)) for prompt in range(3)
+             for method, scale in (("target", 1.0), ("speculative", 0.5))]
+    text = write(tmp_path, run_line(), *lines)
+    target, speculative = (next(line for line in text.splitlines() if line.startswith(name)).split()
+                           for name in ("target alone", "speculative"))
+    assert target[2:] == ["1000", "500", "2.00", "1.00", "600"]
+    assert speculative[1:] == ["500", "250", "4.00", "2.00", "0.571", "2.00", "300"]
+    assert "[500, 1500]" in text and "Acceptance by position in the round: 0.75, 0.33." in text
+
+
+def test_no_figure_is_cut_however_large(tmp_path):
+    """A column too narrow for its numbers would crop them to other numbers. Names are folded instead."""
+    methods = [speed_line(method=method, prompt=prompt, ttft=12.3456 * (prompt + 1), tpot=1.23456 * (prompt + 1),
+                          throughput=1234.56 * (prompt + 1), tokens_per_round=3.21, report_tpot=12.3456)
+               for prompt in range(5) for method in ("draft", "target", "speculative")]
+    name = "a corpus of a very long name indeed, longer than any column"
+    text = write(tmp_path, run_line(), *methods, *ppl_lines(corpus=name, value=87_654.321), *ppl_lines(value=7e300))
+    for figure in ("37037", "[12346, 61728]", "3704", "[1235, 6173]", "[1235, 6173]", "123,456", "438,271.6050",
+                   "87,654.321000", "87,654.321877", "3.5000e+301", "7.000000e+300", "1.0e-08"):
+        assert re.search(rf"(^|\s){re.escape(figure)}($|\s)", text, re.M), figure
+    assert all(word in text for word in name.split())
+    assert all(len(line) <= WIDTH for line in text.splitlines())
+
+
+@pytest.mark.parametrize("max_len", [1, 2])
+def test_figures_that_do_not_exist_are_shown_as_nan(tmp_path, max_len):
+    """One token has no time per token after the first; two leave no room for a guess."""
+    text = write(tmp_path, run_line(maxLen=max_len), *(
+        speed_line(method=method, tpot=float("nan"), tokens_per_round=float("nan"), acceptance_by_position=[])
+        for method in ("target", "speculative")))
+    assert "nan" in next(line for line in text.splitlines() if line.startswith("speculative"))
+
+
+def test_names_are_shown_as_they_are_and_never_executed(tmp_path, capsys):
+    odd = "[bold red]m[/] :smile: \x1b[31m\x07\n\x9b2J \u202etxt"
+    lines = [run_line(target=odd, command=odd), speed_line(), *ppl_lines(corpus=odd)]
+    text = write(tmp_path, *lines)
+    show(*Results(tmp_path).runs()[0])
+    for shown in text, capsys.readouterr().out:
+        assert "target: [bold red]m[/] :smile: \\x1b[31m\\x07\\n\\x9b2J \\u202etxt, 1.5 M" in shown
+        assert "[bold red]m[/]" in shown.split("Perplexity per text")[1]
+        assert all(c.isprintable() or c == "\n" for c in shown)
+
+
+def test_lines_of_another_version_do_not_keep_others_from_being_shown(tmp_path):
+    text = write(tmp_path, {"kind": "run", "run": "old"}, run_line("new"), speed_line("new"))
+    assert "Run new" in text and "Run old was written by another version" in text
+
+
+def test_no_file_is_left_behind(tmp_path, monkeypatch):
+    write(tmp_path, run_line())
+    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
+    before = (tmp_path / "results.txt").read_text()
+    for name, error in (("fsync", OSError(28, "No space left on device")), ("replace", KeyboardInterrupt()),
+                        ("replace", OSError(5, "Input/output error"))):
+        with monkeypatch.context() as patch:
+            patch.setattr(results.os, name, lambda *_, error=error: (_ for _ in ()).throw(error))
+            with refused(error.strerror) if isinstance(error, OSError) else pytest.raises(KeyboardInterrupt):
+                Results(tmp_path).render()
+        assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
+        assert (tmp_path / "results.txt").read_text() == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
+    write(tmp_path, run_line())
+    (tmp_path / "results.jsonl").chmod(0o400)
+    tmp_path.chmod(0o500)
+    try:
+        with refused("results.jsonl", "Permission denied"):
+            Results(tmp_path).append(kind="end", run="r1")
+        with refused("results.txt", "Permission denied"):
+            Results(tmp_path).render()
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def with_little_room(folder):
+    """Append and render where files may not grow any longer, as on a full disk; returns the errors' messages."""
+    store, messages = Results(folder), []
+    length = store.lines.stat().st_size
+
+    def attempt(room, function, **line):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))  # Python ignores its signal
+        try:
+            function(**line)
+        except UserError as error:
+            messages.append(str(error))
+
+    attempt(length + 10, store.append, x=1)
+    attempt(length + 10, store.append, y=2)  # a part of this line fits
+    attempt(length + 10, store.append, z=3)  # and nothing of this one
+    attempt(50, store.render)
+    return messages
+
+
+def test_where_there_is_no_more_room_what_was_there_is_kept(tmp_path):
+    text = write(tmp_path, run_line())
+    before = Results(tmp_path).records()
+    with FORK.Pool(1) as pool:
+        messages = pool.apply(with_little_room, (tmp_path,))
+    assert len(messages) == 3 and not any("\n" in message for message in messages)
+    assert all("cannot be written" in message and "is kept" in message for message in messages[:2])
+    assert messages[2].endswith("results.txt cannot be written: File too large; the measurements are in results.jsonl")
+    assert Results(tmp_path).records() == before + [{"x": 1}]
+    assert (tmp_path / "results.txt").read_text() == text
+    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
+    Results(tmp_path).append(y=2)
+    assert Results(tmp_path).records() == before + [{"x": 1}, {"y": 2}]
+
+
+def test_a_killed_run_keeps_every_line_and_the_next_shows_both(tmp_path, flags, cli):
+    command = [sys.executable, str(ROOT / "test.py"), *flags, "--speed", "--repeats", "100000", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    lines = tmp_path / "results.jsonl"
+    try:
+        end = time.monotonic() + 60
+        while not lines.exists() or lines.read_bytes().count(b"\n") < 5:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    killed = lines.read_bytes()
+    whole = [json.loads(line) for line in killed.split(b"\n")[:-1]]
+    assert len(whole) >= 5 and [line["kind"] for line in whole] == ["run"] + ["speed"] * (len(whole) - 1)
+    assert Results(tmp_path).records() == whole and os.listdir(tmp_path) == ["results.jsonl"]
+    assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 0
+    assert lines.read_bytes().startswith(killed)
+    text = (tmp_path / "results.txt").read_text()
+    assert text.count("Run ") == 2 and text.count(", not finished") == 1 and text.count("Speed: ") == 2

@@ -1,0 +1,126 @@
+"""Figures computed by hand, and the order in which methods take their turns. Nothing here depends on a clock."""
+
+import gc
+import math
+
+import pytest
+import torch
+
+from record import Record
+from speed import measure, median_interval, paired_ratios, quiet, summarize
+
+NAN = float("nan")
+
+
+def measurement(method="target", prompt=0, repeat=0, throughput=10.0, ttft=0.5, tpot=0.1, report_tpot=0.2,
+                tokens_per_round=1.0, acceptance_by_position=()):
+    return dict(locals())
+
+
+def test_the_interval_of_equal_values_is_the_value():
+    assert median_interval([3.0] * 5) == (3.0, 3.0, 3.0)
+
+
+def test_the_interval_of_one_value_is_unknown():
+    middle, low, high = median_interval([3.0])
+    assert middle == 3 and math.isnan(low) and math.isnan(high)
+
+
+def test_unknown_values_are_left_out():
+    assert median_interval([NAN, 3.0, None, 3.0]) == (3.0, 3.0, 3.0)  # None is what nan is in results.jsonl
+    assert all(map(math.isnan, median_interval([NAN, None]) + median_interval([])))
+
+
+def test_the_interval_holds_the_median_and_narrows_with_more_values():
+    values = torch.randn(400, generator=torch.Generator().manual_seed(0)).double().numpy() + 10
+    few, many = median_interval(values[:20]), median_interval(values)
+    assert few == median_interval(values[:20])  # the resampling is seeded
+    assert few[0] == pytest.approx(sum(sorted(values[:20])[9:11]) / 2)
+    for middle, low, high in (few, many):
+        assert min(values) <= low < middle < high <= max(values)
+    assert many[2] - many[1] < few[2] - few[1]
+    assert many[1] < 10 < many[2]
+
+
+def test_ratios_are_paired_by_prompt_and_repeat():
+    rows = [measurement("target", 0, 0, 10.0), measurement("fast", 0, 0, 20.0),
+            measurement("fast", 1, 0, 90.0), measurement("target", 1, 0, 30.0),  # the order does not matter
+            measurement("fast", 0, 1, 25.0), measurement("target", 0, 1, 100.0),
+            measurement("fast", 1, 1, 7.0)]  # its partner was never measured
+    assert paired_ratios(rows, "fast", "target") == [2.0, 3.0, 0.25]
+    assert paired_ratios(rows, "target", "target") == [1.0, 1.0, 1.0]
+    assert paired_ratios(rows, "fast", "nobody") == []
+
+
+def test_summary_of_measurements_made_by_hand():
+    rows = []
+    for prompt, (alone, together) in enumerate([(10.0, 15.0), (20.0, 50.0), (30.0, 30.0)]):
+        rows.append(measurement("target", prompt, throughput=alone, ttft=prompt + 1.0, tpot=NAN))
+        rows.append(measurement("speculative", prompt, throughput=together, tokens_per_round=prompt + 2.0,
+                                acceptance_by_position=[((4, 3), (3, 1)), ((6, 6),), ((2, 0), (0, 0))][prompt]))
+    target, speculative = summarize(rows)
+    assert (target["method"], target["runs"], speculative["method"]) == ("target", 3, "speculative")
+    assert target["throughput"][0] == 20 and target["ttft"][0] == 2 and math.isnan(target["tpot"][0])
+    assert target["speedup"] == (1.0, 1.0, 1.0)
+    assert speculative["throughput"][0] == 30 and speculative["tokens_per_round"][0] == 3
+    assert speculative["speedup"][0] == 1.5  # of 1.5, 2.5 and 1; the ratio of the medians is 1.5 as well, so:
+    assert summarize(rows[:4])[1]["speedup"][0] == 2.0  # of 1.5 and 2.5; the ratio of the medians would be 2.17
+    assert speculative["alpha"] == pytest.approx((3 + 6 + 0 + 1) / (4 + 6 + 2 + 3))
+    assert speculative["acceptance_by_position"] == pytest.approx([9 / 12, 1 / 3])
+    assert math.isnan(target["alpha"]) and target["acceptance_by_position"] == []
+
+
+def test_summary_without_the_baseline_has_no_speed_up():
+    (row,) = summarize([measurement("draft")])
+    assert row["throughput"][0] == 10 and math.isnan(row["speedup"][0])
+
+
+def play(names, calls, **more):
+    """Measure stand-ins for samplers, which note their calls and draw their tokens from the generator given to them."""
+    def method(name):
+        def run(prompt, generator):
+            calls.append((name, prompt))
+            tokens = torch.randint(0, 1000, (5,), generator=generator).tolist()
+            return [tokens], [Record(times=[0.5, 1.0, 2.0], committed=[1, 3, 1], drafted=[0, 3, 3], accepted=[0, 3, 0])]
+        return run
+    settings = {"prompts": [[1], [2, 3]], "repeats": 2, "seed": 7, "device": "cpu"} | more
+    return list(measure({name: method(name) for name in names}, **settings))
+
+
+def test_methods_take_turns_on_each_prompt_after_the_warm_up():
+    calls = []
+    lines = play("ABC", calls)
+    assert calls[:6] == [(name, [1]) for name in "ABCABC"]  # warm-up
+    assert calls[6:] == [(name, prompt) for prompt in ([1], [2, 3]) * 2 for name in "ABC"]
+    assert [(m["method"], m["prompt"], m["repeat"]) for m in lines] == [
+        (name, prompt, repeat) for repeat in (0, 1) for prompt in (0, 1) for name in "ABC"]
+
+
+def test_a_methods_tokens_do_not_depend_on_which_others_run():
+    def drawn(names, **more):
+        return {(m["prompt"], m["repeat"]): m["sha256"] for m in play(names, [], **more) if m["method"] == "B"}
+
+    assert drawn("ABC") == drawn("B") == drawn("CB", warm_up=0)
+    assert len(set(drawn("B").values())) == 4  # but each prompt and repeat has its own
+    assert drawn("B", seed=8) != drawn("B")
+
+
+def test_a_measurement_holds_the_records_figures():
+    line = play("A", [])[3]
+    assert {key: line[key] for key in ("prompt_tokens", "tokens", "ttft", "tpot", "throughput", "report_tpot")} == {
+        "prompt_tokens": 2, "tokens": 5, "ttft": 0.5, "tpot": 1.5 / 4, "throughput": 2.5, "report_tpot": 0.4}
+    assert (line["tokens_per_round"], line["drafted"], line["accepted"]) == (2.0, 6, 3)
+    assert line["acceptance_by_position"] == [(2, 1), (1, 1), (1, 1)]
+
+
+def test_no_garbage_is_collected_inside_a_timed_stretch():
+    def method(prompt, generator):
+        timed.append(not gc.isenabled())
+        return [[1]], [Record(times=[0.5], committed=[1], drafted=[0], accepted=[0])]
+
+    timed = []
+    list(measure({"A": method}, [[1]], 2, 0, "cpu"))
+    assert timed == [False, False, True, True] and gc.isenabled()
+    with pytest.raises(ZeroDivisionError), quiet("cpu"):
+        1 / 0
+    assert gc.isenabled()

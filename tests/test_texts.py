@@ -1,0 +1,103 @@
+"""Corpora and their passages, from every kind of place a text may be in."""
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+import texts
+from conftest import refused
+from texts import Corpus, load_corpora
+
+WIKI = [" = Tarn = \n", "", " A tarn is a small lake . \n", " = = Origin = = \n", " It was cut by ice . \n"]
+
+
+def test_the_sample_is_two_corpora_of_two_styles():
+    articles, narrative = load_corpora("sample")
+    assert (articles.name, narrative.name) == ("articles.raw", "narrative.txt")
+    assert len(articles.documents) == len(narrative.documents) == 1
+    assert " = Tarrel Estuary = \n" in articles.documents[0] and "CHAPTER I\n" in narrative.documents[0]
+
+
+@pytest.mark.parametrize("least", [1, 300, 500])
+def test_passages_are_long_enough_and_no_headings(least):
+    for corpus in load_corpora("sample"):
+        found = corpus.passages(least)
+        assert len(found) >= 20 and all(len(passage.strip()) >= least for passage in found)
+        assert not any(texts.HEADING.match(passage) for passage in found)
+        where = [corpus.documents[0].index(passage) for passage in found if len(passage) > 200]
+        assert where == sorted(where)  # in the text's order
+
+
+def test_passages_of_both_styles_by_hand():
+    assert Corpus("wiki", ["".join(WIKI)]).passages(5) == [" A tarn is a small lake . ", " It was cut by ice . "]
+    assert Corpus("wiki", ["".join(WIKI)]).passages(22) == [" A tarn is a small lake . "]
+    plain = "CHAPTER I\n\nA line\nand its second.\n \n\nShort.\n\nThe last paragraph."
+    assert Corpus("plain", [plain]).passages(10) == ["A line\nand its second.", "The last paragraph."]
+    assert Corpus("plain", [plain, plain]).passages(20) == ["A line\nand its second."] * 2
+
+
+def test_an_unknown_data_set_is_refused(tmp_path, monkeypatch):
+    with refused("nowhere", "sample, wikitext, pg19"):
+        load_corpora("nowhere")
+    with refused("~nobody-of-this-name"):
+        load_corpora("~nobody-of-this-name/x")
+    with refused("no such path"):
+        load_corpora("x" * 5000)
+    monkeypatch.setattr(texts, "DATASETS", tmp_path)
+    with refused("datasets/wikitext", "README.md", "--dataset sample"):
+        load_corpora("wikitext")
+
+
+def test_a_place_without_text_is_refused(tmp_path):
+    (tmp_path / "notes.pdf").write_text("not a text file's ending")
+    with refused(str(tmp_path), ".txt"):
+        load_corpora(str(tmp_path))
+    (tmp_path / "blank.txt").write_text(" \n\n")
+    for place in (tmp_path, tmp_path / "blank.txt"):
+        with refused("no text", ".txt"):
+            load_corpora(str(place))
+
+
+@pytest.mark.parametrize("content", [b"\x80\x81 not UTF-8", b"zeros\0\0\0", "UTF-16".encode("utf-16")])
+def test_a_binary_file_is_refused(tmp_path, content):
+    (tmp_path / "data.txt").write_bytes(content)
+    for place in (tmp_path, tmp_path / "data.txt"):
+        with refused("data.txt"):
+            load_corpora(str(place))
+
+
+def test_a_folder_of_books_is_one_corpus_of_many_documents(tmp_path, monkeypatch):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "odd.txt").mkdir()  # a folder, whatever its name says
+    for name, text in {"b.txt": "\ufeffSecond.", "a.TXT": "First.", "part/c.raw": "Third.", "d.txt": ""}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (corpus,) = load_corpora(str(tmp_path))
+    assert corpus == Corpus(tmp_path.name, ["First.", "Second.", "Third."])  # no byte order mark, nothing blank
+    monkeypatch.chdir(tmp_path)
+    assert load_corpora(".") == [corpus] and load_corpora("b.txt") == [Corpus("b.txt", ["Second."])]
+
+
+def test_a_saved_data_set_gives_its_rows(tmp_path):
+    Dataset.from_dict({"text": ["One book.", "", None, "Another."]}).save_to_disk(tmp_path / "books")
+    assert load_corpora(str(tmp_path / "books")) == [Corpus("books", ["One book.", "Another."])]
+
+
+@pytest.mark.parametrize("rows", [WIKI, [row.rstrip("\n") for row in WIKI]], ids=["with line ends", "without"])
+def test_the_rows_of_wikitext_are_joined_and_its_test_split_used(tmp_path, monkeypatch, rows):
+    monkeypatch.setattr(texts, "DATASETS", tmp_path)
+    DatasetDict({"train": Dataset.from_dict({"text": ["not this"]}),
+                 "test": Dataset.from_dict({"text": rows})}).save_to_disk(tmp_path / "wikitext")
+    (corpus,) = load_corpora("wikitext")
+    assert corpus.name == "wikitext" and len(corpus.documents) == 1
+    assert corpus.documents[0].split("\n")[0] == " = Tarn = "
+    assert corpus.passages(5) == [" A tarn is a small lake . ", " It was cut by ice . "]
+
+
+def test_a_saved_data_set_of_another_kind_is_refused(tmp_path):
+    Dataset.from_dict({"words": ["x"]}).save_to_disk(tmp_path / "columns")
+    Dataset.from_dict({"text": [1, 2]}).save_to_disk(tmp_path / "numbers")
+    DatasetDict({"train": Dataset.from_dict({"text": ["x"]})}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "garbled").mkdir()
+    (tmp_path / "garbled" / "dataset_info.json").write_text("{")
+    for name in ("columns", "numbers", "splits", "garbled"):
+        with refused(name, "'text'", "'test'"):
+            load_corpora(str(tmp_path / name))

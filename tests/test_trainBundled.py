@@ -1,0 +1,46 @@
+"""Training writes models that load, and reads texts as it says."""
+
+import sys
+
+import pytest
+import torch
+
+import trainBundled
+from loading import load_model, load_tokenizer
+from texts import DATASETS
+
+
+def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trainBundled, "VOCABULARY", 320)
+    monkeypatch.setattr(trainBundled, "MODELS", {"target": (2, 64, 0, None), "draft": (1, 32, 0, "target")})
+    sample = DATASETS / "sample"
+    command = ["trainBundled.py", "--texts", sample / "articles.raw", sample, "--heldout", sample / "narrative.txt",
+               "--models", "target", "draft", "--tokens", "40000", "--out", tmp_path, "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", list(map(str, command)))
+    trainBundled.main()
+    printed = capsys.readouterr().out
+    assert printed.count("perplexity on narrative.txt") == 2 and "bundled-draft" in printed
+    tokenizer = load_tokenizer(tmp_path / "bundled-target")
+    for name in ("target", "draft"):
+        model = load_model(tmp_path / f"bundled-{name}", tokenizer, "bfloat16", "cpu")
+        assert model.score(torch.tensor([[1, 2, 3]])).isfinite().all()
+    losses = [float(line.rsplit("loss ", 1)[1]) for line in printed.splitlines() if ", loss " in line]
+    assert losses[0] < 5.3  # ln 320 = 5.77: something was learnt
+
+
+def test_wikitext_is_split_at_its_articles_and_loses_unk(tmp_path):
+    file = tmp_path / "wiki.tokens"
+    file.write_text(" \n = One = \n \n A <unk> word . \n = = Part = = \n more \n = Two = \n \n end \n")
+    assert trainBundled.read_texts(file) == [" = One = \n A word . \n = = Part = = \n more \n", " = Two = \n end \n"]
+    assert len(trainBundled.read_texts(f"{file}:3")) == 6
+
+
+@pytest.mark.parametrize("length", [4, 7])
+def test_windows_cover_the_corpus_in_each_pass(length):
+    import random
+
+    tokens = torch.arange(100)
+    source = trainBundled.windows(tokens, length, random.Random(0))
+    firsts = {int(next(source)[0]) for _ in range((100 - 2 * length) // length)}
+    assert len(firsts) == (100 - 2 * length) // length
+    assert len({f % length for f in firsts}) == 1
