@@ -30,15 +30,17 @@ VOCABULARY = 4096
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 2048           # tokens a trained model may read
 HEAD = 32                # width of an attention head
-BATCH = 2048             # tokens per step, as 8 rows of 256 and later as one row of CONTEXT
-LONG_SHARE = 0.2         # last share of the training done at full context length
-WARM_UP = 0.02           # share of the training over which the learning rate rises
+BATCH = 2048             # tokens per step: 8 rows of 256, or 2 of 1024, or one of CONTEXT
+MIXED = (256, 256, 1024, CONTEXT)  # row lengths, step by step in turn
+WARM_UP = 0.02           # share of a stage over which the learning rate rises
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
 
-#         name        layers width tokens     teacher
-MODELS = {"target": (12, 192, 12_600_000, None),
-          "draft": (1, 128, 8_000_000, "target"),
-          "mid": (4, 160, 5_000_000, "target")}
+# A stage: tokens, peak of the learning rates' cosine (1 is the rates above), row lengths, row lengths in its last fifth.
+# The target's first stage meets long rows only at the end, at rates too low to learn from them: its second mends that.
+#          layers width teacher stages
+MODELS = {"target": (12, 192, None, [(12_600_000, 1.0, (256,), (CONTEXT,)), (4_000_000, 0.3, MIXED, MIXED)]),
+          "draft": (1, 128, "target", [(7_000_000, 1.0, MIXED, MIXED)]),
+          "mid": (4, 160, "target", [(2_600_000, 1.0, MIXED, MIXED)])}
 
 
 def read_texts(path):
@@ -70,6 +72,10 @@ def train_tokenizer(documents, folder):
                             unk_token=END_OF_TEXT, model_max_length=CONTEXT).save_pretrained(folder)
 
 
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+
+
 def encode(tokenizer, documents):
     """All documents as one int64 tensor, an end-of-text token before each."""
     pieces = [np.array([tokenizer.eos_token_id] + tokenizer(d, verbose=False)["input_ids"]) for d in documents]
@@ -91,13 +97,15 @@ def new_model(layers, width):
         intermediate_size=4 * width, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=0))
 
 
-def train(model, tokens, budget, minutes, teacher=None, device="cpu", seed=0, label=""):
-    """Train `model` on `budget` tokens of `tokens` (or for `minutes`, whichever ends first; the schedule follows).
+def train(model, tokens, stage, minutes=math.inf, teacher=None, device="cpu", seed=0, label=""):
+    """Train `model` for one stage (see MODELS) on the corpus `tokens`, or for `minutes` if they end first: the schedule
+    follows whichever is nearer its end.
 
     Returns (steps, tokens seen, mean loss of the last 5 %); the loss is the cross-entropy in nats per token, with the
     teacher's distribution as the labels where there is a teacher."""
+    budget, peak, lengths, last_lengths = stage
     rng = random.Random(seed)
-    short, long = windows(tokens, 256, rng), windows(tokens, CONTEXT, rng)
+    sources = {length: windows(tokens, length, rng) for length in (*lengths, *last_lengths)}
     matrices = [p for p in model.gpt_neox.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]
     optimizers = [torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0, adjust_lr_fn="original"),
@@ -110,9 +118,10 @@ def train(model, tokens, budget, minutes, teacher=None, device="cpu", seed=0, la
     while progress < 1:
         rate = min(progress / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * progress)) if steps else 0.0
         for group, full in zip([g for o in optimizers for g in o.param_groups], rates):
-            group["lr"] = full * rate
-        source, rows = (long, BATCH // CONTEXT) if progress > 1 - LONG_SHARE else (short, BATCH // 256)
-        batch = torch.stack([next(source) for _ in range(rows)]).to(device)
+            group["lr"] = full * peak * rate
+        in_turn = last_lengths if progress > 0.8 else lengths
+        length = in_turn[steps % len(in_turn)]
+        batch = torch.stack([next(sources[length]) for _ in range(BATCH // length)]).to(device)
         with torch.autocast(device, dtype=torch.bfloat16):
             logits = model(batch[:, :-1], use_cache=False).logits
             labels = batch[:, 1:].flatten()
@@ -143,8 +152,9 @@ def main():
                         help="files or folders to train on; PATH:3 counts it three times")
     parser.add_argument("--heldout", nargs="*", default=[], help="texts whose perplexity is printed")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which to train")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="at most this long for each model")
-    parser.add_argument("--tokens", type=int, help="train on this many tokens instead of each model's own budget")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="at most this long for each stage of a model")
+    parser.add_argument("--tokens", type=int, help="at most this many tokens for each stage of a model")
+    parser.add_argument("--stage", type=int, default=1, help="start at this stage, from the weights in --out")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "models")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -159,21 +169,23 @@ def main():
     print(f"{len(documents)} documents, {sum(map(len, documents)):,} characters, {len(tokens):,} tokens", flush=True)
 
     for name in args.models:
-        layers, width, budget, teacher_name = MODELS[name]
+        layers, width, teacher_name, stages = MODELS[name]
         torch.manual_seed(args.seed)
-        model = new_model(layers, width)
-        teacher = teacher_name and AutoModelForCausalLM.from_pretrained(
-            folders[teacher_name], dtype=torch.float32, local_files_only=True).eval().to(args.device)
-        steps, seen, loss = train(model, tokens, args.tokens or budget, args.minutes, teacher, args.device,
-                                  args.seed, f"bundled-{name}")
-        model = model.cpu().to(torch.bfloat16).eval()
-        model.save_pretrained(folders[name])
-        tokenizer.save_pretrained(folders[name])
-        print(f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {steps:,} steps, "
-              f"{seen:,} tokens, loss {loss:.4f}", flush=True)
+        model = new_model(layers, width) if args.stage == 1 else load(folders[name])
+        teacher = teacher_name and load(folders[teacher_name]).eval().to(args.device)
+        for number, (budget, *how) in list(enumerate(stages, 1))[args.stage - 1:]:
+            stage = (min(budget, args.tokens or budget), *how)
+            steps, seen, loss = train(model, tokens, stage, args.minutes, teacher, args.device, args.seed + number - 1,
+                                      f"bundled-{name}, stage {number}")
+            print(f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, stage {number}: "
+                  f"{steps:,} steps, {seen:,} tokens, loss {loss:.4f}", flush=True)
+            model = model.cpu().to(torch.bfloat16)  # as stored; a further stage starts from what is stored
+            model.save_pretrained(folders[name])
+            tokenizer.save_pretrained(folders[name])
+            model = model.float().eval()
         for path in args.heldout:
             text = Path(path).read_text(encoding="utf-8")
-            heldout = calculate_ppl_corpus(text, tokenizer, CachedModel(model.float()))
+            heldout = calculate_ppl_corpus(text, tokenizer, CachedModel(model))
             print(f"  perplexity on {Path(path).name}: {heldout.token_ppl:.3f} per token, "
                   f"{heldout.word_ppl:.2f} per word", flush=True)
 
