@@ -67,17 +67,14 @@ def probabilities(logits, sampling, seen=None):
 
 def nucleus(probs, top_p):
     """Top-p (nucleus) filter of `probs[..., V]`, renormalised (Holtzman et al., arXiv 1904.09751)."""
-    ordered = None
-    if probs.device.type == "cpu" and probs.shape[-1] > 256:
-        # On a CPU sorting a whole vocabulary costs more than a small draft model; the nucleus is nearly always
-        # inside the 256 most probable tokens, and whether it is can be seen from their sum.
-        head = probs.topk(256).values
-        ordered = head if bool((head.sum(-1) >= top_p).all()) else None
-    if ordered is None:
+    # On a CPU sorting a whole vocabulary costs more than a small draft model. The nucleus is nearly always inside the
+    # 256 most probable tokens, and whether it is can be seen from their sum.
+    ordered = probs.topk(256).values if probs.device.type == "cpu" and probs.shape[-1] > 256 else None
+    if ordered is None or ordered.sum(-1).min() < top_p:
         ordered = probs.sort(-1, descending=True).values
-    outside = ordered.cumsum(-1) - ordered >= top_p  # the probability before this token already reaches top_p
-    outside[..., 0] = False  # a top_p smaller than any float32 still keeps the most probable token
-    least = ordered.masked_fill(outside, math.inf).amin(-1, keepdim=True)
+    cumulative = ordered.cumsum(-1)
+    completes = (cumulative < top_p).sum(-1, keepdim=True)  # the index of the token with which top_p is reached
+    least = ordered.gather(-1, completes.clamp_(max=ordered.shape[-1] - 1))
     probs = probs.masked_fill(probs < least, 0.0)
     return probs / probs.sum(-1, keepdim=True)
 
