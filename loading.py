@@ -89,8 +89,9 @@ def pick_dtype(device):
     """The dtype weights are kept in unless one is named: bfloat16 where the device computes in it, else float32."""
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
-    return "bfloat16" if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported() \
-        else "float32"
+    # Other x86 processors can do bfloat16 too, but only by converting to float32 and back.
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if native else "float32"
 
 
 def weight_bytes(folder, dtype):
