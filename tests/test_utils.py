@@ -30,13 +30,13 @@ def test_greedy_is_one_hot_at_the_largest_logit():
     assert p.tolist() == [[0, 1, 0]]
 
 
-def test_a_nucleus_wider_than_the_shortcut_is_still_exact():
-    flat = torch.full((2, 1000), 1e-3)
-    flat[1, :10] = 0.09  # one row's nucleus is small, the other's wide
-    flat = flat / flat.sum(-1, keepdim=True) + torch.rand(2, 1000) * 1e-6
-    kept = nucleus(flat / flat.sum(-1, keepdim=True), 0.9) > 0
-    ordered = (flat / flat.sum(-1, keepdim=True)).sort(-1, descending=True).values
-    assert kept.sum(-1).tolist() == ((ordered.cumsum(-1) - ordered) < 0.9).sum(-1).tolist()
+@pytest.mark.parametrize("vocabulary", [3, 1000])
+def test_a_nucleus_is_the_smallest_set_that_holds_top_p(vocabulary):
+    probs = torch.rand(5, 2, vocabulary).pow(4).softmax(-1)
+    kept = nucleus(probs, 0.9) > 0
+    ordered = probs.sort(-1, descending=True).values.double().cumsum(-1)
+    assert torch.equal(kept.sum(-1), (ordered < 0.9).sum(-1) + 1)
+    assert (probs.where(kept, torch.inf).amin(-1) >= probs.where(~kept, 0).amax(-1)).all()
 
 
 def test_equally_probable_tokens_stay_or_go_together():
