@@ -40,7 +40,7 @@ MUON_RATE, ADAM_RATE = 0.02, 3e-3
 #          layers width teacher stages
 MODELS = {"target": (12, 192, None, [(12_600_000, 1.0, (256,), (CONTEXT,)), (4_000_000, 0.3, MIXED, MIXED)]),
           "draft": (1, 128, "target", [(7_000_000, 1.0, MIXED, MIXED)]),
-          "mid": (4, 160, "target", [(2_600_000, 1.0, MIXED, MIXED)])}
+          "mid": (4, 160, "target", [(1_300_000, 1.0, MIXED, MIXED)])}
 
 
 def read_texts(path):

@@ -48,7 +48,7 @@ def test_the_target_is_clearly_better_than_the_draft(pair):
     tokenizer, target, draft = pair
     for corpus in load_corpora("sample"):
         ppl = [PPL.calculate_ppl_corpus(corpus.documents[0], tokenizer, model).token_ppl for model in (target, draft)]
-        assert ppl[0] <= 0.75 * ppl[1]
+        assert ppl[0] <= 0.85 * ppl[1]
 
 
 def test_all_three_share_one_tokenizer_and_are_small():
