@@ -35,7 +35,7 @@ MIXED = (256, 256, 1024, CONTEXT)  # row lengths, step by step in turn
 WARM_UP = 0.02           # share of a stage over which the learning rate rises
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
 
-# A stage: tokens, peak of the learning rates' cosine (1 is the rates above), row lengths, row lengths in its last fifth.
+# A stage: tokens, peak of the learning rates' cosine (1: the rates above), row lengths, row lengths in its last fifth.
 # The target's first stage meets long rows only at the end, at rates too low to learn from them: its second mends that.
 #          layers width teacher stages
 MODELS = {"target": (12, 192, None, [(12_600_000, 1.0, (256,), (CONTEXT,)), (4_000_000, 0.3, MIXED, MIXED)]),
