@@ -43,9 +43,13 @@ class CachedModel:
         keep: int64 `[B]`, one index into the block for each row whose logits alone are wanted.
         Returns float32 logits `[B, n, vocabulary]`, or `[B, vocabulary]` with `keep`.
         """
-        self._cache.slots = positions if slots is None else slots
+        reach = None
         if mask is None:
-            mask = self._order <= positions[..., None]
+            # On a CPU attention costs what it reads: not the slots that no row has come to yet. On a GPU it is little
+            # beside the weights, and to ask for the highest position would make the host wait.
+            reach = int(positions.max()) + 1 if self.device.type == "cpu" else None
+            mask = self._order[:reach] <= positions[..., None]
+        self._cache.address(positions if slots is None else slots, reach)
         kept, where = (0, None) if keep is None else keep.unique(return_inverse=True)
         logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None],
                             past_key_values=self._cache, use_cache=True, logits_to_keep=kept).logits

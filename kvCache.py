@@ -15,13 +15,14 @@ class SlotLayer(StaticLayer):
         self.shared = shared
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Write `[B, heads, n, d]` states to the slots `[B, n]` and return all slots."""
+        """Write `[B, heads, n, d]` states to the slots `[B, n]` and return the first `reach` slots."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         index = self.shared["slots"][:, None, :, None]
         self.keys.scatter_(2, index.expand_as(key_states), key_states)
         self.values.scatter_(2, index.expand_as(value_states), value_states)
-        return self.keys, self.values
+        reach = self.shared["reach"]
+        return self.keys[:, :, :reach], self.values[:, :, :reach]
 
     def get_seq_length(self):
         """Always 0: positions and masks are given with every call, never derived from how much was written."""
@@ -31,18 +32,15 @@ class SlotLayer(StaticLayer):
 class SlotCache(Cache):
     """`capacity` slots for each of the batch's rows in each of `layers` layers.
 
-    Set `slots` (int64 `[B, n]`, on the model's device) before each forward of n tokens; memory is taken at the first.
+    Before each forward of n tokens, `address` says where they go; memory is taken at the first.
     """
 
     def __init__(self, layers, capacity):
         self.capacity = capacity
-        self._shared = {"slots": None}
+        self._shared = {"slots": None, "reach": capacity}
         super().__init__(layers=[SlotLayer(capacity, self._shared) for _ in range(layers)])
 
-    @property
-    def slots(self):
-        return self._shared["slots"]
-
-    @slots.setter
-    def slots(self, slots):
-        self._shared["slots"] = slots
+    def address(self, slots, reach=None):
+        """The next n tokens go to `slots` (int64 `[B, n]`, on the model's device); attention sees the first `reach` slots
+        (None: all), as its mask must."""
+        self._shared.update(slots=slots, reach=self.capacity if reach is None else reach)
