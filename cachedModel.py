@@ -2,6 +2,7 @@
 
 import torch
 
+import attention
 from kvCache import SlotCache
 from utils import UserError
 
@@ -10,7 +11,7 @@ class CachedModel:
     """A causal language model whose cache is addressed by position.
 
     model: any `transformers` causal LM that takes a 4-D mask and explicit positions (GPT-NeoX, Llama, GPT-2, OPT,
-        Qwen2 are tested), loaded with `attn_implementation="sdpa"`.
+        Qwen2 are tested). Its attention is set to attention.py's.
     vocabulary: logits are cut to this many entries (the tokenizer's size): model sizes of one family pad differently.
     name: what messages and records call it.
     """
@@ -21,6 +22,7 @@ class CachedModel:
         self.name = name
         self.device = model.device
         self.dtype = model.dtype
+        model.set_attn_implementation(attention.NAME)
         self.context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
         self.forwards = 0
         self._cache, self._shape = None, None
@@ -29,7 +31,8 @@ class CachedModel:
         """Get ready for `rows` rows of at most `capacity` tokens. A cache of that shape is used again as it is: what an
         earlier text left in it is masked like any other stale slot."""
         if self._shape != (rows, capacity):
-            self._cache, self._shape = SlotCache(self.model.config.num_hidden_layers, capacity), (rows, capacity)
+            self._cache = SlotCache(self.model.config.num_hidden_layers, capacity, attention.cache_dtype(self.model))
+            self._shape = (rows, capacity)
             self._order = torch.arange(capacity, device=self.device)
 
     @torch.inference_mode()

@@ -10,12 +10,13 @@ from transformers.cache_utils import Cache, StaticLayer
 class SlotLayer(StaticLayer):
     """One layer's `[B, heads, capacity, d]` keys and values; a new token goes to the slot its position names."""
 
-    def __init__(self, capacity, shared):
+    def __init__(self, capacity, shared, dtype):
         super().__init__(max_cache_len=capacity)
-        self.shared = shared
+        self.shared, self.kept_as = shared, dtype
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Write `[B, heads, n, d]` states to the slots `[B, n]` and return the first `reach` slots."""
+        key_states, value_states = key_states.to(self.kept_as), value_states.to(self.kept_as)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         index = self.shared["slots"][:, None, :, None]
@@ -30,15 +31,15 @@ class SlotLayer(StaticLayer):
 
 
 class SlotCache(Cache):
-    """`capacity` slots for each of the batch's rows in each of `layers` layers.
+    """`capacity` slots for each of the batch's rows in each of `layers` layers, kept as `dtype`.
 
     Before each forward of n tokens, `address` says where they go; memory is taken at the first.
     """
 
-    def __init__(self, layers, capacity):
+    def __init__(self, layers, capacity, dtype):
         self.capacity = capacity
         self._shared = {"slots": None, "reach": capacity}
-        super().__init__(layers=[SlotLayer(capacity, self._shared) for _ in range(layers)])
+        super().__init__(layers=[SlotLayer(capacity, self._shared, dtype) for _ in range(layers)])
 
     def address(self, slots, reach=None):
         """The next n tokens go to `slots` (int64 `[B, n]`, on the model's device); attention sees the first `reach` slots

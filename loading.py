@@ -154,7 +154,7 @@ def load_model(name, tokenizer, dtype, device):
             raise UserError(f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
                             "together; download both again from one place")
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch_dtype, attn_implementation="sdpa", local_files_only=True,
+            folder, config=config, dtype=torch_dtype, local_files_only=True,
             use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True)
     except UserError:
         raise
