@@ -124,6 +124,6 @@ def test_attention_reads_the_filled_slots_in_float32_on_a_cpu(monkeypatch, dtype
     model.reserve(1, 100)
     blocks = [torch.arange(a, b)[None] for a, b in ((0, 7), (7, 8), (8, 12))]
     cached = torch.cat([model.forward(tokens[:, block[0]], block) for block in blocks], 1)
-    assert seen == [(filled, torch.float32, dtype) for filled in (7, 8, 12)]
+    assert seen == [(filled, torch.float32, torch.float32) for filled in (7, 8, 12)]
     torch.testing.assert_close(cached, model.score(tokens), **({"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32
                                                                else {"rtol": 0.05, "atol": 0.3}))
