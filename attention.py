@@ -1,8 +1,8 @@
 """Attention in the cache's precision.
 
-On a CPU the kernel for 16-bit numbers takes up to five times as long as the one for float32 when a single token attends to
-many (it was 2 ms of 7 a token, for the bundled target at 1,000 tokens). There the cache is float32 whatever the weights are,
-and attention is computed in it.
+On a CPU the kernel for 16-bit numbers takes up to five times as long as the one for float32 when a single token
+attends to many (it was 2 ms of 7 a token, for the bundled target at 1,000 tokens). There the cache is float32 whatever
+the weights are, and attention is computed in it.
 """
 
 import torch
@@ -14,7 +14,7 @@ NAME = "sdpa_in_cache_dtype"
 
 
 def sdpa_in_cache_dtype(module, query, key, value, attention_mask, **kwargs):
-    """`transformers`' "sdpa" with `query[B, heads, n, d]` brought to the dtype of `key` and `value`, and the result back."""
+    """`transformers`' "sdpa", with `query[B, heads, n, d]` in the dtype of `key` and `value`; the result in its own."""
     output, weights = sdpa_attention_forward(module, query.to(key.dtype), key, value, attention_mask, **kwargs)
     return output.to(query.dtype), weights
 

@@ -42,6 +42,6 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(capacity, self._shared, dtype) for _ in range(layers)])
 
     def address(self, slots, reach=None):
-        """The next n tokens go to `slots` (int64 `[B, n]`, on the model's device); attention sees the first `reach` slots
-        (None: all), as its mask must."""
+        """The next n tokens go to `slots` (int64 `[B, n]`, on the model's device); attention sees the first `reach`
+        slots (None: all), as its mask must."""
         self._shared.update(slots=slots, reach=self.capacity if reach is None else reach)

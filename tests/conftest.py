@@ -6,9 +6,11 @@ from pathlib import Path
 
 import helpers
 import pytest
+from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from localHub import LocalHub
 from texts import DATASETS
 from utils import UserError
 
@@ -70,3 +72,16 @@ def flags(pair_folder, text_file):
     return ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dataset", str(text_file),
             "--sentenceLimit", "60", "--sentences", "2", "--promptLen", "12", "--maxLen", "8", "--repeats", "1",
             "--window", "64", "--stride", "32"]
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub on localhost, which the client libraries take for the hub."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with LocalHub() as local:
+        monkeypatch.setattr(constants, "ENDPOINT", local.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                            local.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        yield local
