@@ -143,8 +143,8 @@ def download_pg19(books=10, offline=False):
 
 
 def install_from(name, source):
-    """Install texts that are here under `name`: a text file, a table (Parquet, JSON lines, CSV) with a column 'text', a
-    folder of either, or a folder that `datasets` saved. A file named *train* or *valid* is that split, others 'test'."""
+    """Install texts that are here as `name`: a text file, a table (Parquet, JSON lines, CSV) with a column 'text', a
+    folder of either, or one that `datasets` saved. A file named *train* or *valid* is that split, others 'test'."""
     from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 

@@ -10,6 +10,7 @@ is there is verified (sizes and hashes) and not fetched again. HF_ENDPOINT names
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
-from hub import (UNFINISHED, check_disk, check_id, damaged, describe, fetch, gigabytes, read_manifest, to_move,
+from hub import (HUB_ID, UNFINISHED, check_disk, check_id, damaged, describe, fetch, gigabytes, read_manifest, to_move,
                  write_manifest)
 from utils import UserError
 
@@ -61,6 +62,14 @@ def present(repo, revision=None):
     folder = folder_of(repo)
     manifest = read_manifest(folder)
     return folder if manifest and revision in (None, manifest["revision"], manifest["commit"]) else None
+
+
+def on_first_use(name, offline=False):
+    """What `name` says if it is a folder, or no hub id at all; a hub id is downloaded, unless it was before. Returns a
+    name that `loading.find_model` knows."""
+    if not re.fullmatch(HUB_ID, name, re.ASCII) or any(map(os.path.exists, (MODELS / name, name.split("/")[0]))):
+        return name
+    return str(present(name) or download(name, offline=offline))
 
 
 def download(repo, revision="main", offline=False):

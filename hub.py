@@ -27,6 +27,7 @@ from utils import UserError
 
 MANIFEST = "download.json"
 UNFINISHED = ".incomplete"  # ending of a folder's name while something is missing in it
+HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
 SPARE = 64 << 20            # bytes that must stay free on a disk
 
 logging.set_verbosity_error()  # of its warnings, those that matter come as one line of ours
@@ -43,7 +44,7 @@ class HubFile:
 
 def check_id(repo):
     """Raise UserError unless `repo` reads owner/name, the name being one that a folder may have."""
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo, re.ASCII) or ".." in repo:
+    if not re.fullmatch(HUB_ID, repo, re.ASCII) or ".." in repo:
         raise UserError(f"{repo!r} is not a hub id: those read owner/name, such as EleutherAI/pythia-70m")
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from cachedModel import CachedModel
+from hub import MANIFEST, UNFINISHED, gigabytes, read_manifest
 from utils import UserError
 
 HERE = Path(__file__).resolve().parent
@@ -32,9 +33,14 @@ def find_model(name):
         if os.path.isdir(folder) and folder != MODELS:  # as it is for "."
             break
     else:
+        if os.path.isdir(MODELS / (name + UNFINISHED)):
+            raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
         there = sorted(f.name for f in MODELS.iterdir() if f.is_dir()) if MODELS.is_dir() else []
         raise UserError(f"no model folder {str(name)!r}, neither under {MODELS.name}/ nor as a path; "
-                        f"there are: {', '.join(there) or 'none (README.md says how to get some)'}")
+                        f"there are: {', '.join(there) or 'none'}. downloadModel.py gets models; a hub id is "
+                        "owner/name")
+    if folder.name.endswith(UNFINISHED):
+        raise UserError(f"{folder} is an unfinished download; run downloadModel.py again to finish it")
     if not os.path.isfile(folder / "config.json"):
         raise UserError(f"{folder} is not a model folder: it has no config.json; download the model again, or name "
                         "another")
@@ -137,19 +143,29 @@ def check_tokenizers(target, draft, names=("target", "draft")):
                     f"at id {index} ({token!r}); name two models that share one tokenizer")
 
 
-def load_model(name, tokenizer, dtype, device):
+def working_bytes(config, tokens):
+    """Bytes a model of this config needs beside its weights to read `tokens` tokens at once: float32 logits and what
+    is made of them, keys and values, and a little for activations."""
+    hidden = config.hidden_size
+    return WORKING_MEMORY + tokens * (3 * 4 * config.vocab_size + 2 * 4 * hidden * config.num_hidden_layers
+                                      + 16 * 4 * hidden)
+
+
+def load_model(name, tokenizer, dtype, device, tokens=1024):
     """A `CachedModel` of the folder `name` with its logits cut to the tokenizer's vocabulary.
 
-    dtype: a key of DTYPES. Memory is checked before anything is loaded.
+    dtype: a key of DTYPES. Memory is checked before anything is loaded: the weights' and, from the config, that of
+    reading `tokens` tokens.
     """
     folder, torch_dtype = find_model(name), DTYPES[dtype]
-    needed, free = weight_bytes(folder, torch_dtype) + WORKING_MEMORY, available_memory(device)
-    if needed > free:
-        raise UserError(f"{folder.name} needs about {needed / 1e9:.1f} GB in {dtype} and {device} has {free / 1e9:.1f} "
-                        f"GB free; use a smaller dtype (--dtype bfloat16) or a smaller model")
+    weights, free = weight_bytes(folder, torch_dtype), available_memory(device)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        size = config.get_text_config().vocab_size
+        text = config.get_text_config()
+        needed, size = weights + working_bytes(text, tokens), text.vocab_size
+        if needed > free:
+            raise UserError(f"{folder.name} needs about {gigabytes(needed)} in {dtype} and {device} has "
+                            f"{gigabytes(free)} free; use a smaller dtype (--dtype bfloat16) or a smaller model")
         if size < len(tokenizer):
             raise UserError(f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
                             "together; download both again from one place")
@@ -174,27 +190,18 @@ def load_model(name, tokenizer, dtype, device):
 
 
 def model_version(name):
-    """What identifies the weights of a model folder: the hub's commit where a download recorded one, else
-    'sha256:' and 16 digits over the safetensors files."""
-    files = weight_files(find_model(name))
-    commits = {downloaded_commit(file) for file in files}
-    if len(commits) == 1 and None not in commits:
-        return commits.pop()
+    """What identifies the weights of a model folder: the hub's commit where downloadModel.py recorded one and they have
+    not been touched since, else 'sha256:' and 16 digits over the safetensors files."""
+    folder = find_model(name)
+    files, manifest = weight_files(folder), read_manifest(folder)
+    if manifest and all(file.stat().st_mtime <= (folder / MANIFEST).stat().st_mtime for file in files):
+        return manifest["commit"]
     digest = hashlib.sha256()
     for file in files:
         with open(file, "rb") as stream:
             while block := stream.read(1 << 22):
                 digest.update(block)
     return f"sha256:{digest.hexdigest()[:16]}"
-
-
-def downloaded_commit(file):
-    """The commit `huggingface_hub` recorded for a file; None if there is no record or the file is younger than it."""
-    try:
-        commit, _, when = (file.parent / f".cache/huggingface/download/{file.name}.metadata").read_text().split()
-        return commit if file.stat().st_mtime <= float(when) + 1 else None
-    except (OSError, ValueError):
-        return None
 
 
 def one_line(error):

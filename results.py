@@ -143,10 +143,13 @@ def report(run, measurements):
                 f"transformers {machine['transformers']}; seed {flags['seed']}")
     pythia = run["models"]["target"]["name"] == "pythia-2.8b" and run["models"]["draft"]["name"] == "pythia-70m"
     speed = [m for m in measurements if m["kind"] == "speed"]
+    for length in dict.fromkeys(m["promptLen"] for m in speed):
+        group = [m for m in speed if m["promptLen"] == length]
+        rows = summarize(group)
+        yield speed_table(run, group, rows)
+        yield from acceptance(rows)
     if speed:
-        rows = summarize(speed)
-        yield speed_table(run, speed, rows)
-        yield Text(speed_notes(speed, rows, pythia))
+        yield Text(speed_notes(speed, pythia))
     for kind, table in (("ppl_text", text_table), ("ppl_corpus", corpus_table)):
         chosen = [m for m in measurements if m["kind"] == kind]
         if chosen:
@@ -161,8 +164,10 @@ def finished(measurements):
 def speed_table(run, measurements, rows):
     flags = run["flags"]
     prompts = len({m["prompt"] for m in measurements})
-    table = grid(f"Speed: {prompts} prompts, up to {flags['maxLen']} new tokens, gamma {flags['gamma']}, temperature "
-                 f"{flags['temperature']}, top_p {flags['top_p']}, top_k {flags['top_k']}, {measurements[0]['dtype']}",
+    low, high = (f(m["prompt_tokens"] for m in measurements) for f in (min, max))
+    table = grid(f"Speed: {prompts} prompts of {low if low == high else f'{low} to {high}'} tokens, maxLen "
+                 f"{flags['maxLen']}, gamma {flags['gamma']}, temperature {flags['temperature']}, top_p "
+                 f"{flags['top_p']}, top_k {flags['top_k']}, {measurements[0]['dtype']}",
                  ["", "TTFT ms", "TPOT ms", "tokens/s", "speed-up", "alpha", "tokens/\nround", "total/n\nms"])
     for row in rows:
         alone = row["method"] != "speculative"
@@ -172,17 +177,18 @@ def speed_table(run, measurements, rows):
     return table
 
 
-def speed_notes(measurements, rows, pythia):
-    row = next((row for row in rows if row["method"] == "speculative"), None)
+def acceptance(rows):
+    for row in rows:
+        if row["method"] == "speculative" and row["acceptance_by_position"]:
+            yield Text("Acceptance by position in the round: "
+                       + ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"]) + ".")
+
+
+def speed_notes(measurements, pythia):
     repeats = len({m["repeat"] for m in measurements})
-    notes = [f"Medians over prompts and {repeats} interleaved repeats [95 % bootstrap interval]; speed-up: median of "
-             "paired throughput ratios to the target alone. total/n: the report's time per token."]
-    if row and row["acceptance_by_position"]:
-        notes.append("Acceptance by position in the round: "
-                     + ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"]) + ".")
-    if pythia:
-        notes.append(f"The report measured a speed-up of {REPORT['speedup']} (without a KV cache).")
-    return "\n".join(notes)
+    return (f"Medians over prompts and {repeats} interleaved repeats [95 % bootstrap interval]; speed-up: median of "
+            "paired throughput ratios to the target alone. total/n: the report's time per token."
+            + (f"\nThe report measured a speed-up of {REPORT['speedup']} (without a KV cache)." if pythia else ""))
 
 
 def text_table(measurements, pythia):

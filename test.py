@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 import PPL
 import results
+from downloadModel import on_first_use
 from drafters import ModelDrafter
 from loading import (DTYPES, HERE, check_tokenizers, default_pair, find_model, load_model, load_tokenizer,
                      model_version, pick_device, pick_dtype)
@@ -26,8 +27,9 @@ from speed import measure
 from texts import load_corpora
 from utils import Sampling, UserError
 
-LIMITS = {"maxLen": 1, "gamma": 1, "sentences": 1, "sentenceLimit": 1, "repeats": 1, "promptLen": 1, "window": 2,
-          "stride": 1, "seed": 0}
+LIMITS = {"maxLen": 1, "gamma": 1, "sentences": 1, "sentenceLimit": 1, "books": 1, "repeats": 1, "promptLen": 1,
+          "window": 2, "stride": 1, "seed": 0}
+CHARACTERS = 16  # of text kept for each token of a prompt: far more than any text needs
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,9 +48,11 @@ def parse(argv):
     mode.add_argument("--ppl", nargs="?", type=int, const=1, choices=(0, 1), help="perplexity, per text and of the "
                       "corpus; --ppl 0 leaves it out")
     models = parser.add_argument_group("models")
-    models.add_argument("--target", metavar="MODEL", help="the large model: a folder under models/ or any path "
-                        "(default: pythia-2.8b if it and pythia-70m are there, else the bundled pair)")
+    models.add_argument("--target", metavar="MODEL", help="the large model: a folder under models/, any path, or a hub "
+                        "id owner/name, downloaded on first use (default: pythia-2.8b if it and pythia-70m are there, "
+                        "else the bundled pair)")
     models.add_argument("--draft", metavar="MODEL", help="the small model that guesses")
+    models.add_argument("--offline", action="store_true", help="download nothing")
     models.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bfloat16 for speed where the "
                         "device computes in it, float32 for perplexity)")
     models.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
@@ -60,14 +64,17 @@ def parse(argv):
     sampling.add_argument("--top_k", type=int, default=0, metavar="K", help="0 is off (0)")
     sampling.add_argument("--repetition_penalty", type=float, default=1.0, metavar="R", help="1 is off (1)")
     data = parser.add_argument_group("texts")
-    data.add_argument("--dataset", default="sample", metavar="NAME", help="sample, wikitext, pg19, or the path of a "
-                      "text file, a folder of them, or a saved data set (sample)")
+    data.add_argument("--dataset", default="sample", metavar="NAME", help="sample, wikitext, pg19, another that "
+                      "downloadData.py installed, or the path of a text file, a folder of them, or a saved data set "
+                      "(sample)")
+    data.add_argument("--books", type=int, metavar="N", help="documents of the data set used at most (all)")
     data.add_argument("--sentences", type=int, default=10, metavar="N", help="texts used: prompts in --speed, texts of "
                       "each corpus in --ppl (10)")
     data.add_argument("--sentenceLimit", type=int, default=500, metavar="N", help="characters a text has at least "
                       "(500)")
     data.add_argument("--prompt", metavar="TEXT", help="time the continuation of this text instead of the data set's")
-    data.add_argument("--promptLen", type=int, default=64, metavar="N", help="tokens of a text used as a prompt (64)")
+    data.add_argument("--promptLen", type=int, nargs="+", default=[64], metavar="N", help="tokens of a text used as a "
+                      "prompt; several lengths are timed one after the other (64)")
     data.add_argument("--window", type=int, default=1024, metavar="N", help="tokens of a corpus perplexity window "
                       "(1024; no more than the models' context)")
     data.add_argument("--stride", type=int, default=512, metavar="N", help="tokens from one window to the next (512)")
@@ -78,8 +85,11 @@ def parse(argv):
                        "results.jsonl are (the project's folder)")
     args = parser.parse_args(argv)
     for flag, least in LIMITS.items():
-        if getattr(args, flag) < least:
-            raise UserError(f"--{flag} must be {least} or more, not {getattr(args, flag)}")
+        value = getattr(args, flag)
+        for each in value if isinstance(value, list) else [least if value is None else value]:
+            if each < least:
+                raise UserError(f"--{flag} must be {least} or more, not {each}")
+    args.promptLen = sorted(set(args.promptLen))
     if args.seed >= 1 << 62:
         raise UserError("--seed must be less than 2**62")
     if args.stride >= args.window:
@@ -124,18 +134,19 @@ def run(args, argv):
     """Load the models, measure what was asked for, and write the results."""
     device = pick_device(args.device)
     dtypes = {"speed": args.dtype or pick_dtype(device), "ppl": args.dtype or "float32"}
-    folders = {"target": find_model(args.target), "draft": find_model(args.draft)}
-    corpora = load_corpora(args.dataset) if args.ppl or args.prompt is None else []
-    tokenizer = load_tokenizer(args.target)
-    check_tokenizers(tokenizer, load_tokenizer(args.draft), (folders["target"].name, folders["draft"].name))
+    corpora = load_corpora(args.dataset, args.books) if args.ppl or args.prompt is None else []
+    folders = {role: find_model(on_first_use(getattr(args, role), args.offline)) for role in ("target", "draft")}
+    tokenizer = load_tokenizer(folders["target"])
+    check_tokenizers(tokenizer, load_tokenizer(folders["draft"]), (folders["target"].name, folders["draft"].name))
+    prompts = choose_prompts(args, tokenizer, corpora) if args.speed else {}
 
-    def load(dtype):
-        return {role: load_model(folder, tokenizer, dtype, device) for role, folder in folders.items()}
+    def load(mode):
+        tokens = args.window if mode == "ppl" else args.maxLen + max(len(p) for each in prompts.values() for p in each)
+        return {role: load_model(folder, tokenizer, dtypes[mode], device, tokens) for role, folder in folders.items()}
 
-    models = load(dtypes["speed" if args.speed else "ppl"])
-    prompts = choose_prompts(args, tokenizer, corpora) if args.speed else []
-    if args.speed:
-        check_room(prompts, args.maxLen, list(models.values()))
+    models = load("speed" if args.speed else "ppl")
+    for each in prompts.values():
+        check_room(each, args.maxLen, list(models.values()))
     texts = [(c, tokenize(c.passages(args.sentenceLimit)[:args.sentences], tokenizer, models))
              for c in corpora if args.ppl]
     if args.ppl and not any(passages for _, passages in texts):
@@ -145,7 +156,7 @@ def run(args, argv):
 
     store = results.Results(args.out)
     name = uuid.uuid4().hex[:8]
-    flags = {key: value if isinstance(value, (int, float, str, type(None))) else str(value)
+    flags = {key: str(value) if isinstance(value, Path) else value
              for key, value in vars(args).items() if key != "sampling"}
     store.append(kind="run", run=name, time=time.strftime("%Y-%m-%d %H:%M:%S"), command=shlex.join(argv), flags=flags,
                  device=device, machine=machine(device),
@@ -154,12 +165,13 @@ def run(args, argv):
                          for role, folder in folders.items()})
     try:
         if args.speed:
-            time_samplers(args, models, prompts, tokenizer, device,
-                          lambda **line: store.append(run=name, dtype=dtypes["speed"], **line))
+            for length, each in prompts.items():
+                time_samplers(args, models, each, tokenizer, device, f"speed, prompts of {length} tokens",
+                              lambda **line: store.append(run=name, dtype=dtypes["speed"], promptLen=length, **line))
         if args.ppl:
             if args.speed and dtypes["ppl"] != dtypes["speed"]:
                 del models
-                models = load(dtypes["ppl"])
+                models = load("ppl")
             measure_perplexity(models, texts, tokenizer, window, stride,
                                lambda **line: store.append(run=name, dtype=dtypes["ppl"],
                                                            sentenceLimit=args.sentenceLimit, **line))
@@ -173,14 +185,25 @@ def run(args, argv):
 
 
 def choose_prompts(args, tokenizer, corpora):
-    """Token ids of the prompts: the one given, or the first passages of each corpus in turn, cut to `promptLen`."""
+    """Token ids of the prompts, {length: prompts}: the one given, or for each `promptLen` the text from the first
+    passages of each corpus in turn on, cut to that length. Where too few go on for so long, the longest others."""
     if args.prompt is not None:
-        return [tokenizer(args.prompt, verbose=False)["input_ids"]]
-    passages = [corpus.passages(args.sentenceLimit) for corpus in corpora]
-    in_turn = [p[i] for i in range(max(map(len, passages))) for p in passages if i < len(p)][:args.sentences]
-    if not in_turn:
-        raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
-    return [tokenizer(text, verbose=False)["input_ids"][:args.promptLen] for text in in_turn]
+        ids = tokenizer(args.prompt, verbose=False)["input_ids"]
+        return {len(ids): [ids]}
+    prompts = {}
+    for length in args.promptLen:
+        passages = [corpus.passages(args.sentenceLimit, CHARACTERS * length) for corpus in corpora]
+        in_turn = [p[i] for i in range(max(map(len, passages))) for p in passages if i < len(p)]
+        if not in_turn:
+            raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
+        whole, shorter = [], []
+        for text in in_turn:
+            ids = tokenizer(text, verbose=False)["input_ids"][:length]
+            (whole if len(ids) == length else shorter).append(ids)
+            if len(whole) == args.sentences:
+                break
+        prompts[length] = (whole + sorted(shorter, key=len, reverse=True))[:args.sentences]
+    return prompts
 
 
 def tokenize(passages, tokenizer, models):
@@ -189,7 +212,7 @@ def tokenize(passages, tokenizer, models):
     return [ids[:context] for ids in (tokenizer(text, verbose=False)["input_ids"] for text in passages) if len(ids) > 1]
 
 
-def time_samplers(args, models, prompts, tokenizer, device, append):
+def time_samplers(args, models, prompts, tokenizer, device, label, append):
     target, draft = models["target"], models["draft"]
     common = {"max_len": args.maxLen, "sampling": args.sampling, "end_of_text": tokenizer.eos_token_id}
     methods = {
@@ -197,7 +220,7 @@ def time_samplers(args, models, prompts, tokenizer, device, append):
         "target": lambda prompt, generator: regrSampling([prompt], target, generator=generator, **common),
         "speculative": lambda prompt, generator: specSampling([prompt], target, ModelDrafter(draft), gamma=args.gamma,
                                                               generator=generator, **common)}
-    with tqdm(total=len(methods) * len(prompts) * args.repeats, desc="speed", disable=None, leave=False) as bar:
+    with tqdm(total=len(methods) * len(prompts) * args.repeats, desc=label, disable=None, leave=False) as bar:
         for line in measure(methods, prompts, args.repeats, args.seed, device):
             append(kind="speed", **line)
             bar.update()

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from hub import MANIFEST
 from utils import UserError
 
 DATASETS = Path(__file__).resolve().parent / "datasets"
@@ -20,25 +21,32 @@ class Corpus:
     name: str
     documents: list
 
-    def passages(self, least):
+    def passages(self, least, reach=None):
         """The passages of at least `least` characters, in order: the lines of a document in WikiText's format (headings
-        left out), the paragraphs of any other."""
+        left out), the paragraphs of any other. With `reach` each runs on into the text behind it, for that many
+        characters in all (or to the document's end)."""
         found = []
         for document in self.documents:
             wiki = re.search(r"^ = [^=\n]* = $", document, re.M)
-            parts = document.split("\n") if wiki else re.split(r"\n\s*\n", document)
-            found += [part for part in parts if len(part.strip()) >= least and not HEADING.match(part)]
+            gaps = [gap.span() for gap in re.finditer(r"\n" if wiki else r"\n\s*\n", document)]
+            start = 0
+            for end, following in (*gaps, (len(document), None)):
+                part = document[start:end]
+                if len(part.strip()) >= least and not HEADING.match(part):
+                    found.append(document[start:start + reach] if reach else part)
+                start = following
         return found
 
 
-def load_corpora(name):
-    """The corpora of a data set: 'sample', 'wikitext', 'pg19', or the path of a text file, of a folder of them, or of a
-    folder written by `datasets`' `save_to_disk` with a `text` column (its `test` split, where it has splits)."""
-    if name in FOLDERS:
-        path = DATASETS / FOLDERS[name]
+def load_corpora(name, books=None):
+    """The corpora of a data set: 'sample', 'wikitext', 'pg19', another installed in `datasets/`, or the path of a text
+    file, of a folder of them, or of a folder written by `datasets`' `save_to_disk` with a `text` column (its `test`
+    split, where it has splits). `books`: documents of each corpus at most."""
+    if name in FOLDERS or os.path.isfile(DATASETS / name / MANIFEST):
+        path = DATASETS / FOLDERS.get(name, name)
         if not path.exists():
-            raise UserError(f"the data set {name!r} is not in datasets/{FOLDERS[name]}; see README.md for how to get "
-                            "it, or use --dataset sample")
+            raise UserError(f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "
+                            f"({name}), or use --dataset sample")
     else:
         path = Path(os.path.abspath(os.path.expanduser(name)))
         if not os.path.exists(path):
@@ -54,7 +62,7 @@ def load_corpora(name):
         else:
             corpora = [Corpus(name if name in FOLDERS else path.name, [read(file) for file in files])]
     for corpus in corpora:
-        corpus.documents = [document for document in corpus.documents if document.strip()]
+        corpus.documents = [document for document in corpus.documents if document.strip()][:books]
     corpora = [corpus for corpus in corpora if corpus.documents]
     if not corpora:
         raise UserError(f"{path} holds no text; give {', '.join(ENDINGS)} files that are not empty, or a saved data "

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from conftest import CONTEXT, ROOT
+from localHub import Repository
 from utils import UserError
 
 KINDS = {"speed": ["speed"], "ppl": ["ppl_corpus", "ppl_text"]}
@@ -26,7 +27,7 @@ def hashes(folder):
 
 BAD = ["--gamma 0", "--gamma -1", "--gamma x", "--gamma 1.5", "--gamma", "--temperature -1", "--temperature nan",
        "--temperature inf", "--temperature warm", "--top_p 0", "--top_p 1.5", "--top_p nan", "--top_k -1",
-       "--repetition_penalty 0", "--maxLen 0", "--repeats 0", "--sentences 0", "--sentenceLimit 0", "--promptLen 0",
+       "--repetition_penalty 0", "--maxLen 0", "--repeats 0", "--sentences 0", "--sentenceLimit 0", "--promptLen 0", "--promptLen 5 0", "--books 0", "--target some/target --offline",
        "--window 1", "--stride 0", "--stride 64 --window 64", "--stride 65 --window 64", "--seed -1",
        "--seed 9223372036854775808", "--dataset nowhere", "--target nowhere", "--draft nowhere", "--draft .",
        "--unknown 1", "--max 3", "argument", "--speed 2", "--speed x", "--ppl 2", "--device gpu", "--dtype int8",
@@ -209,3 +210,34 @@ def test_ctrl_c_shows_and_keeps_what_was_measured(flags, tmp_path):
     for shown in out, text:
         assert ", not finished" in shown and "target alone" in shown
     assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
+
+
+def test_several_prompt_lengths_are_timed_apart(cli, flags, tmp_path, capsys):
+    assert cli.main([*flags, "--speed", "--promptLen", "40", "5", "5", "--out", str(tmp_path)]) == 0
+    lengths = {(m["promptLen"], m["prompt_tokens"]) for m in lines_of(tmp_path) if m["kind"] == "speed"}
+    assert lengths == {(5, 5), (40, 40)}  # longer than one paragraph: the text goes on
+    text = (tmp_path / "results.txt").read_text()
+    assert "2 prompts of 5 tokens" in text and "2 prompts of 40 tokens" in text
+
+
+def test_a_prompt_length_that_no_text_has_takes_the_longest_there_are(cli, flags, tmp_path, capsys):
+    assert cli.main([*flags, "--speed", "--promptLen", "240", "--out", str(tmp_path)]) == 0
+    lengths = {m["prompt_tokens"] for m in lines_of(tmp_path) if m["kind"] == "speed"}
+    assert all(40 < length < 240 for length in lengths)
+    assert f"prompts of {min(lengths)} to {max(lengths)} tokens" in (tmp_path / "results.txt").read_text()
+
+
+def test_a_hub_id_is_downloaded_on_first_use(cli, flags, pair_folder, hub, tmp_path, capsys, monkeypatch):
+    models = tmp_path / "models"
+    monkeypatch.setattr("downloadModel.MODELS", models)
+    for role in ("target", "draft"):
+        hub.models[f"some/{role}"] = Repository({f.name: f for f in (pair_folder / role).iterdir()})
+    arguments = [*flags, "--speed", "--target", "some/target", "--draft", "some/draft", "--out", str(tmp_path)]
+    assert cli.main([*arguments, "--offline"]) == 2
+    assert "some/target" in capsys.readouterr().err and hub.requests == []
+    assert cli.main(arguments) == 0
+    assert f"KB to download from {hub.url} into {models / 'target'}" in capsys.readouterr().out
+    hub.forget()
+    assert cli.main([*arguments, "--offline"]) == cli.main(arguments) == 0 and hub.requests == []
+    run = next(line for line in lines_of(tmp_path) if line["kind"] == "run")
+    assert run["models"]["target"]["version"] == hub.models["some/target"].commit

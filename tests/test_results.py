@@ -31,6 +31,7 @@ def run_line(run="r1", target="target", command="--speed", **flags):
 
 def speed_line(run="r1", method="target", prompt=0, scale=1.0, **changes):
     return {"kind": "speed", "run": run, "dtype": "float32", "method": method, "prompt": prompt, "repeat": 0,
+            "promptLen": 64, "prompt_tokens": 64,
             "ttft": 0.5 * scale, "tpot": 0.25 * scale, "throughput": 4.0 / scale, "report_tpot": 0.3 * scale,
             "tokens_per_round": 2.0, "acceptance_by_position": [[4, 3], [3, 1]]} | changes
 

@@ -43,7 +43,7 @@ def test_an_unknown_data_set_is_refused(tmp_path, monkeypatch):
     with refused("no such path"):
         load_corpora("x" * 5000)
     monkeypatch.setattr(texts, "DATASETS", tmp_path)
-    with refused("datasets/wikitext", "README.md", "--dataset sample"):
+    with refused("datasets/wikitext", "downloadData.py", "--dataset sample"):
         load_corpora("wikitext")
 
 
@@ -101,3 +101,17 @@ def test_a_saved_data_set_of_another_kind_is_refused(tmp_path):
     for name in ("columns", "numbers", "splits", "garbled"):
         with refused(name, "'text'", "'test'"):
             load_corpora(str(tmp_path / name))
+
+
+def test_a_passage_can_run_on_into_the_text_behind_it():
+    plain = "A line\nand its second.\n \n\nShort.\n\nThe last paragraph."
+    assert Corpus("plain", [plain]).passages(10, 30) == [plain[:30], "The last paragraph."]
+    wiki = "".join(WIKI)
+    assert Corpus("wiki", [wiki]).passages(22, 10_000) == [wiki[wiki.index(" A tarn"):]]
+
+
+def test_books_limits_the_documents_of_a_folder(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"Book {name}.")
+    assert load_corpora(str(tmp_path), books=2)[0].documents == ["Book a.", "Book b."]
+    assert len(load_corpora(str(tmp_path))[0].documents) == 3
