@@ -57,6 +57,7 @@ def install(name, make, replace=False):
             if "text" not in rows.column_names:
                 raise UserError(f"{name} has no column 'text', only {', '.join(rows.column_names)}")
     except BaseException:
+        shutil.rmtree(staging / "cache", ignore_errors=True)
         if not any(file.is_file() for file in staging.rglob("*")):
             shutil.rmtree(staging)
         raise
@@ -145,7 +146,7 @@ def download_pg19(books=10, offline=False):
 def install_from(name, source):
     """Install texts that are here as `name`: a text file, a table (Parquet, JSON lines, CSV) with a column 'text', a
     folder of either, or one that `datasets` saved. A file named *train* or *valid* is that split, others 'test'."""
-    from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
+    from datasets import Dataset, DatasetDict, Value, concatenate_datasets, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
     source = Path(source).expanduser()
@@ -155,8 +156,9 @@ def install_from(name, source):
 
     def rows_of(path, staging):
         if path.suffix.lower() in TABLES:
-            return load_dataset(TABLES[path.suffix.lower()], data_files=str(path), split="train",
+            rows = load_dataset(TABLES[path.suffix.lower()], data_files=str(path), split="train",
                                 cache_dir=str(staging / "cache"))
+            return rows.select_columns("text").cast_column("text", Value("string")) if "text" in rows.features else rows
         text = read(path)
         wiki = any(HEADING.match(line) for line in text.split("\n")[:50])
         return Dataset.from_dict({"text": text.splitlines(keepends=True) if wiki else [text]})

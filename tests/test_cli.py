@@ -27,7 +27,8 @@ def hashes(folder):
 
 BAD = ["--gamma 0", "--gamma -1", "--gamma x", "--gamma 1.5", "--gamma", "--temperature -1", "--temperature nan",
        "--temperature inf", "--temperature warm", "--top_p 0", "--top_p 1.5", "--top_p nan", "--top_k -1",
-       "--repetition_penalty 0", "--maxLen 0", "--repeats 0", "--sentences 0", "--sentenceLimit 0", "--promptLen 0", "--promptLen 5 0", "--books 0", "--target some/target --offline",
+       "--repetition_penalty 0", "--maxLen 0", "--repeats 0", "--sentences 0", "--sentenceLimit 0", "--promptLen 0",
+       "--promptLen 5 0", "--books 0", "--target some/target --offline",
        "--window 1", "--stride 0", "--stride 64 --window 64", "--stride 65 --window 64", "--seed -1",
        "--seed 9223372036854775808", "--dataset nowhere", "--target nowhere", "--draft nowhere", "--draft .",
        "--unknown 1", "--max 3", "argument", "--speed 2", "--speed x", "--ppl 2", "--device gpu", "--dtype int8",

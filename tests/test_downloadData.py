@@ -1,0 +1,175 @@
+"""downloadData.py against a hub on localhost, and with texts that are here already."""
+
+import io
+import json
+from collections import namedtuple
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset, DatasetDict, load_from_disk
+from huggingface_hub import constants
+
+import downloadData
+import hub as hub_module
+import texts
+from localHub import Repository
+from texts import load_corpora
+
+LINE = " Robert Boulter is an English film , television and theatre actor . " * 10
+ROWS = ["", " = Robert Boulter = \n", "", f"{LINE}\n", f" {LINE}\n"]
+TABLES = [f"wikitext-2-raw-v1/{split}-00000-of-00001.parquet" for split in ("test", "train", "validation")]
+
+
+def table(**columns):
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for module in (downloadData, texts):
+        monkeypatch.setattr(module, "DATASETS", tmp_path / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
+    return tmp_path / "datasets"
+
+
+@pytest.fixture
+def both(hub, folder, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+    card = {"README.md": b"---\nlicense: mit\n---\n"}
+    hub.datasets["Salesforce/wikitext"] = Repository(
+        card | {path: table(text=ROWS) for path in (*TABLES, "wikitext-103-v1/test-00000-of-00001.parquet")})
+    hub.datasets["emozilla/pg19"] = Repository(card | {"data/test-00000-of-00001.parquet": table(
+        short_book_title=[f"Title {i}" for i in range(15)], text=[f"Book {i}. " + "word " * 200 for i in range(15)])})
+    return folder
+
+
+def run(*arguments):
+    return downloadData.main([*arguments])
+
+
+def refused(capsys, *words, arguments=()):
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("downloadData.py: error: ") and error.count("\n") == 1
+    assert all(word in error for word in words), error
+
+
+def test_both_come_and_load_back_offline(hub, both, capsys):
+    assert run() == 0
+    assert {path for path in hub.served if "wikitext" in path} == set(TABLES)  # and not the large one's
+    assert {split: len(rows) for split, rows in load_from_disk(both / "wikitext").items()} == {
+        "test": 5, "train": 5, "validation": 5}
+    hub.down = True
+    (wiki,), (books,) = load_corpora("wikitext"), load_corpora("pg19")
+    assert wiki.documents == ["".join(ROWS)] and wiki.passages(500) == [LINE, f" {LINE}"]
+    assert len(books.documents) == 10 and books.documents[9].startswith("Book 9.")
+    assert not list(both.glob("*.incomplete"))
+
+
+def test_a_second_run_moves_nothing_and_fewer_books_need_nothing(hub, both, capsys):
+    assert run("--books", "3") == 0 and len(load_corpora("pg19")[0].documents) == 3
+    hub.forget()
+    assert run("--books", "3") == run("--books", "2") == run("--books", "1", "--offline") == 0 and hub.requests == []
+    refused(capsys, "not enough", "--offline", arguments=("pg19", "--books", "4", "--offline"))
+    assert run("pg19", "--books", "40") == 0 and "only 15 books" in capsys.readouterr().out
+    assert len(load_corpora("pg19")[0].documents) == 15
+
+
+def test_a_cut_download_goes_on_and_a_damaged_one_is_made_again(hub, both, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)
+    hub.cut_after = 1200
+    size = hub.datasets["Salesforce/wikitext"].size(TABLES[0])
+    refused(capsys, hub.url, "goes on", arguments=("wikitext",))
+    assert not (both / "wikitext").exists()
+    assert run("--list") == 0 and "not finished" in capsys.readouterr().out
+    hub.cut_after = None
+    hub.forget()
+    assert run("wikitext") == 0 and hub.served[TABLES[0]] == size - 1200
+    file = next((both / "wikitext" / "test").glob("*.arrow"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert run("--list") == 0 and f"not whole: test/{file.name}" in capsys.readouterr().out
+    refused(capsys, "damaged", "without --offline", arguments=("wikitext", "--offline"))
+    assert run("wikitext") == 0 and run("wikitext", "--offline") == 0
+
+
+def test_what_cannot_be_had_is_one_line(hub, both, capsys, monkeypatch):
+    refused(capsys, "--offline", arguments=("--offline",))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    refused(capsys, "HF_HUB_OFFLINE")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    refused(capsys, "--books", arguments=("pg19", "--books", "0"))
+    refused(capsys, "nonsense", "--from", arguments=("nonsense",))
+    hub.datasets["emozilla/pg19"].files["data/test-00000-of-00001.parquet"] = table(body=["a book"])
+    refused(capsys, "no column 'text', only body", arguments=("pg19",))
+    hub.datasets["emozilla/pg19"].token = "secret"
+    refused(capsys, "HF_TOKEN", "emozilla/pg19", arguments=("pg19",))
+    for path in TABLES:
+        del hub.datasets["Salesforce/wikitext"].files[path]
+    refused(capsys, "wikitext-2-raw-v1", "mirror", arguments=("wikitext",))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    refused(capsys, "http://127.0.0.1:9", "HF_ENDPOINT", "--offline")
+    assert not both.exists() or not list(both.iterdir())
+
+
+def test_a_table_of_another_hash_is_never_taken(hub, both, capsys):
+    hub.replace[TABLES[0]] = b"1" * hub.datasets["Salesforce/wikitext"].size(TABLES[0])
+    refused(capsys, "hash", arguments=("wikitext",))
+    assert not (both / "wikitext").exists()
+
+
+def test_too_small_a_disk_is_refused_before_anything_moves(hub, both, capsys, monkeypatch):
+    usage = namedtuple("usage", "total used free")(1, 1, 5000)
+    monkeypatch.setattr(hub_module.shutil, "disk_usage", lambda _: usage)
+    refused(capsys, "room", arguments=("wikitext",))
+    assert hub.moved == 0
+
+
+def test_a_wikitext_file_becomes_what_the_hub_has(folder, tmp_path, capsys):
+    file = tmp_path / "wiki.test.raw"
+    file.write_text(" \n = Robert Boulter = \n \n" + f"{LINE}\n {LINE}\n")
+    assert run("wikitext", "--from", str(file)) == 0
+    (corpus,) = load_corpora("wikitext")
+    assert corpus.documents == [file.read_text()] and corpus.passages(500) == [LINE, f" {LINE}"]
+    assert run("--list") == 0 and "wiki.test.raw; 5 rows of test" in capsys.readouterr().out
+    refused(capsys, "is there already", "move it away", arguments=("wikitext", "--from", str(file)))
+
+
+def test_texts_of_every_form_are_installed_under_any_name(folder, tmp_path):
+    source = tmp_path / "mine"
+    source.mkdir()
+    (source / "one.txt").write_text("A first book.\n\nIt has two paragraphs.")
+    (source / "two.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(3)))
+    (source / "three.csv").write_text("text,year\nfrom a table,1999\n")
+    (source / "four.parquet").write_bytes(table(text=["from parquet"]))
+    (source / "train.txt").write_text("not for a test")
+    assert run("my-texts", "--from", str(source)) == 0
+    (corpus,) = load_corpora("my-texts")
+    assert sorted(corpus.documents) == ["A first book.\n\nIt has two paragraphs.", "from a table", "from parquet",
+                                        "line 0", "line 1", "line 2"]
+    DatasetDict(test=Dataset.from_dict({"text": ["saved"]})).save_to_disk(tmp_path / "saved")
+    assert run("again", "--from", str(tmp_path / "saved")) == 0 and load_corpora("again")[0].documents == ["saved"]
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/x", "", ".", "..", "a/b", "sample", "a b", "x.incomplete", "-x"])
+def test_a_name_that_would_leave_the_folder_is_refused(folder, text_file, capsys, name):
+    refused(capsys, arguments=("--from", str(text_file), "--", name))
+    assert not folder.exists()
+
+
+def test_what_cannot_be_installed_is_one_line(folder, tmp_path, text_file, capsys):
+    refused(capsys, "nowhere", "no such file", arguments=("x", "--from", str(tmp_path / "nowhere")))
+    refused(capsys, "one name", arguments=("--from", str(text_file)))
+    refused(capsys, "one name", arguments=("x", "y", "--from", str(text_file)))
+    (tmp_path / "empty").mkdir()
+    refused(capsys, "holds no text", arguments=("x", "--from", str(tmp_path / "empty")))
+    for name, content in {"bad.txt": b"\xff\xfe\x00", "bad.parquet": b"PAR1", "bad.jsonl": b"{"}.items():
+        (tmp_path / name).write_bytes(content)
+        refused(capsys, name, arguments=("x", "--from", str(tmp_path / name)))
+    (tmp_path / "other.csv").write_text("body\nno text here\n")
+    refused(capsys, "no column 'text', only body", arguments=("x", "--from", str(tmp_path / "other.csv")))
+    assert not list(folder.iterdir())
