@@ -33,35 +33,36 @@ def speculative_log_probs(log_p, log_q, tokens):
 
 
 def token_log_probs(tokens, target, draft=None):
-    """log-probability of each of `tokens[1:]` given those before it: float32 `[n - 1]` on the host, from one forward of
-    each model. With `draft` it is the speculative sampler's (both models guess and score every position)."""
+    """log-probability of each of `tokens[1:]` given those before it, from one forward of each model: float32 `[n - 1]`
+    on the host for "target" and, with a draft, for "draft" and "speculative" (the sampler made of both)."""
     scores = [model.score(tokens[None].to(model.device))[0, :-1] for model in (target, draft) if model is not None]
-    parts = []
+    parts = {role: [] for role in (("target",) if draft is None else ("target", "draft", "speculative"))}
     for start in range(0, len(tokens) - 1, ROWS):
         log_probs = [s[start:start + ROWS].log_softmax(-1) for s in scores]
         following = tokens[start + 1:start + 1 + len(log_probs[0])].to(log_probs[0].device)
-        if draft is None:
-            parts.append(log_probs[0].gather(-1, following[:, None])[:, 0])
-        else:
-            parts.append(speculative_log_probs(*log_probs, following))
-    return torch.cat(parts).cpu()
+        for role, distribution in zip(("target", "draft"), log_probs):
+            parts[role].append(distribution.gather(-1, following[:, None])[:, 0])
+        if draft is not None:
+            parts["speculative"].append(speculative_log_probs(*log_probs, following))
+    return {role: torch.cat(pieces).cpu() for role, pieces in parts.items()}
 
 
 def calculate_ppl_regr(tokens, target):
     """Perplexity of one text (token ids, two or more) under one model: exp of the mean of -log p(x_i | x_<i)."""
-    return perplexity(tokens, target)
+    return perplexities(tokens, target)["target"]
 
 
 def calculate_ppl_spec(tokens, target, draft):
     """Perplexity of one text under the speculative sampler made of `target` and `draft`."""
-    return perplexity(tokens, target, draft)
+    return perplexities(tokens, target, draft)["speculative"]
 
 
-def perplexity(tokens, target, draft=None):
-    """What the two above share."""
+def perplexities(tokens, target, draft=None):
+    """Perplexity of one text for each role of `token_log_probs`."""
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")
-    return exp(-token_log_probs(torch.as_tensor(tokens), target, draft).double().mean().item())
+    log_probs = token_log_probs(torch.as_tensor(tokens), target, draft)
+    return {role: exp(-values.double().mean().item()) for role, values in log_probs.items()}
 
 
 def exp(nats):
@@ -99,7 +100,8 @@ class CorpusPerplexity:
 
 
 def calculate_ppl_corpus(text, tokenizer, target, draft=None, window=1024, stride=512, progress=None):
-    """`CorpusPerplexity` of one text read in windows of `window` tokens, each `stride` after the one before.
+    """`CorpusPerplexity` of one text for each role of `token_log_probs`, read in windows of `window` tokens, each
+    `stride` after the one before.
 
     Every token but the text's first is scored once, with at least `window - stride` tokens before it (as many as there
     are, at the start). `progress(n)` is called with the tokens each window scored.
@@ -112,14 +114,14 @@ def calculate_ppl_corpus(text, tokenizer, target, draft=None, window=1024, strid
     tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")
-    result, scored = CorpusPerplexity(words=len(text.split()), bytes=len(text.encode())), 1
+    size = {"words": len(text.split()), "bytes": len(text.encode())}
+    nll, scored = {}, 1
     for start in range(0, len(tokens), stride):
         end = min(start + window, len(tokens))
-        log_probs = token_log_probs(tokens[start:end], target, draft)[scored - end:]
-        result.nll -= log_probs.double().sum().item()
-        result.tokens += len(log_probs)
-        scored = end
+        for role, log_probs in token_log_probs(tokens[start:end], target, draft).items():
+            nll[role] = nll.get(role, 0.0) - log_probs[scored - end:].double().sum().item()
         if progress:
-            progress(len(log_probs))
+            progress(end - scored)
+        scored = end
         if end == len(tokens):
-            return result
+            return {role: CorpusPerplexity(nats, end - 1, **size) for role, nats in nll.items()}

@@ -228,20 +228,20 @@ def time_samplers(args, models, prompts, tokenizer, device, label, append):
 
 def measure_perplexity(models, texts, tokenizer, window, stride, append):
     target, draft = models["target"], models["draft"]
-    samplers = {"draft": (draft, None), "target": (target, None), "speculative": (target, draft)}
+    roles = "draft", "target", "speculative"
     for corpus, passages in texts:
         if passages:
             bar = tqdm(passages, desc=f"perplexity per text, {corpus.name}", disable=None, leave=False)
-            each = [{"draft": PPL.calculate_ppl_regr(ids, draft), "target": PPL.calculate_ppl_regr(ids, target),
-                     "speculative": PPL.calculate_ppl_spec(ids, target, draft)} for ids in bar]
+            each = [PPL.perplexities(ids, target, draft) for ids in bar]
             append(kind="ppl_text", corpus=corpus.name, texts=len(each), tokens=sum(map(len, passages)), each=each,
-                   ppl={role: math.fsum(e[role] for e in each) / len(each) for role in samplers})
+                   ppl={role: math.fsum(e[role] for e in each) / len(each) for role in roles})
         documents = [text for text in corpus.documents if len(tokenizer(text, verbose=False)["input_ids"]) > 1]
         if not documents:
             continue
         with tqdm(desc=f"corpus perplexity, {corpus.name}", unit=" tokens", disable=None, leave=False) as bar:
-            totals = {role: sum((PPL.calculate_ppl_corpus(text, tokenizer, *pair, window, stride, bar.update)
-                                 for text in documents), PPL.CorpusPerplexity()) for role, pair in samplers.items()}
+            parts = [PPL.calculate_ppl_corpus(text, tokenizer, target, draft, window, stride, bar.update)
+                     for text in documents]
+            totals = {role: sum((part[role] for part in parts), PPL.CorpusPerplexity()) for role in roles}
         append(kind="ppl_corpus", corpus=corpus.name, tokens=totals["target"].tokens, documents=len(documents),
                window=window, stride=stride,
                ppl={role: {"token": t.token_ppl, "word": t.word_ppl, "byte": t.byte_ppl} for role, t in totals.items()})

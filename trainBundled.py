@@ -185,7 +185,7 @@ def main():
             model = model.float().eval()
         for path in args.heldout:
             text = Path(path).read_text(encoding="utf-8")
-            heldout = calculate_ppl_corpus(text, tokenizer, CachedModel(model))
+            heldout = calculate_ppl_corpus(text, tokenizer, CachedModel(model))["target"]
             print(f"  perplexity on {Path(path).name}: {heldout.token_ppl:.3f} per token, "
                   f"{heldout.word_ppl:.2f} per word", flush=True)
 

@@ -91,7 +91,7 @@ def test_identical_models_have_no_residual_and_no_nan(pair):
                          [(500, 64, 32), (500, 64, 63), (90, 128, 64), (129, 64, 1), (65, 64, 7)])
 def test_corpus_perplexity_scores_every_token_once(pair, length, window, stride):
     target = pair[0]
-    got = PPL.calculate_ppl_corpus(text_of(length), word_tokenizer, target, None, window, stride)
+    got = PPL.calculate_ppl_corpus(text_of(length), word_tokenizer, target, None, window, stride)["target"]
     ids, nll = word_tokenizer(text_of(length))["input_ids"], 0.0
     for i in range(1, length):  # the window that scores token i is the first that reaches it
         start = next(s for s in range(0, length, stride) if min(s + window, length) > i)
@@ -102,12 +102,16 @@ def test_corpus_perplexity_scores_every_token_once(pair, length, window, stride)
 
 def test_corpus_perplexity_agrees_with_the_documented_loop(pair):
     ids = word_tokenizer(text_of(6000))["input_ids"]
-    got = PPL.calculate_ppl_corpus(text_of(6000), word_tokenizer, pair[0], None, 128, 64)
+    got = PPL.calculate_ppl_corpus(text_of(6000), word_tokenizer, pair[0], None, 128, 64)["target"]
     assert got.token_ppl == pytest.approx(documented_strided_loop(pair[0].model, ids, 128, 64), rel=2e-3)
 
 
 def test_corpus_perplexity_of_the_speculative_sampler_is_the_targets(pair):
-    got = [PPL.calculate_ppl_corpus(text_of(700), word_tokenizer, pair[0], d, 128, 64) for d in (None, pair[1])]
+    both = PPL.calculate_ppl_corpus(text_of(700), word_tokenizer, *pair, 128, 64)
+    assert list(both) == ["target", "draft", "speculative"]
+    for role, model in zip(("target", "draft"), pair):  # what a model gives is its own, alone or beside the other
+        assert PPL.calculate_ppl_corpus(text_of(700), word_tokenizer, model, None, 128, 64)["target"] == both[role]
+    got = both["target"], both["speculative"]
     assert got[1].token_ppl == pytest.approx(got[0].token_ppl, rel=1e-5)
 
 

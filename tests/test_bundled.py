@@ -39,16 +39,15 @@ def test_greedy_output_equals_plain_and_transformers_on_50_prompts_of_100_tokens
 def test_speculative_and_target_perplexity_agree(pair):
     tokenizer, target, draft = pair
     for corpus in load_corpora("sample"):
-        target_ppl, spec_ppl = (PPL.calculate_ppl_corpus(corpus.documents[0][:6000], tokenizer, target, d).token_ppl
-                                for d in (None, draft))
-        assert spec_ppl == pytest.approx(target_ppl, rel=1e-5)
+        ppl = PPL.calculate_ppl_corpus(corpus.documents[0][:6000], tokenizer, target, draft)
+        assert ppl["speculative"].token_ppl == pytest.approx(ppl["target"].token_ppl, rel=1e-5)
 
 
 def test_the_target_is_clearly_better_than_the_draft(pair):
     tokenizer, target, draft = pair
     for corpus in load_corpora("sample"):
-        ppl = [PPL.calculate_ppl_corpus(corpus.documents[0], tokenizer, model).token_ppl for model in (target, draft)]
-        assert ppl[0] <= 0.85 * ppl[1]
+        ppl = PPL.calculate_ppl_corpus(corpus.documents[0], tokenizer, target, draft)
+        assert ppl["target"].token_ppl <= 0.85 * ppl["draft"].token_ppl
 
 
 def test_all_three_share_one_tokenizer_and_are_small():
