@@ -165,9 +165,11 @@ def speed_table(run, measurements, rows):
     flags = run["flags"]
     prompts = len({m["prompt"] for m in measurements})
     low, high = (f(m["prompt_tokens"] for m in measurements) for f in (min, max))
-    table = grid(f"Speed: {prompts} prompts of {low if low == high else f'{low} to {high}'} tokens, maxLen "
-                 f"{flags['maxLen']}, gamma {flags['gamma']}, temperature {flags['temperature']}, top_p "
-                 f"{flags['top_p']}, top_k {flags['top_k']}, {measurements[0]['dtype']}",
+    shown = "".join(f"{name} {flags[name]}, " for name, off in
+                    (("maxLen", None), ("gamma", None), ("temperature", None), ("top_p", 1), ("top_k", 0),
+                     ("repetition_penalty", 1)) if flags[name] != off)
+    table = grid(f"Speed: {prompts} prompts of {low if low == high else f'{low} to {high}'} tokens, {shown}"
+                 + measurements[0]["dtype"],
                  ["", "TTFT ms", "TPOT ms", "tokens/s", "speed-up", "alpha", "tokens/\nround", "total/n\nms"])
     for row in rows:
         alone = row["method"] != "speculative"

@@ -24,7 +24,8 @@ FORK = multiprocessing.get_context("fork")
 def run_line(run="r1", target="target", command="--speed", **flags):
     model = {"version": "sha256:0", "parameters": 1_500_000}
     return {"kind": "run", "run": run, "time": "2026-01-01 00:00:00", "command": command, "device": "cpu",
-            "flags": {"maxLen": 8, "gamma": 4, "temperature": 0.85, "top_p": 0.9, "top_k": 0, "seed": 0} | flags,
+            "flags": {"maxLen": 8, "gamma": 4, "temperature": 0.85, "top_p": 0.9, "top_k": 0,
+                      "repetition_penalty": 1.0, "seed": 0} | flags,
             "machine": {"processor": "A CPU", "threads": 1, "torch": "2", "transformers": "5"},
             "models": {"target": {"name": target, **model}, "draft": {"name": "draft", **model}}}
 
