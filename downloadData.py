@@ -161,7 +161,7 @@ def install_from(name, source):
             return rows.select_columns("text").cast_column("text", Value("string")) if "text" in rows.features else rows
         text = read(path)
         wiki = any(HEADING.match(line) for line in text.split("\n")[:50])
-        return Dataset.from_dict({"text": text.splitlines(keepends=True) if wiki else [text]})
+        return Dataset.from_dict({"text": re.findall(r"[^\n]*\n|[^\n]+", text) if wiki else [text]})
 
     def make(staging):
         try:
