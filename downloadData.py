@@ -16,8 +16,8 @@ from pathlib import Path
 from huggingface_hub import constants
 from tqdm import tqdm
 
-from hub import (UNFINISHED, HubFile, check_disk, damaged, describe, digest_of, fetch, gigabytes, hub_errors,
-                 read_manifest, to_move, write_manifest)
+from hub import (UNFINISHED, HubFile, as_command, check_disk, damaged, describe, digest_of, fetch, gigabytes,
+                 hub_errors, read_manifest, to_move, write_manifest)
 from texts import DATASETS, ENDINGS, FOLDERS, HEADING, read
 from utils import UserError
 
@@ -122,8 +122,6 @@ def download_wikitext(offline=False):
 
 def download_pg19(books=10, offline=False):
     """The first `books` books of PG-19's test split, streamed: only what is read of the split is moved."""
-    if books < 1:
-        raise UserError(f"--books must be 1 or more, not {books}")
     if present("pg19", offline, lambda manifest: manifest["rows"]["test"] >= books):
         return
     def make(_):
@@ -204,35 +202,26 @@ def main(argv=None):
     parser.add_argument("--offline", action="store_true", help="only verify what is there")
     parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
     args = parser.parse_args(argv)
-    try:
+
+    def work():
         if args.books < 1:
             raise UserError(f"--books must be 1 or more, not {args.books}")
         if args.list:
-            show()
-        elif args.source:
+            return show()
+        if args.source:
             if len(args.names) != 1:
                 raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
-            install_from(args.names[0], args.source)
-        else:
-            wanted = args.names or ["wikitext", "pg19"]
-            if unknown := [name for name in wanted if name not in ("wikitext", "pg19")]:
-                raise UserError(f"{unknown[0]!r} is neither wikitext nor pg19; other texts are installed with --from")
-            offline = args.offline or constants.HF_HUB_OFFLINE
-            if "wikitext" in wanted:
-                download_wikitext(offline)
-            if "pg19" in wanted:
-                download_pg19(args.books, offline)
-    except UserError as error:
-        print("downloadData.py: error:", *str(error).split(), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"downloadData.py: error: {error.filename or DATASETS} cannot be written ({error.strerror or error})",
-              file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nInterrupted. What came is kept; run this again to go on.", file=sys.stderr)
-        return 130
-    return 0
+            return install_from(args.names[0], args.source)
+        wanted = args.names or ["wikitext", "pg19"]
+        if unknown := [name for name in wanted if name not in ("wikitext", "pg19")]:
+            raise UserError(f"{unknown[0]!r} is neither wikitext nor pg19; other texts are installed with --from")
+        offline = args.offline or constants.HF_HUB_OFFLINE
+        if "wikitext" in wanted:
+            download_wikitext(offline)
+        if "pg19" in wanted:
+            download_pg19(args.books, offline)
+
+    return as_command("downloadData.py", work)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
-from hub import (HUB_ID, UNFINISHED, check_disk, check_id, damaged, describe, fetch, gigabytes, read_manifest, to_move,
-                 write_manifest)
+from hub import (HUB_ID, UNFINISHED, as_command, check_disk, check_id, damaged, describe, fetch, gigabytes,
+                 read_manifest, to_move, write_manifest)
 from utils import UserError
 
 MODELS = Path(__file__).resolve().parent / "models"
@@ -155,25 +155,16 @@ def main(argv=None):
     parser.add_argument("--offline", action="store_true", help="only verify what is there")
     parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
     args = parser.parse_args(argv)
-    try:
+
+    def work():
         for repo in args.models:
             folder_of(repo)
         if args.list:
-            show()
-        else:
-            for repo in args.models:
-                download(repo, args.revision, args.offline)
-    except UserError as error:
-        print("downloadModel.py: error:", *str(error).split(), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"downloadModel.py: error: {error.filename or MODELS} cannot be written ({error.strerror or error})",
-              file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nInterrupted. What came is kept; run this again to go on.", file=sys.stderr)
-        return 130
-    return 0
+            return show()
+        for repo in args.models:
+            download(repo, args.revision, args.offline)
+
+    return as_command("downloadModel.py", work)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -179,3 +180,20 @@ def gigabytes(count):
     """Bytes as a person reads them."""
     unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if count >= u), (1e3, "KB"))
     return f"{count / unit:.1f} {name}"
+
+
+def as_command(script, work):
+    """Run `work()` for the command line: the exit code, after one line for whatever stopped it."""
+    try:
+        work()
+    except UserError as error:
+        print(f"{script}: error:", *str(error).split(), file=sys.stderr)
+    except OSError as error:
+        reason = f"{error.filename or 'a file'} cannot be used ({error.strerror or error})"
+        print(f"{script}: error:", *reason.split(), file=sys.stderr)
+    except KeyboardInterrupt:
+        print("\nInterrupted. What came is kept; run this again to go on.", file=sys.stderr)
+        return 130
+    else:
+        return 0
+    return 2
