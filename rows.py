@@ -1,5 +1,6 @@
 """`Rows`: the committed tokens of a batch whose rows advance by different amounts."""
 
+import copy
 import time
 
 import torch
@@ -60,14 +61,15 @@ class Rows:
     def positions(self, first, count):
         """Positions `lengths + first ... lengths + first + count - 1`, `[B, count]`.
 
-        They stop at the last position a row can have. What is read there lies past the row's end, so its logits are
-        never used and no later token attends to it."""
+        They stop at the first and the last position a row can have. The first token may be read again and again; what
+        is read at the last position lies past the row's end, so its logits are never used and no later token attends
+        to it."""
         offsets = torch.arange(first, first + count, device=self.device)
-        return (self.lengths[:, None] + offsets).clamp_(max=self.capacity - 1)
+        return (self.lengths[:, None] + offsets).clamp_(0, self.capacity - 1)
 
     def last(self, count):
-        """The last `count` committed tokens of each row, `[B, count]`."""
-        return self.sequence.gather(1, self.lengths[:, None] + torch.arange(-count, 0, device=self.device))
+        """The last `count` committed tokens of each row, `[B, count]`; where it has fewer, its first one repeated."""
+        return self.sequence.gather(1, self.positions(-count, count))
 
     def seen(self, vocabulary, sampling):
         """Which tokens each row holds so far: bool `[B, vocabulary]`; None where `sampling` does not ask."""
@@ -77,18 +79,20 @@ class Rows:
         tokens = self.sequence.where(held, self.sequence[:, :1])
         return torch.zeros(len(tokens), vocabulary, dtype=torch.bool, device=self.device).scatter_(1, tokens, True)
 
-    def commit(self, drafts, accepted, token):
+    def commit(self, drafts, accepted, token, drafted=None):
         """Add the first `accepted[B]` of `drafts[B, g]` and then `token[B]` to each row that has not ended.
 
-        This is where the host waits for the device, once a round."""
+        drafted `[B]`: how many of the drafts are a row's own guesses (None: all g). This is where the host waits for
+        the device, once a round. Returns {row: drafted}, {row: accepted} of the rows that had not ended."""
         fresh = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
         where = self.lengths[:, None] + torch.arange(fresh.shape[1], device=self.device)
         self.sequence.scatter_(1, where.clamp_(max=self.capacity), fresh)
-        host = torch.cat([fresh, accepted[:, None]], 1).tolist()
+        drafted = torch.full_like(accepted, drafts.shape[1]) if drafted is None else drafted
+        host = torch.cat([fresh, drafted[:, None], accepted[:, None]], 1).tolist()
         now = time.perf_counter() - self.start
-        for row, (*tokens, taken) in enumerate(host):
-            if self.ended[row]:
-                continue
+        grown = [row for row in range(len(host)) if not self.ended[row]]
+        for row in grown:
+            *tokens, guesses, taken = host[row]
             tokens = tokens[:min(taken + 1, self.max_len - len(self.tokens[row]))]
             if self.end_of_text in tokens:
                 tokens = tokens[:tokens.index(self.end_of_text) + 1]
@@ -98,8 +102,23 @@ class Rows:
             record = self.records[row]
             record.times.append(now)
             record.committed.append(len(tokens))
-            record.drafted.append(drafts.shape[1])
+            record.drafted.append(guesses)
             record.accepted.append(taken)
             if self.callback:
                 self.callback(row, tokens)
         self.lengths = torch.tensor(self._lengths, device=self.device)
+        return {row: host[row][-2] for row in grown}, {row: host[row][-1] for row in grown}
+
+    def copy(self):
+        """Rows with the same prompts for a sampler that guesses for another: they follow these and never end."""
+        rows = copy.copy(self)
+        rows.max_len, rows.end_of_text, rows.callback = 1 << 60, None, None
+        rows.sequence, rows.records = self.sequence.clone(), [Record() for _ in self.records]
+        rows.follow(self)
+        return rows
+
+    def follow(self, rows):
+        """Take over the committed tokens of `rows`, forgetting what was committed here beyond them."""
+        self.sequence.copy_(rows.sequence)
+        self.lengths, self._lengths, self.ended = rows.lengths, list(rows._lengths), list(rows.ended)
+        self.tokens = [[] for _ in rows.tokens]

@@ -1,35 +1,54 @@
 """Speculative sampling: guess ahead with something cheap, score all guesses with one forward of the target, keep what
 the target would have said (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
 
+import time
+
 import torch
 
+from draftLength import Fixed
 from regrSampling import commit_one
 from rows import Rows
-from utils import Sampling, UserError, probabilities, seen_after
+from utils import Sampling, probabilities, seen_after
 from verification import token_rule
 
 
 @torch.inference_mode()
 def specSampling(prefixes, target, drafter, max_len=200, gamma=4, sampling=Sampling(), end_of_text=None, generator=None,
-                 callback=None):
+                 callback=None, verify=token_rule):
     """Continue each of `prefixes` with `target`'s own distribution, faster.
 
-    gamma: tokens guessed by `drafter` (see drafters.py) in a round; the other arguments, the two results and the errors
-    are `regrSampling`'s. Rows advance by different amounts: each by what it accepted, and one token more.
+    drafter: what guesses (drafters.py). gamma: tokens guessed in a round, or a rule that chooses (draftLength.py).
+    verify: how guesses are accepted (verification.py). The other arguments, the two results and the errors are
+    `regrSampling`'s. Rows advance by different amounts: each by what it accepted, and one token more.
     """
-    if gamma < 1:
-        raise UserError(f"gamma must be 1 or more, not {gamma}")
+    length = Fixed(gamma) if isinstance(gamma, int) else gamma
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback)
     commit_one(rows, target.read_prompt(rows), sampling, generator)
     drafter.begin(rows)
+    length.begin(len(rows.tokens))
     while rows.remaining:
-        # Draft: x_1 ... x_gamma, and the distributions q they were drawn from. The last token of all needs no guess.
-        drafts, q = drafter.draft(rows, min(gamma, rows.remaining - 1), sampling, generator)
-        # Score: p before each draft token and after the last, in one forward of the target.
-        block = torch.cat([rows.last(1), drafts], 1)
-        logits = target.forward(block, rows.positions(-1, block.shape[1]))
-        p = probabilities(logits, sampling, seen_after(rows.seen(target.vocabulary, sampling), block))
-        # Verify and commit.
-        accepted, token = token_rule(p, q, drafts, generator)
-        rows.commit(drafts, accepted, token)
+        advance(rows, target, drafter, length, sampling, verify, generator)
     return rows.tokens, rows.records
+
+
+def advance(rows, target, drafter, length, sampling, verify, generator=None, behind=0):
+    """One round: draft, score, verify, commit. Returns p `[B, n + 1, V]` and how many of the n drafts each row kept.
+
+    behind: tokens before the last that `target` has not read either (a cascade's inner target misses some)."""
+    start = time.perf_counter()
+    # Draft: x_1 ... x_gamma, and the distributions q they were drawn from. The last token of all needs no guess.
+    gammas = length.gammas()
+    drafts, q = drafter.draft(rows, min(max(gammas), rows.remaining - 1), sampling, generator, length.stop)
+    if min(gammas) < max(gammas):  # a row with fewer guesses than others has q = 0 beyond its own
+        order = torch.arange(drafts.shape[1], device=rows.device)
+        q = q * (order < torch.tensor(gammas, device=rows.device)[:, None])[..., None]
+    # Score: p before each draft token and after the last, in one forward of the target.
+    block = torch.cat([rows.last(1 + behind), drafts], 1)
+    logits = target.forward(block, rows.positions(-1 - behind, block.shape[1]))[:, behind:]
+    p = probabilities(logits, sampling, seen_after(rows.seen(target.vocabulary, sampling), block[:, behind:]))
+    # Verify and commit.
+    accepted, token = verify(p, q, drafts, generator)
+    drafted, taken = rows.commit(drafts, accepted, token, (q.gather(-1, drafts[..., None]) > 0).sum((1, 2)))
+    # Learn: how long the next round's guess should be.
+    length.learn(drafted, taken, lambda: p[torch.arange(len(p)), accepted, token].tolist(), time.perf_counter() - start)
+    return p, accepted

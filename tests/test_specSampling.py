@@ -9,6 +9,7 @@ from drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling, UserError, draw, probabilities
+from verification import token_rule
 
 PROMPTS = [[5, 9, 2, 7], [11], [3, 3, 8, 1, 40, 22, 17, 60, 2], [50, 4]]
 
@@ -50,7 +51,7 @@ VOCABULARY, DRAWS, FEW, BATCH = 6, 200_000, 60_000, 20_000
 SETTINGS = [Sampling(1.0, 0, 1.0), Sampling(0.85, 0, 0.9), Sampling(1.5, 3, 1.0), Sampling(1.0, 0, 0.95, 1.5)]
 
 
-def p_value(first, count, gamma=3, sampling=SETTINGS[0], draws=DRAWS):
+def p_value(first, count, gamma=3, sampling=SETTINGS[0], draws=DRAWS, verify=token_rule):
     """Chi-square of tokens first ... first + count - 1 of the speculative output on two prefixes, the smaller p."""
     target = helpers.tiny(seed=0, vocabulary=VOCABULARY, layers=1, sharpness=2.0)
     drafter = ModelDrafter(helpers.tiny(seed=1, vocabulary=VOCABULARY, layers=1, sharpness=2.0))
@@ -58,7 +59,8 @@ def p_value(first, count, gamma=3, sampling=SETTINGS[0], draws=DRAWS):
     prefixes, values = [[1, 2, 3], [4]], []
     samples = {0: [], 1: []}
     for _ in range(draws // BATCH):
-        tokens, _ = specSampling(prefixes * (BATCH // 2), target, drafter, 5, gamma, sampling, None, generator)
+        tokens, _ = specSampling(prefixes * (BATCH // 2), target, drafter, 5, gamma, sampling, None, generator, None,
+                                 verify)
         for row in (0, 1):
             samples[row] += tokens[row::2]
     for row, prefix in enumerate(prefixes):
@@ -83,27 +85,23 @@ def always_accept(p, q, drafts, generator=None):
 
 
 def replace_from_p(p, q, drafts, generator=None):
-    accepted, _ = loop_rule(p, q, drafts, generator)
+    accepted, _ = token_rule(p, q, drafts, generator)
     return accepted, draw(p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0], generator)
 
 
 def bonus_from_q(p, q, drafts, generator=None):
-    accepted, token = loop_rule(p, q, drafts, generator)
+    accepted, token = token_rule(p, q, drafts, generator)
     full = accepted == drafts.shape[1]
     return accepted, torch.where(full, draw(q[:, -1], generator), token) if drafts.shape[1] else token
 
 
 def rows_shifted_by_one(p, q, drafts, generator=None):
-    return loop_rule(p.roll(1, 1), q, drafts, generator)
-
-
-loop_rule = loop.token_rule
+    return token_rule(p.roll(1, 1), q, drafts, generator)
 
 
 @pytest.mark.parametrize("mistake", [always_accept, replace_from_p, bonus_from_q, rows_shifted_by_one])
-def test_a_planted_mistake_in_verification_is_caught(monkeypatch, mistake):
-    monkeypatch.setattr(loop, "token_rule", mistake)
-    assert p_value(0, 3, gamma=1 if mistake is bonus_from_q else 3, draws=FEW) < 1e-4
+def test_a_planted_mistake_in_verification_is_caught(mistake):
+    assert p_value(0, 3, gamma=1 if mistake is bonus_from_q else 3, draws=FEW, verify=mistake) < 1e-4
 
 
 def test_a_filter_on_one_side_only_is_caught(monkeypatch):
