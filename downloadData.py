@@ -8,6 +8,7 @@
 
 import argparse
 import itertools
+import os
 import re
 import shutil
 import sys
@@ -16,8 +17,9 @@ from pathlib import Path
 from huggingface_hub import constants
 from tqdm import tqdm
 
-from hub import (UNFINISHED, HubFile, as_command, check_disk, damaged, describe, digest_of, fetch, gigabytes,
-                 hub_errors, read_manifest, to_move, write_manifest)
+from commandLine import Parser, as_command
+from hub import (UNFINISHED, HubFile, check_disk, damaged, describe, digest_of, fetch, file_errors, gigabytes,
+                 hub_errors, lock, one_line, read_manifest, swap, to_move, write_manifest)
 from texts import DATASETS, ENDINGS, FOLDERS, HEADING, read
 from utils import UserError
 
@@ -37,11 +39,13 @@ def folder_of(name):
 def install(name, make, replace=False):
     """Put a data set into `datasets/<name>`.
 
-    make(staging): returns a `DatasetDict` and what is to be recorded of its origin; the staging folder stays after an
-    error, so what was fetched into it is not fetched again. The data set's folder appears when it is written and
+    make(staging): returns a `DatasetDict` and what is to be recorded of its origin; what it fetched into the staging
+    folder stays after an error, and is not fetched again. The data set's folder appears when it is written and
     recorded, whole. Raises UserError."""
     import datasets  # takes a second to import
+    from datasets.exceptions import DatasetsError
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it reports is in the one line below
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     folder = folder_of(name)
@@ -49,53 +53,69 @@ def install(name, make, replace=False):
         raise UserError(f"{folder} is there already; move it away first")
     staging = folder.with_name(folder.name + UNFINISHED)
     saved = staging / "saved"
-    shutil.rmtree(saved, ignore_errors=True)
-    staging.mkdir(parents=True, exist_ok=True)
-    try:
-        splits, origin = make(staging)
-        for rows in splits.values():
-            if "text" not in rows.column_names:
-                raise UserError(f"{name} has no column 'text', only {', '.join(rows.column_names)}")
-    except BaseException:
-        shutil.rmtree(staging / "cache", ignore_errors=True)
-        if not any(file.is_file() for file in staging.rglob("*")):
+    with file_errors(), lock(folder):
+        try:
+            shutil.rmtree(saved, ignore_errors=True)
+            staging.mkdir(parents=True, exist_ok=True)
+            splits, origin = make(staging)
+            check(name, splits)
+            check_disk(staging, sum(rows.data.nbytes for rows in splits.values()))
+            splits.save_to_disk(saved)
+            files = [HubFile(path.relative_to(saved).as_posix(), path.stat().st_size, digest_of(path, "sha256"))
+                     for path in sorted(saved.rglob("*")) if path.is_file()]
+            rows = {split: len(rows) for split, rows in splits.items()}
+            write_manifest(saved, files, rows=rows, **origin)
+            swap(saved, folder)
             shutil.rmtree(staging)
-        raise
-    check_disk(staging, sum(rows.data.nbytes for rows in splits.values()))
-    splits.save_to_disk(saved)
-    files = [HubFile(path.relative_to(saved).as_posix(), path.stat().st_size, digest_of(path, "sha256"))
-             for path in sorted(saved.rglob("*")) if path.is_file()]
-    rows = {split: len(rows) for split, rows in splits.items()}
-    write_manifest(saved, files, rows=rows, **origin)
-    shutil.rmtree(folder, ignore_errors=True)
-    saved.rename(folder)
-    shutil.rmtree(staging)
+        except (DatasetsError, ValueError, TypeError, KeyError, RuntimeError) as error:
+            if isinstance(error.__cause__, OSError):  # the library's cloak for a full disk
+                raise error.__cause__ from None
+            raise UserError(f"{name} cannot be read as a data set ({type(error).__name__}: {one_line(error)}); choose "
+                            "another source") from None
+        finally:
+            for unneeded in saved, staging / "cache":
+                shutil.rmtree(unneeded, ignore_errors=True)
+            if staging.exists() and not any(file.is_file() for file in staging.rglob("*")):
+                shutil.rmtree(staging)
     print(f"{name}: whole, in {folder} ({', '.join(f'{count:,} rows of {split}' for split, count in rows.items())})")
 
 
-def present(name, offline, enough=lambda manifest: True):
-    """Whether a data set is there, downloaded before, and whole. Raises UserError where it may not be replaced."""
+def check(name, splits):
+    """Raise UserError unless `texts.load_corpora` will find texts in a `DatasetDict`."""
+    if "test" not in splits:
+        raise UserError(f"{name} has no split 'test', only {', '.join(splits)}; measurements are made on that")
+    for rows in splits.values():
+        if "text" not in rows.column_names:
+            raise UserError(f"{name} has no column 'text', only {', '.join(rows.column_names)}")
+        if getattr(rows.features["text"], "dtype", "") not in ("string", "large_string"):
+            raise UserError(f"{name} has a column 'text' that does not hold text")
+
+
+def present(name, repo, offline, enough=lambda manifest: True):
+    """Whether a data set is there, downloaded from `repo` before, and whole. Raises UserError where it may not be
+    replaced."""
     folder = folder_of(name)
     manifest = read_manifest(folder)
-    if folder.exists() and not manifest:
-        raise UserError(f"{folder} is there and was not downloaded by this script; move it away first")
-    if manifest and not enough(manifest):
-        manifest = None
     wrong = damaged(folder, manifest["files"]) if manifest else []
+    if manifest and not wrong and enough(manifest):
+        print(f"{name}: whole, in {folder}; nothing to download")
+        return True
+    if folder.exists() and (manifest is None or manifest["repo"] != repo):
+        raise UserError(f"{folder} holds texts from {manifest['repo'] if manifest else 'elsewhere'}, not all that is "
+                        f"asked for of {repo}; move it away first")
     if offline and wrong:
         raise UserError(f"{folder / wrong[0].path} is damaged; run this again without --offline to repair it")
-    if offline and not manifest:
+    if offline:
         raise UserError(f"{name} is not in {folder}, or not enough of it, and --offline (or HF_HUB_OFFLINE) forbids to "
                         "download it")
-    if manifest and not wrong:
-        print(f"{name}: whole, in {folder}; nothing to download")
-    return bool(manifest) and not wrong
+    return False
 
 
 def download_wikitext(offline=False):
     """WikiText-2 in its raw form, all splits: the hub's Parquet files, verified, then one row a line of text."""
-    if present("wikitext", offline):
+    if present("wikitext", WIKITEXT, offline):
         return
+
     def make(staging):
         from datasets import load_dataset
 
@@ -121,16 +141,19 @@ def download_wikitext(offline=False):
 
 
 def download_pg19(books=10, offline=False):
-    """The first `books` books of PG-19's test split, streamed: only what is read of the split is moved."""
-    if present("pg19", offline, lambda manifest: manifest["rows"]["test"] >= books):
+    """The first `books` books of PG-19's test split, streamed: of its Parquet file only the groups of rows that hold
+    them are moved."""
+    if present("pg19", PG19, offline, lambda manifest: manifest["rows"].get("test", 0) >= books):
         return
     def make(_):
         from datasets import Dataset, DatasetDict, load_dataset
+        from pyarrow.dataset import ParquetFragmentScanOptions
 
         commit, _ = describe(PG19, kind="dataset")
         print(f"pg19: {books} books to stream from {constants.ENDPOINT}", flush=True)
         with hub_errors(PG19, commit):
-            stream = load_dataset(PG19, split="test", revision=commit, streaming=True)
+            stream = load_dataset(PG19, split="test", revision=commit, streaming=True,
+                                  fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False))
             rows = list(tqdm(itertools.islice(stream, books), total=books, desc="books", disable=None, leave=False))
         if not rows:
             raise UserError(f"{PG19} at {constants.ENDPOINT} holds no book; try another mirror")
@@ -145,38 +168,37 @@ def install_from(name, source):
     """Install texts that are here as `name`: a text file, a table (Parquet, JSON lines, CSV) with a column 'text', a
     folder of either, or one that `datasets` saved. A file named *train* or *valid* is that split, others 'test'."""
     from datasets import Dataset, DatasetDict, Value, concatenate_datasets, load_dataset, load_from_disk
-    from datasets.exceptions import DatasetsError
 
-    source = Path(source).expanduser()
-    origin = {"repo": str(source), "commit": ""}
-    if not source.exists():
+    source = Path(os.path.expanduser(source))
+    if not os.path.exists(source):
         raise UserError(f"--from {source}: no such file or folder")
+    origin = {"repo": str(source), "commit": ""}
 
     def rows_of(path, staging):
-        if path.suffix.lower() in TABLES:
+        if path.suffix.lower() not in TABLES:
+            text = read(path)
+            wiki = any(HEADING.match(line) for line in text.split("\n")[:50])
+            return Dataset.from_dict({"text": re.findall(r"[^\n]*\n|[^\n]+", text) if wiki else [text]})
+        try:
             rows = load_dataset(TABLES[path.suffix.lower()], data_files=str(path), split="train",
                                 cache_dir=str(staging / "cache"))
-            return rows.select_columns("text").cast_column("text", Value("string")) if "text" in rows.features else rows
-        text = read(path)
-        wiki = any(HEADING.match(line) for line in text.split("\n")[:50])
-        return Dataset.from_dict({"text": re.findall(r"[^\n]*\n|[^\n]+", text) if wiki else [text]})
+        except Exception as error:  # the library raises its own types, pyarrow's, and Python's
+            raise UserError(f"{path} cannot be read as a table ({type(error).__name__}: {one_line(error)})") from None
+        check(path, {"test": rows})
+        return rows.select_columns("text").cast_column("text", Value("string"))
 
     def make(staging):
-        try:
-            if (source / "dataset_dict.json").exists() or (source / "dataset_info.json").exists():
-                saved = load_from_disk(str(source))
-                return saved if isinstance(saved, DatasetDict) else DatasetDict(test=saved), origin
-            files = [source] if source.is_file() else sorted(
-                path for path in source.rglob("*") if path.suffix.lower() in (*ENDINGS, *TABLES) and path.is_file())
-            splits = {}
-            for path in files:
+        if (source / "dataset_dict.json").exists() or (source / "dataset_info.json").exists():
+            saved = load_from_disk(str(source))
+            return saved if isinstance(saved, DatasetDict) else DatasetDict(test=saved), origin
+        splits = {}
+        for path in [source] if source.is_file() else sorted(source.rglob("*")):
+            if path.is_file() and path.suffix.lower() in (*ENDINGS, *TABLES) or path == source:
                 split = next((split for word, split in SPLITS.items() if word in path.stem.lower()), "test")
                 splits.setdefault(split, []).append(rows_of(path, staging))
-            if not any(len(rows) for each in splits.values() for rows in each):
-                raise UserError(f"--from {source} holds no text ({', '.join((*ENDINGS, *TABLES))})")
-            return DatasetDict({split: concatenate_datasets(each) for split, each in splits.items()}), origin
-        except (DatasetsError, ValueError, OSError) as error:
-            raise UserError(f"--from {source} cannot be read ({' '.join(str(error).split())[:150]})") from None
+        if not any(len(rows) for each in splits.values() for rows in each):
+            raise UserError(f"--from {source} holds no text ({', '.join((*ENDINGS, *TABLES))})")
+        return DatasetDict({split: concatenate_datasets(each) for split, each in splits.items()}), origin
 
     install(name, make)
 
@@ -195,19 +217,20 @@ def show():
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="downloadData.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="wikitext, pg19 (default: both), or any with --from")
     parser.add_argument("--books", type=int, default=10, metavar="N", help="books of PG-19 (10)")
     parser.add_argument("--from", dest="source", metavar="PATH", help="a file or folder to install under NAME")
     parser.add_argument("--offline", action="store_true", help="only verify what is there")
     parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
-    args = parser.parse_args(argv)
 
     def work():
+        args = parser.parse_args(argv)
         if args.books < 1:
             raise UserError(f"--books must be 1 or more, not {args.books}")
         if args.list:
-            return show()
+            with file_errors():
+                return show()
         if args.source:
             if len(args.names) != 1:
                 raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
@@ -221,7 +244,7 @@ def main(argv=None):
         if "pg19" in wanted:
             download_pg19(args.books, offline)
 
-    return as_command("downloadData.py", work)
+    return as_command("downloadData.py", work, "What came is kept; run this again to go on.")
 
 
 if __name__ == "__main__":

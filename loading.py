@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from cachedModel import CachedModel
-from hub import MANIFEST, UNFINISHED, gigabytes, read_manifest
+from hub import MANIFEST, UNFINISHED, gigabytes, one_line, read_manifest
 from utils import UserError
 
 HERE = Path(__file__).resolve().parent
@@ -202,9 +202,3 @@ def model_version(name):
             while block := stream.read(1 << 22):
                 digest.update(block)
     return f"sha256:{digest.hexdigest()[:16]}"
-
-
-def one_line(error):
-    """An exception's text on one line of reasonable length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) < 200 else text[:197] + "..."

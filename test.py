@@ -1,7 +1,6 @@
 """Speculative decoding, measured: speed (TTFT, TPOT, throughput) and perplexity of a draft model, a target model, and
 the two together. Results go to results.txt. `python test.py --help` lists the flags, README.md explains them."""
 
-import argparse
 import math
 import os
 import shlex
@@ -15,7 +14,8 @@ from tqdm import tqdm
 
 import PPL
 import results
-from downloadModel import on_first_use
+from commandLine import Parser, as_command
+from downloadModel import is_hub_id, on_first_use
 from drafters import ModelDrafter
 from loading import (DTYPES, HERE, check_tokenizers, default_pair, find_model, load_model, load_tokenizer,
                      model_version, pick_device, pick_dtype)
@@ -30,13 +30,6 @@ from utils import Sampling, UserError
 LIMITS = {"maxLen": 1, "gamma": 1, "sentences": 1, "sentenceLimit": 1, "books": 1, "repeats": 1, "promptLen": 1,
           "window": 2, "stride": 1, "seed": 0}
 CHARACTERS = 16  # of text kept for each token of a prompt: far more than any text needs
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong flag gets one line."""
-
-    def error(self, message):
-        raise UserError(message)
 
 
 def parse(argv):
@@ -115,19 +108,15 @@ def parse(argv):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        run(parse(argv), argv)
-    except UserError as error:
-        print("test.py: error:", *str(error).split(), file=sys.stderr)  # one line, whatever a file's name holds
-        return 2
-    except torch.OutOfMemoryError:
-        print("test.py: error: the device ran out of memory; use a smaller --dtype, --maxLen or --window. What was "
-              "measured is kept.", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nInterrupted. What was measured is kept in results.txt.", file=sys.stderr)
-        return 130
-    return 0
+
+    def work():
+        try:
+            run(parse(argv), argv)
+        except torch.OutOfMemoryError:
+            raise UserError("the device ran out of memory; use a smaller --dtype, --maxLen or --window. What was "
+                            "measured is kept.") from None
+
+    return as_command("test.py", work, "What was measured is kept in results.txt.")
 
 
 def run(args, argv):
@@ -135,7 +124,10 @@ def run(args, argv):
     device = pick_device(args.device)
     dtypes = {"speed": args.dtype or pick_dtype(device), "ppl": args.dtype or "float32"}
     corpora = load_corpora(args.dataset, args.books) if args.ppl or args.prompt is None else []
-    folders = {role: find_model(on_first_use(getattr(args, role), args.offline)) for role in ("target", "draft")}
+    names = {"target": args.target, "draft": args.draft}
+    for name in sorted(names.values(), key=is_hub_id):  # a wrong name is found before anything large is downloaded
+        find_model(on_first_use(name, args.offline))
+    folders = {role: find_model(on_first_use(name, True)) for role, name in names.items()}
     tokenizer = load_tokenizer(folders["target"])
     check_tokenizers(tokenizer, load_tokenizer(folders["draft"]), (folders["target"].name, folders["draft"].name))
     prompts = choose_prompts(args, tokenizer, corpora) if args.speed else {}

@@ -69,12 +69,15 @@ class LocalHub:
     served: bytes of files sent so far, {path: count}; requests: what was asked for.
     cut_after: how many bytes of each file are sent before the connection breaks, and none of them afterwards.
     replace: {path: bytes} sent in place of the right content. ranges: whether parts of files may be asked for.
+    elsewhere: another `LocalHub` that large files are redirected to, as the real hub does. answer: what every call of
+    the interface is answered, in place of the truth.
     """
 
     def __init__(self):
         self.models, self.datasets = {}, {}
         self.served, self.requests, self.authorization = {}, [], []
         self.cut_after, self.replace, self.ranges, self.down, self.cut = None, {}, True, False, set()
+        self.elsewhere, self.answer = None, None
         hub = self
 
         class Handler(Answer):
@@ -128,6 +131,8 @@ class Answer(BaseHTTPRequestHandler):
         self.hub.authorization.append(self.headers.get("Authorization"))
         if self.hub.down:
             return self.reply(503, {"error": "down"})
+        if self.hub.answer is not None and path.startswith("/api/"):
+            return self.reply(*self.hub.answer)
         if match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?",
                                  path):
             kind, name, call, revision, below = match.groups()
@@ -176,8 +181,13 @@ class Answer(BaseHTTPRequestHandler):
         if (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))) and self.hub.ranges:
             start, end, status = int(asked[1]), int(asked[2]) + 1 if asked[2] else None, 206
         end = size if end is None else min(end, size)
-        self.send_response(status)
-        self.send_header("Content-Length", str(end - start))
+        if start >= end and status == 206:
+            return self.refuse(416, "RangeNotSatisfiable")
+        moved = self.hub.elsewhere is not None and size >= LARGE
+        self.send_response(302 if moved else status)
+        if moved:
+            self.send_header("Location", self.hub.elsewhere.url + self.path)
+        self.send_header("Content-Length", "0" if moved else str(end - start))
         self.send_header("ETag", f'"{repository.digest(path)}"')
         self.send_header("X-Linked-Etag", f'"{repository.digest(path)}"')
         self.send_header("X-Linked-Size", str(size))
@@ -187,7 +197,7 @@ class Answer(BaseHTTPRequestHandler):
         if status == 206:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
         self.end_headers()
-        if self.command == "HEAD":
+        if self.command == "HEAD" or moved:
             return
         if path in self.hub.replace:
             repository = Repository({path: self.hub.replace[path]})
@@ -202,7 +212,7 @@ class Answer(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def reply(self, status, content, **headers):
-        body = json.dumps(content).encode()
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 from collections import namedtuple
 
 import datasets
@@ -104,6 +105,8 @@ def test_what_cannot_be_had_is_one_line(hub, both, capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     refused(capsys, "--books", arguments=("pg19", "--books", "0"))
     refused(capsys, "nonsense", "--from", arguments=("nonsense",))
+    hub.datasets["emozilla/pg19"].files["data/test-00000-of-00001.parquet"] = b"PAR1 and then nothing"
+    refused(capsys, "pg19", arguments=("pg19",))
     hub.datasets["emozilla/pg19"].files["data/test-00000-of-00001.parquet"] = table(body=["a book"])
     refused(capsys, "no column 'text', only body", arguments=("pg19",))
     hub.datasets["emozilla/pg19"].token = "secret"
@@ -139,6 +142,21 @@ def test_a_wikitext_file_becomes_what_the_hub_has(folder, tmp_path, capsys):
     refused(capsys, "is there already", "move it away", arguments=("wikitext", "--from", str(file)))
 
 
+def test_texts_that_were_installed_are_never_replaced_by_a_download(hub, both, tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("My book.")
+    assert run("pg19", "--from", str(tmp_path / "mine.txt")) == 0
+    refused(capsys, "mine.txt", "move it away", arguments=("pg19",))
+    assert load_corpora("pg19")[0].documents == ["My book."] and run("pg19", "--books", "1") == 0
+
+
+def test_of_a_split_in_groups_of_rows_only_what_is_read_moves(hub, both):
+    buffer = io.BytesIO()
+    books = pyarrow.table({"text": [f"Book {i} " + random.Random(i).randbytes(200_000).hex() for i in range(60)]})
+    pyarrow.parquet.write_table(books, buffer, row_group_size=5, compression="none")
+    hub.datasets["emozilla/pg19"].files["data/test-00000-of-00001.parquet"] = buffer.getvalue()
+    assert run("pg19", "--books", "3") == 0 and 5 * 400_000 <= hub.moved < len(buffer.getvalue()) / 2
+
+
 def test_texts_of_every_form_are_installed_under_any_name(folder, tmp_path):
     source = tmp_path / "mine"
     source.mkdir()
@@ -170,6 +188,13 @@ def test_what_cannot_be_installed_is_one_line(folder, tmp_path, text_file, capsy
     for name, content in {"bad.txt": b"\xff\xfe\x00", "bad.parquet": b"PAR1", "bad.jsonl": b"{"}.items():
         (tmp_path / name).write_bytes(content)
         refused(capsys, name, arguments=("x", "--from", str(tmp_path / name)))
-    (tmp_path / "other.csv").write_text("body\nno text here\n")
-    refused(capsys, "no column 'text', only body", arguments=("x", "--from", str(tmp_path / "other.csv")))
+    for name, content, words in (("other.csv", "body\nno text here\n", "no column 'text', only body"),
+                                 ("lists.jsonl", '{"text": ["a", "b"]}\n', "does not hold text"),
+                                 ("train.txt", "Only to train on.", "no split 'test'")):
+        (tmp_path / name).write_text(content)
+        refused(capsys, words, arguments=("x", "--from", str(tmp_path / name)))
+    refused(capsys, "nobody-of-this-name", arguments=("x", "--from", "~nobody-of-this-name/x"))
+    refused(capsys, "--books", arguments=("--books", "x"))
+    Dataset.from_dict({"text": [1, 2]}).save_to_disk(tmp_path / "numbers")
+    refused(capsys, "does not hold text", arguments=("x", "--from", str(tmp_path / "numbers")))
     assert not list(folder.iterdir())

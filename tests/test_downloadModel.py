@@ -16,7 +16,7 @@ from huggingface_hub import constants
 import downloadModel
 import hub as hub_module
 from conftest import ROOT
-from localHub import Repository
+from localHub import LocalHub, Repository
 
 NAME = "EleutherAI/pythia-70m"
 WEIGHTS = 3_000_000
@@ -141,18 +141,40 @@ def test_offline_nothing_is_asked(hub, one, capsys, monkeypatch):
     refused(capsys, "--offline", "HF_HUB_OFFLINE", arguments=(NAME, "--offline"))
     assert run(NAME) == 0
     hub.forget()
-    assert run(NAME, "--offline") == 0 and run(NAME, "--offline", "--revision", hub.models[NAME].commit) == 0
+    for revision in ([], ["--revision", "main"], ["--revision", hub.models[NAME].commit]):
+        assert run(NAME, "--offline", *revision) == 0
     refused(capsys, "--offline", arguments=(NAME, "--offline", "--revision", "step1"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert run(NAME) == 0 and hub.requests == []
 
 
-def test_a_new_revision_replaces_what_changed(hub, one):
+def test_a_new_revision_replaces_what_changed_and_only_once_it_is_whole(hub, one, capsys):
     assert run(NAME) == 0
+    old = hub.models[NAME].files["model.safetensors"]
+    (one / "notes.txt").write_text("mine")
     hub.forget()
-    hub.models[NAME].files["config.json"] = b'{"new": 1}'
-    assert run(NAME) == 0 and hub.served == {"config.json": 10} and same(one, hub.models[NAME])
+    hub.models[NAME].files |= {"config.json": b'{"new": 1}', "model.safetensors": os.urandom(WEIGHTS)}
+    hub.cut_after = 1000
+    assert run(NAME) == 2 and (one / "model.safetensors").read_bytes() == old  # still there, still whole
+    assert run(NAME, "--offline") == 0
+    hub.cut_after = None
+    assert run(NAME) == 0 and same(one, hub.models[NAME]) and (one / "notes.txt").read_text() == "mine"
     assert json.loads((one / "download.json").read_text())["commit"] == hub.models[NAME].commit
+    assert "tokenizer.json" not in hub.served and not list(one.parent.glob("*.incomplete"))
+
+
+def test_weights_of_an_older_revision_do_not_stay_beside_the_new_ones(hub, one):
+    assert run(NAME) == 0
+    files = hub.models[NAME].files
+    shards = {f"model-0000{i}-of-00002.safetensors": os.urandom(2000 + i) for i in (1, 2)}
+    index = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", shards))}).encode()}
+    whole = {"model.safetensors": files.pop("model.safetensors")}
+    files |= shards | index
+    assert run(NAME) == 0 and {f.name for f in one.glob("model*")} == set(shards | index)
+    for name in shards | index:
+        del files[name]
+    files |= whole
+    assert run(NAME) == 0 and {f.name for f in one.glob("model*")} == set(whole)
 
 
 def test_sharded_weights_come_with_their_index(hub, one, capsys):
@@ -188,9 +210,41 @@ def test_what_a_hub_refuses_is_one_line(hub, one, capsys):
     refused(capsys, "no revision 'v9'", arguments=(NAME, "--revision", "v9"))
     hub.models[NAME].gated = True
     refused(capsys, "gated", "HF_TOKEN", f"{hub.url}/{NAME}")
+    hub.models[NAME].gated = False
+    for answer, word in (((200, b"<html>Sign in to this network</html>"), "does not answer as a hub"),
+                         ((403, {"error": "no permission"}), "HF_TOKEN"), ((200, {"id": NAME}), "no safetensors"),
+                         ((200, {"id": NAME, "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}), "sizes")):
+        hub.answer = answer
+        refused(capsys, word)
     hub.down = True
     refused(capsys, "answered 503", "HF_ENDPOINT")
     assert not one.exists()
+
+
+def test_large_files_may_lie_elsewhere_and_the_token_does_not_go_there(hub, one, capsys, monkeypatch):
+    hub.models[NAME].token = "hf_secret"
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with LocalHub() as hub.elsewhere:
+        hub.elsewhere.models[NAME] = Repository(hub.models[NAME].files)
+        hub.elsewhere.cut_after = WEIGHTS // 2
+        hub.elsewhere.url = hub.elsewhere.url.replace("127.0.0.1", "localhost")
+        refused(capsys, "no connection to localhost")
+        hub.elsewhere.cut_after = None
+        hub.elsewhere.forget()
+        assert run(NAME) == 0 and same(one, hub.models[NAME])
+        assert hub.elsewhere.moved == WEIGHTS - WEIGHTS // 2 and "model.safetensors" not in hub.served
+        assert set(hub.authorization[1:]) == {"Bearer hf_secret"} and set(hub.elsewhere.authorization) == {None}
+
+
+def test_a_part_longer_than_the_file_is_begun_again(hub, one):
+    part = one.parent / "pythia-70m.incomplete" / "model.safetensors.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"0" * (WEIGHTS + 1))
+    assert run(NAME) == 0 and same(one, hub.models[NAME])
+
+
+def test_a_wrong_flag_is_one_line(models, capsys):
+    refused(capsys, "--nonsense", arguments=("--nonsense",))
 
 
 def test_no_network_names_the_host_and_the_remedies(models, capsys, monkeypatch):
@@ -256,7 +310,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(hub, one, capsys):
     one.mkdir(parents=True)
     (one / "config.json").write_text("mine")
     refused(capsys, "pythia-70m", "move it away")
-    (one / "download.json").write_text(json.dumps({"repo": "other/pythia-70m", "files": []}))
+    (one / "download.json").write_text(json.dumps({"repo": "other/pythia-70m", "commit": "0", "files": []}))
     refused(capsys, "holds other/pythia-70m", "move it away")
     assert (one / "config.json").read_text() == "mine"
 
@@ -270,7 +324,7 @@ def test_the_same_files_copied_by_hand_are_taken_for_what_they_are(hub, one):
 
 def test_a_second_download_of_the_same_model_waits_for_nobody(hub, one, capsys):
     one.parent.mkdir()
-    with downloadModel.lock(one.with_name("pythia-70m.incomplete"), NAME):
+    with downloadModel.lock(one):
         other = subprocess.run([sys.executable, "-c", SUBPROCESS, str(one.parent), NAME], cwd=ROOT, text=True,
                                env=os.environ | {"HF_ENDPOINT": hub.url}, capture_output=True)
     assert other.returncode == 2 and "another process" in other.stderr
