@@ -149,3 +149,7 @@ def check_threshold(threshold):
     if not 0 <= threshold <= 1:
         raise UserError(f"a threshold must lie in [0, 1], not {threshold}")
     return threshold
+
+
+RULES = {"fixed": Fixed, "additive": Additive, "draftConfidence": DraftConfidence, "targetConfidence": TargetConfidence,
+         "costAware": CostAware}

@@ -20,6 +20,9 @@ from speed import summarize
 from utils import UserError
 
 WIDTH = 100
+# Flags named above a table of speeds, with the value that needs no mention.
+SHOWN = {"maxLen": None, "gamma": None, "draftLength": "fixed", "verification": "token", "temperature": None,
+         "top_p": 1, "top_k": 0, "repetition_penalty": 1}
 NAMES = {"draft": "draft alone", "target": "target alone", "speculative": "speculative"}
 # What the course report prints for Pythia-70m and Pythia-2.8b on WikiText-2 and for its speed-up without a KV cache.
 REPORT = {"draft": 84.37, "target": 17.141058, "speculative": 17.141059, "speedup": "1.8 - 2.5"}
@@ -165,9 +168,7 @@ def speed_table(run, measurements, rows):
     flags = run["flags"]
     prompts = len({m["prompt"] for m in measurements})
     low, high = (f(m["prompt_tokens"] for m in measurements) for f in (min, max))
-    shown = "".join(f"{name} {flags[name]}, " for name, off in
-                    (("maxLen", None), ("gamma", None), ("temperature", None), ("top_p", 1), ("top_k", 0),
-                     ("repetition_penalty", 1)) if flags[name] != off)
+    shown = "".join(f"{name} {flags[name]}, " for name, off in SHOWN.items() if flags.get(name, off) != off)
     table = grid(f"Speed: {prompts} prompts of {low if low == high else f'{low} to {high}'} tokens, {shown}"
                  + measurements[0]["dtype"],
                  ["", "TTFT ms", "TPOT ms", "tokens/s", "speed-up", "alpha", "tokens/\nround", "total/n\nms"])

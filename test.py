@@ -16,6 +16,7 @@ import PPL
 import results
 from commandLine import Parser, as_command
 from downloadModel import is_hub_id, on_first_use
+from draftLength import RULES as DRAFT_LENGTHS
 from drafters import ModelDrafter
 from loading import (DTYPES, HERE, check_tokenizers, default_pair, find_model, load_model, load_tokenizer,
                      model_version, pick_device, pick_dtype)
@@ -26,6 +27,7 @@ from specSampling import specSampling
 from speed import measure
 from texts import load_corpora
 from utils import Sampling, UserError
+from verification import RULES as VERIFICATIONS
 
 LIMITS = {"maxLen": 1, "gamma": 1, "sentences": 1, "sentenceLimit": 1, "books": 1, "repeats": 1, "promptLen": 1,
           "window": 2, "stride": 1, "seed": 0}
@@ -49,9 +51,15 @@ def parse(argv):
     models.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bfloat16 for speed where the "
                         "device computes in it, float32 for perplexity)")
     models.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
+    how = parser.add_argument_group("how to guess and to verify")
+    how.add_argument("--gamma", type=int, default=4, metavar="N", help="tokens guessed in a round, for some rules the "
+                     "most or the least (4)")
+    how.add_argument("--draftLength", choices=DRAFT_LENGTHS, default="fixed", help="the rule that says how many tokens "
+                     "to guess (fixed)")
+    how.add_argument("--verification", choices=VERIFICATIONS, default="token", help="the rule that accepts guesses "
+                     "(token)")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--maxLen", type=int, default=200, metavar="N", help="new tokens at most (200)")
-    sampling.add_argument("--gamma", type=int, default=4, metavar="N", help="tokens guessed in a round (4)")
     sampling.add_argument("--temperature", type=float, default=0.85, metavar="T", help="0 is greedy (0.85)")
     sampling.add_argument("--top_p", type=float, default=0.9, metavar="P", help="nucleus, 1 is off (0.9)")
     sampling.add_argument("--top_k", type=int, default=0, metavar="K", help="0 is off (0)")
@@ -207,11 +215,13 @@ def tokenize(passages, tokenizer, models):
 def time_samplers(args, models, prompts, tokenizer, device, label, append):
     target, draft = models["target"], models["draft"]
     common = {"max_len": args.maxLen, "sampling": args.sampling, "end_of_text": tokenizer.eos_token_id}
+    length = DRAFT_LENGTHS[args.draftLength](args.gamma)  # one for all prompts: some learn as they go
     methods = {
         "draft": lambda prompt, generator: regrSampling([prompt], draft, generator=generator, **common),
         "target": lambda prompt, generator: regrSampling([prompt], target, generator=generator, **common),
-        "speculative": lambda prompt, generator: specSampling([prompt], target, ModelDrafter(draft), gamma=args.gamma,
-                                                              generator=generator, **common)}
+        "speculative": lambda prompt, generator: specSampling(
+            [prompt], target, ModelDrafter(draft), gamma=length, generator=generator,
+            verify=VERIFICATIONS[args.verification], **common)}
     with tqdm(total=len(methods) * len(prompts) * args.repeats, desc=label, disable=None, leave=False) as bar:
         for line in measure(methods, prompts, args.repeats, args.seed, device):
             append(kind="speed", **line)

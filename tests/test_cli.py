@@ -28,7 +28,7 @@ def hashes(folder):
 BAD = ["--gamma 0", "--gamma -1", "--gamma x", "--gamma 1.5", "--gamma", "--temperature -1", "--temperature nan",
        "--temperature inf", "--temperature warm", "--top_p 0", "--top_p 1.5", "--top_p nan", "--top_k -1",
        "--repetition_penalty 0", "--maxLen 0", "--repeats 0", "--sentences 0", "--sentenceLimit 0", "--promptLen 0",
-       "--promptLen 5 0", "--books 0", "--target some/target --offline",
+       "--promptLen 5 0", "--draftLength x", "--verification x", "--books 0", "--target some/target --offline",
        "--window 1", "--stride 0", "--stride 64 --window 64", "--stride 65 --window 64", "--seed -1",
        "--seed 9223372036854775808", "--dataset nowhere", "--target nowhere", "--draft nowhere", "--draft .",
        "--unknown 1", "--max 3", "argument", "--speed 2", "--speed x", "--ppl 2", "--device gpu", "--dtype int8",
@@ -242,3 +242,11 @@ def test_a_hub_id_is_downloaded_on_first_use(cli, flags, pair_folder, hub, tmp_p
     assert cli.main([*arguments, "--offline"]) == cli.main(arguments) == 0 and hub.requests == []
     run = next(line for line in lines_of(tmp_path) if line["kind"] == "run")
     assert run["models"]["target"]["version"] == hub.models["some/target"].commit
+
+
+@pytest.mark.parametrize("options", [["--draftLength", "additive"], ["--draftLength", "draftConfidence"],
+                                     ["--draftLength", "targetConfidence"], ["--draftLength", "costAware"],
+                                     ["--verification", "block"]])
+def test_every_rule_can_be_chosen_and_is_named_in_the_table(cli, flags, tmp_path, capsys, options):
+    assert cli.main([*flags, "--speed", *options, "--out", str(tmp_path)]) == 0
+    assert f"{options[0][2:]} {options[1]}," in (tmp_path / "results.txt").read_text().replace("\n", " ")

@@ -216,7 +216,7 @@ def test_the_version_changes_with_a_weight_and_only_then(model_folder):
 
 def test_the_version_is_the_downloads_commit_until_a_weight_is_touched(model_folder):
     file = model_folder / "model.safetensors"
-    write_manifest(model_folder, [], commit="0123456789abcdef")
+    write_manifest(model_folder, [], repo="some/model", commit="0123456789abcdef")
     assert model_version(model_folder) == "0123456789abcdef"
     os.utime(file, (file.stat().st_atime, file.stat().st_mtime + 60))
     assert model_version(model_folder).startswith("sha256:")
