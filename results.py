@@ -146,8 +146,8 @@ def report(run, measurements):
                 f"transformers {machine['transformers']}; seed {flags['seed']}")
     pythia = run["models"]["target"]["name"] == "pythia-2.8b" and run["models"]["draft"]["name"] == "pythia-70m"
     speed = [m for m in measurements if m["kind"] == "speed"]
-    for length in dict.fromkeys(m["promptLen"] for m in speed):
-        group = [m for m in speed if m["promptLen"] == length]
+    for length in dict.fromkeys(m.get("promptLen") for m in speed):
+        group = [m for m in speed if m.get("promptLen") == length]
         rows = summarize(group)
         yield speed_table(run, group, rows)
         yield from acceptance(rows)

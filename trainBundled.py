@@ -36,11 +36,13 @@ WARM_UP = 0.02           # share of a stage over which the learning rate rises
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
 
 # A stage: tokens, peak of the learning rates' cosine (1: the rates above), row lengths, row lengths in its last fifth.
-# The target's first stage meets long rows only at the end, at rates too low to learn from them: its second mends that.
+# The target's first stage meets long rows only at the end, at rates too low to learn from them: its second mended part
+# of that, its third, at full rates and on more text, the rest.
 #          layers width teacher stages
-MODELS = {"target": (12, 192, None, [(12_600_000, 1.0, (256,), (CONTEXT,)), (4_000_000, 0.3, MIXED, MIXED)]),
+MODELS = {"target": (12, 192, None, [(12_600_000, 1.0, (256,), (CONTEXT,)), (4_000_000, 0.3, MIXED, MIXED),
+                                     (10_200_000, 1.0, MIXED, MIXED)]),
           "draft": (1, 128, "target", [(7_000_000, 1.0, MIXED, MIXED)]),
-          "mid": (4, 160, "target", [(1_300_000, 1.0, MIXED, MIXED)])}
+          "mid": (4, 160, "target", [(4_000_000, 1.0, MIXED, MIXED)])}
 
 
 def read_texts(path):

@@ -47,7 +47,7 @@ def test_the_target_is_clearly_better_than_the_draft(pair):
     tokenizer, target, draft = pair
     for corpus in load_corpora("sample"):
         ppl = PPL.calculate_ppl_corpus(corpus.documents[0], tokenizer, target, draft)
-        assert ppl["target"].token_ppl <= 0.85 * ppl["draft"].token_ppl
+        assert ppl["target"].token_ppl <= 0.75 * ppl["draft"].token_ppl
 
 
 def test_all_three_share_one_tokenizer_and_are_small():
