@@ -72,8 +72,8 @@ def write_checkpoint(folder, size):
 
 
 def step(what, command, folder, environment):
-    """Run a command in the copy of the project; print its time and peak resident memory (which counts the pages of files
-    it has mapped, such as weights, once beside their copies)."""
+    """Run a command in the copy of the project; print its time and peak resident memory (the pages of files it has
+    mapped, such as weights, count beside their copies)."""
     print(f"\n$ {' '.join(map(str, command[1:]))}", flush=True)
     start = time.monotonic()
     process = subprocess.Popen(command, cwd=folder, env=environment)
