@@ -67,6 +67,8 @@ def install(name, make, replace=False):
             write_manifest(saved, files, rows=rows, **origin)
             swap(saved, folder)
             shutil.rmtree(staging)
+        except UserError:
+            raise
         except (DatasetsError, ValueError, TypeError, KeyError, RuntimeError) as error:
             if isinstance(error.__cause__, OSError):  # the library's cloak for a full disk
                 raise error.__cause__ from None

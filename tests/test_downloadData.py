@@ -57,7 +57,7 @@ def refused(capsys, *words, arguments=()):
     assert run(*arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("downloadData.py: error: ") and error.count("\n") == 1
-    assert all(word in error for word in words), error
+    assert all(word in error for word in words) and "UserError" not in error, error
 
 
 def test_both_come_and_load_back_offline(hub, both, capsys):
