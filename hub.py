@@ -168,8 +168,8 @@ def hub_errors(repo, revision):
     except OSError as error:
         raise file_error(error) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{host} does not answer as a hub does ({type(error).__name__}: {one_line(error)}); check "
-                        "HF_ENDPOINT, HF_TOKEN and the network") from None
+        raise UserError(f"what {host} answered for {repo} is not what a hub answers ({type(error).__name__}: "
+                        f"{one_line(error)}); check HF_ENDPOINT, HF_TOKEN and the network") from None
 
 
 def asked_host(error):

@@ -211,7 +211,7 @@ def test_what_a_hub_refuses_is_one_line(hub, one, capsys):
     hub.models[NAME].gated = True
     refused(capsys, "gated", "HF_TOKEN", f"{hub.url}/{NAME}")
     hub.models[NAME].gated = False
-    for answer, word in (((200, b"<html>Sign in to this network</html>"), "does not answer as a hub"),
+    for answer, word in (((200, b"<html>Sign in to this network</html>"), "not what a hub answers"),
                          ((403, {"error": "no permission"}), "HF_TOKEN"), ((200, {"id": NAME}), "no safetensors"),
                          ((200, {"id": NAME, "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}), "sizes")):
         hub.answer = answer
