@@ -1,6 +1,6 @@
 """The whole experiment at Pythia's true sizes, with random weights: a dry run of everything but the real weights.
 
-    python tests/fullSize.py --folder /a/disk/with/12GB/free [--tokenizer tokenizer.json] [--sizes 70m 410m 2.8b]
+    python tests/fullSize.py --folder /a/disk/with/14GB/free [--tokenizer tokenizer.json] [--sizes 70m 410m 2.8b]
 
 Writes checkpoints of exactly Pythia-70m's, -410m's and -2.8b's configurations (bfloat16) in the hub's layout, serves
 them on localhost, and runs downloadModel.py and test.py as a user would, in a copy of the project, printing time and
