@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+import signal
 from pathlib import Path
 
 import helpers
@@ -17,6 +18,11 @@ from utils import UserError
 ROOT = Path(__file__).resolve().parent.parent
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY, PADDED, CONTEXT = 300, 320, 256  # entries of the tokenizer, and of the models: as Pythia's are padded
+
+
+def with_ctrl_c():
+    """For a process to be interrupted: what a shell starts in the background, tests too, ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def refused(*words):

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from conftest import CONTEXT, ROOT
+from conftest import CONTEXT, ROOT, with_ctrl_c
 from localHub import Repository
 from utils import UserError
 
@@ -186,6 +186,7 @@ def test_help_explains_every_flag(cli, capsys):
 
 def start(arguments, folder, **more):
     return subprocess.Popen([sys.executable, str(ROOT / "test.py"), *arguments], cwd=folder, text=True,
+                            preexec_fn=with_ctrl_c,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
 
 

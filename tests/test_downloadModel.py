@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 import downloadModel
 import hub as hub_module
-from conftest import ROOT
+from conftest import ROOT, with_ctrl_c
 from localHub import LocalHub, Repository
 
 NAME = "EleutherAI/pythia-70m"
@@ -104,6 +104,7 @@ def test_a_hub_that_cannot_send_parts_sends_it_all_again(hub, one, capsys):
 def test_a_killed_download_goes_on_where_it_stopped(hub, one, tmp_path):
     hub.cut_after = WEIGHTS // 2  # then it asks again and again for the rest, a second apart: time to kill it
     process = subprocess.Popen([sys.executable, "-c", SUBPROCESS, str(one.parent), NAME], cwd=ROOT,
+                               preexec_fn=with_ctrl_c,
                                env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")})
     while not hub.cut:
         assert process.poll() is None

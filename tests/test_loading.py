@@ -218,7 +218,8 @@ def test_the_version_is_the_downloads_commit_until_a_weight_is_touched(model_fol
     file = model_folder / "model.safetensors"
     write_manifest(model_folder, [], repo="some/model", commit="0123456789abcdef")
     assert model_version(model_folder) == "0123456789abcdef"
-    os.utime(file, (file.stat().st_atime, file.stat().st_mtime + 60))
+    later = (model_folder / MANIFEST).stat().st_mtime + 60
+    os.utime(file, (later, later))
     assert model_version(model_folder).startswith("sha256:")
     (model_folder / MANIFEST).write_text("garbled")
     assert model_version(model_folder).startswith("sha256:")
