@@ -67,8 +67,6 @@ def install(name, make, replace=False):
             write_manifest(saved, files, rows=rows, **origin)
             swap(saved, folder)
             shutil.rmtree(staging)
-        except UserError:
-            raise
         except (DatasetsError, ValueError, TypeError, KeyError, RuntimeError) as error:
             if isinstance(error.__cause__, OSError):  # the library's cloak for a full disk
                 raise error.__cause__ from None
@@ -147,7 +145,8 @@ def download_pg19(books=10, offline=False):
     them are moved."""
     if present("pg19", PG19, offline, lambda manifest: manifest["rows"].get("test", 0) >= books):
         return
-    def make(_):
+
+    def make(staging):
         from datasets import Dataset, DatasetDict, load_dataset
         from pyarrow.dataset import ParquetFragmentScanOptions
 

@@ -142,8 +142,6 @@ def hub_errors(repo, revision):
     host = constants.ENDPOINT
     try:
         yield
-    except UserError:
-        raise
     except OfflineModeIsEnabled:
         raise UserError(f"{repo} is needed from {host}, and HF_HUB_OFFLINE forbids it; unset it, or copy the files "
                         "here by hand (README.md: machines without a network)") from None

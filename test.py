@@ -132,10 +132,9 @@ def run(args, argv):
     device = pick_device(args.device)
     dtypes = {"speed": args.dtype or pick_dtype(device), "ppl": args.dtype or "float32"}
     corpora = load_corpora(args.dataset, args.books) if args.ppl or args.prompt is None else []
-    names = {"target": args.target, "draft": args.draft}
-    for name in sorted(names.values(), key=is_hub_id):  # a wrong name is found before anything large is downloaded
-        find_model(on_first_use(name, args.offline))
-    folders = {role: find_model(on_first_use(name, True)) for role, name in names.items()}
+    in_order = sorted((args.target, args.draft), key=is_hub_id)  # a wrong name is found before a large download
+    found = {name: find_model(on_first_use(name, args.offline)) for name in in_order}
+    folders = {"target": found[args.target], "draft": found[args.draft]}
     tokenizer = load_tokenizer(folders["target"])
     check_tokenizers(tokenizer, load_tokenizer(folders["draft"]), (folders["target"].name, folders["draft"].name))
     prompts = choose_prompts(args, tokenizer, corpora) if args.speed else {}

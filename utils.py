@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """Something the user gave cannot be used. The message is one line: what is wrong, and the remedy."""
 
 

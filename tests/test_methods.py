@@ -13,8 +13,8 @@ from draftLength import Additive, CostAware, DraftConfidence, Fixed, TargetConfi
 from drafters import CascadeDrafter, LookupDrafter, ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
-from test_specSampling import BATCH, FEW, PROMPTS, VOCABULARY, near
-from utils import GREEDY, Sampling
+from test_specSampling import FEW, PROMPTS, VOCABULARY, near
+from utils import GREEDY, Sampling, draw, residual
 from verification import block_rule, token_rule
 
 
@@ -70,19 +70,12 @@ def test_greedy_rows_equal_plain_greedy(name):
 def p_value(make, count, gamma, verify, sampling=Sampling(1.0, 0, 1.0), draws=DRAWS, first=1):
     """Chi-square of three tokens of the speculative output from `first` on, two prefixes, the smaller p."""
     target, *smaller = (helpers.tiny(seed=i, vocabulary=VOCABULARY, layers=1, sharpness=2.0) for i in range(count + 1))
-    generator = torch.Generator().manual_seed(0)
-    prefixes, samples, values = [[1, 2, 3, 1, 2], [4]], {0: [], 1: []}, []
-    for _ in range(draws // BATCH):
-        tokens, _ = specSampling(prefixes * (BATCH // 2), target, make(*smaller), first + 4, gamma(), sampling, None,
-                                 generator, verify=verify)
-        for row in (0, 1):
-            samples[row] += tokens[row::2]
-    for row, prefix in enumerate(prefixes):
-        joint = helpers.joint_distribution(target, prefix, first + 3, sampling)
-        for _ in range(first):
-            joint = joint.sum(0)
-        values.append(helpers.chi_square(torch.tensor(samples[row])[:, first:first + 3], joint, VOCABULARY))
-    return min(values)
+
+    def sample(prefixes, generator):
+        return specSampling(prefixes, target, make(*smaller), first + 4, gamma(), sampling, None, generator,
+                            verify=verify)[0]
+
+    return helpers.p_value(sample, target, [[1, 2, 3, 1, 2], [4]], first, 3, sampling, draws)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -94,11 +87,8 @@ def test_filters_and_penalties_reach_every_model_of_a_cascade():
     assert p_value(*METHODS["cascade of 3"], sampling=Sampling(0.9, 0, 0.9, 1.3)) > 1e-4
 
 
-class DropsTheUnsure(DraftConfidence):
-    """The mistake that invites itself: the token that was too improbable is not submitted."""
-
-
 def drop_the_unsure(p, q, drafts, generator=None):
+    """The mistake that invites itself: the token that was too improbable is not submitted."""
     q_x = q.gather(-1, drafts[..., None])[..., 0]
     return token_rule(p, q * (q_x >= 0.4)[..., None], drafts, generator)
 
@@ -106,7 +96,7 @@ def drop_the_unsure(p, q, drafts, generator=None):
 def always_accept(p, q, drafts, generator=None):
     accepted, token = token_rule(p, q, drafts, generator)
     kept = (q.gather(-1, drafts[..., None]) > 0).sum((1, 2))
-    return kept, torch.where(accepted == kept, token, drafters.draw(p.gather(
+    return kept, torch.where(accepted == kept, token, draw(p.gather(
         1, kept[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0], generator))
 
 
@@ -117,13 +107,8 @@ def block_without_the_residuals(p, q, drafts, generator=None):
     stands = torch.rand(drafts.shape, generator=generator) < w
     accepted = torch.nn.functional.pad(stands * torch.arange(1, drafts.shape[1] + 1), (1, 0)).amax(1)
     at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
-    left = drafters.torch.nn.functional.pad(q, (0, 0, 0, 1))
-    return accepted, drafters.draw(verification_residual(p.gather(1, at)[:, 0], left.gather(1, at)[:, 0]), generator)
-
-
-def verification_residual(p, q):
-    left = (p - q).clamp(min=0)
-    return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+    q = torch.nn.functional.pad(q, (0, 0, 0, 1))
+    return accepted, draw(residual(p.gather(1, at)[:, 0], q.gather(1, at)[:, 0]), generator)
 
 
 @pytest.mark.parametrize("name", ["additive", "targetConfidence", "costAware", "lookup", "cascade of 3"])
