@@ -18,7 +18,7 @@ def regrSampling(prefixes, target, max_len=200, sampling=Sampling(), end_of_text
     """Continue each of `prefixes` (lists of token ids, of any lengths) with `target`, a `CachedModel`.
 
     max_len: tokens to add at most; end_of_text: the id that ends a row; generator: a `torch.Generator` on the model's
-    device; callback: called as `callback(row, tokens)` as tokens come.
+    device; callback: called as `callback(row, tokens, guessed)` as tokens come, `guessed` of them guesses that stood.
     Returns the new tokens of each row (lists) and a `Record` for each row. Raises UserError as `Rows` says.
     """
     rows = Rows(prefixes, max_len, [target], end_of_text, callback)

@@ -30,7 +30,8 @@ class Rows:
     prefixes: a list of lists of token ids (or an int tensor `[B, L]`); every row gets at most `max_len` tokens more and
         ends early at `end_of_text`, which is kept as its last token.
     models: the `CachedModel`s that will read the rows; the shortest context and vocabulary among them are the limits.
-    callback: called as `callback(row, tokens)` whenever a row has grown.
+    callback: called as `callback(row, tokens, guessed)` whenever a row has grown; the first `guessed` of the new tokens
+        were guesses that stood, the rest is the target's own.
     Raises UserError before any work when a prefix is empty, holds an unknown token or leaves no room for `max_len`.
     """
 
@@ -105,7 +106,7 @@ class Rows:
             record.drafted.append(guesses)
             record.accepted.append(taken)
             if self.callback:
-                self.callback(row, tokens)
+                self.callback(row, tokens, min(taken, len(tokens)))
         self.lengths = torch.tensor(self._lengths, device=self.device)
         return {row: host[row][-2] for row in grown}, {row: host[row][-1] for row in grown}
 

@@ -123,9 +123,11 @@ def test_the_record_tells_what_happened(pair):
     grown = {row: [] for row in range(len(PROMPTS))}
     tokens, records = specSampling(PROMPTS, target, ModelDrafter(near(target)), 50, 4,
                                    generator=torch.Generator().manual_seed(1),
-                                   callback=lambda row, new: grown[row].extend(new))
+                                   callback=lambda row, new, guessed: grown[row].append((new, guessed)))
     for row, record in enumerate(records):
-        assert grown[row] == tokens[row] and record.tokens == len(tokens[row]) == 50
+        assert sum((new for new, _ in grown[row]), []) == tokens[row] and record.tokens == len(tokens[row]) == 50
+        assert all(0 <= guessed <= len(new) for new, guessed in grown[row])
+        assert [guessed for _, guessed in grown[row][:-1]] == record.accepted[:-1]
         assert record.drafted[0] == record.accepted[0] == 0 and record.committed[0] == 1
         assert all(c == a + 1 for c, a in zip(record.committed[:-1], record.accepted[:-1]))
         assert all(a <= d <= 4 for a, d in zip(record.accepted, record.drafted))
