@@ -1,6 +1,7 @@
 """Tiny models of every tested family, and exact reference computations."""
 
 import itertools
+import os
 
 import torch
 from transformers import (GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM,
@@ -8,6 +9,9 @@ from transformers import (GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXFor
 
 from cachedModel import CachedModel
 from utils import probabilities, seen_after
+
+# Draws of a distribution test; FULL=1 in the environment asks for more (six minutes in all).
+DRAWS = 200_000 if os.environ.get("FULL") else 60_000
 
 FAMILIES = {
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {"intermediate_size": 64}),

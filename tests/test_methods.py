@@ -2,8 +2,6 @@
 
 With FULL=1 in the environment the distributions are tested with 200,000 draws instead of 60,000 (six minutes)."""
 
-import os
-
 import helpers
 import pytest
 import torch
@@ -16,9 +14,6 @@ from specSampling import specSampling
 from test_specSampling import FEW, PROMPTS, VOCABULARY, near
 from utils import GREEDY, Sampling, draw, residual
 from verification import block_rule, token_rule
-
-
-DRAWS = 200_000 if os.environ.get("FULL") else FEW
 
 
 def model(*models):
@@ -67,7 +62,7 @@ def test_greedy_rows_equal_plain_greedy(name):
         assert all(a <= d for a, d in zip(record.accepted, record.drafted)) and sum(record.committed) == 40
 
 
-def p_value(make, count, gamma, verify, sampling=Sampling(1.0, 0, 1.0), draws=DRAWS, first=1):
+def p_value(make, count, gamma, verify, sampling=Sampling(1.0, 0, 1.0), draws=helpers.DRAWS, first=1):
     """Chi-square of three tokens of the speculative output from `first` on, two prefixes, the smaller p."""
     target, *smaller = (helpers.tiny(seed=i, vocabulary=VOCABULARY, layers=1, sharpness=2.0) for i in range(count + 1))
 

@@ -1,0 +1,98 @@
+"""Contrastive decoding against its definition, its speculative form against it, and mistakes planted in both."""
+
+import helpers
+import pytest
+import torch
+
+import contrastiveSampling
+from conftest import refused
+from contrastiveSampling import Contrast, contrastiveSampling as plain, specContrastiveSampling as speculative
+from regrSampling import regrSampling
+from test_specSampling import FEW, PROMPTS, VOCABULARY, near
+from utils import GREEDY, Sampling
+from verification import block_rule
+
+DRAW = Sampling(0.9, 0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return helpers.tiny(seed=0), helpers.tiny(seed=1, layers=1)
+
+
+def by_definition(prefix, expert, amateur, length, plausibility, temperature):
+    """The article's loop in its own order of steps: softmax, logarithm, difference, mask, argmax; no cache."""
+    tokens = list(prefix)
+    for _ in range(length):
+        p = expert.score(torch.tensor([tokens]))[0, -1].softmax(-1)
+        q = (amateur.score(torch.tensor([tokens]))[0, -1] / temperature).softmax(-1)
+        difference = p.log() - q.log()
+        difference[p < plausibility * p.max()] = -torch.inf
+        tokens.append(int(difference.argmax()))
+    return tokens[len(prefix):]
+
+
+@pytest.mark.parametrize("plausibility, temperature", [(0.1, 1.0), (0.5, 1.0), (0.1, 2.5), (1.0, 1.0), (0.0, 0.5)])
+def test_the_token_with_the_largest_difference_of_logarithms_wins(pair, plausibility, temperature):
+    how = {"plausibility": plausibility, "temperature": temperature}
+    tokens, _ = plain(PROMPTS, *pair, 25, **how)
+    assert tokens == [by_definition(prompt, *pair, 25, **how) for prompt in PROMPTS]
+    greedy = regrSampling(PROMPTS, pair[0], 25, GREEDY)[0]
+    assert (tokens == greedy) == (plausibility == 1.0)  # only the expert's favourite is left
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 7])
+def test_the_speculative_form_writes_the_same_text(pair, gamma):
+    expert, amateur = pair[0], near(pair[0], noise=0.1)
+    tokens, records = speculative(PROMPTS, expert, amateur, 60, gamma)
+    assert tokens == plain(PROMPTS, expert, amateur, 60)[0]
+    assert max(a for r in records for a in r.accepted) >= 1
+    assert sum(len(r.committed) for r in records) < 60 * len(PROMPTS)
+
+
+def p_value(draws=FEW, gamma=3, **how):
+    expert, amateur = (helpers.tiny(seed=i, vocabulary=VOCABULARY, layers=1, sharpness=2.0) for i in range(2))
+    target = Contrast(expert, amateur, 0.05, 1.3)
+
+    def sample(prefixes, generator):
+        return speculative(prefixes, expert, amateur, 5, gamma, DRAW, None, generator, None, 0.05, 1.3, **how)[0]
+
+    return helpers.p_value(sample, target, [[1, 2, 3], [4]], 1, 3, DRAW, draws)
+
+
+def test_the_speculative_form_is_distributed_as_the_plain_one():
+    assert p_value(helpers.DRAWS) > 1e-4
+
+
+def test_so_it_is_with_block_verification():
+    assert p_value(helpers.DRAWS, verify=block_rule) > 1e-4
+
+
+def test_verifying_against_the_expert_alone_is_caught(monkeypatch):
+    """As plain speculative decoding does."""
+    whole = contrastiveSampling.specSampling
+    monkeypatch.setattr(contrastiveSampling, "specSampling",
+                        lambda prefixes, target, *rest: whole(prefixes, target.expert, *rest))
+    assert p_value() < 1e-4
+
+
+def test_a_bonus_token_from_the_expert_alone_is_caught(monkeypatch):
+    """What an implementation is tempted to do, which has no amateur's distribution after the last guess."""
+    def forward(self, tokens, positions):
+        expert = self.expert.forward(tokens, positions)
+        scores = self.scores(expert, self.amateur.forward(tokens, positions))
+        if tokens.shape[1] == 2:
+            scores[:, -1] = expert[:, -1, :self.vocabulary]
+        return scores
+
+    monkeypatch.setattr(Contrast, "forward", forward)
+    assert p_value(gamma=1) < 1e-4
+
+
+def test_what_makes_no_sense_is_refused(pair):
+    for wrong in -0.1, 1.1, float("nan"):
+        with refused("plausibility", "[0, 1]"):
+            Contrast(*pair, plausibility=wrong)
+    for wrong in 0, -1, float("nan"), float("inf"):
+        with refused("amateur's temperature"):
+            Contrast(*pair, temperature=wrong)
