@@ -1,8 +1,8 @@
 """Contrastive decoding: prefer what the large model (expert) says and the small one (amateur) does not (Li et al.,
 arXiv 2210.15097), and its speculative form (Yuan et al., arXiv 2311.08981), in which the amateur guesses too.
 
-`Contrast` is to every sampler a model like any other, whose logits are the contrastive scores. Plain contrastive decoding
-is autoregressive sampling from it; the speculative form is speculative sampling with it as the target, by any drafter.
+`Contrast` is to every sampler a model like any other, whose logits are the contrastive scores. Plain contrastive
+decoding is autoregressive sampling from it; the speculative form is speculative sampling with it as the target.
 """
 
 import math

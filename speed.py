@@ -60,18 +60,19 @@ def measure(methods, prompts, repeats, seed, device, warm_up=2):
         gc.unfreeze()
 
 
-def median_interval(values, seed=0):
-    """Median of `values` and its 95 % bootstrap interval (percentile method): (median, low, high). nan values are left
-    out; the interval of fewer than two is nan."""
+def interval(values, statistic=np.median, seed=0):
+    """Median (or another statistic) of `values` and its 95 % bootstrap interval by percentiles: (median, low, high).
+    nan values are left out; the interval of fewer than two is nan."""
     values = np.asarray(values, dtype=float)
     values = values[~np.isnan(values)]
     if not len(values):
         return (float("nan"),) * 3
+    middle = float(statistic(values))
     if len(values) < 2 or np.ptp(values) == 0:
-        return float(np.median(values)), *((float(values[0]),) * 2 if len(values) > 1 else (float("nan"),) * 2)
-    interval = bootstrap((values,), np.median, method="percentile", n_resamples=2000,
-                         rng=np.random.default_rng(seed)).confidence_interval
-    return float(np.median(values)), float(interval.low), float(interval.high)
+        return middle, *((middle,) * 2 if len(values) > 1 else (float("nan"),) * 2)
+    found = bootstrap((values,), statistic, method="percentile", n_resamples=2000,
+                      rng=np.random.default_rng(seed)).confidence_interval
+    return middle, float(found.low), float(found.high)
 
 
 def paired_ratios(measurements, method, baseline, figure="throughput"):
@@ -92,9 +93,9 @@ def summarize(measurements, baseline="target"):
         tested, passed = (np.array([sum(c[i][j] for c in counts if i < len(c)) for i in range(width)]) for j in (0, 1))
         rows.append({
             "method": name, "runs": len(own),
-            **{figure: median_interval([m[figure] for m in own])
+            **{figure: interval([m[figure] for m in own])
                for figure in ("ttft", "tpot", "throughput", "report_tpot", "tokens_per_round")},
-            "speedup": median_interval(paired_ratios(measurements, name, baseline)),
+            "speedup": interval(paired_ratios(measurements, name, baseline)),
             "alpha": passed.sum() / tested.sum() if width else float("nan"),
             "acceptance_by_position": [float(a / t) for t, a in zip(tested, passed) if t]})
     return rows

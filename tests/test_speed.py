@@ -3,11 +3,12 @@
 import gc
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from record import Record
-from speed import measure, median_interval, paired_ratios, quiet, summarize
+from speed import measure, interval, paired_ratios, quiet, summarize
 
 NAN = float("nan")
 
@@ -17,24 +18,29 @@ def measurement(method="target", prompt=0, repeat=0, throughput=10.0, ttft=0.5, 
     return dict(locals())
 
 
+def test_the_interval_of_a_mean():
+    middle, low, high = interval([1.0, 2.0, 3.0, 6.0], np.mean)
+    assert middle == 3 and 1 < low < 3 < high < 6
+
+
 def test_the_interval_of_equal_values_is_the_value():
-    assert median_interval([3.0] * 5) == (3.0, 3.0, 3.0)
+    assert interval([3.0] * 5) == (3.0, 3.0, 3.0)
 
 
 def test_the_interval_of_one_value_is_unknown():
-    middle, low, high = median_interval([3.0])
+    middle, low, high = interval([3.0])
     assert middle == 3 and math.isnan(low) and math.isnan(high)
 
 
 def test_unknown_values_are_left_out():
-    assert median_interval([NAN, 3.0, None, 3.0]) == (3.0, 3.0, 3.0)  # None is what nan is in results.jsonl
-    assert all(map(math.isnan, median_interval([NAN, None]) + median_interval([])))
+    assert interval([NAN, 3.0, None, 3.0]) == (3.0, 3.0, 3.0)  # None is what nan is in results.jsonl
+    assert all(map(math.isnan, interval([NAN, None]) + interval([])))
 
 
 def test_the_interval_holds_the_median_and_narrows_with_more_values():
     values = torch.randn(400, generator=torch.Generator().manual_seed(0)).double().numpy() + 10
-    few, many = median_interval(values[:20]), median_interval(values)
-    assert few == median_interval(values[:20])  # the resampling is seeded
+    few, many = interval(values[:20]), interval(values)
+    assert few == interval(values[:20])  # the resampling is seeded
     assert few[0] == pytest.approx(sum(sorted(values[:20])[9:11]) / 2)
     for middle, low, high in (few, many):
         assert min(values) <= low < middle < high <= max(values)
