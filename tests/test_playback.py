@@ -1,0 +1,353 @@
+"""What is shown of each round: the pieces of text, the terminal, and the page, in a real browser where there is one."""
+
+import io
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from conftest import refused
+from helpers import tiny
+
+import playback
+from drafters import LookupDrafter, ModelDrafter
+from loading import load_tokenizer
+from playback import Pieces, Round, Screen, Trace, Watched, pieces_of, visible, write_page
+from regrSampling import regrSampling
+from specSampling import specSampling
+
+CURSED = '</script><img src=x onerror=alert(1)> & <b> \u2028 <!-- '
+MANY_BYTES = "na\u00efve \U0001f600\U0001f44d\U0001f3fd \u6f22\u5b57\u4eee\u540d, \u00a0\u3000\u0939\u093f\u0928\u094d!"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("bundled-target")
+
+
+def split(tokens, seed=0, vocabulary=4096):
+    """`tokens` as rounds of random lengths, with rejected guesses at random."""
+    chance, tokens = random.Random(seed), list(tokens)
+    rounds = [Round([], [], [tokens.pop(0)])]
+    while tokens:
+        count = min(chance.randrange(4), len(tokens) - 1)
+        rejected = [chance.randrange(vocabulary) for _ in range(chance.randrange(4))]
+        rounds.append(Round(tokens[:count], rejected, tokens[count:count + 1]))
+        del tokens[:count + 1]
+    return rounds
+
+
+def of_text(tokenizer, text):
+    return split(tokenizer(text)["input_ids"])
+
+
+# --- pieces of text ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_pieces_of_all_committed_tokens_are_the_decoded_text(tokenizer, seed):
+    """Also of tokens drawn at random, whose bytes are often no text at all."""
+    chance = random.Random(seed)
+    tokens = chance.choices(range(1, 300), k=60) if seed % 2 else tokenizer(MANY_BYTES * 3)["input_ids"]
+    tokens = tokens[:len(tokens) - seed // 2]  # the last character may be cut
+    rounds, said, committed = split(tokens, seed), "", []
+    for round, (accepted, rejected, own) in zip(rounds, pieces_of(rounds, tokenizer)):
+        assert list(map(len, (accepted, rejected, own))) == [*map(len, (round.accepted, round.rejected, round.own))]
+        committed += round.accepted
+        said += "".join(accepted)
+        if rejected:
+            assert said + "".join(rejected) == tokenizer.decode(committed + round.rejected)
+        committed += round.own
+        said += "".join(own)
+    assert committed == tokens and said == tokenizer.decode(tokens)
+
+
+def test_a_character_comes_whole_with_its_last_token(tokenizer):
+    tokens = tokenizer("a\U0001f600\u6f22")["input_ids"]
+    assert len(tokens) > 3
+    pieces = Pieces(tokenizer)
+    assert [piece for token in tokens if (piece := pieces.add(token))] == ["a", "\U0001f600", "\u6f22"]
+    assert pieces.rest() == ""
+
+
+def test_a_token_costs_the_same_however_long_the_text_is(tokenizer):
+    class Counting:
+        decoded = 0
+
+        def decode(self, tokens):
+            self.decoded += len(tokens)
+            return tokenizer.decode(tokens)
+
+    counting, tokens = Counting(), tokenizer(MANY_BYTES * 100)["input_ids"]
+    pieces = pieces_of([Round([], [], tokens)], counting)
+    assert "".join(pieces[0][2]) == MANY_BYTES * 100 and counting.decoded < 12 * len(tokens)
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+def test_a_trace_holds_what_the_record_counts():
+    target, heard = tiny(), []
+    watched = Watched(ModelDrafter(tiny(seed=1)))
+    for _ in range(2):  # a drafter used before must not lend its last guesses to the next prompt
+        trace = Trace(watched, heard.append)
+        (tokens,), (record,) = specSampling([[1, 2, 3]], target, watched, 10, callback=trace.callback)
+        assert [token for round in trace.rounds for token in round.accepted + round.own] == tokens
+        assert [len(round.accepted) for round in trace.rounds] == record.accepted
+        assert [len(round.accepted + round.rejected) for round in trace.rounds] == record.drafted
+        assert heard[-len(trace.rounds):] == trace.rounds and any(round.rejected for round in trace.rounds)
+
+
+def test_only_row_0_of_a_batch_is_traced_with_its_own_guesses():
+    watched = Watched(LookupDrafter(61))  # row 0 has fewer guesses than the others, or none
+    trace = Trace(watched)
+    tokens, records = specSampling([[1, 2, 3], [5, 6] * 9], tiny(), watched, 12, callback=trace.callback)
+    assert [token for round in trace.rounds for token in round.accepted + round.own] == tokens[0]
+    assert [len(round.accepted + round.rejected) for round in trace.rounds] == records[0].drafted
+
+
+def test_without_a_drafter_every_token_is_the_targets_own():
+    trace = Trace()
+    (tokens,), _ = regrSampling([[1, 2]], tiny(), 9, callback=trace.callback)
+    assert trace.rounds == [Round([], [], [token]) for token in tokens]
+
+
+def test_guesses_after_the_end_of_the_text_are_not_accepted():
+    class Guessed:
+        guesses = [4, 0, 5]
+
+    trace = Trace(Guessed)
+    trace.callback(0, [3], 0)
+    trace.callback(0, [4, 0], 2)
+    assert trace.rounds == [Round([], [], [3]), Round([4, 0], [5], [])]
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+class Terminal(io.StringIO):
+    """A terminal that remembers what it had been given at each flush."""
+
+    def __init__(self, terminal=True):
+        super().__init__()
+        self.terminal, self.flushed = terminal, []
+
+    def isatty(self):
+        return self.terminal
+
+    def flush(self):
+        self.flushed.append(self.getvalue())
+
+
+def streamed(tokenizer, rounds, prompt="Once", **options):
+    screen = Screen(tokenizer, **options)
+    screen.begin(prompt)
+    for round in rounds:
+        screen.round(round)
+    screen.end()
+    return options["file"].getvalue()
+
+
+def ids(tokenizer, *texts):
+    return [tokenizer(text)["input_ids"] for text in texts]
+
+
+@pytest.fixture
+def story(tokenizer):
+    return [Round([], [], *ids(tokenizer, " there")), Round(*ids(tokenizer, " was [b]\n ", " not\n", "a")),
+            Round([], [], *ids(tokenizer, " king "))]
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """`environment(NAME=value)`: that of a terminal with colours, but for what is given."""
+    def change(**given):
+        for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR", "COLORTERM"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in ({"TERM": "xterm-256color"} | given).items():
+            monkeypatch.setenv(name, value)
+    return change
+
+
+@pytest.mark.parametrize("terminal, given", [(False, {}), (True, {"NO_COLOR": "1"}), (True, {"TERM": "dumb"})])
+def test_marks_where_there_is_no_colour(tokenizer, story, environment, terminal, given):
+    environment(**given)
+    out = streamed(tokenizer, story, file=Terminal(terminal))
+    legend, _, text, rest = out.split("\n", 3)
+    assert legend == "the prompt|, [guesses accepted], ~guesses rejected~, the target's own tokens"
+    assert text == "Once| there[ was [b]" and rest.startswith(" ]~ not\\n~a king \n\n")
+    assert rest.count("\n") == 3 and re.search(r"\n\d+ tokens: 1 from reading the prompt, \d+ in 2 rounds \([\d.]+ "
+                                              r"tokens per round\); \d of \d+ guesses accepted\n$", rest)
+
+
+def test_colour_on_a_terminal(tokenizer, story, environment):
+    environment()
+    out = streamed(tokenizer, story, file=Terminal())
+    assert "\x1b[9;31m not\\n\x1b[0m" in out and "\x1b[32m was [b]\x1b[0m\n" in out and "\x1b[1;94ma\x1b[0m" in out
+    assert streamed(tokenizer, story, file=Terminal(False), colour=True) == out
+    assert "\x1b" not in streamed(tokenizer, story, file=Terminal(), colour=False)
+    environment(NO_COLOR="1")
+    assert streamed(tokenizer, story, file=Terminal(), colour=True) == out  # asked for in so many words
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_no_control_character_reaches_the_screen(tokenizer, colour):
+    evil = "\x1b]0;title\x07\r\x08\x9b2J\u202e\t[bold red]:smile:[/]"
+    rounds = of_text(tokenizer, evil)
+    rounds.append(Round([], ids(tokenizer, evil)[0], ids(tokenizer, ".")[0]))
+    out = streamed(tokenizer, rounds, evil, file=Terminal(), colour=colour)
+    out = re.sub(r"\x1b\[[\d;]*m", "", out) if colour else out
+    assert all(c.isprintable() or c == "\n" for c in out)
+    assert "\\x1b]0;title\\x07\\r\\x08\\x9b2J\\u202e\\t[bold red]:smile:[/]" in out
+
+
+def test_each_round_is_on_the_screen_when_it_is_over(tokenizer, story):
+    file = Terminal(False)
+    screen = Screen(tokenizer, file=file)
+    screen.begin("Once")
+    for round in story:
+        screen.round(round)
+        assert file.flushed[-1] == file.getvalue()
+        assert file.getvalue().endswith(visible(tokenizer.decode(round.own)))
+
+
+def test_text_the_screen_cannot_write_is_no_error(tokenizer):
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    screen = Screen(tokenizer, file=file)
+    screen.begin("\ud800\u6f22")
+    screen.round(Round([], [], ids(tokenizer, "\U0001f600 good")[0]))
+    screen.end()
+    assert b"\\ud800?|? good" in raw.getvalue()
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+class Page(HTMLParser):
+    """Text by the id of the element it is in, rejected guesses left out; and all tags."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.texts, self.tags, self.open, self.verdicts = {}, [], [], []
+        self.feed(source)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in ("meta", "input", "img", "br"):
+            self.open.append((tag, dict(attributes).get("id", tag)))
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop()[0] != tag:  # options need no end
+            pass
+
+    def handle_data(self, data):
+        tags, names = zip(*self.open) if self.open else ((), ())
+        for name in filter(None, names):
+            if name != "text" or "del" not in tags:
+                self.texts[name] = self.texts.get(name, "") + data
+        if "row" in names and tags[-1] == "small":
+            self.verdicts.append(data)
+
+
+def text_until(tokenizer, rounds, last):
+    return tokenizer.decode([token for round in rounds[:last + 1] for token in round.accepted + round.own])
+
+
+@pytest.fixture
+def page(tokenizer, tmp_path):
+    """A page of rounds whose text is markup, and those rounds."""
+    rounds = of_text(tokenizer, f"He said {CURSED} and {MANY_BYTES}\nand so on.")
+    write_page(tmp_path / "page.html", CURSED, rounds, tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
+    return tmp_path / "page.html", rounds
+
+
+def test_the_page_holds_text_as_text_and_loads_nothing(tokenizer, page):
+    path, rounds = page
+    source = path.read_text(encoding="utf-8")
+    parsed = Page(source)
+    assert "img" not in parsed.tags and "i" not in parsed.tags and "link" not in parsed.tags
+    assert parsed.tags.count("script") == 2 and "default-src 'none'" in source
+    assert not set("<>&\u2028") & set(parsed.texts["rounds"])
+    assert "src=x" not in source.replace("&lt;img src=x", "") and "http" not in source.replace("http-equiv", "")
+    assert parsed.texts["prompt"] == visible(CURSED)
+    assert parsed.texts["text"] == visible(text_until(tokenizer, rounds, len(rounds)))  # without any script
+    assert [[[*map(len, kinds)], "".join(kinds[1])] for kinds in json.loads(parsed.texts["rounds"])] == [
+        [[*map(len, (round.accepted, round.rejected, round.own))], visible("".join(pieces[1]), "\n\t\u200c\u200d")]
+        for round, pieces in zip(rounds, pieces_of(rounds, tokenizer))]
+    assert os.listdir(path.parent) == [path.name] and os.stat(path).st_mode & 0o777 == 0o644
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tokenizer, tmp_path):
+    for path, reason in ((tmp_path / "no" / "p.html", "No such file"), (tmp_path, "not a file")):
+        with refused(f"--html {path}", "cannot be written", reason):
+            write_page(path, "", [], tokenizer, "", {})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """`browser(address)`: the document when its scripts have had a while of virtual time."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if not program:
+        pytest.skip("there is no Chromium to open the page with")
+    profile = tmp_path_factory.mktemp("profile")
+
+    def dump(address):
+        command = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
+                   "--virtual-time-budget=60000", "--dump-dom", address]
+        return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120).stdout
+
+    (profile / "trivial.html").write_text("<p id=trivial>yes</p>")
+    if Page(dump(f"file://{profile}/trivial.html")).texts.get("trivial") != "yes":
+        pytest.skip(f"{program} cannot open a file here")
+    return dump
+
+
+def test_a_browser_opens_the_page_at_a_round(tokenizer, page, browser):
+    path, rounds = page
+    shown = Page(browser(f"file://{path}#3"))
+    assert shown.texts["text"] == visible(text_until(tokenizer, rounds, 3))
+    assert shown.texts["where"] == f"Round 3 of {len(rounds) - 1}" and shown.texts["forwards"] == "4"
+    counts = [len(getattr(rounds[3], kind)) for kind in ("accepted", "rejected", "own")]
+    assert shown.verdicts == (["accepted"] * counts[0] + ["rejected", *["dropped"] * counts[1]][:counts[1]]
+                              + ["target"] * counts[2])
+    assert "img" not in shown.tags and shown.texts["prompt"] == visible(CURSED)
+
+
+def test_a_browser_plays_the_page_to_its_end(tokenizer, page, browser):
+    path, rounds = page
+    shown = Page(browser(f"file://{path}#play"))
+    assert shown.texts["text"] == visible(text_until(tokenizer, rounds, len(rounds)))
+    assert shown.texts["where"] == f"Round {len(rounds) - 1} of {len(rounds) - 1}" and shown.texts["play"] == "Play"
+    assert "img" not in shown.tags
+
+
+DRIVER = """
+const log = [], saw = () => log.push($("where").textContent + location.hash + $("play").textContent);
+const press = (key, target = document.body) => { target.dispatchEvent(
+  new KeyboardEvent("keydown", {key, bubbles: true})); saw(); };
+const click = id => { $(id).click(); saw(); };
+const pressed = ["ArrowRight", "ArrowRight", "ArrowLeft", "End", "ArrowRight", "Home", "ArrowLeft", " ", " ", "x"];
+pressed.forEach(key => press(key));
+["forward", "forward", "back", "last", "first", "play", "play"].forEach(click);
+press(" ", $("back"));
+$("slider").value = 2;
+$("slider").oninput({target: $("slider")});
+saw();
+press("ArrowRight", $("slider"));
+document.title = JSON.stringify(log);
+"""
+
+
+def test_keys_buttons_and_slider(tokenizer, tmp_path, browser, monkeypatch):
+    monkeypatch.setattr(playback, "SCRIPT", playback.SCRIPT + DRIVER)
+    write_page(tmp_path / "page.html", "", of_text(tokenizer, MANY_BYTES), tokenizer, "", {})
+    log = json.loads(Page(browser(f"file://{tmp_path}/page.html")).texts["title"])
+    last = int(log[0].split("#")[0].split()[-1])
+
+    def at(round, play="Play"):
+        return (f"Round {round} of {last}" if round else "The prompt is read") + f"#{round}{play}"
+
+    assert log == [at(1), at(2), at(1), at(last), at(last), at(0), at(0), at(0, "Pause"), at(0), at(0),
+                   at(1), at(2), at(1), at(last), at(0), at(0, "Pause"), at(0), at(0), at(2), at(3)]
