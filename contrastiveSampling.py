@@ -10,7 +10,7 @@ import math
 from drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
-from utils import GREEDY, UserError
+from utils import GREEDY, UserError, check_share
 from verification import token_rule
 
 
@@ -22,12 +22,10 @@ class Contrast:
     """
 
     def __init__(self, expert, amateur, plausibility=0.1, temperature=1.0):
-        if not 0 <= plausibility <= 1:
-            raise UserError(f"the plausibility threshold must lie in [0, 1], not {plausibility}")
         if not 0 < temperature < math.inf:
             raise UserError(f"the amateur's temperature must be above 0, not {temperature}")
         self.expert, self.amateur = expert, amateur
-        self.plausibility, self.temperature = plausibility, temperature
+        self.plausibility, self.temperature = check_share("plausibility", plausibility), temperature
         self.vocabulary = min(expert.vocabulary, amateur.vocabulary)
         self.name, self.device, self.dtype = f"{expert.name} against {amateur.name}", expert.device, expert.dtype
         self.context = min(expert.context, amateur.context)

@@ -8,7 +8,7 @@ guesses already drawn, and a guess once drawn is always put to the test: that ke
 
 import math
 
-from utils import UserError
+from utils import UserError, check_share
 
 
 class Fixed:
@@ -52,7 +52,7 @@ class DraftConfidence(Fixed):
 
     def __init__(self, length=10, threshold=0.4):
         super().__init__(length)
-        self.threshold = check_threshold(threshold)
+        self.threshold = check_share("threshold", threshold)
 
     def stop(self, q_x):
         """q_x `[B]`: probability under the draft of the token each row drew. Returns bool `[B]`."""
@@ -65,7 +65,7 @@ class TargetConfidence(Fixed):
 
     def __init__(self, length=4, threshold=0.5):
         super().__init__(length)
-        self.threshold = check_threshold(threshold)
+        self.threshold = check_share("threshold", threshold)
 
     def learn(self, drafted, accepted, p_token, seconds):
         confidence = p_token()
@@ -85,11 +85,11 @@ class CostAware:
     MEMORY, PROBE = 0.99, 32  # weight of the past at each round; a round in so many tries another length
     FAITH = 4                 # tests that a position takes over from the one before, as long as it has few of its own
 
-    def __init__(self, longest=10):
-        if longest < 1:
-            raise UserError(f"gamma must be 1 or more, not {longest}")
-        self.longest, self.rounds, self.best = longest, 0, min(4, longest)
-        self.tested, self.passed = [0.0] * longest, [0.0] * longest
+    def __init__(self, length=10):
+        if length < 1:
+            raise UserError(f"gamma must be 1 or more, not {length}")
+        self.longest, self.rounds, self.best = length, 0, min(4, length)
+        self.tested, self.passed = [0.0] * length, [0.0] * length
         self.seconds, self.weight = {}, {}
 
     def begin(self, rows):
@@ -143,12 +143,6 @@ class CostAware:
         spread = sum(w * (n - x) ** 2 for n, _, w in points)
         slope = max(sum(w * (n - x) * (s - y) for n, s, w in points) / spread, 0) if spread else 0.0
         return max(y + slope * (length - x), 0.1 * y)
-
-
-def check_threshold(threshold):
-    if not 0 <= threshold <= 1:
-        raise UserError(f"a threshold must lie in [0, 1], not {threshold}")
-    return threshold
 
 
 RULES = {"fixed": Fixed, "additive": Additive, "draftConfidence": DraftConfidence, "targetConfidence": TargetConfidence,

@@ -77,6 +77,12 @@ def default_pair():
     return pythia if all((MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
 
 
+def default_mid(pair):
+    """The model between the two of `default_pair`, or None where it is not there."""
+    name = "pythia-410m" if pair[0].startswith("pythia") else "bundled-mid"
+    return name if (MODELS / name).is_dir() else None
+
+
 def pick_device(name=None):
     """'cuda' where there is one, else 'cpu'; or the one asked for, if it can be had."""
     if name is None:

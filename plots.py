@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import torch
 
 from drafters import ModelDrafter
 from loading import HERE, check_tokenizers, default_pair, load_model, load_tokenizer
 from playback import Trace, Watched, pieces_of
 from specSampling import specSampling
+from sweep import predict
 from utils import Sampling, UserError
 
 matplotlib.use("Agg")
@@ -54,6 +56,39 @@ def draw_rounds(prompt, rounds, path):
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
+
+
+def draw_sweep(lines, path):
+    """Tokens per second and seconds a text over gamma, one row of axes a temperature: measured with 95 % intervals, the
+    plain decoder as a line, theory's prediction as a curve. Returns the path."""
+    costs = [line for line in lines if line["kind"] == "costs"]
+    figure, grid = plt.subplots(len(costs), 2, figsize=(11, 3.6 * len(costs) + 0.5), dpi=120, squeeze=False)
+    for cost, row in zip(costs, grid):
+        found = predict([m for m in lines if m["kind"] == "speed" and m["temperature"] == cost["temperature"]
+                         and m["promptLen"] == cost["promptLen"]], cost)
+        gammas = [each["gamma"] for each in found["rows"]]
+        for axes, key, label in zip(row, ("throughput", "seconds"), ("tokens per second", "seconds a text")):
+            middle, low, high = np.array([each[key] for each in found["rows"]]).T
+            axes.bar(gammas, middle, yerr=[middle - low, high - middle], color="#bfd3f2", capsize=2, ecolor="#777777",
+                     label="speculative, measured")
+            plain = found["plain"][key][0]
+            axes.axhline(plain, color="#c0392b", linestyle="--", label="plain decoding")
+            for name, style in (("theory", "o-"), ("paper", ":")):
+                ratio = np.array([each[name] for each in found["rows"]])
+                axes.plot(gammas, plain * ratio if key == "throughput" else plain / ratio, style, markersize=3,
+                          color="#2c3e50", label="theory, scoring at its measured cost" if name == "theory"
+                          else "theory, scoring at the cost of one token")
+            axes.set(xlabel="gamma", ylabel=label, xticks=gammas)
+            axes.spines[["top", "right"]].set_visible(False)
+        row[0].set_title(f"temperature {cost['temperature']}, top-p {cost['top_p']}: alpha {found['alpha']:.2f}, c "
+                         f"{found['c']:.2f}", loc="left", fontsize=10)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
 
 
 def main():

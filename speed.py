@@ -53,7 +53,8 @@ def measure(methods, prompts, repeats, seed, device, warm_up=2):
                     yield {"method": name, "prompt": index, "repeat": repeat, "prompt_tokens": len(prompt),
                            "tokens": record.tokens, "ttft": record.ttft, "tpot": record.tpot,
                            "throughput": record.throughput, "report_tpot": record.times[-1] / record.tokens,
-                           "tokens_per_round": record.tokens_per_round, "drafted": sum(record.drafted),
+                           "tokens_per_round": record.tokens_per_round, "seconds": record.times[-1],
+                           "rounds": len(record.times) - 1, "drafted": sum(record.drafted),
                            "accepted": sum(record.accepted), "acceptance_by_position": record.acceptance_by_position,
                            "sha256": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]}
     finally:
@@ -94,7 +95,8 @@ def summarize(measurements, baseline="target"):
         rows.append({
             "method": name, "runs": len(own),
             **{figure: interval([m[figure] for m in own])
-               for figure in ("ttft", "tpot", "throughput", "report_tpot", "tokens_per_round")},
+               for figure in ("ttft", "tpot", "throughput", "report_tpot", "tokens_per_round", "seconds")},
+            **{figure: np.mean([m[figure] for m in own]) for figure in ("rounds", "drafted", "accepted")},
             "speedup": interval(paired_ratios(measurements, name, baseline)),
             "alpha": passed.sum() / tested.sum() if width else float("nan"),
             "acceptance_by_position": [float(a / t) for t, a in zip(tested, passed) if t]})

@@ -1,8 +1,7 @@
-"""Speculative decoding, measured: speed (TTFT, TPOT, throughput) and perplexity of a draft model, a target model, and
-the two together. Results go to results.txt. `python test.py --help` lists the flags, README.md explains them."""
+"""Speculative decoding, measured: speed (TTFT, TPOT, throughput), perplexity, and every decoding method side by side.
+Results go to results.txt. `python test.py --help` lists the flags, README.md explains them."""
 
 import math
-import os
 import shlex
 import sys
 import time
@@ -12,106 +11,26 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import diversity
+import flags
+import methods
+import playback
+import plots
 import PPL
+import report
 import results
-from commandLine import Parser, as_command
+import sweep
+from commandLine import as_command
 from downloadModel import is_hub_id, on_first_use
-from draftLength import RULES as DRAFT_LENGTHS
-from drafters import ModelDrafter
-from loading import (DTYPES, HERE, check_tokenizers, default_pair, find_model, load_model, load_tokenizer,
-                     model_version, pick_device, pick_dtype)
+from loading import (check_tokenizers, find_model, load_model, load_tokenizer, model_version, pick_device, pick_dtype)
 from machine import machine
-from regrSampling import regrSampling
 from rows import check_room
-from specSampling import specSampling
 from speed import measure
-from texts import load_corpora
-from utils import Sampling, UserError
+from texts import load_corpora, read
+from utils import GREEDY, UserError
 from verification import RULES as VERIFICATIONS
 
-LIMITS = {"maxLen": 1, "gamma": 1, "sentences": 1, "sentenceLimit": 1, "books": 1, "repeats": 1, "promptLen": 1,
-          "window": 2, "stride": 1, "seed": 0}
 CHARACTERS = 16  # of text kept for each token of a prompt: far more than any text needs
-
-
-def parse(argv):
-    """The flags, checked as far as they can be before anything is loaded."""
-    parser = Parser(prog="test.py", description=__doc__, allow_abbrev=False)
-    mode = parser.add_argument_group("what to measure (with none of these: both)")
-    mode.add_argument("--speed", nargs="?", type=int, const=1, choices=(0, 1), help="time to first token, time per "
-                      "token, tokens per second; --speed 0 leaves it out")
-    mode.add_argument("--ppl", nargs="?", type=int, const=1, choices=(0, 1), help="perplexity, per text and of the "
-                      "corpus; --ppl 0 leaves it out")
-    models = parser.add_argument_group("models")
-    models.add_argument("--target", metavar="MODEL", help="the large model: a folder under models/, any path, or a hub "
-                        "id owner/name, downloaded on first use (default: pythia-2.8b if it and pythia-70m are there, "
-                        "else the bundled pair)")
-    models.add_argument("--draft", metavar="MODEL", help="the small model that guesses")
-    models.add_argument("--offline", action="store_true", help="download nothing")
-    models.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bfloat16 for speed where the "
-                        "device computes in it, float32 for perplexity)")
-    models.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
-    how = parser.add_argument_group("how to guess and to verify")
-    how.add_argument("--gamma", type=int, default=4, metavar="N", help="tokens guessed in a round, for some rules the "
-                     "most or the least (4)")
-    how.add_argument("--draftLength", choices=DRAFT_LENGTHS, default="fixed", help="the rule that says how many tokens "
-                     "to guess (fixed)")
-    how.add_argument("--verification", choices=VERIFICATIONS, default="token", help="the rule that accepts guesses "
-                     "(token)")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--maxLen", type=int, default=200, metavar="N", help="new tokens at most (200)")
-    sampling.add_argument("--temperature", type=float, default=0.85, metavar="T", help="0 is greedy (0.85)")
-    sampling.add_argument("--top_p", type=float, default=0.9, metavar="P", help="nucleus, 1 is off (0.9)")
-    sampling.add_argument("--top_k", type=int, default=0, metavar="K", help="0 is off (0)")
-    sampling.add_argument("--repetition_penalty", type=float, default=1.0, metavar="R", help="1 is off (1)")
-    data = parser.add_argument_group("texts")
-    data.add_argument("--dataset", default="sample", metavar="NAME", help="sample, wikitext, pg19, another that "
-                      "downloadData.py installed, or the path of a text file, a folder of them, or a saved data set "
-                      "(sample)")
-    data.add_argument("--books", type=int, metavar="N", help="documents of the data set used at most (all)")
-    data.add_argument("--sentences", type=int, default=10, metavar="N", help="texts used: prompts in --speed, texts of "
-                      "each corpus in --ppl (10)")
-    data.add_argument("--sentenceLimit", type=int, default=500, metavar="N", help="characters a text has at least "
-                      "(500)")
-    data.add_argument("--prompt", metavar="TEXT", help="time the continuation of this text instead of the data set's")
-    data.add_argument("--promptLen", type=int, nargs="+", default=[64], metavar="N", help="tokens of a text used as a "
-                      "prompt; several lengths are timed one after the other (64)")
-    data.add_argument("--window", type=int, default=1024, metavar="N", help="tokens of a corpus perplexity window "
-                      "(1024; no more than the models' context)")
-    data.add_argument("--stride", type=int, default=512, metavar="N", help="tokens from one window to the next (512)")
-    other = parser.add_argument_group("measuring")
-    other.add_argument("--repeats", type=int, default=3, metavar="N", help="times each prompt is timed (3)")
-    other.add_argument("--seed", type=int, default=0, metavar="N", help="of every random choice (0)")
-    other.add_argument("--out", type=Path, default=HERE, metavar="FOLDER", help="where results.txt and "
-                       "results.jsonl are (the project's folder)")
-    args = parser.parse_args(argv)
-    for flag, least in LIMITS.items():
-        value = getattr(args, flag)
-        for each in value if isinstance(value, list) else [least if value is None else value]:
-            if each < least:
-                raise UserError(f"--{flag} must be {least} or more, not {each}")
-    args.promptLen = sorted(set(args.promptLen))
-    if args.seed >= 1 << 62:
-        raise UserError("--seed must be less than 2**62")
-    if args.stride >= args.window:
-        raise UserError(f"--stride ({args.stride}) must be less than --window ({args.window})")
-    if args.prompt is not None and not args.prompt:
-        raise UserError("--prompt is empty: give some text")
-    if args.prompt and args.prompt != args.prompt.encode(errors="replace").decode():
-        raise UserError("--prompt is not text in this terminal's encoding: give UTF-8")
-    if not os.path.isdir(args.out):
-        raise UserError(f"--out {args.out} is not a folder")
-    args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    if not (args.speed or args.ppl):  # neither is asked for: both, but for one that is switched off
-        args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
-    if not (args.speed or args.ppl):
-        raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
-    pair = default_pair()
-    if args.target is None and args.draft is None:
-        print(f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
-              + ("" if pair[0].startswith("pythia") else " README.md says how to get Pythia."))
-    args.target, args.draft = args.target or pair[0], args.draft or pair[1]
-    return args
 
 
 def main(argv=None):
@@ -119,7 +38,7 @@ def main(argv=None):
 
     def work():
         try:
-            run(parse(argv), argv)
+            run(flags.parse(argv), argv)
         except torch.OutOfMemoryError:
             raise UserError("the device ran out of memory; use a smaller --dtype, --maxLen or --window. What was "
                             "measured is kept.") from None
@@ -130,65 +49,123 @@ def main(argv=None):
 def run(args, argv):
     """Load the models, measure what was asked for, and write the results."""
     device = pick_device(args.device)
-    dtypes = {"speed": args.dtype or pick_dtype(device), "ppl": args.dtype or "float32"}
-    corpora = load_corpora(args.dataset, args.books) if args.ppl or args.prompt is None else []
-    in_order = sorted((args.target, args.draft), key=is_hub_id)  # a wrong name is found before a large download
-    found = {name: find_model(on_first_use(name, args.offline)) for name in in_order}
-    folders = {"target": found[args.target], "draft": found[args.draft]}
+    dtypes = {"speed": args.dtype or pick_dtype(device), "texts": args.dtype or "float32"}
+    groups, played = flags.groups_of(args), flags.played(args)
+    timing = [mode for mode in groups if mode != "diversity"]
+    from_corpora = args.prompt is None and args.question is None and args.promptFile is None
+    corpora = load_corpora(args.dataset, args.books) if args.ppl or (from_corpora and (timing or played)) else []
+    given = None if from_corpora else read_prompts(args)
+    folders = find_models(args, groups, played)
     tokenizer = load_tokenizer(folders["target"])
-    check_tokenizers(tokenizer, load_tokenizer(folders["draft"]), (folders["target"].name, folders["draft"].name))
-    prompts = choose_prompts(args, tokenizer, corpora) if args.speed else {}
+    for role, folder in folders.items():
+        check_tokenizers(tokenizer, load_tokenizer(folder), (folders["target"].name, folder.name))
+    prompts = choose_prompts(args, tokenizer, corpora, given) if timing or played else {}
+    article = encode(given or diversity.PROMPTS, tokenizer, args) if "diversity" in groups else []
+    room = {mode: article if mode == "diversity" else sum(prompts.values(), []) for mode in (*groups, *played)}
 
-    def load(mode):
-        tokens = args.window if mode == "ppl" else args.maxLen + max(len(p) for each in prompts.values() for p in each)
-        return {role: load_model(folder, tokenizer, dtypes[mode], device, tokens) for role, folder in folders.items()}
+    tokens = max([flags.max_len(args, mode) + max(map(len, each)) for mode, each in room.items()]
+                 + [args.window] * bool(args.ppl))
 
-    models = load("speed" if args.speed else "ppl")
-    for each in prompts.values():
-        check_room(each, args.maxLen, list(models.values()))
+    def load(dtype):
+        return {role: load_model(folder, tokenizer, dtype, device, tokens) for role, folder in folders.items()}
+
+    texts_too = "diversity" in groups or args.ppl
+    models = load(dtypes["speed" if timing or played else "texts"])
+    for mode, each in room.items():
+        check_room(each, flags.max_len(args, mode), list(models.values()))
     texts = [(c, tokenize(c.passages(args.sentenceLimit)[:args.sentences], tokenizer, models))
              for c in corpora if args.ppl]
     if args.ppl and not any(passages for _, passages in texts):
         raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
-    window = min(args.window, *(model.context for model in models.values()))
-    stride = args.stride if args.stride < window else window // 2
+    if played:
+        play(args, models, next(iter(prompts.values()))[0], tokenizer, device, played[0])
+        if not (groups or args.ppl):
+            return
 
     store = results.Results(args.out)
     name = uuid.uuid4().hex[:8]
-    flags = {key: str(value) if isinstance(value, Path) else value
-             for key, value in vars(args).items() if key != "sampling"}
-    store.append(kind="run", run=name, time=time.strftime("%Y-%m-%d %H:%M:%S"), command=shlex.join(argv), flags=flags,
+    kept = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    store.append(kind="run", run=name, time=time.strftime("%Y-%m-%d %H:%M:%S"), command=shlex.join(argv), flags=kept,
                  device=device, machine=machine(device),
                  models={role: {"name": folder.name, "version": model_version(folder),
                                 "parameters": sum(p.numel() for p in models[role].model.parameters())}
                          for role, folder in folders.items()})
+
+    def append(**line):
+        store.append(run=name, **line)
+
     try:
-        if args.speed:
+        for mode in timing:
             for length, each in prompts.items():
-                time_samplers(args, models, each, tokenizer, device, f"speed, prompts of {length} tokens",
-                              lambda **line: store.append(run=name, dtype=dtypes["speed"], promptLen=length, **line))
+                time_group(args, mode, groups[mode], models, each, tokenizer, device,
+                           lambda **line: append(dtype=dtypes["speed"], promptLen=length, **line))
+        if "sweep" in groups:
+            figure = plots.draw_sweep([line for line in store.measurements(name) if line.get("mode") == "sweep"],
+                                      args.out / "figures" / f"sweep-{name}.png")
+            append(kind="figure", of="sweep", file=f"figures/{figure.name}")
+        if texts_too and timing and dtypes["texts"] != dtypes["speed"]:
+            del models
+            folders.pop("mid", None)
+            models = load(dtypes["texts"])
+        if "diversity" in groups:
+            measure_diversity(args, models, article, tokenizer, device,
+                              lambda **line: append(dtype=dtypes["texts"], **line))
         if args.ppl:
-            if args.speed and dtypes["ppl"] != dtypes["speed"]:
-                del models
-                models = load("ppl")
-            measure_perplexity(models, texts, tokenizer, window, stride,
-                               lambda **line: store.append(run=name, dtype=dtypes["ppl"],
-                                                           sentenceLimit=args.sentenceLimit, **line))
-        store.append(kind="end", run=name)
+            window = min(args.window, *(model.context for model in models.values()))
+            measure_perplexity(models, texts, tokenizer, window, args.stride if args.stride < window else window // 2,
+                               lambda **line: append(dtype=dtypes["texts"], sentenceLimit=args.sentenceLimit, **line))
+        append(kind="end")
     finally:
         try:
             store.render()
         finally:  # the screen needs no room on a disk
-            results.show(*next(r for r in store.runs() if r[0]["run"] == name))
+            report.show(*next(r for r in store.runs() if r[0]["run"] == name))
     print(f"Written to {store.text.name} (every measurement: {store.lines.name}).")
 
 
-def choose_prompts(args, tokenizer, corpora):
-    """Token ids of the prompts, {length: prompts}: the one given, or for each `promptLen` the text from the first
-    passages of each corpus in turn on, cut to that length. Where too few go on for so long, the longest others."""
+def find_models(args, groups, played):
+    """{role: folder} of the models that are needed; those named by a hub id are downloaded."""
+    used = {name for names in (*groups.values(), played) for name in names}
+    needed = {role for name in used for role in methods.METHODS[name].needs}
+    needed |= {"target"} if args.draft == "lookup" else {"target", "draft"}
+    named = {role: getattr(args, role) for role in ("target", "draft", "mid") if role in needed}
+    in_order = sorted(dict.fromkeys(named.values()), key=is_hub_id)  # a wrong name is found before a large download
+    found = {name: find_model(on_first_use(name, args.offline)) for name in in_order}
+    folders = {role: found[name] for role, name in named.items()}
+    if used & {"contrastive", "speculativeContrastive"} and folders["target"] == folders["draft"]:
+        raise UserError("contrastive decoding needs two models: --target and --draft are the same")
+    return folders
+
+
+def read_prompts(args):
+    """The texts given by flag to be continued."""
     if args.prompt is not None:
-        ids = tokenizer(args.prompt, verbose=False)["input_ids"]
-        return {len(ids): [ids]}
+        return [args.prompt]
+    if args.question is not None:
+        return [args.question]
+    lines = [line for line in read(args.promptFile).splitlines() if line.strip()]
+    if not lines:
+        raise UserError(f"--promptFile {args.promptFile} holds no prompt; write one on each line")
+    return lines
+
+
+def encode(texts, tokenizer, args):
+    """Token ids of texts that are continued from their end; a question in the form its chat model was trained on."""
+    if args.question is None:
+        return [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+    if not tokenizer.chat_template:
+        raise UserError(f"the tokenizer of {args.target} has no chat template; give the question with --prompt, or "
+                        "name an instruct model")
+    return [tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
+                                          return_dict=True)["input_ids"] for text in texts]
+
+
+def choose_prompts(args, tokenizer, corpora, given):
+    """Token ids of the prompts, {length: prompts}: those given, or for each `promptLen` the text from the first
+    passages of each corpus in turn on, cut to that length. Where too few go on for so long, the longest others."""
+    if given:
+        prompts = encode(given, tokenizer, args)
+        return {max(map(len, prompts)): prompts}
     prompts = {}
     for length in args.promptLen:
         passages = [corpus.passages(args.sentenceLimit, CHARACTERS * length) for corpus in corpora]
@@ -211,20 +188,70 @@ def tokenize(passages, tokenizer, models):
     return [ids[:context] for ids in (tokenizer(text, verbose=False)["input_ids"] for text in passages) if len(ids) > 1]
 
 
-def time_samplers(args, models, prompts, tokenizer, device, label, append):
-    target, draft = models["target"], models["draft"]
-    common = {"max_len": args.maxLen, "sampling": args.sampling, "end_of_text": tokenizer.eos_token_id}
-    length = DRAFT_LENGTHS[args.draftLength](args.gamma)  # one for all prompts: some learn as they go
-    methods = {
-        "draft": lambda prompt, generator: regrSampling([prompt], draft, generator=generator, **common),
-        "target": lambda prompt, generator: regrSampling([prompt], target, generator=generator, **common),
-        "speculative": lambda prompt, generator: specSampling(
-            [prompt], target, ModelDrafter(draft), gamma=length, generator=generator,
-            verify=VERIFICATIONS[args.verification], **common)}
-    with tqdm(total=len(methods) * len(prompts) * args.repeats, desc=label, disable=None, leave=False) as bar:
-        for line in measure(methods, prompts, args.repeats, args.seed, device):
-            append(kind="speed", **line)
-            bar.update()
+def time_group(args, mode, names, models, prompts, tokenizer, device, append):
+    """Time the methods of one mode on `prompts`; `--sweep` does so for each temperature."""
+    max_len, repeats = flags.max_len(args, mode), flags.repeats(args, mode)
+    for temperature in (args.temperature or [None]) if mode == "sweep" else [None]:
+        sampling, samplers = flags.sampling(args, mode, temperature), methods.build(names, models, args)
+        shown = {"mode": mode, "maxLen": max_len, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        if mode == "sweep":
+            drafter, verify = methods.guesser(models, args), VERIFICATIONS[args.verification]
+            samplers |= sweep.samplers(models["target"], drafter, verify)
+            append(kind="costs", **shown, **sweep.costs(prompts, models["target"], drafter, sampling, verify, max_len,
+                                                        args.seed, device))
+        timed = {name: lambda prompt, generator, sampler=sampler: sampler(
+            [prompt], max_len, sampling, tokenizer.eos_token_id, generator) for name, sampler in samplers.items()}
+        with tqdm(total=len(timed) * len(prompts) * repeats, desc=mode, disable=None, leave=False) as bar:
+            for line in measure(timed, prompts, repeats, args.seed, device):
+                append(kind="speed", **shown, **line)
+                bar.update()
+
+
+def measure_diversity(args, models, prompts, tokenizer, device, append):
+    """Texts of each method and how varied they are: several of each prompt where there is chance, else one."""
+    sampling, max_len = flags.sampling(args, "diversity"), flags.max_len(args, "diversity")
+    samplers = methods.build(flags.GROUPS["diversity"], models, args)
+    runs = {"naive": (samplers.pop("target"), sampling)} | {name: (s, sampling) for name, s in samplers.items()}
+    runs["greedy"] = runs["naive"][0], GREEDY
+    heats = {"greedy": 0, "naive": sampling.temperature, "speculative": sampling.temperature}  # 0: no chance in it
+    repeats = {name: flags.repeats(args, "diversity") if heats.get(name, args.contrastiveTemperature) else 1
+               for name in runs}
+    with tqdm(total=sum(repeats.values()) * len(prompts), desc="diversity", disable=None, leave=False) as bar:
+        for name, (sampler, shape) in runs.items():
+            each = []
+            for repeat in range(repeats[name]):
+                generator = torch.Generator(device).manual_seed(args.seed + repeat)
+                texts, _ = sampler(prompts, max_len, shape, tokenizer.eos_token_id, generator)
+                each += [diversity.figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
+                bar.update(len(prompts))
+            append(kind="diversity", method=name, prompts=len(prompts), texts=len(each), maxLen=max_len,
+                   temperature=sampling.temperature, top_p=sampling.top_p, each=each)
+
+
+def play(args, models, prompt, tokenizer, device, name):
+    """Continue one prompt on the screen, and write the page that plays it back."""
+    watched = []
+
+    def watch(drafter):
+        watched.append(playback.Watched(drafter))
+        return watched[0]
+
+    sampler = methods.build([name], models, args, watch)[name]
+    screen = playback.Screen(tokenizer) if args.show else None
+    trace = playback.Trace(watched[0], screen and screen.round)
+    text, max_len = tokenizer.decode(prompt), flags.max_len(args, "show")
+    if screen:
+        screen.begin(text)
+    try:
+        sampler([prompt], max_len, flags.sampling(args, "show"), tokenizer.eos_token_id,
+                torch.Generator(device).manual_seed(args.seed), trace.callback)
+    finally:
+        if screen:
+            screen.end()
+    if args.html:
+        names = {role: model.name for role, model in models.items()}
+        playback.write_page(args.html, text, trace.rounds, tokenizer, "Speculative decoding, round by round", names)
+        print(f"Written to {args.html}")
 
 
 def measure_perplexity(models, texts, tokenizer, window, stride, append):

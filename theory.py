@@ -9,9 +9,10 @@ def expected_tokens(alpha, gamma):
     return gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
-def improvement(alpha, gamma, c):
-    """Speed-up over plain decoding, theorem 3.8: the above over (gamma c + 1)."""
-    return expected_tokens(alpha, gamma) / (gamma * c + 1)
+def improvement(alpha, gamma, c, scoring=1.0):
+    """Speed-up over plain decoding, theorem 3.8: the above over (gamma c + 1). The 1 is the cost of scoring gamma + 1
+    tokens, which the paper takes for that of one; `scoring` says what it really is, in units of one token's."""
+    return expected_tokens(alpha, gamma) / (gamma * c + scoring)
 
 
 def best_gamma(alpha, c, longest=32):

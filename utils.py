@@ -15,6 +15,13 @@ class UserError(Exception):
     """Something the user gave cannot be used. The message is one line: what is wrong, and the remedy."""
 
 
+def check_share(name, value):
+    """`value` if it lies in [0, 1], else a UserError."""
+    if not 0 <= value <= 1:
+        raise UserError(f"{name} must lie in [0, 1], not {value}")
+    return value
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a distribution is shaped before a token is drawn. The same shape is given to the target and to the draft.

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import flags
+import methods
 import PPL
 from drafters import ModelDrafter
 from loading import DTYPES, load_model, load_tokenizer
@@ -19,6 +21,11 @@ def pair():
 
 
 @pytest.fixture(scope="module")
+def plain(pair, prompts):
+    return regrSampling(prompts, pair[1], 100, GREEDY)[0]
+
+
+@pytest.fixture(scope="module")
 def prompts(pair):
     """50 prompts of ragged lengths, from both styles of the sample texts."""
     passages = [p for corpus in load_corpora("sample") for p in corpus.passages(300)[:25]]
@@ -26,9 +33,19 @@ def prompts(pair):
     return [pair[0](text)["input_ids"][:16 + 3 * i % 40] for i, text in enumerate(passages)]
 
 
-def test_greedy_output_equals_plain_and_transformers_on_50_prompts_of_100_tokens(pair, prompts):
+@pytest.mark.parametrize("name", [name for name in methods.LOSSLESS if name != "fixed"])
+def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_50_prompts_of_100_tokens(pair, prompts, plain,
+                                                                                               name):
+    tokenizer, target, draft = pair
+    models = {"target": target, "draft": draft}
+    if name == "cascade":
+        models["mid"] = load_model("bundled-mid", tokenizer, "float32", "cpu")
+    sampler = methods.build([name], models, flags.parser().parse_args([]))[name]
+    assert sampler(prompts, 100, GREEDY)[0] == plain
+
+
+def test_greedy_output_equals_plain_and_transformers_on_50_prompts_of_100_tokens(pair, prompts, plain):
     _, target, draft = pair
-    plain, _ = regrSampling(prompts, target, 100, GREEDY)
     spec, records = specSampling(prompts, target, ModelDrafter(draft), 100, 4, GREEDY)
     alone = [target.model.generate(torch.tensor([p]), max_new_tokens=100, do_sample=False, eos_token_id=None,
                                    pad_token_id=0)[0, len(p):].tolist() for p in prompts]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,11 @@ import time
 import pytest
 import torch
 
+import flags as parser
+import methods
+import sweep
 from conftest import CONTEXT, ROOT, with_ctrl_c
+from loading import load_tokenizer
 from localHub import Repository
 from utils import UserError
 
@@ -28,7 +33,15 @@ def hashes(folder):
 BAD = ["--gamma 0", "--gamma -1", "--gamma x", "--gamma 1.5", "--gamma", "--temperature -1", "--temperature nan",
        "--temperature inf", "--temperature warm", "--top_p 0", "--top_p 1.5", "--top_p nan", "--top_k -1",
        "--repetition_penalty 0", "--maxLen 0", "--repeats 0", "--sentences 0", "--sentenceLimit 0", "--promptLen 0",
-       "--promptLen 5 0", "--draftLength x", "--verification x", "--books 0", "--target some/target --offline",
+       "--promptLen 5 0", "--draftLength x", "--verification x", "--books 0", "--compare x", "--compare",
+       "--compare target,,block", "--compare cascade", "--compare mid", "--speedMulti", "--mid nowhere --speedMulti",
+       "--draftThreshold 1.1",
+       "--draftThreshold nan", "--targetThreshold -0.1", "--plausibility 2", "--amateurTemperature 0",
+       "--contrastiveTemperature -1", "--gamma1 0", "--gamma2 0", "--ngram 0", "--draft lookup --ngram 0",
+       "--draft lookup --ppl", "--draft lookup --contrastive", "--draft lookup --compare contrastive",
+       "--temperature 0.5 1", "--sweep --temperature 1 -1", "--show --sweep", "--html nowhere/page.html",
+       "--html . --show", "--promptFile nowhere", "--promptFile . --speed", "--question hello --speed",
+       "--prompt a --question b", "--target some/target --offline",
        "--window 1", "--stride 0", "--stride 64 --window 64", "--stride 65 --window 64", "--seed -1",
        "--seed 9223372036854775808", "--dataset nowhere", "--target nowhere", "--draft nowhere", "--draft .",
        "--unknown 1", "--max 3", "argument", "--speed 2", "--speed x", "--ppl 2", "--device gpu", "--dtype int8",
@@ -37,9 +50,9 @@ BAD = ["--gamma 0", "--gamma -1", "--gamma x", "--gamma 1.5", "--gamma", "--temp
        pytest.param("--device cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA"))]
 
 
-@pytest.mark.parametrize("wrong", [*BAD, ["--prompt", ""], ["--prompt", "word " * CONTEXT], ["--prompt", "\udcff"],
-                                   ["two\nlines"], *([flag, value] for flag in ("--target", "--dataset", "--out")
-                                                      for value in ("two\nlines", "long" * 2000))])
+@pytest.mark.parametrize("wrong", [
+    *BAD, ["--prompt", ""], ["--question", ""], ["--prompt", "word " * CONTEXT], ["--prompt", "\udcff"], ["two\nlines"],
+    *([flag, value] for flag in ("--target", "--dataset", "--out") for value in ("two\nlines", "long" * 2000))])
 def test_a_wrong_flag_is_one_line_and_nothing_is_written(cli, flags, tmp_path, capsys, monkeypatch, wrong):
     monkeypatch.chdir(tmp_path)
     wrong = wrong.split() if isinstance(wrong, str) else wrong
@@ -164,13 +177,13 @@ def test_a_device_out_of_memory_is_one_line(cli, flags, tmp_path, capsys, monkey
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\na lot")
 
-    monkeypatch.setattr(cli, "specSampling", full)
+    monkeypatch.setattr(methods, "specSampling", full)
     assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_without_models_named_it_says_which_are_used(cli, flags, pair_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "default_pair", lambda: (str(pair_folder / "target"), str(pair_folder / "draft")))
+    monkeypatch.setattr(parser, "default_pair", lambda: (str(pair_folder / "target"), str(pair_folder / "draft")))
     assert cli.main([*flags[4:], "--speed", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out.splitlines()[0]
     assert said.startswith(f"No models named: using {pair_folder / 'target'} (target)")
@@ -180,8 +193,9 @@ def test_help_explains_every_flag(cli, capsys):
     with pytest.raises(SystemExit, check=lambda e: e.code == 0):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    for flag in vars(cli.parse(["--target", "x", "--draft", "y"])):
-        assert flag == "sampling" or f"  --{flag}" in out
+    for flag in vars(parser.parse(["--target", "x", "--draft", "y"])):
+        assert f"  --{flag} " in out or f"  --{flag}\n" in out
+    assert all(name in out for name in methods.METHODS)
 
 
 def start(arguments, folder, **more):
@@ -251,3 +265,119 @@ def test_a_hub_id_is_downloaded_on_first_use(cli, flags, pair_folder, hub, tmp_p
 def test_every_rule_can_be_chosen_and_is_named_in_the_table(cli, flags, tmp_path, capsys, options):
     assert cli.main([*flags, "--speed", *options, "--out", str(tmp_path)]) == 0
     assert f"{options[0][2:]} {options[1]}," in (tmp_path / "results.txt").read_text().replace("\n", " ")
+
+
+def test_a_model_between_needs_one_below_it(cli, pair_folder, capsys):
+    assert cli.main(["--mid", str(pair_folder / "draft"), "--target", str(pair_folder / "target"), "--speedMulti"]) == 2
+    assert "--draft" in capsys.readouterr().err
+
+
+def test_contrast_needs_two_models(cli, flags, pair_folder, tmp_path, capsys):
+    assert cli.main([*flags, "--contrastive", "--draft", str(pair_folder / "target"), "--out", str(tmp_path)]) == 2
+    assert "needs two models" in capsys.readouterr().err
+
+
+def test_an_unknown_method_is_told_the_known_ones(cli, flags, capsys):
+    assert cli.main([*flags, "--compare", "target,blok"]) == 2
+    said = capsys.readouterr().err
+    assert "'blok'" in said and all(name in said for name in methods.METHODS)
+
+
+def test_an_empty_prompt_file_is_one_line(cli, flags, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    assert cli.main([*flags, "--speed", "--promptFile", str(tmp_path / "empty.txt"), "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and os.listdir(tmp_path) == ["empty.txt"]
+
+
+def test_all_methods_are_compared_on_the_same_prompts(cli, flags, pair_folder, tmp_path):
+    arguments = [*flags, "--temperature", "0", "--dtype", "float32", "--maxLen", "20", "--out", str(tmp_path)]
+    assert cli.main([*arguments, "--compare", "all", "--mid", str(pair_folder / "draft")]) == 0
+    measured = [m for m in lines_of(tmp_path) if m["kind"] == "speed"]
+    assert {m["method"] for m in measured} == set(methods.ALL) and len(measured) == 2 * len(methods.ALL)
+    assert all(m["rounds"] + m["accepted"] + 1 == m["tokens"] or m["drafted"] for m in measured)
+    tokens = hashes(tmp_path)
+    for prompt in (0, 1):  # greedy: every lossless method gives the target's own tokens
+        assert {tokens[name, prompt, 0] for name in methods.LOSSLESS} == {tokens["target", prompt, 0]}
+        assert tokens["contrastive", prompt, 0] == tokens["speculativeContrastive", prompt, 0]
+    text = (tmp_path / "results.txt").read_text()
+    assert all(name in text for name in ("cost aware", "draft confidence", "spec. contrastive", "lookup"))
+
+
+def test_without_a_model_between_all_leaves_the_cascade_out(cli, flags, tmp_path):
+    assert cli.main([*flags, "--compare", "all", "--maxLen", "3", "--out", str(tmp_path)]) == 0
+    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == set(methods.ALL) - {"cascade"}
+
+
+@pytest.mark.parametrize("mode, methods_measured", [
+    (["--speedNew"], {"draft", "target", "additive"}), (["--contrastive"], set(parser.GROUPS["contrastive"])),
+    (["--draft", "lookup"], {"target", "speculative"}), (["--compare", "block"], {"target", "block"})])
+def test_modes_measure_their_methods(cli, flags, tmp_path, mode, methods_measured):
+    assert cli.main([*flags, *mode, "--out", str(tmp_path)]) == 0
+    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == methods_measured
+
+
+def test_three_models_guess_for_each_other(cli, flags, pair_folder, tmp_path):
+    assert cli.main([*flags, "--speedMulti", "--mid", str(pair_folder / "draft"), "--gamma1", "2", "--gamma2", "3",
+                     "--out", str(tmp_path)]) == 0
+    first, *measured = lines_of(tmp_path)
+    assert set(first["models"]) == {"target", "draft", "mid"}
+    assert {m["method"] for m in measured if m["kind"] == "speed"} == set(parser.GROUPS["speedMulti"])
+
+
+def test_new_tokens_of_a_mode_unless_they_are_said():
+    args = parser.parse(["--target", "x", "--draft", "y", "--speed", "--speedNew", "--diversity"])
+    assert [parser.max_len(args, mode) for mode in ("speed", "speedNew", "diversity")] == [200, 1000, 45]
+    assert parser.sampling(args, "diversity").temperature == 1 and parser.sampling(args, "speed").temperature == 0.85
+    args = parser.parse(["--target", "x", "--draft", "y", "--speedNew", "--maxLen", "7", "--temperature", "0.5"])
+    assert parser.max_len(args, "speedNew") == 7 and parser.sampling(args, "diversity").temperature == 0.5
+
+
+def test_the_sweep_writes_its_figure_and_names_it(cli, flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "GAMMAS", range(1, 4))
+    assert cli.main([*flags, "--sweep", "--sentences", "1", "--temperature", "0", "1", "--out", str(tmp_path)]) == 0
+    lines = lines_of(tmp_path)
+    (figure,) = [line["file"] for line in lines if line["kind"] == "figure"]
+    assert (tmp_path / figure).read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "results.txt").read_text()
+    assert figure in text and "temperature 0.0" in text and "temperature 1.0" in text
+    gammas = {m["method"] for m in lines if m["kind"] == "speed"} - {"draft", "target"}
+    assert gammas == {f"gamma {gamma}" for gamma in range(1, 4)}
+    costs = [line for line in lines if line["kind"] == "costs"]
+    assert len(costs) == 2 and all(len(c["scoring"]) == 4 and c["scoring"][0] == 1 for c in costs)
+
+
+def test_diversity_of_the_articles_prompts_or_of_a_files(cli, flags, tmp_path):
+    (tmp_path / "prompts.txt").write_text("The bell\n\nThe lamp was\n")
+    arguments = [*flags, "--diversity", "--repeats", "3", "--out", str(tmp_path)]
+    assert cli.main(arguments) == cli.main([*arguments, "--promptFile", str(tmp_path / "prompts.txt")]) == 0
+    for run, prompts in zip(("own", "file"), (5, 2)):
+        lines = [m for m in lines_of(tmp_path) if m["kind"] == "diversity" and m["prompts"] == prompts]
+        texts = {m["method"]: m["texts"] for m in lines}
+        assert texts == {"naive": 3 * prompts, "speculative": 3 * prompts, "contrastive": prompts,
+                         "speculativeContrastive": prompts, "greedy": prompts}
+        each = {m["method"]: m["each"] for m in lines}
+        assert each["contrastive"] == each["speculativeContrastive"]
+    assert "article, contrastive" in (tmp_path / "results.txt").read_text().replace("\n", " ")
+
+
+def test_a_question_is_asked_by_the_chat_template(cli, flags, pair_folder, tmp_path):
+    folder = shutil.copytree(pair_folder / "target", tmp_path / "chat")
+    template = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+                "{% if add_generation_prompt %}<a>{% endif %}")
+    (folder / "chat_template.jinja").write_text(template)
+    out = tmp_path / "out"
+    out.mkdir()
+    assert cli.main([*flags, "--speed", "--target", str(folder), "--question", "a lamp?", "--repetition_penalty", "1.3",
+                     "--out", str(out)]) == 0
+    expected = len(load_tokenizer(folder)("<user>a lamp?<a>")["input_ids"])
+    assert {m["prompt_tokens"] for m in lines_of(out) if m["kind"] == "speed"} == {expected}
+
+
+@pytest.mark.parametrize("mode", [[], ["--speedNew"], ["--contrastive"], ["--draft", "lookup"]])
+def test_a_text_is_shown_as_it_is_decoded_and_as_a_page(cli, flags, tmp_path, capsys, mode):
+    page = tmp_path / "page.html"
+    assert cli.main([*flags, *mode, "--prompt", "The <bell>", "--show", "--html", str(page), "--out",
+                     str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "The <bell>" in out and str(page.name) in out.replace("\n", "")
+    assert "The &lt;bell&gt;" in page.read_text() and os.listdir(tmp_path) == ["page.html"]

@@ -15,7 +15,8 @@ import pytest
 
 import results
 from conftest import ROOT, refused
-from results import WIDTH, Results, show
+from report import WIDTH, show
+from results import Results
 from utils import UserError
 
 FORK = multiprocessing.get_context("fork")
@@ -34,7 +35,8 @@ def speed_line(run="r1", method="target", prompt=0, scale=1.0, **changes):
     return {"kind": "speed", "run": run, "dtype": "float32", "method": method, "prompt": prompt, "repeat": 0,
             "promptLen": 64, "prompt_tokens": 64,
             "ttft": 0.5 * scale, "tpot": 0.25 * scale, "throughput": 4.0 / scale, "report_tpot": 0.3 * scale,
-            "tokens_per_round": 2.0, "acceptance_by_position": [[4, 3], [3, 1]]} | changes
+            "tokens_per_round": 2.0, "seconds": 1.0 * scale, "rounds": 4, "drafted": 7, "accepted": 4,
+            "acceptance_by_position": [[4, 3], [3, 1]]} | changes
 
 
 def ppl_lines(run="r1", corpus="corpus", value=17.0):

@@ -14,7 +14,7 @@ NAN = float("nan")
 
 
 def measurement(method="target", prompt=0, repeat=0, throughput=10.0, ttft=0.5, tpot=0.1, report_tpot=0.2,
-                tokens_per_round=1.0, acceptance_by_position=()):
+                tokens_per_round=1.0, acceptance_by_position=(), seconds=1.0, rounds=1, drafted=0, accepted=0):
     return dict(locals())
 
 
