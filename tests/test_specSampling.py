@@ -100,6 +100,12 @@ def test_a_filter_on_one_side_only_is_caught(monkeypatch):
     assert p_value(0, 3, sampling=Sampling(1.0, 0, 0.8), draws=FEW) < 1e-4
 
 
+def test_a_penalty_that_forgets_the_guesses_is_caught(monkeypatch):
+    """At each position of a block the tokens before it count, guesses included."""
+    monkeypatch.setattr(loop, "seen_after", lambda seen, block: seen[:, None].expand(-1, block.shape[1], -1))
+    assert p_value(0, 3, sampling=SETTINGS[3], draws=FEW) < 1e-4
+
+
 def test_positions_off_by_one_in_the_target_are_caught(monkeypatch):
     right = loop.Rows.positions
     monkeypatch.setattr(loop.Rows, "positions",
