@@ -6,8 +6,6 @@ A rule is told of a new batch with `begin(rows)`; before a round `gammas()` give
 guesses already drawn, and a guess once drawn is always put to the test: that keeps every rule lossless.
 """
 
-import math
-
 from utils import UserError, check_share
 
 
@@ -31,7 +29,7 @@ class Fixed:
     def learn(self, drafted, accepted, p_token, seconds):
         """drafted, accepted: {row: tokens guessed}, {row: how many of them stood} of the rows that had not ended;
         p_token: a function that gives the target's probability of the token each row drew last, as a list; seconds:
-        what the round took."""
+        a function that gives what the drafting took, and what the rest of the round."""
 
 
 class Additive(Fixed):
@@ -76,21 +74,26 @@ class TargetConfidence(Fixed):
 class CostAware:
     """The length with the most expected tokens per second, 0 (plain decoding) included.
 
-    It keeps running estimates of alpha at each position in a round, and of what a round costs: a constant and a price
-    for each guess, fitted to the rounds that guessed, and the price of a round that did not. Now and then a round
-    tries a length beside the best one, so that a change is noticed. Estimates outlive a text: use one object for all.
+    It keeps running estimates of alpha at each position in a round, of what a guess costs and of what it costs to
+    score them. Machines are faster at one time than at another, so the two costs are those of the last rounds, measured
+    in the same rounds; how scoring grows with its tokens is learnt where the length changes. Now and then a round tries
+    a length beside the best one, so that a change is noticed. Estimates outlive a text: use one object for all.
     """
 
     stop = None
-    MEMORY, PROBE = 0.99, 32  # weight of the past at each round; a round in so many tries another length
-    FAITH = 4                 # tests that a position takes over from the one before, as long as it has few of its own
+    MEMORY, PROBE = 0.995, 32  # weight of the past at each round; a round in so many tries another length
+    RECENT = 0.9               # weight of the past in what things cost
+    FAITH, HOPE = 4, 0.7       # tests that a position takes over from the one before, as long as it has few of its own;
+    # alpha of the first while there are none: what was tested long ago counts for little, so a hopeful figure sees to
+    # it that a draft once unlucky is tried again
 
     def __init__(self, length=10):
         if length < 1:
             raise UserError(f"gamma must be 1 or more, not {length}")
         self.longest, self.rounds, self.best = length, 0, min(4, length)
         self.tested, self.passed = [0.0] * length, [0.0] * length
-        self.seconds, self.weight = {}, {}
+        self.guess = self.scoring = self.scored = None  # seconds a guess, seconds of scoring, and how many guesses then
+        self.growth = 0.03  # of scoring with each guess
 
     def begin(self, rows):
         self.count = rows
@@ -100,7 +103,7 @@ class CostAware:
 
     def choose(self):
         self.rounds += 1
-        opening = (0, 1, self.longest // 2 or 1, self.longest, 0, 2, 0)
+        opening = (4, 2, 0, 6, 4, 1)
         if self.rounds <= len(opening):
             return min(opening[self.rounds - 1], self.longest)
         if self.rounds % self.PROBE:
@@ -114,17 +117,27 @@ class CostAware:
             passed = sum(accepted[row] > i for row in reached)
             self.tested[i] = self.MEMORY * self.tested[i] + len(reached) / len(accepted)
             self.passed[i] = self.MEMORY * self.passed[i] + passed / len(accepted)
-        drafted = max(drafted.values())
-        known = self.seconds.get(drafted)
-        seconds = min(seconds, 2 * known) if known else seconds  # the machine may have done something else in between
-        weight = self.weight[drafted] = 0.97 * self.weight.get(drafted, 0) + 1
-        self.seconds[drafted] = (known or 0) + (seconds - (known or 0)) / weight
-        if self.rounds >= 7 and self.rounds % 4 == 0:  # the search costs a hundredth of a round
+        self.learn_costs(max(drafted.values()), *seconds())
+        if self.rounds % 4 == 0:  # the search costs a hundredth of a round
             self.best = max(range(self.longest + 1), key=self.rate)
+
+    def learn_costs(self, guesses, drafting, scoring):
+        if guesses:
+            self.guess = self.recent(self.guess, drafting / guesses)
+        if self.scoring and abs(guesses - self.scored) >= 1:
+            surprise = scoring / self.scoring - (1 + self.growth * guesses) / (1 + self.growth * self.scored)
+            step = 0.1 * max(-0.3, min(surprise, 0.3)) / (guesses - self.scored)
+            self.growth = max(0.0, min(self.growth + step, 0.5))
+        self.scoring = self.recent(self.scoring, scoring)
+        self.scored = guesses if self.scored is None else self.scored + (1 - self.RECENT) * (guesses - self.scored)
+
+    def recent(self, known, value):
+        """A running mean, in which one value counts for twice the mean at most: the machine does other things too."""
+        return value if known is None else known + (1 - self.RECENT) * (min(value, 2 * known) - known)
 
     def rate(self, length):
         """Expected tokens per second of a round that guesses `length` tokens."""
-        tokens, reach, alpha = 1.0, 1.0, 0.5
+        tokens, reach, alpha = 1.0, 1.0, self.HOPE
         for tested, passed in zip(self.tested[:length], self.passed[:length]):
             alpha = (passed + self.FAITH * alpha) / (tested + self.FAITH)
             reach *= alpha
@@ -133,16 +146,8 @@ class CostAware:
 
     def cost(self, length):
         """Seconds a round that guesses `length` tokens takes."""
-        if length == 0 and 0 in self.seconds:
-            return self.seconds[0]
-        points = [(n, s, self.weight[n]) for n, s in self.seconds.items() if n]
-        total = sum(w for *_, w in points)
-        if not total:
-            return math.inf if length else 1.0
-        x, y = (sum(point[i] * point[2] for point in points) / total for i in (0, 1))
-        spread = sum(w * (n - x) ** 2 for n, _, w in points)
-        slope = max(sum(w * (n - x) * (s - y) for n, s, w in points) / spread, 0) if spread else 0.0
-        return max(y + slope * (length - x), 0.1 * y)
+        plain = self.scoring / (1 + self.growth * self.scored)
+        return length * (self.guess or 0.0) + plain * (1 + self.growth * length)
 
 
 RULES = {"fixed": Fixed, "additive": Additive, "draftConfidence": DraftConfidence, "targetConfidence": TargetConfidence,

@@ -1,12 +1,11 @@
 """Speculative sampling: guess ahead with something cheap, score all guesses with one forward of the target, keep what
 the target would have said (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
 
-import time
-
 import torch
 
 from draftLength import Fixed
 from regrSampling import commit_one
+from machine import Watch
 from rows import Rows
 from utils import Sampling, probabilities, seen_after
 from verification import token_rule
@@ -35,10 +34,11 @@ def advance(rows, target, drafter, length, sampling, verify, generator=None, beh
     """One round: draft, score, verify, commit. Returns p `[B, n + 1, V]` and how many of the n drafts each row kept.
 
     behind: tokens before the last that `target` has not read either (a cascade's inner target misses some)."""
-    start = time.perf_counter()
+    watch = Watch(rows.device)
     # Draft: x_1 ... x_gamma, and the distributions q they were drawn from. The last token of all needs no guess.
     gammas = length.gammas()
     drafts, q = drafter.draft(rows, min(max(gammas), rows.remaining - 1), sampling, generator, length.stop)
+    watch.mark()
     if min(gammas) < max(gammas):  # a row with fewer guesses than others has q = 0 beyond its own
         order = torch.arange(drafts.shape[1], device=rows.device)
         q = q * (order < torch.tensor(gammas, device=rows.device)[:, None])[..., None]
@@ -50,5 +50,5 @@ def advance(rows, target, drafter, length, sampling, verify, generator=None, beh
     accepted, token = verify(p, q, drafts, generator)
     drafted, taken = rows.commit(drafts, accepted, token, (q.gather(-1, drafts[..., None]) > 0).sum((1, 2)))
     # Learn: how long the next round's guess should be.
-    length.learn(drafted, taken, lambda: p[torch.arange(len(p)), accepted, token].tolist(), time.perf_counter() - start)
+    length.learn(drafted, taken, lambda: p[torch.arange(len(p)), accepted, token].tolist(), watch.seconds)
     return p, accepted

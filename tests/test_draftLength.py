@@ -1,5 +1,6 @@
 """What each rule chooses, from what it is told."""
 
+import math
 import random
 
 import helpers
@@ -16,7 +17,7 @@ from utils import Sampling
 
 
 def tell(rule, drafted, accepted, p_token=None):
-    rule.learn(dict(enumerate(drafted)), dict(enumerate(accepted)), lambda: p_token, 1.0)
+    rule.learn(dict(enumerate(drafted)), dict(enumerate(accepted)), lambda: p_token, lambda: (0.5, 0.5))
 
 
 def test_additive_grows_by_one_and_halves_row_by_row():
@@ -60,19 +61,20 @@ def test_draft_confidence_stops_after_the_first_unsure_guess_of_each_row():
         assert all(q >= 0.1 for q in guesses[:-1]) and (guesses[-1] < 0.1 or n == 5)
 
 
-def simulate(rule, alpha, price, cost, tokens=4000, seed=0):
+def simulate(rule, alpha, price, cost, tokens=4000, seed=0, drift=0.5):
     """Tokens per second of a rule in a world where guesses pass with `alpha`, a round costs 1 + price * gamma, one
-    without guesses `cost`, and the clock is noisy."""
+    without guesses `cost`, the clock is noisy, and the machine now faster, now slower."""
     rng = random.Random(seed)
     rule.begin(1)
     made, seconds = 0, 0.0
     while made < tokens:
         gamma = rule.gammas()[0]
         accepted = next((i for i in range(gamma) if rng.random() >= alpha), gamma)
-        took = 1 + price * gamma if gamma else cost
-        made, seconds = made + accepted + 1, seconds + took
-        noise = rng.uniform(0.95, 1.1) * (20 if rng.random() < 0.003 else 1)
-        rule.learn({0: gamma}, {0: accepted}, None, took * noise)
+        drafting, scoring = price * gamma, 1.0 if gamma else cost
+        made, seconds = made + accepted + 1, seconds + drafting + scoring
+        noise = [(1 + drift * math.sin(made / 200)) * rng.uniform(0.95, 1.1) * (20 if rng.random() < 0.003 else 1)
+                 for _ in range(2)]
+        rule.learn({0: gamma}, {0: accepted}, None, lambda: (drafting * noise[0], scoring * noise[1]))
     return made / seconds
 
 
