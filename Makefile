@@ -2,13 +2,16 @@
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test clean
+.PHONY: run test bench clean
 
 run: .venv/installed
 	$(VENV) test.py
 
 test: .venv/installed
 	$(VENV) -m pytest
+
+bench: .venv/installed
+	$(VENV) benchmark.py
 
 .venv/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'

@@ -1,0 +1,110 @@
+"""The benchmark from its flags to its files, and the samplers that exist only to be compared with."""
+
+import json
+
+import helpers
+import pytest
+import torch
+
+import benchmark
+from regrSampling import regrSampling
+from test_specSampling import near
+from utils import GREEDY, Sampling
+
+ROWS = ["plain, eager", "speculative, eager", "transformers", "transformers, static cache", "transformers, assistant",
+        "transformers, assistant as it comes", "speculative, no cache"]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(benchmark, "TURNS", (2, 2))
+    monkeypatch.setattr(benchmark, "LARGE", 1 << 20)
+    monkeypatch.setattr(benchmark, "CONTEXTS", (64, 128, 2000))
+
+
+def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys):
+    flags = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--maxLen", 6, "--prompts", 2,
+             "--repeats", 1, "--gamma", 3, "--dtype", "float32", "--device", "cpu", "--no-compile", "--out", tmp_path]
+    assert benchmark.main([str(flag) for flag in flags]) == 0
+    shown = capsys.readouterr().out
+    record = json.loads((tmp_path / "benchmark.json").read_text())
+    assert [line["method"] for line in record["speed"]] == ROWS * 2 and all(row in shown for row in ROWS)
+    assert {line["tokens"] for line in record["speed"]} == {6}  # the same work for all
+    assert {(m["role"], m["tokens"]) for m in record["forwards"]} == {
+        (role, n) for role in ("target", "draft") for n in benchmark.WIDTHS}
+    assert [m["context"] for m in record["growth"]] == [64, 128, 256]  # the tiny models' context
+    assert {m["part"] for m in record["parts"]} == {"plain step", "draft step", "scoring", "sampling", "round"}
+    assert all(len(m["seconds"]) == 2 for part in ("forwards", "growth", "parts") for m in record[part])
+    assert (tmp_path / "figures" / "benchmark.png").stat().st_size > 10_000
+
+
+def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark, "SHAPES", {"large": (32, 2, 4), "small": (16, 1, 2)})
+    monkeypatch.setattr(benchmark, "PROMPT", 8)
+    assert benchmark.main(["--shapes", "large,small", "--maxLen", "6", "--prompts", "1", "--repeats", "1", "--device",
+                           "cpu", "--no-compile", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "benchmark-large.json").read_text())
+    assert [line["method"] for line in record["speed"]] == [
+        "plain, eager", *(f"synthetic {alpha}, eager" for alpha in benchmark.ALPHAS), "transformers"]
+    assert "Synthetic acceptance" in capsys.readouterr().out
+    assert (tmp_path / "figures" / "benchmark-large.png").exists()
+
+
+def test_a_random_model_computes_what_one_made_the_usual_way_does(monkeypatch):
+    monkeypatch.setattr(benchmark, "SHAPES", {"tiny": (32, 2, 4)})
+    model = benchmark.random_model("tiny", torch.float32, "cpu", 0)
+    usual = type(model)(model.config).eval()
+    usual.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, 50304, (1, 20))
+    torch.testing.assert_close(model(tokens).logits, usual(tokens).logits)
+
+
+def test_a_twin_shares_weights_and_keeps_the_librarys_attention():
+    ours = helpers.tiny()
+    other = benchmark.twin(ours.model)
+    assert other.config._attn_implementation == "sdpa" != ours.model.config._attn_implementation
+    assert all(a is b for a, b in zip(ours.model.parameters(), other.parameters()))
+
+
+def test_without_a_cache_greedy_is_plain_decoding():
+    target, draft = helpers.tiny(), helpers.tiny(seed=1)
+    for model in (draft, near(target, noise=0.1)):
+        (tokens,), (record,) = benchmark.cache_free([5, 9, 2], target.model, model.model, 20, 4, sampling=GREEDY)
+        assert [tokens] == regrSampling([[5, 9, 2]], target, 20, GREEDY)[0]
+        assert record.tokens == 20 and len(record.times) == len(record.accepted)
+
+
+def test_without_a_cache_it_draws_from_the_target():
+    target, sampling = helpers.tiny(vocabulary=5), Sampling(1.0, 0, 1.0)
+    draft, generator = near(target, noise=1.0), torch.Generator().manual_seed(0)
+    drawn = [benchmark.cache_free([1, 2], target.model, draft.model, 2, 2, generator, sampling)[0][0]
+             for _ in range(1500)]
+    joint = helpers.joint_distribution(target, [1, 2], 2, sampling)
+    assert helpers.chi_square(drawn, joint, 5) > 1e-3
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 0.8, 1.0])
+def test_the_synthetic_rule_accepts_at_its_rate(alpha):
+    rows, generator = 20_000, torch.Generator().manual_seed(0)
+    p, q = (torch.rand(rows, n, 7, generator=generator).pow(3) for n in (3, 2))
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    drafts = benchmark.draw(q, generator)
+    accepted, token = benchmark.synthetic(alpha)(p, q, drafts, generator)
+    shares = torch.bincount(accepted, minlength=3) / rows
+    wanted = torch.tensor([1 - alpha, alpha * (1 - alpha), alpha ** 2])
+    torch.testing.assert_close(shares, wanted, atol=0.015, rtol=0)
+    assert ((0 <= token) & (token < 7)).all()
+
+
+@pytest.mark.parametrize("wrong", [
+    "--gamma 0", "--gamma x", "--maxLen 0", "--prompts 0", "--repeats 0", "--seed -1", "--dtype int8", "--device gpu",
+    "--out nowhere", "--target nowhere", "--shapes pythia-1m,pythia-70m", "--shapes pythia-70m", "--shapes",
+    "--unknown", "--shapes pythia-70m,pythia-70m --target bundled-target", "--maxLen 100000"])
+def test_a_wrong_flag_is_one_line(wrong, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert benchmark.main(["--out", str(tmp_path), *wrong.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("benchmark.py: error: ") and captured.err.count("\n") == 1 and not captured.out
+    assert not list(tmp_path.iterdir())
+    if "1m" in wrong:
+        assert all(name in captured.err for name in benchmark.SHAPES)
