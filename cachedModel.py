@@ -1,5 +1,9 @@
 """`CachedModel`: a Hugging Face causal language model, its `SlotCache`, and one `forward(tokens, positions)`."""
 
+import subprocess
+import sys
+import time
+
 import torch
 
 import attention
@@ -25,13 +29,38 @@ class CachedModel:
         model.set_attn_implementation(attention.NAME)
         self.context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
         self.forwards = 0
+        self.parameters = sum(p.numel() for p in model.parameters())
         self._cache, self._shape = None, None
+        self._kept_as, self._graphs = attention.cache_dtype(model), None
+
+    @torch.inference_mode()
+    def compile(self, widths=(1, 2, 5, 9, 17), rows=1, progress=None):
+        """Make one graph for blocks of each of `widths` tokens in `rows` rows; narrower blocks are filled up to the next,
+        wider ones stay eager. On a CPU the linear layers are packed on the way (packedLinear.py), which cannot be undone.
+
+        Returns the seconds it took, or None where it cannot be done: then one line says why, and all stays eager.
+        progress: called after each graph."""
+        start = time.perf_counter()
+        from compiledForward import CompiledForward  # what it imports takes seconds, and most runs do not need it
+
+        try:
+            graphs = CompiledForward(self.model, self.vocabulary)
+            for width in sorted(set(widths)):
+                graphs.add(rows, width)
+                if progress:
+                    progress()
+        except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            print(f"{self.name} stays eager: it cannot be compiled here ({reason})", file=sys.stderr)
+            return None
+        self._graphs, self._kept_as, self._shape = graphs, graphs.kept_as, None
+        return time.perf_counter() - start
 
     def reserve(self, rows, capacity):
         """Get ready for `rows` rows of at most `capacity` tokens. A cache of that shape is used again as it is: what an
         earlier text left in it is masked like any other stale slot."""
         if self._shape != (rows, capacity):
-            self._cache = SlotCache(self.model.config.num_hidden_layers, capacity, attention.cache_dtype(self.model))
+            self._cache = SlotCache(self.model.config.num_hidden_layers, capacity, self._kept_as)
             self._shape = (rows, capacity)
             self._order = torch.arange(capacity, device=self.device)
 
@@ -52,6 +81,9 @@ class CachedModel:
             # beside the weights, and to ask for the highest position would make the host wait.
             reach = int(positions.max()) + 1 if self.device.type == "cpu" else None
             mask = self._order[:reach] <= positions[..., None]
+        if self._graphs and keep is None and self._graphs.fits(tokens) and self._cache.layers[0].is_initialized:
+            self.forwards += 1
+            return self._graphs(tokens, positions, positions if slots is None else slots, mask[:, None], self._cache)
         self._cache.address(positions if slots is None else slots, reach)
         kept, where = (0, None) if keep is None else keep.unique(return_inverse=True)
         logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None],

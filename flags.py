@@ -53,6 +53,8 @@ def parser():
     models.add_argument("--offline", action="store_true", help="download nothing")
     models.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bfloat16 for speed where the "
                         "device computes in it, float32 for perplexity)")
+    models.add_argument("--compile", action="store_true", help="compile the forwards that --speed and its like time; the "
+                        "first time takes minutes")
     models.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     how = parser.add_argument_group("how to guess and to verify")
     how.add_argument("--gamma", type=int, metavar="N", help="tokens guessed in a round, for some rules the most or the "
@@ -208,6 +210,16 @@ def played(args):
             "additive" if args.speedNew else "speculative")
     methods.check_roles([name], roles_of(args))
     return (name,)
+
+
+def widths(args, names):
+    """{role: widths of the blocks that are worth a graph, for the methods `names`}. Narrower blocks are filled up."""
+    gamma = args.gamma or 4
+    target = {1, gamma + 1, args.gamma2 + 1} if "cascade" in names else {1, gamma + 1}
+    if args.sweep or args.draftLength != "fixed" or set(names) & set(DRAFT_LENGTHS) - {"fixed"}:
+        target |= {2, 3, 5, 8, 11}
+    reads_all = set(names) & {"contrastive", "speculativeContrastive"}  # the draft does, what the target does
+    return {"target": target, "draft": {1, 2} | (target if reads_all else set()), "mid": {1, args.gamma1 + 2}}
 
 
 def max_len(args, mode):

@@ -71,6 +71,8 @@ def run(args, argv):
 
     texts_too = "diversity" in groups or args.ppl
     models = load(dtypes["speed" if timing or played else "texts"])
+    if args.compile and (timing or played):
+        compile_models(models, flags.widths(args, {name for names in (*groups.values(), played) for name in names}))
     for mode, each in room.items():
         check_room(each, flags.max_len(args, mode), list(models.values()))
     texts = [(c, tokenize(c.passages(args.sentenceLimit)[:args.sentences], tokenizer, models))
@@ -88,7 +90,7 @@ def run(args, argv):
     store.append(kind="run", run=name, time=time.strftime("%Y-%m-%d %H:%M:%S"), command=shlex.join(argv), flags=kept,
                  device=device, machine=machine(device),
                  models={role: {"name": folder.name, "version": model_version(folder),
-                                "parameters": sum(p.numel() for p in models[role].model.parameters())}
+                                "parameters": models[role].parameters}
                          for role, folder in folders.items()})
 
     def append(**line):
@@ -103,7 +105,7 @@ def run(args, argv):
             figure = plots.draw_sweep([line for line in store.measurements(name) if line.get("mode") == "sweep"],
                                       args.out / "figures" / f"sweep-{name}.png")
             append(kind="figure", of="sweep", file=f"figures/{figure.name}")
-        if texts_too and timing and dtypes["texts"] != dtypes["speed"]:
+        if texts_too and timing and (args.compile or dtypes["texts"] != dtypes["speed"]):
             del models
             folders.pop("mid", None)
             models = load(dtypes["texts"])
@@ -121,6 +123,14 @@ def run(args, argv):
         finally:  # the screen needs no room on a disk
             report.show(*next(r for r in store.runs() if r[0]["run"] == name))
     print(f"Written to {store.text.name} (every measurement: {store.lines.name}).")
+
+
+def compile_models(models, widths):
+    """Make the graphs, and say how long it took; none of it is in any measurement."""
+    with tqdm(total=sum(len(widths[role]) for role in models), desc="compiling", disable=None, leave=False) as bar:
+        took = [model.compile(widths[role], progress=bar.update) for role, model in models.items()]
+    if None not in took:
+        print(f"Compiled in {sum(took):.0f} s; the graphs are kept for the next time.")
 
 
 def find_models(args, groups, played):

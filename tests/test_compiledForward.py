@@ -1,0 +1,148 @@
+"""Compiled forwards against eager ones, and what happens where nothing can be compiled."""
+
+import os
+import subprocess
+import sys
+
+import helpers
+import pytest
+import torch
+
+import nativeAttention
+import packedLinear
+from conftest import ROOT
+from contrastiveSampling import contrastiveSampling, specContrastiveSampling
+from drafters import CascadeDrafter, ModelDrafter
+from regrSampling import regrSampling
+from specSampling import specSampling
+from test_specSampling import PROMPTS, near
+from utils import GREEDY, Sampling
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs for a CPU")
+
+
+@pytest.fixture(scope="module")
+def models():
+    """(eager target, compiled target, compiled draft); graphs for 1 and 5 tokens, and for 1 and 2."""
+    try:
+        nativeAttention.library()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no C++ compiler")
+    torch._dynamo.utils.counters.clear()
+    eager, target = helpers.tiny(), helpers.tiny()
+    draft = near(eager, noise=0.1)
+    assert target.compile((1, 5)) > 0 and draft.compile((2, 5)) > 0
+    return eager, target, draft
+
+
+SAMPLERS = {
+    "plain": lambda target, draft, prompt: regrSampling([prompt], target, 60, GREEDY),
+    "speculative": lambda target, draft, prompt: specSampling([prompt], target, ModelDrafter(draft), 60, 4, GREEDY),
+    "cascade": lambda target, draft, prompt: specSampling(
+        [prompt], target, CascadeDrafter(draft, ModelDrafter(helpers.tiny(seed=3))), 60, 3, GREEDY),
+    "contrastive": lambda target, draft, prompt: contrastiveSampling([prompt], target, draft, 60),
+    "speculative contrastive": lambda target, draft, prompt: specContrastiveSampling([prompt], target, draft, 60),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_writes_with_graphs_what_it_writes_without(models, name):
+    eager, target, draft = models
+    plain = near(eager, noise=0.1)
+    for prompt in PROMPTS:
+        forwards = target._graphs.used
+        assert SAMPLERS[name](target, draft, prompt)[0] == SAMPLERS[name](eager, plain, prompt)[0]
+        assert target._graphs.used > forwards  # the graphs were used
+
+
+def test_logits_are_eagers_whatever_the_width_the_length_and_what_was_there_before(models):
+    eager, target, _ = models
+    generator = torch.Generator().manual_seed(0)
+    for model in eager, target:
+        model.reserve(1, 90)
+    prompt = torch.randint(61, (1, 40), generator=generator)
+    for model in eager, target:
+        model.forward(prompt, torch.arange(40)[None])
+    for start, width in ((40, 5), (42, 1), (43, 3), (30, 5), (35, 4), (39, 1), (80, 5), (85, 5), (3, 2)):
+        block, at = torch.randint(61, (1, width), generator=generator), torch.arange(start, start + width)[None]
+        wanted, found = (model.forward(block, at) for model in (eager, target))
+        assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-4)
+
+
+def test_as_many_graphs_as_widths_and_never_another(models):
+    _, target, draft = models
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert made == 4
+    for maximum in (10, 40, 100):
+        specSampling(PROMPTS[:1], target, ModelDrafter(draft), maximum, 4, Sampling(1, 0, 1))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
+
+
+def test_batches_without_a_graph_of_their_size_are_read_eagerly(models):
+    eager, target, draft = models
+    used = target._graphs.used
+    assert specSampling(PROMPTS, target, ModelDrafter(draft), 30, 4, GREEDY)[0] == regrSampling(PROMPTS, eager, 30,
+                                                                                                GREEDY)[0]
+    assert target._graphs.used == used
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+@pytest.mark.parametrize("rows, heads, groups, n, size, reach", [(1, 4, 4, 1, 8, 1), (2, 6, 2, 5, 32, 77),
+                                                                 (1, 3, 3, 9, 80, 300), (2, 2, 1, 16, 64, 33)])
+def test_attention_is_torchs(models, dtype, error, rows, heads, groups, n, size, reach):
+    generator = torch.Generator().manual_seed(0)
+    query = 3 * torch.randn(rows, heads, n, size, generator=generator)
+    keys, values = (torch.randn(rows, groups, reach + 20, size, generator=generator).to(dtype) for _ in range(2))
+    mask = torch.rand(rows, 1, n, reach, generator=generator) < 0.7
+    mask[..., 0] = True
+    found = nativeAttention.attend(query, keys, values, mask, 0.2).transpose(1, 2)
+    k, v = (x[:, :, :reach].float().repeat_interleave(heads // groups, 1) for x in (keys, values))
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, k, v, mask, scale=0.2)
+    assert torch.allclose(found, wanted, atol=error, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5, 17])
+def test_a_packed_layer_multiplies_as_the_layer_did(dtype, tokens):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(768, 1024)).to(dtype)
+    x = torch.randn(1, tokens, 768, dtype=dtype)
+    with torch.inference_mode():
+        wanted = model(x)
+        packed = packedLinear.pack(model)
+        assert type(packed[0]) is packedLinear.PackedLinear
+        assert torch.allclose(packed(x).float(), wanted.float(), atol=1e-5 if dtype == torch.float32 else 0.02)
+
+
+def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    nativeAttention.library.cache_clear()
+    eager, target = helpers.tiny(), helpers.tiny()
+    assert target.compile((1,)) is None
+    said = capsys.readouterr().err
+    nativeAttention.library.cache_clear()
+    assert said.startswith("gpt_neox-0 stays eager") and said.count("\n") == 1
+    assert regrSampling(PROMPTS, target, 20, GREEDY)[0] == regrSampling(PROMPTS, eager, 20, GREEDY)[0]
+
+
+def test_heads_without_a_kernel_stay_eager(models, monkeypatch, capsys):
+    monkeypatch.setattr(nativeAttention, "WIDTHS", (16,))
+    assert helpers.tiny().compile((1,)) is None and "heads" in capsys.readouterr().err
+
+
+SCRIPT = """
+import helpers, torch
+from regrSampling import regrSampling
+from utils import GREEDY
+eager, model = helpers.tiny(layers=1), helpers.tiny(layers=1)
+assert model.compile((1,)) > 0
+assert regrSampling([[5, 9, 2]], model, 30, GREEDY)[0] == regrSampling([[5, 9, 2]], eager, 30, GREEDY)[0]
+print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_another_process_finds_the_graphs_and_they_are_right(models, tmp_path):
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    hits = [int(subprocess.run([sys.executable, "-c", SCRIPT], env=environment, check=True, capture_output=True,
+                               text=True, cwd=tmp_path).stdout) for _ in range(2)]
+    assert hits[0] == 0 and hits[1] >= 1
