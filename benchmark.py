@@ -52,7 +52,7 @@ WIDTHS, CONTEXTS, ALPHAS = (1, 2, 5, 9, 17), (64, 256, 1024, 2000), (0.4, 0.6, 0
 PROMPT = 64                # tokens
 TURNS, BUDGET = (5, 40), 20.0  # of parts: turns at least and at most, seconds after which it is enough
 LARGE = 512 << 20          # bytes no processor keeps in its cache
-COLOURS = {"transformers": "#c9c9c9", "compiled": "#2c6fbb", "no cache": "#f6c3bd", "": "#9fc5ec"}
+COLOURS = {"transformers": "#c9c9c9", "compiled": "#5a9bd8", "no cache": "#f6c3bd", "": "#9fc5ec"}
 SAMPLING = Sampling()
 
 
@@ -116,8 +116,7 @@ def random_model(name, dtype, device, seed):
     model = model.to_empty(device=device).eval().requires_grad_(False)
     model.gpt_neox.rotary_emb = type(model.gpt_neox.rotary_emb)(config).to(device)  # computed, not loaded: now empty
     generator = torch.Generator(device).manual_seed(seed)
-    for key, weight in tqdm(model.named_parameters(), desc=f"making {name}", disable=None, leave=False,
-                            total=len(list(model.parameters()))):
+    for key, weight in tqdm(list(model.named_parameters()), desc=f"making {name}", disable=None, leave=False):
         if weight.dim() > 1:
             weight.normal_(0, 0.02, generator=generator)
         else:
@@ -130,7 +129,7 @@ def load(args, dtype, device):
     roles, names = {"target": args.target, "draft": args.draft}, (args.target, args.draft)
     if args.shapes:
         count = sum(12 * layers * hidden ** 2 + 2 * 50304 * hidden for hidden, layers, _ in map(SHAPES.get, names))
-        needed = count * DTYPES[dtype].itemsize * (1 if args.no_compile else 2) + LARGE
+        needed = count * DTYPES[dtype].itemsize * (1 if args.no_compile else 2) + 3 * LARGE
         if needed > available_memory(device):
             raise UserError(f"{args.shapes} in {dtype} need about {gigabytes(needed)} and {device} has "
                             f"{gigabytes(available_memory(device))} free; use smaller shapes or --no-compile")
@@ -142,8 +141,10 @@ def load(args, dtype, device):
         tokenizer = load_tokenizer(args.target)
         check_tokenizers(tokenizer, load_tokenizer(args.draft), names)
         models = {role: load_model(name, tokenizer, dtype, device) for role, name in roles.items()}
-        passages = [passage for corpus in load_corpora("sample") for passage in corpus.passages(500)]
+        pairs = zip(*(corpus.passages(500) for corpus in load_corpora("sample")))
+        passages = [passage for pair in pairs for passage in pair]
         prompts = [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[:args.prompts]]
+        args.prompts = len(prompts)  # no more than there are
     # A round of accepted guesses is timed from here too (see `seconds_a_round`).
     check_room(prompts, max(args.maxLen, 1 + 3 * (args.gamma + 1)), list(models.values()))
     return models, prompts
@@ -231,13 +232,16 @@ def samplers(args, variants, library):
 
 @torch.inference_mode()
 def in_turn(works, device, what):
-    """{name: [seconds, ...]} of the functions `works`, in turn. One that returns a float has timed itself."""
+    """{name: [seconds, ...]} of the functions `works`, in turn. One that returns a float has timed itself. Each is
+    called twice and the second call counts: what ran before has emptied the processor's caches, and in decoding a
+    forward follows others of its own model."""
     seconds = {name: [] for name in works}
     with quiet(device), tqdm(total=TURNS[1], desc=what, disable=None, leave=False) as bar:
         for turn in range(-2, TURNS[1]):  # two to warm up
             if turn == 0:
                 began = time.perf_counter()
             for name, work in works.items():
+                work()
                 synchronize(device)
                 start = time.perf_counter()
                 own = work()
