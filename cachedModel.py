@@ -7,6 +7,7 @@ import time
 import torch
 
 import attention
+from capturedForward import CapturedForward
 from kvCache import SlotCache
 from utils import UserError
 
@@ -31,20 +32,27 @@ class CachedModel:
         self.forwards = 0
         self.parameters = sum(p.numel() for p in model.parameters())
         self._cache, self._shape = None, None
+        # On a CPU attention costs what it reads: not the slots that no row has come to yet. On a GPU it is little beside
+        # the weights, and to ask for the highest position would make the host wait.
+        self._reads_filled = self.device.type == "cpu"
         self._kept_as, self._graphs = attention.cache_dtype(model), None
 
     @torch.inference_mode()
     def compile(self, widths=(1, 2, 5, 9, 17), rows=1, progress=None):
-        """Make one graph for blocks of each of `widths` tokens in `rows` rows; narrower blocks are filled up to the next,
-        wider ones stay eager. On a CPU the linear layers are packed on the way (packedLinear.py), which cannot be undone.
+        """Make one graph for blocks of each of `widths` tokens in `rows` rows; narrower blocks are filled up to the
+        next, wider ones stay eager. On a CPU the linear layers are packed for it (packedLinear.py) for good; on a GPU
+        graphs are recorded at the first use after a new cache (capturedForward.py).
 
         Returns the seconds it took, or None where it cannot be done: then one line says why, and all stays eager.
         progress: called after each graph."""
         start = time.perf_counter()
-        from compiledForward import CompiledForward  # what it imports takes seconds, and most runs do not need it
-
         try:
-            graphs = CompiledForward(self.model, self.vocabulary)
+            if self.device.type == "cuda":
+                graphs = CapturedForward(self.model, self.vocabulary)
+            else:
+                from compiledForward import CompiledForward  # its imports take seconds, and most runs need none of it
+
+                graphs = CompiledForward(self.model, self.vocabulary)
             for width in sorted(set(widths)):
                 graphs.add(rows, width)
                 if progress:
@@ -59,6 +67,8 @@ class CachedModel:
     def reserve(self, rows, capacity):
         """Get ready for `rows` rows of at most `capacity` tokens. A cache of that shape is used again as it is: what an
         earlier text left in it is masked like any other stale slot."""
+        if self._graphs and self.device.type == "cuda" and self._shape and self._shape[0] == rows:
+            capacity = max(capacity, self._shape[1])  # recordings live as long as their cache: a longer one will do
         if self._shape != (rows, capacity):
             self._cache = SlotCache(self.model.config.num_hidden_layers, capacity, self._kept_as)
             self._shape = (rows, capacity)
@@ -77,9 +87,7 @@ class CachedModel:
         """
         reach = None
         if mask is None:
-            # On a CPU attention costs what it reads: not the slots that no row has come to yet. On a GPU it is little
-            # beside the weights, and to ask for the highest position would make the host wait.
-            reach = int(positions.max()) + 1 if self.device.type == "cpu" else None
+            reach = int(positions.max()) + 1 if self._reads_filled else None
             mask = self._order[:reach] <= positions[..., None]
         if self._graphs and keep is None and self._graphs.fits(tokens) and self._cache.layers[0].is_initialized:
             self.forwards += 1

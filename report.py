@@ -187,7 +187,8 @@ def acceptance(rows):
 def speed_notes(measurements, pythia):
     repeats = len({m["repeat"] for m in measurements})
     return (f"Medians over prompts and {repeats} interleaved repeats [95 % bootstrap interval]; speed-up: median of "
-            "paired throughput ratios to the target alone. total/n: the report's time per token."
+            "paired throughput ratios to the target alone."
+            + (" total/n: the report's time per token." if any(m.get("mode") == "speed" for m in measurements) else "")
             + (f"\nThe report measured a speed-up of {REPORT['speedup']} (without a KV cache)." if pythia else ""))
 
 
