@@ -1,4 +1,4 @@
-"""`CapturedForward`: the forward of a few tokens on a GPU, recorded once for each shape `[B, n]` of a block and replayed.
+"""`CapturedForward`: on a GPU the forward of a few tokens is recorded, once for each shape `[B, n]`, and replayed.
 
 A replay costs the host one call instead of one for each of hundreds of kernels. What a recording reads and writes stays
 where it was, so inputs are copied into tensors of its own, and a new cache needs new recordings.
@@ -8,7 +8,7 @@ import torch
 
 
 class CapturedForward:
-    """model: a transformers causal LM; vocabulary: entries of the logits kept; kept_as: the dtype its cache must have."""
+    """model: a transformers causal LM; vocabulary: entries of the logits kept; kept_as: the dtype of its cache."""
 
     def __init__(self, model, vocabulary):
         self.model, self.vocabulary, self.kept_as = model, vocabulary, model.dtype
@@ -55,7 +55,7 @@ class CapturedForward:
             return own, lambda: logits.copy_(step()), logits
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries choose their kernels and take their memory before anything is recorded
+        with torch.cuda.stream(side):  # libraries choose kernels and take memory before anything is recorded
             for _ in range(3):
                 step()
         torch.cuda.current_stream().wait_stream(side)

@@ -53,8 +53,8 @@ def parser():
     models.add_argument("--offline", action="store_true", help="download nothing")
     models.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bfloat16 for speed where the "
                         "device computes in it, float32 for perplexity)")
-    models.add_argument("--compile", action="store_true", help="compile the forwards that --speed and its like time; the "
-                        "first time takes minutes")
+    models.add_argument("--compile", action="store_true", help="compile the forwards that --speed and its like time; "
+                        "the first time takes minutes")
     models.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     how = parser.add_argument_group("how to guess and to verify")
     how.add_argument("--gamma", type=int, metavar="N", help="tokens guessed in a round, for some rules the most or the "
