@@ -50,6 +50,8 @@ class Sampling:
 
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
+BOUNDS = 1e-4, 5e-6  # probabilities above which a nucleus is looked for before everything is sorted
+WORTHWHILE = 1 << 14  # fewer probabilities than this are sorted sooner than candidates are picked
 
 
 def probabilities(logits, sampling, seen=None):
@@ -75,15 +77,47 @@ def probabilities(logits, sampling, seen=None):
 
 def nucleus(probs, top_p):
     """Top-p (nucleus) filter of `probs[..., V]`, renormalised (Holtzman et al., arXiv 1904.09751)."""
-    if probs.device.type == "cpu":  # numpy's sort uses vector instructions: 20 to 30 times faster than torch's
+    if probs.device.type == "cpu":
+        for bound in BOUNDS if probs.numel() >= WORTHWHILE else ():
+            kept = nucleus_above(probs, top_p, bound)
+            if kept is not None:
+                return kept
+        # numpy's sort uses vector instructions: 20 to 30 times faster than torch's
         ordered = torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)
-    else:
+    else:  # to select candidates the host would have to wait for their number
         ordered = probs.sort(-1, descending=True).values
-    cumulative = ordered.cumsum(-1)
-    completes = (cumulative < top_p).sum(-1, keepdim=True)  # the index of the token with which top_p is reached
-    least = ordered.gather(-1, completes.clamp_(max=ordered.shape[-1] - 1))
-    probs = probs.masked_fill(probs < least, 0.0)
+    probs = probs.masked_fill(probs < least_kept(ordered, top_p), 0.0)
     return probs / probs.sum(-1, keepdim=True)
+
+
+def least_kept(ordered, top_p):
+    """The probability of the token with which top_p is reached, `[..., 1]`, of distributions in descending order."""
+    completes = (ordered.cumsum(-1) < top_p).sum(-1, keepdim=True)
+    return ordered.gather(-1, completes.clamp_(max=ordered.shape[-1] - 1))
+
+
+def nucleus_above(probs, top_p, bound):
+    """`nucleus` on a CPU, sorting only tokens with a probability of at least `bound`, at most 1 / bound in a row. They
+    come first in the order, so if they hold top_p the nucleus is among them, and the same. None if in some row they do
+    not."""
+    rows = probs.numpy().reshape(-1, probs.shape[-1])
+    where = np.flatnonzero(rows >= bound)
+    found = rows.ravel()[where]
+    ends = np.searchsorted(where, np.arange(len(rows) + 1) * rows.shape[1])
+    counts = np.diff(ends)
+    if not counts.all():
+        return None
+    ragged = np.zeros((len(rows), counts.max()), np.float32)
+    ragged[np.arange(ragged.shape[1]) < counts[:, None]] = found
+    ordered = torch.from_numpy(np.sort(ragged, axis=-1)[:, ::-1].copy())
+    # Summed as in the full sort, term by term: rounding decides alike.
+    if not (ordered.cumsum(-1)[:, -1] >= top_p).all():
+        return None
+    least = least_kept(ordered, top_p).numpy()
+    found *= found >= np.repeat(least[:, 0], counts)
+    kept = np.zeros_like(rows)
+    kept.ravel()[where] = found / np.repeat(np.add.reduceat(found, ends[:-1]), counts)
+    return torch.from_numpy(kept).view(probs.shape)
 
 
 def draw(probs, generator=None):

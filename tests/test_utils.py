@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers import (LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper,
                           TopKLogitsWarper, TopPLogitsWarper)
 
+import utils
 from utils import Sampling, UserError, draw, nucleus, probabilities, residual, seen_after
 
 
@@ -37,6 +40,57 @@ def test_a_nucleus_is_the_smallest_set_that_holds_top_p(vocabulary):
     ordered = probs.sort(-1, descending=True).values.double().cumsum(-1)
     assert torch.equal(kept.sum(-1), (ordered < 0.9).sum(-1) + 1)
     assert (probs.where(kept, torch.inf).amin(-1) >= probs.where(~kept, 0).amax(-1)).all()
+
+
+def by_full_sort(probs, top_p):
+    """Which tokens a nucleus keeps, by sorting everything."""
+    ordered = probs.sort(-1, descending=True).values
+    completes = (ordered.cumsum(-1) < top_p).sum(-1, keepdim=True).clamp(max=probs.shape[-1] - 1)
+    return (probs >= ordered.gather(-1, completes)) & (probs > 0)
+
+
+SHAPES = {"random": lambda *size: 3 * torch.randn(size), "flat": lambda *size: 0.1 * torch.randn(size),
+          "peaked": lambda *size: 30 * torch.randn(size), "uniform": torch.zeros,
+          "tied": lambda *size: torch.randint(0, 4, size) * 2.5,
+          "long-tailed": lambda *size: -1.1 * torch.rand(size).argsort(-1).add(1.0).log(),
+          "mixed": lambda *size: torch.randn(size) * torch.logspace(-2, 2, size[0]).view(-1, *[1] * (len(size) - 1))}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(list(SHAPES)), st.sampled_from([1, 2, 61, 4096, 50257, 50304]),
+       st.sampled_from([(1,), (5,), (2, 3)]),
+       st.one_of(st.sampled_from([1e-6, 0.9, 0.95, 0.999, 1 - 1e-6, 1 - 2**-24, 1 - 1e-12]), st.floats(1e-6, 0.99999)),
+       st.integers(0, 10**6))
+def test_a_nucleus_keeps_what_a_full_sort_keeps(shape, vocabulary, lead, top_p, seed):
+    torch.manual_seed(seed)
+    probs = SHAPES[shape](*lead, vocabulary).softmax(-1)
+    before, kept = probs.clone(), nucleus(probs, top_p)
+    wanted = by_full_sort(probs, top_p)
+    assert torch.equal(kept > 0, wanted) and torch.equal(probs, before) and kept.shape == probs.shape
+    alone = probs * wanted
+    torch.testing.assert_close(kept, alone / alone.sum(-1, keepdim=True), atol=0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bound", [1e-2, 1e-4, 1e-8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_candidates_give_the_nucleus_or_nothing(shape, bound):
+    torch.manual_seed(0)
+    probs = SHAPES[shape](4, 300).softmax(-1)
+    for top_p in 0.2, 0.9, 0.999:
+        kept = utils.nucleus_above(probs, top_p, bound)
+        holds = (probs.where(probs >= bound, 0).sum(-1) >= top_p).all()
+        assert (kept is not None) == holds
+        if holds:
+            assert torch.equal(kept > 0, by_full_sort(probs, top_p))
+
+
+def test_most_nuclei_are_found_without_sorting_everything(monkeypatch):
+    """Those a language model has: else this is slow at a vocabulary of 50,304, not wrong."""
+    torch.manual_seed(0)
+    probs = SHAPES["long-tailed"](5, 50304).div(0.85).softmax(-1)
+    monkeypatch.setattr(utils, "least_kept", lambda ordered, top_p, f=utils.least_kept: (
+        f(ordered, top_p) if ordered.shape[-1] < 20_000 else pytest.fail("all were sorted")))
+    nucleus(probs, 0.9)
 
 
 def test_equally_probable_tokens_stay_or_go_together():
