@@ -70,9 +70,16 @@ def probabilities(logits, sampling, seen=None):
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[..., -1:], -math.inf)
+        logits = logits.masked_fill(logits < kth_largest(logits, sampling.top_k), -math.inf)
     probs = logits.softmax(-1)
     return nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
+
+
+def kth_largest(logits, k):
+    """The k-th largest of `logits[..., V]`, `[..., 1]`."""
+    if logits.device.type == "cpu":  # numpy selects where torch sorts k of them: 2 to 10 times faster
+        return torch.from_numpy(np.partition(logits.numpy(), -k, axis=-1)[..., -k, None])
+    return logits.topk(k).values[..., -1:]
 
 
 def nucleus(probs, top_p):
@@ -135,7 +142,7 @@ def residual(p, q):
     (Leviathan et al., arXiv 2211.17192, Algorithm 1). Where nothing is left (p equals q up to rounding) it is p."""
     left = (p - q).clamp_(min=0)
     total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total, p)
+    return torch.where(total > 0, left.div_(total), p)
 
 
 def seen_after(seen, block):

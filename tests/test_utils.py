@@ -97,6 +97,13 @@ def test_equally_probable_tokens_stay_or_go_together():
     assert nucleus(torch.tensor([[0.4, 0.2, 0.2, 0.2]]), 0.5).tolist() == [[pytest.approx(v) for v in (.4, .2, .2, .2)]]
 
 
+@pytest.mark.parametrize("k", [1, 2, 7, 60])
+def test_top_k_keeps_the_k_largest_and_what_equals_the_last(k):
+    logits = torch.randint(0, 30, (2, 3, 61)).float()
+    kept = probabilities(logits, Sampling(1.0, k, 1.0)) > 0
+    assert torch.equal(kept, logits >= logits.sort(-1, descending=True).values[..., k - 1:k])
+
+
 def test_a_nucleus_is_never_empty():
     assert nucleus(torch.tensor([[0.6, 0.4]]), 1e-300).tolist() == [[1, 0]]
 
