@@ -32,8 +32,8 @@ class CachedModel:
         self.forwards = 0
         self.parameters = sum(p.numel() for p in model.parameters())
         self._cache, self._shape = None, None
-        # On a CPU attention costs what it reads: not the slots that no row has come to yet. On a GPU it is little beside
-        # the weights, and to ask for the highest position would make the host wait.
+        # On a CPU attention costs what it reads: not the slots that no row has come to yet. On a GPU it is little
+        # beside the weights, and to ask for the highest position would make the host wait.
         self._reads_filled = self.device.type == "cpu"
         self._kept_as, self._graphs = attention.cache_dtype(model), None
 

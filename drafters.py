@@ -15,10 +15,14 @@ from verification import token_rule
 
 
 class ModelDrafter:
-    """A smaller model of the same vocabulary guesses, one token at a time."""
+    """A smaller model of the same vocabulary guesses, one token at a time.
 
-    def __init__(self, model):
+    tokens: int64 `[N]`, those that the model's N logits are of, where it is restricted to some (draftVocabulary.py);
+        q is 0 for all others."""
+
+    def __init__(self, model, tokens=None):
         self.model = model
+        self.tokens = slice(None) if tokens is None else tokens
         self.models = [model]
 
     def begin(self, rows):
@@ -47,7 +51,8 @@ class ModelDrafter:
         going = torch.tensor([not ended for ended in rows.ended], device=rows.device) if stop else None
         for i in range(gamma):
             logits = self.model.forward(tokens, positions)
-            q[:, i] = probabilities(logits[:, -1], sampling, seen)
+            known = seen if seen is None else seen[:, self.tokens]
+            q[:, i, self.tokens] = probabilities(logits[:, -1], sampling, known)
             tokens = drafts[:, i:i + 1] = draw(q[:, i], generator)[:, None]
             if stop:
                 unsure = stop(q[:, i].gather(1, tokens)[:, 0])

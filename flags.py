@@ -10,8 +10,8 @@ from loading import DTYPES, HERE, default_mid, default_pair
 from utils import Sampling, UserError, check_share
 from verification import RULES as VERIFICATIONS
 
-LIMITS = {"maxLen": 1, "gamma": 1, "gamma1": 1, "gamma2": 1, "ngram": 1, "sentences": 1, "sentenceLimit": 1, "books": 1,
-          "repeats": 1, "promptLen": 1, "window": 2, "stride": 1, "seed": 0}
+LIMITS = {"maxLen": 1, "gamma": 1, "gamma1": 1, "gamma2": 1, "ngram": 1, "draftVocab": 1, "sentences": 1,
+          "sentenceLimit": 1, "books": 1, "repeats": 1, "promptLen": 1, "window": 2, "stride": 1, "seed": 0}
 # What each mode that times or generates compares, and how many new tokens are its default.
 GROUPS = {"speed": ("draft", "target", "speculative"), "speedNew": ("draft", "target", "additive"),
           "speedMulti": ("draft", "mid", "target", "speculative", "cascade"),
@@ -71,6 +71,8 @@ def parser():
                      "model (4)")
     how.add_argument("--gamma2", type=int, default=4, metavar="N", help="cascade: tokens both guess for the target (4)")
     how.add_argument("--ngram", type=int, default=3, metavar="N", help="lookup: tokens matched, at most (3)")
+    how.add_argument("--draftVocab", type=int, metavar="N", help="the draft guesses only the N most frequent tokens, "
+                     "and its output layer is that much smaller (all tokens)")
     contrast = parser.add_argument_group("contrastive decoding")
     contrast.add_argument("--plausibility", type=float, default=0.1, metavar="A", help="tokens less probable than this "
                           "share of the target's most probable one are dropped (0.1)")
@@ -121,7 +123,7 @@ def parse(argv):
     args.promptLen = sorted(set(args.promptLen))
     if not any(getattr(args, mode) for mode in MODES):  # none is asked for: the two, but for one that is switched off
         args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
-        if args.draft == "lookup":
+        if args.draft == "lookup" or args.draftVocab:
             args.ppl = 0
     if not any(getattr(args, mode) for mode in MODES):
         raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
@@ -133,6 +135,8 @@ def parse(argv):
                 raise UserError(f"--show and --html play one text and measure nothing; leave out --{mode}")
     if args.draft == "lookup" and args.ppl:
         raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
+    if args.draftVocab:
+        check_draft_vocabulary(args)
     return args
 
 
@@ -155,6 +159,19 @@ def check_numbers(args):
         raise UserError("several temperatures are for --sweep; give one")
     for temperature in args.temperature or [None]:
         sampling(args, "speed", temperature)
+
+
+def check_draft_vocabulary(args):
+    """Raise UserError for what needs a draft that knows every token, or has no use for one that does not."""
+    if args.draft == "lookup":
+        raise UserError("--draftVocab restricts a draft model, and --draft lookup is none; leave out one of them")
+    if args.ppl:
+        raise UserError("a draft restricted by --draftVocab has no perplexity: it gives most tokens none; leave out "
+                        "--ppl or --draftVocab")
+    used = {name for names in (*groups_of(args).values(), played(args)) for name in names}
+    if used & {"contrastive", "speculativeContrastive"}:
+        raise UserError("contrastive decoding (in --contrastive, --diversity, --compare all) needs a draft that knows "
+                        "every token; leave it or --draftVocab out")
 
 
 def check_prompts(args):

@@ -34,7 +34,9 @@ def length_rule(name, settings):
 
 
 def guesser(models, settings):
-    """The draft model, or the text so far where `--draft lookup` says so."""
+    """The draft model, restricted where `--draftVocab` says so, or the text so far where `--draft lookup` does."""
+    if "restricted" in models:
+        return ModelDrafter(models["restricted"], models["restricted"].tokens)
     if "draft" in models:
         return ModelDrafter(models["draft"])
     return LookupDrafter(models["target"].vocabulary, settings.ngram)

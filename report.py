@@ -14,8 +14,8 @@ from sweep import predict
 
 WIDTH = 100
 # Flags named above a table of speeds, with the value that needs no mention.
-SHOWN = {"maxLen": None, "gamma": None, "draftLength": "fixed", "verification": "token", "temperature": None,
-         "top_p": 1, "top_k": 0, "repetition_penalty": 1, "compile": False}
+SHOWN = {"maxLen": None, "gamma": None, "draftLength": "fixed", "verification": "token", "draftVocab": None,
+         "temperature": None, "top_p": 1, "top_k": 0, "repetition_penalty": 1, "compile": False}
 NAMES = {"draft": "draft alone", "target": "target alone", "mid": "mid alone",
          "speculativeContrastive": "spec. contrastive"}
 DIVERSITY_NOTES = ("Means over texts, ± half of the 95 % bootstrap interval. Entropy in bits, distinct-n and repeated "

@@ -21,6 +21,7 @@ import report
 import results
 import sweep
 from commandLine import as_command
+from draftVocabulary import RestrictedModel, most_frequent
 from downloadModel import is_hub_id, on_first_use
 from loading import (check_tokenizers, find_model, load_model, load_tokenizer, model_version, pick_device, pick_dtype)
 from machine import machine
@@ -66,8 +67,11 @@ def run(args, argv):
     tokens = max([flags.max_len(args, mode) + max(map(len, each)) for mode, each in room.items()]
                  + [args.window] * bool(args.ppl))
 
+    frequent = most_frequent(args.draftVocab, tokenizer) if args.draftVocab else None
+
     def load(dtype):
-        return {role: load_model(folder, tokenizer, dtype, device, tokens) for role, folder in folders.items()}
+        models = {role: load_model(folder, tokenizer, dtype, device, tokens) for role, folder in folders.items()}
+        return models if frequent is None else models | {"restricted": RestrictedModel(models["draft"], frequent)}
 
     texts_too = "diversity" in groups or args.ppl
     models = load(dtypes["speed" if timing or played else "texts"])
@@ -127,6 +131,7 @@ def run(args, argv):
 
 def compile_models(models, widths):
     """Make the graphs, and say how long it took; none of it is in any measurement."""
+    widths["restricted"] = widths["draft"]
     with tqdm(total=sum(len(widths[role]) for role in models), desc="compiling", disable=None, leave=False) as bar:
         took = [model.compile(widths[role], progress=bar.update) for role, model in models.items()]
     if None not in took:

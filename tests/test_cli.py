@@ -42,6 +42,9 @@ BAD = ["--gamma 0", "--gamma -1", "--gamma x", "--gamma 1.5", "--gamma", "--temp
        "--temperature 0.5 1", "--sweep --temperature 1 -1", "--show --sweep", "--html nowhere/page.html",
        "--html . --show", "--promptFile nowhere", "--promptFile . --speed", "--question hello --speed",
        "--prompt a --question b", "--target some/target --offline",
+       "--draftVocab 0", "--draftVocab 301", "--draftVocab x", "--draftVocab 9 --ppl", "--draftVocab 9 --draft lookup",
+       "--draftVocab 9 --contrastive", "--draftVocab 9 --diversity", "--draftVocab 9 --compare contrastive",
+       "--draftVocab 9 --show --contrastive",
        "--window 1", "--stride 0", "--stride 64 --window 64", "--stride 65 --window 64", "--seed -1",
        "--seed 9223372036854775808", "--dataset nowhere", "--target nowhere", "--draft nowhere", "--draft .",
        "--unknown 1", "--max 3", "argument", "--speed 2", "--speed x", "--ppl 2", "--device gpu", "--dtype int8",
@@ -265,6 +268,28 @@ def test_a_hub_id_is_downloaded_on_first_use(cli, flags, pair_folder, hub, tmp_p
 def test_every_rule_can_be_chosen_and_is_named_in_the_table(cli, flags, tmp_path, capsys, options):
     assert cli.main([*flags, "--speed", *options, "--out", str(tmp_path)]) == 0
     assert f"{options[0][2:]} {options[1]}," in (tmp_path / "results.txt").read_text().replace("\n", " ")
+
+
+def test_a_draft_of_few_tokens_guesses_for_the_same_text(cli, flags, pair_folder, tmp_path):
+    """And is itself timed with all of them."""
+    runs = {}
+    for name, options in (("whole", ["--ppl", "0"]), ("restricted", ["--draftVocab", "40"])):
+        (tmp_path / name).mkdir()
+        arguments = [*flags, "--temperature", "0", "--dtype", "float32", "--out", str(tmp_path / name)]
+        assert cli.main([*arguments, *options]) == 0
+        runs[name] = hashes(tmp_path / name)
+    assert runs["whole"] == runs["restricted"]
+    run, *measured = lines_of(tmp_path / "restricted")
+    assert run["flags"]["draftVocab"] == 40 and set(run["models"]) == {"target", "draft"}
+    assert {m["kind"] for m in measured} == {"speed", "end"}
+    assert "draftVocab 40," in (tmp_path / "restricted" / "results.txt").read_text().replace("\n", " ")
+    assert "draftVocab" not in (tmp_path / "whole" / "results.txt").read_text()
+
+
+def test_a_draft_of_few_tokens_below_a_model_between(cli, flags, pair_folder, tmp_path):
+    assert cli.main([*flags, "--speedMulti", "--mid", str(pair_folder / "draft"), "--draftVocab", "40", "--out",
+                     str(tmp_path)]) == 0
+    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == set(parser.GROUPS["speedMulti"])
 
 
 def test_a_model_between_needs_one_below_it(cli, pair_folder, capsys):

@@ -1,0 +1,116 @@
+"""A draft that guesses only some tokens: what it shares, what it gives, and that the output does not show it."""
+
+import helpers
+import pytest
+import torch
+from conftest import refused
+from test_specSampling import FEW, PROMPTS, VOCABULARY, near
+
+from draftLength import Fixed
+from drafters import CascadeDrafter, ModelDrafter
+from draftVocabulary import RestrictedModel, most_frequent
+from loading import load_tokenizer
+from regrSampling import regrSampling
+from rows import Rows
+from specSampling import specSampling
+from texts import load_corpora
+from utils import GREEDY, Sampling, probabilities
+from verification import block_rule, token_rule
+
+
+def restricted(draft, tokens):
+    model = RestrictedModel(draft, torch.tensor(tokens))
+    return ModelDrafter(model, model.tokens)
+
+
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_its_logits_are_the_drafts_and_the_draft_is_as_before(family):
+    draft, tokens = helpers.tiny(family), torch.tensor([0, 3, 17, 60])
+    if family == "gpt2":
+        draft.model.config.tie_word_embeddings = True
+        draft.model.tie_weights()
+        assert draft.model.get_output_embeddings().weight is draft.model.get_input_embeddings().weight
+    rows = Rows([[5, 60, 2], [11]], 4, [draft])
+    before, layer = draft.read_prompt(rows), draft.model.get_output_embeddings()
+    weights = {name: weight.clone() for name, weight in draft.model.state_dict().items()}
+    small = RestrictedModel(draft, tokens)
+    torch.testing.assert_close(small.read_prompt(rows), before[:, tokens], atol=1e-5, rtol=1e-5)
+    assert small.model.get_output_embeddings().out_features == 4
+    assert small.model.get_input_embeddings() is draft.model.get_input_embeddings()
+    assert draft.model.get_output_embeddings() is layer and torch.equal(draft.read_prompt(rows), before)
+    assert all(torch.equal(weight, weights[name]) for name, weight in draft.model.state_dict().items())
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.85, 0, 0.9), Sampling(0.9, 2, 0.9, 1.4), Sampling(1.0, 50, 1.0),
+                                      GREEDY])
+def test_q_is_the_filtered_distribution_over_its_tokens_and_zero_elsewhere(sampling):
+    draft, tokens = helpers.tiny(), [0, 3, 5, 17, 60]
+    rows, drafter = Rows(PROMPTS, 6, [draft]), restricted(draft, tokens)
+    drafter.begin(rows)
+    drafts, q = drafter.draft(rows, 2, sampling, torch.Generator().manual_seed(0))
+    logits = draft.read_prompt(rows)
+    elsewhere = torch.ones(61, dtype=torch.bool).index_fill_(0, torch.tensor(tokens), False)
+    logits = logits.masked_fill(elsewhere, -torch.inf)
+    torch.testing.assert_close(q[:, 0], probabilities(logits, sampling, rows.seen(61, sampling)), atol=1e-5, rtol=1e-4)
+    assert (q.gather(-1, drafts[..., None]) > 0).all() and not q[..., elsewhere].any()
+
+
+def test_the_most_frequent_tokens_of_the_sample_texts(pair_folder):
+    tokenizer = load_tokenizer(pair_folder / "target")
+    ids = [i for corpus in load_corpora("sample") for text in corpus.documents for i in tokenizer(text)["input_ids"]]
+    counts = [ids.count(i) for i in range(len(tokenizer))]
+    ranked = sorted(range(len(tokenizer)), key=lambda i: (i != tokenizer.eos_token_id, -counts[i], i))
+    assert counts.count(0) > 1  # the order of the unseen shows
+    for count in 1, 2, 50, len(tokenizer) - 1, len(tokenizer):
+        assert most_frequent(count, tokenizer).tolist() == sorted(ranked[:count])
+    with refused("--draftVocab 301", "300"):
+        most_frequent(301, tokenizer)
+
+
+@pytest.mark.parametrize("verify", [token_rule, block_rule])
+@pytest.mark.parametrize("tokens", [list(range(0, 61, 2)), [9]])
+def test_greedy_rows_equal_plain_greedy(tokens, verify):
+    target = helpers.tiny()
+    draft, mid = near(target, 0.08), near(target, 0.05, 3)
+    wanted = regrSampling(PROMPTS, target, 40, GREEDY)[0]
+    for drafter in restricted(draft, tokens), CascadeDrafter(mid, restricted(draft, tokens), Fixed(2), verify):
+        assert specSampling(PROMPTS, target, drafter, 40, 3, GREEDY, verify=verify)[0] == wanted
+
+
+def p_value(cascade=False, sampling=Sampling(1.0, 0, 1.0), verify=token_rule, draws=helpers.DRAWS, wrong=None):
+    """Chi-square of three tokens of the speculative output, two prefixes, the smaller p."""
+    target, mid, draft = (helpers.tiny(seed=i, vocabulary=VOCABULARY, layers=1, sharpness=2.0) for i in range(3))
+
+    def sample(prefixes, generator):
+        drafter = (wrong or restricted)(draft, [0, 2, 3])
+        drafter = CascadeDrafter(mid, drafter, Fixed(2), verify) if cascade else drafter
+        return specSampling(prefixes, target, drafter, 5, 3, sampling, None, generator, verify=verify)[0]
+
+    return helpers.p_value(sample, target, [[1, 2, 3, 1, 2], [4]], 1, 3, sampling, draws)
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": block_rule}, {"cascade": True},
+                                     {"sampling": Sampling(0.9, 0, 0.9, 1.3)}])
+def test_three_tokens_are_distributed_as_the_targets(options):
+    assert p_value(**options) > 1e-4
+
+
+class WholeVocabulary:
+    """The mistake that invites itself: drawn from the small vocabulary, but q is the draft's own over all tokens."""
+
+    def __init__(self, draft, tokens):
+        self.inner, self.whole = restricted(draft, tokens), draft
+        self.models, self.begin, self.rewind = self.inner.models, self.inner.begin, self.inner.rewind
+
+    def draft(self, rows, gamma, sampling, generator=None, stop=None):
+        drafts, q = self.inner.draft(rows, gamma, sampling, generator, stop)
+        for i in range(q.shape[1]):
+            for length in rows.lengths.unique().tolist():
+                own = rows.lengths == length
+                text = torch.cat([rows.sequence[own, :length], drafts[own, :i]], 1)
+                q[own, i] = probabilities(self.whole.score(text)[:, -1], sampling)
+        return drafts, q
+
+
+def test_a_q_over_the_whole_vocabulary_is_caught():
+    assert p_value(draws=FEW, wrong=WholeVocabulary) < 1e-4
