@@ -50,7 +50,7 @@ class Sampling:
 
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
-BOUNDS = 1e-4, 5e-6  # probabilities above which a nucleus is looked for before everything is sorted
+BOUNDS = 1e-4, 1e-5  # probabilities above which a nucleus is looked for before everything is sorted
 WORTHWHILE = 1 << 14  # fewer probabilities than this are sorted sooner than candidates are picked
 
 
