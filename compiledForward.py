@@ -8,19 +8,19 @@ import types
 
 import torch
 from torch._dynamo import mark_dynamic
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 
 import nativeAttention
 from attention import Whole
 from packedLinear import pack
 
 
-class Slots:
+class Slots(StaticLayer):
     """One layer's keys and values `[B, heads, capacity, d]` inside a graph, written at `slots`."""
 
-    is_compileable = is_sliding = False
-
     def __init__(self, keys, values, slots):
+        super().__init__(max_cache_len=keys.shape[2])
+        self.is_initialized = True
         self.keys, self.values, self.slots = keys, values, slots
 
     def update(self, key_states, value_states, *args, **kwargs):
