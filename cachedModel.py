@@ -58,7 +58,8 @@ class CachedModel:
                 if progress:
                     progress()
         except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
+            compiler = isinstance(error, subprocess.CalledProcessError)
+            reason = "the C++ compiler failed" if compiler else " ".join(str(error).split())[:200]
             print(f"{self.name} stays eager: it cannot be compiled here ({reason})", file=sys.stderr)
             return None
         self._graphs, self._kept_as, self._shape = graphs, graphs.kept_as, None

@@ -6,38 +6,30 @@ where it was, so inputs are copied into tensors of its own, and a new cache need
 
 import torch
 
+from blockWidths import BlockWidths
 
-class CapturedForward:
+
+class CapturedForward(BlockWidths):
     """model: a transformers causal LM; vocabulary: entries of the logits kept; kept_as: the dtype of its cache."""
 
     def __init__(self, model, vocabulary):
+        super().__init__()
         self.model, self.vocabulary, self.kept_as = model, vocabulary, model.dtype
-        self._shapes, self._recordings, self._cache, self.used = {}, {}, None, 0
-
-    def add(self, rows, width):
-        """Blocks `[rows, width]` are to be recorded, at the first call after a new cache."""
-        self._shapes[rows] = sorted({*self._shapes.get(rows, ()), width})
-
-    def fits(self, tokens):
-        """Whether blocks like `tokens[B, n]` are recorded."""
-        return len(tokens) in self._shapes and tokens.shape[1] <= self._shapes[len(tokens)][-1]
+        self._recordings, self._cache = {}, None
 
     def __call__(self, tokens, positions, slots, mask, cache):
         """mask: bool `[B, 1, n, capacity]`; the rest as in `CachedModel.forward`."""
-        self.used += 1
-        rows, n = tokens.shape
-        width = next(width for width in self._shapes[rows] if width >= n)
-        last = torch.arange(width, device=tokens.device).clamp_(max=n - 1)  # filled up with its last token
-        inputs = [x.index_select(axis, last) for x, axis in ((tokens, 1), (positions, 1), (slots, 1), (mask, 2))]
+        inputs = self.fill(tokens, positions, slots, mask)
         if cache is not self._cache:
             self._cache, self._recordings = cache, {}
-        if (rows, width) not in self._recordings:
-            self._recordings[rows, width] = self.record(inputs, cache)
-        own, replay, logits = self._recordings[rows, width]
+        shape = tuple(inputs[0].shape)
+        if shape not in self._recordings:
+            self._recordings[shape] = self.record(inputs, cache)
+        own, replay, logits = self._recordings[shape]
         for mine, given in zip(own, inputs):
             mine.copy_(given)
         replay()
-        return logits[:, :n].clone()
+        return logits[:, :tokens.shape[1]].clone()
 
     def record(self, inputs, cache):
         """(inputs of its own, what runs it again, the logits it leaves). Without a GPU the same steps are run, not

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 import nativeAttention
 from attention import Whole
+from blockWidths import BlockWidths
 from packedLinear import pack
 
 
@@ -34,12 +35,13 @@ class Slots(StaticLayer):
         return 0
 
 
-class CompiledForward:
+class CompiledForward(BlockWidths):
     """model: a transformers causal LM on a CPU, whose linear layers get packed; vocabulary: entries of the logits kept.
 
     kept_as: the dtype its cache must have. Raises OSError or CalledProcessError where there is no C++ compiler."""
 
     def __init__(self, model, vocabulary):
+        super().__init__()
         nativeAttention.library()
         # 16-bit keys come out of 16-bit layers: kept so they are the same numbers, and half as many bytes to read.
         self.kept_as = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
@@ -49,8 +51,7 @@ class CompiledForward:
         if size not in nativeAttention.WIDTHS:
             raise RuntimeError(f"its heads have {size} numbers; there is a kernel for {nativeAttention.WIDTHS}")
         self.layers, self.slot = config.num_hidden_layers, (heads, size)
-        self.model, self.vocabulary, self._graphs, self._widths = pack(model), vocabulary, {}, {}
-        self.used = 0
+        self.model, self.vocabulary, self._graphs = pack(model), vocabulary, {}
 
     def step(self, tokens, positions, slots, mask, keys, values):
         cache = Cache(layers=[Slots(k, v, slots) for k, v in zip(keys, values)])
@@ -74,20 +75,10 @@ class CompiledForward:
             mark_dynamic(tensor, 2)
         step(*(torch.zeros(rows, width, dtype=torch.long) for _ in range(3)), mask, keys, values)
         self._graphs[rows, width] = step
-        self._widths[rows] = sorted({*self._widths.get(rows, ()), width})
-
-    def fits(self, tokens):
-        """Whether there is a graph for blocks like `tokens[B, n]`."""
-        return len(tokens) in self._widths and tokens.shape[1] <= self._widths[len(tokens)][-1]
+        super().add(rows, width)
 
     def __call__(self, tokens, positions, slots, mask, cache):
         """mask: bool `[B, 1, n, reach]`; the rest as in `CachedModel.forward`."""
-        self.used += 1
-        rows, n = tokens.shape
-        width = next(width for width in self._widths[rows] if width >= n)
-        if n < width:  # filled up with its last token, written where that is
-            last = torch.arange(width).clamp_(max=n - 1)
-            tokens, positions, slots, mask = tokens[:, last], positions[:, last], slots[:, last], mask[:, :, last]
-        tokens, positions, slots, mask = (x.contiguous() for x in (tokens, positions, slots, mask))
+        inputs = self.fill(tokens, positions, slots, mask)
         keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
-        return self._graphs[rows, width](tokens, positions, slots, mask, keys, values)[:, :n]
+        return self._graphs[tuple(inputs[0].shape)](*inputs, keys, values)[:, :tokens.shape[1]]
