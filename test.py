@@ -208,7 +208,8 @@ def time_group(args, mode, names, models, prompts, tokenizer, device, append):
     max_len, repeats = flags.max_len(args, mode), flags.repeats(args, mode)
     for temperature in (args.temperature or [None]) if mode == "sweep" else [None]:
         sampling, samplers = flags.sampling(args, mode, temperature), methods.build(names, models, args)
-        shown = {"mode": mode, "maxLen": max_len, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        gamma = 4 if mode == "speed" and args.draftLength == "fixed" else None  # elsewhere each method has its own
+        shown = {"mode": mode, "maxLen": max_len, "gamma": args.gamma or gamma, "temperature": sampling.temperature, "top_p": sampling.top_p}
         if mode == "sweep":
             drafter, verify = methods.guesser(models, args), VERIFICATIONS[args.verification]
             samplers |= sweep.samplers(models["target"], drafter, verify)
