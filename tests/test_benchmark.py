@@ -7,9 +7,12 @@ import pytest
 import torch
 
 import benchmark
+import benchmarkParts
+import benchmarkPeers
+import benchmarkReport
 from regrSampling import regrSampling
 from test_specSampling import near
-from utils import GREEDY, Sampling
+from utils import GREEDY, Sampling, draw
 
 ROWS = ["plain, eager", "speculative, eager", "transformers", "transformers, static cache", "transformers, assistant",
         "transformers, assistant as it comes", "speculative, no cache"]
@@ -17,9 +20,9 @@ ROWS = ["plain, eager", "speculative, eager", "transformers", "transformers, sta
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(benchmark, "TURNS", (2, 2))
-    monkeypatch.setattr(benchmark, "LARGE", 1 << 20)
-    monkeypatch.setattr(benchmark, "CONTEXTS", (64, 128, 2000))
+    monkeypatch.setattr(benchmarkParts, "TURNS", (2, 2))
+    monkeypatch.setattr(benchmarkParts, "LARGE", 1 << 20)
+    monkeypatch.setattr(benchmarkParts, "CONTEXTS", (64, 128, 2000))
 
 
 def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys):
@@ -39,8 +42,10 @@ def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys):
 
 
 def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(benchmark, "SHAPES", {"large": (32, 2, 4), "small": (16, 1, 2)})
-    monkeypatch.setattr(benchmark, "PROMPT", 8)
+    for name, shape in {"large": (32, 2, 4), "small": (16, 1, 2)}.items():
+        monkeypatch.setitem(benchmarkPeers.SHAPES, name, shape)
+    for module in benchmark, benchmarkParts, benchmarkReport:
+        monkeypatch.setattr(module, "PROMPT", 8)
     assert benchmark.main(["--shapes", "large,small", "--maxLen", "6", "--prompts", "1", "--repeats", "1", "--device",
                            "cpu", "--no-compile", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "benchmark-large.json").read_text())
@@ -51,7 +56,7 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
 
 
 def test_a_random_model_computes_what_one_made_the_usual_way_does(monkeypatch):
-    monkeypatch.setattr(benchmark, "SHAPES", {"tiny": (32, 2, 4)})
+    monkeypatch.setitem(benchmarkPeers.SHAPES, "tiny", (32, 2, 4))
     model = benchmark.random_model("tiny", torch.float32, "cpu", 0)
     usual = type(model)(model.config).eval()
     usual.load_state_dict(model.state_dict())
@@ -88,7 +93,7 @@ def test_the_synthetic_rule_accepts_at_its_rate(alpha):
     rows, generator = 20_000, torch.Generator().manual_seed(0)
     p, q = (torch.rand(rows, n, 7, generator=generator).pow(3) for n in (3, 2))
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    drafts = benchmark.draw(q, generator)
+    drafts = draw(q, generator)
     accepted, token = benchmark.synthetic(alpha)(p, q, drafts, generator)
     shares = torch.bincount(accepted, minlength=3) / rows
     wanted = torch.tensor([1 - alpha, alpha * (1 - alpha), alpha ** 2])
