@@ -5,10 +5,10 @@ import torch
 
 from draftLength import Fixed
 from regrSampling import commit_one
-from machine import Watch
 from rows import Rows
 from utils import Sampling, probabilities, seen_after
 from verification import token_rule
+from watch import Watch
 
 
 @torch.inference_mode()

@@ -63,10 +63,8 @@ def run(args, argv):
     prompts = choose_prompts(args, tokenizer, corpora, given) if timing or played else {}
     article = encode(given or diversity.PROMPTS, tokenizer, args) if "diversity" in groups else []
     room = {mode: article if mode == "diversity" else sum(prompts.values(), []) for mode in (*groups, *played)}
-
     tokens = max([flags.max_len(args, mode) + max(map(len, each)) for mode, each in room.items()]
                  + [args.window] * bool(args.ppl))
-
     frequent = most_frequent(args.draftVocab, tokenizer) if args.draftVocab else None
 
     def load(dtype):
@@ -75,18 +73,17 @@ def run(args, argv):
 
     texts_too = "diversity" in groups or args.ppl
     models = load(dtypes["speed" if timing or played else "texts"])
-    if args.compile and (timing or played):
-        compile_models(models, flags.widths(args, {name for names in (*groups.values(), played) for name in names}))
     for mode, each in room.items():
         check_room(each, flags.max_len(args, mode), list(models.values()))
     texts = [(c, tokenize(c.passages(args.sentenceLimit)[:args.sentences], tokenizer, models))
              for c in corpora if args.ppl]
     if args.ppl and not any(passages for _, passages in texts):
         raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
+    if args.compile and (timing or played):  # after all that may be refused
+        compile_models(models, flags.widths(args, {name for names in (*groups.values(), played) for name in names}))
     if played:
         play(args, models, next(iter(prompts.values()))[0], tokenizer, device, played[0])
-        if not (groups or args.ppl):
-            return
+        return
 
     store = results.Results(args.out)
     name = uuid.uuid4().hex[:8]
@@ -209,7 +206,8 @@ def time_group(args, mode, names, models, prompts, tokenizer, device, append):
     for temperature in (args.temperature or [None]) if mode == "sweep" else [None]:
         sampling, samplers = flags.sampling(args, mode, temperature), methods.build(names, models, args)
         gamma = 4 if mode == "speed" and args.draftLength == "fixed" else None  # elsewhere each method has its own
-        shown = {"mode": mode, "maxLen": max_len, "gamma": args.gamma or gamma, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        shown = {"mode": mode, "maxLen": max_len, "gamma": args.gamma or gamma, "temperature": sampling.temperature,
+                 "top_p": sampling.top_p}
         if mode == "sweep":
             drafter, verify = methods.guesser(models, args), VERIFICATIONS[args.verification]
             samplers |= sweep.samplers(models["target"], drafter, verify)
