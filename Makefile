@@ -1,14 +1,20 @@
-# `make run`: everything from a fresh clone to results.txt. `make test`: the test suite. Both make .venv if it is not there.
+# `make run`: everything from a fresh clone to results.txt. `make test`: the test suite. `make check`: that and the style.
+# `make bench`: the benchmark. All make .venv if it is not there.
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test bench clean
+.PHONY: run test check bench clean
 
 run: .venv/installed
 	$(VENV) test.py
 
 test: .venv/installed
 	$(VENV) -m pytest
+
+check: .venv/installed
+	$(VENV) -m ruff check
+	$(VENV) -m ruff format --check
+	$(MAKE) test
 
 bench: .venv/installed
 	$(VENV) benchmark.py
@@ -20,4 +26,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .hypothesis __pycache__ tests/__pycache__
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__

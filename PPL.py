@@ -38,8 +38,8 @@ def token_log_probs(tokens, target, draft=None):
     scores = [model.score(tokens[None].to(model.device))[0, :-1] for model in (target, draft) if model is not None]
     parts = {role: [] for role in (("target",) if draft is None else ("target", "draft", "speculative"))}
     for start in range(0, len(tokens) - 1, ROWS):
-        log_probs = [s[start:start + ROWS].log_softmax(-1) for s in scores]
-        following = tokens[start + 1:start + 1 + len(log_probs[0])].to(log_probs[0].device)
+        log_probs = [s[start : start + ROWS].log_softmax(-1) for s in scores]
+        following = tokens[start + 1 : start + 1 + len(log_probs[0])].to(log_probs[0].device)
         for role, distribution in zip(("target", "draft"), log_probs):
             parts[role].append(distribution.gather(-1, following[:, None])[:, 0])
         if draft is not None:
@@ -82,8 +82,9 @@ class CorpusPerplexity:
     bytes: int = 0
 
     def __add__(self, other):
-        return CorpusPerplexity(self.nll + other.nll, self.tokens + other.tokens, self.words + other.words,
-                                self.bytes + other.bytes)
+        return CorpusPerplexity(
+            self.nll + other.nll, self.tokens + other.tokens, self.words + other.words, self.bytes + other.bytes
+        )
 
     @property
     def token_ppl(self):
@@ -119,7 +120,7 @@ def calculate_ppl_corpus(text, tokenizer, target, draft=None, window=1024, strid
     for start in range(0, len(tokens), stride):
         end = min(start + window, len(tokens))
         for role, log_probs in token_log_probs(tokens[start:end], target, draft).items():
-            nll[role] = nll.get(role, 0.0) - log_probs[scored - end:].double().sum().item()
+            nll[role] = nll.get(role, 0.0) - log_probs[scored - end :].double().sum().item()
         if progress:
             progress(end - scored)
         scored = end

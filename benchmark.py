@@ -25,8 +25,18 @@ from cachedModel import CachedModel
 from commandLine import Parser, as_command
 from drafters import ModelDrafter
 from hub import gigabytes
-from loading import (DTYPES, HERE, available_memory, check_tokenizers, default_pair, load_model, load_tokenizer,
-                     model_version, pick_device, pick_dtype)
+from loading import (
+    DTYPES,
+    HERE,
+    available_memory,
+    check_tokenizers,
+    default_pair,
+    load_model,
+    load_tokenizer,
+    model_version,
+    pick_device,
+    pick_dtype,
+)
 from machine import machine
 from regrSampling import regrSampling
 from report import WIDTH
@@ -42,12 +52,17 @@ USUAL, USUAL_SHAPES = {"maxLen": 200, "prompts": 5, "repeats": 3}, {"maxLen": 40
 
 
 def parse(argv):
-    parser = Parser(prog="benchmark.py", allow_abbrev=False, description="Tokens per second beside transformers' own, "
-                    "time beside what memory allows, growth with the context, and what sampling takes.")
+    parser = Parser(
+        prog="benchmark.py",
+        allow_abbrev=False,
+        description="Tokens per second beside transformers' own, "
+        "time beside what memory allows, growth with the context, and what sampling takes.",
+    )
     parser.add_argument("--target", metavar="MODEL", help="the large model (default: as test.py)")
     parser.add_argument("--draft", metavar="MODEL", help="the small model")
-    parser.add_argument("--shapes", metavar="TARGET,DRAFT", help="random weights in two of these shapes instead: "
-                        + ", ".join(SHAPES))
+    parser.add_argument(
+        "--shapes", metavar="TARGET,DRAFT", help="random weights in two of these shapes instead: " + ", ".join(SHAPES)
+    )
     parser.add_argument("--gamma", type=int, default=4, metavar="N", help="tokens guessed in a round (4)")
     for flag, value in USUAL.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"({value}; with --shapes {USUAL_SHAPES[flag]})")
@@ -85,13 +100,17 @@ def load(args, dtype, device):
     """({role: CachedModel}, prompts): the pair, and token ids to continue."""
     roles, names = {"target": args.target, "draft": args.draft}, (args.target, args.draft)
     if args.shapes:
-        count = sum(12 * layers * hidden ** 2 + 2 * 50304 * hidden for hidden, layers, _ in map(SHAPES.get, names))
+        count = sum(12 * layers * hidden**2 + 2 * 50304 * hidden for hidden, layers, _ in map(SHAPES.get, names))
         needed = count * DTYPES[dtype].itemsize * (1 if args.no_compile else 2) + 3 * LARGE
         if needed > available_memory(device):
-            raise UserError(f"{args.shapes} in {dtype} need about {gigabytes(needed)} and {device} has "
-                            f"{gigabytes(available_memory(device))} free; use smaller shapes or --no-compile")
-        models = {role: CachedModel(random_model(name, DTYPES[dtype], device, args.seed), name=name)
-                  for role, name in roles.items()}
+            raise UserError(
+                f"{args.shapes} in {dtype} need about {gigabytes(needed)} and {device} has "
+                f"{gigabytes(available_memory(device))} free; use smaller shapes or --no-compile"
+            )
+        models = {
+            role: CachedModel(random_model(name, DTYPES[dtype], device, args.seed), name=name)
+            for role, name in roles.items()
+        }
         generator = torch.Generator().manual_seed(args.seed)
         prompts = torch.randint(50304, (args.prompts, PROMPT), generator=generator).tolist()
     else:
@@ -100,7 +119,7 @@ def load(args, dtype, device):
         models = {role: load_model(name, tokenizer, dtype, device) for role, name in roles.items()}
         pairs = zip(*(corpus.passages(500) for corpus in load_corpora("sample")))
         passages = [passage for pair in pairs for passage in pair]
-        prompts = [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[:args.prompts]]
+        prompts = [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[: args.prompts]]
         args.prompts = len(prompts)  # no more than there are
     # A round of accepted guesses is timed from here too (see `seconds_a_round`).
     check_room(prompts, max(args.maxLen, 1 + 3 * (args.gamma + 1)), list(models.values()))
@@ -114,10 +133,12 @@ def samplers(args, variants, library):
     for variant, models in variants.items():
         target, drafter = models["target"], ModelDrafter(models["draft"])
         found[f"plain, {variant}"] = lambda prompt, generator, target=target: regrSampling(
-            [prompt], target, max_len, SAMPLING, None, generator)
+            [prompt], target, max_len, SAMPLING, None, generator
+        )
         for name, rule in rules.items():
             found[f"{name}, {variant}"] = lambda prompt, generator, target=target, drafter=drafter, rule=rule: (
-                specSampling([prompt], target, drafter, max_len, args.gamma, SAMPLING, None, generator, verify=rule))
+                specSampling([prompt], target, drafter, max_len, args.gamma, SAMPLING, None, generator, verify=rule)
+            )
     found["transformers"] = by_library(library["target"], max_len)
     if args.shapes:
         return found
@@ -131,7 +152,8 @@ def samplers(args, variants, library):
     found["transformers, assistant as it comes"] = by_library(library["target"], max_len, library["draft"])
     vocabulary = variants["eager"]["target"].vocabulary
     found["speculative, no cache"] = lambda prompt, generator: cache_free(
-        prompt, library["target"], library["draft"], max_len, args.gamma, generator, vocabulary=vocabulary)
+        prompt, library["target"], library["draft"], max_len, args.gamma, generator, vocabulary=vocabulary
+    )
     return found
 
 
@@ -139,9 +161,14 @@ def run(args, argv):
     device = pick_device(args.device)
     dtype = args.dtype or pick_dtype(device)
     models, prompts = load(args, dtype, device)
-    versions = {role: {"name": getattr(args, role), "parameters": model.parameters,
-                       "version": "random weights" if args.shapes else model_version(getattr(args, role))}
-                for role, model in models.items()}
+    versions = {
+        role: {
+            "name": getattr(args, role),
+            "parameters": model.parameters,
+            "version": "random weights" if args.shapes else model_version(getattr(args, role)),
+        }
+        for role, model in models.items()
+    }
     library = {role: twin(model.model) for role, model in models.items()}
     variants, took = {"eager": models}, None
     if not args.no_compile:
@@ -151,9 +178,17 @@ def run(args, argv):
             took = [model.compile(sorted(widths[role]), progress=bar.update) for role, model in ready.items()]
         if None not in took:  # else a line has said why
             variants["compiled"] = ready
-    record = {"command": shlex.join(argv), "time": time.strftime("%Y-%m-%d %H:%M:%S"), "device": device, "dtype": dtype,
-              "flags": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-              "machine": machine(device), "models": versions, "compile_seconds": took, "speed": []}
+    record = {
+        "command": shlex.join(argv),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "device": device,
+        "dtype": dtype,
+        "flags": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "machine": machine(device),
+        "models": versions,
+        "compile_seconds": took,
+        "speed": [],
+    }
     timed = samplers(args, variants, library)
     with tqdm(total=len(timed) * len(prompts) * args.repeats, desc="speed", disable=None, leave=False) as bar:
         for line in measure(timed, prompts, args.repeats, args.seed, device, warm_up=1):

@@ -14,9 +14,9 @@ from utils import draw, probabilities
 from verification import token_rule
 
 WIDTHS, CONTEXTS = (1, 2, 5, 9, 17), (64, 256, 1024, 2000)
-PROMPT = 64                # tokens
+PROMPT = 64  # tokens
 TURNS, BUDGET = (5, 40), 20.0  # turns at least and at most, seconds after which it is enough
-LARGE = 512 << 20          # bytes no processor keeps in its cache
+LARGE = 512 << 20  # bytes no processor keeps in its cache
 
 
 @torch.inference_mode()
@@ -76,14 +76,19 @@ def limits(variants, device):
         buffer = torch.rand(max(min(size, LARGE) // 4096, 1), 1024, device=device)
         one, sizes[what, "buffer"] = torch.ones(1024, device=device), buffer.nbytes
         # Several ways, since one may be slow for a reason of its own: the best one of each turn counts.
-        works |= {(what, "read", 0): buffer.sum, (what, "read", 1): buffer.norm,
-                  (what, "read", 2): lambda buffer=buffer, one=one: buffer @ one}
+        works |= {
+            (what, "read", 0): buffer.sum,
+            (what, "read", 1): buffer.norm,
+            (what, "read", 2): lambda buffer=buffer, one=one: buffer @ one,
+        }
         for variant, models in variants.items() if what != "memory" else ():
             fill(models[what], PROMPT, PROMPT + max(WIDTHS))
             works |= {(what, variant, n): forward(models[what], n, PROMPT) for n in WIDTHS}
     seconds = in_turn(works, device, "forwards")
-    reads = {what: [min(ways) for ways in zip(*(seconds[what, "read", way] for way in range(3)))]
-             for what in ("target", "draft", "memory")}
+    reads = {
+        what: [min(ways) for ways in zip(*(seconds[what, "read", way] for way in range(3)))]
+        for what in ("target", "draft", "memory")
+    }
     for what, best in reads.items():
         speeds[what] = [sizes[what, "buffer"] / each for each in best]
     for role, variant, n in (key for key in works if key[1] != "read"):
@@ -91,8 +96,16 @@ def limits(variants, device):
         kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         size = sizes[role] + kept * (PROMPT + n) // capacity
         own = seconds[role, variant, n]
-        found.append({"role": role, "variant": variant, "tokens": n, "bytes": size, "seconds": own,
-                      "share": [size / speed / each for speed, each in zip(speeds[role], own)]})
+        found.append(
+            {
+                "role": role,
+                "variant": variant,
+                "tokens": n,
+                "bytes": size,
+                "seconds": own,
+                "share": [size / speed / each for speed, each in zip(speeds[role], own)],
+            }
+        )
     return found, speeds
 
 
@@ -105,8 +118,10 @@ def growth(variants, device, seed):
         fill(models["target"], contexts[-1], min(2048, context))
         for each in contexts:
             works[variant, each] = one_token(forward(models["target"], 1, each - 1), generator)
-    return [{"variant": variant, "context": each, "seconds": own}
-            for (variant, each), own in in_turn(works, device, "context").items()]
+    return [
+        {"variant": variant, "context": each, "seconds": own}
+        for (variant, each), own in in_turn(works, device, "context").items()
+    ]
 
 
 def one_token(step, generator):
@@ -134,18 +149,32 @@ def parts(variants, prompt, gamma, device, seed):
                 draw(probabilities(logits[:, i], SAMPLING), generator)
             verified(logits)
 
-        works |= {(variant, "plain step"): one_token(forward(target, 1, len(prompt)), generator),
-                  (variant, "draft step"): one_token(forward(draft, 1, len(prompt)), generator),
-                  (variant, "scoring"): lambda score=score, verified=verified: verified(score()),
-                  (variant, "sampling"): sampling,
-                  (variant, "round"): lambda target=target, draft=draft: seconds_a_round(
-                      target, draft, prompt, gamma, generator)}
-    return [{"variant": variant, "part": part, "seconds": own}
-            for (variant, part), own in in_turn(works, device, "a round").items()]
+        works |= {
+            (variant, "plain step"): one_token(forward(target, 1, len(prompt)), generator),
+            (variant, "draft step"): one_token(forward(draft, 1, len(prompt)), generator),
+            (variant, "scoring"): lambda score=score, verified=verified: verified(score()),
+            (variant, "sampling"): sampling,
+            (variant, "round"): lambda target=target, draft=draft: seconds_a_round(
+                target, draft, prompt, gamma, generator
+            ),
+        }
+    return [
+        {"variant": variant, "part": part, "seconds": own}
+        for (variant, part), own in in_turn(works, device, "a round").items()
+    ]
 
 
 def seconds_a_round(target, draft, prompt, gamma, generator):
     """Mean of two full rounds: in the one before them the draft reads the prompt."""
-    _, (record,) = specSampling([prompt], target, ModelDrafter(draft), 1 + 3 * (gamma + 1), gamma, SAMPLING, None,
-                                generator, verify=synthetic(1.0))
+    _, (record,) = specSampling(
+        [prompt],
+        target,
+        ModelDrafter(draft),
+        1 + 3 * (gamma + 1),
+        gamma,
+        SAMPLING,
+        None,
+        generator,
+        verify=synthetic(1.0),
+    )
     return (record.times[-1] - record.times[1]) / (len(record.times) - 2)

@@ -95,12 +95,18 @@ class CachedModel:
             return self._graphs(tokens, positions, positions if slots is None else slots, mask[:, None], self._cache)
         self._cache.address(positions if slots is None else slots, reach)
         kept, where = (0, None) if keep is None else keep.unique(return_inverse=True)
-        logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None],
-                            past_key_values=self._cache, use_cache=True, logits_to_keep=kept).logits
+        logits = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=kept,
+        ).logits
         self.forwards += 1
         if keep is not None:
             logits = logits[torch.arange(len(tokens), device=self.device), where]
-        return logits[..., :self.vocabulary].float()
+        return logits[..., : self.vocabulary].float()
 
     def read_prompt(self, rows):
         """Read every row's prompt (`Rows`) in one forward; float32 logits `[B, vocabulary]` after each prompt's end.
@@ -119,4 +125,4 @@ class CachedModel:
     @torch.inference_mode()
     def score(self, tokens):
         """Logits after each of `tokens[B, n]` read from the start, without the cache: float32 `[B, n, vocabulary]`."""
-        return self.model(input_ids=tokens, use_cache=False).logits[..., :self.vocabulary].float()
+        return self.model(input_ids=tokens, use_cache=False).logits[..., : self.vocabulary].float()

@@ -29,7 +29,7 @@ class CapturedForward(BlockWidths):
         for mine, given in zip(own, inputs):
             mine.copy_(given)
         replay()
-        return logits[:, :tokens.shape[1]].clone()
+        return logits[:, : tokens.shape[1]].clone()
 
     def record(self, inputs, cache):
         """(inputs of its own, what runs it again, the logits it leaves). Without a GPU the same steps are run, not
@@ -39,8 +39,13 @@ class CapturedForward(BlockWidths):
         def step():
             tokens, positions, slots, mask = own
             cache.address(slots)
-            return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache,
-                              use_cache=True).logits[..., :self.vocabulary].float()
+            return (
+                self.model(
+                    input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+                )
+                .logits[..., : self.vocabulary]
+                .float()
+            )
 
         if own[0].device.type != "cuda":
             logits = step()

@@ -55,22 +55,28 @@ class CompiledForward(BlockWidths):
 
     def step(self, tokens, positions, slots, mask, keys, values):
         cache = Cache(layers=[Slots(k, v, slots) for k, v in zip(keys, values)])
-        logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache,
-                            use_cache=True).logits
-        return logits[..., :self.vocabulary].float()
+        logits = self.model(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        ).logits
+        return logits[..., : self.vocabulary].float()
 
     def add(self, rows, width):
         """Compile the graph for blocks `[rows, width]`, with tokens and slots made up."""
         # There are no guards: what may differ between calls is marked, and the rest is the shape of the block. What is
         # compiled is kept with a function's code, so each graph needs code of its own.
         code = CompiledForward.step.__code__.replace(co_name=f"step_{rows}_{width}")
-        step = torch.compile(types.MethodType(types.FunctionType(code, globals()), self), fullgraph=True,
-                             options={"guard_filter_fn": lambda guards: [False] * len(guards)})
+        step = torch.compile(
+            types.MethodType(types.FunctionType(code, globals()), self),
+            fullgraph=True,
+            options={"guard_filter_fn": lambda guards: [False] * len(guards)},
+        )
         capacity, reach = 67, 41  # sizes that are equal here would be taken for one and the same
         mask = torch.ones(rows, 1, width, reach, dtype=torch.bool)
         mark_dynamic(mask, 3)
-        keys, values = ([torch.zeros(rows, self.slot[0], capacity, self.slot[1], dtype=self.kept_as)
-                         for _ in range(self.layers)] for _ in range(2))
+        keys, values = (
+            [torch.zeros(rows, self.slot[0], capacity, self.slot[1], dtype=self.kept_as) for _ in range(self.layers)]
+            for _ in range(2)
+        )
         for tensor in keys + values:
             mark_dynamic(tensor, 2)
         step(*(torch.zeros(rows, width, dtype=torch.long) for _ in range(3)), mask, keys, values)
@@ -81,4 +87,4 @@ class CompiledForward(BlockWidths):
         """mask: bool `[B, 1, n, reach]`; the rest as in `CachedModel.forward`."""
         inputs = self.fill(tokens, positions, slots, mask)
         keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
-        return self._graphs[tuple(inputs[0].shape)](*inputs, keys, values)[:, :tokens.shape[1]]
+        return self._graphs[tuple(inputs[0].shape)](*inputs, keys, values)[:, : tokens.shape[1]]

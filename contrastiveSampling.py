@@ -47,23 +47,62 @@ class Contrast:
 
     def scores(self, expert, amateur):
         """The paper's equations 2 and 3 for logits `[..., V]`: log p - log q, and -inf for tokens that are dropped."""
-        log_p = expert[..., :self.vocabulary].log_softmax(-1)
-        log_q = (amateur[..., :self.vocabulary] / self.temperature).log_softmax(-1)
+        log_p = expert[..., : self.vocabulary].log_softmax(-1)
+        log_q = (amateur[..., : self.vocabulary] / self.temperature).log_softmax(-1)
         least = log_p.amax(-1, keepdim=True) + math.log(self.plausibility or 1e-300)
         return (log_p - log_q).masked_fill(log_p < least, -math.inf)
 
 
-def contrastiveSampling(prefixes, expert, amateur, max_len=200, sampling=GREEDY, end_of_text=None, generator=None,
-                        callback=None, plausibility=0.1, temperature=1.0):
+def contrastiveSampling(
+    prefixes,
+    expert,
+    amateur,
+    max_len=200,
+    sampling=GREEDY,
+    end_of_text=None,
+    generator=None,
+    callback=None,
+    plausibility=0.1,
+    temperature=1.0,
+):
     """Continue each of `prefixes`, always with the token of the highest score (`sampling` greedy, as in the paper), or
     drawing from the softmax of the scores over `sampling.temperature`. The rest as for `regrSampling`."""
-    return regrSampling(prefixes, Contrast(expert, amateur, plausibility, temperature), max_len, sampling, end_of_text,
-                        generator, callback)
+    return regrSampling(
+        prefixes,
+        Contrast(expert, amateur, plausibility, temperature),
+        max_len,
+        sampling,
+        end_of_text,
+        generator,
+        callback,
+    )
 
 
-def specContrastiveSampling(prefixes, expert, amateur, max_len=200, gamma=4, sampling=GREEDY, end_of_text=None,
-                            generator=None, callback=None, plausibility=0.1, temperature=1.0, verify=token_rule):
+def specContrastiveSampling(
+    prefixes,
+    expert,
+    amateur,
+    max_len=200,
+    gamma=4,
+    sampling=GREEDY,
+    end_of_text=None,
+    generator=None,
+    callback=None,
+    plausibility=0.1,
+    temperature=1.0,
+    verify=token_rule,
+):
     """The same text (in distribution), faster: the amateur's guesses are verified against the contrastive distribution.
     Arguments as for `specSampling`."""
-    return specSampling(prefixes, Contrast(expert, amateur, plausibility, temperature), ModelDrafter(amateur), max_len,
-                        gamma, sampling, end_of_text, generator, callback, verify)
+    return specSampling(
+        prefixes,
+        Contrast(expert, amateur, plausibility, temperature),
+        ModelDrafter(amateur),
+        max_len,
+        gamma,
+        sampling,
+        end_of_text,
+        generator,
+        callback,
+        verify,
+    )

@@ -11,8 +11,13 @@ import torch
 
 import PPL
 
-PROMPTS = ("Large Language models are", "Barack Obama was", "Decoding strategy is important because",
-           "A good recipe for Halloween is", "Stanford is known for")
+PROMPTS = (
+    "Large Language models are",
+    "Barack Obama was",
+    "Decoding strategy is important because",
+    "A good recipe for Halloween is",
+    "Stanford is known for",
+)
 FIGURES = ("entropy_1", "entropy_2", "entropy_3", "distinct_1", "distinct_2", "repetition", "perplexity")
 ARTICLE = {"naive": (4.990, 5.175, 5.144, 0.8950, 0.9951), "contrastive": (5.183, 5.350, 5.314, 0.9028, 1.0)}
 
@@ -44,12 +49,16 @@ def repetition(text, n=4):
 def perplexity(prompt, tokens, target):
     """`target`'s perplexity of `tokens` (ids) after `prompt` (ids), at temperature 1 without filters."""
     log_probs = PPL.token_log_probs(torch.tensor(prompt + tokens), target)["target"]
-    return PPL.exp(-log_probs[len(prompt) - 1:].double().mean().item())
+    return PPL.exp(-log_probs[len(prompt) - 1 :].double().mean().item())
 
 
 def figures(prompt, tokens, tokenizer, target):
     """All FIGURES of one continuation. Those of n-grams are of prompt and continuation together, as in the article."""
     text = tokenizer.decode(prompt + tokens, skip_special_tokens=True)
-    values = (*(entropy(text, n) for n in (1, 2, 3)), *(distinct(text, n) for n in (1, 2)), repetition(text),
-              perplexity(prompt, tokens, target))
+    values = (
+        *(entropy(text, n) for n in (1, 2, 3)),
+        *(distinct(text, n) for n in (1, 2)),
+        repetition(text),
+        perplexity(prompt, tokens, target),
+    )
     return dict(zip(FIGURES, values))

@@ -1,9 +1,9 @@
 """Download the texts measured on into datasets/, as folders that `datasets` loads back without a network.
 
-    python downloadData.py                                WikiText-2 (raw) and ten books of PG-19's test split
-    python downloadData.py pg19 --books 100               more books
-    python downloadData.py wikitext --from wiki.test.raw  texts that are here already (any name, any file or folder)
-    python downloadData.py --list                         what is there
+python downloadData.py                                WikiText-2 (raw) and ten books of PG-19's test split
+python downloadData.py pg19 --books 100               more books
+python downloadData.py wikitext --from wiki.test.raw  texts that are here already (any name, any file or folder)
+python downloadData.py --list                         what is there
 """
 
 import argparse
@@ -18,8 +18,24 @@ from huggingface_hub import constants
 from tqdm import tqdm
 
 from commandLine import Parser, as_command
-from hub import (UNFINISHED, HubFile, check_disk, damaged, describe, digest_of, fetch, file_errors, gigabytes,
-                 hub_errors, lock, one_line, read_manifest, swap, to_move, write_manifest)
+from hub import (
+    UNFINISHED,
+    HubFile,
+    check_disk,
+    damaged,
+    describe,
+    digest_of,
+    fetch,
+    file_errors,
+    gigabytes,
+    hub_errors,
+    lock,
+    one_line,
+    read_manifest,
+    swap,
+    to_move,
+    write_manifest,
+)
 from texts import DATASETS, ENDINGS, FOLDERS, HEADING, read
 from utils import UserError
 
@@ -42,8 +58,9 @@ def install(name, make, replace=False):
     make(staging): returns a `DatasetDict` and what is to be recorded of its origin; what it fetched into the staging
     folder stays after an error, and is not fetched again. The data set's folder appears when it is written and
     recorded, whole. Raises UserError."""
-    import datasets  # takes a second to import
     from datasets.exceptions import DatasetsError
+
+    import datasets  # takes a second to import
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it reports is in the one line below
     if not sys.stderr.isatty():
@@ -61,8 +78,11 @@ def install(name, make, replace=False):
             check(name, splits)
             check_disk(staging, sum(rows.data.nbytes for rows in splits.values()))
             splits.save_to_disk(saved)
-            files = [HubFile(path.relative_to(saved).as_posix(), path.stat().st_size, digest_of(path, "sha256"))
-                     for path in sorted(saved.rglob("*")) if path.is_file()]
+            files = [
+                HubFile(path.relative_to(saved).as_posix(), path.stat().st_size, digest_of(path, "sha256"))
+                for path in sorted(saved.rglob("*"))
+                if path.is_file()
+            ]
             rows = {split: len(rows) for split, rows in splits.items()}
             write_manifest(saved, files, rows=rows, **origin)
             swap(saved, folder)
@@ -70,8 +90,10 @@ def install(name, make, replace=False):
         except (DatasetsError, ValueError, TypeError, KeyError, RuntimeError) as error:
             if isinstance(error.__cause__, OSError):  # the library's cloak for a full disk
                 raise error.__cause__ from None
-            raise UserError(f"{name} cannot be read as a data set ({type(error).__name__}: {one_line(error)}); choose "
-                            "another source") from None
+            raise UserError(
+                f"{name} cannot be read as a data set ({type(error).__name__}: {one_line(error)}); choose "
+                "another source"
+            ) from None
         finally:
             for unneeded in saved, staging / "cache":
                 shutil.rmtree(unneeded, ignore_errors=True)
@@ -101,13 +123,16 @@ def present(name, repo, offline, enough=lambda manifest: True):
         print(f"{name}: whole, in {folder}; nothing to download")
         return True
     if folder.exists() and (manifest is None or manifest["repo"] != repo):
-        raise UserError(f"{folder} holds texts from {manifest['repo'] if manifest else 'elsewhere'}, not all that is "
-                        f"asked for of {repo}; move it away first")
+        raise UserError(
+            f"{folder} holds texts from {manifest['repo'] if manifest else 'elsewhere'}, not all that is "
+            f"asked for of {repo}; move it away first"
+        )
     if offline and wrong:
         raise UserError(f"{folder / wrong[0].path} is damaged; run this again without --offline to repair it")
     if offline:
-        raise UserError(f"{name} is not in {folder}, or not enough of it, and --offline (or HF_HUB_OFFLINE) forbids to "
-                        "download it")
+        raise UserError(
+            f"{name} is not in {folder}, or not enough of it, and --offline (or HF_HUB_OFFLINE) forbids to download it"
+        )
     return False
 
 
@@ -120,11 +145,13 @@ def download_wikitext(offline=False):
         from datasets import load_dataset
 
         commit, files = describe(WIKITEXT, kind="dataset")
-        tables = [file for path, file in files.items() if path.startswith(f"{CONFIGURATION}/") and
-                  path.endswith(".parquet")]
+        tables = [
+            file for path, file in files.items() if path.startswith(f"{CONFIGURATION}/") and path.endswith(".parquet")
+        ]
         if not tables:
-            raise UserError(f"{WIKITEXT} at {constants.ENDPOINT} holds no {CONFIGURATION}/*.parquet; try another "
-                            "mirror")
+            raise UserError(
+                f"{WIKITEXT} at {constants.ENDPOINT} holds no {CONFIGURATION}/*.parquet; try another mirror"
+            )
         wrong = damaged(staging, tables)
         moving = sum(to_move(staging, file) for file in wrong)
         check_disk(staging, 5 * moving)  # the tables, and the text in them
@@ -134,8 +161,10 @@ def download_wikitext(offline=False):
         splits = {}
         for file in tables:
             splits.setdefault(Path(file.path).name.split("-")[0], []).append(str(staging / file.path))
-        return (load_dataset("parquet", data_files=splits, cache_dir=str(staging / "cache")),
-                {"repo": WIKITEXT, "commit": commit})
+        return (
+            load_dataset("parquet", data_files=splits, cache_dir=str(staging / "cache")),
+            {"repo": WIKITEXT, "commit": commit},
+        )
 
     install("wikitext", make, replace=True)
 
@@ -147,14 +176,20 @@ def download_pg19(books=10, offline=False):
         return
 
     def make(staging):
-        from datasets import Dataset, DatasetDict, load_dataset
         from pyarrow.dataset import ParquetFragmentScanOptions
+
+        from datasets import Dataset, DatasetDict, load_dataset
 
         commit, _ = describe(PG19, kind="dataset")
         print(f"pg19: {books} books to stream from {constants.ENDPOINT}", flush=True)
         with hub_errors(PG19, commit):
-            stream = load_dataset(PG19, split="test", revision=commit, streaming=True,
-                                  fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False))
+            stream = load_dataset(
+                PG19,
+                split="test",
+                revision=commit,
+                streaming=True,
+                fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False),
+            )
             rows = list(tqdm(itertools.islice(stream, books), total=books, desc="books", disable=None, leave=False))
         if not rows:
             raise UserError(f"{PG19} at {constants.ENDPOINT} holds no book; try another mirror")
@@ -181,8 +216,9 @@ def install_from(name, source):
             wiki = any(HEADING.match(line) for line in text.split("\n")[:50])
             return Dataset.from_dict({"text": re.findall(r"[^\n]*\n|[^\n]+", text) if wiki else [text]})
         try:
-            rows = load_dataset(TABLES[path.suffix.lower()], data_files=str(path), split="train",
-                                cache_dir=str(staging / "cache"))
+            rows = load_dataset(
+                TABLES[path.suffix.lower()], data_files=str(path), split="train", cache_dir=str(staging / "cache")
+            )
         except Exception as error:  # the library raises its own types, pyarrow's, and Python's
             raise UserError(f"{path} cannot be read as a table ({type(error).__name__}: {one_line(error)})") from None
         check(path, {"test": rows})
@@ -210,8 +246,15 @@ def show():
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         manifest = read_manifest(folder)
         wrong = damaged(folder, manifest["files"]) if manifest else []
-        state = ("not finished" if folder.name.endswith(UNFINISHED) else "no record" if not manifest else
-                 f"not whole: {', '.join(file.path for file in wrong)}" if wrong else "whole")
+        state = (
+            "not finished"
+            if folder.name.endswith(UNFINISHED)
+            else "no record"
+            if not manifest
+            else f"not whole: {', '.join(file.path for file in wrong)}"
+            if wrong
+            else "whole"
+        )
         rows = ", ".join(f"{count:,} rows of {split}" for split, count in manifest["rows"].items()) if manifest else ""
         origin = f"{manifest['repo']} {manifest['commit'][:12]}".strip() if manifest else ""
         print(f"{folder.name:24} {gigabytes(size):>9}  {state:12} {origin}; {rows}".rstrip(" ;"))

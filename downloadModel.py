@@ -19,27 +19,51 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from commandLine import Parser, as_command
-from hub import (HUB_ID, MANIFEST, UNFINISHED, check_disk, check_id, damaged, describe, fetch, file_errors, gigabytes,
-                 lock, read_manifest, swap, to_move, write_manifest)
+from hub import (
+    HUB_ID,
+    MANIFEST,
+    UNFINISHED,
+    check_disk,
+    check_id,
+    damaged,
+    describe,
+    fetch,
+    file_errors,
+    gigabytes,
+    lock,
+    read_manifest,
+    swap,
+    to_move,
+    write_manifest,
+)
 from utils import UserError
 
 MODELS = Path(__file__).resolve().parent / "models"
 PYTHIA = ("EleutherAI/pythia-70m", "EleutherAI/pythia-410m", "EleutherAI/pythia-2.8b")
-SMALL_FILES = re.compile(r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)"
-                         r"\.json|merges\.txt|tokenizer\.model|chat_template\.jinja")
+SMALL_FILES = re.compile(
+    r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)"
+    r"\.json|merges\.txt|tokenizer\.model|chat_template\.jinja"
+)
 INDEX = "model.safetensors.index.json"
 
 
 def needed(repo, files):
     """Of all files of a repository, those to download: `{path: HubFile}` -> a list, the weights last."""
-    weights = ["model.safetensors"] if "model.safetensors" in files else sorted(
-        (path for path in files if path == INDEX or re.fullmatch(r"model-\d+-of-\d+\.safetensors", path)),
-        key=lambda path: (path != INDEX, path))  # the index first: what it names can be checked
+    weights = (
+        ["model.safetensors"]
+        if "model.safetensors" in files
+        else sorted(
+            (path for path in files if path == INDEX or re.fullmatch(r"model-\d+-of-\d+\.safetensors", path)),
+            key=lambda path: (path != INDEX, path),
+        )
+    )  # the index first: what it names can be checked
     if not weights:
         others = [path for path in files if path.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
         only = f", only {others[0]}" if others else ""
-        raise UserError(f"{repo} has no safetensors{only}, and pickled weights are never loaded; another revision may "
-                        "have them (often --revision refs/pr/1), or choose another model")
+        raise UserError(
+            f"{repo} has no safetensors{only}, and pickled weights are never loaded; another revision may "
+            "have them (often --revision refs/pr/1), or choose another model"
+        )
     if "config.json" not in files:
         raise UserError(f"{repo} has no config.json: it is not a model that transformers can load")
     return [file for path, file in files.items() if SMALL_FILES.fullmatch(path)] + [files[path] for path in weights]
@@ -68,7 +92,8 @@ def present(repo, revision=None):
 def is_hub_id(name):
     """Whether `name` can only be a hub id: it reads owner/name, and nothing here is called so."""
     return bool(re.fullmatch(HUB_ID, name, re.ASCII)) and not any(
-        map(os.path.exists, (MODELS / name, name.split("/")[0])))
+        map(os.path.exists, (MODELS / name, name.split("/")[0]))
+    )
 
 
 def on_first_use(name, offline=False):
@@ -98,8 +123,9 @@ def download(repo, revision=None, offline=False):
             print(f"{repo}: whole, in {folder}; nothing to download")
             return folder
         if folder.exists() and not manifest:
-            raise UserError(f"{folder} is there and not {repo} ({wrong[0].path} is missing or differs); move it away "
-                            "first")
+            raise UserError(
+                f"{folder} is there and not {repo} ({wrong[0].path} is missing or differs); move it away first"
+            )
         with lock(folder):
             bring(repo, commit, wanted, folder, about)
         print(f"{repo}: whole, in {folder}")
@@ -109,8 +135,10 @@ def download(repo, revision=None, offline=False):
 def verify(repo, folder, revision):
     """`download` without a network: check what is here."""
     if not present(repo, revision):
-        raise UserError(f"{repo}{f' at {revision}' if revision else ''} is not in {folder}, and --offline (or "
-                        "HF_HUB_OFFLINE) forbids to download it")
+        raise UserError(
+            f"{repo}{f' at {revision}' if revision else ''} is not in {folder}, and --offline (or "
+            "HF_HUB_OFFLINE) forbids to download it"
+        )
     if wrong := damaged(folder, read_manifest(folder)["files"]):
         raise UserError(f"{folder / wrong[0].path} is damaged; run this again without --offline to repair it")
     print(f"{repo}: whole, in {folder}")
@@ -176,8 +204,13 @@ def show():
         else:
             origin = f"{manifest['repo']} at {manifest['revision']} ({manifest['commit'][:12]})"
             wrong = damaged(folder, manifest["files"])
-            state = (f"not whole: {', '.join(file.path for file in wrong)}" if wrong else
-                     "not finished" if folder.name.endswith(UNFINISHED) else "whole")
+            state = (
+                f"not whole: {', '.join(file.path for file in wrong)}"
+                if wrong
+                else "not finished"
+                if folder.name.endswith(UNFINISHED)
+                else "whole"
+            )
         print(f"{folder.name:28} {gigabytes(size):>9}  {state:12} {origin}")
 
 

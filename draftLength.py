@@ -82,8 +82,8 @@ class CostAware:
 
     stop = None
     MEMORY, PROBE = 0.995, 32  # weight of the past at each round; a round in so many tries another length
-    RECENT = 0.9               # weight of the past in what things cost
-    FAITH, HOPE = 4, 0.7       # tests that a position takes over from the one before, as long as it has few of its own;
+    RECENT = 0.9  # weight of the past in what things cost
+    FAITH, HOPE = 4, 0.7  # tests that a position takes over from the one before, as long as it has few of its own;
     # alpha of the first while there are none: what was tested long ago counts for little, so a hopeful figure sees to
     # it that a draft once unlucky is tried again
 
@@ -150,5 +150,10 @@ class CostAware:
         return length * (self.guess or 0.0) + plain * (1 + self.growth * length)
 
 
-RULES = {"fixed": Fixed, "additive": Additive, "draftConfidence": DraftConfidence, "targetConfidence": TargetConfidence,
-         "costAware": CostAware}
+RULES = {
+    "fixed": Fixed,
+    "additive": Additive,
+    "draftConfidence": DraftConfidence,
+    "targetConfidence": TargetConfidence,
+    "costAware": CostAware,
+}

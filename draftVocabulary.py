@@ -25,8 +25,10 @@ def most_frequent(count, tokenizer):
     counts = torch.zeros(len(tokenizer), dtype=torch.long)
     for corpus in load_corpora("sample"):
         for document in corpus.documents:
-            counts += torch.bincount(torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long),
-                                     minlength=len(tokenizer))
+            counts += torch.bincount(
+                torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long),
+                minlength=len(tokenizer),
+            )
     if tokenizer.eos_token_id is not None:
         counts[tokenizer.eos_token_id] = counts.sum() + 1
     return counts.argsort(descending=True, stable=True)[:count].sort().values

@@ -53,13 +53,13 @@ class ModelDrafter:
             logits = self.model.forward(tokens, positions)
             known = seen if seen is None else seen[:, self.tokens]
             q[:, i, self.tokens] = probabilities(logits[:, -1], sampling, known)
-            tokens = drafts[:, i:i + 1] = draw(q[:, i], generator)[:, None]
+            tokens = drafts[:, i : i + 1] = draw(q[:, i], generator)[:, None]
             if stop:
                 unsure = stop(q[:, i].gather(1, tokens)[:, 0])
                 q[:, i] *= going[:, None]
                 going = going & ~unsure
                 if not going.any():
-                    return drafts[:, :i + 1], q[:, :i + 1]
+                    return drafts[:, : i + 1], q[:, : i + 1]
             positions = rows.positions(i, 1)
             seen = seen_after(seen, tokens)
             seen = seen if seen is None else seen[:, 0]
@@ -90,8 +90,9 @@ class LookupDrafter:
         width = max(map(len, guesses))
         if width == 0:
             return nothing(rows, self.vocabulary)
-        drafts = torch.tensor([guess + text[-1:] * (width - len(guess)) for guess, text in zip(guesses, texts)],
-                              device=rows.device)
+        drafts = torch.tensor(
+            [guess + text[-1:] * (width - len(guess)) for guess, text in zip(guesses, texts)], device=rows.device
+        )
         own = torch.tensor([[i < len(guess) for i in range(width)] for guess in guesses], device=rows.device)
         return drafts, torch.nn.functional.one_hot(drafts, self.vocabulary) * own[..., None].float()
 
@@ -99,8 +100,8 @@ class LookupDrafter:
         """What followed the latest earlier occurrence of the longest ending found twice."""
         for n in range(min(self.ngram, len(text) - 1), 0, -1):
             for start in range(len(text) - n - 1, -1, -1):
-                if text[start:start + n] == text[-n:]:
-                    return text[start + n:]
+                if text[start : start + n] == text[-n:]:
+                    return text[start + n :]
         return []
 
 
@@ -138,19 +139,21 @@ class CascadeDrafter:
         q = torch.zeros(len(rows.tokens), gamma + 1, self.model.vocabulary, device=rows.device)  # one to spare
         while self.fewest(rows) < gamma:
             first = self.inner.lengths - rows.lengths
-            p, accepted = specSampling.advance(self.inner, self.model, self.drafter, self.length, sampling, self.verify,
-                                               generator, self.behind)
+            p, accepted = specSampling.advance(
+                self.inner, self.model, self.drafter, self.length, sampling, self.verify, generator, self.behind
+            )
             self.behind = 0
             for j in range(p.shape[1]):
                 at = torch.where(j <= accepted, first + j, gamma).clamp(max=gamma)
-                q.scatter_(1, at[:, None, None].expand(-1, 1, q.shape[-1]), p[:, j:j + 1])
+                q.scatter_(1, at[:, None, None].expand(-1, 1, q.shape[-1]), p[:, j : j + 1])
         self.behind = 1
         return self.inner.sequence.gather(1, rows.positions(0, gamma)), q[:, :gamma]
 
     def fewest(self, rows):
         """Tokens that the row with fewest has ahead of `rows`."""
-        return min(ours - theirs for ours, theirs, ended in zip(self.inner._lengths, rows._lengths, rows.ended)
-                   if not ended)
+        return min(
+            ours - theirs for ours, theirs, ended in zip(self.inner._lengths, rows._lengths, rows.ended) if not ended
+        )
 
 
 def nothing(rows, vocabulary):

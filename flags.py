@@ -10,14 +10,32 @@ from loading import DTYPES, HERE, default_mid, default_pair
 from utils import Sampling, UserError, check_share
 from verification import RULES as VERIFICATIONS
 
-LIMITS = {"maxLen": 1, "gamma": 1, "gamma1": 1, "gamma2": 1, "ngram": 1, "draftVocab": 1, "sentences": 1,
-          "sentenceLimit": 1, "books": 1, "repeats": 1, "promptLen": 1, "window": 2, "stride": 1, "seed": 0}
+LIMITS = {
+    "maxLen": 1,
+    "gamma": 1,
+    "gamma1": 1,
+    "gamma2": 1,
+    "ngram": 1,
+    "draftVocab": 1,
+    "sentences": 1,
+    "sentenceLimit": 1,
+    "books": 1,
+    "repeats": 1,
+    "promptLen": 1,
+    "window": 2,
+    "stride": 1,
+    "seed": 0,
+}
 # What each mode that times or generates compares, and how many new tokens are its default.
-GROUPS = {"speed": ("draft", "target", "speculative"), "speedNew": ("draft", "target", "additive"),
-          "speedMulti": ("draft", "mid", "target", "speculative", "cascade"),
-          "contrastive": ("target", "contrastive", "speculativeContrastive"), "compare": (),
-          "sweep": ("draft", "target"),
-          "diversity": ("target", "speculative", "contrastive", "speculativeContrastive")}
+GROUPS = {
+    "speed": ("draft", "target", "speculative"),
+    "speedNew": ("draft", "target", "additive"),
+    "speedMulti": ("draft", "mid", "target", "speculative", "cascade"),
+    "contrastive": ("target", "contrastive", "speculativeContrastive"),
+    "compare": (),
+    "sweep": ("draft", "target"),
+    "diversity": ("target", "speculative", "contrastive", "speculativeContrastive"),
+}
 MODES = (*GROUPS, "ppl", "show", "html")
 MAX_LEN = {"speedNew": 1000, "diversity": 45}
 SAMPLING = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naive sampling has neither
@@ -25,91 +43,195 @@ SAMPLING = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's nai
 
 def parser():
     """The parser; its defaults of None depend on what is measured (see `parse`)."""
-    parser = Parser(prog="test.py", allow_abbrev=False, description="Speculative decoding, measured: speed (TTFT, "
-                    "TPOT, throughput), perplexity, and every method side by side. Results go to results.txt; "
-                    "README.md explains the flags.")
+    parser = Parser(
+        prog="test.py",
+        allow_abbrev=False,
+        description="Speculative decoding, measured: speed (TTFT, "
+        "TPOT, throughput), perplexity, and every method side by side. Results go to results.txt; "
+        "README.md explains the flags.",
+    )
     mode = parser.add_argument_group("what to do (with none of these: --speed --ppl)")
-    mode.add_argument("--speed", nargs="?", type=int, const=1, choices=(0, 1), help="time to first token, time per "
-                      "token, tokens per second; --speed 0 leaves it out")
-    mode.add_argument("--ppl", nargs="?", type=int, const=1, choices=(0, 1), help="perplexity, per text and of the "
-                      "corpus; --ppl 0 leaves it out")
+    mode.add_argument(
+        "--speed",
+        nargs="?",
+        type=int,
+        const=1,
+        choices=(0, 1),
+        help="time to first token, time per token, tokens per second; --speed 0 leaves it out",
+    )
+    mode.add_argument(
+        "--ppl",
+        nargs="?",
+        type=int,
+        const=1,
+        choices=(0, 1),
+        help="perplexity, per text and of the corpus; --ppl 0 leaves it out",
+    )
     mode.add_argument("--speedNew", action="store_true", help="speed with the additive draft-length rule, 1000 tokens")
     mode.add_argument("--speedMulti", action="store_true", help="speed of a cascade of three models")
     mode.add_argument("--contrastive", action="store_true", help="speed of contrastive decoding, plain and speculative")
-    mode.add_argument("--compare", metavar="METHODS", help="speed of any methods, interleaved: all, or some of "
-                      + ", ".join(methods.METHODS))
-    mode.add_argument("--sweep", action="store_true", help="speed over gamma 1 to 10 and what theory expects, with a "
-                      "figure; --temperature may name several")
+    mode.add_argument(
+        "--compare",
+        metavar="METHODS",
+        help="speed of any methods, interleaved: all, or some of " + ", ".join(methods.METHODS),
+    )
+    mode.add_argument(
+        "--sweep",
+        action="store_true",
+        help="speed over gamma 1 to 10 and what theory expects, with a figure; --temperature may name several",
+    )
     mode.add_argument("--diversity", action="store_true", help="how varied the texts of each method are")
-    mode.add_argument("--show", action="store_true", help="write one text on the screen as it is decoded: guesses "
-                      "accepted, guesses rejected, the target's own tokens")
+    mode.add_argument(
+        "--show",
+        action="store_true",
+        help="write one text on the screen as it is decoded: guesses "
+        "accepted, guesses rejected, the target's own tokens",
+    )
     mode.add_argument("--html", type=Path, metavar="FILE", help="the same as a page that plays it back step by step")
     models = parser.add_argument_group("models")
-    models.add_argument("--target", metavar="MODEL", help="the large model: a folder under models/, any path, or a hub "
-                        "id owner/name, downloaded on first use (default: pythia-2.8b if it and pythia-70m are there, "
-                        "else the bundled pair)")
+    models.add_argument(
+        "--target",
+        metavar="MODEL",
+        help="the large model: a folder under models/, any path, or a hub "
+        "id owner/name, downloaded on first use (default: pythia-2.8b if it and pythia-70m are there, "
+        "else the bundled pair)",
+    )
     models.add_argument("--draft", metavar="MODEL", help="the small model that guesses; lookup: the text so far does")
     models.add_argument("--mid", metavar="MODEL", help="the model between the two, for a cascade")
     models.add_argument("--offline", action="store_true", help="download nothing")
-    models.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bfloat16 for speed where the "
-                        "device computes in it, float32 for perplexity)")
-    models.add_argument("--compile", action="store_true", help="compile the forwards that --speed and its like time; "
-                        "the first time takes minutes")
+    models.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        help="of the weights (default: bfloat16 for speed where the device computes in it, float32 for perplexity)",
+    )
+    models.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the forwards that --speed and its like time; the first time takes minutes",
+    )
     models.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     how = parser.add_argument_group("how to guess and to verify")
-    how.add_argument("--gamma", type=int, metavar="N", help="tokens guessed in a round, for some rules the most or the "
-                     "least (4; draftConfidence and costAware: 10)")
-    how.add_argument("--draftLength", choices=DRAFT_LENGTHS, default="fixed", help="the rule that says how many tokens "
-                     "to guess (fixed)")
-    how.add_argument("--draftThreshold", type=float, default=0.4, metavar="P", help="draftConfidence: guess no further "
-                     "after a token the draft gave less than this (0.4)")
-    how.add_argument("--targetThreshold", type=float, default=0.5, metavar="P", help="targetConfidence: do not guess "
-                     "after a token the target gave less than this (0.5)")
-    how.add_argument("--verification", choices=VERIFICATIONS, default="token", help="the rule that accepts guesses "
-                     "(token)")
-    how.add_argument("--gamma1", type=int, default=4, metavar="N", help="cascade: tokens the draft guesses for the mid "
-                     "model (4)")
+    how.add_argument(
+        "--gamma",
+        type=int,
+        metavar="N",
+        help="tokens guessed in a round, for some rules the most or the least (4; draftConfidence and costAware: 10)",
+    )
+    how.add_argument(
+        "--draftLength",
+        choices=DRAFT_LENGTHS,
+        default="fixed",
+        help="the rule that says how many tokens to guess (fixed)",
+    )
+    how.add_argument(
+        "--draftThreshold",
+        type=float,
+        default=0.4,
+        metavar="P",
+        help="draftConfidence: guess no further after a token the draft gave less than this (0.4)",
+    )
+    how.add_argument(
+        "--targetThreshold",
+        type=float,
+        default=0.5,
+        metavar="P",
+        help="targetConfidence: do not guess after a token the target gave less than this (0.5)",
+    )
+    how.add_argument(
+        "--verification", choices=VERIFICATIONS, default="token", help="the rule that accepts guesses (token)"
+    )
+    how.add_argument(
+        "--gamma1", type=int, default=4, metavar="N", help="cascade: tokens the draft guesses for the mid model (4)"
+    )
     how.add_argument("--gamma2", type=int, default=4, metavar="N", help="cascade: tokens both guess for the target (4)")
     how.add_argument("--ngram", type=int, default=3, metavar="N", help="lookup: tokens matched, at most (3)")
-    how.add_argument("--draftVocab", type=int, metavar="N", help="the draft guesses only the N most frequent tokens, "
-                     "and its output layer is that much smaller (all tokens)")
+    how.add_argument(
+        "--draftVocab",
+        type=int,
+        metavar="N",
+        help="the draft guesses only the N most frequent tokens, "
+        "and its output layer is that much smaller (all tokens)",
+    )
     contrast = parser.add_argument_group("contrastive decoding")
-    contrast.add_argument("--plausibility", type=float, default=0.1, metavar="A", help="tokens less probable than this "
-                          "share of the target's most probable one are dropped (0.1)")
+    contrast.add_argument(
+        "--plausibility",
+        type=float,
+        default=0.1,
+        metavar="A",
+        help="tokens less probable than this share of the target's most probable one are dropped (0.1)",
+    )
     contrast.add_argument("--amateurTemperature", type=float, default=1.0, metavar="T", help="of the draft's part (1)")
-    contrast.add_argument("--contrastiveTemperature", type=float, default=0.0, metavar="T", help="0 takes the token of "
-                          "the highest score, above 0 draws (0)")
+    contrast.add_argument(
+        "--contrastiveTemperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 takes the token of the highest score, above 0 draws (0)",
+    )
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--maxLen", type=int, metavar="N", help="new tokens at most (200; --speedNew: 1000, "
-                          "--diversity: 45)")
-    sampling.add_argument("--temperature", type=float, nargs="+", metavar="T", help="0 is greedy (0.85; "
-                          "--diversity: 1)")
+    sampling.add_argument(
+        "--maxLen", type=int, metavar="N", help="new tokens at most (200; --speedNew: 1000, --diversity: 45)"
+    )
+    sampling.add_argument(
+        "--temperature", type=float, nargs="+", metavar="T", help="0 is greedy (0.85; --diversity: 1)"
+    )
     sampling.add_argument("--top_p", type=float, metavar="P", help="nucleus, 1 is off (0.9; --diversity: 1)")
     sampling.add_argument("--top_k", type=int, default=0, metavar="K", help="0 is off (0)")
     sampling.add_argument("--repetition_penalty", type=float, default=1.0, metavar="R", help="1 is off (1)")
     data = parser.add_argument_group("texts")
-    data.add_argument("--dataset", default="sample", metavar="NAME", help="sample, wikitext, pg19, another that "
-                      "downloadData.py installed, or the path of a text file, a folder of them, or a saved data set "
-                      "(sample)")
+    data.add_argument(
+        "--dataset",
+        default="sample",
+        metavar="NAME",
+        help="sample, wikitext, pg19, another that "
+        "downloadData.py installed, or the path of a text file, a folder of them, or a saved data set "
+        "(sample)",
+    )
     data.add_argument("--books", type=int, metavar="N", help="documents of the data set used at most (all)")
-    data.add_argument("--sentences", type=int, default=10, metavar="N", help="texts used: prompts of timed texts, "
-                      "texts of each corpus in --ppl (10)")
-    data.add_argument("--sentenceLimit", type=int, default=500, metavar="N", help="characters a text has at least "
-                      "(500)")
+    data.add_argument(
+        "--sentences",
+        type=int,
+        default=10,
+        metavar="N",
+        help="texts used: prompts of timed texts, texts of each corpus in --ppl (10)",
+    )
+    data.add_argument(
+        "--sentenceLimit", type=int, default=500, metavar="N", help="characters a text has at least (500)"
+    )
     data.add_argument("--prompt", metavar="TEXT", help="continue this text instead of the data set's")
     data.add_argument("--question", metavar="TEXT", help="the same for a chat model: asked by its chat template")
     data.add_argument("--promptFile", type=Path, metavar="FILE", help="the same for every line of a file")
-    data.add_argument("--promptLen", type=int, nargs="+", default=[64], metavar="N", help="tokens of a text used as a "
-                      "prompt; several lengths are timed one after the other (64)")
-    data.add_argument("--window", type=int, default=1024, metavar="N", help="tokens of a corpus perplexity window "
-                      "(1024; no more than the models' context)")
+    data.add_argument(
+        "--promptLen",
+        type=int,
+        nargs="+",
+        default=[64],
+        metavar="N",
+        help="tokens of a text used as a prompt; several lengths are timed one after the other (64)",
+    )
+    data.add_argument(
+        "--window",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="tokens of a corpus perplexity window (1024; no more than the models' context)",
+    )
     data.add_argument("--stride", type=int, default=512, metavar="N", help="tokens from one window to the next (512)")
     other = parser.add_argument_group("measuring")
-    other.add_argument("--repeats", type=int, metavar="N", help="times each prompt is timed, in --diversity continued "
-                       "(3; --compare and --sweep: 2, --diversity: 20)")
+    other.add_argument(
+        "--repeats",
+        type=int,
+        metavar="N",
+        help="times each prompt is timed, in --diversity continued (3; --compare and --sweep: 2, --diversity: 20)",
+    )
     other.add_argument("--seed", type=int, default=0, metavar="N", help="of every random choice (0)")
-    other.add_argument("--out", type=Path, default=HERE, metavar="FOLDER", help="where results.txt, results.jsonl and "
-                       "figures/ are (the project's folder)")
+    other.add_argument(
+        "--out",
+        type=Path,
+        default=HERE,
+        metavar="FOLDER",
+        help="where results.txt, results.jsonl and figures/ are (the project's folder)",
+    )
     return parser
 
 
@@ -166,12 +288,16 @@ def check_draft_vocabulary(args):
     if args.draft == "lookup":
         raise UserError("--draftVocab restricts a draft model, and --draft lookup is none; leave out one of them")
     if args.ppl:
-        raise UserError("a draft restricted by --draftVocab has no perplexity: it gives most tokens none; leave out "
-                        "--ppl or --draftVocab")
+        raise UserError(
+            "a draft restricted by --draftVocab has no perplexity: it gives most tokens none; leave out "
+            "--ppl or --draftVocab"
+        )
     used = {name for names in (*groups_of(args).values(), played(args)) for name in names}
     if used & {"contrastive", "speculativeContrastive"}:
-        raise UserError("contrastive decoding (in --contrastive, --diversity, --compare all) needs a draft that knows "
-                        "every token; leave it or --draftVocab out")
+        raise UserError(
+            "contrastive decoding (in --contrastive, --diversity, --compare all) needs a draft that knows "
+            "every token; leave it or --draftVocab out"
+        )
 
 
 def check_prompts(args):
@@ -196,8 +322,10 @@ def name_models(args):
         raise UserError("--mid stands between the target and a draft: name that too, with --draft")
     ours, pair = args.target is None and args.draft is None and args.mid is None, default_pair()
     if ours:
-        print(f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
-              + ("" if pair[0].startswith("pythia") else " README.md says how to get Pythia."))
+        print(
+            f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
+            + ("" if pair[0].startswith("pythia") else " README.md says how to get Pythia.")
+        )
         args.mid = default_mid(pair)
     args.target, args.draft = args.target or pair[0], args.draft or pair[1]
 
@@ -223,8 +351,15 @@ def played(args):
     """The one method whose text --show and --html play, in a tuple; empty where neither is asked for."""
     if not (args.show or args.html):
         return ()
-    name = ("speculativeContrastive" if args.contrastive else "cascade" if args.speedMulti else
-            "additive" if args.speedNew else "speculative")
+    name = (
+        "speculativeContrastive"
+        if args.contrastive
+        else "cascade"
+        if args.speedMulti
+        else "additive"
+        if args.speedNew
+        else "speculative"
+    )
     methods.check_roles([name], roles_of(args))
     return (name,)
 

@@ -19,8 +19,14 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, constants, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import (GatedRepoError, HfHubHTTPError, HTTPError, OfflineModeIsEnabled,
-                                    RepositoryNotFoundError, RevisionNotFoundError)
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers, logging
 from tqdm import tqdm
@@ -30,7 +36,7 @@ from utils import UserError
 MANIFEST = "download.json"
 UNFINISHED = ".incomplete"  # ending of a folder's name while something is missing in it
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
-SPARE = 64 << 20            # bytes that must stay free on a disk
+SPARE = 64 << 20  # bytes that must stay free on a disk
 
 logging.set_verbosity_error()  # of its warnings, those that matter come as one line of ours
 
@@ -53,16 +59,21 @@ def check_id(repo):
 def describe(repo, revision="main", kind="model"):
     """What a repository holds: (commit, {path: HubFile}). Raises UserError where the hub does not tell."""
     with hub_errors(repo, revision):
-        info = HfApi().repo_info(repo, revision=revision, repo_type=kind, files_metadata=True,
-                                 timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        info = HfApi().repo_info(
+            repo, revision=revision, repo_type=kind, files_metadata=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
+        )
     files = {}
     for entry in info.siblings or []:
         if entry.rfilename.startswith("/") or ".." in entry.rfilename.split("/"):
-            raise UserError(f"{repo} holds a file named {entry.rfilename!r}, which would be written elsewhere; nothing "
-                            "of it is downloaded")
+            raise UserError(
+                f"{repo} holds a file named {entry.rfilename!r}, which would be written elsewhere; nothing "
+                "of it is downloaded"
+            )
         if entry.size is None or not (entry.lfs or entry.blob_id):
-            raise UserError(f"{constants.ENDPOINT} gives no sizes and hashes for {repo}, so that nothing could be "
-                            "verified; name another mirror in HF_ENDPOINT")
+            raise UserError(
+                f"{constants.ENDPOINT} gives no sizes and hashes for {repo}, so that nothing could be "
+                "verified; name another mirror in HF_ENDPOINT"
+            )
         digest = f"sha256:{entry.lfs.sha256}" if entry.lfs else f"git:{entry.blob_id}"
         files[entry.rfilename] = HubFile(entry.rfilename, entry.size, digest)
     return info.sha, files
@@ -72,8 +83,17 @@ def digest_of(path, kind):
     """'sha256:...' or 'git:...' of a file, with a progress bar where it is large."""
     size = path.stat().st_size
     digest = hashlib.sha1(f"blob {size}\0".encode()) if kind == "git" else hashlib.sha256()
-    with open(path, "rb") as stream, tqdm(total=size, desc=f"checking {path.name}", unit="B", unit_scale=True,
-                                          leave=False, disable=None if size > 100 << 20 else True) as bar:
+    with (
+        open(path, "rb") as stream,
+        tqdm(
+            total=size,
+            desc=f"checking {path.name}",
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=None if size > 100 << 20 else True,
+        ) as bar,
+    ):
         while block := stream.read(1 << 22):
             digest.update(block)
             bar.update(len(block))
@@ -82,8 +102,11 @@ def digest_of(path, kind):
 
 def is_whole(path, file):
     """Whether `path` is `file` to the last bit."""
-    return (path.is_file() and path.stat().st_size == file.size
-            and digest_of(path, file.digest.split(":")[0]) == file.digest)
+    return (
+        path.is_file()
+        and path.stat().st_size == file.size
+        and digest_of(path, file.digest.split(":")[0]) == file.digest
+    )
 
 
 def to_move(folder, file):
@@ -97,8 +120,10 @@ def check_disk(folder, needed):
     """Raise UserError where the disk of `folder` has no room for `needed` bytes more."""
     free = shutil.disk_usage(folder).free
     if needed + SPARE > free:
-        raise UserError(f"{gigabytes(needed)} are to be written to {folder} and its disk has {gigabytes(free)} free; "
-                        "make room, and run this again")
+        raise UserError(
+            f"{gigabytes(needed)} are to be written to {folder} and its disk has {gigabytes(free)} free; "
+            "make room, and run this again"
+        )
 
 
 def fetch(repo, commit, file, folder, kind="model"):
@@ -119,8 +144,14 @@ def fetch(repo, commit, file, folder, kind="model"):
                     stream.truncate()
                 have = stream.tell()
                 try:  # where large files lie elsewhere the hub redirects, each time to an address of its own
-                    http_get(url, stream, resume_size=have, headers=headers, expected_size=file.size,
-                             displayed_filename=file.path)
+                    http_get(
+                        url,
+                        stream,
+                        resume_size=have,
+                        headers=headers,
+                        expected_size=file.size,
+                        displayed_filename=file.path,
+                    )
                 except HfHubHTTPError:
                     raise
                 except HTTPError:
@@ -132,8 +163,10 @@ def fetch(repo, commit, file, folder, kind="model"):
                 return
             part.unlink()
             refused += 1
-    raise UserError(f"{file.path} of {repo} came twice with another hash than {constants.ENDPOINT} names; try again "
-                    "later, or another mirror (HF_ENDPOINT)")
+    raise UserError(
+        f"{file.path} of {repo} came twice with another hash than {constants.ENDPOINT} names; try again "
+        "later, or another mirror (HF_ENDPOINT)"
+    )
 
 
 @contextmanager
@@ -143,31 +176,44 @@ def hub_errors(repo, revision):
     try:
         yield
     except OfflineModeIsEnabled:
-        raise UserError(f"{repo} is needed from {host}, and HF_HUB_OFFLINE forbids it; unset it, or copy the files "
-                        "here by hand (README.md: machines without a network)") from None
+        raise UserError(
+            f"{repo} is needed from {host}, and HF_HUB_OFFLINE forbids it; unset it, or copy the files "
+            "here by hand (README.md: machines without a network)"
+        ) from None
     except GatedRepoError:
-        raise UserError(f"{repo} is gated: accept its terms on its page, {host}/{repo}, and set HF_TOKEN to a token of "
-                        "that account") from None
+        raise UserError(
+            f"{repo} is gated: accept its terms on its page, {host}/{repo}, and set HF_TOKEN to a token of that account"
+        ) from None
     except RepositoryNotFoundError:
-        raise UserError(f"{host} shows no repository {repo}: check the name, and if it is private set HF_TOKEN to a "
-                        "token that may read it") from None
+        raise UserError(
+            f"{host} shows no repository {repo}: check the name, and if it is private set HF_TOKEN to a "
+            "token that may read it"
+        ) from None
     except RevisionNotFoundError:
         raise UserError(f"{repo} has no revision {revision!r}; leave out --revision for its main one") from None
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
-            raise UserError(f"{host} does not let this token read {repo}; renew HF_TOKEN (or 'hf auth login'), or "
-                            "unset it if the repository is public") from None
-        raise UserError(f"{host} answered {error.response.status_code} for {repo}; try again later, or name a mirror "
-                        "in HF_ENDPOINT. What came is kept.") from None
+            raise UserError(
+                f"{host} does not let this token read {repo}; renew HF_TOKEN (or 'hf auth login'), or "
+                "unset it if the repository is public"
+            ) from None
+        raise UserError(
+            f"{host} answered {error.response.status_code} for {repo}; try again later, or name a mirror "
+            "in HF_ENDPOINT. What came is kept."
+        ) from None
     except HTTPError as error:
-        raise UserError(f"no connection to {asked_host(error) or host} ({type(error).__name__}); check the network, or "
-                        "name a mirror in HF_ENDPOINT (it begins with https://). What came is kept: the next run goes "
-                        "on from there. With --offline only what is here is used.") from None
+        raise UserError(
+            f"no connection to {asked_host(error) or host} ({type(error).__name__}); check the network, or "
+            "name a mirror in HF_ENDPOINT (it begins with https://). What came is kept: the next run goes "
+            "on from there. With --offline only what is here is used."
+        ) from None
     except OSError as error:
         raise file_error(error) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"what {host} answered for {repo} is not what a hub answers ({type(error).__name__}: "
-                        f"{one_line(error)}); check HF_ENDPOINT, HF_TOKEN and the network") from None
+        raise UserError(
+            f"what {host} answered for {repo} is not what a hub answers ({type(error).__name__}: "
+            f"{one_line(error)}); check HF_ENDPOINT, HF_TOKEN and the network"
+        ) from None
 
 
 def asked_host(error):
@@ -234,9 +280,15 @@ def read_manifest(folder):
     """The record of a folder, its files as `HubFile`s; None where there is none to be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        return {"revision": "main", "rows": {}} | manifest | {
-            "repo": str(manifest["repo"]), "commit": str(manifest["commit"]),
-            "files": [HubFile(**file) for file in manifest["files"]]}
+        return (
+            {"revision": "main", "rows": {}}
+            | manifest
+            | {
+                "repo": str(manifest["repo"]),
+                "commit": str(manifest["commit"]),
+                "files": [HubFile(**file) for file in manifest["files"]],
+            }
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -36,14 +36,17 @@ def find_model(name):
         if os.path.isdir(MODELS / (name + UNFINISHED)):
             raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
         there = sorted(f.name for f in MODELS.iterdir() if f.is_dir()) if MODELS.is_dir() else []
-        raise UserError(f"no model folder {str(name)!r}, neither under {MODELS.name}/ nor as a path; "
-                        f"there are: {', '.join(there) or 'none'}. downloadModel.py gets models; a hub id is "
-                        "owner/name")
+        raise UserError(
+            f"no model folder {str(name)!r}, neither under {MODELS.name}/ nor as a path; "
+            f"there are: {', '.join(there) or 'none'}. downloadModel.py gets models; a hub id is "
+            "owner/name"
+        )
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{folder} is an unfinished download; run downloadModel.py again to finish it")
     if not os.path.isfile(folder / "config.json"):
-        raise UserError(f"{folder} is not a model folder: it has no config.json; download the model again, or name "
-                        "another")
+        raise UserError(
+            f"{folder} is not a model folder: it has no config.json; download the model again, or name another"
+        )
     if not isinstance(read_json(folder / "config.json"), dict):
         raise UserError(f"{folder / 'config.json'} does not describe a model; download it again")
     weight_files(folder)
@@ -56,8 +59,10 @@ def weight_files(folder):
     if os.path.isfile(folder / "model.safetensors"):
         return [folder / "model.safetensors"]
     if not os.path.isfile(index):
-        raise UserError(f"{folder} holds no .safetensors weights, and no other format is loaded; "
-                        "download the model again with its safetensors files")
+        raise UserError(
+            f"{folder} holds no .safetensors weights, and no other format is loaded; "
+            "download the model again with its safetensors files"
+        )
     try:
         return sorted({folder / file for file in read_json(index)["weight_map"].values()})
     except (KeyError, TypeError, AttributeError):
@@ -88,8 +93,10 @@ def pick_device(name=None):
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("CUDA was asked for, but torch finds no CUDA device; use --device cpu, or install a CUDA build "
-                        "of torch and a driver")
+        raise UserError(
+            "CUDA was asked for, but torch finds no CUDA device; use --device cpu, or install a CUDA build "
+            "of torch and a driver"
+        )
     try:
         torch.zeros(1, device=name).item()  # a "meta" tensor can be made but holds nothing
     except (RuntimeError, AssertionError) as error:
@@ -113,7 +120,7 @@ def weight_bytes(folder, dtype):
     for file in weight_files(folder):
         try:
             with safe_open(file, "pt") as tensors:
-                for key in tensors.keys():
+                for key in tensors.keys():  # noqa: SIM118 - the file is no dict
                     shape = tensors.get_slice(key).get_shape()
                     count += torch.Size(shape).numel()
         except (SafetensorError, OSError) as error:
@@ -132,8 +139,10 @@ def load_tokenizer(name):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises anything from KeyError to its own types for a broken folder
-        raise UserError(f"{folder} has no usable tokenizer ({one_line(error)}); download its tokenizer.json "
-                        "again (code that comes with a model is never run)") from None
+        raise UserError(
+            f"{folder} has no usable tokenizer ({one_line(error)}); download its tokenizer.json "
+            "again (code that comes with a model is never run)"
+        ) from None
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # the library's answer to no files at all
         raise UserError(f"{folder} has no tokenizer files; download its tokenizer.json")
     return tokenizer
@@ -145,16 +154,19 @@ def check_tokenizers(target, draft, names=("target", "draft")):
     if ours == theirs:
         return
     token, index = min(ours.items() - theirs.items() or theirs.items() - ours.items(), key=lambda item: item[1])
-    raise UserError(f"the tokenizers of {names[0]} ({len(ours)} tokens) and {names[1]} ({len(theirs)}) differ, first "
-                    f"at id {index} ({token!r}); name two models that share one tokenizer")
+    raise UserError(
+        f"the tokenizers of {names[0]} ({len(ours)} tokens) and {names[1]} ({len(theirs)}) differ, first "
+        f"at id {index} ({token!r}); name two models that share one tokenizer"
+    )
 
 
 def working_bytes(config, tokens):
     """Bytes a model of this config needs beside its weights to read `tokens` tokens at once: float32 logits and what
     is made of them, keys and values, and a little for activations."""
     hidden = config.hidden_size
-    return WORKING_MEMORY + tokens * (3 * 4 * config.vocab_size + 2 * 4 * hidden * config.num_hidden_layers
-                                      + 16 * 4 * hidden)
+    return WORKING_MEMORY + tokens * (
+        3 * 4 * config.vocab_size + 2 * 4 * hidden * config.num_hidden_layers + 16 * 4 * hidden
+    )
 
 
 def load_model(name, tokenizer, dtype, device, tokens=1024):
@@ -170,28 +182,47 @@ def load_model(name, tokenizer, dtype, device, tokens=1024):
         text = config.get_text_config()
         needed, size = weights + working_bytes(text, tokens), text.vocab_size
         if needed > free:
-            raise UserError(f"{folder.name} needs about {gigabytes(needed)} in {dtype} and {device} has "
-                            f"{gigabytes(free)} free; use a smaller dtype (--dtype bfloat16) or a smaller model")
+            raise UserError(
+                f"{folder.name} needs about {gigabytes(needed)} in {dtype} and {device} has "
+                f"{gigabytes(free)} free; use a smaller dtype (--dtype bfloat16) or a smaller model"
+            )
         if size < len(tokenizer):
-            raise UserError(f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
-                            "together; download both again from one place")
+            raise UserError(
+                f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
+                "together; download both again from one place"
+            )
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch_dtype, local_files_only=True,
-            use_safetensors=True, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True)
+            folder,
+            config=config,
+            dtype=torch_dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     except UserError:
         raise
     except torch.OutOfMemoryError:
-        raise UserError(f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or "
-                        "model") from None
+        raise UserError(
+            f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model"
+        ) from None
     except Exception as error:  # a broken folder can raise nearly anything; a user should see none of it as a traceback
-        raise UserError(f"{folder} cannot be loaded ({one_line(error)}); download it again, or use a causal language "
-                        "model that transformers knows: code that comes with a model is never run") from None
+        raise UserError(
+            f"{folder} cannot be loaded ({one_line(error)}); download it again, or use a causal language "
+            "model that transformers knows: code that comes with a model is never run"
+        ) from None
     # The library would go on, with random weights or fewer layers. Buffers nobody asks for are common and harmless.
-    wrong = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"]) + sorted(
-        key for key in info["unexpected_keys"] if key.endswith(".weight"))
+    wrong = (
+        sorted(info["missing_keys"])
+        + sorted(key for key, *_ in info["mismatched_keys"])
+        + sorted(key for key in info["unexpected_keys"] if key.endswith(".weight"))
+    )
     if wrong:
-        raise UserError(f"{folder}: config.json and the weights do not match ({wrong[0]} is missing, left over or of "
-                        "another shape); download both again from one place")
+        raise UserError(
+            f"{folder}: config.json and the weights do not match ({wrong[0]} is missing, left over or of "
+            "another shape); download both again from one place"
+        )
     return CachedModel(model.to(device), len(tokenizer), folder.name)
 
 

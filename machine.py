@@ -10,10 +10,17 @@ import transformers
 
 def machine(device):
     """Processor (the GPU's name on a GPU), threads and versions."""
-    return {"processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else processor_name(),
-            "cores": os.cpu_count(), "threads": torch.get_num_threads(), "system": platform.platform(),
-            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-            "numpy": numpy.__version__, "cuda": torch.version.cuda}
+    return {
+        "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else processor_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": numpy.__version__,
+        "cuda": torch.version.cuda,
+    }
 
 
 def processor_name():

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from contrastiveSampling import Contrast
-from draftLength import RULES, Fixed
 from drafters import CascadeDrafter, LookupDrafter, ModelDrafter
+from draftLength import RULES, Fixed
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import Sampling, UserError
@@ -44,23 +44,28 @@ def guesser(models, settings):
 
 def alone(role):
     """That model without any other."""
+
     def make(models, settings, watch):
         return lambda prefixes, *rest: regrSampling(prefixes, models[role], *rest)
+
     return make
 
 
 def speculative(rule=None, verification=None, drafter=guesser):
     """Speculative sampling by that draft-length and that verification rule; by those of the flags where it is None."""
+
     def make(models, settings, watch):
         guess = watch(drafter(models, settings))
         length = length_rule(rule or settings.draftLength, settings)
         return loop(models["target"], guess, length, VERIFICATIONS[verification or settings.verification])
+
     return make
 
 
 def loop(target, drafter, length, verify):
-    return lambda prefixes, max_len, *rest: specSampling(prefixes, target, drafter, max_len, length, *rest,
-                                                         verify=verify)
+    return lambda prefixes, max_len, *rest: specSampling(
+        prefixes, target, drafter, max_len, length, *rest, verify=verify
+    )
 
 
 def lookup(models, settings):
@@ -76,14 +81,20 @@ def cascade(models, settings, watch):
 
 def contrastive(is_speculative):
     """Contrastive decoding. It has a temperature of its own, 0 in the paper; the other sampling flags are not its."""
+
     def make(models, settings, watch):
         contrast = Contrast(models["target"], models["draft"], settings.plausibility, settings.amateurTemperature)
         sampling = Sampling(settings.contrastiveTemperature, 0, 1.0)
         if is_speculative:
-            sampler = loop(contrast, watch(ModelDrafter(models["draft"])), length_rule(settings.draftLength, settings),
-                           VERIFICATIONS[settings.verification])
+            sampler = loop(
+                contrast,
+                watch(ModelDrafter(models["draft"])),
+                length_rule(settings.draftLength, settings),
+                VERIFICATIONS[settings.verification],
+            )
             return lambda prefixes, max_len, _, *rest: sampler(prefixes, max_len, sampling, *rest)
         return lambda prefixes, max_len, _, *rest: regrSampling(prefixes, contrast, max_len, sampling, *rest)
+
     return make
 
 

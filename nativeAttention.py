@@ -14,8 +14,16 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 WIDTHS = (8, 16, 32, 48, 64, 80, 96, 128, 256)  # of a head, as in attend.cpp
 SOURCE = Path(__file__).with_name("attend.cpp")
-FLAGS = ["-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-std=c++17", "-fPIC", "-shared",
-         "-fopenmp"]
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-ffast-math",
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+]
 
 
 @functools.cache
@@ -45,8 +53,22 @@ def attend(query, keys, values, mask, scale):
     query, mask = query.float().contiguous(), mask.contiguous()
     rows, heads, n, width = query.shape
     out = query.new_empty(rows, n, heads, width)
-    library()(query.data_ptr(), keys.data_ptr(), values.data_ptr(), mask.data_ptr(), out.data_ptr(), rows, heads,
-              keys.shape[1], n, width, keys.shape[2], mask.shape[-1], scale, keys.dtype == torch.bfloat16)
+    library()(
+        query.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        mask.data_ptr(),
+        out.data_ptr(),
+        rows,
+        heads,
+        keys.shape[1],
+        n,
+        width,
+        keys.shape[2],
+        mask.shape[-1],
+        scale,
+        keys.dtype == torch.bfloat16,
+    )
     return out
 
 

@@ -25,6 +25,7 @@ COLOURS, MARKS, TAGS = ("green", "red strike", "bold bright_blue"), ("[]", "~~",
 @dataclass
 class Round:
     """Token ids of one round: guesses that stood, guesses that did not, and the target's own."""
+
     accepted: list
     rejected: list
     own: list
@@ -77,7 +78,7 @@ class Pieces:
         self.fresh = [*self.fresh, token]
         text = self.decode()
         whole = text.rstrip(UNFINISHED)
-        piece, self.given = whole[self.given:], max(self.given, len(whole))
+        piece, self.given = whole[self.given :], max(self.given, len(whole))
         if whole == text:
             self.before, self.fresh = self.fresh, []
             self.given = len(self.decode())
@@ -85,7 +86,7 @@ class Pieces:
 
     def rest(self):
         """What is held back: a character that was never finished."""
-        return self.decode()[self.given:]
+        return self.decode()[self.given :]
 
     def of(self, round):
         """The pieces of the next round's tokens, as lists in the order of KINDS."""
@@ -108,8 +109,10 @@ def pieces_of(rounds, tokenizer):
 
 def visible(text, keep="\n"):
     """`text`, escaped wherever it is neither printable nor a kind of space nor in `keep`."""
-    return "".join(c if c in keep or c.isprintable() or unicodedata.category(c) == "Zs"
-                   else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c in keep or c.isprintable() or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def summary(rounds):
@@ -131,8 +134,13 @@ class Screen:
             console = Console(file=file)
             colour = console.color_system is not None and not console.no_color
         self.colour, self.pieces, self.rounds = colour, Pieces(tokenizer), []
-        self.console = Console(file=file, color_system="standard" if colour else None, force_terminal=colour,
-                               no_color=not colour, soft_wrap=True)
+        self.console = Console(
+            file=file,
+            color_system="standard" if colour else None,
+            force_terminal=colour,
+            no_color=not colour,
+            soft_wrap=True,
+        )
 
     def look(self, kind, text):
         """`text` as its kind looks. Where guesses were rejected no line ends, so their newlines are escaped too."""
@@ -167,6 +175,7 @@ def write_page(path, prompt, rounds, tokenizer, title, facts):
 
     facts: {name: value} shown under the title. Text of models and users is escaped in the page, and the script sets it
     as text: it is never markup."""
+
     def safe(text, mark=html.escape):
         return mark(visible(str(text), "\n\t\u200c\u200d"))  # the last two belong to some scripts, and to emoji
 
@@ -177,12 +186,21 @@ def write_page(path, prompt, rounds, tokenizer, title, facts):
         data = data.replace(character, f"\\u{ord(character):04x}")
     style, script = ("'sha256-" + b64encode(sha256(text.encode()).digest()).decode() + "'" for text in (STYLE, SCRIPT))
     page = PAGE.format(
-        style=STYLE, script=SCRIPT, policy=f"default-src 'none'; style-src {style}; script-src {script}", data=data,
-        title=safe(title), facts=" \u00b7 ".join(f"{safe(name)} {safe(value)}" for name, value in facts.items()),
+        style=STYLE,
+        script=SCRIPT,
+        policy=f"default-src 'none'; style-src {style}; script-src {script}",
+        data=data,
+        title=safe(title),
+        facts=" \u00b7 ".join(f"{safe(name)} {safe(value)}" for name, value in facts.items()),
         legend=" ".join(f"<{tag}>{name}</{tag}>" for tag, name in zip(TAGS, map(html.escape, KINDS))),
         prompt=safe(prompt),
-        text="".join("<span>" + "".join(f"<{tag}>{safe(''.join(pieces))}</{tag}>" for tag, pieces in zip(TAGS, kinds))
-                     + "</span>" for kinds in texts))
+        text="".join(
+            "<span>"
+            + "".join(f"<{tag}>{safe(''.join(pieces))}</{tag}>" for tag, pieces in zip(TAGS, kinds))
+            + "</span>"
+            for kinds in texts
+        ),
+    )
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a file")

@@ -1,6 +1,6 @@
 """Pictures of what was measured.
 
-    python plots.py        draws figures/rounds.png: the first rounds of a real continuation, guess by guess
+python plots.py        draws figures/rounds.png: the first rounds of a real continuation, guess by guess
 """
 
 import argparse
@@ -22,16 +22,28 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
 
 COLOURS = {"accepted": "#c7e9c0", "rejected": "#f6c3bd", "target": "#bfd3f2"}
-LABELS = {"accepted": "guessed by the draft, accepted", "rejected": "guessed, rejected (and what follows it, unread)",
-          "target": "the target's own token"}
+LABELS = {
+    "accepted": "guessed by the draft, accepted",
+    "rejected": "guessed, rejected (and what follows it, unread)",
+    "target": "the target's own token",
+}
 
 
 def rounds_of(prompt, target, draft, tokenizer, gamma, sampling, max_len, seed):
     """The rounds of one continuation, each as the pieces of text of every kind."""
     watched = Watched(ModelDrafter(draft))
     trace = Trace(watched)
-    specSampling([tokenizer(prompt)["input_ids"]], target, watched, max_len, gamma, sampling, tokenizer.eos_token_id,
-                 torch.Generator(target.device).manual_seed(seed), trace.callback)
+    specSampling(
+        [tokenizer(prompt)["input_ids"]],
+        target,
+        watched,
+        max_len,
+        gamma,
+        sampling,
+        tokenizer.eos_token_id,
+        torch.Generator(target.device).manual_seed(seed),
+        trace.callback,
+    )
     return pieces_of(trace.rounds, tokenizer)
 
 
@@ -46,13 +58,27 @@ def draw_rounds(prompt, rounds, path):
         x = 11
         for text, kind in ((text, kind) for kind, pieces in zip(COLOURS, kinds) for text in pieces):
             shown = text.replace("\n", "\u21b5").replace(" ", "\u2423")
-            axes.text(x, y, shown, fontsize=9, family="monospace", va="center",
-                      color="#999999" if kind == "rejected" else "black",
-                      bbox={"boxstyle": "round,pad=0.25", "facecolor": COLOURS[kind], "edgecolor": "none"})
+            axes.text(
+                x,
+                y,
+                shown,
+                fontsize=9,
+                family="monospace",
+                va="center",
+                color="#999999" if kind == "rejected" else "black",
+                bbox={"boxstyle": "round,pad=0.25", "facecolor": COLOURS[kind], "edgecolor": "none"},
+            )
             x += 0.98 * len(shown) + 1.6
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour) for colour in COLOURS.values()]
-    axes.legend(handles, list(LABELS.values()), loc="lower center", ncols=3, fontsize=8, frameon=False,
-                bbox_to_anchor=(0.5, -0.08))
+    axes.legend(
+        handles,
+        list(LABELS.values()),
+        loc="lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+        bbox_to_anchor=(0.5, -0.08),
+    )
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
@@ -64,24 +90,49 @@ def draw_sweep(lines, path):
     costs = [line for line in lines if line["kind"] == "costs"]
     figure, grid = plt.subplots(len(costs), 2, figsize=(11, 3.6 * len(costs) + 0.5), dpi=120, squeeze=False)
     for cost, row in zip(costs, grid):
-        found = predict([m for m in lines if m["kind"] == "speed" and m["temperature"] == cost["temperature"]
-                         and m["promptLen"] == cost["promptLen"]], cost)
+        found = predict(
+            [
+                m
+                for m in lines
+                if m["kind"] == "speed"
+                and m["temperature"] == cost["temperature"]
+                and m["promptLen"] == cost["promptLen"]
+            ],
+            cost,
+        )
         gammas = [each["gamma"] for each in found["rows"]]
         for axes, key, label in zip(row, ("throughput", "seconds"), ("tokens per second", "seconds a text")):
             middle, low, high = np.array([each[key] for each in found["rows"]]).T
-            axes.bar(gammas, middle, yerr=[middle - low, high - middle], color="#bfd3f2", capsize=2, ecolor="#777777",
-                     label="speculative, measured")
+            axes.bar(
+                gammas,
+                middle,
+                yerr=[middle - low, high - middle],
+                color="#bfd3f2",
+                capsize=2,
+                ecolor="#777777",
+                label="speculative, measured",
+            )
             plain = found["plain"][key][0]
             axes.axhline(plain, color="#c0392b", linestyle="--", label="plain decoding")
             for name, style in (("theory", "o-"), ("paper", ":")):
                 ratio = np.array([each[name] for each in found["rows"]])
-                axes.plot(gammas, plain * ratio if key == "throughput" else plain / ratio, style, markersize=3,
-                          color="#2c3e50", label="theory, scoring at its measured cost" if name == "theory"
-                          else "theory, scoring at the cost of one token")
+                axes.plot(
+                    gammas,
+                    plain * ratio if key == "throughput" else plain / ratio,
+                    style,
+                    markersize=3,
+                    color="#2c3e50",
+                    label="theory, scoring at its measured cost"
+                    if name == "theory"
+                    else "theory, scoring at the cost of one token",
+                )
             axes.set(xlabel="gamma", ylabel=label, xticks=gammas)
             axes.spines[["top", "right"]].set_visible(False)
-        row[0].set_title(f"temperature {cost['temperature']}, top-p {cost['top_p']}: alpha {found['alpha']:.2f}, c "
-                         f"{found['c']:.2f}", loc="left", fontsize=10)
+        row[0].set_title(
+            f"temperature {cost['temperature']}, top-p {cost['top_p']}: alpha {found['alpha']:.2f}, c {found['c']:.2f}",
+            loc="left",
+            fontsize=10,
+        )
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=9, frameon=False)
     figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
@@ -106,8 +157,9 @@ def main():
     tokenizer = load_tokenizer(args.target)
     check_tokenizers(tokenizer, load_tokenizer(args.draft))
     target, draft = (load_model(name, tokenizer, "float32", "cpu") for name in (args.target, args.draft))
-    rounds = rounds_of(args.prompt, target, draft, tokenizer, args.gamma, Sampling(args.temperature), args.maxLen,
-                       args.seed)
+    rounds = rounds_of(
+        args.prompt, target, draft, tokenizer, args.gamma, Sampling(args.temperature), args.maxLen, args.seed
+    )
     draw_rounds(args.prompt, rounds, args.out)
     print(f"Written to {args.out}")
 

@@ -38,8 +38,9 @@ class Results:
             finally:
                 os.close(handle)
         except OSError as error:
-            raise UserError(f"{self.lines} cannot be written: {error.strerror or error}; what was written before is "
-                            "kept") from None
+            raise UserError(
+                f"{self.lines} cannot be written: {error.strerror or error}; what was written before is kept"
+            ) from None
 
     def records(self):
         """All whole lines, as dictionaries. A line cut off by a kill is passed over."""
@@ -76,17 +77,18 @@ class Results:
                 buffer.write(f"Run {run['run']} was written by another version: see {self.lines.name}.\n\n")
         text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
         try:
-            with tempfile.NamedTemporaryFile("w", dir=self.text.parent, prefix=".results", delete=False,
-                                             encoding="utf-8") as file:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.text.parent, prefix=".results", delete=False, encoding="utf-8"
+            ) as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
             os.replace(file.name, self.text)
         except OSError as error:
-            raise UserError(f"{self.text} cannot be written: {error.strerror or error}; the measurements are in "
-                            f"{self.lines.name}") from None
+            raise UserError(
+                f"{self.text} cannot be written: {error.strerror or error}; the measurements are in {self.lines.name}"
+            ) from None
         finally:
             if file:
                 Path(file.name).unlink(missing_ok=True)
-

@@ -20,8 +20,10 @@ def check_room(prefixes, max_len, models):
         raise UserError(f"the prompt holds a token outside the models' vocabulary of {vocabulary}")
     longest, least = max(map(len, prefixes)), min(models, key=lambda model: model.context)
     if longest + max_len > least.context:
-        raise UserError(f"the prompt's {longest} tokens and maxLen {max_len} exceed the context of {least.name} "
-                        f"({least.context} tokens): shorten the prompt or lower maxLen")
+        raise UserError(
+            f"the prompt's {longest} tokens and maxLen {max_len} exceed the context of {least.name} "
+            f"({least.context} tokens): shorten the prompt or lower maxLen"
+        )
 
 
 class Rows:
@@ -43,8 +45,9 @@ class Rows:
         self.device = models[0].device
         longest = max(map(len, prefixes))
         self.capacity = longest + max_len
-        self.prompt = torch.tensor([prefix + [prefix[-1]] * (longest - len(prefix)) for prefix in prefixes],
-                                   device=self.device)
+        self.prompt = torch.tensor(
+            [prefix + [prefix[-1]] * (longest - len(prefix)) for prefix in prefixes], device=self.device
+        )
         # One column more than a row can fill: guesses beyond a row's end are written there and never read.
         self.sequence = self.prompt.new_zeros(len(prefixes), self.capacity + 1)
         self.sequence[:, :longest] = self.prompt
@@ -94,9 +97,9 @@ class Rows:
         grown = [row for row in range(len(host)) if not self.ended[row]]
         for row in grown:
             *tokens, guesses, taken = host[row]
-            tokens = tokens[:min(taken + 1, self.max_len - len(self.tokens[row]))]
+            tokens = tokens[: min(taken + 1, self.max_len - len(self.tokens[row]))]
             if self.end_of_text in tokens:
-                tokens = tokens[:tokens.index(self.end_of_text) + 1]
+                tokens = tokens[: tokens.index(self.end_of_text) + 1]
             self.tokens[row] += tokens
             self._lengths[row] += len(tokens)
             self.ended[row] = len(self.tokens[row]) == self.max_len or tokens[-1] == self.end_of_text

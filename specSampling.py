@@ -12,8 +12,18 @@ from watch import Watch
 
 
 @torch.inference_mode()
-def specSampling(prefixes, target, drafter, max_len=200, gamma=4, sampling=Sampling(), end_of_text=None, generator=None,
-                 callback=None, verify=token_rule):
+def specSampling(
+    prefixes,
+    target,
+    drafter,
+    max_len=200,
+    gamma=4,
+    sampling=Sampling(),
+    end_of_text=None,
+    generator=None,
+    callback=None,
+    verify=token_rule,
+):
     """Continue each of `prefixes` with `target`'s own distribution, faster.
 
     drafter: what guesses (drafters.py). gamma: tokens guessed in a round, or a rule that chooses (draftLength.py).

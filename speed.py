@@ -50,13 +50,24 @@ def measure(methods, prompts, repeats, seed, device, warm_up=2):
                     generator = torch.Generator(device).manual_seed(seed + 1_000_003 * repeat + index)
                     with quiet(device):
                         (tokens,), (record,) = method(prompt, generator)
-                    yield {"method": name, "prompt": index, "repeat": repeat, "prompt_tokens": len(prompt),
-                           "tokens": record.tokens, "ttft": record.ttft, "tpot": record.tpot,
-                           "throughput": record.throughput, "report_tpot": record.times[-1] / record.tokens,
-                           "tokens_per_round": record.tokens_per_round, "seconds": record.times[-1],
-                           "rounds": len(record.times) - 1, "drafted": sum(record.drafted),
-                           "accepted": sum(record.accepted), "acceptance_by_position": record.acceptance_by_position,
-                           "sha256": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]}
+                    yield {
+                        "method": name,
+                        "prompt": index,
+                        "repeat": repeat,
+                        "prompt_tokens": len(prompt),
+                        "tokens": record.tokens,
+                        "ttft": record.ttft,
+                        "tpot": record.tpot,
+                        "throughput": record.throughput,
+                        "report_tpot": record.times[-1] / record.tokens,
+                        "tokens_per_round": record.tokens_per_round,
+                        "seconds": record.times[-1],
+                        "rounds": len(record.times) - 1,
+                        "drafted": sum(record.drafted),
+                        "accepted": sum(record.accepted),
+                        "acceptance_by_position": record.acceptance_by_position,
+                        "sha256": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
+                    }
     finally:
         gc.unfreeze()
 
@@ -71,15 +82,18 @@ def interval(values, statistic=np.median, seed=0):
     middle = float(statistic(values))
     if len(values) < 2 or np.ptp(values) == 0:
         return middle, *((middle,) * 2 if len(values) > 1 else (float("nan"),) * 2)
-    found = bootstrap((values,), statistic, method="percentile", n_resamples=2000,
-                      rng=np.random.default_rng(seed)).confidence_interval
+    found = bootstrap(
+        (values,), statistic, method="percentile", n_resamples=2000, rng=np.random.default_rng(seed)
+    ).confidence_interval
     return middle, float(found.low), float(found.high)
 
 
 def paired_ratios(measurements, method, baseline, figure="throughput"):
     """`method`'s figure over `baseline`'s for each prompt and repeat that both have."""
-    tables = [{(m["prompt"], m["repeat"]): m[figure] for m in measurements if m["method"] == name}
-              for name in (method, baseline)]
+    tables = [
+        {(m["prompt"], m["repeat"]): m[figure] for m in measurements if m["method"] == name}
+        for name in (method, baseline)
+    ]
     return [tables[0][key] / tables[1][key] for key in tables[0] if key in tables[1]]
 
 
@@ -92,12 +106,18 @@ def summarize(measurements, baseline="target"):
         counts = [m["acceptance_by_position"] for m in own]
         width = max(map(len, counts))
         tested, passed = (np.array([sum(c[i][j] for c in counts if i < len(c)) for i in range(width)]) for j in (0, 1))
-        rows.append({
-            "method": name, "runs": len(own),
-            **{figure: interval([m[figure] for m in own])
-               for figure in ("ttft", "tpot", "throughput", "report_tpot", "tokens_per_round", "seconds")},
-            **{figure: np.mean([m[figure] for m in own]) for figure in ("rounds", "drafted", "accepted")},
-            "speedup": interval(paired_ratios(measurements, name, baseline)),
-            "alpha": passed.sum() / tested.sum() if width else float("nan"),
-            "acceptance_by_position": [float(a / t) for t, a in zip(tested, passed) if t]})
+        rows.append(
+            {
+                "method": name,
+                "runs": len(own),
+                **{
+                    figure: interval([m[figure] for m in own])
+                    for figure in ("ttft", "tpot", "throughput", "report_tpot", "tokens_per_round", "seconds")
+                },
+                **{figure: np.mean([m[figure] for m in own]) for figure in ("rounds", "drafted", "accepted")},
+                "speedup": interval(paired_ratios(measurements, name, baseline)),
+                "alpha": passed.sum() / tested.sum() if width else float("nan"),
+                "acceptance_by_position": [float(a / t) for t, a in zip(tested, passed) if t],
+            }
+        )
     return rows

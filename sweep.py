@@ -23,8 +23,10 @@ def samplers(target, drafter, verify):
 
 def costs(prompts, target, drafter, sampling, verify, max_len, seed, device):
     """What theory needs beside the timed texts: {"alpha": by overlap, "scoring": [v_1, v_2, ...]}."""
-    return {"alpha": overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed),
-            "scoring": scoring_costs(prompts[0], target, sampling, device)}
+    return {
+        "alpha": overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed),
+        "scoring": scoring_costs(prompts[0], target, sampling, device),
+    }
 
 
 def overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed):
@@ -34,7 +36,7 @@ def overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed):
 
     def watched(p, q, drafts, generator=None):
         accepted, token = verify(p, q, drafts, generator)
-        found.append(theory.overlap(p[0, :q.shape[1]], q[0])[:int(accepted[0]) + 1].double())
+        found.append(theory.overlap(p[0, : q.shape[1]], q[0])[: int(accepted[0]) + 1].double())
         return accepted, token
 
     generator = torch.Generator(device=target.device).manual_seed(seed)
@@ -48,7 +50,7 @@ def scoring_costs(prompt, target, sampling, device, repeats=15):
     """[v_1, v_2, ...]: what it costs the target to read m tokens at once, their distributions included, in units of one
     token; interleaved, as medians of paired ratios. The paper takes all of them for 1."""
     widths = range(1, max(GAMMAS) + 2)
-    start, tokens = len(prompt), torch.tensor([(prompt * len(widths))[:len(widths)]], device=device)
+    start, tokens = len(prompt), torch.tensor([(prompt * len(widths))[: len(widths)]], device=device)
     target.reserve(1, start + len(widths))
     target.forward(torch.tensor([prompt], device=device), torch.arange(start, device=device)[None])
     seen = torch.zeros(1, target.vocabulary, dtype=torch.bool, device=device)
@@ -75,6 +77,12 @@ def predict(lines, costs):
     found = []
     for gamma in GAMMAS:
         row = rows[f"gamma {gamma}"]
-        found.append(row | {"gamma": gamma, "paper": theory.improvement(alpha, gamma, c),
-                            "theory": theory.improvement(alpha, gamma, c, costs["scoring"][gamma])})
+        found.append(
+            row
+            | {
+                "gamma": gamma,
+                "paper": theory.improvement(alpha, gamma, c),
+                "theory": theory.improvement(alpha, gamma, c, costs["scoring"][gamma]),
+            }
+        )
     return {"alpha": alpha, "c": c, "rows": found, "plain": rows["target"], "best": theory.best_gamma(alpha, c)}

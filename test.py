@@ -21,9 +21,9 @@ import report
 import results
 import sweep
 from commandLine import as_command
-from draftVocabulary import RestrictedModel, most_frequent
 from downloadModel import is_hub_id, on_first_use
-from loading import (check_tokenizers, find_model, load_model, load_tokenizer, model_version, pick_device, pick_dtype)
+from draftVocabulary import RestrictedModel, most_frequent
+from loading import check_tokenizers, find_model, load_model, load_tokenizer, model_version, pick_device, pick_dtype
 from machine import machine
 from rows import check_room
 from speed import measure
@@ -41,8 +41,9 @@ def main(argv=None):
         try:
             run(flags.parse(argv), argv)
         except torch.OutOfMemoryError:
-            raise UserError("the device ran out of memory; use a smaller --dtype, --maxLen or --window. What was "
-                            "measured is kept.") from None
+            raise UserError(
+                "the device ran out of memory; use a smaller --dtype, --maxLen or --window. What was measured is kept."
+            ) from None
 
     return as_command("test.py", work, "What was measured is kept in results.txt.")
 
@@ -58,13 +59,15 @@ def run(args, argv):
     given = None if from_corpora else read_prompts(args)
     folders = find_models(args, groups, played)
     tokenizer = load_tokenizer(folders["target"])
-    for role, folder in folders.items():
+    for folder in folders.values():
         check_tokenizers(tokenizer, load_tokenizer(folder), (folders["target"].name, folder.name))
     prompts = choose_prompts(args, tokenizer, corpora, given) if timing or played else {}
     article = encode(given or diversity.PROMPTS, tokenizer, args) if "diversity" in groups else []
     room = {mode: article if mode == "diversity" else sum(prompts.values(), []) for mode in (*groups, *played)}
-    tokens = max([flags.max_len(args, mode) + max(map(len, each)) for mode, each in room.items()]
-                 + [args.window] * bool(args.ppl))
+    tokens = max(
+        [flags.max_len(args, mode) + max(map(len, each)) for mode, each in room.items()]
+        + [args.window] * bool(args.ppl)
+    )
     frequent = most_frequent(args.draftVocab, tokenizer) if args.draftVocab else None
 
     def load(dtype):
@@ -75,8 +78,9 @@ def run(args, argv):
     models = load(dtypes["speed" if timing or played else "texts"])
     for mode, each in room.items():
         check_room(each, flags.max_len(args, mode), list(models.values()))
-    texts = [(c, tokenize(c.passages(args.sentenceLimit)[:args.sentences], tokenizer, models))
-             for c in corpora if args.ppl]
+    texts = [
+        (c, tokenize(c.passages(args.sentenceLimit)[: args.sentences], tokenizer, models)) for c in corpora if args.ppl
+    ]
     if args.ppl and not any(passages for _, passages in texts):
         raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
     if args.compile and (timing or played):  # after all that may be refused
@@ -88,11 +92,19 @@ def run(args, argv):
     store = results.Results(args.out)
     name = uuid.uuid4().hex[:8]
     kept = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    store.append(kind="run", run=name, time=time.strftime("%Y-%m-%d %H:%M:%S"), command=shlex.join(argv), flags=kept,
-                 device=device, machine=machine(device),
-                 models={role: {"name": folder.name, "version": model_version(folder),
-                                "parameters": models[role].parameters}
-                         for role, folder in folders.items()})
+    store.append(
+        kind="run",
+        run=name,
+        time=time.strftime("%Y-%m-%d %H:%M:%S"),
+        command=shlex.join(argv),
+        flags=kept,
+        device=device,
+        machine=machine(device),
+        models={
+            role: {"name": folder.name, "version": model_version(folder), "parameters": models[role].parameters}
+            for role, folder in folders.items()
+        },
+    )
 
     def append(**line):
         store.append(run=name, **line)
@@ -100,23 +112,40 @@ def run(args, argv):
     try:
         for mode in timing:
             for length, each in prompts.items():
-                time_group(args, mode, groups[mode], models, each, tokenizer, device,
-                           lambda **line: append(dtype=dtypes["speed"], promptLen=length, **line))
+                time_group(
+                    args,
+                    mode,
+                    groups[mode],
+                    models,
+                    each,
+                    tokenizer,
+                    device,
+                    lambda **line: append(dtype=dtypes["speed"], promptLen=length, **line),
+                )
         if "sweep" in groups:
-            figure = plots.draw_sweep([line for line in store.measurements(name) if line.get("mode") == "sweep"],
-                                      args.out / "figures" / f"sweep-{name}.png")
+            figure = plots.draw_sweep(
+                [line for line in store.measurements(name) if line.get("mode") == "sweep"],
+                args.out / "figures" / f"sweep-{name}.png",
+            )
             append(kind="figure", of="sweep", file=f"figures/{figure.name}")
         if texts_too and timing and (args.compile or dtypes["texts"] != dtypes["speed"]):
             del models
             folders.pop("mid", None)
             models = load(dtypes["texts"])
         if "diversity" in groups:
-            measure_diversity(args, models, article, tokenizer, device,
-                              lambda **line: append(dtype=dtypes["texts"], **line))
+            measure_diversity(
+                args, models, article, tokenizer, device, lambda **line: append(dtype=dtypes["texts"], **line)
+            )
         if args.ppl:
             window = min(args.window, *(model.context for model in models.values()))
-            measure_perplexity(models, texts, tokenizer, window, args.stride if args.stride < window else window // 2,
-                               lambda **line: append(dtype=dtypes["texts"], sentenceLimit=args.sentenceLimit, **line))
+            measure_perplexity(
+                models,
+                texts,
+                tokenizer,
+                window,
+                args.stride if args.stride < window else window // 2,
+                lambda **line: append(dtype=dtypes["texts"], sentenceLimit=args.sentenceLimit, **line),
+            )
         append(kind="end")
     finally:
         try:
@@ -166,10 +195,16 @@ def encode(texts, tokenizer, args):
     if args.question is None:
         return [tokenizer(text, verbose=False)["input_ids"] for text in texts]
     if not tokenizer.chat_template:
-        raise UserError(f"the tokenizer of {args.target} has no chat template; give the question with --prompt, or "
-                        "name an instruct model")
-    return [tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
-                                          return_dict=True)["input_ids"] for text in texts]
+        raise UserError(
+            f"the tokenizer of {args.target} has no chat template; give the question with --prompt, or "
+            "name an instruct model"
+        )
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for text in texts
+    ]
 
 
 def choose_prompts(args, tokenizer, corpora, given):
@@ -190,7 +225,7 @@ def choose_prompts(args, tokenizer, corpora, given):
             (whole if len(ids) == length else shorter).append(ids)
             if len(whole) == args.sentences:
                 break
-        prompts[length] = (whole + sorted(shorter, key=len, reverse=True))[:args.sentences]
+        prompts[length] = (whole + sorted(shorter, key=len, reverse=True))[: args.sentences]
     return prompts
 
 
@@ -206,15 +241,27 @@ def time_group(args, mode, names, models, prompts, tokenizer, device, append):
     for temperature in (args.temperature or [None]) if mode == "sweep" else [None]:
         sampling, samplers = flags.sampling(args, mode, temperature), methods.build(names, models, args)
         gamma = 4 if mode == "speed" and args.draftLength == "fixed" else None  # elsewhere each method has its own
-        shown = {"mode": mode, "maxLen": max_len, "gamma": args.gamma or gamma, "temperature": sampling.temperature,
-                 "top_p": sampling.top_p}
+        shown = {
+            "mode": mode,
+            "maxLen": max_len,
+            "gamma": args.gamma or gamma,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
         if mode == "sweep":
             drafter, verify = methods.guesser(models, args), VERIFICATIONS[args.verification]
             samplers |= sweep.samplers(models["target"], drafter, verify)
-            append(kind="costs", **shown, **sweep.costs(prompts, models["target"], drafter, sampling, verify, max_len,
-                                                        args.seed, device))
-        timed = {name: lambda prompt, generator, sampler=sampler: sampler(
-            [prompt], max_len, sampling, tokenizer.eos_token_id, generator) for name, sampler in samplers.items()}
+            append(
+                kind="costs",
+                **shown,
+                **sweep.costs(prompts, models["target"], drafter, sampling, verify, max_len, args.seed, device),
+            )
+        timed = {
+            name: lambda prompt, generator, sampler=sampler: sampler(
+                [prompt], max_len, sampling, tokenizer.eos_token_id, generator
+            )
+            for name, sampler in samplers.items()
+        }
         with tqdm(total=len(timed) * len(prompts) * repeats, desc=mode, disable=None, leave=False) as bar:
             for line in measure(timed, prompts, repeats, args.seed, device):
                 append(kind="speed", **shown, **line)
@@ -228,8 +275,9 @@ def measure_diversity(args, models, prompts, tokenizer, device, append):
     runs = {"naive": (samplers.pop("target"), sampling)} | {name: (s, sampling) for name, s in samplers.items()}
     runs["greedy"] = runs["naive"][0], GREEDY
     heats = {"greedy": 0, "naive": sampling.temperature, "speculative": sampling.temperature}  # 0: no chance in it
-    repeats = {name: flags.repeats(args, "diversity") if heats.get(name, args.contrastiveTemperature) else 1
-               for name in runs}
+    repeats = {
+        name: flags.repeats(args, "diversity") if heats.get(name, args.contrastiveTemperature) else 1 for name in runs
+    }
     with tqdm(total=sum(repeats.values()) * len(prompts), desc="diversity", disable=None, leave=False) as bar:
         for name, (sampler, shape) in runs.items():
             each = []
@@ -238,8 +286,16 @@ def measure_diversity(args, models, prompts, tokenizer, device, append):
                 texts, _ = sampler(prompts, max_len, shape, tokenizer.eos_token_id, generator)
                 each += [diversity.figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
                 bar.update(len(prompts))
-            append(kind="diversity", method=name, prompts=len(prompts), texts=len(each), maxLen=max_len,
-                   temperature=sampling.temperature, top_p=sampling.top_p, each=each)
+            append(
+                kind="diversity",
+                method=name,
+                prompts=len(prompts),
+                texts=len(each),
+                maxLen=max_len,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                each=each,
+            )
 
 
 def play(args, models, prompt, tokenizer, device, name):
@@ -257,8 +313,14 @@ def play(args, models, prompt, tokenizer, device, name):
     if screen:
         screen.begin(text)
     try:
-        sampler([prompt], max_len, flags.sampling(args, "show"), tokenizer.eos_token_id,
-                torch.Generator(device).manual_seed(args.seed), trace.callback)
+        sampler(
+            [prompt],
+            max_len,
+            flags.sampling(args, "show"),
+            tokenizer.eos_token_id,
+            torch.Generator(device).manual_seed(args.seed),
+            trace.callback,
+        )
     finally:
         if screen:
             screen.end()
@@ -275,18 +337,32 @@ def measure_perplexity(models, texts, tokenizer, window, stride, append):
         if passages:
             bar = tqdm(passages, desc=f"perplexity per text, {corpus.name}", disable=None, leave=False)
             each = [PPL.perplexities(ids, target, draft) for ids in bar]
-            append(kind="ppl_text", corpus=corpus.name, texts=len(each), tokens=sum(map(len, passages)), each=each,
-                   ppl={role: math.fsum(e[role] for e in each) / len(each) for role in roles})
+            append(
+                kind="ppl_text",
+                corpus=corpus.name,
+                texts=len(each),
+                tokens=sum(map(len, passages)),
+                each=each,
+                ppl={role: math.fsum(e[role] for e in each) / len(each) for role in roles},
+            )
         documents = [text for text in corpus.documents if len(tokenizer(text, verbose=False)["input_ids"]) > 1]
         if not documents:
             continue
         with tqdm(desc=f"corpus perplexity, {corpus.name}", unit=" tokens", disable=None, leave=False) as bar:
-            parts = [PPL.calculate_ppl_corpus(text, tokenizer, target, draft, window, stride, bar.update)
-                     for text in documents]
+            parts = [
+                PPL.calculate_ppl_corpus(text, tokenizer, target, draft, window, stride, bar.update)
+                for text in documents
+            ]
             totals = {role: sum((part[role] for part in parts), PPL.CorpusPerplexity()) for role in roles}
-        append(kind="ppl_corpus", corpus=corpus.name, tokens=totals["target"].tokens, documents=len(documents),
-               window=window, stride=stride,
-               ppl={role: {"token": t.token_ppl, "word": t.word_ppl, "byte": t.byte_ppl} for role, t in totals.items()})
+        append(
+            kind="ppl_corpus",
+            corpus=corpus.name,
+            tokens=totals["target"].tokens,
+            documents=len(documents),
+            window=window,
+            stride=stride,
+            ppl={role: {"token": t.token_ppl, "word": t.word_ppl, "byte": t.byte_ppl} for role, t in totals.items()},
+        )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Corpus:
             for end, following in (*gaps, (len(document), None)):
                 part = document[start:end]
                 if len(part.strip()) >= least and not HEADING.match(part):
-                    found.append(document[start:start + reach] if reach else part)
+                    found.append(document[start : start + reach] if reach else part)
                 start = following
         return found
 
@@ -45,8 +45,10 @@ def load_corpora(name, books=None):
     if name in FOLDERS or os.path.isfile(DATASETS / name / MANIFEST):
         path = DATASETS / FOLDERS.get(name, name)
         if not path.exists():
-            raise UserError(f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "
-                            f"({name}), or use --dataset sample")
+            raise UserError(
+                f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "
+                f"({name}), or use --dataset sample"
+            )
     else:
         path = Path(os.path.abspath(os.path.expanduser(name)))
         if not os.path.exists(path):
@@ -65,8 +67,9 @@ def load_corpora(name, books=None):
         corpus.documents = [document for document in corpus.documents if document.strip()][:books]
     corpora = [corpus for corpus in corpora if corpus.documents]
     if not corpora:
-        raise UserError(f"{path} holds no text; give {', '.join(ENDINGS)} files that are not empty, or a saved data "
-                        "set")
+        raise UserError(
+            f"{path} holds no text; give {', '.join(ENDINGS)} files that are not empty, or a saved data set"
+        )
     return corpora
 
 
@@ -92,5 +95,7 @@ def read_saved(path):
             return rows
         return [("" if any(row.endswith("\n") for row in rows) else "\n").join(rows)]
     except Exception as error:
-        raise UserError(f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test' "
-                        f"({' '.join(str(error).split())[:200]}); save it so, or name a text file") from None
+        raise UserError(
+            f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test' "
+            f"({' '.join(str(error).split())[:200]}); save it so, or name a text file"
+        ) from None

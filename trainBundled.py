@@ -28,21 +28,27 @@ from PPL import calculate_ppl_corpus
 
 VOCABULARY = 4096
 END_OF_TEXT = "<|endoftext|>"
-CONTEXT = 2048           # tokens a trained model may read
-HEAD = 32                # width of an attention head
-BATCH = 2048             # tokens per step: 8 rows of 256, or 2 of 1024, or one of CONTEXT
+CONTEXT = 2048  # tokens a trained model may read
+HEAD = 32  # width of an attention head
+BATCH = 2048  # tokens per step: 8 rows of 256, or 2 of 1024, or one of CONTEXT
 MIXED = (256, 256, 1024, CONTEXT)  # row lengths, step by step in turn
-WARM_UP = 0.02           # share of a stage over which the learning rate rises
+WARM_UP = 0.02  # share of a stage over which the learning rate rises
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
 
 # A stage: tokens, peak of the learning rates' cosine (1: the rates above), row lengths, row lengths in its last fifth.
 # The target's first stage meets long rows only at the end, at rates too low to learn from them: its second mended part
 # of that, its third, at full rates and on more text, the rest.
 #          layers width teacher stages
-MODELS = {"target": (12, 192, None, [(12_600_000, 1.0, (256,), (CONTEXT,)), (4_000_000, 0.3, MIXED, MIXED),
-                                     (10_200_000, 1.0, MIXED, MIXED)]),
-          "draft": (1, 128, "target", [(7_000_000, 1.0, MIXED, MIXED)]),
-          "mid": (4, 160, "target", [(4_000_000, 1.0, MIXED, MIXED)])}
+MODELS = {
+    "target": (
+        12,
+        192,
+        None,
+        [(12_600_000, 1.0, (256,), (CONTEXT,)), (4_000_000, 0.3, MIXED, MIXED), (10_200_000, 1.0, MIXED, MIXED)],
+    ),
+    "draft": (1, 128, "target", [(7_000_000, 1.0, MIXED, MIXED)]),
+    "mid": (4, 160, "target", [(4_000_000, 1.0, MIXED, MIXED)]),
+}
 
 
 def read_texts(path):
@@ -67,11 +73,20 @@ def train_tokenizer(documents, folder):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END_OF_TEXT], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(documents, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
-                            unk_token=END_OF_TEXT, model_max_length=CONTEXT).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT,
+        model_max_length=CONTEXT,
+    ).save_pretrained(folder)
 
 
 def load(folder):
@@ -90,13 +105,22 @@ def windows(tokens, length, rng):
         starts = list(range(rng.randrange(length), len(tokens) - length - 1, length))
         rng.shuffle(starts)
         for start in starts:
-            yield tokens[start:start + length + 1]
+            yield tokens[start : start + length + 1]
 
 
 def new_model(layers, width):
-    return GPTNeoXForCausalLM(GPTNeoXConfig(
-        vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // HEAD,
-        intermediate_size=4 * width, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=0))
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // HEAD,
+            intermediate_size=4 * width,
+            max_position_embeddings=CONTEXT,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
 
 
 def train(model, tokens, stage, minutes=math.inf, teacher=None, device="cpu", seed=0, label=""):
@@ -110,13 +134,16 @@ def train(model, tokens, stage, minutes=math.inf, teacher=None, device="cpu", se
     sources = {length: windows(tokens, length, rng) for length in (*lengths, *last_lengths)}
     matrices = [p for p in model.gpt_neox.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]
-    optimizers = [torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0, adjust_lr_fn="original"),
-                  torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0, adjust_lr_fn="original"),
+        torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
     rates = [group["lr"] for o in optimizers for group in o.param_groups]
     model.train().to(device)
     begin, seen, steps, losses, progress = time.monotonic(), 0, 0, [], 0.0
-    bar = tqdm(total=100, desc=label, bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
-               disable=None, mininterval=5)
+    bar = tqdm(
+        total=100, desc=label, bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}", disable=None, mininterval=5
+    )
     while progress < 1:
         rate = min(progress / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * progress)) if steps else 0.0
         for group, full in zip([g for o in optimizers for g in o.param_groups], rates):
@@ -138,20 +165,25 @@ def train(model, tokens, stage, minutes=math.inf, teacher=None, device="cpu", se
         losses.append(loss.item())
         steps, seen = steps + 1, seen + batch[:, 1:].numel()
         before, progress = progress, max(seen / budget, (time.monotonic() - begin) / 60 / minutes)
-        bar.set_postfix_str(f"loss {np.mean(losses[-50:]):.3f}, {seen / (time.monotonic() - begin):,.0f} tokens/s",
-                            refresh=False)
+        bar.set_postfix_str(
+            f"loss {np.mean(losses[-50:]):.3f}, {seen / (time.monotonic() - begin):,.0f} tokens/s", refresh=False
+        )
         bar.update(min(100, 100 * progress) - bar.n)
         if int(20 * before) != int(20 * progress):
-            tqdm.write(f"{label}: {seen:,} tokens, loss {np.mean(losses[-200:]):.4f}, "
-                       f"{(time.monotonic() - begin) / 60:.1f} min", file=sys.stderr)
+            tqdm.write(
+                f"{label}: {seen:,} tokens, loss {np.mean(losses[-200:]):.4f}, "
+                f"{(time.monotonic() - begin) / 60:.1f} min",
+                file=sys.stderr,
+            )
     bar.close()
-    return steps, seen, float(np.mean(losses[-max(1, steps // 20):]))
+    return steps, seen, float(np.mean(losses[-max(1, steps // 20) :]))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", nargs="+", required=True,
-                        help="files or folders to train on; PATH:3 counts it three times")
+    parser.add_argument(
+        "--texts", nargs="+", required=True, help="files or folders to train on; PATH:3 counts it three times"
+    )
     parser.add_argument("--heldout", nargs="*", default=[], help="texts whose perplexity is printed")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which to train")
     parser.add_argument("--minutes", type=float, default=math.inf, help="at most this long for each stage of a model")
@@ -175,12 +207,23 @@ def main():
         torch.manual_seed(args.seed)
         model = new_model(layers, width) if args.stage == 1 else load(folders[name])
         teacher = teacher_name and load(folders[teacher_name]).eval().to(args.device)
-        for number, (budget, *how) in list(enumerate(stages, 1))[args.stage - 1:]:
+        for number, (budget, *how) in list(enumerate(stages, 1))[args.stage - 1 :]:
             stage = (min(budget, args.tokens or budget), *how)
-            steps, seen, loss = train(model, tokens, stage, args.minutes, teacher, args.device, args.seed + number - 1,
-                                      f"bundled-{name}, stage {number}")
-            print(f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, stage {number}: "
-                  f"{steps:,} steps, {seen:,} tokens, loss {loss:.4f}", flush=True)
+            steps, seen, loss = train(
+                model,
+                tokens,
+                stage,
+                args.minutes,
+                teacher,
+                args.device,
+                args.seed + number - 1,
+                f"bundled-{name}, stage {number}",
+            )
+            print(
+                f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, stage {number}: "
+                f"{steps:,} steps, {seen:,} tokens, loss {loss:.4f}",
+                flush=True,
+            )
             model = model.cpu().to(torch.bfloat16)  # as stored; a further stage starts from what is stored
             model.save_pretrained(folders[name])
             tokenizer.save_pretrained(folders[name])
@@ -188,8 +231,11 @@ def main():
         for path in args.heldout:
             text = Path(path).read_text(encoding="utf-8")
             heldout = calculate_ppl_corpus(text, tokenizer, CachedModel(model))["target"]
-            print(f"  perplexity on {Path(path).name}: {heldout.token_ppl:.3f} per token, "
-                  f"{heldout.word_ppl:.2f} per word", flush=True)
+            print(
+                f"  perplexity on {Path(path).name}: {heldout.token_ppl:.3f} per token, "
+                f"{heldout.word_ppl:.2f} per word",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def token_rule(p, q, drafts, generator=None):
     Returns `accepted[B]`, how many drafts stand, and `token[B]`, the token after them: drawn from norm(max(0, p - q))
     at the first rejection, from p after the last draft when all stand. (With gamma 0 that is plain sampling.)
     """
-    p_x, q_x = (d[:, :drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
+    p_x, q_x = (d[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
     u = torch.rand(drafts.shape, device=p.device, generator=generator)
     stands = (u * q_x < p_x) & (q_x > 0)  # with probability min(1, p / q)
     accepted = stands.long().cumprod(1).sum(1)
@@ -33,7 +33,7 @@ def block_rule(p, q, drafts, generator=None):
     S_i / (S_i + 1 - w_i), where S_i sums max(0, w_i p - q) over the vocabulary after it; the last i that passes counts,
     and the token after it is drawn from norm(max(0, w_i p - q)).
     """
-    p_x, q_x = (d[:, :drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
+    p_x, q_x = (d[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
     w = [torch.ones_like(p[:, 0, 0])]
     for ratio in (p_x / q_x.clamp(min=torch.finfo(q.dtype).tiny)).unbind(1):
         w.append((w[-1] * ratio).clamp(max=1))

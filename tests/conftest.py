@@ -8,10 +8,10 @@ from pathlib import Path
 import helpers
 import pytest
 from huggingface_hub import constants
+from localHub import LocalHub
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from localHub import LocalHub
 from texts import DATASETS
 from utils import UserError
 
@@ -37,11 +37,22 @@ def pair_folder(tmp_path_factory):
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.train([str(DATASETS / "sample" / "articles.raw")], trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END_OF_TEXT], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
-                                        unk_token=END_OF_TEXT, model_max_length=CONTEXT)
+    bpe.train(
+        [str(DATASETS / "sample" / "articles.raw")],
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=[END_OF_TEXT],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT,
+        model_max_length=CONTEXT,
+    )
     for seed, (name, layers) in enumerate({"target": 2, "draft": 1}.items()):
         helpers.tiny(seed=seed, vocabulary=PADDED, layers=layers, context=CONTEXT).model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -58,8 +69,12 @@ def model_folder(pair_folder, tmp_path):
 def text_file(tmp_path_factory):
     """Four paragraphs of some 90 characters."""
     file = tmp_path_factory.mktemp("texts") / "short.txt"
-    file.write_text("\n\n".join(f"{word} the lamp was lit and the tide was out, and nobody in the harbour had heard "
-                                "the bell." for word in ("Before", "After", "While", "Though")))
+    file.write_text(
+        "\n\n".join(
+            f"{word} the lamp was lit and the tide was out, and nobody in the harbour had heard the bell."
+            for word in ("Before", "After", "While", "Though")
+        )
+    )
     return file
 
 
@@ -75,9 +90,28 @@ def cli():
 @pytest.fixture(scope="session")
 def flags(pair_folder, text_file):
     """Flags of a small run on the tiny pair, all but --out."""
-    return ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dataset", str(text_file),
-            "--sentenceLimit", "60", "--sentences", "2", "--promptLen", "12", "--maxLen", "8", "--repeats", "1",
-            "--window", "64", "--stride", "32"]
+    return [
+        "--target",
+        str(pair_folder / "target"),
+        "--draft",
+        str(pair_folder / "draft"),
+        "--dataset",
+        str(text_file),
+        "--sentenceLimit",
+        "60",
+        "--sentences",
+        "2",
+        "--promptLen",
+        "12",
+        "--maxLen",
+        "8",
+        "--repeats",
+        "1",
+        "--window",
+        "64",
+        "--stride",
+        "32",
+    ]
 
 
 @pytest.fixture
@@ -86,8 +120,9 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with LocalHub() as local:
         monkeypatch.setattr(constants, "ENDPOINT", local.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
-                            local.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", local.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         yield local

@@ -18,11 +18,10 @@ import time
 from pathlib import Path
 
 import torch
+from localHub import LocalHub, Repository
 from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
-
-from localHub import LocalHub, Repository
 
 ROOT = Path(__file__).resolve().parent.parent
 #         hidden layers heads
@@ -32,17 +31,28 @@ VOCABULARY, TOKENS = 50304, 50277  # entries of the models, and of Pythia's toke
 
 def configuration(size):
     hidden, layers, heads = SIZES[size]
-    return GPTNeoXConfig(vocab_size=VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-                         intermediate_size=4 * hidden, rotary_pct=0.25, max_position_embeddings=2048,
-                         use_parallel_residual=True, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
-                         dtype="bfloat16")
+    return GPTNeoXConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * hidden,
+        rotary_pct=0.25,
+        max_position_embeddings=2048,
+        use_parallel_residual=True,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        dtype="bfloat16",
+    )
 
 
 def write_tokenizer(folder, file):
     """Pythia's tokenizer from its file; without one, the bundled tokenizer filled up to as many entries."""
     if file:
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token="<|endoftext|>",
-                                            eos_token="<|endoftext|>", unk_token="<|endoftext|>")
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_file=str(file), bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>"
+        )
     else:
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "bundled-target")
         tokenizer.add_tokens([f"<filler{i}>" for i in range(TOKENS - len(tokenizer))])
@@ -67,8 +77,11 @@ def write_checkpoint(folder, size):
     configuration(size).save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "pytorch_model.bin").write_bytes(b"\x80" * 1_000_000)
-    print(f"{folder.name}: {sum(w.numel() for w in weights.values()):,} parameters, "
-          f"{(folder / 'model.safetensors').stat().st_size / 1e9:.2f} GB", flush=True)
+    print(
+        f"{folder.name}: {sum(w.numel() for w in weights.values()):,} parameters, "
+        f"{(folder / 'model.safetensors').stat().st_size / 1e9:.2f} GB",
+        flush=True,
+    )
 
 
 def step(what, command, folder, environment):
@@ -94,9 +107,17 @@ def main():
     args = parser.parse_args()
     made, copy = args.folder / "hub", args.folder / "project"
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(ROOT, copy, ignore=lambda folder, names: [
-        n for n in names if n.startswith(".") or n in ("__pycache__", "results.jsonl", "results.txt") or
-        (Path(folder).name in ("models", "datasets") and not n.startswith(("bundled-", "sample", "README")))])
+    shutil.copytree(
+        ROOT,
+        copy,
+        ignore=lambda folder, names: [
+            n
+            for n in names
+            if n.startswith(".")
+            or n in ("__pycache__", "results.jsonl", "results.txt")
+            or (Path(folder).name in ("models", "datasets") and not n.startswith(("bundled-", "sample", "README")))
+        ],
+    )
     (copy / "short.raw").write_text("\n".join((ROOT / "datasets/sample/articles.raw").read_text().split("\n")[:24]))
     with LocalHub() as hub:
         for size in args.sizes:
@@ -116,10 +137,18 @@ def main():
             print(f"# bytes of files moved: {hub.moved:,}")
         step("list", [sys.executable, "downloadModel.py", "--list"], copy, environment)
         pair = ["--target", f"pythia-{args.sizes[-1]}", "--draft", f"pythia-{args.sizes[0]}", "--offline"]
-        step("speed", [sys.executable, "test.py", "--speed", "--maxLen", "20", "--sentences", "2", "--repeats", "1",
-                       *pair], copy, environment)
-        step("perplexity", [sys.executable, "test.py", "--ppl", "--sentences", "2", "--dataset", "short.raw", *pair],
-             copy, environment)
+        step(
+            "speed",
+            [sys.executable, "test.py", "--speed", "--maxLen", "20", "--sentences", "2", "--repeats", "1", *pair],
+            copy,
+            environment,
+        )
+        step(
+            "perplexity",
+            [sys.executable, "test.py", "--ppl", "--sentences", "2", "--dataset", "short.raw", *pair],
+            copy,
+            environment,
+        )
     if not args.keep:
         shutil.rmtree(args.folder)
 

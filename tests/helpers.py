@@ -4,8 +4,18 @@ import itertools
 import os
 
 import torch
-from transformers import (GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM,
-                          OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM)
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from cachedModel import CachedModel
 from utils import probabilities, seen_after
@@ -27,9 +37,21 @@ def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, cont
     uniform and from another seed's."""
     torch.manual_seed(seed)
     kind, config, extra = FAMILIES[family]
-    model = kind(config(vocab_size=vocabulary, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4,
-                        max_position_embeddings=context, bos_token_id=0, eos_token_id=0, pad_token_id=None,
-                        initializer_range=0.3, attn_implementation="sdpa", **extra)).eval()
+    model = kind(
+        config(
+            vocab_size=vocabulary,
+            hidden_size=32,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            max_position_embeddings=context,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=None,
+            initializer_range=0.3,
+            attn_implementation="sdpa",
+            **extra,
+        )
+    ).eval()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(sharpness / 4)
     return CachedModel(model, vocabulary, f"{family}-{seed}")
@@ -79,11 +101,11 @@ def p_value(sample, target, prefixes, first, count, sampling, draws, batch=20_00
     for _ in range(draws // batch):
         tokens = sample(prefixes * (batch // len(prefixes)), generator)
         for row, own in enumerate(samples):
-            own += tokens[row::len(prefixes)]
+            own += tokens[row :: len(prefixes)]
     values = []
     for prefix, own in zip(prefixes, samples):
         joint = joint_distribution(target, prefix, first + count, sampling)
         for _ in range(first):
             joint = joint.sum(0)
-        values.append(chi_square(torch.tensor(own)[:, first:first + count], joint, target.vocabulary))
+        values.append(chi_square(torch.tensor(own)[:, first : first + count], joint, target.vocabulary))
     return min(values)

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -133,8 +133,9 @@ class Answer(BaseHTTPRequestHandler):
             return self.reply(503, {"error": "down"})
         if self.hub.answer is not None and path.startswith("/api/"):
             return self.reply(*self.hub.answer)
-        if match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?",
-                                 path):
+        if match := re.fullmatch(
+            r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?", path
+        ):
             kind, name, call, revision, below = match.groups()
         elif match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             kind, name, revision, below = match.groups()
@@ -154,10 +155,24 @@ class Answer(BaseHTTPRequestHandler):
         if call in ("tree", "paths-info"):
             return self.reply(200, self.listing(repository, call, below, parse_qs(url.query)))
         siblings = [repository.entry(path, "rfilename", "blobId") for path in repository.files]
-        now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
-        self.reply(200, {"id": name, "modelId": name, "sha": repository.commit, "private": False, "gated": False,
-                         "disabled": False, "tags": [], "downloads": 0, "likes": 0, "lastModified": now,
-                         "createdAt": now, "siblings": siblings})
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        self.reply(
+            200,
+            {
+                "id": name,
+                "modelId": name,
+                "sha": repository.commit,
+                "private": False,
+                "gated": False,
+                "disabled": False,
+                "tags": [],
+                "downloads": 0,
+                "likes": 0,
+                "lastModified": now,
+                "createdAt": now,
+                "siblings": siblings,
+            },
+        )
 
     def listing(self, repository, call, below, query):
         """Files and folders of a data set, as its tree or as the paths a POST names."""
@@ -169,10 +184,9 @@ class Answer(BaseHTTPRequestHandler):
             wanted = lambda path: not below or path.startswith(below + "/")  # noqa: E731
         else:
             wanted = lambda path: path.rpartition("/")[0] == below  # noqa: E731
-        return ([{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)
-                 if wanted(path)]
-                + [{"type": "file", **repository.entry(path)} for path in repository.files
-                   if wanted(path)])
+        return [
+            {"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders) if wanted(path)
+        ] + [{"type": "file", **repository.entry(path)} for path in repository.files if wanted(path)]
 
     def send_file(self, repository, path):
         if path not in repository.files:

@@ -33,7 +33,7 @@ def documented_strided_loop(model, ids, max_length, stride):
         end = min(begin + max_length, len(ids))
         window = torch.tensor([ids[begin:end]])
         labels = window.clone()
-        labels[:, :-(end - prev_end)] = -100
+        labels[:, : -(end - prev_end)] = -100
         with torch.no_grad():
             loss = model(window, labels=labels).loss
         count = (labels != -100).sum().item() - 1
@@ -87,8 +87,9 @@ def test_identical_models_have_no_residual_and_no_nan(pair):
     assert PPL.calculate_ppl_spec(ids, pair[0], pair[0]) == pytest.approx(plain, rel=1e-6)
 
 
-@pytest.mark.parametrize("length, window, stride",
-                         [(500, 64, 32), (500, 64, 63), (90, 128, 64), (129, 64, 1), (65, 64, 7)])
+@pytest.mark.parametrize(
+    "length, window, stride", [(500, 64, 32), (500, 64, 63), (90, 128, 64), (129, 64, 1), (65, 64, 7)]
+)
 def test_corpus_perplexity_scores_every_token_once(pair, length, window, stride):
     target = pair[0]
     got = PPL.calculate_ppl_corpus(text_of(length), word_tokenizer, target, None, window, stride)["target"]
@@ -124,10 +125,11 @@ def test_words_bytes_and_sums():
 
 def test_what_has_no_perplexity_is_refused(pair):
     for match, call in {
-            "two tokens": lambda: PPL.calculate_ppl_regr([1], pair[0]),
-            "fewer": lambda: PPL.calculate_ppl_corpus("7", word_tokenizer, pair[0], None, 64, 32),
-            "stride": lambda: PPL.calculate_ppl_corpus("7 8", word_tokenizer, pair[0], None, 64, 64),
-            "context": lambda: PPL.calculate_ppl_corpus("7 8", word_tokenizer, pair[0], None, 129, 64)}.items():
+        "two tokens": lambda: PPL.calculate_ppl_regr([1], pair[0]),
+        "fewer": lambda: PPL.calculate_ppl_corpus("7", word_tokenizer, pair[0], None, 64, 32),
+        "stride": lambda: PPL.calculate_ppl_corpus("7 8", word_tokenizer, pair[0], None, 64, 64),
+        "context": lambda: PPL.calculate_ppl_corpus("7 8", word_tokenizer, pair[0], None, 129, 64),
+    }.items():
         with pytest.raises(UserError, match=match):
             call()
 

@@ -5,17 +5,24 @@ import json
 import helpers
 import pytest
 import torch
+from test_specSampling import near
 
 import benchmark
 import benchmarkParts
 import benchmarkPeers
 import benchmarkReport
 from regrSampling import regrSampling
-from test_specSampling import near
 from utils import GREEDY, Sampling, draw
 
-ROWS = ["plain, eager", "speculative, eager", "transformers", "transformers, static cache", "transformers, assistant",
-        "transformers, assistant as it comes", "speculative, no cache"]
+ROWS = [
+    "plain, eager",
+    "speculative, eager",
+    "transformers",
+    "transformers, static cache",
+    "transformers, assistant",
+    "transformers, assistant as it comes",
+    "speculative, no cache",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +33,35 @@ def short(monkeypatch):
 
 
 def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys):
-    flags = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--maxLen", 6, "--prompts", 2,
-             "--repeats", 1, "--gamma", 3, "--dtype", "float32", "--device", "cpu", "--no-compile", "--out", tmp_path]
+    flags = [
+        "--target",
+        pair_folder / "target",
+        "--draft",
+        pair_folder / "draft",
+        "--maxLen",
+        6,
+        "--prompts",
+        2,
+        "--repeats",
+        1,
+        "--gamma",
+        3,
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--no-compile",
+        "--out",
+        tmp_path,
+    ]
     assert benchmark.main([str(flag) for flag in flags]) == 0
     shown = capsys.readouterr().out
     record = json.loads((tmp_path / "benchmark.json").read_text())
     assert [line["method"] for line in record["speed"]] == ROWS * 2 and all(row in shown for row in ROWS)
     assert {line["tokens"] for line in record["speed"]} == {6}  # the same work for all
     assert {(m["role"], m["tokens"]) for m in record["forwards"]} == {
-        (role, n) for role in ("target", "draft") for n in benchmark.WIDTHS}
+        (role, n) for role in ("target", "draft") for n in benchmark.WIDTHS
+    }
     assert [m["context"] for m in record["growth"]] == [64, 128, 256]  # the tiny models' context
     assert {m["part"] for m in record["parts"]} == {"plain step", "draft step", "scoring", "sampling", "round"}
     assert all(len(m["seconds"]) == 2 for part in ("forwards", "growth", "parts") for m in record[part])
@@ -46,11 +73,32 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
         monkeypatch.setitem(benchmarkPeers.SHAPES, name, shape)
     for module in benchmark, benchmarkParts, benchmarkReport:
         monkeypatch.setattr(module, "PROMPT", 8)
-    assert benchmark.main(["--shapes", "large,small", "--maxLen", "6", "--prompts", "1", "--repeats", "1", "--device",
-                           "cpu", "--no-compile", "--out", str(tmp_path)]) == 0
+    assert (
+        benchmark.main(
+            [
+                "--shapes",
+                "large,small",
+                "--maxLen",
+                "6",
+                "--prompts",
+                "1",
+                "--repeats",
+                "1",
+                "--device",
+                "cpu",
+                "--no-compile",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     record = json.loads((tmp_path / "benchmark-large.json").read_text())
     assert [line["method"] for line in record["speed"]] == [
-        "plain, eager", *(f"synthetic {alpha}, eager" for alpha in benchmark.ALPHAS), "transformers"]
+        "plain, eager",
+        *(f"synthetic {alpha}, eager" for alpha in benchmark.ALPHAS),
+        "transformers",
+    ]
     assert "Synthetic acceptance" in capsys.readouterr().out
     assert (tmp_path / "figures" / "benchmark-large.png").exists()
 
@@ -82,8 +130,9 @@ def test_without_a_cache_greedy_is_plain_decoding():
 def test_without_a_cache_it_draws_from_the_target():
     target, sampling = helpers.tiny(vocabulary=5), Sampling(1.0, 0, 1.0)
     draft, generator = near(target, noise=1.0), torch.Generator().manual_seed(0)
-    drawn = [benchmark.cache_free([1, 2], target.model, draft.model, 2, 2, generator, sampling)[0][0]
-             for _ in range(1500)]
+    drawn = [
+        benchmark.cache_free([1, 2], target.model, draft.model, 2, 2, generator, sampling)[0][0] for _ in range(1500)
+    ]
     joint = helpers.joint_distribution(target, [1, 2], 2, sampling)
     assert helpers.chi_square(drawn, joint, 5) > 1e-3
 
@@ -96,15 +145,32 @@ def test_the_synthetic_rule_accepts_at_its_rate(alpha):
     drafts = draw(q, generator)
     accepted, token = benchmark.synthetic(alpha)(p, q, drafts, generator)
     shares = torch.bincount(accepted, minlength=3) / rows
-    wanted = torch.tensor([1 - alpha, alpha * (1 - alpha), alpha ** 2])
+    wanted = torch.tensor([1 - alpha, alpha * (1 - alpha), alpha**2])
     torch.testing.assert_close(shares, wanted, atol=0.015, rtol=0)
-    assert ((0 <= token) & (token < 7)).all()
+    assert ((token >= 0) & (token < 7)).all()
 
 
-@pytest.mark.parametrize("wrong", [
-    "--gamma 0", "--gamma x", "--maxLen 0", "--prompts 0", "--repeats 0", "--seed -1", "--dtype int8", "--device gpu",
-    "--out nowhere", "--target nowhere", "--shapes pythia-1m,pythia-70m", "--shapes pythia-70m", "--shapes",
-    "--unknown", "--shapes pythia-70m,pythia-70m --target bundled-target", "--maxLen 100000"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--gamma 0",
+        "--gamma x",
+        "--maxLen 0",
+        "--prompts 0",
+        "--repeats 0",
+        "--seed -1",
+        "--dtype int8",
+        "--device gpu",
+        "--out nowhere",
+        "--target nowhere",
+        "--shapes pythia-1m,pythia-70m",
+        "--shapes pythia-70m",
+        "--shapes",
+        "--unknown",
+        "--shapes pythia-70m,pythia-70m --target bundled-target",
+        "--maxLen 100000",
+    ],
+)
 def test_a_wrong_flag_is_one_line(wrong, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert benchmark.main(["--out", str(tmp_path), *wrong.split()]) == 2

@@ -30,12 +30,13 @@ def prompts(pair):
     """50 prompts of ragged lengths, from both styles of the sample texts."""
     passages = [p for corpus in load_corpora("sample") for p in corpus.passages(300)[:25]]
     assert len(passages) == 50
-    return [pair[0](text)["input_ids"][:16 + 3 * i % 40] for i, text in enumerate(passages)]
+    return [pair[0](text)["input_ids"][: 16 + 3 * i % 40] for i, text in enumerate(passages)]
 
 
 @pytest.mark.parametrize("name", [name for name in methods.LOSSLESS if name != "fixed"])
-def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_50_prompts_of_100_tokens(pair, prompts, plain,
-                                                                                               name):
+def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_50_prompts_of_100_tokens(
+    pair, prompts, plain, name
+):
     tokenizer, target, draft = pair
     models = {"target": target, "draft": draft}
     if name == "cascade":
@@ -47,8 +48,12 @@ def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_50_prompts
 def test_greedy_output_equals_plain_and_transformers_on_50_prompts_of_100_tokens(pair, prompts, plain):
     _, target, draft = pair
     spec, records = specSampling(prompts, target, ModelDrafter(draft), 100, 4, GREEDY)
-    alone = [target.model.generate(torch.tensor([p]), max_new_tokens=100, do_sample=False, eos_token_id=None,
-                                   pad_token_id=0)[0, len(p):].tolist() for p in prompts]
+    alone = [
+        target.model.generate(
+            torch.tensor([p]), max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(p) :].tolist()
+        for p in prompts
+    ]
     assert spec == plain == alone
     assert 0.2 < sum(r.alpha for r in records) / 50 < 1  # a draft worth its name, and rejections among the rounds
 

@@ -29,8 +29,8 @@ def play(model, prompts, rounds, capacity=96):
         positions = torch.tensor([len(t) for t in texts])[:, None] + torch.arange(tokens.shape[1])
         got = model.forward(tokens, positions)
         for row, text in enumerate(texts):
-            yield got[row], model.score(torch.tensor([text + block[row]]))[0, len(text):]
-            text += block[row][:kept[row]]
+            yield got[row], model.score(torch.tensor([text + block[row]]))[0, len(text) :]
+            text += block[row][: kept[row]]
 
 
 @pytest.mark.parametrize("family", helpers.FAMILIES)
@@ -125,5 +125,8 @@ def test_attention_reads_the_filled_slots_in_float32_on_a_cpu(monkeypatch, dtype
     blocks = [torch.arange(a, b)[None] for a, b in ((0, 7), (7, 8), (8, 12))]
     cached = torch.cat([model.forward(tokens[:, block[0]], block) for block in blocks], 1)
     assert seen == [(filled, torch.float32, torch.float32) for filled in (7, 8, 12)]
-    torch.testing.assert_close(cached, model.score(tokens), **({"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32
-                                                               else {"rtol": 0.05, "atol": 0.3}))
+    torch.testing.assert_close(
+        cached,
+        model.score(tokens),
+        **({"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.3}),
+    )

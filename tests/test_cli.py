@@ -10,13 +10,13 @@ import time
 
 import pytest
 import torch
+from conftest import CONTEXT, ROOT, with_ctrl_c
+from localHub import Repository
 
 import flags as parser
 import methods
 import sweep
-from conftest import CONTEXT, ROOT, with_ctrl_c
 from loading import load_tokenizer
-from localHub import Repository
 from utils import UserError
 
 KINDS = {"speed": ["speed"], "ppl": ["ppl_corpus", "ppl_text"]}
@@ -30,32 +30,108 @@ def hashes(folder):
     return {(m["method"], m["prompt"], m["repeat"]): m["sha256"] for m in lines_of(folder) if m["kind"] == "speed"}
 
 
-BAD = ["--gamma 0", "--gamma -1", "--gamma x", "--gamma 1.5", "--gamma", "--temperature -1", "--temperature nan",
-       "--temperature inf", "--temperature warm", "--top_p 0", "--top_p 1.5", "--top_p nan", "--top_k -1",
-       "--repetition_penalty 0", "--maxLen 0", "--repeats 0", "--sentences 0", "--sentenceLimit 0", "--promptLen 0",
-       "--promptLen 5 0", "--draftLength x", "--verification x", "--books 0", "--compare x", "--compare",
-       "--compare target,,block", "--compare cascade", "--compare mid", "--speedMulti", "--mid nowhere --speedMulti",
-       "--draftThreshold 1.1",
-       "--draftThreshold nan", "--targetThreshold -0.1", "--plausibility 2", "--amateurTemperature 0",
-       "--contrastiveTemperature -1", "--gamma1 0", "--gamma2 0", "--ngram 0", "--draft lookup --ngram 0",
-       "--draft lookup --ppl", "--draft lookup --contrastive", "--draft lookup --compare contrastive",
-       "--temperature 0.5 1", "--sweep --temperature 1 -1", "--show --sweep", "--html nowhere/page.html",
-       "--html . --show", "--promptFile nowhere", "--promptFile . --speed", "--question hello --speed",
-       "--prompt a --question b", "--target some/target --offline",
-       "--draftVocab 0", "--draftVocab 301", "--draftVocab x", "--draftVocab 9 --ppl", "--draftVocab 9 --draft lookup",
-       "--draftVocab 9 --contrastive", "--draftVocab 9 --diversity", "--draftVocab 9 --compare contrastive",
-       "--draftVocab 9 --show --contrastive",
-       "--window 1", "--stride 0", "--stride 64 --window 64", "--stride 65 --window 64", "--seed -1",
-       "--seed 9223372036854775808", "--dataset nowhere", "--target nowhere", "--draft nowhere", "--draft .",
-       "--unknown 1", "--max 3", "argument", "--speed 2", "--speed x", "--ppl 2", "--device gpu", "--dtype int8",
-       "--out nowhere", f"--out {ROOT / 'test.py'}", "--sentenceLimit 100000", "--speed 0 --ppl 0",
-       f"--maxLen {CONTEXT}",
-       pytest.param("--device cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA"))]
+BAD = [
+    "--gamma 0",
+    "--gamma -1",
+    "--gamma x",
+    "--gamma 1.5",
+    "--gamma",
+    "--temperature -1",
+    "--temperature nan",
+    "--temperature inf",
+    "--temperature warm",
+    "--top_p 0",
+    "--top_p 1.5",
+    "--top_p nan",
+    "--top_k -1",
+    "--repetition_penalty 0",
+    "--maxLen 0",
+    "--repeats 0",
+    "--sentences 0",
+    "--sentenceLimit 0",
+    "--promptLen 0",
+    "--promptLen 5 0",
+    "--draftLength x",
+    "--verification x",
+    "--books 0",
+    "--compare x",
+    "--compare",
+    "--compare target,,block",
+    "--compare cascade",
+    "--compare mid",
+    "--speedMulti",
+    "--mid nowhere --speedMulti",
+    "--draftThreshold 1.1",
+    "--draftThreshold nan",
+    "--targetThreshold -0.1",
+    "--plausibility 2",
+    "--amateurTemperature 0",
+    "--contrastiveTemperature -1",
+    "--gamma1 0",
+    "--gamma2 0",
+    "--ngram 0",
+    "--draft lookup --ngram 0",
+    "--draft lookup --ppl",
+    "--draft lookup --contrastive",
+    "--draft lookup --compare contrastive",
+    "--temperature 0.5 1",
+    "--sweep --temperature 1 -1",
+    "--show --sweep",
+    "--html nowhere/page.html",
+    "--html . --show",
+    "--promptFile nowhere",
+    "--promptFile . --speed",
+    "--question hello --speed",
+    "--prompt a --question b",
+    "--target some/target --offline",
+    "--draftVocab 0",
+    "--draftVocab 301",
+    "--draftVocab x",
+    "--draftVocab 9 --ppl",
+    "--draftVocab 9 --draft lookup",
+    "--draftVocab 9 --contrastive",
+    "--draftVocab 9 --diversity",
+    "--draftVocab 9 --compare contrastive",
+    "--draftVocab 9 --show --contrastive",
+    "--window 1",
+    "--stride 0",
+    "--stride 64 --window 64",
+    "--stride 65 --window 64",
+    "--seed -1",
+    "--seed 9223372036854775808",
+    "--dataset nowhere",
+    "--target nowhere",
+    "--draft nowhere",
+    "--draft .",
+    "--unknown 1",
+    "--max 3",
+    "argument",
+    "--speed 2",
+    "--speed x",
+    "--ppl 2",
+    "--device gpu",
+    "--dtype int8",
+    "--out nowhere",
+    f"--out {ROOT / 'test.py'}",
+    "--sentenceLimit 100000",
+    "--speed 0 --ppl 0",
+    f"--maxLen {CONTEXT}",
+    pytest.param("--device cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")),
+]
 
 
-@pytest.mark.parametrize("wrong", [
-    *BAD, ["--prompt", ""], ["--question", ""], ["--prompt", "word " * CONTEXT], ["--prompt", "\udcff"], ["two\nlines"],
-    *([flag, value] for flag in ("--target", "--dataset", "--out") for value in ("two\nlines", "long" * 2000))])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *BAD,
+        ["--prompt", ""],
+        ["--question", ""],
+        ["--prompt", "word " * CONTEXT],
+        ["--prompt", "\udcff"],
+        ["two\nlines"],
+        *([flag, value] for flag in ("--target", "--dataset", "--out") for value in ("two\nlines", "long" * 2000)),
+    ],
+)
 def test_a_wrong_flag_is_one_line_and_nothing_is_written(cli, flags, tmp_path, capsys, monkeypatch, wrong):
     monkeypatch.chdir(tmp_path)
     wrong = wrong.split() if isinstance(wrong, str) else wrong
@@ -66,10 +142,20 @@ def test_a_wrong_flag_is_one_line_and_nothing_is_written(cli, flags, tmp_path, c
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("mode, measured", [
-    ([], ["speed", "ppl"]), (["--speed"], ["speed"]), (["--speed", "1"], ["speed"]), (["--ppl", "1"], ["ppl"]),
-    (["--ppl"], ["ppl"]), (["--speed", "--ppl"], ["speed", "ppl"]), (["--speed", "0"], ["ppl"]),
-    (["--ppl", "0"], ["speed"]), (["--speed", "1", "--ppl", "0"], ["speed"])])
+@pytest.mark.parametrize(
+    "mode, measured",
+    [
+        ([], ["speed", "ppl"]),
+        (["--speed"], ["speed"]),
+        (["--speed", "1"], ["speed"]),
+        (["--ppl", "1"], ["ppl"]),
+        (["--ppl"], ["ppl"]),
+        (["--speed", "--ppl"], ["speed", "ppl"]),
+        (["--speed", "0"], ["ppl"]),
+        (["--ppl", "0"], ["speed"]),
+        (["--speed", "1", "--ppl", "0"], ["speed"]),
+    ],
+)
 def test_each_mode_writes_its_kinds_of_lines(cli, flags, tmp_path, capsys, mode, measured):
     assert cli.main([*flags, *mode, "--out", str(tmp_path)]) == 0
     first, *middle, last = lines_of(tmp_path)
@@ -89,8 +175,12 @@ def test_each_mode_writes_its_kinds_of_lines(cli, flags, tmp_path, capsys, mode,
 
 
 def test_a_run_records_what_it_was_made_with(cli, flags, tmp_path, pair_folder):
-    assert cli.main([*flags, "--speed", "--seed", "3", "--dtype", "float32", "--prompt", "Once, a bell", "--out",
-                     str(tmp_path)]) == 0
+    assert (
+        cli.main(
+            [*flags, "--speed", "--seed", "3", "--dtype", "float32", "--prompt", "Once, a bell", "--out", str(tmp_path)]
+        )
+        == 0
+    )
     run, *measurements, _ = lines_of(tmp_path)
     assert run["flags"]["seed"] == 3 and run["flags"]["prompt"] == "Once, a bell" and run["device"] == "cpu"
     assert run["command"].endswith(f"--prompt 'Once, a bell' --out {tmp_path}")
@@ -112,8 +202,25 @@ def test_the_same_flags_and_seed_give_the_same_tokens(cli, flags, tmp_path):
 
 
 def test_greedy_speculative_tokens_are_the_targets(cli, flags, tmp_path):
-    assert cli.main([*flags, "--speed", "--temperature", "0", "--dtype", "float32", "--maxLen", "40", "--gamma", "3",
-                     "--out", str(tmp_path)]) == 0
+    assert (
+        cli.main(
+            [
+                *flags,
+                "--speed",
+                "--temperature",
+                "0",
+                "--dtype",
+                "float32",
+                "--maxLen",
+                "40",
+                "--gamma",
+                "3",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     tokens = hashes(tmp_path)
     for prompt in (0, 1):
         assert tokens["speculative", prompt, 0] == tokens["target", prompt, 0] != tokens["draft", prompt, 0]
@@ -121,15 +228,40 @@ def test_greedy_speculative_tokens_are_the_targets(cli, flags, tmp_path):
 
 def test_a_prompt_is_continued_without_any_data_set(cli, flags, tmp_path):
     """And may have characters that end a line in Unicode, but not in a file of JSON lines."""
-    assert cli.main([*flags, "--dataset", "nowhere", "--speed", "--prompt", "Two\u2028lines, \x85 and a bell",
-                     "--promptLen", "3", "--out", str(tmp_path)]) == 0
+    assert (
+        cli.main(
+            [
+                *flags,
+                "--dataset",
+                "nowhere",
+                "--speed",
+                "--prompt",
+                "Two\u2028lines, \x85 and a bell",
+                "--promptLen",
+                "3",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     measurements = [line for line in lines_of(tmp_path) if line["kind"] == "speed"]
     assert {m["prompt"] for m in measurements} == {0} and measurements[0]["prompt_tokens"] > 3  # it is not cut
 
 
-@pytest.mark.parametrize("options", [["--maxLen", "1"], ["--maxLen", "2"], ["--gamma", "50"], ["--promptLen", "1"],
-                                     ["--repetition_penalty", "1.3"], ["--top_k", "1", "--top_p", "1"],
-                                     ["--temperature", "1e-4"], ["--sentences", str(10**30), "--gamma", str(10**30)]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--maxLen", "1"],
+        ["--maxLen", "2"],
+        ["--gamma", "50"],
+        ["--promptLen", "1"],
+        ["--repetition_penalty", "1.3"],
+        ["--top_k", "1", "--top_p", "1"],
+        ["--temperature", "1e-4"],
+        ["--sentences", str(10**30), "--gamma", str(10**30)],
+    ],
+)
 def test_flags_at_their_limits_work(cli, flags, tmp_path, options):
     assert cli.main([*flags, "--speed", *options, "--out", str(tmp_path)]) == 0
     most = 1 if options == ["--maxLen", "1"] else 2 if options == ["--maxLen", "2"] else 8
@@ -202,15 +334,22 @@ def test_help_explains_every_flag(cli, capsys):
 
 
 def start(arguments, folder, **more):
-    return subprocess.Popen([sys.executable, str(ROOT / "test.py"), *arguments], cwd=folder, text=True,
-                            preexec_fn=with_ctrl_c,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "test.py"), *arguments],
+        cwd=folder,
+        text=True,
+        preexec_fn=with_ctrl_c,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **more,
+    )
 
 
 def test_it_runs_from_another_folder_with_paths_relative_to_that(flags, pair_folder, tmp_path):
     (tmp_path / "out").mkdir()
-    process = start([*flags, "--target", "target", "--draft", "draft", "--speed", "--out", str(tmp_path / "out")],
-                    pair_folder)
+    process = start(
+        [*flags, "--target", "target", "--draft", "draft", "--speed", "--out", str(tmp_path / "out")], pair_folder
+    )
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "") and "Written to results.txt" in out
     assert len(hashes(tmp_path / "out")) == 6
@@ -262,9 +401,16 @@ def test_a_hub_id_is_downloaded_on_first_use(cli, flags, pair_folder, hub, tmp_p
     assert run["models"]["target"]["version"] == hub.models["some/target"].commit
 
 
-@pytest.mark.parametrize("options", [["--draftLength", "additive"], ["--draftLength", "draftConfidence"],
-                                     ["--draftLength", "targetConfidence"], ["--draftLength", "costAware"],
-                                     ["--verification", "block"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--draftLength", "additive"],
+        ["--draftLength", "draftConfidence"],
+        ["--draftLength", "targetConfidence"],
+        ["--draftLength", "costAware"],
+        ["--verification", "block"],
+    ],
+)
 def test_every_rule_can_be_chosen_and_is_named_in_the_table(cli, flags, tmp_path, capsys, options):
     assert cli.main([*flags, "--speed", *options, "--out", str(tmp_path)]) == 0
     assert f"{options[0][2:]} {options[1]}," in (tmp_path / "results.txt").read_text().replace("\n", " ")
@@ -287,8 +433,12 @@ def test_a_draft_of_few_tokens_guesses_for_the_same_text(cli, flags, pair_folder
 
 
 def test_a_draft_of_few_tokens_below_a_model_between(cli, flags, pair_folder, tmp_path):
-    assert cli.main([*flags, "--speedMulti", "--mid", str(pair_folder / "draft"), "--draftVocab", "40", "--out",
-                     str(tmp_path)]) == 0
+    assert (
+        cli.main(
+            [*flags, "--speedMulti", "--mid", str(pair_folder / "draft"), "--draftVocab", "40", "--out", str(tmp_path)]
+        )
+        == 0
+    )
     assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == set(parser.GROUPS["speedMulti"])
 
 
@@ -333,17 +483,38 @@ def test_without_a_model_between_all_leaves_the_cascade_out(cli, flags, tmp_path
     assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == set(methods.ALL) - {"cascade"}
 
 
-@pytest.mark.parametrize("mode, methods_measured", [
-    (["--speedNew"], {"draft", "target", "additive"}), (["--contrastive"], set(parser.GROUPS["contrastive"])),
-    (["--draft", "lookup"], {"target", "speculative"}), (["--compare", "block"], {"target", "block"})])
+@pytest.mark.parametrize(
+    "mode, methods_measured",
+    [
+        (["--speedNew"], {"draft", "target", "additive"}),
+        (["--contrastive"], set(parser.GROUPS["contrastive"])),
+        (["--draft", "lookup"], {"target", "speculative"}),
+        (["--compare", "block"], {"target", "block"}),
+    ],
+)
 def test_modes_measure_their_methods(cli, flags, tmp_path, mode, methods_measured):
     assert cli.main([*flags, *mode, "--out", str(tmp_path)]) == 0
     assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == methods_measured
 
 
 def test_three_models_guess_for_each_other(cli, flags, pair_folder, tmp_path):
-    assert cli.main([*flags, "--speedMulti", "--mid", str(pair_folder / "draft"), "--gamma1", "2", "--gamma2", "3",
-                     "--out", str(tmp_path)]) == 0
+    assert (
+        cli.main(
+            [
+                *flags,
+                "--speedMulti",
+                "--mid",
+                str(pair_folder / "draft"),
+                "--gamma1",
+                "2",
+                "--gamma2",
+                "3",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     first, *measured = lines_of(tmp_path)
     assert set(first["models"]) == {"target", "draft", "mid"}
     assert {m["method"] for m in measured if m["kind"] == "speed"} == set(parser.GROUPS["speedMulti"])
@@ -375,11 +546,16 @@ def test_diversity_of_the_articles_prompts_or_of_a_files(cli, flags, tmp_path):
     (tmp_path / "prompts.txt").write_text("The bell\n\nThe lamp was\n")
     arguments = [*flags, "--diversity", "--repeats", "3", "--out", str(tmp_path)]
     assert cli.main(arguments) == cli.main([*arguments, "--promptFile", str(tmp_path / "prompts.txt")]) == 0
-    for run, prompts in zip(("own", "file"), (5, 2)):
+    for prompts in 5, 2:
         lines = [m for m in lines_of(tmp_path) if m["kind"] == "diversity" and m["prompts"] == prompts]
         texts = {m["method"]: m["texts"] for m in lines}
-        assert texts == {"naive": 3 * prompts, "speculative": 3 * prompts, "contrastive": prompts,
-                         "speculativeContrastive": prompts, "greedy": prompts}
+        assert texts == {
+            "naive": 3 * prompts,
+            "speculative": 3 * prompts,
+            "contrastive": prompts,
+            "speculativeContrastive": prompts,
+            "greedy": prompts,
+        }
         each = {m["method"]: m["each"] for m in lines}
         assert each["contrastive"] == each["speculativeContrastive"]
     assert "article, contrastive" in (tmp_path / "results.txt").read_text().replace("\n", " ")
@@ -387,13 +563,30 @@ def test_diversity_of_the_articles_prompts_or_of_a_files(cli, flags, tmp_path):
 
 def test_a_question_is_asked_by_the_chat_template(cli, flags, pair_folder, tmp_path):
     folder = shutil.copytree(pair_folder / "target", tmp_path / "chat")
-    template = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-                "{% if add_generation_prompt %}<a>{% endif %}")
+    template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
     (folder / "chat_template.jinja").write_text(template)
     out = tmp_path / "out"
     out.mkdir()
-    assert cli.main([*flags, "--speed", "--target", str(folder), "--question", "a lamp?", "--repetition_penalty", "1.3",
-                     "--out", str(out)]) == 0
+    assert (
+        cli.main(
+            [
+                *flags,
+                "--speed",
+                "--target",
+                str(folder),
+                "--question",
+                "a lamp?",
+                "--repetition_penalty",
+                "1.3",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     expected = len(load_tokenizer(folder)("<user>a lamp?<a>")["input_ids"])
     assert {m["prompt_tokens"] for m in lines_of(out) if m["kind"] == "speed"} == {expected}
 
@@ -401,8 +594,9 @@ def test_a_question_is_asked_by_the_chat_template(cli, flags, pair_folder, tmp_p
 @pytest.mark.parametrize("mode", [[], ["--speedNew"], ["--contrastive"], ["--draft", "lookup"]])
 def test_a_text_is_shown_as_it_is_decoded_and_as_a_page(cli, flags, tmp_path, capsys, mode):
     page = tmp_path / "page.html"
-    assert cli.main([*flags, *mode, "--prompt", "The <bell>", "--show", "--html", str(page), "--out",
-                     str(tmp_path)]) == 0
+    assert (
+        cli.main([*flags, *mode, "--prompt", "The <bell>", "--show", "--html", str(page), "--out", str(tmp_path)]) == 0
+    )
     out = capsys.readouterr().out
     assert "The <bell>" in out and str(page.name) in out.replace("\n", "")
     assert "The &lt;bell&gt;" in page.read_text() and os.listdir(tmp_path) == ["page.html"]

@@ -7,16 +7,16 @@ import sys
 import helpers
 import pytest
 import torch
+from conftest import ROOT
+from test_specSampling import PROMPTS, near
 
 import nativeAttention
 import packedLinear
 from capturedForward import CapturedForward
-from conftest import ROOT
 from contrastiveSampling import contrastiveSampling, specContrastiveSampling
 from drafters import CascadeDrafter, ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
-from test_specSampling import PROMPTS, near
 from utils import GREEDY, Sampling
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs for a CPU")
@@ -40,7 +40,8 @@ SAMPLERS = {
     "plain": lambda target, draft, prompt: regrSampling([prompt], target, 60, GREEDY),
     "speculative": lambda target, draft, prompt: specSampling([prompt], target, ModelDrafter(draft), 60, 4, GREEDY),
     "cascade": lambda target, draft, prompt: specSampling(
-        [prompt], target, CascadeDrafter(draft, ModelDrafter(helpers.tiny(seed=3))), 60, 3, GREEDY),
+        [prompt], target, CascadeDrafter(draft, ModelDrafter(helpers.tiny(seed=3))), 60, 3, GREEDY
+    ),
     "contrastive": lambda target, draft, prompt: contrastiveSampling([prompt], target, draft, 60),
     "speculative contrastive": lambda target, draft, prompt: specContrastiveSampling([prompt], target, draft, 60),
 }
@@ -82,14 +83,18 @@ def test_as_many_graphs_as_widths_and_never_another(models):
 def test_batches_without_a_graph_of_their_size_are_read_eagerly(models):
     eager, target, draft = models
     used = target._graphs.used
-    assert specSampling(PROMPTS, target, ModelDrafter(draft), 30, 4, GREEDY)[0] == regrSampling(PROMPTS, eager, 30,
-                                                                                                GREEDY)[0]
+    assert (
+        specSampling(PROMPTS, target, ModelDrafter(draft), 30, 4, GREEDY)[0]
+        == regrSampling(PROMPTS, eager, 30, GREEDY)[0]
+    )
     assert target._graphs.used == used
 
 
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
-@pytest.mark.parametrize("rows, heads, groups, n, size, reach", [(1, 4, 4, 1, 8, 1), (2, 6, 2, 5, 32, 77),
-                                                                 (1, 3, 3, 9, 80, 300), (2, 2, 1, 16, 64, 33)])
+@pytest.mark.parametrize(
+    "rows, heads, groups, n, size, reach",
+    [(1, 4, 4, 1, 8, 1), (2, 6, 2, 5, 32, 77), (1, 3, 3, 9, 80, 300), (2, 2, 1, 16, 64, 33)],
+)
 def test_attention_is_torchs(models, dtype, error, rows, heads, groups, n, size, reach):
     generator = torch.Generator().manual_seed(0)
     query = 3 * torch.randn(rows, heads, n, size, generator=generator)
@@ -158,6 +163,17 @@ print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 
 def test_another_process_finds_the_graphs_and_they_are_right(models, tmp_path):
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    hits = [int(subprocess.run([sys.executable, "-c", SCRIPT], env=environment, check=True, capture_output=True,
-                               text=True, cwd=tmp_path).stdout) for _ in range(2)]
+    hits = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", SCRIPT],
+                env=environment,
+                check=True,
+                capture_output=True,
+                text=True,
+                cwd=tmp_path,
+            ).stdout
+        )
+        for _ in range(2)
+    ]
     assert hits[0] == 0 and hits[1] >= 1

@@ -3,12 +3,14 @@
 import helpers
 import pytest
 import torch
+from conftest import refused
+from test_specSampling import FEW, PROMPTS, VOCABULARY, near
 
 import contrastiveSampling
-from conftest import refused
-from contrastiveSampling import Contrast, contrastiveSampling as plain, specContrastiveSampling as speculative
+from contrastiveSampling import Contrast
+from contrastiveSampling import contrastiveSampling as plain
+from contrastiveSampling import specContrastiveSampling as speculative
 from regrSampling import regrSampling
-from test_specSampling import FEW, PROMPTS, VOCABULARY, near
 from utils import GREEDY, Sampling
 from verification import block_rule
 
@@ -29,7 +31,7 @@ def by_definition(prefix, expert, amateur, length, plausibility, temperature):
         difference = p.log() - q.log()
         difference[p < plausibility * p.max()] = -torch.inf
         tokens.append(int(difference.argmax()))
-    return tokens[len(prefix):]
+    return tokens[len(prefix) :]
 
 
 @pytest.mark.parametrize("plausibility, temperature", [(0.1, 1.0), (0.5, 1.0), (0.1, 2.5), (1.0, 1.0), (0.0, 0.5)])
@@ -71,18 +73,20 @@ def test_so_it_is_with_block_verification():
 def test_verifying_against_the_expert_alone_is_caught(monkeypatch):
     """As plain speculative decoding does."""
     whole = contrastiveSampling.specSampling
-    monkeypatch.setattr(contrastiveSampling, "specSampling",
-                        lambda prefixes, target, *rest: whole(prefixes, target.expert, *rest))
+    monkeypatch.setattr(
+        contrastiveSampling, "specSampling", lambda prefixes, target, *rest: whole(prefixes, target.expert, *rest)
+    )
     assert p_value() < 1e-4
 
 
 def test_a_bonus_token_from_the_expert_alone_is_caught(monkeypatch):
     """What an implementation is tempted to do, which has no amateur's distribution after the last guess."""
+
     def forward(self, tokens, positions):
         expert = self.expert.forward(tokens, positions)
         scores = self.scores(expert, self.amateur.forward(tokens, positions))
         if tokens.shape[1] == 2:
-            scores[:, -1] = expert[:, -1, :self.vocabulary]
+            scores[:, -1] = expert[:, -1, : self.vocabulary]
         return scores
 
     monkeypatch.setattr(Contrast, "forward", forward)

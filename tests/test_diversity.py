@@ -39,6 +39,8 @@ def test_figures_of_a_continuation(pair_folder):
     values = figures(prompt, tokens, tokenizer, target)
     assert tuple(values) == FIGURES
     assert values["distinct_1"] == distinct("The bell and the bell and the lamp", 1) == 5 / 8
-    whole, head = (len(ids) * math.log(PPL.calculate_ppl_regr(ids, target)) * (1 - 1 / len(ids))
-                   for ids in (prompt + tokens, prompt))
+    whole, head = (
+        len(ids) * math.log(PPL.calculate_ppl_regr(ids, target)) * (1 - 1 / len(ids))
+        for ids in (prompt + tokens, prompt)
+    )
     assert values["perplexity"] == pytest.approx(math.exp((whole - head) / len(tokens)), rel=1e-5)

@@ -5,17 +5,17 @@ import json
 import random
 from collections import namedtuple
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset, DatasetDict, load_from_disk
 from huggingface_hub import constants
+from localHub import Repository
 
+import datasets
 import downloadData
 import hub as hub_module
 import texts
-from localHub import Repository
+from datasets import Dataset, DatasetDict, load_from_disk
 from texts import load_corpora
 
 LINE = " Robert Boulter is an English film , television and theatre actor . " * 10
@@ -43,9 +43,17 @@ def both(hub, folder, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
     card = {"README.md": b"---\nlicense: mit\n---\n"}
     hub.datasets["Salesforce/wikitext"] = Repository(
-        card | {path: table(text=ROWS) for path in (*TABLES, "wikitext-103-v1/test-00000-of-00001.parquet")})
-    hub.datasets["emozilla/pg19"] = Repository(card | {"data/test-00000-of-00001.parquet": table(
-        short_book_title=[f"Title {i}" for i in range(15)], text=[f"Book {i}. " + "word " * 200 for i in range(15)])})
+        card | {path: table(text=ROWS) for path in (*TABLES, "wikitext-103-v1/test-00000-of-00001.parquet")}
+    )
+    hub.datasets["emozilla/pg19"] = Repository(
+        card
+        | {
+            "data/test-00000-of-00001.parquet": table(
+                short_book_title=[f"Title {i}" for i in range(15)],
+                text=[f"Book {i}. " + "word " * 200 for i in range(15)],
+            )
+        }
+    )
     return folder
 
 
@@ -64,7 +72,10 @@ def test_both_come_and_load_back_offline(hub, both, capsys):
     assert run() == 0
     assert {path for path in hub.served if "wikitext" in path} == set(TABLES)  # and not the large one's
     assert {split: len(rows) for split, rows in load_from_disk(both / "wikitext").items()} == {
-        "test": 5, "train": 5, "validation": 5}
+        "test": 5,
+        "train": 5,
+        "validation": 5,
+    }
     hub.down = True
     (wiki,), (books,) = load_corpora("wikitext"), load_corpora("pg19")
     assert wiki.documents == ["".join(ROWS)] and wiki.passages(500) == [LINE, f" {LINE}"]
@@ -167,8 +178,14 @@ def test_texts_of_every_form_are_installed_under_any_name(folder, tmp_path):
     (source / "train.txt").write_text("not for a test")
     assert run("my-texts", "--from", str(source)) == 0
     (corpus,) = load_corpora("my-texts")
-    assert sorted(corpus.documents) == ["A first book.\n\nIt has two paragraphs.", "from a table", "from parquet",
-                                        "line 0", "line 1", "line 2"]
+    assert sorted(corpus.documents) == [
+        "A first book.\n\nIt has two paragraphs.",
+        "from a table",
+        "from parquet",
+        "line 0",
+        "line 1",
+        "line 2",
+    ]
     DatasetDict(test=Dataset.from_dict({"text": ["saved"]})).save_to_disk(tmp_path / "saved")
     assert run("again", "--from", str(tmp_path / "saved")) == 0 and load_corpora("again")[0].documents == ["saved"]
 
@@ -188,9 +205,11 @@ def test_what_cannot_be_installed_is_one_line(folder, tmp_path, text_file, capsy
     for name, content in {"bad.txt": b"\xff\xfe\x00", "bad.parquet": b"PAR1", "bad.jsonl": b"{"}.items():
         (tmp_path / name).write_bytes(content)
         refused(capsys, name, arguments=("x", "--from", str(tmp_path / name)))
-    for name, content, words in (("other.csv", "body\nno text here\n", "no column 'text', only body"),
-                                 ("lists.jsonl", '{"text": ["a", "b"]}\n', "does not hold text"),
-                                 ("train.txt", "Only to train on.", "no split 'test'")):
+    for name, content, words in (
+        ("other.csv", "body\nno text here\n", "no column 'text', only body"),
+        ("lists.jsonl", '{"text": ["a", "b"]}\n', "does not hold text"),
+        ("train.txt", "Only to train on.", "no split 'test'"),
+    ):
         (tmp_path / name).write_text(content)
         refused(capsys, words, arguments=("x", "--from", str(tmp_path / name)))
     refused(capsys, "nobody-of-this-name", arguments=("x", "--from", "~nobody-of-this-name/x"))

@@ -11,18 +11,20 @@ import time
 from collections import namedtuple
 
 import pytest
+from conftest import ROOT, with_ctrl_c
 from huggingface_hub import constants
+from localHub import LocalHub, Repository
 
 import downloadModel
 import hub as hub_module
-from conftest import ROOT, with_ctrl_c
-from localHub import LocalHub, Repository
 
 NAME = "EleutherAI/pythia-70m"
 WEIGHTS = 3_000_000
 CHUNK = 100_000  # the library writes in pieces of 10 MB: what is in such a piece is lost when a connection breaks
-SUBPROCESS = ("import sys; from pathlib import Path; import downloadModel as d; from huggingface_hub import constants; "
-              f"constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}; d.MODELS = Path(sys.argv[1]); sys.exit(d.main(sys.argv[2:]))")
+SUBPROCESS = (
+    "import sys; from pathlib import Path; import downloadModel as d; from huggingface_hub import constants; "
+    f"constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}; d.MODELS = Path(sys.argv[1]); sys.exit(d.main(sys.argv[2:]))"
+)
 
 
 @pytest.fixture
@@ -35,9 +37,19 @@ def models(tmp_path, monkeypatch):
 
 def repository(**more):
     """A model's repository, with all that hubs have and nobody needs."""
-    return Repository({"config.json": b"{}", "tokenizer.json": os.urandom(5000), "README.md": b"#" * 3000,
-                       "model.safetensors": os.urandom(WEIGHTS), "pytorch_model.bin": b"\x80" * 9000,
-                       "onnx/model.safetensors": b"0" * 4000, ".gitattributes": b"*"} | more.pop("files", {}), **more)
+    return Repository(
+        {
+            "config.json": b"{}",
+            "tokenizer.json": os.urandom(5000),
+            "README.md": b"#" * 3000,
+            "model.safetensors": os.urandom(WEIGHTS),
+            "pytorch_model.bin": b"\x80" * 9000,
+            "onnx/model.safetensors": b"0" * 4000,
+            ".gitattributes": b"*",
+        }
+        | more.pop("files", {}),
+        **more,
+    )
 
 
 @pytest.fixture
@@ -103,9 +115,12 @@ def test_a_hub_that_cannot_send_parts_sends_it_all_again(hub, one, capsys):
 
 def test_a_killed_download_goes_on_where_it_stopped(hub, one, tmp_path):
     hub.cut_after = WEIGHTS // 2  # then it asks again and again for the rest, a second apart: time to kill it
-    process = subprocess.Popen([sys.executable, "-c", SUBPROCESS, str(one.parent), NAME], cwd=ROOT,
-                               preexec_fn=with_ctrl_c,
-                               env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")})
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUBPROCESS, str(one.parent), NAME],
+        cwd=ROOT,
+        preexec_fn=with_ctrl_c,
+        env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},
+    )
     while not hub.cut:
         assert process.poll() is None
         time.sleep(0.02)
@@ -129,9 +144,13 @@ def test_a_damaged_file_is_found_and_fetched_again(hub, one, capsys, damage):
     hub.forget()
     file = one / "model.safetensors"
     content = file.read_bytes()
-    file.unlink() if damage == "gone" else file.write_bytes({
-        "flipped": content[:99] + bytes([content[99] ^ 1]) + content[100:], "short": content[:-1],
-        "long": content + b"0"}[damage])
+    file.unlink() if damage == "gone" else file.write_bytes(
+        {
+            "flipped": content[:99] + bytes([content[99] ^ 1]) + content[100:],
+            "short": content[:-1],
+            "long": content + b"0",
+        }[damage]
+    )
     assert run("--list") == 0 and "not whole: model.safetensors" in capsys.readouterr().out
     refused(capsys, "model.safetensors", "without --offline", arguments=(NAME, "--offline"))
     assert run(NAME) == 0 and same(one, hub.models[NAME])
@@ -192,6 +211,7 @@ def test_sharded_weights_come_with_their_index(hub, one, capsys):
 
 def test_what_is_in_the_librarys_cache_is_copied(hub, one, tmp_path, monkeypatch):
     from huggingface_hub import hf_hub_download
+
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     hf_hub_download(NAME, "model.safetensors", endpoint=hub.url, cache_dir=tmp_path / "cache")
     hub.forget()
@@ -212,9 +232,12 @@ def test_what_a_hub_refuses_is_one_line(hub, one, capsys):
     hub.models[NAME].gated = True
     refused(capsys, "gated", "HF_TOKEN", f"{hub.url}/{NAME}")
     hub.models[NAME].gated = False
-    for answer, word in (((200, b"<html>Sign in to this network</html>"), "not what a hub answers"),
-                         ((403, {"error": "no permission"}), "HF_TOKEN"), ((200, {"id": NAME}), "no safetensors"),
-                         ((200, {"id": NAME, "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}), "sizes")):
+    for answer, word in (
+        ((200, b"<html>Sign in to this network</html>"), "not what a hub answers"),
+        ((403, {"error": "no permission"}), "HF_TOKEN"),
+        ((200, {"id": NAME}), "no safetensors"),
+        ((200, {"id": NAME, "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}), "sizes"),
+    ):
         hub.answer = answer
         refused(capsys, word)
     hub.down = True
@@ -285,8 +308,22 @@ def test_a_disk_that_fills_up_keeps_what_came(hub, one, capsys):
     assert run(NAME) == 0 and same(one, hub.models[NAME]) and hub.served["model.safetensors"] < WEIGHTS
 
 
-@pytest.mark.parametrize("name", ["../evil", "a/..", "a/../b", "/etc/passwd", "name", "a/b/c", "a/.hidden", "a/b c", "",
-                                  "https://x/y", "a/b.incomplete"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../evil",
+        "a/..",
+        "a/../b",
+        "/etc/passwd",
+        "name",
+        "a/b/c",
+        "a/.hidden",
+        "a/b c",
+        "",
+        "https://x/y",
+        "a/b.incomplete",
+    ],
+)
 def test_a_name_that_would_leave_the_folder_is_refused(models, capsys, name):
     refused(capsys, name, arguments=(name,))
     assert not models.exists()
@@ -326,6 +363,11 @@ def test_the_same_files_copied_by_hand_are_taken_for_what_they_are(hub, one):
 def test_a_second_download_of_the_same_model_waits_for_nobody(hub, one, capsys):
     one.parent.mkdir()
     with downloadModel.lock(one):
-        other = subprocess.run([sys.executable, "-c", SUBPROCESS, str(one.parent), NAME], cwd=ROOT, text=True,
-                               env=os.environ | {"HF_ENDPOINT": hub.url}, capture_output=True)
+        other = subprocess.run(
+            [sys.executable, "-c", SUBPROCESS, str(one.parent), NAME],
+            cwd=ROOT,
+            text=True,
+            env=os.environ | {"HF_ENDPOINT": hub.url},
+            capture_output=True,
+        )
     assert other.returncode == 2 and "another process" in other.stderr

@@ -6,12 +6,12 @@ import random
 import helpers
 import pytest
 import torch
-
 from conftest import refused
-from draftLength import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
-from drafters import ModelDrafter
-from specSampling import specSampling
 from test_specSampling import PROMPTS, near
+
+from drafters import ModelDrafter
+from draftLength import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
+from specSampling import specSampling
 from theory import improvement
 from utils import Sampling
 
@@ -51,8 +51,15 @@ def test_draft_confidence_stops_after_the_first_unsure_guess_of_each_row():
             said.append(q_x)
             return super().stop(q_x)
 
-    _, records = specSampling(PROMPTS[:1], target, ModelDrafter(near(target)), 60, Spy(5, 0.1), Sampling(1, 0, 1),
-                              generator=torch.Generator().manual_seed(0))
+    _, records = specSampling(
+        PROMPTS[:1],
+        target,
+        ModelDrafter(near(target)),
+        60,
+        Spy(5, 0.1),
+        Sampling(1, 0, 1),
+        generator=torch.Generator().manual_seed(0),
+    )
     said = torch.cat(said).tolist()
     lengths = [n for n in records[0].drafted[1:] if n]
     assert len(set(lengths)) > 2 and sum(lengths) == len(said)
@@ -72,8 +79,10 @@ def simulate(rule, alpha, price, cost, tokens=4000, seed=0, drift=0.5):
         accepted = next((i for i in range(gamma) if rng.random() >= alpha), gamma)
         drafting, scoring = price * gamma, 1.0 if gamma else cost
         made, seconds = made + accepted + 1, seconds + drafting + scoring
-        noise = [(1 + drift * math.sin(made / 200)) * rng.uniform(0.95, 1.1) * (20 if rng.random() < 0.003 else 1)
-                 for _ in range(2)]
+        noise = [
+            (1 + drift * math.sin(made / 200)) * rng.uniform(0.95, 1.1) * (20 if rng.random() < 0.003 else 1)
+            for _ in range(2)
+        ]
         rule.learn({0: gamma}, {0: accepted}, None, lambda: (drafting * noise[0], scoring * noise[1]))
     return made / seconds
 
@@ -83,8 +92,9 @@ class Plain(Fixed):
         return [0]
 
 
-@pytest.mark.parametrize("alpha, price", [(0.0, 0.1), (0.2, 0.3), (0.5, 0.05), (0.65, 0.15), (0.8, 0.05), (0.9, 0.02),
-                                          (0.95, 0.3)])
+@pytest.mark.parametrize(
+    "alpha, price", [(0.0, 0.1), (0.2, 0.3), (0.5, 0.05), (0.65, 0.15), (0.8, 0.05), (0.9, 0.02), (0.95, 0.3)]
+)
 def test_cost_aware_is_near_the_best_length_wherever_that_is(alpha, price):
     ours = simulate(CostAware(10), alpha, price, 0.95)
     fixed = [simulate(Fixed(gamma), alpha, price, 0.95) for gamma in range(1, 11)]

@@ -6,8 +6,8 @@ import torch
 from conftest import refused
 from test_specSampling import FEW, PROMPTS, VOCABULARY, near
 
-from draftLength import Fixed
 from drafters import CascadeDrafter, ModelDrafter
+from draftLength import Fixed
 from draftVocabulary import RestrictedModel, most_frequent
 from loading import load_tokenizer
 from regrSampling import regrSampling
@@ -41,8 +41,9 @@ def test_its_logits_are_the_drafts_and_the_draft_is_as_before(family):
     assert all(torch.equal(weight, weights[name]) for name, weight in draft.model.state_dict().items())
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.85, 0, 0.9), Sampling(0.9, 2, 0.9, 1.4), Sampling(1.0, 50, 1.0),
-                                      GREEDY])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.85, 0, 0.9), Sampling(0.9, 2, 0.9, 1.4), Sampling(1.0, 50, 1.0), GREEDY]
+)
 def test_q_is_the_filtered_distribution_over_its_tokens_and_zero_elsewhere(sampling):
     draft, tokens = helpers.tiny(), [0, 3, 5, 17, 60]
     rows, drafter = Rows(PROMPTS, 6, [draft]), restricted(draft, tokens)
@@ -89,8 +90,9 @@ def p_value(cascade=False, sampling=Sampling(1.0, 0, 1.0), verify=token_rule, dr
     return helpers.p_value(sample, target, [[1, 2, 3, 1, 2], [4]], 1, 3, sampling, draws)
 
 
-@pytest.mark.parametrize("options", [{}, {"verify": block_rule}, {"cascade": True},
-                                     {"sampling": Sampling(0.9, 0, 0.9, 1.3)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"verify": block_rule}, {"cascade": True}, {"sampling": Sampling(0.9, 0, 0.9, 1.3)}]
+)
 def test_three_tokens_are_distributed_as_the_targets(options):
     assert p_value(**options) > 1e-4
 

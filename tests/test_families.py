@@ -2,7 +2,6 @@
 
 import helpers
 import pytest
-
 from localHub import Repository
 
 
@@ -11,8 +10,9 @@ def serve(hub, name, folder):
 
 
 @pytest.mark.parametrize("family", helpers.FAMILIES)
-def test_a_pair_of_any_family_is_downloaded_timed_and_scored(cli, flags, pair_folder, hub, tmp_path, capsys,
-                                                             monkeypatch, family):
+def test_a_pair_of_any_family_is_downloaded_timed_and_scored(
+    cli, flags, pair_folder, hub, tmp_path, capsys, monkeypatch, family
+):
     """The draft's vocabulary is padded to 320 entries and the target's to 352, as Pythia-70m's and -12b's are to 50304
     and 50688; the tokenizer has 300."""
     monkeypatch.setattr("downloadModel.MODELS", tmp_path / "models")

@@ -6,14 +6,23 @@ import pickle
 
 import pytest
 import torch
+from conftest import CONTEXT, PADDED, VOCABULARY, refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import loading
-from conftest import CONTEXT, PADDED, VOCABULARY, refused
 from hub import MANIFEST, write_manifest
-from loading import (check_tokenizers, default_pair, find_model, load_model, load_tokenizer, model_version, pick_device,
-                     pick_dtype, weight_bytes)
+from loading import (
+    check_tokenizers,
+    default_pair,
+    find_model,
+    load_model,
+    load_tokenizer,
+    model_version,
+    pick_device,
+    pick_dtype,
+    weight_bytes,
+)
 
 
 def load(folder, tokenizer=None, dtype="float32"):
@@ -82,9 +91,19 @@ def test_truncated_weights_are_refused(model_folder, kept):
         load(model_folder)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"model_type": "gpt', b"[]", b"{}", b"\xff\xfe\0",
-                                     b'{"model_type": "none"}', b'{"model_type": "vit"}',
-                                     b'{"model_type": "gpt_neox", "hidden_size": "x"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"model_type": "gpt',
+        b"[]",
+        b"{}",
+        b"\xff\xfe\0",
+        b'{"model_type": "none"}',
+        b'{"model_type": "vit"}',
+        b'{"model_type": "gpt_neox", "hidden_size": "x"}',
+    ],
+)
 def test_a_garbled_config_is_refused(model_folder, content):
     tokenizer = load_tokenizer(model_folder)
     (model_folder / "config.json").write_bytes(content)
@@ -92,8 +111,16 @@ def test_a_garbled_config_is_refused(model_folder, content):
         load(model_folder, tokenizer)
 
 
-@pytest.mark.parametrize("changes", [{"num_hidden_layers": 4}, {"num_hidden_layers": 1}, {"num_hidden_layers": -1},
-                                     {"hidden_size": 64}, {"vocab_size": PADDED + 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 4},
+        {"num_hidden_layers": 1},
+        {"num_hidden_layers": -1},
+        {"hidden_size": 64},
+        {"vocab_size": PADDED + 1},
+    ],
+)
 def test_weights_that_do_not_match_the_config_are_refused(model_folder, changes):
     """The library would fill in random weights, or leave layers out, and go on."""
     configure(model_folder, **changes)
@@ -228,13 +255,21 @@ def test_the_version_is_the_downloads_commit_until_a_weight_is_touched(model_fol
 @pytest.mark.parametrize("model_type", ["gpt_neox", "unheard_of"])
 def test_code_that_comes_with_a_model_is_never_run(pair_folder, model_folder, tmp_path, model_type):
     marker = tmp_path / "marker"
-    (model_folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Config: pass\nclass Model: pass\n"
-                                          "class Tokenizer: pass\n")
-    configure(model_folder, model_type=model_type, auto_map={"AutoConfig": "evil.Config",
-                                                             "AutoModelForCausalLM": "evil.Model"})
+    (model_folder / "evil.py").write_text(
+        f"open({str(marker)!r}, 'w')\nclass Config: pass\nclass Model: pass\nclass Tokenizer: pass\n"
+    )
+    configure(
+        model_folder,
+        model_type=model_type,
+        auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+    )
     file = model_folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {
-        "tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))
+    file.write_text(
+        json.dumps(
+            json.loads(file.read_text())
+            | {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
+        )
+    )
     if model_type == "gpt_neox":
         load(model_folder)
     else:

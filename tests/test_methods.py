@@ -5,13 +5,13 @@ With FULL=1 in the environment the distributions are tested with 200,000 draws i
 import helpers
 import pytest
 import torch
+from test_specSampling import FEW, PROMPTS, VOCABULARY, near
 
 import drafters
-from draftLength import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
 from drafters import CascadeDrafter, LookupDrafter, ModelDrafter
+from draftLength import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
 from regrSampling import regrSampling
 from specSampling import specSampling
-from test_specSampling import FEW, PROMPTS, VOCABULARY, near
 from utils import GREEDY, Sampling, draw, residual
 from verification import block_rule, token_rule
 
@@ -44,8 +44,12 @@ METHODS = {
     "cascade of 3": (cascade, 2, lambda: 3, token_rule),
     "cascade of 4": (cascade, 3, lambda: 3, token_rule),
     "cascade, block": (lambda *m: cascade(*m, verify=block_rule), 2, lambda: 4, block_rule),
-    "cascade, targetConfidence": (lambda *m: cascade(*m, length=Additive(1)), 2, lambda: TargetConfidence(3, 0.4),
-                                  token_rule),
+    "cascade, targetConfidence": (
+        lambda *m: cascade(*m, length=Additive(1)),
+        2,
+        lambda: TargetConfidence(3, 0.4),
+        token_rule,
+    ),
 }
 
 
@@ -67,8 +71,9 @@ def p_value(make, count, gamma, verify, sampling=Sampling(1.0, 0, 1.0), draws=he
     target, *smaller = (helpers.tiny(seed=i, vocabulary=VOCABULARY, layers=1, sharpness=2.0) for i in range(count + 1))
 
     def sample(prefixes, generator):
-        return specSampling(prefixes, target, make(*smaller), first + 4, gamma(), sampling, None, generator,
-                            verify=verify)[0]
+        return specSampling(
+            prefixes, target, make(*smaller), first + 4, gamma(), sampling, None, generator, verify=verify
+        )[0]
 
     return helpers.p_value(sample, target, [[1, 2, 3, 1, 2], [4]], first, 3, sampling, draws)
 
@@ -91,13 +96,14 @@ def drop_the_unsure(p, q, drafts, generator=None):
 def always_accept(p, q, drafts, generator=None):
     accepted, token = token_rule(p, q, drafts, generator)
     kept = (q.gather(-1, drafts[..., None]) > 0).sum((1, 2))
-    return kept, torch.where(accepted == kept, token, draw(p.gather(
-        1, kept[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0], generator))
+    return kept, torch.where(
+        accepted == kept, token, draw(p.gather(1, kept[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0], generator)
+    )
 
 
 def block_without_the_residuals(p, q, drafts, generator=None):
     """h_i = w_i: what the block rule would be if every draft were its block's last."""
-    p_x, q_x = (d[:, :drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
+    p_x, q_x = (d[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
     w = (p_x / q_x).cumprod(1).clamp(max=1) if drafts.shape[1] else p_x
     stands = torch.rand(drafts.shape, generator=generator) < w
     accepted = torch.nn.functional.pad(stands * torch.arange(1, drafts.shape[1] + 1), (1, 0)).amax(1)

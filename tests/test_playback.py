@@ -20,7 +20,7 @@ from playback import Pieces, Round, Screen, Trace, Watched, pieces_of, visible, 
 from regrSampling import regrSampling
 from specSampling import specSampling
 
-CURSED = '</script><img src=x onerror=alert(1)> & <b> \u2028 <!-- '
+CURSED = "</script><img src=x onerror=alert(1)> & <b> \u2028 <!-- "
 MANY_BYTES = "na\u00efve \U0001f600\U0001f44d\U0001f3fd \u6f22\u5b57\u4eee\u540d, \u00a0\u3000\u0939\u093f\u0928\u094d!"
 
 
@@ -36,8 +36,8 @@ def split(tokens, seed=0, vocabulary=4096):
     while tokens:
         count = min(chance.randrange(4), len(tokens) - 1)
         rejected = [chance.randrange(vocabulary) for _ in range(chance.randrange(4))]
-        rounds.append(Round(tokens[:count], rejected, tokens[count:count + 1]))
-        del tokens[:count + 1]
+        rounds.append(Round(tokens[:count], rejected, tokens[count : count + 1]))
+        del tokens[: count + 1]
     return rounds
 
 
@@ -47,12 +47,13 @@ def of_text(tokenizer, text):
 
 # --- pieces of text ---------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_pieces_of_all_committed_tokens_are_the_decoded_text(tokenizer, seed):
     """Also of tokens drawn at random, whose bytes are often no text at all."""
     chance = random.Random(seed)
     tokens = chance.choices(range(1, 300), k=60) if seed % 2 else tokenizer(MANY_BYTES * 3)["input_ids"]
-    tokens = tokens[:len(tokens) - seed // 2]  # the last character may be cut
+    tokens = tokens[: len(tokens) - seed // 2]  # the last character may be cut
     rounds, said, committed = split(tokens, seed), "", []
     for round, (accepted, rejected, own) in zip(rounds, pieces_of(rounds, tokenizer)):
         assert list(map(len, (accepted, rejected, own))) == [*map(len, (round.accepted, round.rejected, round.own))]
@@ -88,6 +89,7 @@ def test_a_token_costs_the_same_however_long_the_text_is(tokenizer):
 
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
+
 def test_a_trace_holds_what_the_record_counts():
     target, heard = tiny(), []
     watched = Watched(ModelDrafter(tiny(seed=1)))
@@ -97,7 +99,7 @@ def test_a_trace_holds_what_the_record_counts():
         assert [token for round in trace.rounds for token in round.accepted + round.own] == tokens
         assert [len(round.accepted) for round in trace.rounds] == record.accepted
         assert [len(round.accepted + round.rejected) for round in trace.rounds] == record.drafted
-        assert heard[-len(trace.rounds):] == trace.rounds and any(round.rejected for round in trace.rounds)
+        assert heard[-len(trace.rounds) :] == trace.rounds and any(round.rejected for round in trace.rounds)
 
 
 def test_only_row_0_of_a_batch_is_traced_with_its_own_guesses():
@@ -125,6 +127,7 @@ def test_guesses_after_the_end_of_the_text_are_not_accepted():
 
 
 # --- the terminal -----------------------------------------------------------------------------------------------------
+
 
 class Terminal(io.StringIO):
     """A terminal that remembers what it had been given at each flush."""
@@ -155,18 +158,23 @@ def ids(tokenizer, *texts):
 
 @pytest.fixture
 def story(tokenizer):
-    return [Round([], [], *ids(tokenizer, " there")), Round(*ids(tokenizer, " was [b]\n ", " not\n", "a")),
-            Round([], [], *ids(tokenizer, " king "))]
+    return [
+        Round([], [], *ids(tokenizer, " there")),
+        Round(*ids(tokenizer, " was [b]\n ", " not\n", "a")),
+        Round([], [], *ids(tokenizer, " king ")),
+    ]
 
 
 @pytest.fixture
 def environment(monkeypatch):
     """`environment(NAME=value)`: that of a terminal with colours, but for what is given."""
+
     def change(**given):
         for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR", "COLORTERM"):
             monkeypatch.delenv(name, raising=False)
         for name, value in ({"TERM": "xterm-256color"} | given).items():
             monkeypatch.setenv(name, value)
+
     return change
 
 
@@ -177,8 +185,11 @@ def test_marks_where_there_is_no_colour(tokenizer, story, environment, terminal,
     legend, _, text, rest = out.split("\n", 3)
     assert legend == "the prompt|, [guesses accepted], ~guesses rejected~, the target's own tokens"
     assert text == "Once| there[ was [b]" and rest.startswith(" ]~ not\\n~a king \n\n")
-    assert rest.count("\n") == 3 and re.search(r"\n\d+ tokens: 1 from reading the prompt, \d+ in 2 rounds \([\d.]+ "
-                                              r"tokens per round\); \d of \d+ guesses accepted\n$", rest)
+    assert rest.count("\n") == 3 and re.search(
+        r"\n\d+ tokens: 1 from reading the prompt, \d+ in 2 rounds \([\d.]+ "
+        r"tokens per round\); \d of \d+ guesses accepted\n$",
+        rest,
+    )
 
 
 def test_colour_on_a_terminal(tokenizer, story, environment):
@@ -224,6 +235,7 @@ def test_text_the_screen_cannot_write_is_no_error(tokenizer):
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
+
 class Page(HTMLParser):
     """Text by the id of the element it is in, rejected guesses left out; and all tags."""
 
@@ -251,7 +263,7 @@ class Page(HTMLParser):
 
 
 def text_until(tokenizer, rounds, last):
-    return tokenizer.decode([token for round in rounds[:last + 1] for token in round.accepted + round.own])
+    return tokenizer.decode([token for round in rounds[: last + 1] for token in round.accepted + round.own])
 
 
 @pytest.fixture
@@ -274,7 +286,8 @@ def test_the_page_holds_text_as_text_and_loads_nothing(tokenizer, page):
     assert parsed.texts["text"] == visible(text_until(tokenizer, rounds, len(rounds)))  # without any script
     assert [[[*map(len, kinds)], "".join(kinds[1])] for kinds in json.loads(parsed.texts["rounds"])] == [
         [[*map(len, (round.accepted, round.rejected, round.own))], visible("".join(pieces[1]), "\n\t\u200c\u200d")]
-        for round, pieces in zip(rounds, pieces_of(rounds, tokenizer))]
+        for round, pieces in zip(rounds, pieces_of(rounds, tokenizer))
+    ]
     assert os.listdir(path.parent) == [path.name] and os.stat(path).st_mode & 0o777 == 0o644
 
 
@@ -294,8 +307,16 @@ def browser(tmp_path_factory):
     profile = tmp_path_factory.mktemp("profile")
 
     def dump(address):
-        command = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
-                   "--virtual-time-budget=60000", "--dump-dom", address]
+        command = [
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={profile}",
+            "--virtual-time-budget=60000",
+            "--dump-dom",
+            address,
+        ]
         return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120).stdout
 
     (profile / "trivial.html").write_text("<p id=trivial>yes</p>")
@@ -310,8 +331,9 @@ def test_a_browser_opens_the_page_at_a_round(tokenizer, page, browser):
     assert shown.texts["text"] == visible(text_until(tokenizer, rounds, 3))
     assert shown.texts["where"] == f"Round 3 of {len(rounds) - 1}" and shown.texts["forwards"] == "4"
     counts = [len(getattr(rounds[3], kind)) for kind in ("accepted", "rejected", "own")]
-    assert shown.verdicts == (["accepted"] * counts[0] + ["rejected", *["dropped"] * counts[1]][:counts[1]]
-                              + ["target"] * counts[2])
+    assert shown.verdicts == (
+        ["accepted"] * counts[0] + ["rejected", *["dropped"] * counts[1]][: counts[1]] + ["target"] * counts[2]
+    )
     assert "img" not in shown.tags and shown.texts["prompt"] == visible(CURSED)
 
 
@@ -349,5 +371,25 @@ def test_keys_buttons_and_slider(tokenizer, tmp_path, browser, monkeypatch):
     def at(round, play="Play"):
         return (f"Round {round} of {last}" if round else "The prompt is read") + f"#{round}{play}"
 
-    assert log == [at(1), at(2), at(1), at(last), at(last), at(0), at(0), at(0, "Pause"), at(0), at(0),
-                   at(1), at(2), at(1), at(last), at(0), at(0, "Pause"), at(0), at(0), at(2), at(3)]
+    assert log == [
+        at(1),
+        at(2),
+        at(1),
+        at(last),
+        at(last),
+        at(0),
+        at(0),
+        at(0, "Pause"),
+        at(0),
+        at(0),
+        at(1),
+        at(2),
+        at(1),
+        at(last),
+        at(0),
+        at(0, "Pause"),
+        at(0),
+        at(0),
+        at(2),
+        at(3),
+    ]

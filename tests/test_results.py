@@ -12,9 +12,9 @@ import time
 from io import StringIO
 
 import pytest
+from conftest import ROOT, refused
 
 import results
-from conftest import ROOT, refused
 from report import WIDTH, show
 from results import Results
 from utils import UserError
@@ -24,27 +24,61 @@ FORK = multiprocessing.get_context("fork")
 
 def run_line(run="r1", target="target", command="--speed", **flags):
     model = {"version": "sha256:0", "parameters": 1_500_000}
-    return {"kind": "run", "run": run, "time": "2026-01-01 00:00:00", "command": command, "device": "cpu",
-            "flags": {"maxLen": 8, "gamma": 4, "temperature": 0.85, "top_p": 0.9, "top_k": 0,
-                      "repetition_penalty": 1.0, "seed": 0} | flags,
-            "machine": {"processor": "A CPU", "threads": 1, "torch": "2", "transformers": "5"},
-            "models": {"target": {"name": target, **model}, "draft": {"name": "draft", **model}}}
+    return {
+        "kind": "run",
+        "run": run,
+        "time": "2026-01-01 00:00:00",
+        "command": command,
+        "device": "cpu",
+        "flags": {
+            "maxLen": 8,
+            "gamma": 4,
+            "temperature": 0.85,
+            "top_p": 0.9,
+            "top_k": 0,
+            "repetition_penalty": 1.0,
+            "seed": 0,
+        }
+        | flags,
+        "machine": {"processor": "A CPU", "threads": 1, "torch": "2", "transformers": "5"},
+        "models": {"target": {"name": target, **model}, "draft": {"name": "draft", **model}},
+    }
 
 
 def speed_line(run="r1", method="target", prompt=0, scale=1.0, **changes):
-    return {"kind": "speed", "run": run, "dtype": "float32", "method": method, "prompt": prompt, "repeat": 0,
-            "promptLen": 64, "prompt_tokens": 64,
-            "ttft": 0.5 * scale, "tpot": 0.25 * scale, "throughput": 4.0 / scale, "report_tpot": 0.3 * scale,
-            "tokens_per_round": 2.0, "seconds": 1.0 * scale, "rounds": 4, "drafted": 7, "accepted": 4,
-            "acceptance_by_position": [[4, 3], [3, 1]]} | changes
+    return {
+        "kind": "speed",
+        "run": run,
+        "dtype": "float32",
+        "method": method,
+        "prompt": prompt,
+        "repeat": 0,
+        "promptLen": 64,
+        "prompt_tokens": 64,
+        "ttft": 0.5 * scale,
+        "tpot": 0.25 * scale,
+        "throughput": 4.0 / scale,
+        "report_tpot": 0.3 * scale,
+        "tokens_per_round": 2.0,
+        "seconds": 1.0 * scale,
+        "rounds": 4,
+        "drafted": 7,
+        "accepted": 4,
+        "acceptance_by_position": [[4, 3], [3, 1]],
+    } | changes
 
 
 def ppl_lines(run="r1", corpus="corpus", value=17.0):
     ppl = {"draft": 5 * value, "target": value, "speculative": value * (1 + 1e-8)}
     common = {"run": run, "dtype": "float32", "sentenceLimit": 500, "corpus": corpus, "tokens": 123456}
     yield {"kind": "ppl_text", "texts": 10, "each": [ppl], "ppl": ppl} | common
-    yield {"kind": "ppl_corpus", "documents": 1, "window": 1024, "stride": 512,
-           "ppl": {role: {"token": p, "word": p, "byte": p} for role, p in ppl.items()}} | common
+    yield {
+        "kind": "ppl_corpus",
+        "documents": 1,
+        "window": 1024,
+        "stride": 512,
+        "ppl": {role: {"token": p, "word": p, "byte": p} for role, p in ppl.items()},
+    } | common
 
 
 def write(folder, *lines):
@@ -102,8 +136,11 @@ def test_processes_that_append_at_once_lose_nothing(tmp_path):
 
 def test_the_text_is_what_the_screen_shows(tmp_path):
     """The screen has colours and fills lines with spaces; there is no other difference."""
-    lines = [speed_line(method=method, prompt=prompt, scale=1 + prompt + len(method)) for prompt in range(3)
-             for method in ("draft", "target", "speculative")]
+    lines = [
+        speed_line(method=method, prompt=prompt, scale=1 + prompt + len(method))
+        for prompt in range(3)
+        for method in ("draft", "target", "speculative")
+    ]
     text = write(tmp_path, run_line(), *lines, *ppl_lines(), run_line("r2"), speed_line("r2"))
     screen = StringIO()
     for run, measurements in reversed(Results(tmp_path).runs()):
@@ -130,11 +167,16 @@ def test_nothing_renders_to_nothing(tmp_path):
 
 
 def test_figures_are_medians_of_the_lines(tmp_path):
-    lines = [speed_line(method=method, prompt=prompt, scale=scale * (prompt + 1)) for prompt in range(3)
-             for method, scale in (("target", 1.0), ("speculative", 0.5))]
+    lines = [
+        speed_line(method=method, prompt=prompt, scale=scale * (prompt + 1))
+        for prompt in range(3)
+        for method, scale in (("target", 1.0), ("speculative", 0.5))
+    ]
     text = write(tmp_path, run_line(), *lines)
-    target, speculative = (next(line for line in text.splitlines() if line.startswith(name)).split()
-                           for name in ("target alone", "speculative"))
+    target, speculative = (
+        next(line for line in text.splitlines() if line.startswith(name)).split()
+        for name in ("target alone", "speculative")
+    )
     assert target[2:] == ["1000", "500", "2.00", "1.00", "600"]
     assert speculative[1:] == ["500", "250", "4.00", "2.00", "0.571", "2.00", "300"]
     assert "[500, 1500]" in text and "Acceptance by position in the round: 0.75, 0.33." in text
@@ -142,13 +184,35 @@ def test_figures_are_medians_of_the_lines(tmp_path):
 
 def test_no_figure_is_cut_however_large(tmp_path):
     """A column too narrow for its numbers would crop them to other numbers. Names are folded instead."""
-    methods = [speed_line(method=method, prompt=prompt, ttft=12.3456 * (prompt + 1), tpot=1.23456 * (prompt + 1),
-                          throughput=1234.56 * (prompt + 1), tokens_per_round=3.21, report_tpot=12.3456)
-               for prompt in range(5) for method in ("draft", "target", "speculative")]
+    methods = [
+        speed_line(
+            method=method,
+            prompt=prompt,
+            ttft=12.3456 * (prompt + 1),
+            tpot=1.23456 * (prompt + 1),
+            throughput=1234.56 * (prompt + 1),
+            tokens_per_round=3.21,
+            report_tpot=12.3456,
+        )
+        for prompt in range(5)
+        for method in ("draft", "target", "speculative")
+    ]
     name = "a corpus of a very long name indeed, longer than any column"
     text = write(tmp_path, run_line(), *methods, *ppl_lines(corpus=name, value=87_654.321), *ppl_lines(value=7e300))
-    for figure in ("37037", "[12346, 61728]", "3704", "[1235, 6173]", "[1235, 6173]", "123,456", "438,271.6050",
-                   "87,654.321000", "87,654.321877", "3.5000e+301", "7.000000e+300", "1.0e-08"):
+    for figure in (
+        "37037",
+        "[12346, 61728]",
+        "3704",
+        "[1235, 6173]",
+        "[1235, 6173]",
+        "123,456",
+        "438,271.6050",
+        "87,654.321000",
+        "87,654.321877",
+        "3.5000e+301",
+        "7.000000e+300",
+        "1.0e-08",
+    ):
         assert re.search(rf"(^|\s){re.escape(figure)}($|\s)", text, re.M), figure
     assert all(word in text for word in name.split())
     assert all(len(line) <= WIDTH for line in text.splitlines())
@@ -157,9 +221,14 @@ def test_no_figure_is_cut_however_large(tmp_path):
 @pytest.mark.parametrize("max_len", [1, 2])
 def test_figures_that_do_not_exist_are_shown_as_nan(tmp_path, max_len):
     """One token has no time per token after the first; two leave no room for a guess."""
-    text = write(tmp_path, run_line(maxLen=max_len), *(
-        speed_line(method=method, tpot=float("nan"), tokens_per_round=float("nan"), acceptance_by_position=[])
-        for method in ("target", "speculative")))
+    text = write(
+        tmp_path,
+        run_line(maxLen=max_len),
+        *(
+            speed_line(method=method, tpot=float("nan"), tokens_per_round=float("nan"), acceptance_by_position=[])
+            for method in ("target", "speculative")
+        ),
+    )
     assert "nan" in next(line for line in text.splitlines() if line.startswith("speculative"))
 
 
@@ -183,8 +252,11 @@ def test_no_file_is_left_behind(tmp_path, monkeypatch):
     write(tmp_path, run_line())
     assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
     before = (tmp_path / "results.txt").read_text()
-    for name, error in (("fsync", OSError(28, "No space left on device")), ("replace", KeyboardInterrupt()),
-                        ("replace", OSError(5, "Input/output error"))):
+    for name, error in (
+        ("fsync", OSError(28, "No space left on device")),
+        ("replace", KeyboardInterrupt()),
+        ("replace", OSError(5, "Input/output error")),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(results.os, name, lambda *_, error=error: (_ for _ in ()).throw(error))
             with refused(error.strerror) if isinstance(error, OSError) else pytest.raises(KeyboardInterrupt):

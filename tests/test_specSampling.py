@@ -34,11 +34,21 @@ def near(model, noise=0.15, seed=7):
 @pytest.mark.parametrize("family", helpers.FAMILIES)
 def test_greedy_rows_equal_plain_greedy_and_transformers_alone(family, gamma):
     target = helpers.tiny(family)
-    spec, records = specSampling(PROMPTS, target, ModelDrafter(near(target) if family == "gpt_neox" else
-                                                               helpers.tiny(family, seed=1)), 40, gamma, GREEDY)
+    spec, records = specSampling(
+        PROMPTS,
+        target,
+        ModelDrafter(near(target) if family == "gpt_neox" else helpers.tiny(family, seed=1)),
+        40,
+        gamma,
+        GREEDY,
+    )
     plain, _ = regrSampling(PROMPTS, target, 40, GREEDY)
-    alone = [target.model.generate(torch.tensor([p]), max_new_tokens=40, do_sample=False, eos_token_id=None,
-                                   pad_token_id=0)[0, len(p):].tolist() for p in PROMPTS]
+    alone = [
+        target.model.generate(torch.tensor([p]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)[
+            0, len(p) :
+        ].tolist()
+        for p in PROMPTS
+    ]
     assert spec == plain == alone
     if family == "gpt_neox" and gamma > 1:  # the equality above is worth something: rounds of every kind took place
         accepted = {a for r in records for a in r.accepted[1:]}
@@ -108,8 +118,7 @@ def test_a_penalty_that_forgets_the_guesses_is_caught(monkeypatch):
 
 def test_positions_off_by_one_in_the_target_are_caught(monkeypatch):
     right = loop.Rows.positions
-    monkeypatch.setattr(loop.Rows, "positions",
-                        lambda rows, first, count: right(rows, first + (first == -1), count))
+    monkeypatch.setattr(loop.Rows, "positions", lambda rows, first, count: right(rows, first + (first == -1), count))
     assert p_value(0, 3, draws=FEW) < 1e-4
 
 
@@ -117,8 +126,15 @@ def test_a_draft_equal_to_the_target_is_always_accepted(pair):
     """Any slot of the draft's cache that held another token's keys would show as a rejection."""
     target, _ = pair
     for sampling in (GREEDY, Sampling(1.0, 0, 1.0), Sampling(0.85, 0, 0.9, 1.3)):
-        _, records = specSampling(PROMPTS, target, ModelDrafter(near(target, noise=0)), 60, 4, sampling,
-                                  generator=torch.Generator().manual_seed(0))
+        _, records = specSampling(
+            PROMPTS,
+            target,
+            ModelDrafter(near(target, noise=0)),
+            60,
+            4,
+            sampling,
+            generator=torch.Generator().manual_seed(0),
+        )
         for record in records:
             assert record.committed == [1] + [5] * 11 + [4]
             assert record.alpha > 0.999
@@ -127,9 +143,15 @@ def test_a_draft_equal_to_the_target_is_always_accepted(pair):
 def test_the_record_tells_what_happened(pair):
     target, draft = pair
     grown = {row: [] for row in range(len(PROMPTS))}
-    tokens, records = specSampling(PROMPTS, target, ModelDrafter(near(target)), 50, 4,
-                                   generator=torch.Generator().manual_seed(1),
-                                   callback=lambda row, new, guessed: grown[row].append((new, guessed)))
+    tokens, records = specSampling(
+        PROMPTS,
+        target,
+        ModelDrafter(near(target)),
+        50,
+        4,
+        generator=torch.Generator().manual_seed(1),
+        callback=lambda row, new, guessed: grown[row].append((new, guessed)),
+    )
     for row, record in enumerate(records):
         assert sum((new for new, _ in grown[row]), []) == tokens[row] and record.tokens == len(tokens[row]) == 50
         assert all(0 <= guessed <= len(new) for new, guessed in grown[row])
@@ -152,13 +174,16 @@ def test_end_of_text_stops_a_row_and_only_that_row(pair, sampler):
     target, _ = pair
 
     def run(**how):
-        return (regrSampling(PROMPTS, target, 40, GREEDY, **how) if sampler == "regr" else
-                specSampling(PROMPTS, target, ModelDrafter(near(target)), 40, 4, GREEDY, **how))[0]
+        return (
+            regrSampling(PROMPTS, target, 40, GREEDY, **how)
+            if sampler == "regr"
+            else specSampling(PROMPTS, target, ModelDrafter(near(target)), 40, 4, GREEDY, **how)
+        )[0]
 
     free = run()
     end = free[0][len(free[0]) // 2]
     stopped = run(end_of_text=end)
-    assert stopped == [row[:row.index(end) + 1] if end in row else row for row in free]
+    assert stopped == [row[: row.index(end) + 1] if end in row else row for row in free]
     assert len(stopped[0]) < 40
 
 
@@ -182,11 +207,13 @@ def test_what_cannot_work_is_refused_before_work(pair):
     target, draft = pair
     drafter, before = ModelDrafter(draft), (target.forwards, draft.forwards)
     for match, call in {
-            "empty": lambda: specSampling([[1], []], target, drafter), "prompt is": lambda: regrSampling([], target),
-            "gamma": lambda: specSampling([[1]], target, drafter, 10, 0),
-            "maxLen": lambda: regrSampling([[1]], target, 0),
-            "vocabulary": lambda: regrSampling([[61]], target, 10),
-            "exceed the context": lambda: regrSampling([[1] * 100], target, 29)}.items():
+        "empty": lambda: specSampling([[1], []], target, drafter),
+        "prompt is": lambda: regrSampling([], target),
+        "gamma": lambda: specSampling([[1]], target, drafter, 10, 0),
+        "maxLen": lambda: regrSampling([[1]], target, 0),
+        "vocabulary": lambda: regrSampling([[61]], target, 10),
+        "exceed the context": lambda: regrSampling([[1] * 100], target, 29),
+    }.items():
         with pytest.raises(UserError, match=match):
             call()
     short = ModelDrafter(helpers.tiny(seed=1, context=64))
@@ -205,7 +232,8 @@ def test_logits_that_are_not_finite_are_refused():
 
 def test_the_same_seed_gives_the_same_tokens(pair):
     def run(seed):
-        return specSampling(PROMPTS, pair[0], ModelDrafter(pair[1]), 20,
-                            generator=torch.Generator().manual_seed(seed))[0]
+        return specSampling(PROMPTS, pair[0], ModelDrafter(pair[1]), 20, generator=torch.Generator().manual_seed(seed))[
+            0
+        ]
 
     assert run(3) == run(3) != run(4)

@@ -3,13 +3,13 @@
 import helpers
 import pytest
 import torch
+from test_specSampling import PROMPTS, near
+from test_speed import measurement
 
 import sweep
 import theory
 from drafters import ModelDrafter
 from specSampling import specSampling
-from test_speed import measurement
-from test_specSampling import PROMPTS, near
 from utils import Sampling, probabilities
 from verification import token_rule
 
@@ -20,8 +20,9 @@ def test_alpha_by_overlap_agrees_with_counting_and_is_that_of_the_visited_contex
     target = helpers.tiny()
     draft = near(target, noise=0.3)
     by_overlap = sweep.overlap_alpha(PROMPTS * 5, target, ModelDrafter(draft), DRAW, token_rule, 60, 0)
-    _, records = specSampling(PROMPTS * 40, target, ModelDrafter(draft), 60, 4, DRAW,
-                              generator=torch.Generator().manual_seed(1))
+    _, records = specSampling(
+        PROMPTS * 40, target, ModelDrafter(draft), 60, 4, DRAW, generator=torch.Generator().manual_seed(1)
+    )
     tested, passed = (sum(column) for column in zip(*(pair for r in records for pair in r.acceptance_by_position)))
     assert 0.3 < by_overlap < 0.95 and by_overlap == pytest.approx(passed / tested, abs=0.03)
 
@@ -30,8 +31,9 @@ def test_one_context_has_its_own_overlap():
     target, draft = helpers.tiny(), helpers.tiny(seed=1)
     found = sweep.overlap_alpha([[5, 9]], target, ModelDrafter(draft), DRAW, token_rule, 2, 0)
     assert found != found  # two tokens leave no room for a guess
-    tokens = specSampling([[5, 9]], target, ModelDrafter(draft), 3, 4, DRAW,
-                          generator=torch.Generator().manual_seed(0))[0][0]
+    tokens = specSampling(
+        [[5, 9]], target, ModelDrafter(draft), 3, 4, DRAW, generator=torch.Generator().manual_seed(0)
+    )[0][0]
     p, q = (probabilities(m.score(torch.tensor([[5, 9, tokens[0]]]))[0, -1], DRAW) for m in (target, draft))
     found = sweep.overlap_alpha([[5, 9]], target, ModelDrafter(draft), DRAW, token_rule, 3, 0)
     assert found == pytest.approx(theory.overlap(p, q).item(), abs=1e-6)
@@ -47,13 +49,14 @@ def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
     lines = [measurement("target", prompt, throughput=10.0, tpot=0.1) for prompt in (0, 1)]
     lines += [measurement("draft", prompt, tpot=0.02 + 0.01 * prompt) for prompt in (0, 1)]
     lines += [measurement("gamma 1", prompt, throughput=15.0, acceptance_by_position=[(10, 6)]) for prompt in (0, 1)]
-    lines += [measurement("gamma 2", prompt, throughput=17.0, acceptance_by_position=[(10, 8), (8, 2)])
-              for prompt in (0, 1)]
+    lines += [
+        measurement("gamma 2", prompt, throughput=17.0, acceptance_by_position=[(10, 8), (8, 2)]) for prompt in (0, 1)
+    ]
     found = sweep.predict(lines, {"scoring": [1.0, 1.1, 1.3]})
     alpha, c = (6 + 8 + 2) / 28, 0.25
     assert (found["alpha"], found["c"]) == (pytest.approx(alpha), pytest.approx(c))
     for gamma, row in enumerate(found["rows"], 1):
-        tokens = sum(alpha ** i for i in range(gamma + 1))
+        tokens = sum(alpha**i for i in range(gamma + 1))
         assert row["paper"] == pytest.approx(tokens / (1 + gamma * c))
         assert row["theory"] == pytest.approx(tokens / ([1.1, 1.3][gamma - 1] + gamma * c))
         assert row["speedup"][0] == pytest.approx([1.5, 1.7][gamma - 1])

@@ -1,10 +1,10 @@
 """Corpora and their passages, from every kind of place a text may be in."""
 
 import pytest
-from datasets import Dataset, DatasetDict
+from conftest import refused
 
 import texts
-from conftest import refused
+from datasets import Dataset, DatasetDict
 from texts import Corpus, load_corpora
 
 WIKI = [" = Tarn = \n", "", " A tarn is a small lake . \n", " = = Origin = = \n", " It was cut by ice . \n"]
@@ -84,8 +84,9 @@ def test_a_saved_data_set_gives_its_rows(tmp_path):
 @pytest.mark.parametrize("rows", [WIKI, [row.rstrip("\n") for row in WIKI]], ids=["with line ends", "without"])
 def test_the_rows_of_wikitext_are_joined_and_its_test_split_used(tmp_path, monkeypatch, rows):
     monkeypatch.setattr(texts, "DATASETS", tmp_path)
-    DatasetDict({"train": Dataset.from_dict({"text": ["not this"]}),
-                 "test": Dataset.from_dict({"text": rows})}).save_to_disk(tmp_path / "wikitext")
+    DatasetDict(
+        {"train": Dataset.from_dict({"text": ["not this"]}), "test": Dataset.from_dict({"text": rows})}
+    ).save_to_disk(tmp_path / "wikitext")
     (corpus,) = load_corpora("wikitext")
     assert corpus.name == "wikitext" and len(corpus.documents) == 1
     assert corpus.documents[0].split("\n")[0] == " = Tarn = "
@@ -107,7 +108,7 @@ def test_a_passage_can_run_on_into_the_text_behind_it():
     plain = "A line\nand its second.\n \n\nShort.\n\nThe last paragraph."
     assert Corpus("plain", [plain]).passages(10, 30) == [plain[:30], "The last paragraph."]
     wiki = "".join(WIKI)
-    assert Corpus("wiki", [wiki]).passages(22, 10_000) == [wiki[wiki.index(" A tarn"):]]
+    assert Corpus("wiki", [wiki]).passages(22, 10_000) == [wiki[wiki.index(" A tarn") :]]
 
 
 def test_books_limits_the_documents_of_a_folder(tmp_path):

@@ -12,12 +12,32 @@ from texts import DATASETS
 
 def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trainBundled, "VOCABULARY", 320)
-    monkeypatch.setattr(trainBundled, "MODELS", {
-        "target": (2, 64, None, [(10 ** 6, 1.0, (256,), (2048,)), (10 ** 6, 0.3, trainBundled.MIXED, (256,))]),
-        "draft": (1, 32, "target", [(10 ** 6, 1.0, (256,), (256,))])})
+    monkeypatch.setattr(
+        trainBundled,
+        "MODELS",
+        {
+            "target": (2, 64, None, [(10**6, 1.0, (256,), (2048,)), (10**6, 0.3, trainBundled.MIXED, (256,))]),
+            "draft": (1, 32, "target", [(10**6, 1.0, (256,), (256,))]),
+        },
+    )
     sample = DATASETS / "sample"
-    command = ["trainBundled.py", "--texts", sample / "articles.raw", sample, "--heldout", sample / "narrative.txt",
-               "--models", "target", "draft", "--tokens", "30000", "--out", tmp_path, "--device", "cpu"]
+    command = [
+        "trainBundled.py",
+        "--texts",
+        sample / "articles.raw",
+        sample,
+        "--heldout",
+        sample / "narrative.txt",
+        "--models",
+        "target",
+        "draft",
+        "--tokens",
+        "30000",
+        "--out",
+        tmp_path,
+        "--device",
+        "cpu",
+    ]
     monkeypatch.setattr(sys, "argv", list(map(str, command)))
     trainBundled.main()
     printed = capsys.readouterr().out

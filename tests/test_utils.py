@@ -5,22 +5,39 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from transformers import (LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper,
-                          TopKLogitsWarper, TopPLogitsWarper)
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import utils
 from utils import Sampling, UserError, draw, nucleus, probabilities, residual, seen_after
 
 
 @pytest.mark.parametrize("vocabulary", [50, 5000])
-@pytest.mark.parametrize("sampling", [
-    Sampling(1.0, 0, 1.0), Sampling(0.7, 0, 1.0), Sampling(1.0, 7, 1.0), Sampling(1.0, 0, 0.8), Sampling(0.85, 0, 0.9),
-    Sampling(1.3, 20, 0.5, 1.2), Sampling(0.5, 3, 0.95, 0.7), Sampling(3.0, 0, 0.999)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0, 0, 1.0),
+        Sampling(0.7, 0, 1.0),
+        Sampling(1.0, 7, 1.0),
+        Sampling(1.0, 0, 0.8),
+        Sampling(0.85, 0, 0.9),
+        Sampling(1.3, 20, 0.5, 1.2),
+        Sampling(0.5, 3, 0.95, 0.7),
+        Sampling(3.0, 0, 0.999),
+    ],
+)
 def test_probabilities_equal_those_of_transformers_processors(sampling, vocabulary):
     torch.manual_seed(0)
     logits, text = 3 * torch.randn(4, vocabulary), torch.randint(0, vocabulary, (4, 20))
-    steps = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
-             TemperatureLogitsWarper(sampling.temperature)]
+    steps = [
+        RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+        TemperatureLogitsWarper(sampling.temperature),
+    ]
     steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
     wanted = LogitsProcessorList(steps)(text, logits.clone()).softmax(-1)
@@ -49,18 +66,25 @@ def by_full_sort(probs, top_p):
     return (probs >= ordered.gather(-1, completes)) & (probs > 0)
 
 
-SHAPES = {"random": lambda *size: 3 * torch.randn(size), "flat": lambda *size: 0.1 * torch.randn(size),
-          "peaked": lambda *size: 30 * torch.randn(size), "uniform": torch.zeros,
-          "tied": lambda *size: torch.randint(0, 4, size) * 2.5,
-          "long-tailed": lambda *size: -1.1 * torch.rand(size).argsort(-1).add(1.0).log(),
-          "mixed": lambda *size: torch.randn(size) * torch.logspace(-2, 2, size[0]).view(-1, *[1] * (len(size) - 1))}
+SHAPES = {
+    "random": lambda *size: 3 * torch.randn(size),
+    "flat": lambda *size: 0.1 * torch.randn(size),
+    "peaked": lambda *size: 30 * torch.randn(size),
+    "uniform": torch.zeros,
+    "tied": lambda *size: torch.randint(0, 4, size) * 2.5,
+    "long-tailed": lambda *size: -1.1 * torch.rand(size).argsort(-1).add(1.0).log(),
+    "mixed": lambda *size: torch.randn(size) * torch.logspace(-2, 2, size[0]).view(-1, *[1] * (len(size) - 1)),
+}
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(list(SHAPES)), st.sampled_from([1, 2, 61, 4096, 50257, 50304]),
-       st.sampled_from([(1,), (5,), (2, 3)]),
-       st.one_of(st.sampled_from([1e-6, 0.9, 0.95, 0.999, 1 - 1e-6, 1 - 2**-24, 1 - 1e-12]), st.floats(1e-6, 0.99999)),
-       st.integers(0, 10**6))
+@given(
+    st.sampled_from(list(SHAPES)),
+    st.sampled_from([1, 2, 61, 4096, 50257, 50304]),
+    st.sampled_from([(1,), (5,), (2, 3)]),
+    st.one_of(st.sampled_from([1e-6, 0.9, 0.95, 0.999, 1 - 1e-6, 1 - 2**-24, 1 - 1e-12]), st.floats(1e-6, 0.99999)),
+    st.integers(0, 10**6),
+)
 def test_a_nucleus_keeps_what_a_full_sort_keeps(shape, vocabulary, lead, top_p, seed):
     torch.manual_seed(seed)
     probs = SHAPES[shape](*lead, vocabulary).softmax(-1)
@@ -88,20 +112,27 @@ def test_most_nuclei_are_found_without_sorting_everything(monkeypatch):
     """Those a language model has: else this is slow at a vocabulary of 50,304, not wrong."""
     torch.manual_seed(0)
     probs = SHAPES["long-tailed"](5, 50304).div(0.85).softmax(-1)
-    monkeypatch.setattr(utils, "least_kept", lambda ordered, top_p, f=utils.least_kept: (
-        f(ordered, top_p) if ordered.shape[-1] < 20_000 else pytest.fail("all were sorted")))
+    monkeypatch.setattr(
+        utils,
+        "least_kept",
+        lambda ordered, top_p, f=utils.least_kept: (
+            f(ordered, top_p) if ordered.shape[-1] < 20_000 else pytest.fail("all were sorted")
+        ),
+    )
     nucleus(probs, 0.9)
 
 
 def test_equally_probable_tokens_stay_or_go_together():
-    assert nucleus(torch.tensor([[0.4, 0.2, 0.2, 0.2]]), 0.5).tolist() == [[pytest.approx(v) for v in (.4, .2, .2, .2)]]
+    assert nucleus(torch.tensor([[0.4, 0.2, 0.2, 0.2]]), 0.5).tolist() == [
+        [pytest.approx(v) for v in (0.4, 0.2, 0.2, 0.2)]
+    ]
 
 
 @pytest.mark.parametrize("k", [1, 2, 7, 60])
 def test_top_k_keeps_the_k_largest_and_what_equals_the_last(k):
     logits = torch.randint(0, 30, (2, 3, 61)).float()
     kept = probabilities(logits, Sampling(1.0, k, 1.0)) > 0
-    assert torch.equal(kept, logits >= logits.sort(-1, descending=True).values[..., k - 1:k])
+    assert torch.equal(kept, logits >= logits.sort(-1, descending=True).values[..., k - 1 : k])
 
 
 def test_a_nucleus_is_never_empty():
@@ -136,9 +167,20 @@ def test_seen_after_a_block_grows_token_by_token():
     assert seen_after(None, torch.tensor([[1]])) is None
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0},
-                                 {"top_p": 1.1}, {"top_p": float("nan")}, {"repetition_penalty": 0},
-                                 {"temperature": 1e-38}, {"repetition_penalty": 1e-300}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+        {"repetition_penalty": 0},
+        {"temperature": 1e-38},
+        {"repetition_penalty": 1e-300},
+    ],
+)
 def test_impossible_sampling_is_refused(bad):
     with pytest.raises(UserError, match=list(bad)[0]):
         Sampling(**bad)

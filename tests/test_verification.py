@@ -23,7 +23,7 @@ def round_of(rule, seed=0):
     out = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
     following = draw(wide_p[:, 1], generator)
     second = torch.where(accepted >= 1, out[:, 1], following)
-    counts = torch.bincount(out[:, 0] * VOCABULARY + second, minlength=VOCABULARY ** 2)
+    counts = torch.bincount(out[:, 0] * VOCABULARY + second, minlength=VOCABULARY**2)
     wanted = (p[0, :, None] * p[1]).flatten().double()
     return accepted, counts, wanted / wanted.sum() * ROWS, p, q
 
