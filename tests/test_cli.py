@@ -13,8 +13,8 @@ import torch
 from conftest import CONTEXT, ROOT, with_ctrl_c
 from localHub import Repository
 
-import flags as parser
 import methods
+import settings
 import sweep
 from loading import load_tokenizer
 from utils import UserError
@@ -318,7 +318,7 @@ def test_a_device_out_of_memory_is_one_line(cli, flags, tmp_path, capsys, monkey
 
 
 def test_without_models_named_it_says_which_are_used(cli, flags, pair_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(parser, "default_pair", lambda: (str(pair_folder / "target"), str(pair_folder / "draft")))
+    monkeypatch.setattr(settings, "default_pair", lambda: (str(pair_folder / "target"), str(pair_folder / "draft")))
     assert cli.main([*flags[4:], "--speed", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out.splitlines()[0]
     assert said.startswith(f"No models named: using {pair_folder / 'target'} (target)")
@@ -328,7 +328,7 @@ def test_help_explains_every_flag(cli, capsys):
     with pytest.raises(SystemExit, check=lambda e: e.code == 0):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    for flag in vars(parser.parse(["--target", "x", "--draft", "y"])):
+    for flag in vars(settings.parse(["--target", "x", "--draft", "y"])):
         assert f"  --{flag} " in out or f"  --{flag}\n" in out
     assert all(name in out for name in methods.METHODS)
 
@@ -439,7 +439,7 @@ def test_a_draft_of_few_tokens_below_a_model_between(cli, flags, pair_folder, tm
         )
         == 0
     )
-    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == set(parser.GROUPS["speedMulti"])
+    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == set(settings.GROUPS["speedMulti"])
 
 
 def test_a_model_between_needs_one_below_it(cli, pair_folder, capsys):
@@ -487,7 +487,7 @@ def test_without_a_model_between_all_leaves_the_cascade_out(cli, flags, tmp_path
     "mode, methods_measured",
     [
         (["--speedNew"], {"draft", "target", "additive"}),
-        (["--contrastive"], set(parser.GROUPS["contrastive"])),
+        (["--contrastive"], set(settings.GROUPS["contrastive"])),
         (["--draft", "lookup"], {"target", "speculative"}),
         (["--compare", "block"], {"target", "block"}),
     ],
@@ -517,15 +517,17 @@ def test_three_models_guess_for_each_other(cli, flags, pair_folder, tmp_path):
     )
     first, *measured = lines_of(tmp_path)
     assert set(first["models"]) == {"target", "draft", "mid"}
-    assert {m["method"] for m in measured if m["kind"] == "speed"} == set(parser.GROUPS["speedMulti"])
+    assert {m["method"] for m in measured if m["kind"] == "speed"} == set(settings.GROUPS["speedMulti"])
 
 
 def test_new_tokens_of_a_mode_unless_they_are_said():
-    args = parser.parse(["--target", "x", "--draft", "y", "--speed", "--speedNew", "--diversity"])
-    assert [parser.max_len(args, mode) for mode in ("speed", "speedNew", "diversity")] == [200, 1000, 45]
-    assert parser.sampling(args, "diversity").temperature == 1 and parser.sampling(args, "speed").temperature == 0.85
-    args = parser.parse(["--target", "x", "--draft", "y", "--speedNew", "--maxLen", "7", "--temperature", "0.5"])
-    assert parser.max_len(args, "speedNew") == 7 and parser.sampling(args, "diversity").temperature == 0.5
+    args = settings.parse(["--target", "x", "--draft", "y", "--speed", "--speedNew", "--diversity"])
+    assert [settings.max_len(args, mode) for mode in ("speed", "speedNew", "diversity")] == [200, 1000, 45]
+    assert (
+        settings.sampling(args, "diversity").temperature == 1 and settings.sampling(args, "speed").temperature == 0.85
+    )
+    args = settings.parse(["--target", "x", "--draft", "y", "--speedNew", "--maxLen", "7", "--temperature", "0.5"])
+    assert settings.max_len(args, "speedNew") == 7 and settings.sampling(args, "diversity").temperature == 0.5
 
 
 def test_the_sweep_writes_its_figure_and_names_it(cli, flags, tmp_path, monkeypatch):

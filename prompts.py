@@ -1,0 +1,63 @@
+"""Token ids of the texts that are continued or read: those given by flag, or the first of each corpus."""
+
+from texts import read
+from utils import UserError
+
+CHARACTERS = 16  # of text kept for each token of a prompt: far more than any text needs
+
+
+def read_prompts(args):
+    """The texts given by flag to be continued."""
+    if args.prompt is not None:
+        return [args.prompt]
+    if args.question is not None:
+        return [args.question]
+    lines = [line for line in read(args.promptFile).splitlines() if line.strip()]
+    if not lines:
+        raise UserError(f"--promptFile {args.promptFile} holds no prompt; write one on each line")
+    return lines
+
+
+def encode(texts, tokenizer, args):
+    """Token ids of texts that are continued from their end; a question in the form its chat model was trained on."""
+    if args.question is None:
+        return [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of {args.target} has no chat template; give the question with --prompt, or "
+            "name an instruct model"
+        )
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for text in texts
+    ]
+
+
+def choose_prompts(args, tokenizer, corpora, given):
+    """Token ids of the prompts, {length: prompts}: those given, or for each `promptLen` the text from the first
+    passages of each corpus in turn on, cut to that length. Where too few go on for so long, the longest others."""
+    if given:
+        prompts = encode(given, tokenizer, args)
+        return {max(map(len, prompts)): prompts}
+    prompts = {}
+    for length in args.promptLen:
+        passages = [corpus.passages(args.sentenceLimit, CHARACTERS * length) for corpus in corpora]
+        in_turn = [p[i] for i in range(max(map(len, passages))) for p in passages if i < len(p)]
+        if not in_turn:
+            raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
+        whole, shorter = [], []
+        for text in in_turn:
+            ids = tokenizer(text, verbose=False)["input_ids"][:length]
+            (whole if len(ids) == length else shorter).append(ids)
+            if len(whole) == args.sentences:
+                break
+        prompts[length] = (whole + sorted(shorter, key=len, reverse=True))[: args.sentences]
+    return prompts
+
+
+def tokenize(passages, tokenizer, models):
+    """Token ids of each passage, cut to the models' context."""
+    context = min(model.context for model in models.values())
+    return [ids[:context] for ids in (tokenizer(text, verbose=False)["input_ids"] for text in passages) if len(ids) > 1]

@@ -1,0 +1,195 @@
+"""What the flags of `test.py` mean together: what cannot be right, as far as it shows before anything is loaded; and
+the values that depend on what is measured."""
+
+import os
+
+import methods
+from draftLength import RULES as DRAFT_LENGTHS
+from flags import parser
+from loading import default_mid, default_pair
+from utils import Sampling, UserError, check_share
+
+LIMITS = {
+    "maxLen": 1,
+    "gamma": 1,
+    "gamma1": 1,
+    "gamma2": 1,
+    "ngram": 1,
+    "draftVocab": 1,
+    "sentences": 1,
+    "sentenceLimit": 1,
+    "books": 1,
+    "repeats": 1,
+    "promptLen": 1,
+    "window": 2,
+    "stride": 1,
+    "seed": 0,
+}
+# What each mode that times or generates compares, and how many new tokens are its default.
+GROUPS = {
+    "speed": ("draft", "target", "speculative"),
+    "speedNew": ("draft", "target", "additive"),
+    "speedMulti": ("draft", "mid", "target", "speculative", "cascade"),
+    "contrastive": ("target", "contrastive", "speculativeContrastive"),
+    "compare": (),
+    "sweep": ("draft", "target"),
+    "diversity": ("target", "speculative", "contrastive", "speculativeContrastive"),
+}
+MODES = (*GROUPS, "ppl", "show", "html")
+MAX_LEN = {"speedNew": 1000, "diversity": 45}
+SAMPLING = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naive sampling has neither
+
+
+def parse(argv):
+    """The flags as a namespace, with the models' names filled in. Raises UserError for what cannot be right."""
+    args = parser().parse_args(argv)
+    check_numbers(args)
+    check_prompts(args)
+    if not os.path.isdir(args.out):
+        raise UserError(f"--out {args.out} is not a folder")
+    args.promptLen = sorted(set(args.promptLen))
+    if not any(getattr(args, mode) for mode in MODES):  # none is asked for: the two, but for one that is switched off
+        args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
+        if args.draft == "lookup" or args.draftVocab:
+            args.ppl = 0
+    if not any(getattr(args, mode) for mode in MODES):
+        raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
+    name_models(args)
+    groups_of(args)
+    if played(args):
+        for mode in "ppl", "compare", "sweep", "diversity":
+            if getattr(args, mode):
+                raise UserError(f"--show and --html play one text and measure nothing; leave out --{mode}")
+    if args.draft == "lookup" and args.ppl:
+        raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
+    if args.draftVocab:
+        check_draft_vocabulary(args)
+    return args
+
+
+def check_numbers(args):
+    for flag, least in LIMITS.items():
+        value = getattr(args, flag)
+        for each in value if isinstance(value, list) else [least if value is None else value]:
+            if each < least:
+                raise UserError(f"--{flag} must be {least} or more, not {each}")
+    if args.seed >= 1 << 62:
+        raise UserError("--seed must be less than 2**62")
+    if args.stride >= args.window:
+        raise UserError(f"--stride ({args.stride}) must be less than --window ({args.window})")
+    for flag in "draftThreshold", "targetThreshold", "plausibility":
+        check_share(f"--{flag}", getattr(args, flag))
+    if not 0 < args.amateurTemperature < float("inf"):
+        raise UserError(f"--amateurTemperature must be above 0, not {args.amateurTemperature}")
+    Sampling(args.contrastiveTemperature)
+    if args.temperature and len(args.temperature) > 1 and not args.sweep:
+        raise UserError("several temperatures are for --sweep; give one")
+    for temperature in args.temperature or [None]:
+        sampling(args, "speed", temperature)
+
+
+def check_draft_vocabulary(args):
+    """Raise UserError for what needs a draft that knows every token, or has no use for one that does not."""
+    if args.draft == "lookup":
+        raise UserError("--draftVocab restricts a draft model, and --draft lookup is none; leave out one of them")
+    if args.ppl:
+        raise UserError(
+            "a draft restricted by --draftVocab has no perplexity: it gives most tokens none; leave out "
+            "--ppl or --draftVocab"
+        )
+    used = {name for names in (*groups_of(args).values(), played(args)) for name in names}
+    if used & {"contrastive", "speculativeContrastive"}:
+        raise UserError(
+            "contrastive decoding (in --contrastive, --diversity, --compare all) needs a draft that knows "
+            "every token; leave it or --draftVocab out"
+        )
+
+
+def check_prompts(args):
+    given = [flag for flag in ("prompt", "question", "promptFile") if getattr(args, flag) is not None]
+    if len(given) > 1:
+        raise UserError(f"--{given[0]} and --{given[1]} both say what to continue; give one of them")
+    for flag in "prompt", "question":
+        text = getattr(args, flag)
+        if text is not None and not text.strip("\n"):
+            raise UserError(f"--{flag} is empty: give some text")
+        if text and text != text.encode(errors="replace").decode():
+            raise UserError(f"--{flag} is not text in this terminal's encoding: give UTF-8")
+    if args.html and not os.path.isdir(os.path.dirname(os.path.abspath(args.html))):
+        raise UserError(f"--html {args.html} is in no folder that exists")
+    if args.html and os.path.isdir(args.html):
+        raise UserError(f"--html {args.html} is a folder; name a file")
+
+
+def name_models(args):
+    """Fill in the models that were not named."""
+    if args.mid and not args.draft:
+        raise UserError("--mid stands between the target and a draft: name that too, with --draft")
+    ours, pair = args.target is None and args.draft is None and args.mid is None, default_pair()
+    if ours:
+        print(
+            f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
+            + ("" if pair[0].startswith("pythia") else " README.md says how to get Pythia.")
+        )
+        args.mid = default_mid(pair)
+    args.target, args.draft = args.target or pair[0], args.draft or pair[1]
+
+
+def roles_of(args):
+    """The models there are beside the target."""
+    return {role for role in ("draft", "mid") if getattr(args, role)} - ({"draft"} if args.draft == "lookup" else set())
+
+
+def groups_of(args):
+    """{mode: the methods it measures}, of the modes asked for. Raises UserError where one lacks a model."""
+    roles, groups = roles_of(args), {}
+    for mode, names in GROUPS.items() if not played(args) else ():
+        if mode == "compare" and args.compare is not None:
+            groups[mode] = methods.choose(args.compare, roles)
+        elif getattr(args, mode):
+            groups[mode] = [name for name in names if name != "draft" or "draft" in roles]
+            methods.check_roles(groups[mode], roles)
+    return groups
+
+
+def played(args):
+    """The one method whose text --show and --html play, in a tuple; empty where neither is asked for."""
+    if not (args.show or args.html):
+        return ()
+    name = (
+        "speculativeContrastive"
+        if args.contrastive
+        else "cascade"
+        if args.speedMulti
+        else "additive"
+        if args.speedNew
+        else "speculative"
+    )
+    methods.check_roles([name], roles_of(args))
+    return (name,)
+
+
+def widths(args, names):
+    """{role: widths of the blocks that are worth a graph, for the methods `names`}. Narrower blocks are filled up."""
+    gamma = args.gamma or 4
+    target = {1, gamma + 1, args.gamma2 + 1} if "cascade" in names else {1, gamma + 1}
+    if args.sweep or args.draftLength != "fixed" or set(names) & set(DRAFT_LENGTHS) - {"fixed"}:
+        target |= {2, 3, 5, 8, 11}
+    reads_all = set(names) & {"contrastive", "speculativeContrastive"}  # the draft does, what the target does
+    return {"target": target, "draft": {1, 2} | (target if reads_all else set()), "mid": {1, args.gamma1 + 2}}
+
+
+def max_len(args, mode):
+    """New tokens at most in that mode."""
+    return args.maxLen or MAX_LEN.get(mode, 200)
+
+
+def repeats(args, mode):
+    return args.repeats or {"compare": 2, "sweep": 2, "diversity": 20}.get(mode, 3)
+
+
+def sampling(args, mode, temperature=None):
+    """`Sampling` of that mode; of one of several temperatures."""
+    usual, top_p = SAMPLING.get(mode, (0.85, 0.9))
+    temperature = temperature if temperature is not None else args.temperature[0] if args.temperature else usual
+    return Sampling(temperature, args.top_k, top_p if args.top_p is None else args.top_p, args.repetition_penalty)
