@@ -1,4 +1,4 @@
-"""Attention in the cache's precision, or, inside a compiled graph, by a kernel of our own (nativeAttention.py).
+"""Attention in the cache's precision, or, inside a compiled graph, by a kernel of our own (nativeKernels.py).
 
 On a CPU the kernel for 16-bit numbers takes up to five times as long as the one for float32 when a single token
 attends to many (it was 2 ms of 7 a token, for the bundled target at 1,000 tokens). There the cache is float32 whatever
@@ -14,16 +14,19 @@ NAME = "sdpa_in_cache_dtype"
 
 
 class Whole:
-    """All slots of a layer's keys or values, for an attention that reads the filled ones by itself."""
+    """Keys or values `[B, G, n, d]`, and all slots of a layer, `kept[B, G, capacity, d]`, for an attention that writes
+    the ones to `slots[B, n]` of the others and reads those filled by itself."""
 
-    def __init__(self, tensor):
-        self.tensor = tensor
+    def __init__(self, states, kept, slots):
+        self.states, self.kept, self.slots = states, kept, slots
 
 
 def sdpa_in_cache_dtype(module, query, key, value, attention_mask, **kwargs):
     """`transformers`' "sdpa", with `query[B, heads, n, d]` in the dtype of `key` and `value`; the result in its own."""
     if isinstance(key, Whole):
-        attended = torch.ops.slots.attend(query, key.tensor, value.tensor, attention_mask, kwargs["scaling"])
+        attended = torch.ops.native.attend(
+            query, key.states, value.states, key.slots, key.kept, value.kept, attention_mask, kwargs["scaling"]
+        )
         return attended.to(query.dtype), None
     if key.device.type == "cpu":
         key, value = key.float(), value.float()

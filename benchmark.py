@@ -172,10 +172,10 @@ def run(args, argv):
     library = {role: twin(model.model) for role, model in models.items()}
     variants, took = {"eager": models}, None
     if not args.no_compile:
-        widths = {"target": {*WIDTHS, args.gamma + 1}, "draft": {*WIDTHS}}
+        graphs = {"target": ({*WIDTHS, args.gamma + 1}, {(1, 1)}), "draft": ({*WIDTHS}, {(2, 1), (2, args.gamma)})}
         ready = {role: CachedModel(twin(model.model), model.vocabulary, model.name) for role, model in models.items()}
-        with tqdm(total=sum(map(len, widths.values())), desc="compiling", disable=None, leave=False) as bar:
-            took = [model.compile(sorted(widths[role]), progress=bar.update) for role, model in ready.items()]
+        with tqdm(total=sum(map(len, sum(graphs.values(), ()))), desc="compiling", disable=None, leave=False) as bar:
+            took = [model.compile(*graphs[role], progress=bar.update) for role, model in ready.items()]
         if None not in took:  # else a line has said why
             variants["compiled"] = ready
     record = {

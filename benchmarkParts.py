@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from benchmarkPeers import SAMPLING, synthetic
 from drafters import ModelDrafter
+from runs import run
 from specSampling import specSampling
 from speed import quiet, synchronize
 from utils import draw, probabilities
@@ -117,15 +118,17 @@ def growth(variants, device, seed):
     for variant, models in variants.items():
         fill(models["target"], contexts[-1], min(2048, context))
         for each in contexts:
-            works[variant, each] = one_token(forward(models["target"], 1, each - 1), generator)
+            works[variant, each] = one_token(models["target"], each - 1, generator)
     return [
         {"variant": variant, "context": each, "seconds": own}
         for (variant, each), own in in_turn(works, device, "context").items()
     ]
 
 
-def one_token(step, generator):
-    return lambda: draw(probabilities(step()[:, -1], SAMPLING), generator).item() and None
+def one_token(model, start, generator):
+    """A function: a token is read at position `start`, and the next one drawn."""
+    at = torch.tensor([[start]], device=model.device)
+    return lambda: run(model, at % model.vocabulary, at, 1, SAMPLING, generator)[0].item() and None
 
 
 def parts(variants, prompt, gamma, device, seed):
@@ -150,8 +153,8 @@ def parts(variants, prompt, gamma, device, seed):
             verified(logits)
 
         works |= {
-            (variant, "plain step"): one_token(forward(target, 1, len(prompt)), generator),
-            (variant, "draft step"): one_token(forward(draft, 1, len(prompt)), generator),
+            (variant, "plain step"): one_token(target, len(prompt), generator),
+            (variant, "draft step"): one_token(draft, len(prompt), generator),
             (variant, "scoring"): lambda score=score, verified=verified: verified(score()),
             (variant, "sampling"): sampling,
             (variant, "round"): lambda target=target, draft=draft: seconds_a_round(

@@ -4,14 +4,18 @@ import torch
 
 
 class BlockWidths:
-    """What the forwards made of graphs share. used: how many blocks were read by one."""
+    """What the forwards made of graphs share. used: how many blocks, and how many runs, were read by one."""
 
     def __init__(self):
-        self.widths, self.used = {}, 0  # of each number of rows
+        self.widths, self.runs, self.used = {}, {}, 0  # of each number of rows
 
     def add(self, rows, width):
         """Blocks `[rows, width]` have a graph, from now on or from the first of them on."""
         self.widths[rows] = sorted({*self.widths.get(rows, ()), width})
+
+    def add_run(self, rows, width, count):
+        """Runs of `count` tokens after blocks `[rows, width]` have a graph; `width` is one for all of these rows."""
+        self.runs[rows] = width, sorted({*self.runs.get(rows, (0, ()))[1], count})
 
     def fits(self, tokens):
         """Whether there is a graph for blocks like `tokens[B, n]`."""
@@ -28,3 +32,32 @@ class BlockWidths:
             last = torch.arange(width, device=tokens.device).clamp_(max=n - 1)
             tokens, positions, slots, mask = tokens[:, last], positions[:, last], slots[:, last], mask[:, :, last]
         return [x.contiguous() for x in (tokens, positions, slots, mask)]
+
+    def run_fits(self, tokens):
+        """Whether there is a graph for runs after blocks like `tokens[B, n]`."""
+        return len(tokens) in self.runs and tokens.shape[1] <= self.runs[len(tokens)][0]
+
+    def run(self, tokens, positions, u, sampling, order, cache):
+        """`CachedModel.run_at_once` by graphs: of the longest runs there are that are not too long, one after the
+        other; a run shorter than all of them is the beginning of the shortest."""
+        width, counts = self.runs[len(tokens)]
+        first = tokens.shape[1]
+        if first < width:  # its first token is read twice, to the same place
+            again = torch.arange(first - width, first, device=tokens.device).clamp_(min=0)
+            tokens = tokens[:, again]
+            positions = torch.cat([positions[:, :1].expand(-1, width - first), positions], 1)
+        drawn, q, left = [], [], len(u)
+        while left:
+            self.used += 1
+            count = max((count for count in counts if count <= left), default=counts[0])
+            done = len(u) - left
+            numbers, at = u[done : done + count], positions[:, done : done + width + count - 1]
+            if left < count:  # what is drawn beyond it is dropped, and written where later tokens will be
+                numbers = torch.cat([numbers, u.new_zeros(count - left, u.shape[1])])
+                at = torch.cat([at, at[:, -1:].expand(-1, count - left)], 1)
+            made, p = self.part_of_run(tokens.contiguous(), at.contiguous(), numbers, sampling, order, cache)
+            drawn.append(made[:, :left])
+            q.append(p[:, :left])
+            left -= drawn[-1].shape[1]
+            tokens = torch.cat([tokens, made], 1)[:, -width:]
+        return (drawn[0], q[0]) if len(q) == 1 else (torch.cat(drawn, 1), torch.cat(q, 1))

@@ -38,10 +38,11 @@ class CachedModel:
         self._kept_as, self._graphs = attention.cache_dtype(model), None
 
     @torch.inference_mode()
-    def compile(self, widths=(1, 2, 5, 9, 17), rows=1, progress=None):
+    def compile(self, widths=(), runs=(), rows=1, progress=None):
         """Make one graph for blocks of each of `widths` tokens in `rows` rows; narrower blocks are filled up to the
-        next, wider ones stay eager. On a CPU the linear layers are packed for it (packedLinear.py) for good; on a GPU
-        graphs are recorded at the first use after a new cache (capturedForward.py).
+        next, wider ones stay eager. And one for each of `runs` (tokens read, tokens drawn one after the other). On a
+        CPU the linear layers are packed for it (packedLinear.py) for good; on a GPU graphs are recorded at the first
+        use after a new cache (capturedForward.py).
 
         Returns the seconds it took, or None where it cannot be done: then one line says why, and all stays eager.
         progress: called after each graph."""
@@ -55,6 +56,10 @@ class CachedModel:
                 graphs = CompiledForward(self.model, self.vocabulary)
             for width in sorted(set(widths)):
                 graphs.add(rows, width)
+                if progress:
+                    progress()
+            for width, count in sorted(set(runs)):
+                graphs.add_run(rows, width, count)
                 if progress:
                     progress()
         except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
@@ -108,6 +113,16 @@ class CachedModel:
             logits = logits[torch.arange(len(tokens), device=self.device), where]
         return logits[..., : self.vocabulary].float()
 
+    @torch.inference_mode()
+    def run_at_once(self, tokens, positions, u, sampling):
+        """The tokens and distributions of `runs.run`, drawn with the numbers `u[count, B]`, where there is a graph that
+        does it all; else None."""
+        if not (self._graphs and self._graphs.run_fits(tokens) and self._cache.layers[0].is_initialized):
+            return None
+        self.forwards += len(u)
+        order = self._order[: int(positions.max()) + 1] if self._reads_filled else self._order
+        return self._graphs.run(tokens, positions, u, sampling, order, self._cache)
+
     def read_prompt(self, rows):
         """Read every row's prompt (`Rows`) in one forward; float32 logits `[B, vocabulary]` after each prompt's end.
 
@@ -117,7 +132,7 @@ class CachedModel:
         self.reserve(len(rows.prompt), rows.capacity)
         positions = torch.arange(rows.prompt.shape[1], device=self.device).repeat(len(rows.prompt), 1)
         logits = self.forward(rows.prompt, positions, keep=rows.prompt_lengths - 1)
-        if not logits.isfinite().all():
+        if not (logits < torch.inf).all():  # -inf is how a token is ruled out
             dtype = str(self.dtype).removeprefix("torch.")
             raise UserError(f"{self.name} gives logits that are not finite in {dtype}; use --dtype float32")
         return logits

@@ -1,4 +1,5 @@
-"""`CapturedForward`: on a GPU the forward of a few tokens is recorded, once for each shape `[B, n]`, and replayed.
+"""`CapturedForward`: on a GPU the forward of a few tokens is recorded, once for each shape `[B, n]`, and replayed; and
+so is a run of tokens, each drawn from what the model says after the one before.
 
 A replay costs the host one call instead of one for each of hundreds of kernels. What a recording reads and writes stays
 where it was, so inputs are copied into tensors of its own, and a new cache needs new recordings.
@@ -7,6 +8,8 @@ where it was, so inputs are copied into tensors of its own, and a new cache need
 import torch
 
 from blockWidths import BlockWidths
+from runs import steps
+from utils import probabilities
 
 
 class CapturedForward(BlockWidths):
@@ -20,43 +23,58 @@ class CapturedForward(BlockWidths):
     def __call__(self, tokens, positions, slots, mask, cache):
         """mask: bool `[B, 1, n, capacity]`; the rest as in `CachedModel.forward`."""
         inputs = self.fill(tokens, positions, slots, mask)
+        (logits,) = self.replay(tuple(inputs[0].shape), inputs, cache, lambda *own: (self.forward(*own, cache),))
+        return logits[:, : tokens.shape[1]]
+
+    def part_of_run(self, tokens, positions, u, sampling, order, cache):
+        def work(tokens, positions, u):
+            def forward(tokens, at):
+                return self.forward(tokens, at, at, (order <= at[..., None])[:, None], cache)
+
+            drawn = steps(forward, lambda logits: probabilities(logits, sampling), tokens, positions, u)
+            return [torch.stack(each, 1) for each in zip(*drawn)]
+
+        return self.replay((*tokens.shape, len(u), sampling), [tokens, positions, u], cache, work)
+
+    def forward(self, tokens, positions, slots, mask, cache):
+        cache.address(slots)
+        logits = self.model(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        ).logits
+        return logits[..., : self.vocabulary].float()
+
+    def replay(self, key, inputs, cache, work):
+        """What `work(*inputs)` returns, copied from where the recording named `key` leaves it."""
         if cache is not self._cache:
             self._cache, self._recordings = cache, {}
-        shape = tuple(inputs[0].shape)
-        if shape not in self._recordings:
-            self._recordings[shape] = self.record(inputs, cache)
-        own, replay, logits = self._recordings[shape]
+        if key not in self._recordings:
+            self._recordings[key] = record(inputs, work)
+        own, again, results = self._recordings[key]
         for mine, given in zip(own, inputs):
             mine.copy_(given)
-        replay()
-        return logits[:, : tokens.shape[1]].clone()
+        again()
+        return [result.clone() for result in results]
 
-    def record(self, inputs, cache):
-        """(inputs of its own, what runs it again, the logits it leaves). Without a GPU the same steps are run, not
-        replayed."""
-        own = [x.clone() for x in inputs]
 
-        def step():
-            tokens, positions, slots, mask = own
-            cache.address(slots)
-            return (
-                self.model(
-                    input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-                )
-                .logits[..., : self.vocabulary]
-                .float()
-            )
+def record(inputs, work):
+    """(inputs of its own, what runs `work` on them again, the tensors it leaves). Without a GPU the same work is done
+    again where a GPU would replay it."""
+    own = [x.clone() for x in inputs]
+    if own[0].device.type != "cuda":
+        results = work(*own)
 
-        if own[0].device.type != "cuda":
-            logits = step()
-            return own, lambda: logits.copy_(step()), logits
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries choose kernels and take memory before anything is recorded
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = step()
-        return own, graph.replay, logits
+        def again():
+            for kept, new in zip(results, work(*own)):
+                kept.copy_(new)
+
+        return own, again, results
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # libraries choose kernels and take memory before anything is recorded
+        for _ in range(3):
+            work(*own)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = work(*own)
+    return own, graph.replay, results

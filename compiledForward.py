@@ -10,10 +10,12 @@ import torch
 from torch._dynamo import mark_dynamic
 from transformers.cache_utils import Cache, StaticLayer
 
-import nativeAttention
+import nativeKernels
 from attention import Whole
 from blockWidths import BlockWidths
 from packedLinear import pack
+from runs import steps
+from utils import as_tensor
 
 
 class Slots(StaticLayer):
@@ -25,11 +27,7 @@ class Slots(StaticLayer):
         self.keys, self.values, self.slots = keys, values, slots
 
     def update(self, key_states, value_states, *args, **kwargs):
-        # Not scatter_, for which Inductor copies the whole cache.
-        rows = torch.arange(len(self.slots), device=self.slots.device)[:, None]
-        for kept, states in ((self.keys, key_states), (self.values, value_states)):
-            kept.transpose(1, 2).index_put_((rows, self.slots), states.transpose(1, 2).to(kept.dtype))
-        return Whole(self.keys), Whole(self.values)
+        return Whole(key_states, self.keys, self.slots), Whole(value_states, self.values, self.slots)
 
     def get_seq_length(self):
         return 0
@@ -42,49 +40,88 @@ class CompiledForward(BlockWidths):
 
     def __init__(self, model, vocabulary):
         super().__init__()
-        nativeAttention.library()
+        nativeKernels.load()
         # 16-bit keys come out of 16-bit layers: kept so they are the same numbers, and half as many bytes to read.
         self.kept_as = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if size not in nativeAttention.WIDTHS:
-            raise RuntimeError(f"its heads have {size} numbers; there is a kernel for {nativeAttention.WIDTHS}")
+        if size not in nativeKernels.WIDTHS:
+            raise RuntimeError(f"its heads have {size} numbers; there is a kernel for {nativeKernels.WIDTHS}")
         self.layers, self.slot = config.num_hidden_layers, (heads, size)
         self.model, self.vocabulary, self._graphs = pack(model), vocabulary, {}
 
-    def step(self, tokens, positions, slots, mask, keys, values):
+    def forward(self, tokens, positions, slots, mask, keys, values):
         cache = Cache(layers=[Slots(k, v, slots) for k, v in zip(keys, values)])
         logits = self.model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         ).logits
         return logits[..., : self.vocabulary].float()
 
+    def run_on(self, tokens, positions, order, u, settings, keys, values):
+        """The steps of runs.py. order: 0, 1, ... up to the number of slots read; settings: `utils.as_tensor`."""
+
+        def forward(tokens, at):
+            return self.forward(tokens, at, at, (order <= at[..., None])[:, None], keys, values)
+
+        def distribution(logits):
+            return torch.ops.native.probabilities(logits.contiguous(), settings)
+
+        drawn, q = zip(*steps(forward, distribution, tokens, positions, u))
+        return torch.stack(drawn, 1), torch.stack(q, 1)
+
     def add(self, rows, width):
-        """Compile the graph for blocks `[rows, width]`, with tokens and slots made up."""
+        """Compile the graph for blocks `[rows, width]`."""
+        mask = torch.ones(rows, 1, width, REACH, dtype=torch.bool)
+        mark_dynamic(mask, 3)
+        self.compile(self.forward, (rows, width), *made_up(rows, width, width, width), mask)
+        super().add(rows, width)
+
+    def add_run(self, rows, width, count):
+        """Compile the graph for runs of `count` tokens after blocks `[rows, width]`."""
+        order, settings = torch.arange(REACH), torch.tensor([1.0, 0, 1], dtype=torch.float64)
+        mark_dynamic(order, 0)
+        inputs = *made_up(rows, width, width + count - 1), order, torch.rand(count, rows), settings
+        self.compile(self.run_on, (rows, width, count), *inputs)
+        super().add_run(rows, width, count)
+
+    def compile(self, work, shape, *inputs):
         # There are no guards: what may differ between calls is marked, and the rest is the shape of the block. What is
         # compiled is kept with a function's code, so each graph needs code of its own.
-        code = CompiledForward.step.__code__.replace(co_name=f"step_{rows}_{width}")
-        step = torch.compile(
+        code = work.__func__.__code__.replace(co_name="_".join(map(str, (work.__name__, *shape))))
+        graph = torch.compile(
             types.MethodType(types.FunctionType(code, globals()), self),
             fullgraph=True,
-            options={"guard_filter_fn": lambda guards: [False] * len(guards)},
+            options={"guard_filter_fn": lambda guards: [False] * len(guards), "size_asserts": False},
         )
-        capacity, reach = 67, 41  # sizes that are equal here would be taken for one and the same
-        mask = torch.ones(rows, 1, width, reach, dtype=torch.bool)
-        mark_dynamic(mask, 3)
-        keys, values = (
-            [torch.zeros(rows, self.slot[0], capacity, self.slot[1], dtype=self.kept_as) for _ in range(self.layers)]
+        caches = [
+            [
+                torch.zeros(shape[0], self.slot[0], CAPACITY, self.slot[1], dtype=self.kept_as)
+                for _ in range(self.layers)
+            ]
             for _ in range(2)
-        )
-        for tensor in keys + values:
+        ]
+        for tensor in sum(caches, []):
             mark_dynamic(tensor, 2)
-        step(*(torch.zeros(rows, width, dtype=torch.long) for _ in range(3)), mask, keys, values)
-        self._graphs[rows, width] = step
-        super().add(rows, width)
+        graph(*inputs, *caches)
+        self._graphs[shape] = graph
 
     def __call__(self, tokens, positions, slots, mask, cache):
         """mask: bool `[B, 1, n, reach]`; the rest as in `CachedModel.forward`."""
         inputs = self.fill(tokens, positions, slots, mask)
-        keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
-        return self._graphs[tuple(inputs[0].shape)](*inputs, keys, values)[:, : tokens.shape[1]]
+        return self._graphs[tuple(inputs[0].shape)](*inputs, *parts(cache))[:, : tokens.shape[1]]
+
+    def part_of_run(self, tokens, positions, u, sampling, order, cache):
+        graph = self._graphs[*tokens.shape, len(u)]
+        return graph(tokens, positions, order, u, as_tensor(sampling), *parts(cache))
+
+
+CAPACITY, REACH = 67, 41  # of what graphs are made with: sizes that are equal then would be taken for one and the same
+
+
+def made_up(rows, *widths):
+    return [torch.zeros(rows, width, dtype=torch.long) for width in widths]
+
+
+def parts(cache):
+    return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]

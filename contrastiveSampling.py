@@ -37,6 +37,9 @@ class Contrast:
         forward the score after the last guess is there too, so that the bonus token needs no other distribution."""
         return self.scores(self.expert.forward(tokens, positions), self.amateur.forward(tokens, positions))
 
+    def run_at_once(self, tokens, positions, u, sampling):
+        """As `CachedModel.run_at_once`: it has no graph."""
+
     def read_prompt(self, rows):
         """As `CachedModel.read_prompt`: scores `[B, vocabulary]` after each row's prompt."""
         return self.scores(self.expert.read_prompt(rows), self.amateur.read_prompt(rows))

@@ -34,8 +34,31 @@ def most_frequent(count, tokenizer):
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
+class Few(nn.Module):
+    """An output layer for `tokens[N]` alone, of a whole one; the logits of all others are -inf."""
+
+    def __init__(self, whole, tokens):
+        super().__init__()
+        self.inner = nn.Linear(whole.weight.shape[1], len(tokens), whole.bias is not None, dtype=whole.weight.dtype)
+        self.inner.requires_grad_(False).to(whole.weight.device)
+        self.inner.weight.copy_(whole.weight[tokens])
+        if whole.bias is not None:
+            self.inner.bias.copy_(whole.bias[tokens])
+        self.register_buffer("tokens", tokens, persistent=False)
+        self.vocabulary = len(whole.weight)
+
+    @property
+    def weight(self):
+        return self.inner.weight
+
+    def forward(self, x):
+        logits = x.new_full((*x.shape[:-1], self.vocabulary), -torch.inf)
+        logits[..., self.tokens] = self.inner(x)
+        return logits
+
+
 class RestrictedModel(CachedModel):
-    """A draft (`CachedModel`) that puts out logits `[..., N]` of `tokens[N]` alone. It reads every token.
+    """A draft (`CachedModel`) that gives logits for `tokens[N]` alone, and reads every token.
 
     All but the output layer are the draft's own weights, and the draft stays as it was: what else it is asked for is
     of its whole vocabulary. To be made before the draft is compiled."""
@@ -45,12 +68,7 @@ class RestrictedModel(CachedModel):
         model._modules = dict(draft.model._modules)
         whole = draft.model.get_output_embeddings()
         self.tokens = tokens.to(draft.device)
-        layer = nn.Linear(whole.weight.shape[1], len(tokens), whole.bias is not None, draft.device, draft.dtype)
-        layer.requires_grad_(False)
-        layer.weight.copy_(whole.weight[self.tokens])
-        if whole.bias is not None:
-            layer.bias.copy_(whole.bias[self.tokens])
-        model.set_output_embeddings(layer)
+        model.set_output_embeddings(Few(whole, self.tokens))
         if draft.model.get_output_embeddings() is not whole:
             draft.model.set_output_embeddings(whole)
             raise UserError(f"the output layer of {draft.name} cannot be restricted; leave out --draftVocab")

@@ -10,19 +10,16 @@ import torch
 
 import specSampling
 from draftLength import Fixed
-from utils import UserError, draw, probabilities, seen_after
+from runs import run
+from utils import UserError
 from verification import token_rule
 
 
 class ModelDrafter:
-    """A smaller model of the same vocabulary guesses, one token at a time.
+    """A smaller model of the same vocabulary guesses, one token at a time."""
 
-    tokens: int64 `[N]`, those that the model's N logits are of, where it is restricted to some (draftVocabulary.py);
-        q is 0 for all others."""
-
-    def __init__(self, model, tokens=None):
+    def __init__(self, model):
         self.model = model
-        self.tokens = slice(None) if tokens is None else tokens
         self.models = [model]
 
     def begin(self, rows):
@@ -43,27 +40,11 @@ class ModelDrafter:
         if gamma == 0:
             self.behind += 1
             return nothing(rows, self.model.vocabulary)
-        drafts = rows.sequence.new_zeros(len(rows.tokens), gamma)
-        q = torch.zeros(*drafts.shape, self.model.vocabulary, device=rows.device)
         block, self.behind = 1 + self.behind, 1
-        tokens, positions = rows.last(block), rows.positions(-block, block)
         seen = rows.seen(self.model.vocabulary, sampling)
         going = torch.tensor([not ended for ended in rows.ended], device=rows.device) if stop else None
-        for i in range(gamma):
-            logits = self.model.forward(tokens, positions)
-            known = seen if seen is None else seen[:, self.tokens]
-            q[:, i, self.tokens] = probabilities(logits[:, -1], sampling, known)
-            tokens = drafts[:, i : i + 1] = draw(q[:, i], generator)[:, None]
-            if stop:
-                unsure = stop(q[:, i].gather(1, tokens)[:, 0])
-                q[:, i] *= going[:, None]
-                going = going & ~unsure
-                if not going.any():
-                    return drafts[:, : i + 1], q[:, : i + 1]
-            positions = rows.positions(i, 1)
-            seen = seen_after(seen, tokens)
-            seen = seen if seen is None else seen[:, 0]
-        return drafts, q
+        positions = rows.positions(-block, block + gamma - 1)
+        return run(self.model, rows.last(block), positions, gamma, sampling, generator, seen, stop, going)
 
 
 class LookupDrafter:

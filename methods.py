@@ -36,7 +36,7 @@ def length_rule(name, settings):
 def guesser(models, settings):
     """The draft model, restricted where `--draftVocab` says so, or the text so far where `--draft lookup` does."""
     if "restricted" in models:
-        return ModelDrafter(models["restricted"], models["restricted"].tokens)
+        return ModelDrafter(models["restricted"])
     if "draft" in models:
         return ModelDrafter(models["draft"])
     return LookupDrafter(models["target"].vocabulary, settings.ngram)

@@ -3,14 +3,19 @@
 import torch
 
 from rows import Rows
+from runs import run
 from utils import Sampling, draw, probabilities
 
 
-def commit_one(rows, logits, sampling, generator=None):
-    """Draw the next token of each row from the logits `[B, V]` after its last and commit it."""
-    p = probabilities(logits, sampling, rows.seen(logits.shape[-1], sampling))
-    none = rows.sequence.new_zeros(len(p), 0)
-    rows.commit(none, torch.zeros_like(rows.lengths), draw(p, generator))
+def first_token(rows, model, sampling, generator=None):
+    """Read the prompts, draw the token after each and commit it."""
+    logits = model.read_prompt(rows)
+    commit_one(rows, draw(probabilities(logits, sampling, rows.seen(model.vocabulary, sampling)), generator))
+
+
+def commit_one(rows, token):
+    """Add `token[B]` to the rows."""
+    rows.commit(token[:, None][:, :0], torch.zeros_like(token), token)
 
 
 @torch.inference_mode()
@@ -22,8 +27,9 @@ def regrSampling(prefixes, target, max_len=200, sampling=Sampling(), end_of_text
     Returns the new tokens of each row (lists) and a `Record` for each row. Raises UserError as `Rows` says.
     """
     rows = Rows(prefixes, max_len, [target], end_of_text, callback)
-    commit_one(rows, target.read_prompt(rows), sampling, generator)
+    first_token(rows, target, sampling, generator)
     while rows.remaining:
-        logits = target.forward(rows.last(1), rows.positions(-1, 1))[:, 0]
-        commit_one(rows, logits, sampling, generator)
+        seen = rows.seen(target.vocabulary, sampling)
+        token, _ = run(target, rows.last(1), rows.positions(-1, 1), 1, sampling, generator, seen)
+        commit_one(rows, token[:, 0])
     return rows.tokens, rows.records

@@ -169,14 +169,25 @@ def played(args):
     return (name,)
 
 
-def widths(args, names):
-    """{role: widths of the blocks that are worth a graph, for the methods `names`}. Narrower blocks are filled up."""
-    gamma = args.gamma or 4
-    target = {1, gamma + 1, args.gamma2 + 1} if "cascade" in names else {1, gamma + 1}
-    if args.sweep or args.draftLength != "fixed" or set(names) & set(DRAFT_LENGTHS) - {"fixed"}:
-        target |= {2, 3, 5, 8, 11}
-    reads_all = set(names) & {"contrastive", "speculativeContrastive"}  # the draft does, what the target does
-    return {"target": target, "draft": {1, 2} | (target if reads_all else set()), "mid": {1, args.gamma1 + 2}}
+def graphs(args, names):
+    """{role: (widths, runs)} that are worth a graph for the methods `names`, as `CachedModel.compile` takes them."""
+    gamma, names = args.gamma or 4, set(names)
+    varied = args.sweep or args.draftLength != "fixed" or names & set(DRAFT_LENGTHS) - {"fixed"}
+    contrast = names & {"contrastive", "speculativeContrastive"}  # of two models: they read alike, and have no runs
+    step_by_step = args.repetition_penalty != 1 or "draftConfidence" in (*names, args.draftLength)
+    target = {2, 3, 5, 8, 11} if varied else set()
+    target |= {gamma + 1} | ({args.gamma2 + 1} if "cascade" in names else set())
+    target |= {1} if contrast or step_by_step else set()
+    draft = target if contrast else {1, 2} if step_by_step else set()
+    mid = {args.gamma1 + 2} | ({1} if step_by_step else set())
+    counts = {1, 2, 4, 8} if varied else {gamma}
+    counts |= {args.gamma1} if "cascade" in names else set()
+    counts |= {1} if "draft" in names else set()
+    return {
+        "target": (target, {(1, 1)} if "target" in names else set()),
+        "draft": (draft, {(2, count) for count in counts} if names != {"draft"} else {(1, 1)}),
+        "mid": (mid, {(1, 1)} if "mid" in names else set()),
+    }
 
 
 def max_len(args, mode):

@@ -4,7 +4,7 @@ the target would have said (Leviathan et al., arXiv 2211.17192; Chen et al., arX
 import torch
 
 from draftLength import Fixed
-from regrSampling import commit_one
+from regrSampling import first_token
 from rows import Rows
 from utils import Sampling, probabilities, seen_after
 from verification import token_rule
@@ -32,7 +32,7 @@ def specSampling(
     """
     length = Fixed(gamma) if isinstance(gamma, int) else gamma
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback)
-    commit_one(rows, target.read_prompt(rows), sampling, generator)
+    first_token(rows, target, sampling, generator)
     drafter.begin(rows)
     length.begin(len(rows.tokens))
     while rows.remaining:

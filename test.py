@@ -78,7 +78,7 @@ def run(args, argv):
     if args.ppl and not any(passages for _, passages in texts):
         raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
     if args.compile and (timing or played):  # after all that may be refused
-        compile_models(models, settings.widths(args, {name for names in (*groups.values(), played) for name in names}))
+        compile_models(models, settings.graphs(args, {name for names in (*groups.values(), played) for name in names}))
     if played:
         play(args, models, next(iter(prompts.values()))[0], tokenizer, device, played[0])
         return
@@ -149,11 +149,12 @@ def run(args, argv):
     print(f"Written to {store.text.name} (every measurement: {store.lines.name}).")
 
 
-def compile_models(models, widths):
+def compile_models(models, graphs):
     """Make the graphs, and say how long it took; none of it is in any measurement."""
-    widths["restricted"] = widths["draft"]
-    with tqdm(total=sum(len(widths[role]) for role in models), desc="compiling", disable=None, leave=False) as bar:
-        took = [model.compile(widths[role], progress=bar.update) for role, model in models.items()]
+    graphs["restricted"] = graphs["draft"]
+    total = sum(len(widths) + len(runs) for widths, runs in map(graphs.get, models))
+    with tqdm(total=total, desc="compiling", disable=None, leave=False) as bar:
+        took = [model.compile(*graphs[role], progress=bar.update) for role, model in models.items()]
     if None not in took:
         print(f"Compiled in {sum(took):.0f} s; the graphs are kept for the next time.")
 

@@ -4,6 +4,7 @@ Every tensor here ends in the vocabulary axis `V`; probabilities are float32 wha
 half-precision distribution does not sum to 1 and loses its tail.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class Sampling:
             raise UserError(f"repetition_penalty must lie in [0.01, 100], not {self.repetition_penalty}")
 
 
+kernels = None  # what does the work of `probabilities` and `pick` on a CPU once nativeKernels.py has built it
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
 BOUNDS = 1e-4, 1e-5  # probabilities above which a nucleus is looked for before everything is sorted
 WORTHWHILE = 1 << 14  # fewer probabilities than this are sorted sooner than candidates are picked
@@ -65,6 +67,8 @@ def probabilities(logits, sampling, seen=None):
     if sampling.repetition_penalty != 1:
         penalised = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
+    if by := kernels_for(logits):
+        return by.probabilities(logits, as_tensor(sampling))
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     if sampling.temperature != 1:
@@ -73,6 +77,17 @@ def probabilities(logits, sampling, seen=None):
         logits = logits.masked_fill(logits < kth_largest(logits, sampling.top_k), -math.inf)
     probs = logits.softmax(-1)
     return nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
+
+
+def kernels_for(tensor):
+    """The kernels, where there are some for such a tensor; else None."""
+    return kernels if tensor.device.type == "cpu" and tensor.dtype == torch.float32 else None
+
+
+@functools.cache
+def as_tensor(sampling):
+    """Temperature, top_k and top_p as float64 `[3]`, which a compiled graph can be given anew at each call."""
+    return torch.tensor([sampling.temperature, sampling.top_k, sampling.top_p], dtype=torch.float64)
 
 
 def kth_largest(logits, k):
@@ -128,12 +143,19 @@ def nucleus_above(probs, top_p, bound):
 
 
 def draw(probs, generator=None):
-    """One token index for each distribution of `probs[..., V]`; shape `[...]`.
+    """One token index for each distribution of `probs[..., V]`; shape `[...]`."""
+    return pick(probs, torch.rand(probs.shape[:-1], device=probs.device, generator=generator))
+
+
+def pick(probs, u):
+    """The token in whose share of `probs[..., V]` the number `u[...]` of [0, 1) lies, int64 `[...]`.
 
     Inverts the cumulative distribution at one uniform number a row: much cheaper than `torch.multinomial`, which draws
     V exponential numbers. A token of probability 0 is never drawn."""
+    if by := kernels_for(probs):
+        return by.pick(probs, u)
     cumulative = probs.cumsum(-1)
-    u = torch.rand(probs.shape[:-1] + (1,), device=probs.device, generator=generator) * cumulative[..., -1:]
+    u = u[..., None] * cumulative[..., -1:]
     return torch.searchsorted(cumulative, u, right=True)[..., 0].clamp_(max=probs.shape[-1] - 1)
 
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from utils import draw, residual
+from utils import draw, kernels_for, residual
 
 
 def token_rule(p, q, drafts, generator=None):
@@ -15,8 +15,11 @@ def token_rule(p, q, drafts, generator=None):
     Returns `accepted[B]`, how many drafts stand, and `token[B]`, the token after them: drawn from norm(max(0, p - q))
     at the first rejection, from p after the last draft when all stand. (With gamma 0 that is plain sampling.)
     """
-    p_x, q_x = (d[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
     u = torch.rand(drafts.shape, device=p.device, generator=generator)
+    if by := kernels_for(p):  # the same in one call
+        accepted, left = by.accept(p, q, drafts, u)
+        return accepted, draw(left, generator)
+    p_x, q_x = (d[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
     stands = (u * q_x < p_x) & (q_x > 0)  # with probability min(1, p / q)
     accepted = stands.long().cumprod(1).sum(1)
     # Past the last draft q is 0, and the residual there is p itself: the bonus token needs no case of its own.

@@ -1,5 +1,6 @@
 """Compiled forwards against eager ones, and what happens where nothing can be compiled."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,8 +11,9 @@ import torch
 from conftest import ROOT
 from test_specSampling import PROMPTS, near
 
-import nativeAttention
+import nativeKernels
 import packedLinear
+import utils
 from capturedForward import CapturedForward
 from contrastiveSampling import contrastiveSampling, specContrastiveSampling
 from drafters import CascadeDrafter, ModelDrafter
@@ -26,14 +28,19 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs for a 
 def models():
     """(eager target, compiled target, compiled draft); graphs for 1 and 5 tokens, and for 1 and 2."""
     try:
-        nativeAttention.library()
+        nativeKernels.load()
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no C++ compiler")
     torch._dynamo.utils.counters.clear()
     eager, target = helpers.tiny(), helpers.tiny()
     draft = near(eager, noise=0.1)
-    assert target.compile((1, 5)) > 0 and draft.compile((2, 5)) > 0
+    assert target.compile((1, 5), [(1, 1)]) > 0 and draft.compile((2, 5), [(2, 1), (2, 4)]) > 0
     return eager, target, draft
+
+
+@pytest.fixture(autouse=True)
+def kernels(models, monkeypatch):
+    monkeypatch.setattr(utils, "kernels", torch.ops.native)
 
 
 SAMPLERS = {
@@ -74,7 +81,7 @@ def test_logits_are_eagers_whatever_the_width_the_length_and_what_was_there_befo
 def test_as_many_graphs_as_widths_and_never_another(models):
     _, target, draft = models
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert made == 4
+    assert made == 7
     for maximum in (10, 40, 100):
         specSampling(PROMPTS[:1], target, ModelDrafter(draft), maximum, 4, Sampling(1, 0, 1))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
@@ -101,7 +108,13 @@ def test_attention_is_torchs(models, dtype, error, rows, heads, groups, n, size,
     keys, values = (torch.randn(rows, groups, reach + 20, size, generator=generator).to(dtype) for _ in range(2))
     mask = torch.rand(rows, 1, n, reach, generator=generator) < 0.7
     mask[..., 0] = True
-    found = nativeAttention.attend(query, keys, values, mask, 0.2).transpose(1, 2)
+    new = [torch.randn(rows, groups, n, size, generator=generator) for _ in range(2)]
+    slots = torch.stack([torch.randperm(reach, generator=generator)[:n] for _ in range(rows)])
+    wanted_caches = [kept.clone() for kept in (keys, values)]
+    for row, (kept, states) in itertools.product(range(rows), zip(wanted_caches, new)):
+        kept[row, :, slots[row]] = states[row].to(dtype)
+    found = torch.ops.native.attend(query, *new, slots, keys, values, mask, 0.2).transpose(1, 2)
+    assert torch.equal(keys, wanted_caches[0]) and torch.equal(values, wanted_caches[1])
     k, v = (x[:, :, :reach].float().repeat_interleave(heads // groups, 1) for x in (keys, values))
     wanted = torch.nn.functional.scaled_dot_product_attention(query, k, v, mask, scale=0.2)
     assert torch.allclose(found, wanted, atol=error, rtol=1e-4)
@@ -122,32 +135,35 @@ def test_a_packed_layer_multiplies_as_the_layer_did(dtype, tokens):
 
 def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    nativeAttention.library.cache_clear()
+    nativeKernels.load.cache_clear()
     eager, target = helpers.tiny(), helpers.tiny()
     assert target.compile((1,)) is None
     said = capsys.readouterr().err
-    nativeAttention.library.cache_clear()
+    nativeKernels.load.cache_clear()
     assert said.startswith("gpt_neox-0 stays eager") and said.count("\n") == 1
     assert regrSampling(PROMPTS, target, 20, GREEDY)[0] == regrSampling(PROMPTS, eager, 20, GREEDY)[0]
 
 
 def test_heads_without_a_kernel_stay_eager(models, monkeypatch, capsys):
-    monkeypatch.setattr(nativeAttention, "WIDTHS", (16,))
+    monkeypatch.setattr(nativeKernels, "WIDTHS", (16,))
     assert helpers.tiny().compile((1,)) is None and "heads" in capsys.readouterr().err
 
 
 def test_recorded_forwards_are_the_same_without_a_gpu():
     """The steps of a recording, copied inputs and filled-up blocks, run again where a GPU would replay them."""
     eager, target, draft = helpers.tiny(), helpers.tiny(), near(helpers.tiny(), noise=0.1)
-    for model, widths in ((target, (1, 5)), (draft, (2,))):
+    for model, widths, runs in ((target, (1, 5), [(1, 1)]), (draft, (2,), [(2, 4)])):
         model._graphs, model._reads_filled = CapturedForward(model.model, model.vocabulary), False
         for width in widths:
             model._graphs.add(1, width)
+        for width, count in runs:
+            model._graphs.add_run(1, width, count)
     for prompt in PROMPTS:
         wanted = regrSampling([prompt], eager, 40, GREEDY)[0]
         assert specSampling([prompt], target, ModelDrafter(draft), 40, 4, GREEDY)[0] == wanted
         assert regrSampling([prompt], target, 40, GREEDY)[0] == wanted
-    assert target._graphs.used > 100 and set(target._graphs._recordings) == {(1, 1), (1, 5)}
+    assert target._graphs.used > 100 and set(target._graphs._recordings) == {(1, 1), (1, 5), (1, 1, 1, GREEDY)}
+    assert set(draft._graphs._recordings) == {(1, 2, 4, GREEDY)}
 
 
 SCRIPT = """

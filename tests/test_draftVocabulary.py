@@ -19,8 +19,7 @@ from verification import block_rule, token_rule
 
 
 def restricted(draft, tokens):
-    model = RestrictedModel(draft, torch.tensor(tokens))
-    return ModelDrafter(model, model.tokens)
+    return ModelDrafter(RestrictedModel(draft, torch.tensor(tokens)))
 
 
 @pytest.mark.parametrize("family", helpers.FAMILIES)
@@ -34,8 +33,10 @@ def test_its_logits_are_the_drafts_and_the_draft_is_as_before(family):
     before, layer = draft.read_prompt(rows), draft.model.get_output_embeddings()
     weights = {name: weight.clone() for name, weight in draft.model.state_dict().items()}
     small = RestrictedModel(draft, tokens)
-    torch.testing.assert_close(small.read_prompt(rows), before[:, tokens], atol=1e-5, rtol=1e-5)
-    assert small.model.get_output_embeddings().out_features == 4
+    found = small.read_prompt(rows)
+    torch.testing.assert_close(found[:, tokens], before[:, tokens], atol=1e-5, rtol=1e-5)
+    assert (found > -torch.inf).sum(1).tolist() == [4, 4]
+    assert len(small.model.get_output_embeddings().weight) == 4
     assert small.model.get_input_embeddings() is draft.model.get_input_embeddings()
     assert draft.model.get_output_embeddings() is layer and torch.equal(draft.read_prompt(rows), before)
     assert all(torch.equal(weight, weights[name]) for name, weight in draft.model.state_dict().items())

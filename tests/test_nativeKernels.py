@@ -1,0 +1,89 @@
+"""The kernels of sampling and verification beside the torch code whose work they do: the same numbers from the same
+numbers. (Those of linear layers and attention: test_compiledForward.py.)"""
+
+import subprocess
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nativeKernels
+import utils
+from utils import GREEDY, Sampling, draw, pick, probabilities
+from verification import token_rule
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels():
+    try:
+        nativeKernels.load()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no C++ compiler")
+
+
+def both(work):
+    """What `work()` returns with the kernels, and without."""
+    utils.kernels = torch.ops.native
+    by_kernel, utils.kernels = work(), None
+    return by_kernel, work()
+
+
+SAMPLINGS = (Sampling(), Sampling(1.0, 0, 1.0), Sampling(0.7, 50, 0.95), Sampling(1.3, 7, 1.0), Sampling(0.2), GREEDY)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("shape", [(1, 61), (5, 4096), (2, 3, 700), (3, 50304)])
+def test_probabilities(sampling, shape):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(shape, generator=generator)
+    logits[..., 5] = -torch.inf
+    found, wanted = both(lambda: probabilities(logits, sampling))
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    assert torch.equal(found > 0, wanted > 0)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 200), st.sampled_from(SAMPLINGS))
+def test_probabilities_with_ties(seed, size, sampling):
+    """Few different values: what is as probable as the last token kept is kept too."""
+    logits = torch.randint(0, 4, (2, size), generator=torch.Generator().manual_seed(seed)).float()
+    found, wanted = both(lambda: probabilities(logits, Sampling(sampling.temperature, sampling.top_k, 1.0)))
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    found, _ = both(lambda: probabilities(logits, sampling))
+    for row, value in ((r, v) for r in range(2) for v in logits[r].unique()):
+        assert sampling == GREEDY or found[row][logits[row] == value].unique().numel() == 1
+
+
+def test_what_is_no_number_is_not_hidden():
+    utils.kernels = torch.ops.native
+    for wrong in torch.nan, torch.inf:
+        logits = torch.randn(2, 100)
+        logits[1, 3] = wrong
+        p = probabilities(logits, Sampling())
+        assert p[0].isfinite().all() and p[1].isnan().all()
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 65, 4096])
+def test_pick(size):
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(500, size, generator=generator) * (torch.rand(500, size, generator=generator) < 0.4)
+    p[:, -1] += p.sum(-1) == 0
+    u = torch.rand(500, generator=generator)
+    u[:3] = torch.tensor([0.0, 1 - 2**-24, 0.5])
+    found, wanted = both(lambda: pick(p, u))
+    assert (found == wanted).float().mean() > 0.99  # where u falls on a border rounding decides
+    assert (p.gather(1, found[:, None]) > 0).all()
+
+
+@given(st.integers(0, 10**6), st.integers(0, 4), st.integers(2, 40))
+def test_the_token_rule(seed, gamma, size):
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.rand(3, gamma + 1, size, generator=generator) ** 8
+    q = torch.rand(3, gamma, size, generator=generator) ** 3 + 1e-6
+    q = q / q.sum(-1, keepdim=True)
+    drafts = draw(q, generator)
+    q[1, gamma // 2 :] = 0  # fewer guesses than the others
+    q[2] = p[2, :gamma] = q[2]
+    p = p / p.sum(-1, keepdim=True)
+    found, wanted = both(lambda: token_rule(p, q, drafts, torch.Generator().manual_seed(5)))
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
