@@ -8,6 +8,7 @@ turn by turn. Written to benchmark.json and figures/benchmark.png, or benchmark-
 """
 
 import json
+import os
 import resource
 import shlex
 import sys
@@ -22,7 +23,7 @@ from benchmarkParts import LARGE, PROMPT, WIDTHS, growth, limits, parts
 from benchmarkPeers import SAMPLING, SHAPES, by_library, cache_free, random_model, synthetic, twin
 from benchmarkReport import ALPHAS, picture, tables
 from cachedModel import CachedModel
-from commandLine import Parser, as_command
+from commandLine import Parser, as_command, path, text, whole
 from drafters import ModelDrafter
 from hub import gigabytes
 from loading import (
@@ -31,9 +32,11 @@ from loading import (
     available_memory,
     check_tokenizers,
     default_pair,
+    find_model,
     load_model,
     load_tokenizer,
     model_version,
+    outline,
     pick_device,
     pick_dtype,
 )
@@ -47,7 +50,6 @@ from texts import load_corpora
 from utils import UserError
 from verification import token_rule
 
-LIMITS = {"gamma": 1, "maxLen": 1, "prompts": 1, "repeats": 1, "seed": 0}
 USUAL, USUAL_SHAPES = {"maxLen": 200, "prompts": 5, "repeats": 3}, {"maxLen": 40, "prompts": 2, "repeats": 2}
 
 
@@ -58,27 +60,29 @@ def parse(argv):
         description="Tokens per second beside transformers' own, "
         "time beside what memory allows, growth with the context, and what sampling takes.",
     )
-    parser.add_argument("--target", metavar="MODEL", help="the large model (default: as test.py)")
-    parser.add_argument("--draft", metavar="MODEL", help="the small model")
+    parser.add_argument("--target", type=text, metavar="MODEL", help="the large model (default: as test.py)")
+    parser.add_argument("--draft", type=text, metavar="MODEL", help="the small model")
     parser.add_argument(
-        "--shapes", metavar="TARGET,DRAFT", help="random weights in two of these shapes instead: " + ", ".join(SHAPES)
+        "--shapes",
+        type=text,
+        metavar="TARGET,DRAFT",
+        help="random weights in two of these shapes instead: " + ", ".join(SHAPES),
     )
-    parser.add_argument("--gamma", type=int, default=4, metavar="N", help="tokens guessed in a round (4)")
+    parser.add_argument("--gamma", type=whole(1, 1000), default=4, metavar="N", help="tokens guessed in a round (4)")
     for flag, value in USUAL.items():
-        parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"({value}; with --shapes {USUAL_SHAPES[flag]})")
+        parser.add_argument(
+            f"--{flag}", type=whole(1, 10_000), metavar="N", help=f"({value}; with --shapes {USUAL_SHAPES[flag]})"
+        )
     parser.add_argument("--dtype", choices=list(DTYPES), help="(bfloat16 where the device computes in it)")
-    parser.add_argument("--device", help="cpu, cuda ... (cuda if there is one)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--out", type=Path, default=HERE, metavar="FOLDER", help="(the project's folder)")
+    parser.add_argument("--device", type=text, help="cpu, cuda ... (cuda if there is one)")
+    parser.add_argument("--seed", type=whole(0, (1 << 62) - 1), default=0, metavar="N")
+    parser.add_argument("--out", type=path, default=HERE, metavar="FOLDER", help="(the project's folder)")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled forwards out")
     args = parser.parse_args(argv)
     for flag, value in (USUAL_SHAPES if args.shapes else USUAL).items():
         if getattr(args, flag) is None:
             setattr(args, flag, value)
-    for flag, least in LIMITS.items():
-        if not least <= getattr(args, flag) < 1 << 62:
-            raise UserError(f"--{flag} must be {least} or more, not {getattr(args, flag)}")
-    if not args.out.is_dir():
+    if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
     if args.shapes is not None:
         if args.target or args.draft:
@@ -99,6 +103,7 @@ def parse(argv):
 def load(args, dtype, device):
     """({role: CachedModel}, prompts): the pair, and token ids to continue."""
     roles, names = {"target": args.target, "draft": args.draft}, (args.target, args.draft)
+    most = max(args.maxLen, 1 + 3 * (args.gamma + 1))  # a round of accepted guesses is timed too (`seconds_a_round`)
     if args.shapes:
         count = sum(12 * layers * hidden**2 + 2 * 50304 * hidden for hidden, layers, _ in map(SHAPES.get, names))
         needed = count * DTYPES[dtype].itemsize * (1 if args.no_compile else 2) + 3 * LARGE
@@ -113,16 +118,16 @@ def load(args, dtype, device):
         }
         generator = torch.Generator().manual_seed(args.seed)
         prompts = torch.randint(50304, (args.prompts, PROMPT), generator=generator).tolist()
+        check_room(prompts, most, list(models.values()))
     else:
         tokenizer = load_tokenizer(args.target)
         check_tokenizers(tokenizer, load_tokenizer(args.draft), names)
-        models = {role: load_model(name, tokenizer, dtype, device) for role, name in roles.items()}
         pairs = zip(*(corpus.passages(500) for corpus in load_corpora("sample")))
         passages = [passage for pair in pairs for passage in pair]
         prompts = [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[: args.prompts]]
         args.prompts = len(prompts)  # no more than there are
-    # A round of accepted guesses is timed from here too (see `seconds_a_round`).
-    check_room(prompts, max(args.maxLen, 1 + 3 * (args.gamma + 1)), list(models.values()))
+        check_room(prompts, most, [outline(find_model(name), tokenizer) for name in names])
+        models = {role: load_model(name, tokenizer, dtype, device) for role, name in roles.items()}
     return models, prompts
 
 

@@ -12,6 +12,11 @@ from kvCache import SlotCache
 from utils import UserError
 
 
+def context_of(config):
+    """Tokens a model of this config may read."""
+    return getattr(config, "max_position_embeddings", None) or 1 << 30
+
+
 class CachedModel:
     """A causal language model whose cache is addressed by position.
 
@@ -28,7 +33,7 @@ class CachedModel:
         self.device = model.device
         self.dtype = model.dtype
         model.set_attn_implementation(attention.NAME)
-        self.context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+        self.context = context_of(model.config)
         self.forwards = 0
         self.parameters = sum(p.numel() for p in model.parameters())
         self._cache, self._shape = None, None

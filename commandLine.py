@@ -1,7 +1,9 @@
-"""What the scripts' command lines share: one line for whatever is wrong, and exit codes."""
+"""What the scripts' command lines share: what a flag's value may be, one line for whatever is wrong, and exit codes."""
 
 import argparse
+import re
 import sys
+from pathlib import Path
 
 from utils import UserError
 
@@ -13,15 +15,48 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
+def whole(least, most=10**9):
+    """The type of a flag that takes a whole number from `least` to `most`."""
+
+    def convert(given):  # int() would also take 1_000, the digits of other scripts, and numbers of any length
+        if not re.fullmatch("[+-]?[0-9]{1,30}", given) or not least <= int(given) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {given[:40]!r}")
+        return int(given)
+
+    return convert
+
+
+def number(least, most):
+    """The type of a flag that takes a number from `least` to `most`; nan is none."""
+
+    def convert(given):
+        decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", given)
+        if not decimal or not least <= float(given) <= most:
+            raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {given[:40]!r}")
+        return float(given)
+
+    return convert
+
+
+def text(given):
+    """The type of a flag that takes a name or a path: "" is what a shell makes of a variable that is not set."""
+    if not given:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return given
+
+
+def path(given):
+    return Path(text(given))
+
+
 def as_command(script, work, kept):
-    """Run `work()` and return the exit code: 0; 2 after one line for what stopped it; 130 after Ctrl-C, when `kept`
-    says what is not lost."""
+    """Run `work()` and return the exit code: what it returns, or 0; 2 after one line for what stopped it; 130 after
+    Ctrl-C, when `kept` says what is not lost."""
     try:
-        work()
+        return work() or 0
     except UserError as error:
         print(f"{script}: error:", *str(error).split(), file=sys.stderr)  # one line, whatever a file's name holds
         return 2
     except KeyboardInterrupt:
         print(f"\nInterrupted. {kept}", file=sys.stderr)
         return 130
-    return 0

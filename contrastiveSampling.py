@@ -22,8 +22,8 @@ class Contrast:
     """
 
     def __init__(self, expert, amateur, plausibility=0.1, temperature=1.0):
-        if not 0 < temperature < math.inf:
-            raise UserError(f"the amateur's temperature must be above 0, not {temperature}")
+        if not 1e-4 <= temperature < math.inf:  # below, logits divided by it overflow
+            raise UserError(f"the amateur's temperature must be at least 0.0001, not {temperature}")
         self.expert, self.amateur = expert, amateur
         self.plausibility, self.temperature = check_share("plausibility", plausibility), temperature
         self.vocabulary = min(expert.vocabulary, amateur.vocabulary)

@@ -17,7 +17,7 @@ from pathlib import Path
 from huggingface_hub import constants
 from tqdm import tqdm
 
-from commandLine import Parser, as_command
+from commandLine import Parser, as_command, text, whole
 from hub import (
     UNFINISHED,
     HubFile,
@@ -261,27 +261,34 @@ def show():
 
 
 def main(argv=None):
-    parser = Parser(prog="downloadData.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="wikitext, pg19 (default: both), or any with --from")
-    parser.add_argument("--books", type=int, default=10, metavar="N", help="books of PG-19 (10)")
-    parser.add_argument("--from", dest="source", metavar="PATH", help="a file or folder to install under NAME")
+    parser = Parser(
+        prog="downloadData.py",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "names", nargs="*", type=text, metavar="NAME", help="wikitext, pg19 (default: both), or any with --from"
+    )
+    parser.add_argument("--books", type=whole(1, 100_000), default=10, metavar="N", help="books of PG-19 (10)")
+    parser.add_argument(
+        "--from", dest="source", type=text, metavar="PATH", help="a file or folder to install under NAME"
+    )
     parser.add_argument("--offline", action="store_true", help="only verify what is there")
     parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
 
     def work():
         args = parser.parse_args(argv)
-        if args.books < 1:
-            raise UserError(f"--books must be 1 or more, not {args.books}")
+        wanted = args.names or ["wikitext", "pg19"]
+        if args.source and len(args.names) != 1:
+            raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
+        if not args.source and (unknown := [name for name in wanted if name not in ("wikitext", "pg19")]):
+            raise UserError(f"{unknown[0]!r} is neither wikitext nor pg19; other texts are installed with --from")
         if args.list:
             with file_errors():
                 return show()
         if args.source:
-            if len(args.names) != 1:
-                raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
             return install_from(args.names[0], args.source)
-        wanted = args.names or ["wikitext", "pg19"]
-        if unknown := [name for name in wanted if name not in ("wikitext", "pg19")]:
-            raise UserError(f"{unknown[0]!r} is neither wikitext nor pg19; other texts are installed with --from")
         offline = args.offline or constants.HF_HUB_OFFLINE
         if "wikitext" in wanted:
             download_wikitext(offline)

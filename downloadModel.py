@@ -18,7 +18,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from commandLine import Parser, as_command
+from commandLine import Parser, as_command, text
 from hub import (
     HUB_ID,
     MANIFEST,
@@ -215,9 +215,16 @@ def show():
 
 
 def main(argv=None):
-    parser = Parser(prog="downloadModel.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=PYTHIA, metavar="OWNER/NAME", help="hub ids (default: Pythia)")
-    parser.add_argument("--revision", help="branch, tag or commit (main)")
+    parser = Parser(
+        prog="downloadModel.py",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "models", nargs="*", type=text, default=PYTHIA, metavar="OWNER/NAME", help="hub ids (default: Pythia)"
+    )
+    parser.add_argument("--revision", type=text, help="branch, tag or commit (main)")
     parser.add_argument("--offline", action="store_true", help="only verify what is there")
     parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
 

@@ -12,7 +12,7 @@ import playback
 import PPL
 import settings
 import sweep
-from speed import measure
+from speed import digest, measure
 from utils import GREEDY
 from verification import RULES as VERIFICATIONS
 
@@ -46,7 +46,7 @@ def time_group(args, mode, names, models, prompts, tokenizer, device, append):
         }
         with tqdm(total=len(timed) * len(prompts) * repeats, desc=mode, disable=None, leave=False) as bar:
             for line in measure(timed, prompts, repeats, args.seed, device):
-                append(kind="speed", **shown, **line)
+                append(kind="speed", repeatable=methods.repeatable(line["method"], args), **shown, **line)
                 bar.update()
 
 
@@ -63,15 +63,19 @@ def measure_diversity(args, models, prompts, tokenizer, device, append):
     }
     with tqdm(total=sum(repeats.values()) * len(prompts), desc="diversity", disable=None, leave=False) as bar:
         for name, (sampler, shape) in runs.items():
-            each = []
+            each, written = [], []
             for repeat in range(repeats[name]):
                 generator = torch.Generator(device).manual_seed(args.seed + repeat)
                 texts, _ = sampler(prompts, max_len, shape, tokenizer.eos_token_id, generator)
+                written += texts
                 each += [diversity.figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
                 bar.update(len(prompts))
             append(
                 kind="diversity",
                 method=name,
+                repeatable=methods.repeatable(name, args),
+                input=digest(prompts),
+                sha256=digest(written),
                 prompts=len(prompts),
                 texts=len(each),
                 maxLen=max_len,
@@ -125,6 +129,7 @@ def measure_perplexity(models, texts, tokenizer, window, stride, append):
                 corpus=corpus.name,
                 texts=len(each),
                 tokens=sum(map(len, passages)),
+                input=digest(passages),
                 each=each,
                 ppl={role: math.fsum(e[role] for e in each) / len(each) for role in roles},
             )
@@ -142,6 +147,7 @@ def measure_perplexity(models, texts, tokenizer, window, stride, append):
             corpus=corpus.name,
             tokens=totals["target"].tokens,
             documents=len(documents),
+            input=digest(documents),
             window=window,
             stride=stride,
             ppl={role: {"token": t.token_ppl, "word": t.word_ppl, "byte": t.byte_ppl} for role, t in totals.items()},

@@ -6,6 +6,8 @@ Only safetensors are read, and no code that comes with a model is ever run.
 import hashlib
 import json
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -14,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from cachedModel import CachedModel
+from cachedModel import CachedModel, context_of
 from hub import MANIFEST, UNFINISHED, gigabytes, one_line, read_manifest
 from utils import UserError
 
@@ -89,16 +91,19 @@ def default_mid(pair):
 
 
 def pick_device(name=None):
-    """'cuda' where there is one, else 'cpu'; or the one asked for, if it can be had."""
+    """'cuda' where there is one, else 'cpu'; or the one asked for, if it can be had: no other kind of device is
+    synchronised where time is taken."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", name):
+        raise UserError(f"device {name!r} cannot be used: use --device cpu, cuda, or cuda:1 and so on")
+    if name != "cpu" and not torch.cuda.is_available():
         raise UserError(
             "CUDA was asked for, but torch finds no CUDA device; use --device cpu, or install a CUDA build "
             "of torch and a driver"
         )
     try:
-        torch.zeros(1, device=name).item()  # a "meta" tensor can be made but holds nothing
+        torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r} cannot be used ({one_line(error)}); use --device cpu") from None
     return name
@@ -169,6 +174,35 @@ def working_bytes(config, tokens):
     )
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What `rows.check_room` asks of a model, known before its weights are loaded."""
+
+    name: str
+    vocabulary: int
+    context: int
+
+
+def outline(folder, tokenizer):
+    """The `Outline` of the model in a folder."""
+    config = read_config(folder).get_text_config()
+    return Outline(folder.name, len(tokenizer), context_of(config))
+
+
+def read_config(folder):
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as for the weights, see `load_model`
+        raise UserError(unusable(folder, error)) from None
+
+
+def unusable(folder, error):
+    return (
+        f"{folder} cannot be loaded ({one_line(error)}); download it again, or use a causal language model that "
+        "transformers knows: code that comes with a model is never run"
+    )
+
+
 def load_model(name, tokenizer, dtype, device, tokens=1024):
     """A `CachedModel` of the folder `name` with its logits cut to the tokenizer's vocabulary.
 
@@ -176,11 +210,11 @@ def load_model(name, tokenizer, dtype, device, tokens=1024):
     reading `tokens` tokens.
     """
     folder, torch_dtype = find_model(name), DTYPES[dtype]
+    config = read_config(folder)
     weights, free = weight_bytes(folder, torch_dtype), available_memory(device)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config()
-        needed, size = weights + working_bytes(text, tokens), text.vocab_size
+        needed, size = weights + working_bytes(text, min(tokens, context_of(text))), text.vocab_size
         if needed > free:
             raise UserError(
                 f"{folder.name} needs about {gigabytes(needed)} in {dtype} and {device} has "
@@ -208,10 +242,7 @@ def load_model(name, tokenizer, dtype, device, tokens=1024):
             f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model"
         ) from None
     except Exception as error:  # a broken folder can raise nearly anything; a user should see none of it as a traceback
-        raise UserError(
-            f"{folder} cannot be loaded ({one_line(error)}); download it again, or use a causal language "
-            "model that transformers knows: code that comes with a model is never run"
-        ) from None
+        raise UserError(unusable(folder, error)) from None
     # The library would go on, with random weights or fewer layers. Buffers nobody asks for are common and harmless.
     wrong = (
         sorted(info["missing_keys"])

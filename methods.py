@@ -139,6 +139,12 @@ def check_roles(names, roles):
                 raise UserError(f"{name} needs a {role} model beside the target; name one with --{role}")
 
 
+def repeatable(name, settings):
+    """Whether flags and seed fix the tokens of that method: costAware's guesses follow the clock."""
+    rule = settings.draftLength if name in ("speculative", "speculativeContrastive") else name
+    return rule != "costAware"
+
+
 def build(names, models, settings, watch=lambda drafter: drafter):
     """{name: sampler}."""
     return {name: METHODS[name].make(models, settings, watch) for name in names}

@@ -4,13 +4,14 @@ python plots.py        draws figures/rounds.png: the first rounds of a real cont
 """
 
 import argparse
+import os
 import sys
-from pathlib import Path
 
 import matplotlib
 import numpy as np
 import torch
 
+from commandLine import Parser, as_command, number, path, text, whole
 from drafters import ModelDrafter
 from loading import HERE, check_tokenizers, default_pair, load_model, load_tokenizer
 from playback import Trace, Watched, pieces_of
@@ -56,8 +57,8 @@ def draw_rounds(prompt, rounds, path):
     for y, kinds in enumerate(rounds):
         axes.text(0, y, f"round {y}" if y else "prompt read", fontsize=8, color="#777777", va="center")
         x = 11
-        for text, kind in ((text, kind) for kind, pieces in zip(COLOURS, kinds) for text in pieces):
-            shown = text.replace("\n", "\u21b5").replace(" ", "\u2423")
+        for piece, kind in ((piece, kind) for kind, pieces in zip(COLOURS, kinds) for piece in pieces):
+            shown = piece.replace("\n", "\u21b5").replace(" ", "\u2423")
             axes.text(
                 x,
                 y,
@@ -142,31 +143,34 @@ def draw_sweep(lines, path):
     return path
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    pair = default_pair()
-    parser.add_argument("--target", default=pair[0])
-    parser.add_argument("--draft", default=pair[1])
-    parser.add_argument("--prompt", default="The old man closed the door behind him, and")
-    parser.add_argument("--gamma", type=int, default=4)
-    parser.add_argument("--temperature", type=float, default=0.85)
-    parser.add_argument("--maxLen", type=int, default=36)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=HERE / "figures" / "rounds.png")
-    args = parser.parse_args()
-    tokenizer = load_tokenizer(args.target)
-    check_tokenizers(tokenizer, load_tokenizer(args.draft))
-    target, draft = (load_model(name, tokenizer, "float32", "cpu") for name in (args.target, args.draft))
-    rounds = rounds_of(
-        args.prompt, target, draft, tokenizer, args.gamma, Sampling(args.temperature), args.maxLen, args.seed
+def main(argv=None):
+    parser = Parser(
+        prog="plots.py", allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    draw_rounds(args.prompt, rounds, args.out)
-    print(f"Written to {args.out}")
+    pair = default_pair()
+    parser.add_argument("--target", type=text, default=pair[0])
+    parser.add_argument("--draft", type=text, default=pair[1])
+    parser.add_argument("--prompt", type=text, default="The old man closed the door behind him, and")
+    parser.add_argument("--gamma", type=whole(1, 1000), default=4)
+    parser.add_argument("--temperature", type=number(0, 1000), default=0.85)
+    parser.add_argument("--maxLen", type=whole(1), default=36)
+    parser.add_argument("--seed", type=whole(0, (1 << 62) - 1), default=0)
+    parser.add_argument("--out", type=path, default=HERE / "figures" / "rounds.png")
+
+    def work():
+        args = parser.parse_args(argv)
+        sampling = Sampling(args.temperature)
+        if args.out.suffix != ".png" or not os.path.isdir(os.path.dirname(os.path.abspath(args.out))):
+            raise UserError(f"--out {args.out} must name a .png file in a folder that exists")
+        tokenizer = load_tokenizer(args.target)
+        check_tokenizers(tokenizer, load_tokenizer(args.draft))
+        target, draft = (load_model(name, tokenizer, "float32", "cpu") for name in (args.target, args.draft))
+        rounds = rounds_of(args.prompt, target, draft, tokenizer, args.gamma, sampling, args.maxLen, args.seed)
+        draw_rounds(args.prompt, rounds, args.out)
+        print(f"Written to {args.out}")
+
+    return as_command("plots.py", work, "Nothing was written.")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"plots.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main())

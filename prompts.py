@@ -6,6 +6,12 @@ from utils import UserError
 CHARACTERS = 16  # of text kept for each token of a prompt: far more than any text needs
 
 
+def check_passages(corpora, args):
+    """Raise UserError where no text is long enough."""
+    if not any(corpus.passages(args.sentenceLimit) for corpus in corpora):
+        raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
+
+
 def read_prompts(args):
     """The texts given by flag to be continued."""
     if args.prompt is not None:
@@ -35,18 +41,17 @@ def encode(texts, tokenizer, args):
     ]
 
 
-def choose_prompts(args, tokenizer, corpora, given):
+def choose_prompts(args, tokenizer, corpora, given, context):
     """Token ids of the prompts, {length: prompts}: those given, or for each `promptLen` the text from the first
-    passages of each corpus in turn on, cut to that length. Where too few go on for so long, the longest others."""
+    passages of each corpus in turn on, cut to that length (or to `context`, which is refused where it is looked at: a
+    book is not tokenized from each of its paragraphs on). Where too few go on for so long, the longest others."""
     if given:
         prompts = encode(given, tokenizer, args)
         return {max(map(len, prompts)): prompts}
     prompts = {}
-    for length in args.promptLen:
+    for length in sorted({min(length, context) for length in args.promptLen}):
         passages = [corpus.passages(args.sentenceLimit, CHARACTERS * length) for corpus in corpora]
         in_turn = [p[i] for i in range(max(map(len, passages))) for p in passages if i < len(p)]
-        if not in_turn:
-            raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
         whole, shorter = [], []
         for text in in_turn:
             ids = tokenizer(text, verbose=False)["input_ids"][:length]
@@ -57,7 +62,6 @@ def choose_prompts(args, tokenizer, corpora, given):
     return prompts
 
 
-def tokenize(passages, tokenizer, models):
-    """Token ids of each passage, cut to the models' context."""
-    context = min(model.context for model in models.values())
+def tokenize(passages, tokenizer, context):
+    """Token ids of each passage, cut to `context` tokens."""
     return [ids[:context] for ids in (tokenizer(text, verbose=False)["input_ids"] for text in passages) if len(ids) > 1]

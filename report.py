@@ -187,6 +187,8 @@ def sweep_tables(run, measurements, costs):
     """One table a temperature, and the alpha and the costs that theory was given."""
     for cost in costs:
         chosen = [m for m in measurements if m["temperature"] == cost["temperature"]]
+        if "target" not in {m["method"] for m in chosen}:  # the run was stopped before it
+            continue
         found = predict(chosen, cost)
         table = grid(
             "Speed over gamma: " + titled(run, chosen),

@@ -63,9 +63,9 @@ class Results:
                 runs[record["run"]][1].append(record)
         return list(runs.values())
 
-    def measurements(self, run):
-        """The measurements of one run so far."""
-        return next(lines for record, lines in self.runs() if record["run"] == run)
+    def run(self, name):
+        """(record, measurements so far) of one run."""
+        return next(run for run in self.runs() if run[0]["run"] == name)
 
     def render(self):
         """Write `results.txt` from all records, newest run first."""

@@ -7,24 +7,8 @@ import methods
 from draftLength import RULES as DRAFT_LENGTHS
 from flags import parser
 from loading import default_mid, default_pair
-from utils import Sampling, UserError, check_share
+from utils import Sampling, UserError
 
-LIMITS = {
-    "maxLen": 1,
-    "gamma": 1,
-    "gamma1": 1,
-    "gamma2": 1,
-    "ngram": 1,
-    "draftVocab": 1,
-    "sentences": 1,
-    "sentenceLimit": 1,
-    "books": 1,
-    "repeats": 1,
-    "promptLen": 1,
-    "window": 2,
-    "stride": 1,
-    "seed": 0,
-}
 # What each mode that times or generates compares, and how many new tokens are its default.
 GROUPS = {
     "speed": ("draft", "target", "speculative"),
@@ -43,11 +27,19 @@ SAMPLING = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's nai
 def parse(argv):
     """The flags as a namespace, with the models' names filled in. Raises UserError for what cannot be right."""
     args = parser().parse_args(argv)
+    if args.rerun:
+        usual = vars(parser().parse_args([]))
+        for name, value in vars(args).items():
+            if name not in ("rerun", "out") and value != usual[name]:
+                raise UserError(f"--rerun takes its flags from the run; leave out --{name}")
     check_numbers(args)
     check_prompts(args)
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
+    if args.rerun:
+        return args
     args.promptLen = sorted(set(args.promptLen))
+    args.temperature = args.temperature and list(dict.fromkeys(args.temperature))
     if not any(getattr(args, mode) for mode in MODES):  # none is asked for: the two, but for one that is switched off
         args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
         if args.draft == "lookup" or args.draftVocab:
@@ -57,9 +49,11 @@ def parse(argv):
     name_models(args)
     groups_of(args)
     if played(args):
-        for mode in "ppl", "compare", "sweep", "diversity":
+        for mode in "speed", "ppl", "compare", "sweep", "diversity":
             if getattr(args, mode):
                 raise UserError(f"--show and --html play one text and measure nothing; leave out --{mode}")
+        if args.speedNew + args.speedMulti + args.contrastive > 1:
+            raise UserError("--show and --html play one method: of --speedNew, --speedMulti and --contrastive give one")
     if args.draft == "lookup" and args.ppl:
         raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
     if args.draftVocab:
@@ -68,19 +62,8 @@ def parse(argv):
 
 
 def check_numbers(args):
-    for flag, least in LIMITS.items():
-        value = getattr(args, flag)
-        for each in value if isinstance(value, list) else [least if value is None else value]:
-            if each < least:
-                raise UserError(f"--{flag} must be {least} or more, not {each}")
-    if args.seed >= 1 << 62:
-        raise UserError("--seed must be less than 2**62")
     if args.stride >= args.window:
         raise UserError(f"--stride ({args.stride}) must be less than --window ({args.window})")
-    for flag in "draftThreshold", "targetThreshold", "plausibility":
-        check_share(f"--{flag}", getattr(args, flag))
-    if not 0 < args.amateurTemperature < float("inf"):
-        raise UserError(f"--amateurTemperature must be above 0, not {args.amateurTemperature}")
     Sampling(args.contrastiveTemperature)
     if args.temperature and len(args.temperature) > 1 and not args.sweep:
         raise UserError("several temperatures are for --sweep; give one")

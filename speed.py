@@ -31,6 +31,11 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
+def digest(tokens):
+    """16 hexadecimal digits that stand for token ids, or for texts."""
+    return hashlib.sha256(repr(tokens).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
 def measure(methods, prompts, repeats, seed, device, warm_up=2):
     """Time every method on every prompt, `repeats` times, interleaved (A B C A B C ...).
 
@@ -66,7 +71,8 @@ def measure(methods, prompts, repeats, seed, device, warm_up=2):
                         "drafted": sum(record.drafted),
                         "accepted": sum(record.accepted),
                         "acceptance_by_position": record.acceptance_by_position,
-                        "sha256": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
+                        "input": digest(prompt),
+                        "sha256": digest(tokens),
                     }
     finally:
         gc.unfreeze()
@@ -89,9 +95,9 @@ def interval(values, statistic=np.median, seed=0):
 
 
 def paired_ratios(measurements, method, baseline, figure="throughput"):
-    """`method`'s figure over `baseline`'s for each prompt and repeat that both have."""
+    """`method`'s figure over `baseline`'s for each prompt and repeat that both have (a single token has no TPOT)."""
     tables = [
-        {(m["prompt"], m["repeat"]): m[figure] for m in measurements if m["method"] == name}
+        {(m["prompt"], m["repeat"]): m[figure] for m in measurements if m["method"] == name and m[figure] is not None}
         for name in (method, baseline)
     ]
     return [tables[0][key] / tables[1][key] for key in tables[0] if key in tables[1]]

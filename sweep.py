@@ -10,7 +10,7 @@ import theory
 from draftLength import Fixed
 from methods import loop
 from specSampling import specSampling
-from speed import paired_ratios, quiet, summarize
+from speed import interval, paired_ratios, quiet, summarize
 from utils import probabilities, seen_after
 
 GAMMAS = range(1, 11)
@@ -70,12 +70,12 @@ def predict(lines, costs):
     """One row for each gamma: the measured figures of `speed.summarize` and, beside them, "paper": the improvement of
     the paper's theorem 3.8; "theory": the same with the measured cost of scoring. Of the lines of one temperature."""
     rows = {row["method"]: row for row in summarize(lines)}
-    c = float(np.median(paired_ratios(lines, "draft", "target", "tpot"))) if "draft" in rows else 0.0  # lookup is free
+    c = interval(paired_ratios(lines, "draft", "target", "tpot"))[0] if "draft" in rows else 0.0  # lookup is free
     counts = [pair for m in lines if m["method"].startswith("gamma") for pair in m["acceptance_by_position"]]
-    tested, passed = (sum(column) for column in zip(*counts))
+    tested, passed = (sum(column) for column in zip(*counts or [(0, 0)]))
     alpha = passed / tested if tested else float("nan")
     found = []
-    for gamma in GAMMAS:
+    for gamma in (gamma for gamma in GAMMAS if f"gamma {gamma}" in rows):  # all, but in a run that was stopped
         row = rows[f"gamma {gamma}"]
         found.append(
             row

@@ -1,6 +1,7 @@
 """Speculative decoding, measured: speed (TTFT, TPOT, throughput), perplexity, and every decoding method side by side.
 Results go to results.txt. `python test.py --help` lists the flags, README.md explains them."""
 
+import os
 import shlex
 import sys
 import time
@@ -14,15 +15,25 @@ import diversity
 import methods
 import plots
 import report
+import rerun
 import results
 import settings
 from commandLine import as_command
 from downloadModel import is_hub_id, on_first_use
 from draftVocabulary import RestrictedModel, most_frequent
 from experiments import measure_diversity, measure_perplexity, play, time_group
-from loading import check_tokenizers, find_model, load_model, load_tokenizer, model_version, pick_device, pick_dtype
+from loading import (
+    check_tokenizers,
+    find_model,
+    load_model,
+    load_tokenizer,
+    model_version,
+    outline,
+    pick_device,
+    pick_dtype,
+)
 from machine import machine
-from prompts import choose_prompts, encode, read_prompts, tokenize
+from prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
 from rows import check_room
 from texts import load_corpora
 from utils import UserError
@@ -33,7 +44,10 @@ def main(argv=None):
 
     def work():
         try:
-            run(settings.parse(argv), argv)
+            args = settings.parse(argv)
+            if args.rerun:
+                return run_again(args, argv)
+            run(args, argv)
         except torch.OutOfMemoryError:
             raise UserError(
                 "the device ran out of memory; use a smaller --dtype, --maxLen or --window. What was measured is kept."
@@ -42,22 +56,47 @@ def main(argv=None):
     return as_command("test.py", work, "What was measured is kept in results.txt.")
 
 
-def run(args, argv):
-    """Load the models, measure what was asked for, and write the results."""
+def run_again(args, argv):
+    """Run what a record says, and compare. Returns the exit code: 1 where something differs."""
+    store = results.Results(args.out)
+    earlier, lines = rerun.choose(store, args.rerun)
+    folder = os.path.abspath(args.out)
+    if os.path.isdir(earlier.get("folder", "")):
+        os.chdir(earlier["folder"])  # relative paths among its flags start there
+    name = run(settings.parse(rerun.arguments(earlier, folder)), argv, earlier)
+    sentences, same = rerun.compare(earlier, lines, *results.Results(folder).run(name))
+    print(*sentences, sep="\n")
+    return 0 if same else 1
+
+
+def run(args, argv, earlier=None):
+    """Load the models, measure what was asked for, and write the results. earlier: the record of the run that this one
+    repeats. Returns the new run's name (None where a text was played)."""
     device = pick_device(args.device)
     dtypes = {"speed": args.dtype or pick_dtype(device), "texts": args.dtype or "float32"}
     groups, played = settings.groups_of(args), settings.played(args)
     timing = [mode for mode in groups if mode != "diversity"]
     from_corpora = args.prompt is None and args.question is None and args.promptFile is None
     corpora = load_corpora(args.dataset, args.books) if args.ppl or (from_corpora and (timing or played)) else []
+    if corpora:
+        check_passages(corpora, args)
     given = None if from_corpora else read_prompts(args)
     folders = find_models(args, groups, played)
     tokenizer = load_tokenizer(folders["target"])
     for folder in folders.values():
         check_tokenizers(tokenizer, load_tokenizer(folder), (folders["target"].name, folder.name))
-    prompts = choose_prompts(args, tokenizer, corpora, given) if timing or played else {}
+    outlines = [outline(folder, tokenizer) for folder in folders.values()]
+    context = min(each.context for each in outlines)
+    prompts = choose_prompts(args, tokenizer, corpora, given, context) if timing or played else {}
     article = encode(given or diversity.PROMPTS, tokenizer, args) if "diversity" in groups else []
     room = {mode: article if mode == "diversity" else sum(prompts.values(), []) for mode in (*groups, *played)}
+    for mode, each in room.items():
+        check_room(each, settings.max_len(args, mode), outlines)
+    texts = [
+        (c, tokenize(c.passages(args.sentenceLimit)[: args.sentences], tokenizer, context)) for c in corpora if args.ppl
+    ]
+    if args.ppl and not any(passages for _, passages in texts):
+        raise UserError(f"no text of {args.dataset} has two tokens; raise --sentenceLimit")
     tokens = max(
         [settings.max_len(args, mode) + max(map(len, each)) for mode, each in room.items()]
         + [args.window] * bool(args.ppl)
@@ -70,35 +109,33 @@ def run(args, argv):
 
     texts_too = "diversity" in groups or args.ppl
     models = load(dtypes["speed" if timing or played else "texts"])
-    for mode, each in room.items():
-        check_room(each, settings.max_len(args, mode), list(models.values()))
-    texts = [
-        (c, tokenize(c.passages(args.sentenceLimit)[: args.sentences], tokenizer, models)) for c in corpora if args.ppl
-    ]
-    if args.ppl and not any(passages for _, passages in texts):
-        raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
     if args.compile and (timing or played):  # after all that may be refused
         compile_models(models, settings.graphs(args, {name for names in (*groups.values(), played) for name in names}))
     if played:
         play(args, models, next(iter(prompts.values()))[0], tokenizer, device, played[0])
-        return
+        return None
 
     store = results.Results(args.out)
     name = uuid.uuid4().hex[:8]
     kept = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    store.append(
-        kind="run",
-        run=name,
-        time=time.strftime("%Y-%m-%d %H:%M:%S"),
-        command=shlex.join(argv),
-        flags=kept,
-        device=device,
-        machine=machine(device),
-        models={
+    record = {
+        "kind": "run",
+        "run": name,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join(argv),
+        "folder": os.getcwd(),
+        "flags": kept,
+        "device": device,
+        "machine": machine(device),
+        "models": {
             role: {"name": folder.name, "version": model_version(folder), "parameters": models[role].parameters}
             for role, folder in folders.items()
         },
-    )
+    }
+    if earlier:
+        for line in rerun.changes(earlier, record):
+            print(line)
+    store.append(**record)
 
     def append(**line):
         store.append(run=name, **line)
@@ -118,7 +155,7 @@ def run(args, argv):
                 )
         if "sweep" in groups:
             figure = plots.draw_sweep(
-                [line for line in store.measurements(name) if line.get("mode") == "sweep"],
+                [line for line in store.run(name)[1] if line.get("mode") == "sweep"],
                 args.out / "figures" / f"sweep-{name}.png",
             )
             append(kind="figure", of="sweep", file=f"figures/{figure.name}")
@@ -131,7 +168,7 @@ def run(args, argv):
                 args, models, article, tokenizer, device, lambda **line: append(dtype=dtypes["texts"], **line)
             )
         if args.ppl:
-            window = min(args.window, *(model.context for model in models.values()))
+            window = min(args.window, context)
             measure_perplexity(
                 models,
                 texts,
@@ -145,8 +182,9 @@ def run(args, argv):
         try:
             store.render()
         finally:  # the screen needs no room on a disk
-            report.show(*next(r for r in store.runs() if r[0]["run"] == name))
+            report.show(*store.run(name))
     print(f"Written to {store.text.name} (every measurement: {store.lines.name}).")
+    return name
 
 
 def compile_models(models, graphs):

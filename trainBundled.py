@@ -10,6 +10,7 @@ rewards is agreement with the target.
 
 import argparse
 import math
+import os
 import random
 import re
 import sys
@@ -24,7 +25,11 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from cachedModel import CachedModel
+from commandLine import Parser, as_command, number, path, text, whole
+from loading import find_model, pick_device
 from PPL import calculate_ppl_corpus
+from texts import read
+from utils import UserError
 
 VOCABULARY = 4096
 END_OF_TEXT = "<|endoftext|>"
@@ -57,9 +62,11 @@ def read_texts(path):
     A WikiText file is split at its article headings. Its word-level split marks rare words `<unk>`: they are dropped,
     as no real text holds them."""
     path, _, times = str(path).partition(":")
+    if not re.fullmatch("([1-9][0-9]?)?", times):
+        raise UserError(f"--texts {path}:{times}: a text is counted 1 to 99 times")
     documents = []
-    for file in sorted(Path(path).rglob("*.txt")) if Path(path).is_dir() else [Path(path)]:
-        text = file.read_text(encoding="utf-8")
+    for file in sorted(Path(path).rglob("*.txt")) if os.path.isdir(path) else [Path(path)]:
+        text = read(file)
         if re.search(r"^ = [^=].* = $", text, re.M):
             text = re.sub(r" ?<unk>", "", re.sub(r"^ *\n", "", text, flags=re.M))
             documents += re.split(r"^(?= = [^=].* = $)", text, flags=re.M)
@@ -179,35 +186,70 @@ def train(model, tokens, stage, minutes=math.inf, teacher=None, device="cpu", se
     return steps, seen, float(np.mean(losses[-max(1, steps // 20) :]))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--texts", nargs="+", required=True, help="files or folders to train on; PATH:3 counts it three times"
+def parse(argv):
+    parser = Parser(
+        prog="trainBundled.py",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--heldout", nargs="*", default=[], help="texts whose perplexity is printed")
+    parser.add_argument(
+        "--texts",
+        nargs="+",
+        type=text,
+        required=True,
+        help="files or folders to train on; PATH:3 counts it three times",
+    )
+    parser.add_argument("--heldout", nargs="*", type=path, default=[], help="texts whose perplexity is printed")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which to train")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="at most this long for each stage of a model")
-    parser.add_argument("--tokens", type=int, help="at most this many tokens for each stage of a model")
-    parser.add_argument("--stage", type=int, default=1, help="start at this stage, from the weights in --out")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "models")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    folders = {name: args.out / f"bundled-{name}" for name in MODELS}
+    parser.add_argument(
+        "--minutes", type=number(0.01, 10**6), default=math.inf, help="at most this long for each stage of a model"
+    )
+    parser.add_argument("--tokens", type=whole(1), help="at most this many tokens for each stage of a model")
+    parser.add_argument("--stage", type=whole(1, 3), default=1, help="start at this stage, from the weights in --out")
+    parser.add_argument("--out", type=path, default=Path(__file__).parent / "models")
+    parser.add_argument("--device", type=text, help="(cuda if there is one)")
+    parser.add_argument("--seed", type=whole(0, 10**9), default=0)
+    args = parser.parse_args(argv)
+    if not os.path.isdir(args.out):
+        raise UserError(f"--out {args.out} is not a folder")
+    for name in args.models:
+        *_, teacher, stages = MODELS[name]
+        if args.stage > len(stages):
+            raise UserError(f"bundled-{name} has no stage {args.stage}, the last is {len(stages)}")
+        if args.stage > 1:
+            find_model(str(folder_of(args, name)))
+        if teacher and teacher not in args.models:
+            find_model(str(folder_of(args, teacher)))
+    args.device = pick_device(args.device)
+    return args
+
+
+def folder_of(args, name):
+    return Path(os.path.abspath(args.out)) / f"bundled-{name}"
+
+
+def run(args):
+    folders = {name: folder_of(args, name) for name in MODELS}
     documents = [document for path in args.texts for document in read_texts(path)]
+    heldout_texts = {file: read(file) for file in args.heldout}
+    if not documents:
+        raise UserError("the --texts hold no text; name others")
 
     if not (folders["target"] / "tokenizer.json").exists():
         train_tokenizer(sorted(set(documents)), folders["target"])
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folders["target"])
     tokens = encode(tokenizer, documents)
     print(f"{len(documents)} documents, {sum(map(len, documents)):,} characters, {len(tokens):,} tokens", flush=True)
+    if len(tokens) <= 2 * CONTEXT:
+        raise UserError(f"the --texts hold {len(tokens)} tokens, and rows of {CONTEXT} are cut from them; give more")
 
     for name in args.models:
         layers, width, teacher_name, stages = MODELS[name]
         torch.manual_seed(args.seed)
         model = new_model(layers, width) if args.stage == 1 else load(folders[name])
         teacher = teacher_name and load(folders[teacher_name]).eval().to(args.device)
-        for number, (budget, *how) in list(enumerate(stages, 1))[args.stage - 1 :]:
+        for turn, (budget, *how) in list(enumerate(stages, 1))[args.stage - 1 :]:
             stage = (min(budget, args.tokens or budget), *how)
             steps, seen, loss = train(
                 model,
@@ -216,11 +258,11 @@ def main():
                 args.minutes,
                 teacher,
                 args.device,
-                args.seed + number - 1,
-                f"bundled-{name}, stage {number}",
+                args.seed + turn - 1,
+                f"bundled-{name}, stage {turn}",
             )
             print(
-                f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, stage {number}: "
+                f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, stage {turn}: "
                 f"{steps:,} steps, {seen:,} tokens, loss {loss:.4f}",
                 flush=True,
             )
@@ -228,15 +270,17 @@ def main():
             model.save_pretrained(folders[name])
             tokenizer.save_pretrained(folders[name])
             model = model.float().eval()
-        for path in args.heldout:
-            text = Path(path).read_text(encoding="utf-8")
-            heldout = calculate_ppl_corpus(text, tokenizer, CachedModel(model))["target"]
+        for file, words in heldout_texts.items():
+            heldout = calculate_ppl_corpus(words, tokenizer, CachedModel(model))["target"]
             print(
-                f"  perplexity on {Path(path).name}: {heldout.token_ppl:.3f} per token, "
-                f"{heldout.word_ppl:.2f} per word",
+                f"  perplexity on {file.name}: {heldout.token_ppl:.3f} per token, {heldout.word_ppl:.2f} per word",
                 flush=True,
             )
 
 
+def main(argv=None):
+    return as_command("trainBundled.py", lambda: run(parse(argv)), "The stages that ended are kept.")
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,5 @@
 """Training writes models that load, and reads texts as it says."""
 
-import sys
-
 import pytest
 import torch
 
@@ -22,7 +20,6 @@ def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, c
     )
     sample = DATASETS / "sample"
     command = [
-        "trainBundled.py",
         "--texts",
         sample / "articles.raw",
         sample,
@@ -38,8 +35,7 @@ def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, c
         "--device",
         "cpu",
     ]
-    monkeypatch.setattr(sys, "argv", list(map(str, command)))
-    trainBundled.main()
+    assert trainBundled.main(list(map(str, command))) == 0
     printed = capsys.readouterr().out
     assert printed.count("perplexity on narrative.txt") == 2 and "bundled-draft" in printed
     tokenizer = load_tokenizer(tmp_path / "bundled-target")

@@ -1,0 +1,340 @@
+"""Every flag of every script, given what it cannot be: one line, exit code 2; nothing loaded, fetched or written."""
+
+import contextlib
+import importlib
+import io
+import itertools
+import operator
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commandLine import Parser
+from draftLength import RULES as DRAFT_LENGTHS
+from loading import DTYPES
+
+# Wrong for every flag that takes a number, or one of several words.
+SCRIBBLE = [
+    "",
+    " ",
+    "x",
+    "-",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "\u0663",
+    "\uff11",
+    "1_0",
+    "0x10",
+    "1 2",
+    "1,5",
+    "None",
+    "\udcff",
+]
+SCRIBBLE += ["9" * 5000, "-" + "9" * 5000, "\ud83d\ude00", "two\nlines", "{}", "%s", "'", "1;", "\u2212\u0031"]
+
+
+words = st.text(st.characters(exclude_characters="\0"), max_size=8).filter(lambda word: word[:2] not in ("-h", "--"))
+
+
+class Whole:
+    """A whole number from `least` to `most`: what is right, what is wrong, and a strategy of more that is."""
+
+    def __init__(self, least, most=10**9, more=()):
+        self.right = [str(least), str(most), "+" + str(least), "00" + str(most)]
+        self.wrong = [*SCRIBBLE, "1.5", "1e3", str(least - 1), str(most + 1), str(2**63), str(10**30), str(-(10**30))]
+        self.wrong += more
+        numbers = st.integers(max_value=least - 1) | st.integers(min_value=most + 1) | st.floats()
+        self.drawn = numbers.map(str) | words.filter(lambda word: not word.strip("+-").isdecimal())
+
+
+class Number:
+    """A number from `least` to `most`, nan being none."""
+
+    def __init__(self, least, most, more=()):
+        self.right = [repr(least or 0.0), str(most), f"{most:e}"]
+        self.wrong = [*SCRIBBLE, "1e", "e1", ".", "infinity", repr(most * 1.001), str(10**400), "-0.001", "-1", *more]
+        numbers = st.floats().filter(lambda value: not least <= value <= most)
+        self.drawn = numbers.map(str) | words.filter(lambda word: not any(c.isdecimal() for c in word))
+
+
+class Name:
+    """A name or a path. wrong: those known to be; alone: wrong unless other flags are given."""
+
+    def __init__(self, right=("x",), wrong=(), alone=()):
+        self.right, self.wrong = right, ["", *wrong, *alone]
+        self.drawn = st.sampled_from(["", *wrong])
+
+
+class Choice(Name):
+    def __init__(self, *right):
+        super().__init__(right, ["x", right[0] + " ", right[0].upper() + "X", "\u0660", *SCRIBBLE])
+
+
+class Switch:
+    """Takes no value."""
+
+    right, wrong = (), ["=", "=1", "=x"]
+    drawn = st.sampled_from(wrong)
+
+
+SEED = Whole(0, 2**62 - 1)
+LENGTH = Whole(1, 1000)
+DEVICE = Name(
+    ["cpu"], ["gpu", "cpu:1", "cpu:x", "meta", "hpu", "privateuseone", "cuda:x", "cuda:\u0663", "CPU", "\udcff"]
+)
+OUT = Name(["."], ["nowhere", __file__, "\udcff", "x" * 5000])
+COUNT = Whole(1)
+
+TABLES = {
+    "test": {
+        "--speed": Choice("0", "1"),
+        "--ppl": Choice("0", "1"),
+        "--speedNew": Switch,
+        "--speedMulti": Switch,
+        "--contrastive": Switch,
+        "--compare": Name(["all", "block, target"], ["blok", "target,,block", "all,x", "block;", ","], ["cascade"]),
+        "--sweep": Switch,
+        "--diversity": Switch,
+        "--show": Switch,
+        "--rerun": Name(wrong=["0", "1", "x", "\u0661", "9" * 5000, "\udcff"]),
+        "--html": Name(["page.html"], ["nowhere/page.html", "."]),
+        "--target": Name(),
+        "--draft": Name(),
+        "--mid": Name(),
+        "--offline": Switch,
+        "--dtype": Choice(*DTYPES),
+        "--compile": Switch,
+        "--device": DEVICE,
+        "--gamma": LENGTH,
+        "--draftLength": Choice(*DRAFT_LENGTHS),
+        "--draftThreshold": Number(0, 1),
+        "--targetThreshold": Number(0, 1),
+        "--verification": Choice("token", "block"),
+        "--gamma1": LENGTH,
+        "--gamma2": LENGTH,
+        "--ngram": COUNT,
+        "--draftVocab": COUNT,
+        "--plausibility": Number(0, 1),
+        "--amateurTemperature": Number(1e-4, 1000, ["0", "1e-5", "1e-300"]),
+        "--contrastiveTemperature": Number(0, 1000, ["1e-5", "1e-300"]),
+        "--maxLen": COUNT,
+        "--temperature": Number(0, 1000, ["1e-5", "1e-300"]),
+        "--top_p": Number(0, 1, ["0", "0.0", "1e-999"]),
+        "--top_k": Whole(0),
+        "--repetition_penalty": Number(0.01, 100, ["0", "0.0099"]),
+        "--dataset": Name(["sample"], alone=["nowhere", "x" * 5000, "two\nlines"]),
+        "--books": COUNT,
+        "--sentences": COUNT,
+        "--sentenceLimit": COUNT,
+        "--prompt": Name(wrong=["\n", "\udcff"]),
+        "--question": Name(wrong=["\n\n", "\udcff"]),
+        "--promptFile": Name(alone=["nowhere", ".", "x" * 5000]),
+        "--promptLen": COUNT,
+        "--window": Whole(2, more=["512"]),  # no more than the stride
+        "--stride": Whole(1, more=["1024"]),
+        "--repeats": COUNT,
+        "--seed": SEED,
+        "--out": OUT,
+    },
+    "benchmark": {
+        "--target": Name(),
+        "--draft": Name(),
+        "--shapes": Name(wrong=["x,y", "pythia-70m", "pythia-70m,", "pythia-70m,pythia-70m,pythia-70m"]),
+        "--gamma": LENGTH,
+        "--maxLen": Whole(1, 10_000),
+        "--prompts": Whole(1, 10_000),
+        "--repeats": Whole(1, 10_000),
+        "--dtype": Choice(*DTYPES),
+        "--device": DEVICE,
+        "--seed": SEED,
+        "--out": OUT,
+        "--no-compile": Switch,
+    },
+    "downloadModel": {
+        "models": Name(["a/b"], ["x", "a/b/c", "../x", "a/..", "a b/c", "\u0663/\u0663", "https://a/b", *SCRIBBLE]),
+        "--revision": Name(),
+        "--offline": Switch,
+        "--list": Switch,
+    },
+    "downloadData": {
+        "names": Name(["wikitext"], alone=["x", "pg", *SCRIBBLE]),
+        "--books": Whole(1, 100_000),
+        "--from": Name(alone=["nowhere"]),
+        "--offline": Switch,
+        "--list": Switch,
+    },
+    "plots": {
+        "--target": Name(),
+        "--draft": Name(),
+        "--prompt": Name(),
+        "--gamma": LENGTH,
+        "--temperature": Number(0, 1000, ["1e-5"]),
+        "--maxLen": COUNT,
+        "--seed": SEED,
+        "--out": Name(["x.png"], ["nowhere/x.png", ".", "x.txt", "x" * 5000 + "/x.png"]),
+    },
+    "trainBundled": {
+        "--texts": Name(wrong=["nowhere", "nowhere:x", f"{__file__}:0", f"{__file__}:-1", f"{__file__}:x"]),
+        "--heldout": Name(),
+        "--models": Choice("target", "draft", "mid"),
+        "--minutes": Number(0.01, 10**6, ["0"]),
+        "--tokens": COUNT,
+        "--stage": Whole(1, 3),
+        "--out": OUT,
+        "--device": DEVICE,
+        "--seed": Whole(0, 10**9),
+    },
+}
+# Flags without which a script stops for another reason, or says which models it takes.
+BASE = {"test": ["--target", "t", "--draft", "d"], "trainBundled": ["--texts", __file__]}
+# What each script may not touch before its flags are known to be right.
+GUARDED = {
+    "test": ["find_models", "load_tokenizer", "load_model", "results.Results.append"],
+    "benchmark": ["load", "load_tokenizer", "load_model"],
+    "downloadModel": ["download", "show"],
+    "downloadData": ["download_wikitext", "download_pg19", "install", "show"],
+    "plots": ["load_tokenizer", "load_model"],
+    "trainBundled": ["train_tokenizer", "train", "PreTrainedTokenizerFast"],
+}
+
+
+@dataclass
+class Script:
+    """A script, in an empty folder, whose models, downloads and sockets fail the test that reaches them."""
+
+    name: str
+    main: Callable
+    parser: Parser
+    table: dict
+
+    def refuses(self, *arguments):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            assert self.main([*BASE.get(self.name, []), *arguments]) == 2, arguments
+        said = err.getvalue()
+        assert said.startswith(f"{self.name}.py: error: ") and said.count("\n") == 1 and said[-1] == "\n", said
+        assert out.getvalue() == "" and os.listdir() == [], arguments
+
+
+class Made(Exception):
+    """Raised with the parser that a script has made."""
+
+
+@pytest.fixture(scope="module", params=TABLES)
+def script(request, cli, tmp_path_factory):
+    name = request.param
+    module = cli if name == "test" else importlib.import_module(name)
+
+    def made(parser, _):
+        raise Made(parser)
+
+    def touched(*_, **__):
+        pytest.fail("this was reached with a wrong flag")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parser, "parse_args", made)
+        with pytest.raises(Made) as caught:
+            module.main([])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp(name))
+        patch.setattr(socket.socket, "connect", touched)
+        for each in GUARDED[name]:
+            holder, _, attribute = each.rpartition(".")
+            patch.setattr(operator.attrgetter(holder)(module) if holder else module, attribute, touched)
+        yield Script(name, module.main, caught.value.args[0], TABLES[name])
+
+
+def said(flag, value):
+    """The arguments that give a flag this value; a positional one has no flag."""
+    if value is None or value.startswith("="):
+        return [flag + (value or "")]
+    return [flag, value] if flag.startswith("-") else [value]
+
+
+def test_the_table_has_every_option_of_the_parser(script):
+    options = {(action.option_strings or [action.dest])[-1] for action in script.parser._actions}
+    assert options == {*script.table, "--help"}
+
+
+def test_what_the_table_calls_right_is_taken(script):
+    for flag, kind in script.table.items():
+        for value in kind.right or [None]:
+            script.parser.parse_args([*BASE.get(script.name, []), *said(flag, value)])
+
+
+def test_every_wrong_value_of_every_flag_is_one_line(script):
+    """Also where a right value of the same flag follows."""
+    for flag, kind in script.table.items():
+        for value in kind.wrong:
+            script.refuses(*said(flag, value))
+            if isinstance(kind, (Whole, Number, Choice)):
+                script.refuses(*said(flag, SCRIBBLE[0]), *said(flag, kind.right[0]))
+
+
+def test_a_flag_without_its_value_and_an_unknown_one_are_one_line(script):
+    for action in script.parser._actions:
+        if action.option_strings and action.nargs in (None, "+"):
+            script.refuses(action.option_strings[-1])
+            script.refuses(action.option_strings[-1] + "x", "1")
+    for unknown in "--unknown", "--gam", "-x", "--", "stray/", "\udcff", "--\u0663=1":
+        script.refuses(unknown, "x")
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_one_wrong_value_among_right_flags_in_any_order_is_one_line(script, data):
+    wrong = data.draw(st.sampled_from(sorted(script.table)))
+    value = data.draw(script.table[wrong].drawn)
+    others = data.draw(st.lists(st.sampled_from(sorted(set(script.table) - {wrong, "models", "names"})), max_size=6))
+    given_ = [said(flag, data.draw(st.sampled_from(list(script.table[flag].right) or [None]))) for flag in others]
+    given_.insert(data.draw(st.integers(0, len(given_))), said(wrong, value))
+    script.refuses(*itertools.chain(*given_))
+
+
+CLASHES = """
+--speed 0 --ppl 0
+--rerun 1 --gamma 3
+--rerun 1 --show
+--draft lookup --ppl
+--draft lookup --contrastive
+--draft lookup --compare contrastive
+--draft lookup --speedMulti
+--draft lookup --sweep --diversity
+--draftVocab 9 --ppl
+--draftVocab 9 --draft lookup
+--draftVocab 9 --contrastive
+--draftVocab 9 --diversity
+--draftVocab 9 --compare contrastive
+--draftVocab 9 --show --contrastive
+--compare cascade
+--compare mid
+--speedMulti
+--show --speed
+--show --ppl
+--show --sweep
+--html x.html --compare all
+--show --diversity
+--show --speedMulti
+--show --speedNew --contrastive
+--prompt a --question b
+--prompt a --promptFile b
+--temperature 0.5 1
+--temperature 0.5 1 --compare all --diversity
+--sweep --temperature 1 -1
+--promptLen 5 0
+--stride 64 --window 64
+--stride 65 --window 64
+"""
+
+
+@pytest.mark.parametrize("script", ["test"], indirect=True)
+@pytest.mark.parametrize("clash", CLASHES.split("\n")[1:-1])
+def test_flags_that_do_not_go_together_are_one_line(script, clash):
+    script.refuses(*clash.split())

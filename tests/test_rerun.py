@@ -1,0 +1,211 @@
+"""A run's record is enough to run it again, and what then differs is said."""
+
+import io
+import json
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as drawing
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_flags import TABLES, said
+from tqdm import tqdm
+
+import experiments
+import methods
+import rerun
+import settings
+from utils import UserError
+
+# Of all methods, but for those of a temperature of their own, and with two that do not depend on the draft's luck.
+NAMES = ["fixed", "additive", "draftConfidence", "targetConfidence", "costAware", "block", "lookup", "contrastive"]
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def write(folder, lines):
+    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def made(cli, flags, pair_folder, tmp_path_factory):
+    """A folder with one run of most of what can be measured."""
+    folder = tmp_path_factory.mktemp("made")
+    arguments = ["--compare", ",".join(NAMES), "--diversity", "--ppl", "--contrastiveTemperature", "0.7", "--seed", "5"]
+    assert cli.main([*flags, *arguments, "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def again(cli, made, tmp_path, capsys):
+    """f(edit, run) -> (exit code, what is printed, the line on the error stream) of --rerun after the lines of the run
+    were edited."""
+
+    def run(edit=lambda lines: None, asked="1"):
+        lines = lines_of(made)
+        edit(lines)
+        write(tmp_path, lines)
+        code = cli.main(["--rerun", asked, "--out", str(tmp_path)])
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == (code == 2)
+        return code, captured.out.replace("\n", " "), captured.err
+
+    return run
+
+
+def test_a_run_again_gives_the_same_texts_and_figures(again, made, tmp_path):
+    record, *lines = lines_of(made)
+    code, out, _ = again(asked=record["run"])
+    compared = [m for m in lines if "sha256" in m and m["method"] != "costAware"]
+    assert code == 0 and f"all {len(compared)} texts are the same." in out and "all 2 figures are the same." in out
+    assert (
+        "2 are left out: the guesses of costAware" in out and "have changed" not in out and "machine is not" not in out
+    )
+    second = [line for line in lines_of(tmp_path) if line["kind"] == "run"][1]
+    assert second["flags"] == record["flags"] | {"out": str(tmp_path), "device": "cpu"}
+    assert second["command"].startswith("--rerun ")
+
+
+def short(lines):
+    """Leave what takes least to run again: two texts by each of two methods."""
+    lines[0]["flags"] |= {"compare": "fixed", "diversity": False, "ppl": 0}
+    lines[:] = [
+        m for m in lines if m["kind"] == "run" or m.get("method") in ("target", "fixed") and m["kind"] == "speed"
+    ]
+
+
+def test_a_text_that_differs_is_named(again):
+    def edit(lines):
+        short(lines)
+        next(m for m in lines if m.get("method") == "fixed" and m["prompt"] == 1)["sha256"] = "0" * 16
+
+    code, out, _ = again(edit)
+    assert code == 1 and "1 of 4 texts differ, first speed, mode compare, " in out
+    assert "method fixed, prompt 1, repeat 0." in out
+
+
+def test_a_figure_that_differs_is_named(again):
+    def edit(lines):
+        lines[0]["flags"] |= {"compare": None, "diversity": False}
+        lines[:] = [m for m in lines if m["kind"] in ("run", "ppl_text", "ppl_corpus")]
+        lines[1]["ppl"]["target"] *= 1 + 1e-12
+        lines[2]["ppl"]["target"] = {k: v * (1 + 1e-8) for k, v in lines[2]["ppl"]["target"].items()}
+
+    code, out, _ = again(edit)
+    assert code == 1 and "1 of 2 figures differ, first ppl_corpus, corpus " in out
+
+
+def test_what_was_not_measured_again_is_named_and_another_machine_too(again):
+    def edit(lines):
+        short(lines)
+        lines.append(lines[-1] | {"prompt": 7})
+        lines[0]["machine"]["torch"] = "1.0"
+
+    code, out, _ = again(edit)
+    assert (
+        code == 1 and "all 4 texts are the same. 1 were not measured again, first speed," in out and "prompt 7" in out
+    )
+    assert "The machine is not the same, so tokens may differ: torch was 1.0 and is " in out
+
+
+def test_changed_weights_are_said(cli, flags, pair_folder, tmp_path, capsys):
+    shutil.copytree(pair_folder, tmp_path / "models")
+    (tmp_path / "out").mkdir()
+    paths = ["--target", str(tmp_path / "models" / "target"), "--draft", str(tmp_path / "models" / "draft")]
+    assert cli.main([*flags, *paths, "--compare", "fixed", "--out", str(tmp_path / "out")]) == 0
+    weights = load_file(tmp_path / "models" / "target" / "model.safetensors")
+    save_file(
+        {k: w.flip(0) for k, w in weights.items()},
+        tmp_path / "models" / "target" / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert cli.main(["--rerun", "1", "--out", str(tmp_path / "out")]) == 1
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "The weights of the target, target, have changed: they were sha256:" in out and "of 4 texts differ" in out
+    assert "weights of the draft" not in out
+
+
+def test_a_changed_prompt_is_the_reason_and_paths_are_relative_to_where_the_run_was(
+    cli, flags, tmp_path, capsys, monkeypatch
+):
+    for name in "here", "there":
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here" / "prompts.txt").write_text("The bell\n")
+    assert cli.main([*flags, "--compare", "fixed", "--promptFile", "prompts.txt", "--out", str(tmp_path)]) == 0
+    monkeypatch.chdir(tmp_path / "there")
+    assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0
+    (tmp_path / "here" / "prompts.txt").write_text("The lamp\n")
+    assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 1
+    assert "(the text that is read has changed)." in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "edit, asked, words",
+    [
+        (lambda lines: None, "2", "has 1 runs; the newest are: "),
+        (lambda lines: None, "0", "has 1 runs"),
+        (lambda lines: None, "nowhere", "has 1 runs"),
+        (lambda lines: lines.clear(), "1", "has 0 runs; the newest are: none"),
+        (lambda lines: lines.__delitem__(slice(1, None)), "1", "has nothing to compare with"),
+        (lambda lines: lines[0].pop("flags"), "1", "its record lacks the flags"),
+        (lambda lines: lines[0]["flags"].update(colour=3), "1", "there is no flag --colour any more"),
+        (lambda lines: lines[0]["flags"].update(gamma=0), "1", "--gamma: must be a whole number"),
+        (lambda lines: lines[0]["flags"].update(target="nowhere"), "1", "no model folder 'nowhere'"),
+    ],
+)
+def test_a_run_that_cannot_be_made_again_is_one_line(again, edit, asked, words):
+    code, out, err = again(edit, asked)
+    assert code == 2 and words in err and out == ""
+
+
+def test_lines_without_hashes_are_of_an_older_version():
+    lines = [{"kind": "speed", "method": "target", "prompt": 0, "repeat": 0}, {"kind": "end"}]
+    assert rerun.comparable(lines) == {}
+    whole = {"mode": "speed", "promptLen": 8, "temperature": 1.0, "sha256": "0"}
+    assert len(rerun.comparable([line | whole for line in lines])) == 1
+    assert rerun.comparable([lines[0] | whole | {"method": "costAware"}]) == {}
+
+
+@drawing(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_flags_that_were_recorded_are_the_flags_again(data):
+    """Whatever they are: nothing is lost on the way through JSON and a command line."""
+    table = {
+        flag: kind for flag, kind in TABLES["test"].items() if flag not in ("--out", "--html", "--show", "--rerun")
+    }
+    chosen = data.draw(st.lists(st.sampled_from(sorted(table)), unique=True, max_size=9))
+    values = [said(flag, data.draw(st.sampled_from(list(table[flag].right) or [None]))) for flag in chosen]
+    try:
+        args = settings.parse(["--target", "t", "--draft", "d", *sum(values, [])])
+    except UserError:  # some do not go together
+        return
+    kept = {key: str(value) if key in ("out", "promptFile") and value else value for key, value in vars(args).items()}
+    record = {"run": "r", "device": "cpu", "flags": json.loads(json.dumps(kept))}
+    assert vars(settings.parse(rerun.arguments(record, str(args.out)))) == vars(args) | {"device": args.device or "cpu"}
+
+
+@pytest.mark.parametrize("names, repeats, bar", [(NAMES[::-1], "1", True), (NAMES, "2", False)])
+def test_neither_order_nor_repeats_nor_a_progress_bar_changes_a_token(
+    cli, flags, made, tmp_path, monkeypatch, names, repeats, bar
+):
+    shown = io.StringIO()
+    monkeypatch.setattr(experiments, "tqdm", lambda *a, **k: tqdm(*a, **k | {"disable": not bar, "file": shown}))
+    arguments = ["--compare", ",".join(names), "--contrastiveTemperature", "0.7", "--seed", "5"]
+    assert cli.main([*flags, *arguments, "--repeats", repeats, "--out", str(tmp_path)]) == 0
+    before, after = (rerun.comparable(lines_of(folder)) for folder in (made, tmp_path))
+    shared = [key for key in before if key[0] == "speed"]
+    assert len(shared) == 2 * len({*NAMES, "target"} - {"costAware"})
+    assert [before[key]["sha256"] for key in shared] == [after[key]["sha256"] for key in shared]
+    assert bar == ("compare" in shown.getvalue())
+
+
+def test_only_what_follows_the_clock_is_not_repeatable():
+    args = settings.parse(["--target", "x", "--draft", "y"])
+    assert [name for name in methods.METHODS if not methods.repeatable(name, args)] == ["costAware"]
+    args.draftLength = "costAware"
+    clocked = {name for name in methods.METHODS if not methods.repeatable(name, args)}
+    assert clocked == {"costAware", "speculative", "speculativeContrastive"}
