@@ -27,7 +27,7 @@ def sdpa_in_cache_dtype(module, query, key, value, attention_mask, **kwargs):
         attended = torch.ops.native.attend(
             query, key.states, value.states, key.slots, key.kept, value.kept, attention_mask, kwargs["scaling"]
         )
-        return attended.to(query.dtype), None
+        return attended, None
     if key.device.type == "cpu":
         key, value = key.float(), value.float()
     output, weights = sdpa_attention_forward(module, query.to(key.dtype), key, value, attention_mask, **kwargs)

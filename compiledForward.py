@@ -52,6 +52,8 @@ class CompiledForward(BlockWidths):
         self.model, self.vocabulary, self._graphs = pack(model), vocabulary, {}
 
     def forward(self, tokens, positions, slots, mask, keys, values):
+        for kept in keys + values:  # one number of slots, or each call would be asked for it as often
+            torch._check(kept.shape[2] == keys[0].shape[2])
         cache = Cache(layers=[Slots(k, v, slots) for k, v in zip(keys, values)])
         logits = self.model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
@@ -92,7 +94,11 @@ class CompiledForward(BlockWidths):
         graph = torch.compile(
             types.MethodType(types.FunctionType(code, globals()), self),
             fullgraph=True,
-            options={"guard_filter_fn": lambda guards: [False] * len(guards), "size_asserts": False},
+            options={
+                "guard_filter_fn": lambda guards: [False] * len(guards),
+                "size_asserts": False,
+                "cpp.min_chunk_size": 16384,
+            },
         )
         caches = [
             [

@@ -139,14 +139,17 @@ static at::Tensor linear_packed(const at::Tensor& x, const at::Tensor& packed, c
 
 // N queries of one head: scores of every slot, softmax, and the weighted sum of the values.
 template <typename T, int D, int N>
-static void block(const float* q, const T* keys, const T* values, const bool* mask, float* out, long out_stride,
+static void block(const T* queries, const T* keys, const T* values, const bool* mask, T* out, long out_stride,
                   long reach, float scale, float* scores) {
+    float q[N][D];
+    for (int i = 0; i < N; i++)
+        for (int l = 0; l < D; l++) q[i][l] = wide(queries[i * D + l]);
     for (long j = 0; j < reach; j++) {
         float key[D];
         for (int l = 0; l < D; l++) key[l] = wide(keys[j * D + l]);
         for (int i = 0; i < N; i++) {
             float s = 0;
-            for (int l = 0; l < D; l++) s += q[i * D + l] * key[l];
+            for (int l = 0; l < D; l++) s += q[i][l] * key[l];
             scores[i * reach + j] = s * scale;
         }
     }
@@ -174,11 +177,11 @@ static void block(const float* q, const T* keys, const T* values, const bool* ma
         }
     }
     for (int i = 0; i < N; i++)
-        for (int l = 0; l < D; l++) out[i * out_stride + l] = acc[i][l] / total[i];
+        for (int l = 0; l < D; l++) narrow(acc[i][l] / total[i], out + i * out_stride + l);
 }
 
 template <typename T, int D>
-static void attend(const float* q, const T* keys, const T* values, const bool* mask, float* out, long rows, long heads,
+static void attend(const T* q, const T* keys, const T* values, const bool* mask, T* out, long rows, long heads,
                    long groups, long n, long capacity, long reach, float scale) {
     at::parallel_for(0, rows * heads, 1, [&](long first, long last) {
         std::vector<float> scores(4 * reach);
@@ -212,25 +215,25 @@ static void store(const at::Tensor& states, const at::Tensor& slots, const at::T
 }
 
 // The tokens' keys and values [B, G, n, d] go to the slots [B, n] of the cache, kept_keys and kept_values
-// [B, G, capacity, d]; then query [B, H, n, d] attends to it under mask bool [B, 1, n, reach] -> float32 [B, n, H, d].
+// [B, G, capacity, d]; then query [B, H, n, d] attends to it under mask bool [B, 1, n, reach] -> [B, n, H, d].
 static at::Tensor attend_slots(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                                const at::Tensor& slots, const at::Tensor& kept_keys, const at::Tensor& kept_values,
                                const at::Tensor& mask, double scale) {
-    auto q = query.to(at::kFloat).contiguous(), m = mask.contiguous();
+    auto q = query.to(kept_keys.scalar_type()).contiguous(), m = mask.contiguous();
     long rows = q.size(0), heads = q.size(1), n = q.size(2), d = q.size(3);
     auto out = at::empty({rows, n, heads, d}, q.options());
     auto run = [&]<typename T>(T) {
         store<T>(keys, slots, kept_keys);
         store<T>(values, slots, kept_values);
-#define CASE(D) case D: return attend<T, D>(data<float>(q), data<T>(kept_keys), data<T>(kept_values), data<bool>(m), \
-        (float*)out.data_ptr(), rows, heads, kept_keys.size(1), n, kept_keys.size(2), m.size(3), float(scale));
+#define CASE(D) case D: return attend<T, D>(data<T>(q), data<T>(kept_keys), data<T>(kept_values), data<bool>(m), \
+        (T*)out.data_ptr(), rows, heads, kept_keys.size(1), n, kept_keys.size(2), m.size(3), float(scale));
         switch (d) { CASE(8) CASE(16) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96) CASE(128) CASE(256) }
 #undef CASE
         TORCH_CHECK(false, "no kernel for heads of ", d, " numbers");
     };
     if (kept_keys.scalar_type() == at::kBFloat16) run(bf16());
     else run(float());
-    return out;
+    return out.to(query.scalar_type());
 }
 
 // ---- Sampling: utils.py says what these compute.

@@ -59,7 +59,7 @@ def load():
 
 def attended(query, keys, values, slots, kept_keys, kept_values, mask, scale):
     rows, heads, n, width = query.shape
-    return query.new_empty(rows, n, heads, width, dtype=torch.float32)
+    return query.new_empty(rows, n, heads, width)
 
 
 SHAPES = {  # of the results, for a graph in the making

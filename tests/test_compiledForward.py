@@ -104,7 +104,7 @@ def test_batches_without_a_graph_of_their_size_are_read_eagerly(models):
 )
 def test_attention_is_torchs(models, dtype, error, rows, heads, groups, n, size, reach):
     generator = torch.Generator().manual_seed(0)
-    query = 3 * torch.randn(rows, heads, n, size, generator=generator)
+    query = 3 * torch.randn(rows, heads, n, size, generator=generator).to(dtype)
     keys, values = (torch.randn(rows, groups, reach + 20, size, generator=generator).to(dtype) for _ in range(2))
     mask = torch.rand(rows, 1, n, reach, generator=generator) < 0.7
     mask[..., 0] = True
