@@ -53,6 +53,8 @@ class CachedModel:
         progress: called after each graph."""
         start = time.perf_counter()
         try:
+            if len(set(getattr(self.model, "hf_device_map", {}).values())) > 1:
+                raise RuntimeError("it is spread over several devices")
             if self.device.type == "cuda":
                 graphs = CapturedForward(self.model, self.vocabulary)
             else:

@@ -86,7 +86,12 @@ def parser():
         action="store_true",
         help="compile the forwards that --speed and its like time; the first time takes minutes",
     )
-    models.add_argument("--device", type=text, help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
+    models.add_argument(
+        "--device",
+        type=text,
+        help="cpu, cuda, cuda:1 ..., or auto: a model too large for one GPU is spread over all of them and the "
+        "processor's memory (default: cuda if there is one)",
+    )
     how = parser.add_argument_group("how to guess and to verify")
     how.add_argument(
         "--gamma",

@@ -19,7 +19,7 @@ class SlotLayer(StaticLayer):
         key_states, value_states = key_states.to(self.kept_as), value_states.to(self.kept_as)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        index = self.shared["slots"][:, None, :, None]
+        index = self.shared["slots"].to(self.keys.device)[:, None, :, None]  # a model may be spread
         self.keys.scatter_(2, index.expand_as(key_states), key_states)
         self.values.scatter_(2, index.expand_as(value_states), value_states)
         reach = self.shared["reach"]

@@ -95,8 +95,10 @@ def pick_device(name=None):
     synchronised where time is taken."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "auto":  # it is `load_model` that may spread a model from there
+        return pick_device()
     if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", name):
-        raise UserError(f"device {name!r} cannot be used: use --device cpu, cuda, or cuda:1 and so on")
+        raise UserError(f"device {name!r} cannot be used: use --device cpu, cuda, cuda:1 and so on, or auto")
     if name != "cpu" and not torch.cuda.is_available():
         raise UserError(
             "CUDA was asked for, but torch finds no CUDA device; use --device cpu, or install a CUDA build "
@@ -136,6 +138,11 @@ def weight_bytes(folder, dtype):
 def available_memory(device):
     """Free bytes on a device."""
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+
+
+def all_devices():
+    """Every GPU, and the processor."""
+    return [*(f"cuda:{i}" for i in range(torch.cuda.device_count())), "cpu"]
 
 
 def load_tokenizer(name):
@@ -203,11 +210,12 @@ def unusable(folder, error):
     )
 
 
-def load_model(name, tokenizer, dtype, device, tokens=1024):
+def load_model(name, tokenizer, dtype, device, tokens=1024, spread=False):
     """A `CachedModel` of the folder `name` with its logits cut to the tokenizer's vocabulary.
 
-    dtype: a key of DTYPES. Memory is checked before anything is loaded: the weights' and, from the config, that of
-    reading `tokens` tokens.
+    dtype: a key of DTYPES; the files are mapped, and each weight goes to its dtype and device by itself. Memory is
+    checked before anything is loaded: the weights' and, from the config, that of reading `tokens` tokens.
+    spread: a model too large for the device is laid out over all GPUs, and the processor's memory, by accelerate.
     """
     folder, torch_dtype = find_model(name), DTYPES[dtype]
     config = read_config(folder)
@@ -215,10 +223,14 @@ def load_model(name, tokenizer, dtype, device, tokens=1024):
     try:
         text = config.get_text_config()
         needed, size = weights + working_bytes(text, min(tokens, context_of(text))), text.vocab_size
+        wide = spread and needed > free
+        if wide:
+            free = sum(available_memory(each) for each in all_devices())
         if needed > free:
             raise UserError(
                 f"{folder.name} needs about {gigabytes(needed)} in {dtype} and {device} has "
-                f"{gigabytes(free)} free; use a smaller dtype (--dtype bfloat16) or a smaller model"
+                f"{gigabytes(free)} free{' with all others' if wide else ''}; use a smaller dtype (--dtype "
+                "bfloat16) or a smaller model"
             )
         if size < len(tokenizer):
             raise UserError(
@@ -229,6 +241,7 @@ def load_model(name, tokenizer, dtype, device, tokens=1024):
             folder,
             config=config,
             dtype=torch_dtype,
+            device_map="auto" if wide else {"": device},
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
@@ -254,7 +267,7 @@ def load_model(name, tokenizer, dtype, device, tokens=1024):
             f"{folder}: config.json and the weights do not match ({wrong[0]} is missing, left over or of "
             "another shape); download both again from one place"
         )
-    return CachedModel(model.to(device), len(tokenizer), folder.name)
+    return CachedModel(model, len(tokenizer), folder.name)
 
 
 def model_version(name):

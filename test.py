@@ -104,7 +104,10 @@ def run(args, argv, earlier=None):
     frequent = most_frequent(args.draftVocab, tokenizer) if args.draftVocab else None
 
     def load(dtype):
-        models = {role: load_model(folder, tokenizer, dtype, device, tokens) for role, folder in folders.items()}
+        spread = args.device == "auto"
+        models = {
+            role: load_model(folder, tokenizer, dtype, device, tokens, spread) for role, folder in folders.items()
+        }
         return models if frequent is None else models | {"restricted": RestrictedModel(models["draft"], frequent)}
 
     texts_too = "diversity" in groups or args.ppl

@@ -1,5 +1,6 @@
 """A folder that cannot be used is refused with one line that names the remedy; a good one loads as it is."""
 
+import gc
 import json
 import os
 import pickle
@@ -8,9 +9,10 @@ import pytest
 import torch
 from conftest import CONTEXT, PADDED, VOCABULARY, refused
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 import loading
+from drafters import ModelDrafter
 from hub import MANIFEST, write_manifest
 from loading import (
     check_tokenizers,
@@ -23,6 +25,8 @@ from loading import (
     pick_dtype,
     weight_bytes,
 )
+from specSampling import specSampling
+from utils import GREEDY
 
 
 def load(folder, tokenizer=None, dtype="float32"):
@@ -277,3 +281,51 @@ def test_code_that_comes_with_a_model_is_never_run(pair_folder, model_folder, tm
             with refused("custom code", "never run"):
                 attempt(model_folder)
     assert not marker.exists()
+
+
+def test_a_model_too_large_for_the_device_is_spread_over_all_there_are(monkeypatch, tmp_path):
+    """A second place is faked: what the device lacks is on the disk, and fetched layer by layer."""
+    tokenizer = load_tokenizer("bundled-target")
+    whole, draft = (load(name, tokenizer, "bfloat16") for name in ("bundled-target", "bundled-draft"))
+    seen, from_pretrained = [], AutoModelForCausalLM.from_pretrained
+
+    def in_two_places(*args, device_map, **kwargs):
+        seen.append(device_map)
+        places = {"max_memory": {"cpu": 6_000_000}, "offload_folder": tmp_path}
+        return from_pretrained(*args, device_map="auto", **places, **kwargs)
+
+    free = iter([100, 10**12])  # of the device, of all
+    monkeypatch.setattr(loading, "available_memory", lambda device: next(free))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", in_two_places)
+    spread = load_model("bundled-target", tokenizer, "bfloat16", "cpu", spread=True)
+    assert seen == ["auto"] and set(spread.model.hf_device_map.values()) == {"cpu", "disk"}
+    texts = [
+        specSampling([[5, 9, 2], [11, 30, 4, 8]], target, ModelDrafter(draft), 12, 3, GREEDY)[0]
+        for target in (whole, spread)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_what_is_spread_is_not_compiled(pair_folder, capsys):
+    model = load_model(pair_folder / "draft", load_tokenizer(pair_folder / "draft"), "float32", "cpu")
+    model.model.hf_device_map = {"a": "cpu", "b": "disk"}
+    assert model.compile((1,)) is None and "spread over several devices" in capsys.readouterr().err
+
+
+def anonymous_bytes():
+    """Memory of this process that no file stands behind."""
+    with open("/proc/self/status") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux what memory is used")
+@pytest.mark.parametrize(("dtype", "copies"), [("bfloat16", 0), ("float32", 1)])
+def test_weights_are_mapped_and_copied_once_at_most(pair_folder, tmp_path, dtype, copies):
+    tokenizer = load_tokenizer(pair_folder / "target")
+    config = GPTNeoXConfig(vocab_size=8192, hidden_size=1024, num_hidden_layers=4, num_attention_heads=8)
+    GPTNeoXForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    gc.collect()
+    before = anonymous_bytes()
+    model = load(tmp_path, tokenizer, dtype)
+    size = sum(weight.nbytes for weight in model.model.parameters())
+    assert size > 100e6 and anonymous_bytes() - before < (copies + 0.2) * size
