@@ -98,6 +98,7 @@ class CompiledForward(BlockWidths):
                 "guard_filter_fn": lambda guards: [False] * len(guards),
                 "size_asserts": False,
                 "cpp.min_chunk_size": 16384,
+                "force_pointwise_cat": True,
             },
         )
         caches = [

@@ -184,19 +184,21 @@ template <typename T, int D>
 static void attend(const T* q, const T* keys, const T* values, const bool* mask, T* out, long rows, long heads,
                    long groups, long n, long capacity, long reach, float scale) {
     at::parallel_for(0, rows * heads, 1, [&](long first, long last) {
-        std::vector<float> scores(4 * reach);
+        std::vector<float> scores(5 * reach);
+        long passes = (n + 4) / 5;
         for (long bh = first; bh < last; bh++) {
             long b = bh / heads, h = bh % heads, cell = (b * groups + h / (heads / groups)) * capacity * D;
-            for (long i = 0; i < n;) {
-                auto run = [&](auto f, int count) {
+            for (long pass = 0; pass < passes; pass++) {
+                long i = n * pass / passes, many = n * (pass + 1) / passes - i;
+                auto run = [&](auto f) {
                     f(q + (bh * n + i) * D, keys + cell, values + cell, mask + (b * n + i) * reach,
                       out + ((b * n + i) * heads + h) * D, heads * D, reach, scale, scores.data());
-                    i += count;
                 };
-                if (n - i >= 4) run(block<T, D, 4>, 4);
-                else if (n - i == 3) run(block<T, D, 3>, 3);
-                else if (n - i == 2) run(block<T, D, 2>, 2);
-                else run(block<T, D, 1>, 1);
+                if (many == 5) run(block<T, D, 5>);
+                else if (many == 4) run(block<T, D, 4>);
+                else if (many == 3) run(block<T, D, 3>);
+                else if (many == 2) run(block<T, D, 2>);
+                else run(block<T, D, 1>);
             }
         }
     });
