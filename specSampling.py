@@ -45,8 +45,8 @@ def advance(rows, target, drafter, length, sampling, verify, generator=None, beh
 
     behind: tokens before the last that `target` has not read either (a cascade's inner target misses some)."""
     watch = Watch(rows.device)
-    # Draft: x_1 ... x_gamma, and the distributions q they were drawn from. A row's last token of all needs no guess, and
-    # past its end there is no p: the block rule, which looks ahead, would be misled by what stands there.
+    # Draft: x_1 ... x_gamma, and the distributions q they were drawn from. A row's last token of all needs no guess,
+    # and past its end there is no p: the block rule, which looks ahead, would be misled by what stands there.
     gammas = [max(0, min(gamma, left - 1)) for gamma, left in zip(length.gammas(), rows.left)]
     drafts, q = drafter.draft(rows, max(gammas), sampling, generator, length.stop)
     watch.mark()

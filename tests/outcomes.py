@@ -1,9 +1,9 @@
 """Chance taken apart: every outcome of a random computation, each in a row of one batch, with its exact probability.
 
 The samplers ask for chance in two ways: `draw` picks a token, and a uniform number is compared with a threshold. Here
-both are decided by the number of the row, read as digits (a token is a digit of base V, a comparison one of base 2), and
-the row's weight is multiplied by the probability of what was decided. The functions under test are the real ones; their
-output distribution is a sum of weights, without sampling noise.
+both are decided by the number of the row, read as digits (a token is a digit of base V, a comparison one of base 2),
+and the row's weight is multiplied by the probability of what was decided. The functions under test are the real ones;
+their output distribution is a sum of weights, without sampling noise.
 """
 
 import helpers
@@ -42,7 +42,7 @@ class Outcomes:
 
 
 class Uniform:
-    """Numbers drawn uniformly from [0, scale), `[rows, n]`, of which can only be asked whether they are below others."""
+    """Numbers drawn uniformly from [0, scale), `[rows, n]`. All that can be asked is whether they are below others."""
 
     def __init__(self, outcomes, n, scale=1.0):
         self.outcomes, self.n, self.scale = outcomes, n, scale

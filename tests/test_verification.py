@@ -84,7 +84,7 @@ WEIGHTS = st.sampled_from([0, 0, 1, 1, 2, 3, 10, 1000, 10**7])
 @st.composite
 def rounds(draw):
     """Trees p and q over 2 to 6 tokens, 1 to 3 guesses deep, of distributions with zeros and of very unequal ones. At
-    each node q is a distribution of its own, p, nearly p, what p excludes, or nothing: a row that guesses no further."""
+    each node q is a distribution of its own, p, nearly p, what p excludes, or nothing: no further guess in that row."""
     vocabulary, gamma = draw(st.integers(2, 6)), draw(st.integers(1, 3))
     rows = st.lists(WEIGHTS, min_size=vocabulary, max_size=vocabulary).filter(any)
     pool = torch.tensor(draw(st.lists(rows, min_size=1, max_size=5)), dtype=torch.float32)
