@@ -14,7 +14,6 @@ from test_specSampling import PROMPTS, near
 import nativeKernels
 import packedLinear
 import utils
-from capturedForward import CapturedForward
 from contrastiveSampling import contrastiveSampling, specContrastiveSampling
 from drafters import CascadeDrafter, ModelDrafter
 from regrSampling import regrSampling
@@ -147,23 +146,6 @@ def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, ca
 def test_heads_without_a_kernel_stay_eager(models, monkeypatch, capsys):
     monkeypatch.setattr(nativeKernels, "WIDTHS", (16,))
     assert helpers.tiny().compile((1,)) is None and "heads" in capsys.readouterr().err
-
-
-def test_recorded_forwards_are_the_same_without_a_gpu():
-    """The steps of a recording, copied inputs and filled-up blocks, run again where a GPU would replay them."""
-    eager, target, draft = helpers.tiny(), helpers.tiny(), near(helpers.tiny(), noise=0.1)
-    for model, widths, runs in ((target, (1, 5), [(1, 1)]), (draft, (2,), [(2, 4)])):
-        model._graphs, model._reads_filled = CapturedForward(model.model, model.vocabulary), False
-        for width in widths:
-            model._graphs.add(1, width)
-        for width, count in runs:
-            model._graphs.add_run(1, width, count)
-    for prompt in PROMPTS:
-        wanted = regrSampling([prompt], eager, 40, GREEDY)[0]
-        assert specSampling([prompt], target, ModelDrafter(draft), 40, 4, GREEDY)[0] == wanted
-        assert regrSampling([prompt], target, 40, GREEDY)[0] == wanted
-    assert target._graphs.used > 100 and set(target._graphs._recordings) == {(1, 1), (1, 5), (1, 1, 1, GREEDY)}
-    assert set(draft._graphs._recordings) == {(1, 2, 4, GREEDY)}
 
 
 SCRIPT = """
