@@ -9,7 +9,7 @@ run: .venv/installed
 	$(VENV) test.py
 
 test: .venv/installed
-	$(VENV) -m pytest --cov
+	$(VENV) -m pytest --cov=.
 
 check: .venv/installed
 	$(VENV) -m ruff check
