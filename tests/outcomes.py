@@ -1,6 +1,6 @@
 """Chance taken apart: every outcome of a random computation, each in a row of one batch, with its exact probability.
 
-The samplers ask for chance in two ways: `draw` picks a token, and a uniform number is compared with a threshold. Here
+The samplers ask for chance in two ways: a token is drawn, and a uniform number is compared with a threshold. Here
 both are decided by the number of the row, read as digits (a token is a digit of base V, a comparison one of base 2),
 and the row's weight is multiplied by the probability of what was decided. The functions under test are the real ones;
 their output distribution is a sum of weights, without sampling noise.
@@ -11,8 +11,8 @@ import mistakes
 import pytest
 import torch
 
-import drafters
 import regrSampling
+import runs
 import verification
 from utils import Sampling
 
@@ -29,16 +29,17 @@ class Outcomes:
         self.count *= choices
         return chosen
 
-    def draw(self, probs, generator=None):
-        """In the place of `utils.draw`, for `probs[rows, V]`."""
+    def draw(self, probs, *chance):
+        """In the place of `utils.draw` and `utils.pick`, for `probs[rows, V]`."""
         token, probs = self.choose(probs.shape[-1]), probs.double()
         # A row that cannot come about may have nothing to draw from; a row that can must not: its weight would be lost.
         self.weight *= probs.gather(-1, token[:, None])[:, 0] / probs.sum(-1).clamp(min=1e-300)
         return token
 
-    def rand(self, shape, **how):
-        """In the place of `torch.rand`, for `shape` `[rows, n]`."""
-        return Uniform(self, shape[1])
+    def rand(self, *shape, **how):
+        """In the place of `torch.rand`: for rules, which give a shape `[rows, n]`, and for runs, which give two sizes
+        and hand each number on to `pick`."""
+        return Uniform(self, shape[0][1]) if len(shape) == 1 else [None] * shape[0]
 
 
 class Uniform:
@@ -68,7 +69,8 @@ def every_outcome(run):
         outcomes = Outcomes(rows)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "rand", outcomes.rand)
-            for module in (drafters, regrSampling, verification, mistakes):
+            patch.setattr(runs, "pick", outcomes.draw)
+            for module in (regrSampling, verification, mistakes):
                 patch.setattr(module, "draw", outcomes.draw)
             result = run(outcomes)
         if outcomes.count <= rows:
