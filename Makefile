@@ -9,7 +9,7 @@ run: .venv/installed
 	$(VENV) test.py
 
 test: .venv/installed
-	$(VENV) -m pytest
+	$(VENV) -m pytest --cov=.
 
 check: .venv/installed
 	$(VENV) -m ruff check
@@ -26,4 +26,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__
+	rm -rf .venv .coverage .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__

@@ -58,9 +58,17 @@ class Rows:
         self.ended = [False for _ in prefixes]
 
     @property
+    def left(self):
+        """Tokens each row may still add: 0 where it has ended, or where it guesses for others and is out of room."""
+        return [
+            0 if ended else min(self.max_len - len(tokens), self.capacity - length)
+            for tokens, length, ended in zip(self.tokens, self._lengths, self.ended)
+        ]
+
+    @property
     def remaining(self):
         """Tokens the row with most left to do may still add; 0 when all have ended."""
-        return max((self.max_len - len(t) for t, ended in zip(self.tokens, self.ended) if not ended), default=0)
+        return max(self.left)
 
     def positions(self, first, count):
         """Positions `lengths + first ... lengths + first + count - 1`, `[B, count]`.

@@ -45,9 +45,10 @@ def advance(rows, target, drafter, length, sampling, verify, generator=None, beh
 
     behind: tokens before the last that `target` has not read either (a cascade's inner target misses some)."""
     watch = Watch(rows.device)
-    # Draft: x_1 ... x_gamma, and the distributions q they were drawn from. The last token of all needs no guess.
-    gammas = length.gammas()
-    drafts, q = drafter.draft(rows, min(max(gammas), rows.remaining - 1), sampling, generator, length.stop)
+    # Draft: x_1 ... x_gamma, and the distributions q they were drawn from. A row's last token of all needs no guess,
+    # and past its end there is no p: the block rule, which looks ahead, would be misled by what stands there.
+    gammas = [max(0, min(gamma, left - 1)) for gamma, left in zip(length.gammas(), rows.left)]
+    drafts, q = drafter.draft(rows, max(gammas), sampling, generator, length.stop)
     watch.mark()
     if min(gammas) < max(gammas):  # a row with fewer guesses than others has q = 0 beyond its own
         order = torch.arange(drafts.shape[1], device=rows.device)

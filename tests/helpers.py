@@ -20,8 +20,8 @@ from transformers import (
 from cachedModel import CachedModel
 from utils import probabilities, seen_after
 
-# Draws of a distribution test; FULL=1 in the environment asks for more (six minutes in all).
-DRAWS = 200_000 if os.environ.get("FULL") else 60_000
+FULL = bool(os.environ.get("FULL"))  # FULL=1 in the environment asks for what takes minutes
+DRAWS = 200_000 if FULL else 60_000  # of a distribution test
 
 FAMILIES = {
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {"intermediate_size": 64}),
@@ -92,20 +92,3 @@ def chi_square(samples, expected, vocabulary):
         largest = max(range(len(wanted)), key=wanted.__getitem__)
         wanted[largest], observed[largest] = wanted[largest] + rest[0], observed[largest] + rest[1]
     return chisquare(observed, [w * sum(observed) / sum(wanted) for w in wanted]).pvalue
-
-
-def p_value(sample, target, prefixes, first, count, sampling, draws, batch=20_000):
-    """Chi-square of tokens first ... first + count - 1 of `draws` rows of `sample(prefixes, generator)`, the smallest p
-    over the prefixes."""
-    generator, samples = torch.Generator().manual_seed(0), [[] for _ in prefixes]
-    for _ in range(draws // batch):
-        tokens = sample(prefixes * (batch // len(prefixes)), generator)
-        for row, own in enumerate(samples):
-            own += tokens[row :: len(prefixes)]
-    values = []
-    for prefix, own in zip(prefixes, samples):
-        joint = joint_distribution(target, prefix, first + count, sampling)
-        for _ in range(first):
-            joint = joint.sum(0)
-        values.append(chi_square(torch.tensor(own)[:, first : first + count], joint, target.vocabulary))
-    return min(values)

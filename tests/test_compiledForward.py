@@ -14,7 +14,6 @@ from test_specSampling import PROMPTS, near
 import nativeKernels
 import packedLinear
 import utils
-from capturedForward import CapturedForward
 from contrastiveSampling import contrastiveSampling, specContrastiveSampling
 from drafters import CascadeDrafter, ModelDrafter
 from regrSampling import regrSampling
@@ -149,28 +148,11 @@ def test_heads_without_a_kernel_stay_eager(models, monkeypatch, capsys):
     assert helpers.tiny().compile((1,)) is None and "heads" in capsys.readouterr().err
 
 
-def test_recorded_forwards_are_the_same_without_a_gpu():
-    """The steps of a recording, copied inputs and filled-up blocks, run again where a GPU would replay them."""
-    eager, target, draft = helpers.tiny(), helpers.tiny(), near(helpers.tiny(), noise=0.1)
-    for model, widths, runs in ((target, (1, 5), [(1, 1)]), (draft, (2,), [(2, 4)])):
-        model._graphs, model._reads_filled = CapturedForward(model.model, model.vocabulary), False
-        for width in widths:
-            model._graphs.add(1, width)
-        for width, count in runs:
-            model._graphs.add_run(1, width, count)
-    for prompt in PROMPTS:
-        wanted = regrSampling([prompt], eager, 40, GREEDY)[0]
-        assert specSampling([prompt], target, ModelDrafter(draft), 40, 4, GREEDY)[0] == wanted
-        assert regrSampling([prompt], target, 40, GREEDY)[0] == wanted
-    assert target._graphs.used > 100 and set(target._graphs._recordings) == {(1, 1), (1, 5), (1, 1, 1, GREEDY)}
-    assert set(draft._graphs._recordings) == {(1, 2, 4, GREEDY)}
-
-
 SCRIPT = """
 import helpers, torch
 from regrSampling import regrSampling
 from utils import GREEDY
-eager, model = helpers.tiny(layers=1), helpers.tiny(layers=1)
+eager, model = helpers.tiny(), helpers.tiny()
 assert model.compile((1,)) > 0
 assert regrSampling([[5, 9, 2]], model, 30, GREEDY)[0] == regrSampling([[5, 9, 2]], eager, 30, GREEDY)[0]
 print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
@@ -178,18 +160,12 @@ print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 
 
 def test_another_process_finds_the_graphs_and_they_are_right(models, tmp_path):
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    hits = [
-        int(
-            subprocess.run(
-                [sys.executable, "-c", SCRIPT],
-                env=environment,
-                check=True,
-                capture_output=True,
-                text=True,
-                cwd=tmp_path,
-            ).stdout
-        )
-        for _ in range(2)
-    ]
-    assert hits[0] == 0 and hits[1] >= 1
+    hits = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    ).stdout
+    assert int(hits) == 1

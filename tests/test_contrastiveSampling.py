@@ -4,7 +4,8 @@ import helpers
 import pytest
 import torch
 from conftest import refused
-from test_specSampling import FEW, PROMPTS, VOCABULARY, near
+from outcomes import largest_error, small
+from test_specSampling import PROMPTS, near
 
 import contrastiveSampling
 from contrastiveSampling import Contrast
@@ -12,7 +13,7 @@ from contrastiveSampling import contrastiveSampling as plain
 from contrastiveSampling import specContrastiveSampling as speculative
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling
-from verification import block_rule
+from verification import block_rule, token_rule
 
 DRAW = Sampling(0.9, 0, 1.0)
 
@@ -52,22 +53,20 @@ def test_the_speculative_form_writes_the_same_text(pair, gamma):
     assert sum(len(r.committed) for r in records) < 60 * len(PROMPTS)
 
 
-def p_value(draws=FEW, gamma=3, **how):
-    expert, amateur = (helpers.tiny(seed=i, vocabulary=VOCABULARY, layers=1, sharpness=2.0) for i in range(2))
+def error(gamma=2, length=4, **how):
+    """The largest difference between the probability of a text and that of plain contrastive decoding."""
+    expert, amateur = small(2)
     target = Contrast(expert, amateur, 0.05, 1.3)
 
-    def sample(prefixes, generator):
-        return speculative(prefixes, expert, amateur, 5, gamma, DRAW, None, generator, None, 0.05, 1.3, **how)[0]
+    def sample(prefixes):
+        return speculative(prefixes, expert, amateur, length, gamma, DRAW, None, None, None, 0.05, 1.3, **how)[0]
 
-    return helpers.p_value(sample, target, [[1, 2, 3], [4]], 1, 3, DRAW, draws)
-
-
-def test_the_speculative_form_is_distributed_as_the_plain_one():
-    assert p_value(helpers.DRAWS) > 1e-4
+    return largest_error(sample, target, length, DRAW, prefixes=[[1, 2, 0]])
 
 
-def test_so_it_is_with_block_verification():
-    assert p_value(helpers.DRAWS, verify=block_rule) > 1e-4
+@pytest.mark.parametrize("verify", [token_rule, block_rule])
+def test_the_speculative_form_is_distributed_as_the_plain_one(verify):
+    assert error(verify=verify) < 1e-6
 
 
 def test_verifying_against_the_expert_alone_is_caught(monkeypatch):
@@ -76,7 +75,7 @@ def test_verifying_against_the_expert_alone_is_caught(monkeypatch):
     monkeypatch.setattr(
         contrastiveSampling, "specSampling", lambda prefixes, target, *rest: whole(prefixes, target.expert, *rest)
     )
-    assert p_value() < 1e-4
+    assert error(length=3) > 1e-2
 
 
 def test_a_bonus_token_from_the_expert_alone_is_caught(monkeypatch):
@@ -90,7 +89,7 @@ def test_a_bonus_token_from_the_expert_alone_is_caught(monkeypatch):
         return scores
 
     monkeypatch.setattr(Contrast, "forward", forward)
-    assert p_value(gamma=1) < 1e-4
+    assert error(gamma=1, length=3) > 1e-3
 
 
 def test_what_makes_no_sense_is_refused(pair):

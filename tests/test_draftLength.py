@@ -12,7 +12,6 @@ from test_specSampling import PROMPTS, near
 from drafters import ModelDrafter
 from draftLength import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
 from specSampling import specSampling
-from theory import improvement
 from utils import Sampling
 
 
@@ -120,9 +119,3 @@ def test_what_makes_no_sense_is_refused():
         for threshold in -0.1, 1.1, float("nan"):
             with refused("threshold", "[0, 1]"):
                 rule(4, threshold)
-
-
-def test_theory_has_the_papers_values():
-    assert improvement(0.8, 5, 0.0) == pytest.approx(3.69, abs=5e-3)  # the paper's table 1 counts operations: at c = 0
-    assert improvement(1.0, 4, 0.25) == pytest.approx(2.5)
-    assert improvement(0.0, 3, 0.1) == pytest.approx(1 / 1.3)

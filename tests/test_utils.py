@@ -1,5 +1,7 @@
 """Probabilities, drawing, the residual."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,6 +45,43 @@ def test_probabilities_equal_those_of_transformers_processors(sampling, vocabula
     wanted = LogitsProcessorList(steps)(text, logits.clone()).softmax(-1)
     seen = torch.zeros(4, vocabulary, dtype=torch.bool).scatter_(1, text, True)
     torch.testing.assert_close(probabilities(logits, sampling, seen), wanted, atol=1e-6, rtol=1e-4)
+
+
+def by_transformers(logits, sampling, text):
+    """Their processors in the same order; where equal logits stand at the edge of top-k or top-p, the tokens that they
+    drop by the order of a sort and that are as probable as the last they keep come back, as ours does it."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    if sampling.repetition_penalty != 1:
+        flat = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(text, flat.clone())
+    flat = TemperatureLogitsWarper(sampling.temperature)(text, flat)
+    warpers = [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    for warper in warpers + ([TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []):
+        kept = warper(text, flat.clone())
+        flat = flat.masked_fill(flat < kept.masked_fill(kept.isinf(), torch.inf).amin(-1, keepdim=True), -torch.inf)
+    return flat.softmax(-1).view(logits.shape)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.builds(
+        Sampling,
+        st.floats(0.1, 5),
+        st.one_of(st.just(0), st.integers(1, 80)),
+        st.one_of(st.just(1.0), st.floats(0.05, 0.98)),
+        st.one_of(st.just(1.0), st.floats(0.5, 2)),
+    ),
+    st.sampled_from(["random", "flat", "tied", "long-tailed"]),
+    st.sampled_from([2, 61, 300]),
+    st.sampled_from([(1,), (5,), (2, 3), (70,)]),  # 70 * 300 are enough for candidates to be picked before sorting
+    st.integers(0, 10**6),
+)
+def test_any_transforms_are_those_of_transformers(sampling, shape, vocabulary, lead, seed):
+    torch.manual_seed(seed)
+    logits = SHAPES[shape](*lead, vocabulary)
+    text = torch.randint(0, vocabulary, (math.prod(lead), 20))
+    seen = torch.zeros(len(text), vocabulary, dtype=torch.bool).scatter_(1, text, True).view(logits.shape)
+    got, wanted = probabilities(logits, sampling, seen), by_transformers(logits, sampling, text)
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-4)
 
 
 def test_greedy_is_one_hot_at_the_largest_logit():

@@ -1,0 +1,63 @@
+"""Verification rules with a mistake planted in each: what a test of the emitted distribution must refuse.
+
+Arguments and results are those of verification.py's rules.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from utils import draw, residual
+from verification import block_rule, token_rule
+
+
+def after(p, accepted):
+    """p `[B, V]` before the token that follows the accepted drafts."""
+    return p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
+
+
+def guesses(q, drafts):
+    """How many of the drafts are a row's own, `[B]`: beyond them q is 0."""
+    return (q.gather(-1, drafts[..., None]) > 0).sum((1, 2))
+
+
+def always_accept(p, q, drafts, generator=None):
+    return guesses(q, drafts), draw(after(p, guesses(q, drafts)), generator)
+
+
+def replace_from_p(p, q, drafts, generator=None):
+    accepted, _ = token_rule(p, q, drafts, generator)
+    return accepted, draw(after(p, accepted), generator)
+
+
+def bonus_from_q(p, q, drafts, generator=None):
+    accepted, token = token_rule(p, q, drafts, generator)
+    return accepted, torch.where(accepted == drafts.shape[1], draw(q[:, -1], generator), token) if len(q[0]) else token
+
+
+def p_shifted(p, q, drafts, generator=None):
+    return token_rule(p.roll(1, 1), q, drafts, generator)
+
+
+def q_shifted(p, q, drafts, generator=None):
+    return token_rule(p, q.roll(1, 1), drafts, generator)
+
+
+def drop_the_unsure(p, q, drafts, generator=None):
+    """The mistake that invites itself: a guess that was too improbable is not submitted."""
+    q_x = q.gather(-1, drafts[..., None])[..., 0]
+    return token_rule(p, q * (q_x >= 0.4)[..., None], drafts, generator)
+
+
+def block_without_what_may_follow(p, q, drafts, generator=None):
+    """h_i = w_i: what the block rule would be if every draft were its block's last."""
+    p_x, q_x = (d[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
+    w = (p_x / q_x).cumprod(1).clamp(max=1) if drafts.shape[1] else p_x
+    stands = torch.rand(drafts.shape, generator=generator) < w
+    accepted = F.pad(stands * torch.arange(1, drafts.shape[1] + 1), (1, 0)).amax(1)
+    return accepted, draw(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), generator)
+
+
+def block_without_the_weights(p, q, drafts, generator=None):
+    """The token after the accepted part drawn from norm(max(0, p - q)) instead of norm(max(0, w p - q))."""
+    accepted, _ = block_rule(p, q, drafts, generator)
+    return accepted, draw(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), generator)

@@ -1,0 +1,34 @@
+"""Exit codes, and one line for whatever is wrong."""
+
+import pytest
+from conftest import refused
+
+from commandLine import Parser, as_command
+from utils import UserError
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (None, 0, ""),
+        (UserError("a name\nof two lines"), 2, "x.py: error: a name of two lines\n"),
+        (KeyboardInterrupt(), 130, "\nInterrupted. All is kept.\n"),
+    ],
+)
+def test_what_stops_a_script(error, code, said, capsys):
+    def work():
+        if error:
+            raise error
+
+    assert as_command("x.py", work, "All is kept.") == code
+    assert capsys.readouterr().err == said
+
+
+def test_what_is_no_users_error_is_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        as_command("x.py", lambda: 1 / 0, "")
+
+
+def test_a_wrong_flag_is_a_users_error():
+    with refused("--unknown"):
+        Parser(prog="x.py").parse_args(["--unknown"])

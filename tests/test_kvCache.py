@@ -1,0 +1,31 @@
+"""Slots: where keys and values go, and what attention is given."""
+
+import torch
+
+from kvCache import SlotCache
+
+
+def test_states_go_to_the_slots_named_and_older_ones_stay():
+    cache, generator = SlotCache(2, 6, torch.float32), torch.Generator().manual_seed(0)
+
+    def states(n):
+        return torch.randn(2, 3, n, 4, generator=generator)
+
+    first, second = states(3), states(2)
+    cache.address(torch.tensor([[0, 1, 2], [0, 1, 2]]))
+    keys, values = cache.update(first, -first, 1)
+    assert keys.shape == (2, 3, 6, 4) and torch.equal(values, -keys)
+    assert torch.equal(keys[:, :, :3], first) and not keys[:, :, 3:].any()
+    # The second row is rolled back by two tokens, the first by none.
+    cache.address(torch.tensor([[3, 4], [1, 2]]), reach=5)
+    keys, _ = cache.update(second, -second, 1)
+    assert torch.equal(keys[0], torch.cat([first[0], second[0]], 1))
+    assert torch.equal(keys[1, :, :3], torch.cat([first[1, :, :1], second[1]], 1))
+    assert cache.get_seq_length() == 0
+
+
+def test_states_are_kept_in_the_caches_precision():
+    cache = SlotCache(1, 4, torch.float32)
+    cache.address(torch.tensor([[0]]))
+    half = torch.rand(1, 1, 1, 2, dtype=torch.bfloat16)
+    assert all(kept.dtype == torch.float32 for kept in cache.update(half, half, 0))

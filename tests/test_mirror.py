@@ -1,0 +1,26 @@
+"""Each module has a test file of its name, or is named here beside the one whose tests prove it."""
+
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+ELSEWHERE = {
+    "benchmarkParts": "benchmark",
+    "benchmarkPeers": "benchmark",
+    "benchmarkReport": "benchmark",
+    "experiments": "cli",
+    "hub": "downloadModel",
+    "packedLinear": "compiledForward",
+    "plots": "results",
+    "prompts": "cli",
+    "report": "results",
+    "runs": "drafters",
+    "settings": "flags",
+    "test": "cli",
+}
+
+
+@pytest.mark.parametrize("module", sorted(path.stem for path in ROOT.glob("*.py")))
+def test_every_module_has_its_tests(module):
+    assert Path(__file__).with_name(f"test_{ELSEWHERE.get(module, module)}.py").exists()
