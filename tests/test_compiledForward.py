@@ -96,7 +96,7 @@ def test_batches_without_a_graph_of_their_size_are_read_eagerly(models):
     assert target._graphs.used == used
 
 
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize(
     "rows, heads, groups, n, size, reach",
     [(1, 4, 4, 1, 8, 1), (2, 6, 2, 5, 32, 77), (1, 3, 3, 9, 80, 300), (2, 2, 1, 16, 64, 33)],
@@ -115,8 +115,8 @@ def test_attention_is_torchs(models, dtype, error, rows, heads, groups, n, size,
     found = torch.ops.native.attend(query, *new, slots, keys, values, mask, 0.2).transpose(1, 2)
     assert torch.equal(keys, wanted_caches[0]) and torch.equal(values, wanted_caches[1])
     k, v = (x[:, :, :reach].float().repeat_interleave(heads // groups, 1) for x in (keys, values))
-    wanted = torch.nn.functional.scaled_dot_product_attention(query, k, v, mask, scale=0.2)
-    assert torch.allclose(found, wanted, atol=error, rtol=1e-4)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query.float(), k, v, mask, scale=0.2)
+    assert torch.allclose(found.float(), wanted, atol=error, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
