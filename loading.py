@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from cachedModel import CachedModel, context_of
 from hub import MANIFEST, UNFINISHED, gigabytes, one_line, read_manifest
-from utils import UserError
+from utils import UserError, out_of_memory
 
 HERE = Path(__file__).resolve().parent
 MODELS = HERE / "models"
@@ -66,15 +66,19 @@ def weight_files(folder):
             "download the model again with its safetensors files"
         )
     try:
-        return sorted({folder / file for file in read_json(index)["weight_map"].values()})
+        files = set(read_json(index)["weight_map"].values())
+        elsewhere = [file for file in files if Path(file).name != file]
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{index} does not list any weights; download it again") from None
+    if elsewhere:
+        raise UserError(f"{index} names {elsewhere[0]!r}, which is not in its folder; download it again")
+    return sorted(folder / file for file in files)
 
 
 def read_json(path):
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}); download it again") from None
 
 
@@ -151,9 +155,11 @@ def load_tokenizer(name):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises anything from KeyError to its own types for a broken folder
+        if out_of_memory(error):
+            raise
         raise UserError(
             f"{folder} has no usable tokenizer ({one_line(error)}); download its tokenizer.json "
-            "again (code that comes with a model is never run)"
+            "and config.json again (code that comes with a model is never run)"
         ) from None
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # the library's answer to no files at all
         raise UserError(f"{folder} has no tokenizer files; download its tokenizer.json")
@@ -244,17 +250,19 @@ def load_model(name, tokenizer, dtype, device, tokens=1024, spread=False):
             device_map="auto" if wide else {"": device},
             local_files_only=True,
             use_safetensors=True,
+            attn_implementation="eager",  # CachedModel sets its own; a config may name one that is code from the hub
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+        model.to(device)
     except UserError:
         raise
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model"
-        ) from None
     except Exception as error:  # a broken folder can raise nearly anything; a user should see none of it as a traceback
+        if out_of_memory(error):
+            raise UserError(
+                f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model"
+            ) from None
         raise UserError(unusable(folder, error)) from None
     # The library would go on, with random weights or fewer layers. Buffers nobody asks for are common and harmless.
     wrong = (
