@@ -53,8 +53,8 @@ def path(given):
 
 
 def as_command(script, work, kept, smaller="use smaller models"):
-    """Run `work()` and return the exit code: what it returns, or 0; 2 after one line for what stopped it; 130 after Ctrl-C; 1 where nobody
-    reads the screen any longer.
+    """Run `work()` and return the exit code: what it returns, or 0; 2 after one line for what stopped it; 130 after
+    Ctrl-C; 1 where nobody reads the screen any longer.
 
     kept: says what is not lost. smaller: what to do where memory is full."""
     for stream in sys.stdout, sys.stderr:  # no character is worth stopping for that a screen or a file cannot show

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from cachedModel import CachedModel, context_of
+from escape import visible
 from hub import MANIFEST, UNFINISHED, gigabytes, one_line, read_manifest
 from utils import UserError, out_of_memory
 
@@ -225,8 +226,8 @@ def load_model(name, tokenizer, dtype, device, tokens=1024, spread=False):
     """
     folder, torch_dtype = find_model(name), DTYPES[dtype]
     config = read_config(folder)
-    weights, free = weight_bytes(folder, torch_dtype), available_memory(device)
     try:
+        weights, free = weight_bytes(folder, torch_dtype), available_memory(device)
         text = config.get_text_config()
         needed, size = weights + working_bytes(text, min(tokens, context_of(text))), text.vocab_size
         wide = spread and needed > free
@@ -275,7 +276,7 @@ def load_model(name, tokenizer, dtype, device, tokens=1024, spread=False):
             f"{folder}: config.json and the weights do not match ({wrong[0]} is missing, left over or of "
             "another shape); download both again from one place"
         )
-    return CachedModel(model, len(tokenizer), folder.name)
+    return CachedModel(model, len(tokenizer), visible(folder.name, ""))
 
 
 def model_version(name):
