@@ -62,7 +62,7 @@ def as_command(script, work, kept, smaller="use smaller models"):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = work()
-        sys.stdout.flush()
+        print(end="", flush=True)  # while it can still be told that nobody reads, or that the disk is full
         return code or 0
     except UserError as error:
         wrong = str(error)
@@ -76,7 +76,7 @@ def as_command(script, work, kept, smaller="use smaller models"):
         if out_of_memory(error):
             wrong = f"out of memory; {smaller}, or close other programs. {kept}"
         elif isinstance(error, OSError):
-            wrong = f"{error.filename or 'a file'}: {error.strerror or error}. {kept}"
+            wrong = (f"{error.filename}: " if error.filename else "") + f"{error.strerror or error}. {kept}"
         else:
             raise
     print(f"{script}: error:", visible(" ".join(wrong.split())), file=sys.stderr)  # whatever a file's name holds

@@ -1,12 +1,16 @@
 """What users, disks, networks and models do to a run: one clear line, and nothing that was measured is lost."""
 
+import contextlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
+import sys
 import threading
 
 import helpers
@@ -28,6 +32,7 @@ from specSampling import specSampling
 from utils import GREEDY, Sampling
 from verification import RULES
 
+FORK = multiprocessing.get_context("fork")
 STATUSES = (404, 429, 500, 503)
 PROMPTS = (
     "Καλημέρα κόσμε, здравствуй, こんにちは",
@@ -132,6 +137,46 @@ def test_a_models_folder_that_is_read_only_is_one_line(cli, flags, disk, hub, pa
     assert disk.mount("remount,ro").returncode == 0
     assert cli.main([*flags, "--target", "some/target", "--out", str(disk.folder.parent)]) == 2
     one_line(capsys, str(disk.folder / "target.incomplete"), "Read-only")
+
+
+def run_alone(cli, arguments, patch=None):
+    """The exit code of a run in a process of its own, which has only one thread."""
+    torch.set_num_threads(1)
+    if patch:
+        setattr(results.os, *patch)
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        sys.exit(cli.main(arguments))
+
+
+def test_two_runs_at_once_lose_nothing(cli, flags, tmp_path):
+    arguments = [*flags, "--speed", "--maxLen", "2", "--repeats", "4", "--out", str(tmp_path)]
+    both = [FORK.Process(target=run_alone, args=(cli, arguments)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(120)
+        assert process.exitcode == 0
+    for _, measurements in results.Results(tmp_path).runs():
+        assert [m["kind"] for m in measurements] == ["speed"] * 24 + ["end"]  # 3 methods, 2 prompts, 4 repeats
+    text = (tmp_path / "results.txt").read_text()
+    assert text.count("Run ") == text.count("Speed: ") == 2 and "not finished" not in text
+    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
+
+
+def test_a_kill_while_results_are_written_leaves_them_whole(cli, flags, tmp_path):
+    """At the moment when the new text takes the old one's place."""
+    arguments = [*flags, "--speed", "--maxLen", "2", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    before = (tmp_path / "results.txt").read_text()
+    kill = ("replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    killed = FORK.Process(target=run_alone, args=(cli, arguments, kill))
+    killed.start()
+    killed.join(120)
+    assert killed.exitcode == -signal.SIGKILL and (tmp_path / "results.txt").read_text() == before
+    store = results.Results(tmp_path)
+    assert [m["kind"] for m in store.runs()[1][1]] == ["speed"] * 6 + ["end"]
+    store.render()  # as the next run does
+    assert store.text.read_text().count("Run ") == 2 and "not finished" not in store.text.read_text()
 
 
 def test_of_two_renderings_at_once_the_last_shows_all(tmp_path, monkeypatch):
@@ -464,18 +509,31 @@ def printed_to_nobody(pipe):
     """The exit code of a command whose reader has gone, as with `| head`."""
     os.dup2(pipe, 1)
     with open(1, "w", closefd=False) as screen:
-        import sys
-
         sys.stdout = screen
         return as_command("test.py", lambda: print("x" * 200_000), "")
 
 
-def test_a_reader_that_has_gone_is_no_traceback(capfd):
-    import multiprocessing
+def test_without_a_screen_a_run_is_as_good(cli, flags, tmp_path, monkeypatch):
+    """As under a service, or with `>&-`."""
+    monkeypatch.setattr("sys.stdout", None)
+    assert cli.main([*flags, "--speed", "--maxLen", "2", "--out", str(tmp_path)]) == 0
+    assert "target alone" in (tmp_path / "results.txt").read_text()
 
+
+def test_a_screen_that_is_a_full_disk_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    with contextlib.suppress(OSError), open("/dev/full", "w") as screen:  # which cannot be closed properly either
+        monkeypatch.setattr("sys.stdout", screen)
+        assert cli.main([*flags, "--speed", "--maxLen", "2", "--out", str(tmp_path)]) == 2
+    one_line(capsys, "No space left on device", "What was measured is kept")
+    assert "target alone" in (tmp_path / "results.txt").read_text()
+
+
+def test_a_reader_that_has_gone_is_no_traceback(capfd):
     reading, writing = os.pipe()
     os.close(reading)
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+    with FORK.Pool(1) as pool:
         assert pool.apply(printed_to_nobody, (writing,)) == 1
     os.close(writing)
     assert "Traceback" not in capfd.readouterr().err
