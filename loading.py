@@ -256,7 +256,6 @@ def load_model(name, tokenizer, dtype, device, tokens=1024, spread=False):
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-        model.to(device)
     except UserError:
         raise
     except Exception as error:  # a broken folder can raise nearly anything; a user should see none of it as a traceback

@@ -102,3 +102,8 @@ def test_from_nan_comes_no_token(size):
         assert accepted.tolist() == [2, 1, 3] and token[0] == size and (token[1:] < size).all()
     for token in both(lambda: pick(p[0, 1:3], torch.tensor([0.5, 0.5]))):
         assert token[0] < size and token[1] == size
+
+
+def test_the_smallest_numbers_stay_what_they_are():
+    """Of the whole process: -ffast-math would make them 0, in every other library too."""
+    assert 5e-324 * float("1") > 0 and bool(torch.tensor(1e-45) > 0)
