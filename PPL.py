@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from utils import UserError
+from utils import UserError, not_finite
 
 ROWS = 256  # positions whose whole distributions are handled at once: bounds memory at large vocabularies
 
@@ -34,7 +34,8 @@ def speculative_log_probs(log_p, log_q, tokens):
 
 def token_log_probs(tokens, target, draft=None):
     """log-probability of each of `tokens[1:]` given those before it, from one forward of each model: float32 `[n - 1]`
-    on the host for "target" and, with a draft, for "draft" and "speculative" (the sampler made of both)."""
+    on the host for "target" and, with a draft, for "draft" and "speculative" (the sampler made of both). Raises
+    UserError for a model whose logits are not finite."""
     scores = [model.score(tokens[None].to(model.device))[0, :-1] for model in (target, draft) if model is not None]
     parts = {role: [] for role in (("target",) if draft is None else ("target", "draft", "speculative"))}
     for start in range(0, len(tokens) - 1, ROWS):
@@ -44,7 +45,11 @@ def token_log_probs(tokens, target, draft=None):
             parts[role].append(distribution.gather(-1, following[:, None])[:, 0])
         if draft is not None:
             parts["speculative"].append(speculative_log_probs(*log_probs, following))
-    return {role: torch.cat(pieces).cpu() for role, pieces in parts.items()}
+    log_probs = {role: torch.cat(pieces).cpu() for role, pieces in parts.items()}
+    for role, model in ("target", target), ("draft", draft):
+        if model is not None and log_probs[role].isnan().any():
+            raise not_finite(model)
+    return log_probs
 
 
 def calculate_ppl_regr(tokens, target):
@@ -66,10 +71,8 @@ def perplexities(tokens, target, draft=None):
 
 
 def exp(nats):
-    """exp, infinite where a float cannot hold it. Raises UserError for nan: a model whose arithmetic broke down."""
-    if math.isnan(nats):
-        raise UserError("the model gives no finite logits in this dtype; use --dtype float32")
-    return math.exp(nats) if nats < 709 else math.inf
+    """exp, infinite where a float cannot hold it."""
+    return math.inf if nats > 709 else math.exp(nats)
 
 
 @dataclass

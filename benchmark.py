@@ -221,13 +221,12 @@ def run(args, argv):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
 
-    def work():
-        try:
-            run(parse(argv), argv)
-        except torch.OutOfMemoryError:
-            raise UserError("the device ran out of memory; use smaller models or --dtype, or --no-compile") from None
-
-    return as_command("benchmark.py", work, "Nothing was written.")
+    return as_command(
+        "benchmark.py",
+        lambda: run(parse(argv), argv),
+        "Nothing was written.",
+        "use smaller models, a smaller --dtype, or --no-compile",
+    )
 
 
 if __name__ == "__main__":

@@ -59,5 +59,5 @@ class BlockWidths:
             drawn.append(made[:, :left])
             q.append(p[:, :left])
             left -= drawn[-1].shape[1]
-            tokens = torch.cat([tokens, made], 1)[:, -width:]
+            tokens = torch.cat([tokens, made.clamp(max=p.shape[-1] - 1)], 1)[:, -width:]  # as in `steps`
         return (drawn[0], q[0]) if len(q) == 1 else (torch.cat(drawn, 1), torch.cat(q, 1))

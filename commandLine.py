@@ -1,11 +1,14 @@
 """What the scripts' command lines share: what a flag's value may be, one line for whatever is wrong, and exit codes."""
 
 import argparse
+import io
+import os
 import re
 import sys
 from pathlib import Path
 
-from utils import UserError
+from escape import visible
+from utils import UserError, out_of_memory
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,14 +52,32 @@ def path(given):
     return Path(text(given))
 
 
-def as_command(script, work, kept):
+def as_command(script, work, kept, smaller="use smaller models"):
     """Run `work()` and return the exit code: what it returns, or 0; 2 after one line for what stopped it; 130 after
-    Ctrl-C, when `kept` says what is not lost."""
+    Ctrl-C; 1 where nobody reads the screen any longer.
+
+    kept: says what is not lost. smaller: what to do where memory is full."""
+    for stream in sys.stdout, sys.stderr:  # no character is worth stopping for that a screen or a file cannot show
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return work() or 0
+        code = work()
+        print(end="", flush=True)  # while it can still be told that nobody reads, or that the disk is full
+        return code or 0
     except UserError as error:
-        print(f"{script}: error:", *str(error).split(), file=sys.stderr)  # one line, whatever a file's name holds
-        return 2
+        wrong = str(error)
     except KeyboardInterrupt:
         print(f"\nInterrupted. {kept}", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes there once more at its end
+        return 1
+    except Exception as error:
+        if out_of_memory(error):
+            wrong = f"out of memory; {smaller}, or close other programs. {kept}"
+        elif isinstance(error, OSError):
+            wrong = (f"{error.filename}: " if error.filename else "") + f"{error.strerror or error}. {kept}"
+        else:
+            raise
+    print(f"{script}: error:", visible(" ".join(wrong.split())), file=sys.stderr)  # whatever a file's name holds
+    return 2

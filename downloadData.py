@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from tqdm import tqdm
 
 from commandLine import Parser, as_command, text, whole
+from escape import visible
 from hub import (
     UNFINISHED,
     HubFile,
@@ -257,7 +258,7 @@ def show():
         )
         rows = ", ".join(f"{count:,} rows of {split}" for split, count in manifest["rows"].items()) if manifest else ""
         origin = f"{manifest['repo']} {manifest['commit'][:12]}".strip() if manifest else ""
-        print(f"{folder.name:24} {gigabytes(size):>9}  {state:12} {origin}; {rows}".rstrip(" ;"))
+        print(visible(f"{folder.name:24} {gigabytes(size):>9}  {state:12} {origin}; {rows}".rstrip(" ;"), ""))
 
 
 def main(argv=None):

@@ -19,6 +19,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from commandLine import Parser, as_command, text
+from escape import visible
 from hub import (
     HUB_ID,
     MANIFEST,
@@ -211,7 +212,7 @@ def show():
                 if folder.name.endswith(UNFINISHED)
                 else "whole"
             )
-        print(f"{folder.name:28} {gigabytes(size):>9}  {state:12} {origin}")
+        print(visible(f"{folder.name:28} {gigabytes(size):>9}  {state:12} {origin}", ""))
 
 
 def main(argv=None):

@@ -44,7 +44,8 @@ class ModelDrafter:
         seen = rows.seen(self.model.vocabulary, sampling)
         going = torch.tensor([not ended for ended in rows.ended], device=rows.device) if stop else None
         positions = rows.positions(-block, block + gamma - 1)
-        return run(self.model, rows.last(block), positions, gamma, sampling, generator, seen, stop, going)
+        drafts, q = run(self.model, rows.last(block), positions, gamma, sampling, generator, seen, stop, going)
+        return drafts.clamp_(max=self.model.vocabulary - 1), q  # a guess from nan is no token: `advance` tells
 
 
 class LookupDrafter:
@@ -101,7 +102,7 @@ class CascadeDrafter:
 
     def begin(self, rows):
         self.model.read_prompt(rows)
-        self.inner = rows.copy()
+        self.inner = rows.copy(self.model)
         self.drafter.begin(self.inner)
         self.length.begin(len(rows.tokens))
         self.behind = 1

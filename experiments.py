@@ -12,6 +12,7 @@ import playback
 import PPL
 import settings
 import sweep
+from escape import visible
 from speed import digest, measure
 from utils import GREEDY
 from verification import RULES as VERIFICATIONS
@@ -114,15 +115,16 @@ def play(args, models, prompt, tokenizer, device, name):
     if args.html:
         names = {role: model.name for role, model in models.items()}
         playback.write_page(args.html, text, trace.rounds, tokenizer, "Speculative decoding, round by round", names)
-        print(f"Written to {args.html}")
+        print(visible(f"Written to {args.html}", ""))
 
 
 def measure_perplexity(models, texts, tokenizer, window, stride, append):
     target, draft = models["target"], models["draft"]
     roles = "draft", "target", "speculative"
     for corpus, passages in texts:
+        shown = visible(corpus.name, "")
         if passages:
-            bar = tqdm(passages, desc=f"perplexity per text, {corpus.name}", disable=None, leave=False)
+            bar = tqdm(passages, desc=f"perplexity per text, {shown}", disable=None, leave=False)
             each = [PPL.perplexities(ids, target, draft) for ids in bar]
             append(
                 kind="ppl_text",
@@ -136,7 +138,7 @@ def measure_perplexity(models, texts, tokenizer, window, stride, append):
         documents = [text for text in corpus.documents if len(tokenizer(text, verbose=False)["input_ids"]) > 1]
         if not documents:
             continue
-        with tqdm(desc=f"corpus perplexity, {corpus.name}", unit=" tokens", disable=None, leave=False) as bar:
+        with tqdm(desc=f"corpus perplexity, {shown}", unit=" tokens", disable=None, leave=False) as bar:
             parts = [
                 PPL.calculate_ppl_corpus(text, tokenizer, target, draft, window, stride, bar.update)
                 for text in documents

@@ -56,6 +56,11 @@ def check_id(repo):
         raise UserError(f"{repo!r} is not a hub id: those read owner/name, such as EleutherAI/pythia-70m")
 
 
+def stays_inside(path):
+    """Whether a file named `path`, on any system, is in the folder it is written to."""
+    return not (path.startswith("/") or ".." in path.split("/") or "\\" in path or ":" in path)
+
+
 def describe(repo, revision="main", kind="model"):
     """What a repository holds: (commit, {path: HubFile}). Raises UserError where the hub does not tell."""
     with hub_errors(repo, revision):
@@ -64,7 +69,7 @@ def describe(repo, revision="main", kind="model"):
         )
     files = {}
     for entry in info.siblings or []:
-        if entry.rfilename.startswith("/") or ".." in entry.rfilename.split("/"):
+        if not stays_inside(entry.rfilename):
             raise UserError(
                 f"{repo} holds a file named {entry.rfilename!r}, which would be written elsewhere; nothing "
                 "of it is downloaded"
@@ -277,20 +282,16 @@ def write_manifest(folder, files, **about):
 
 
 def read_manifest(folder):
-    """The record of a folder, its files as `HubFile`s; None where there is none to be read."""
+    """The record of a folder, its files as `HubFile`s; None where there is none to be read, or one of files elsewhere
+    (what is not whole would be removed)."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        return (
-            {"revision": "main", "rows": {}}
-            | manifest
-            | {
-                "repo": str(manifest["repo"]),
-                "commit": str(manifest["commit"]),
-                "files": [HubFile(**file) for file in manifest["files"]],
-            }
-        )
-    except (OSError, ValueError, TypeError, KeyError):
+        files = [HubFile(**file) for file in manifest["files"]]
+        about = {"repo": str(manifest["repo"]), "commit": str(manifest["commit"]), "files": files}
+        inside = all(stays_inside(file.path) for file in files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+    return {"revision": "main", "rows": {}} | manifest | about if inside else None
 
 
 def damaged(folder, files):

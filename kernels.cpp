@@ -246,6 +246,9 @@ static int32_t bits_of(float x) {
     return bits;
 }
 
+// As a whole number: the compiler takes every float for finite. A distribution is nan in all its numbers or in none.
+static bool is_nan(const float* x) { return (bits_of(*x) & 0x7fffffff) > 0x7f800000; }
+
 static float total(const float* x, long n) {
     float sum = 0;
     for (long i = 0; i < n; i++) sum += x[i];
@@ -348,6 +351,10 @@ static at::Tensor pick(const at::Tensor& probs, const at::Tensor& u) {
     std::vector<double> parts((n + PART - 1) / PART);
     for (long row = 0; row < u.numel(); row++) {
         const float* x = data<float>(p) + row * n;
+        if (is_nan(x)) {
+            ((int64_t*)tokens.data_ptr())[row] = n;
+            continue;
+        }
         double sum = 0;
         for (long i = 0; i < long(parts.size()); i++)
             sum += parts[i] = total(x + i * PART, std::min(PART, n - i * PART));
@@ -379,12 +386,14 @@ static std::tuple<at::Tensor, at::Tensor> accept(const at::Tensor& p, const at::
         long i = 0;
         for (; i < n; i++, p_i += size, q_i += size) {
             long x = data<int64_t>(xs)[row * n + i];
+            if (is_nan(p_i) || is_nan(q_i)) break;
             if (!(q_i[x] > 0 && data<float>(us)[row * n + i] * q_i[x] < p_i[x])) break;
         }
         ((int64_t*)accepted.data_ptr())[row] = i;
         float* rest = (float*)left.data_ptr() + row * size;
-        for (long v = 0; v < size; v++) rest[v] = i < n ? std::max(p_i[v] - q_i[v], 0.f) : p_i[v];
-        float sum = total(rest, size);
+        bool sound = !is_nan(p_i) && (i == n || !is_nan(q_i));
+        for (long v = 0; sound && v < size; v++) rest[v] = i < n ? std::max(p_i[v] - q_i[v], 0.f) : p_i[v];
+        float sum = sound ? total(rest, size) : 0;
         if (sum > 0)
             for (long v = 0; v < size; v++) rest[v] /= sum;
         else

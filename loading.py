@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from cachedModel import CachedModel, context_of
+from escape import visible
 from hub import MANIFEST, UNFINISHED, gigabytes, one_line, read_manifest
-from utils import UserError
+from utils import UserError, out_of_memory
 
 HERE = Path(__file__).resolve().parent
 MODELS = HERE / "models"
@@ -66,15 +67,19 @@ def weight_files(folder):
             "download the model again with its safetensors files"
         )
     try:
-        return sorted({folder / file for file in read_json(index)["weight_map"].values()})
+        files = set(read_json(index)["weight_map"].values())
+        elsewhere = [file for file in files if Path(file).name != file]
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{index} does not list any weights; download it again") from None
+    if elsewhere:
+        raise UserError(f"{index} names {elsewhere[0]!r}, which is not in its folder; download it again")
+    return sorted(folder / file for file in files)
 
 
 def read_json(path):
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}); download it again") from None
 
 
@@ -151,9 +156,11 @@ def load_tokenizer(name):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises anything from KeyError to its own types for a broken folder
+        if out_of_memory(error):
+            raise
         raise UserError(
             f"{folder} has no usable tokenizer ({one_line(error)}); download its tokenizer.json "
-            "again (code that comes with a model is never run)"
+            "and config.json again (code that comes with a model is never run)"
         ) from None
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # the library's answer to no files at all
         raise UserError(f"{folder} has no tokenizer files; download its tokenizer.json")
@@ -219,8 +226,8 @@ def load_model(name, tokenizer, dtype, device, tokens=1024, spread=False):
     """
     folder, torch_dtype = find_model(name), DTYPES[dtype]
     config = read_config(folder)
-    weights, free = weight_bytes(folder, torch_dtype), available_memory(device)
     try:
+        weights, free = weight_bytes(folder, torch_dtype), available_memory(device)
         text = config.get_text_config()
         needed, size = weights + working_bytes(text, min(tokens, context_of(text))), text.vocab_size
         wide = spread and needed > free
@@ -244,17 +251,18 @@ def load_model(name, tokenizer, dtype, device, tokens=1024, spread=False):
             device_map="auto" if wide else {"": device},
             local_files_only=True,
             use_safetensors=True,
+            attn_implementation="eager",  # CachedModel sets its own; a config may name one that is code from the hub
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     except UserError:
         raise
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model"
-        ) from None
     except Exception as error:  # a broken folder can raise nearly anything; a user should see none of it as a traceback
+        if out_of_memory(error):
+            raise UserError(
+                f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model"
+            ) from None
         raise UserError(unusable(folder, error)) from None
     # The library would go on, with random weights or fewer layers. Buffers nobody asks for are common and harmless.
     wrong = (
@@ -267,7 +275,7 @@ def load_model(name, tokenizer, dtype, device, tokens=1024, spread=False):
             f"{folder}: config.json and the weights do not match ({wrong[0]} is missing, left over or of "
             "another shape); download both again from one place"
         )
-    return CachedModel(model, len(tokenizer), folder.name)
+    return CachedModel(model, len(tokenizer), visible(folder.name, ""))
 
 
 def model_version(name):

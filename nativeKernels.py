@@ -51,6 +51,7 @@ def load():
         subprocess.run([compiler, *FLAGS, *includes, "-o", draft, str(SOURCE), *links], check=True, capture_output=True)
         os.replace(draft, path)
     torch.ops.load_library(path)
+    torch.set_flush_denormal(False)  # -ffast-math has a library switch it on, for the whole process
     if utils.kernels is None:
         for name, shape in SHAPES.items():
             torch.library.register_fake(f"native::{name}", shape)

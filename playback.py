@@ -6,7 +6,6 @@ import html
 import json
 import os
 import tempfile
-import unicodedata
 from base64 import b64encode
 from dataclasses import astuple, dataclass
 from hashlib import sha256
@@ -15,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from escape import visible
 from utils import UserError
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
@@ -105,14 +105,6 @@ def pieces_of(rounds, tokenizer):
     if pieces.rest():
         (texts[-1][2] or texts[-1][0])[-1] += pieces.rest()
     return texts
-
-
-def visible(text, keep="\n"):
-    """`text`, escaped wherever it is neither printable nor a kind of space nor in `keep`."""
-    return "".join(
-        c if c in keep or c.isprintable() or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
-        for c in text
-    )
 
 
 def summary(rounds):

@@ -6,6 +6,7 @@ python plots.py        draws figures/rounds.png: the first rounds of a real cont
 import argparse
 import os
 import sys
+import warnings
 
 import matplotlib
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from commandLine import Parser, as_command, number, path, text, whole
 from drafters import ModelDrafter
+from escape import visible
 from loading import HERE, check_tokenizers, default_pair, load_model, load_tokenizer
 from playback import Trace, Watched, pieces_of
 from specSampling import specSampling
@@ -53,21 +55,22 @@ def draw_rounds(prompt, rounds, path):
     figure, axes = plt.subplots(figsize=(9, 0.36 * len(rounds) + 1.3), dpi=120)
     axes.axis("off")
     axes.set(xlim=(0, 90), ylim=(len(rounds) + 0.6, -2.2))
-    axes.text(0, -1.7, "prompt:  " + prompt.replace("\n", " "), fontsize=9, style="italic", va="center")
+    asis = {"va": "center", "parse_math": False}  # a "$" is one
+    axes.text(0, -1.7, "prompt:  " + visible(prompt.replace("\n", " ")), fontsize=9, style="italic", **asis)
     for y, kinds in enumerate(rounds):
         axes.text(0, y, f"round {y}" if y else "prompt read", fontsize=8, color="#777777", va="center")
         x = 11
         for piece, kind in ((piece, kind) for kind, pieces in zip(COLOURS, kinds) for piece in pieces):
-            shown = piece.replace("\n", "\u21b5").replace(" ", "\u2423")
+            shown = visible(piece.replace("\n", "\u21b5").replace(" ", "\u2423"))
             axes.text(
                 x,
                 y,
                 shown,
                 fontsize=9,
                 family="monospace",
-                va="center",
                 color="#999999" if kind == "rejected" else "black",
                 bbox={"boxstyle": "round,pad=0.25", "facecolor": COLOURS[kind], "edgecolor": "none"},
+                **asis,
             )
             x += 0.98 * len(shown) + 1.6
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour) for colour in COLOURS.values()]
@@ -81,7 +84,9 @@ def draw_rounds(prompt, rounds, path):
         bbox_to_anchor=(0.5, -0.08),
     )
     path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of characters that the font lacks: it draws boxes
+        figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
 
 

@@ -1,5 +1,6 @@
 """Token ids of the texts that are continued or read: those given by flag, or the first of each corpus."""
 
+from hub import one_line
 from texts import read
 from utils import UserError
 
@@ -18,7 +19,7 @@ def read_prompts(args):
         return [args.prompt]
     if args.question is not None:
         return [args.question]
-    lines = [line for line in read(args.promptFile).splitlines() if line.strip()]
+    lines = [line for line in read(args.promptFile).split("\n") if line.strip()]
     if not lines:
         raise UserError(f"--promptFile {args.promptFile} holds no prompt; write one on each line")
     return lines
@@ -33,12 +34,17 @@ def encode(texts, tokenizer, args):
             f"the tokenizer of {args.target} has no chat template; give the question with --prompt, or "
             "name an instruct model"
         )
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        for text in texts
-    ]
+    try:
+        return [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+            for text in texts
+        ]
+    except Exception as error:  # a template is a program, and may do anything but what its sandbox forbids
+        raise UserError(
+            f"the chat template of {args.target} fails ({one_line(error)}); give the question with --prompt"
+        ) from None
 
 
 def choose_prompts(args, tokenizer, corpora, given, context):

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diversity import ARTICLE, FIGURES
+from escape import visible
 from speed import interval, summarize
 from sweep import predict
 
@@ -51,7 +52,7 @@ def show(run, measurements, **options):
 
 def plain(value):
     """Text for the screen with no markup and no control characters: names may come from anywhere."""
-    return Text("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)))
+    return Text(visible(str(value), ""))
 
 
 def number(value, digits):
@@ -75,7 +76,7 @@ def give_or_take(values):
 def grid(title, columns):
     """A table whose numbers are never cut: where it is too wide, the names in its first column are folded."""
     table = Table(
-        title=title,
+        title=plain(title),
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -144,7 +145,7 @@ def titled(run, measurements):
 
 def name_of(method):
     """A method's name in words."""
-    return NAMES.get(method) or re.sub("[A-Z]", lambda capital: " " + capital[0].lower(), method)
+    return NAMES.get(method) or visible(re.sub("[A-Z]", lambda capital: " " + capital[0].lower(), method), "")
 
 
 def speed_table(run, measurements, rows):

@@ -8,11 +8,30 @@ is replaced as a whole, so it is never half there.
 import json
 import os
 import tempfile
+from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 
+from escape import visible
 from report import show
 from utils import UserError
+
+
+@contextmanager
+def alone(folder):
+    """Of processes that render a folder's results at once, one at a time: the last to read them is the last to write,
+    and shows all. Where folders cannot be locked they take their chance."""
+    handle = None
+    with suppress(ImportError, OSError):
+        import fcntl  # Windows has none
+
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 class Results:
@@ -46,21 +65,22 @@ class Results:
         """All whole lines, as dictionaries. A line cut off by a kill is passed over."""
         records = []
         if self.lines.exists():
-            for line in self.lines.read_text(encoding="utf-8", errors="replace").split("\n"):
-                try:
+            for line in self.lines.read_text(encoding="utf-8-sig", errors="replace").split("\n"):
+                with suppress(ValueError, RecursionError):
                     records.append(json.loads(line))
-                except ValueError:
-                    continue
         return [record for record in records if isinstance(record, dict)]
 
     def runs(self):
         """[(the run's own record, its measurements)], oldest first."""
         runs = {}
         for record in self.records():
+            name = record.get("run")
+            if not isinstance(name, str):
+                continue
             if record.get("kind") == "run":
-                runs[record["run"]] = (record, [])
-            elif record.get("run") in runs:
-                runs[record["run"]][1].append(record)
+                runs[name] = (record, [])
+            elif name in runs:
+                runs[name][1].append(record)
         return list(runs.values())
 
     def run(self, name):
@@ -69,12 +89,17 @@ class Results:
 
     def render(self):
         """Write `results.txt` from all records, newest run first."""
+        with alone(self.text.parent):
+            self.replace()
+
+    def replace(self):
         buffer, file = StringIO(), None
         for run, measurements in reversed(self.runs()):
             try:
                 show(run, measurements, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
-            except (KeyError, TypeError):  # lines of another version must not keep today's from being shown
-                buffer.write(f"Run {run['run']} was written by another version: see {self.lines.name}.\n\n")
+            except Exception:  # lines of another version, whatever they hold, must not keep today's from being shown
+                name = visible(run["run"], "")
+                buffer.write(f"Run {name} was written by another version: see {self.lines.name}.\n\n")
         text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
         try:
             with tempfile.NamedTemporaryFile(

@@ -6,7 +6,7 @@ import time
 import torch
 
 from record import Record
-from utils import UserError
+from utils import UserError, not_finite
 
 
 def check_room(prefixes, max_len, models):
@@ -31,7 +31,8 @@ class Rows:
 
     prefixes: a list of lists of token ids (or an int tensor `[B, L]`); every row gets at most `max_len` tokens more and
         ends early at `end_of_text`, which is kept as its last token.
-    models: the `CachedModel`s that will read the rows; the shortest context and vocabulary among them are the limits.
+    models: the `CachedModel`s that will read the rows, first the one whose tokens they grow by; the shortest context
+        and vocabulary among them are the limits.
     callback: called as `callback(row, tokens, guessed)` whenever a row has grown; the first `guessed` of the new tokens
         were guesses that stood, the rest is the target's own.
     Raises UserError before any work when a prefix is empty, holds an unknown token or leaves no room for `max_len`.
@@ -42,7 +43,7 @@ class Rows:
         prefixes = [list(map(int, prefix)) for prefix in prefixes]
         check_room(prefixes, max_len, models)
         self.max_len, self.end_of_text, self.callback = max_len, end_of_text, callback
-        self.device = models[0].device
+        self.target, self.device = models[0], models[0].device
         longest = max(map(len, prefixes))
         self.capacity = longest + max_len
         self.prompt = torch.tensor(
@@ -95,7 +96,8 @@ class Rows:
         """Add the first `accepted[B]` of `drafts[B, g]` and then `token[B]` to each row that has not ended.
 
         drafted `[B]`: how many of the drafts are a row's own guesses (None: all g). This is where the host waits for
-        the device, once a round. Returns {row: drafted}, {row: accepted} of the rows that had not ended."""
+        the device, once a round. Returns {row: drafted}, {row: accepted} of the rows that had not ended. Raises
+        UserError where the token is none: the target's distribution was nan."""
         fresh = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
         where = self.lengths[:, None] + torch.arange(fresh.shape[1], device=self.device)
         self.sequence.scatter_(1, where.clamp_(max=self.capacity), fresh)
@@ -105,6 +107,8 @@ class Rows:
         grown = [row for row in range(len(host)) if not self.ended[row]]
         for row in grown:
             *tokens, guesses, taken = host[row]
+            if tokens[taken] >= self.target.vocabulary:
+                raise not_finite(self.target)
             tokens = tokens[: min(taken + 1, self.max_len - len(self.tokens[row]))]
             if self.end_of_text in tokens:
                 tokens = tokens[: tokens.index(self.end_of_text) + 1]
@@ -121,9 +125,10 @@ class Rows:
         self.lengths = torch.tensor(self._lengths, device=self.device)
         return {row: host[row][-2] for row in grown}, {row: host[row][-1] for row in grown}
 
-    def copy(self):
+    def copy(self, target):
         """Rows with the same prompts for a sampler that guesses for another: they follow these and never end."""
         rows = copy.copy(self)
+        rows.target = target
         rows.max_len, rows.end_of_text, rows.callback = 1 << 60, None, None
         rows.sequence, rows.records = self.sequence.clone(), [Record() for _ in self.records]
         rows.follow(self)

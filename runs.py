@@ -14,7 +14,7 @@ def steps(forward, distribution, tokens, positions, u):
         q = distribution(logits[:, -1])
         x = pick(q, u[i])
         yield x, q
-        tokens = x[:, None]
+        tokens = x.clamp(max=q.shape[-1] - 1)[:, None]  # what comes from a q of nan is no token, and cannot be read
 
 
 def run(model, tokens, positions, count, sampling, generator=None, seen=None, stop=None, going=None):

@@ -48,6 +48,10 @@ def parse(argv):
         raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
     name_models(args)
     groups_of(args)
+    if not played(args) and not os.access(args.out, os.W_OK):
+        raise UserError(f"{args.out} is a folder that you may not write to; name another with --out")
+    if args.sweep and (args.maxLen or 3) < 3:
+        raise UserError("--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more")
     if played(args):
         for mode in "speed", "ppl", "compare", "sweep", "diversity":
             if getattr(args, mode):

@@ -6,7 +6,7 @@ import torch
 from draftLength import Fixed
 from regrSampling import first_token
 from rows import Rows
-from utils import Sampling, probabilities, seen_after
+from utils import Sampling, not_finite, probabilities, seen_after
 from verification import token_rule
 from watch import Watch
 
@@ -60,6 +60,9 @@ def advance(rows, target, drafter, length, sampling, verify, generator=None, beh
     # Verify and commit.
     accepted, token = verify(p, q, drafts, generator)
     drafted, taken = rows.commit(drafts, accepted, token, (q.gather(-1, drafts[..., None]) > 0).sum((1, 2)))
+    # A guess from a q of nan never counts as one. Only where guesses are missing is it worth the host's time to look.
+    if min(drafted.values()) < drafts.shape[1] and q.isnan().any():
+        raise not_finite(drafter.models[0])
     # Learn: how long the next round's guess should be.
     length.learn(drafted, taken, lambda: p[torch.arange(len(p)), accepted, token].tolist(), watch.seconds)
     return p, accepted

@@ -8,7 +8,6 @@ import time
 import uuid
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 import diversity
@@ -43,17 +42,17 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
 
     def work():
-        try:
-            args = settings.parse(argv)
-            if args.rerun:
-                return run_again(args, argv)
-            run(args, argv)
-        except torch.OutOfMemoryError:
-            raise UserError(
-                "the device ran out of memory; use a smaller --dtype, --maxLen or --window. What was measured is kept."
-            ) from None
+        args = settings.parse(argv)
+        if args.rerun:
+            return run_again(args, argv)
+        run(args, argv)
 
-    return as_command("test.py", work, "What was measured is kept in results.txt.")
+    return as_command(
+        "test.py",
+        work,
+        "What was measured is kept in results.txt.",
+        "use smaller models, a smaller --dtype, --maxLen or --window",
+    )
 
 
 def run_again(args, argv):

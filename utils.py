@@ -16,6 +16,19 @@ class UserError(Exception):
     """Something the user gave cannot be used. The message is one line: what is wrong, and the remedy."""
 
 
+def not_finite(model):
+    """The UserError for a model whose arithmetic broke down, as some models' does in float16."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    remedy = "its weights are broken, download it again" if dtype == "float32" else "use --dtype float32"
+    return UserError(f"{model.name} gives logits that are not finite in {dtype} (nan or inf); {remedy}")
+
+
+def out_of_memory(error):
+    """Whether an exception says that memory is full: each allocator has a type or words of its own."""
+    words = ("can't allocate memory", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
+
+
 def check_share(name, value):
     """`value` if it lies in [0, 1], else a UserError."""
     if not 0 <= value <= 1:
@@ -61,7 +74,7 @@ def probabilities(logits, sampling, seen=None):
 
     Order: repetition penalty, temperature, top-k, top-p. `seen[..., V]` (bool) marks the tokens already in the text;
     it is needed only with a repetition penalty. Tokens exactly as probable as the last one kept by top-k or top-p are
-    kept too, so the result does not depend on how a sort breaks ties.
+    kept too, so the result does not depend on how a sort breaks ties. Of logits that are not finite it is nan.
     """
     logits = logits.float()
     if sampling.repetition_penalty != 1:
@@ -70,7 +83,8 @@ def probabilities(logits, sampling, seen=None):
     if by := kernels_for(logits):
         return by.probabilities(logits, as_tensor(sampling))
     if sampling.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        best = logits.argmax(-1, keepdim=True)  # its probability is 1, but nan where its logit is not finite
+        return torch.zeros_like(logits).scatter_(-1, best, logits.gather(-1, best).softmax(-1))
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
@@ -151,12 +165,13 @@ def pick(probs, u):
     """The token in whose share of `probs[..., V]` the number `u[...]` of [0, 1) lies, int64 `[...]`.
 
     Inverts the cumulative distribution at one uniform number a row: much cheaper than `torch.multinomial`, which draws
-    V exponential numbers. A token of probability 0 is never drawn."""
+    V exponential numbers. A token of probability 0 is never drawn. Of a distribution that is nan it is V, which is
+    no token: so the host hears of it with the tokens, and need not wait to ask."""
     if by := kernels_for(probs):
         return by.pick(probs, u)
     cumulative = probs.cumsum(-1)
     u = u[..., None] * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, u, right=True)[..., 0].clamp_(max=probs.shape[-1] - 1)
+    return torch.searchsorted(cumulative, u, right=True)[..., 0]
 
 
 def residual(p, q):

@@ -44,7 +44,7 @@ def block_rule(p, q, drafts, generator=None):
     # Past the last draft q is 0, so S there is w and h is w, as the algorithm asks.
     weighted, q = w[..., None] * p, F.pad(q, (0, 0, 0, 1))
     s = (weighted - q).clamp_(min=0).sum(-1)
-    h = torch.where(s + 1 - w > 0, s / (s + 1 - w), 1.0)  # p equal to q so far and after: any choice is right
+    h = torch.where(s + 1 - w == 0, 1.0, s / (s + 1 - w))  # p equal to q so far and after: any choice is right
     stands = (torch.rand(drafts.shape, device=p.device, generator=generator) < h[:, 1:]) & (q_x > 0)
     order = torch.arange(1, drafts.shape[1] + 1, device=p.device)
     accepted = F.pad(stands * order, (1, 0)).amax(1)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -70,14 +71,15 @@ class LocalHub:
     cut_after: how many bytes of each file are sent before the connection breaks, and none of them afterwards.
     replace: {path: bytes} sent in place of the right content. ranges: whether parts of files may be asked for.
     elsewhere: another `LocalHub` that large files are redirected to, as the real hub does. answer: what every call of
-    the interface is answered, in place of the truth.
+    the interface is answered, in place of the truth; file_answer: what every request for a file is.
+    slow: seconds before each answer.
     """
 
     def __init__(self):
         self.models, self.datasets = {}, {}
         self.served, self.requests, self.authorization = {}, [], []
         self.cut_after, self.replace, self.ranges, self.down, self.cut = None, {}, True, False, set()
-        self.elsewhere, self.answer = None, None
+        self.elsewhere, self.answer, self.file_answer, self.slow = None, None, None, 0
         hub = self
 
         class Handler(Answer):
@@ -129,10 +131,13 @@ class Answer(BaseHTTPRequestHandler):
         path = unquote(url.path)
         self.hub.requests.append(f"{self.command} {self.path}")
         self.hub.authorization.append(self.headers.get("Authorization"))
+        time.sleep(self.hub.slow)
         if self.hub.down:
             return self.reply(503, {"error": "down"})
         if self.hub.answer is not None and path.startswith("/api/"):
             return self.reply(*self.hub.answer)
+        if self.hub.file_answer is not None and "/resolve/" in path:
+            return self.reply(*self.hub.file_answer)
         if match := re.fullmatch(
             r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?", path
         ):

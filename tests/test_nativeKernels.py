@@ -87,3 +87,23 @@ def test_the_token_rule(seed, gamma, size):
     p = p / p.sum(-1, keepdim=True)
     found, wanted = both(lambda: token_rule(p, q, drafts, torch.Generator().manual_seed(5)))
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("size", [61, 700])
+def test_from_nan_comes_no_token(size):
+    """Of the target's it is V, after the guesses before it; a guess from nan never stands, and the target says what
+    comes there."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(3, 4, size, generator=generator).softmax(-1)
+    q = p[:, :3].clone()  # every guess would stand
+    drafts = draw(q, generator)
+    p[0, 2], q[1, 1] = torch.nan, torch.nan
+    for accepted, token in both(lambda: token_rule(p, q, drafts, torch.Generator().manual_seed(5))):
+        assert accepted.tolist() == [2, 1, 3] and token[0] == size and (token[1:] < size).all()
+    for token in both(lambda: pick(p[0, 1:3], torch.tensor([0.5, 0.5]))):
+        assert token[0] < size and token[1] == size
+
+
+def test_the_smallest_numbers_stay_what_they_are():
+    """Of the whole process: -ffast-math would make them 0, in every other library too."""
+    assert 5e-324 * float("1") > 0 and bool(torch.tensor(1e-45) > 0)

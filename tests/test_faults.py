@@ -1,0 +1,539 @@
+"""What users, disks, networks and models do to a run: one clear line, and nothing that was measured is lost."""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import helpers
+import pytest
+import torch
+from conftest import CONTEXT, END_OF_TEXT, PADDED, VOCABULARY, refused
+from huggingface_hub import constants
+from localHub import Repository
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import methods
+import results
+from commandLine import as_command
+from contrastiveSampling import contrastiveSampling
+from drafters import CascadeDrafter, ModelDrafter
+from loading import load_tokenizer
+from regrSampling import regrSampling
+from specSampling import specSampling
+from utils import GREEDY, Sampling
+from verification import RULES
+
+FORK = multiprocessing.get_context("fork")
+STATUSES = (404, 429, 500, 503)
+PROMPTS = (
+    "Καλημέρα κόσμε, здравствуй, こんにちは",
+    "שלום עולם, مرحبا, नमस्ते",
+    "\U0001f600 \U0001f469\u200d\U0001f469\u200d\U0001f467 e\u0301",
+    "\x1b[31mred\x07 \x9b2J \u202etxt \t\x0b\x1c\u2028 end",
+    f"before {END_OF_TEXT} after",
+    END_OF_TEXT,
+    "$x^2$ \\frac{ <script>alert(1)</script> [bold]",
+    "x",
+)
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().split("\n")[:-1]]
+
+
+def one_line(capsys, *words):
+    """The one line that a user sees of what went wrong."""
+    captured = capsys.readouterr()
+    assert captured.err.startswith("test.py: error: ") and captured.err.count("\n") == 1, captured.err
+    assert all(word in captured.err for word in words), captured.err
+    return captured
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 16 KB of its own, which `disk.mount(options)` mounts again otherwise: full and read-only are real, for
+    root too."""
+
+    class Disk:
+        folder = tmp_path / "disk"
+
+        def mount(self, options):
+            command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.folder)]
+            return subprocess.run(command, capture_output=True, text=True)
+
+    Disk.folder.mkdir()
+    done = Disk().mount("size=16k")
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    yield Disk()
+    subprocess.run(["umount", str(Disk.folder)], check=True)
+
+
+def test_a_disk_full_of_results_keeps_all_that_was_measured(cli, flags, disk, capsys):
+    (disk.folder / "filling").write_bytes(bytes(8 << 10))
+    arguments = [*flags, "--speed", "--maxLen", "2", "--out", str(disk.folder)]
+    assert cli.main([*arguments, "--repeats", "100"]) == 2
+    captured = one_line(capsys, "results.txt cannot be written: No space left", "measurements are in results.jsonl")
+    whole = results.Results(disk.folder).records()
+    assert len(whole) > 5 and ", not finished" in captured.out and "target alone" in captured.out
+    assert disk.mount("remount,size=1m").returncode == 0
+    assert cli.main(arguments) == 0
+    after = results.Results(disk.folder).records()
+    assert after[: len(whole)] == whole and after[-1]["kind"] == "end"
+    text = (disk.folder / "results.txt").read_text()
+    assert text.count("Run ") == 2 and text.count(", not finished") == 1
+    assert sorted(os.listdir(disk.folder)) == ["filling", "results.jsonl", "results.txt"]
+
+
+def test_a_full_disk_is_one_line_for_figures_and_pages_too(cli, flags, disk, capsys, monkeypatch):
+    (disk.folder / "filling").write_bytes(bytes(12 << 10))
+    page = disk.folder / "page.html"
+    assert cli.main([*flags, "--prompt", "a", "--html", str(page)]) == 2
+    one_line(capsys, str(page), "No space left")
+    assert os.listdir(disk.folder) == ["filling"]
+    monkeypatch.setattr("sweep.GAMMAS", range(1, 3))
+    monkeypatch.setattr("report.sweep_tables", lambda *_: ())
+    assert disk.mount("remount,size=28k").returncode == 0
+    assert cli.main([*flags, "--sweep", "--sentences", "1", "--out", str(disk.folder)]) == 2
+    one_line(capsys, "No space left", "What was measured is kept")
+    assert len(lines_of(disk.folder)) == 6  # the run, the costs, and four methods
+
+
+def test_a_read_only_folder_is_refused_before_anything_is_loaded(cli, flags, disk, capsys):
+    assert disk.mount("remount,ro").returncode == 0
+    assert cli.main([*flags, "--target", "not even looked for", "--out", str(disk.folder)]) == 2
+    one_line(capsys, str(disk.folder), "may not write", "--out")
+    page = disk.folder / "page.html"
+    assert cli.main([*flags, "--prompt", "a", "--html", str(page), "--out", str(disk.folder)]) == 2
+    one_line(capsys, str(page), "Read-only")
+
+
+def test_a_folder_that_becomes_read_only_keeps_what_was_written(cli, flags, disk, capsys, monkeypatch):
+    append = results.Results.append
+
+    def locked_after_three(store, **line):
+        append(store, **line)
+        if len(lines_of(disk.folder)) == 3:
+            assert disk.mount("remount,ro").returncode == 0
+
+    monkeypatch.setattr(results.Results, "append", locked_after_three)
+    assert cli.main([*flags, "--speed", "--out", str(disk.folder)]) == 2
+    captured = one_line(capsys, "results.txt cannot be written: Read-only file system")
+    assert len(lines_of(disk.folder)) == 3 and ", not finished" in captured.out
+
+
+def test_a_models_folder_that_is_read_only_is_one_line(cli, flags, disk, hub, pair_folder, capsys, monkeypatch):
+    hub.models["some/target"] = Repository({f.name: f for f in (pair_folder / "target").iterdir()})
+    monkeypatch.setattr("downloadModel.MODELS", disk.folder)
+    assert disk.mount("remount,ro").returncode == 0
+    assert cli.main([*flags, "--target", "some/target", "--out", str(disk.folder.parent)]) == 2
+    one_line(capsys, str(disk.folder / "target.incomplete"), "Read-only")
+
+
+def run_alone(cli, arguments, patch=None):
+    """The exit code of a run in a process of its own, which has only one thread."""
+    torch.set_num_threads(1)
+    if patch:
+        setattr(results.os, *patch)
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        sys.exit(cli.main(arguments))
+
+
+def test_two_runs_at_once_lose_nothing(cli, flags, tmp_path):
+    arguments = [*flags, "--speed", "--maxLen", "2", "--repeats", "4", "--out", str(tmp_path)]
+    both = [FORK.Process(target=run_alone, args=(cli, arguments)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(120)
+        assert process.exitcode == 0
+    for _, measurements in results.Results(tmp_path).runs():
+        assert [m["kind"] for m in measurements] == ["speed"] * 24 + ["end"]  # 3 methods, 2 prompts, 4 repeats
+    text = (tmp_path / "results.txt").read_text()
+    assert text.count("Run ") == text.count("Speed: ") == 2 and "not finished" not in text
+    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
+
+
+def test_a_kill_while_results_are_written_leaves_them_whole(cli, flags, tmp_path):
+    """At the moment when the new text takes the old one's place."""
+    arguments = [*flags, "--speed", "--maxLen", "2", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    before = (tmp_path / "results.txt").read_text()
+    kill = ("replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    killed = FORK.Process(target=run_alone, args=(cli, arguments, kill))
+    killed.start()
+    killed.join(120)
+    assert killed.exitcode == -signal.SIGKILL and (tmp_path / "results.txt").read_text() == before
+    store = results.Results(tmp_path)
+    assert [m["kind"] for m in store.runs()[1][1]] == ["speed"] * 6 + ["end"]
+    store.render()  # as the next run does
+    assert store.text.read_text().count("Run ") == 2 and "not finished" not in store.text.read_text()
+
+
+def test_of_two_renderings_at_once_the_last_shows_all(tmp_path, monkeypatch):
+    """Else the one that read first could write last, and what the other had finished would be missing."""
+    store, replace, read = results.Results(tmp_path), os.replace, threading.Event()
+    monkeypatch.setattr(results, "show", lambda run, measurements, file, **_: file.write(f"{run['run']}\n"))
+
+    def other():
+        read.wait(10)
+        store.append(kind="run", run="second")
+        store.render()
+
+    def slow(*names):
+        if threading.current_thread() is threading.main_thread():
+            read.set()
+            thread.join(0.5)
+        replace(*names)
+
+    monkeypatch.setattr(results.os, "replace", slow)
+    thread = threading.Thread(target=other)
+    thread.start()
+    store.append(kind="run", run="first")
+    store.render()
+    thread.join()
+    assert store.text.read_text().split() == ["second", "first"]
+
+
+ODD_LINES = (
+    b"\xff\xfe\n",
+    b'{"kind": "run"}\n{"kind": "run", "run": [1]}\n{"kind": "speed", "run": {}}\n',
+    b"[" * 100_000 + b"\n",
+    b"1" * 10_000 + b"\n",
+    bytes(100) + b"\n",
+    b'{"kind": "run", "run": "later", "models": [], "flags": 3}\n{"kind": "new", "run": "later"}\n',
+    b'{"kind": "run", "run": "\\u001b[31m"}\n',
+)
+
+
+def test_results_that_nobody_can_read_are_kept_and_do_not_stop_a_run(cli, flags, tmp_path, capsys):
+    """Garbage, what was cut off, and lines of another version."""
+    before = b"".join(ODD_LINES)
+    (tmp_path / "results.jsonl").write_bytes(before)
+    assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "results.jsonl").read_bytes().startswith(before)
+    text = (tmp_path / "results.txt").read_text()
+    assert "target alone" in text and text.count("was written by another version") == 2 and "\x1b" not in text
+
+
+@pytest.mark.parametrize("place", ["results.jsonl", "results.txt"])
+def test_a_folder_in_the_place_of_results_is_one_line(cli, flags, tmp_path, capsys, place):
+    (tmp_path / place).mkdir()
+    assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
+    one_line(capsys, place, "Is a directory")
+
+
+@pytest.fixture(scope="module")
+def wide_pair(pair_folder, tmp_path_factory):
+    """A pair whose logits are large: 0.4 MB for each token."""
+    folder = tmp_path_factory.mktemp("wide")
+    for seed, role in enumerate(("target", "draft")):
+        helpers.tiny(seed=seed, vocabulary=100_000, context=CONTEXT).model.save_pretrained(folder / role)
+        AutoTokenizer.from_pretrained(pair_folder / role).save_pretrained(folder / role)
+    return ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--dtype", "float32"]
+
+
+class Memory:
+    """Memory of this process that may not grow by more than so many MB."""
+
+    def __init__(self, room):
+        self.room, self.before = room, resource.getrlimit(resource.RLIMIT_AS)
+
+    def __enter__(self):
+        with open("/proc/self/status") as status:
+            size = int(re.search(r"VmSize:\s+(\d+)", status.read())[1]) << 10
+        resource.setrlimit(resource.RLIMIT_AS, (size + (self.room << 20), self.before[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_AS, self.before)
+
+
+needs_proc = pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="no /proc tells how much memory is used"
+)
+
+
+@needs_proc
+def test_out_of_memory_at_load_is_one_line(cli, flags, wide_pair, tmp_path, capsys):
+    with Memory(8):
+        assert cli.main([*flags, *wide_pair, "--speed", "--out", str(tmp_path)]) == 2
+    one_line(capsys, "target does not fit into the memory of cpu", "smaller dtype or model")
+    assert os.listdir(tmp_path) == []
+
+
+@needs_proc
+def test_out_of_memory_in_the_middle_keeps_and_shows_what_was_measured(
+    cli, flags, wide_pair, tmp_path, capsys, monkeypatch
+):
+    memory, perplexity = Memory(60), cli.measure_perplexity  # 100 MB and more for a window of 256 tokens
+
+    def full(*arguments):
+        with memory:
+            perplexity(*arguments)
+
+    monkeypatch.setattr(cli, "measure_perplexity", full)
+    arguments = [*flags, *wide_pair, "--maxLen", "2", "--window", "256", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 2
+    captured = one_line(capsys, "out of memory; use smaller models", "--dtype", "--window", "What was measured is kept")
+    assert [line["kind"] for line in lines_of(tmp_path) if line["kind"] != "ppl_text"] == ["run"] + ["speed"] * 6
+    for shown in captured.out, (tmp_path / "results.txt").read_text():
+        assert ", not finished" in shown and "target alone" in shown
+
+
+def allocations():
+    yield MemoryError()
+    yield torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\na lot")
+    yield RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")
+    yield RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)")
+
+
+@pytest.mark.parametrize("error", allocations(), ids=lambda error: type(error).__name__)
+def test_whatever_says_that_memory_is_full_is_one_line(cli, flags, tmp_path, capsys, monkeypatch, error):
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr(methods, "specSampling", full)
+    assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
+    one_line(capsys, "out of memory")
+
+
+def test_a_mistake_of_the_program_itself_is_not_hidden(capsys):
+    def wrong():
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        as_command("test.py", wrong, "")
+
+
+def test_a_broken_model_folder_is_one_line(cli, flags, model_folder, tmp_path, capsys):
+    config, weights = (model_folder / name for name in ("config.json", "model.safetensors"))
+    right = config.read_text(), weights.read_bytes()
+    settings = json.loads(right[0])
+    for broken, words in {
+        '{"model_type": "gpt': ["config.json cannot be read"],
+        "[" * 100_000: ["config.json cannot be read"],
+        json.dumps(settings | {"hidden_size": 64}): ["do not match"],
+        json.dumps(settings | {"num_attention_heads": 0}): ["config.json", "download"],
+        json.dumps(settings | {"vocab_size": 10**9}): ["needs about", "smaller"],
+    }.items():
+        config.write_text(broken)
+        assert cli.main([*flags, "--target", str(model_folder), "--out", str(tmp_path)]) == 2
+        one_line(capsys, str(model_folder.name), *words)
+    config.write_text(right[0])
+    weights.write_bytes(right[1][:-1])
+    assert cli.main([*flags, "--target", str(model_folder), "--out", str(tmp_path)]) == 2
+    one_line(capsys, "model.safetensors cannot be read", "download it again")
+    assert sorted(os.listdir(tmp_path)) == ["model"]
+
+
+def test_a_tokenizer_one_token_larger_than_the_model_is_one_line(cli, flags, model_folder, tmp_path, capsys):
+    tokenizer = load_tokenizer(model_folder)
+    arguments = [*flags, "--target", str(model_folder), "--draft", str(model_folder), "--speed", "--out", str(tmp_path)]
+    tokenizer.add_tokens([f"more {i}" for i in range(PADDED - VOCABULARY)])
+    tokenizer.save_pretrained(model_folder)
+    assert cli.main(arguments) == 0
+    tokenizer.add_tokens(["one more"])
+    tokenizer.save_pretrained(model_folder)
+    capsys.readouterr()
+    assert cli.main(arguments) == 2
+    one_line(capsys, f"model has {PADDED} tokens and its tokenizer {PADDED + 1}", "do not belong together")
+
+
+def broken(tokens, seed=0):
+    """A model whose arithmetic breaks down once it reads one of `tokens`, but not before."""
+    model = helpers.tiny(seed=seed)
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight[tokens] = float("inf")
+    return model
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(1.0, 5, 1.0)], ids=["greedy", "top-p", "top-k"])
+@pytest.mark.parametrize("rule", RULES)
+def test_logits_that_stop_being_finite_are_told_with_model_and_dtype(sampling, rule):
+    """In the middle of a text, whichever model it is, and whoever reads for whom."""
+    prompts, seen = [[1, 2, 3], [4, 5]], []
+    bad, good, draft = broken(list(range(6, 61))), helpers.tiny(seed=1), helpers.tiny(seed=2)
+    bad.name = "the broken one"
+
+    def collect(row, tokens, guessed):
+        seen.extend(tokens)
+
+    def speculative(target, drafter):
+        return lambda: specSampling(
+            prompts, target, drafter, 20, 3, sampling, None, torch.Generator().manual_seed(0), collect, RULES[rule]
+        )
+
+    for call in (
+        lambda: regrSampling(prompts, bad, 20, sampling, None, torch.Generator().manual_seed(0), collect),
+        speculative(bad, ModelDrafter(draft)),
+        speculative(good, ModelDrafter(bad)),
+        speculative(good, CascadeDrafter(bad, ModelDrafter(draft))),
+        speculative(good, CascadeDrafter(draft, ModelDrafter(bad))),
+        lambda: contrastiveSampling(prompts, good, bad, 20, callback=collect),
+    ):
+        seen.clear()
+        with refused("the broken one", "not finite in float32 (nan or inf)"):
+            call()
+        assert seen and max(seen) < good.vocabulary  # some text came before it, and no token that is none
+    good.model.lm_head.weight.data[7] = float("inf")  # in the output layer alone: nothing but this logit is wrong
+    with refused("gpt_neox-1", "not finite"):
+        regrSampling([[1, 2]], good, 4, sampling)
+
+
+def test_what_overflows_in_float16_is_told_and_what_came_before_kept(cli, flags, pair_folder, tmp_path, capsys):
+    folder, out = shutil.copytree(pair_folder / "target", tmp_path / "large"), tmp_path / "out"
+    out.mkdir()
+    omega = load_tokenizer(folder)("Ω")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[omega] = 70_000.0  # 65504 is the largest number of float16
+    model.save_pretrained(folder)
+    (tmp_path / "prompts.txt").write_text("The bell\nThe bell Ω\n")
+    arguments = [*flags, "--target", str(folder), "--maxLen", "3", "--temperature", "0", "--out", str(out)]
+    speed = [*arguments, "--speed", "--promptFile", str(tmp_path / "prompts.txt")]
+    assert cli.main([*speed, "--dtype", "float16"]) == 2
+    captured = one_line(capsys, "large gives logits that are not finite in float16", "use --dtype float32")
+    assert ", not finished" in captured.out and "target alone" in captured.out
+    measured = {(m["method"], m["prompt"]) for m in lines_of(out) if m["kind"] == "speed"}
+    assert measured == {("draft", 0), ("target", 0), ("speculative", 0), ("draft", 1)}
+    assert cli.main([*speed, "--dtype", "float32"]) == 0
+    (tmp_path / "text.txt").write_text("The bell rang, and Ω was cut into its side in letters a hand high.")
+    capsys.readouterr()
+    assert cli.main([*arguments, "--ppl", "--dataset", str(tmp_path / "text.txt"), "--dtype", "float16"]) == 2
+    one_line(capsys, "large gives logits that are not finite in float16", "use --dtype float32")
+
+
+def test_a_hub_that_fails_is_one_line(cli, flags, hub, pair_folder, tmp_path, capsys, monkeypatch):
+    """Down, slow, busy or wrong, asked what there is or for a file; then it is well again, and nothing came twice."""
+    monkeypatch.setattr("downloadModel.MODELS", tmp_path / "models")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    files = {f.name: f for f in (pair_folder / "target").iterdir()}
+    hub.models["some/target"] = Repository(files)
+    arguments = [*flags, "--speed", "--maxLen", "2", "--target", "some/target", "--out", str(tmp_path)]
+
+    def fails(*words):
+        assert cli.main(arguments) == 2
+        one_line(capsys, *words)
+        assert not (tmp_path / "models" / "target").exists() and not (tmp_path / "results.jsonl").exists()
+
+    for status in STATUSES:
+        hub.answer = status, {"error": "no"}
+        fails(f"answered {status}", "some/target", "try again later")
+    hub.answer = None
+    for status in STATUSES:
+        hub.file_answer = status, {"error": "no"}
+        fails(f"answered {status}", "some/target")
+    hub.file_answer = None
+    hub.replace["model.safetensors"] = bytes(files["model.safetensors"].stat().st_size)
+    fails("model.safetensors", "came twice with another hash")
+    hub.replace.clear()
+    url = hub.url
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    fails("no connection to http://127.0.0.1:9", "HF_ENDPOINT", "--offline")
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    hub.forget()
+    assert cli.main(arguments) == 0
+    assert set(hub.served) == {"model.safetensors"}  # the small files had come
+
+
+def test_a_hub_that_does_not_answer_in_time_is_one_line(cli, flags, hub, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("downloadModel.MODELS", tmp_path / "models")
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    hub.slow = 0.5
+    assert cli.main([*flags, "--target", "some/target", "--out", str(tmp_path)]) == 2
+    one_line(capsys, "no connection to", "Timeout", "HF_ENDPOINT")
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
+def test_any_text_is_continued_and_shown_without_a_control_character(cli, flags, tmp_path, capsys, prompt):
+    page = tmp_path / "page.html"
+    assert cli.main([*flags, "--show", "--html", str(page), "--prompt", prompt]) == 0
+    shown, source = capsys.readouterr().out, page.read_text(encoding="utf-8")
+    assert all(c.isprintable() or c == "\n" for c in shown), ascii(shown)
+    assert all(c.isprintable() or c in "\n\t\u200c\u200d" for c in source) and "<script>alert" not in source
+    words = [word for word in prompt.split() if word.isprintable()]
+    assert all(word in shown for word in words)
+
+
+def test_each_line_of_a_file_is_a_prompt_whatever_is_in_it(cli, flags, tmp_path, capsys):
+    """A one-token text and the end-of-text token among them; a separator of Unicode's ends no line."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
+    arguments = [*flags, "--speed", "--promptFile", str(tmp_path / "prompts.txt"), "--maxLen", "2"]
+    assert cli.main([*arguments, "--out", str(tmp_path)]) == 0
+    lengths = {m["prompt"]: m["prompt_tokens"] for m in lines_of(tmp_path) if m["kind"] == "speed"}
+    assert len(lengths) == len(PROMPTS) and lengths[PROMPTS.index("x")] == lengths[PROMPTS.index(END_OF_TEXT)] == 1
+
+
+def test_a_text_of_one_token_has_no_perplexity_and_can_be_continued(cli, flags, tmp_path, capsys):
+    (tmp_path / "one.txt").write_text("x")
+    arguments = [*flags, "--dataset", str(tmp_path / "one.txt"), "--sentenceLimit", "1", "--out", str(tmp_path)]
+    assert cli.main([*arguments, "--ppl"]) == 2
+    one_line(capsys, "one.txt", "two tokens")
+    assert cli.main([*arguments, "--speed"]) == 0
+
+
+def test_a_context_that_is_exactly_full_is_enough_for_every_method(cli, flags, pair_folder, tmp_path, capsys):
+    prompt, new = "the bell " * 200, 6
+    ids = load_tokenizer(pair_folder / "target")(prompt)["input_ids"][: CONTEXT - new]
+    prompt = load_tokenizer(pair_folder / "target").decode(ids)
+    arguments = [*flags, "--compare", "all", "--mid", str(pair_folder / "draft"), "--prompt", prompt]
+    assert cli.main([*arguments, "--maxLen", str(new), "--temperature", "0", "--out", str(tmp_path)]) == 0
+    measured = [m for m in lines_of(tmp_path) if m["kind"] == "speed"]
+    assert {m["prompt_tokens"] for m in measured} == {CONTEXT - new} and len(measured) == len(methods.ALL)
+    hashes = {m["method"]: m["sha256"] for m in measured}
+    assert {hashes[name] for name in methods.LOSSLESS} == {hashes["target"]}
+    capsys.readouterr()
+    assert cli.main([*arguments, "--maxLen", str(new + 1), "--out", str(tmp_path)]) == 2
+    one_line(capsys, f"{CONTEXT - new} tokens and maxLen {new + 1} exceed the context")
+
+
+def test_a_screen_without_unicode_shows_what_it_can(cli, flags, tmp_path, monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", screen)
+    assert cli.main([*flags, "--speed", "--prompt", "naïve 漢字", "--out", str(tmp_path)]) == 0
+    screen.flush()
+    assert b"na\\xefve \\u6f22\\u5b57" in screen.buffer.getvalue()
+    assert "naïve 漢字" in (tmp_path / "results.txt").read_text(encoding="utf-8")
+
+
+def printed_to_nobody(pipe):
+    """The exit code of a command whose reader has gone, as with `| head`."""
+    os.dup2(pipe, 1)
+    with open(1, "w", closefd=False) as screen:
+        sys.stdout = screen
+        return as_command("test.py", lambda: print("x" * 200_000), "")
+
+
+def test_without_a_screen_a_run_is_as_good(cli, flags, tmp_path, monkeypatch):
+    """As under a service, or with `>&-`."""
+    monkeypatch.setattr("sys.stdout", None)
+    assert cli.main([*flags, "--speed", "--maxLen", "2", "--out", str(tmp_path)]) == 0
+    assert "target alone" in (tmp_path / "results.txt").read_text()
+
+
+def test_a_screen_that_is_a_full_disk_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    with contextlib.suppress(OSError), open("/dev/full", "w") as screen:  # which cannot be closed properly either
+        monkeypatch.setattr("sys.stdout", screen)
+        assert cli.main([*flags, "--speed", "--maxLen", "2", "--out", str(tmp_path)]) == 2
+    one_line(capsys, "No space left on device", "What was measured is kept")
+    assert "target alone" in (tmp_path / "results.txt").read_text()
+
+
+def test_a_reader_that_has_gone_is_no_traceback(capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with FORK.Pool(1) as pool:
+        assert pool.apply(printed_to_nobody, (writing,)) == 1
+    os.close(writing)
+    assert "Traceback" not in capfd.readouterr().err

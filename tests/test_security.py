@@ -1,0 +1,153 @@
+"""Nothing that a model, a text, a hub or a file says is run, and nothing of it is written elsewhere or steers the
+screen."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from conftest import refused
+from localHub import Repository
+
+import downloadData
+import downloadModel
+import plots
+from hub import HubFile, describe, read_manifest, write_manifest
+from loading import load_model, load_tokenizer, weight_files
+
+ELSEWHERE = ("../../x", "/etc/x", "a/../../x", "..\\..\\x", "C:\\x", "C:x", "..")
+NO_IDS = (
+    "../../x",
+    "/abs/x",
+    "owner/..",
+    "../owner",
+    "owner/../x",
+    "owner/x\n",
+    "owner\\x",
+    "C:\\x",
+    "a/b\x1b[31m",
+    "~/x",
+)
+CURSED = "\x1b[31mred\x07\x9b2J\u202e $x$ [bold]b[/] <script>alert(1)</script>\n"
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """The folders that downloads go to, within one that must stay as it is."""
+    for module, name in (downloadModel, "MODELS"), (downloadData, "DATASETS"):
+        monkeypatch.setattr(module, name, tmp_path / "outside" / name.lower())
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "mine").write_text("mine")
+    yield tmp_path / "outside"
+    assert (tmp_path / "outside" / "mine").read_text() == "mine" and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", NO_IDS)
+def test_no_name_makes_a_download_write_elsewhere(cli, flags, hub, outside, tmp_path, text_file, capsys, name):
+    for command in (
+        lambda: downloadModel.main(["--", name]),
+        lambda: downloadData.main(["--from", str(text_file), "--", name]),
+        lambda: cli.main([*flags, "--target", name, "--out", str(tmp_path)]),
+    ):
+        assert command() == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "error: " in error and error.rstrip("\n").isprintable()
+    assert hub.requests == [] and os.listdir(outside) == ["mine"]
+
+
+@pytest.mark.parametrize("path", ELSEWHERE)
+def test_no_file_of_a_hub_is_written_elsewhere(hub, outside, path):
+    for kind in ("model", "dataset"):
+        getattr(hub, f"{kind}s")["some/thing"] = Repository({"config.json": b"{}", path: b"x"})
+        with refused(path.split("\\")[-1], "written elsewhere"):
+            describe("some/thing", kind=kind)
+
+
+@pytest.mark.parametrize("path", ELSEWHERE)
+def test_no_record_of_a_download_removes_a_file_elsewhere(hub, outside, capsys, path):
+    """What a record names and is not whole is removed before it is fetched again; a folder may come from anywhere."""
+    hub.models["some/thing"] = Repository({"config.json": b"{}", "model.safetensors": b"x"})
+    folder = outside / "models" / "thing"
+    folder.mkdir(parents=True)
+    write_manifest(folder, [HubFile("../../mine", 1, "sha256:0")], repo="some/thing", commit="0")
+    assert read_manifest(folder) is None
+    assert downloadModel.main(["some/thing"]) == 2 and "move it away" in capsys.readouterr().err
+    write_manifest(folder, [HubFile(path, 1, "sha256:0")], repo="some/thing", commit="0")
+    assert read_manifest(folder) is None
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", '{"files": [1]}', '{"files": [{"path": 1, "size": 1, "digest": "x"}]}', "[" * 10**5]
+)
+def test_a_record_that_is_none_is_none(tmp_path, content):
+    (tmp_path / "download.json").write_text(content)
+    assert read_manifest(tmp_path) is None
+
+
+def test_what_a_record_says_does_not_steer_the_screen(outside, capsys):
+    for folder, module in (outside / "models" / "a", downloadModel), (outside / "datasets" / "b", downloadData):
+        folder.mkdir(parents=True)
+        write_manifest(folder, [], repo=CURSED, commit=CURSED)
+        assert module.main(["--list"]) == 0
+        shown = capsys.readouterr().out
+        assert "\\x1b[31mred" in shown and shown.count("\n") == 1 and shown.rstrip("\n").isprintable()
+
+
+def test_weights_are_those_of_the_folder(model_folder):
+    (model_folder / "model.safetensors").rename(model_folder.parent / "model.safetensors")
+    for path in ("../model.safetensors", str(model_folder.parent / "model.safetensors")):
+        (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": path}}))
+        with refused("not in its folder", "download it again"):
+            weight_files(model_folder)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_config_cannot_ask_for_code_of_the_hub(model_folder, key):
+    """Where the library's package for kernels is installed, such a name would be fetched and run."""
+    config = model_folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: "some-body/evil-attention"}))
+    model = load_model(model_folder, load_tokenizer(model_folder), "float32", "cpu")
+    assert bool(model.score(torch.tensor([[1, 2]])).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ raise_exception('a\nb') }}",
+        "{% if",
+    ],
+)
+def test_a_chat_template_that_fails_or_breaks_out_is_one_line(cli, flags, model_folder, tmp_path, capsys, template):
+    (model_folder / "chat_template.jinja").write_text(template)
+    arguments = [*flags, "--speed", "--target", str(model_folder), "--question", "why?", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "the chat template of" in error and "--prompt" in error
+
+
+def test_no_name_or_text_steers_the_screen_or_the_results(cli, flags, pair_folder, tmp_path, capsys):
+    """Names of folders and files, the text measured, the command: all as they are, escaped."""
+    folder = shutil.copytree(pair_folder / "target", tmp_path / CURSED.replace("/", ""))
+    text = tmp_path / (CURSED.replace("/", "") + ".txt")
+    text.write_text(CURSED * 5)
+    arguments = [*flags, "--target", str(folder), "--dataset", str(text), "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    results, shown = (tmp_path / "results.txt").read_text(), capsys.readouterr()
+    for written in results, shown.out, shown.err:
+        assert all(c.isprintable() or c == "\n" for c in written)
+    assert "\\x1b[31mred\\x07\\x9b2J\\u202e $x$ [bold]b[] <script>alert(1)<script>\\n, 0.0 M" in results
+    (folder / "config.json").write_text("{")
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "\\x1b[31mred" in error and error.count("\n") == 1 and error.rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize("text", [CURSED, "$\\frac{1}{", "$$ \\ $", "\U0001f600 漢字 \u202e"])
+def test_a_figure_shows_a_text_as_it_is(tmp_path, monkeypatch, text, recwarn):
+    """A pair of dollars would be read as mathematics, of which most texts are no valid one."""
+    monkeypatch.setattr("matplotlib.mathtext.MathTextParser.parse", lambda *_: pytest.fail("read as mathematics"))
+    plots.draw_rounds(text, [[[], [], [text]], [[text], [text], [text]]], tmp_path / "rounds.png")
+    assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG") and not recwarn.list
