@@ -170,7 +170,8 @@ def pick(probs, u):
     if by := kernels_for(probs):
         return by.pick(probs, u)
     cumulative = probs.cumsum(-1)
-    u = u[..., None] * cumulative[..., -1:]
+    total = cumulative[..., -1:]
+    u = (u[..., None] * total).minimum(total.nextafter(torch.zeros_like(total)))  # rounding must not reach the end
     return torch.searchsorted(cumulative, u, right=True)[..., 0]
 
 

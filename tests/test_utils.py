@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import utils
-from utils import Sampling, UserError, draw, nucleus, probabilities, residual, seen_after
+from utils import Sampling, UserError, draw, nucleus, pick, probabilities, residual, seen_after
 
 
 @pytest.mark.parametrize("vocabulary", [50, 5000])
@@ -223,3 +223,10 @@ def test_seen_after_a_block_grows_token_by_token():
 def test_impossible_sampling_is_refused(bad):
     with pytest.raises(UserError, match=list(bad)[0]):
         Sampling(**bad)
+
+
+def test_the_largest_number_drawn_still_picks_a_token():
+    """Its product with a sum a little above 1 rounds to the sum."""
+    p = torch.zeros(1000, 3)
+    p[:, 0], p[:, 1] = 0.5, 0.5 + torch.arange(1000) * 2**-23
+    assert (pick(p, torch.full((1000,), 1 - 2**-24)) == 1).all()
