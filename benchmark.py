@@ -68,7 +68,7 @@ def parse(argv):
         metavar="TARGET,DRAFT",
         help="random weights in two of these shapes instead: " + ", ".join(SHAPES),
     )
-    parser.add_argument("--gamma", type=whole(1, 1000), default=4, metavar="N", help="tokens guessed in a round (4)")
+    parser.add_argument("--gamma", type=whole(1, 1000), default=3, metavar="N", help="tokens guessed in a round (3)")
     for flag, value in USUAL.items():
         parser.add_argument(
             f"--{flag}", type=whole(1, 10_000), metavar="N", help=f"({value}; with --shapes {USUAL_SHAPES[flag]})"

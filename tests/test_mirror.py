@@ -9,6 +9,7 @@ ELSEWHERE = {
     "benchmarkParts": "benchmark",
     "benchmarkPeers": "benchmark",
     "benchmarkReport": "benchmark",
+    "escape": "security",
     "experiments": "cli",
     "hub": "downloadModel",
     "packedLinear": "compiledForward",
