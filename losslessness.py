@@ -133,13 +133,13 @@ class Witness:
         u += torch.as_tensor(self.random.random(u.shape), device=p.device, dtype=p.dtype) * p_x[..., 0]
         log = p.clamp(min=torch.finfo(p.dtype).tiny).log()
         entropy = -(p * log).sum(-1)
-        variance = (p * log**2).sum(-1) - entropy**2
+        variance = (p * (log + entropy[..., None]) ** 2).sum(-1)
         lost = p_x[..., 0] == 0
         impossible = torch.zeros_like(lost)
         if lost.any():
             impossible[lost] = ~self.at_the_edge(logits[lost], x[lost], None if seen is None else seen[lost])
         u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
-        fields = u, -log.gather(-1, x)[..., 0], entropy, variance.clamp(min=0), impossible
+        fields = u, -log.gather(-1, x)[..., 0], entropy, variance, impossible
         return Evidence(*(field.double().cpu().numpy() for field in fields))
 
     def blocks(self, prompts, texts):
