@@ -160,7 +160,8 @@ def draw_lossless(lines, path):
             edges, label = np.linspace(0, 1, len(counts) + 1), line.get("mistake") or line["method"]
             axes.stairs(counts / counts.mean(), edges, baseline=None, color=colour, linewidth=1.3, label=label)
         spread = 3.29 * counts.mean() ** -0.5  # a normal number lies within 3.29 standard deviations 999 times of 1,000
-        axes.axhspan(1 - spread, 1 + spread, color="#bfd3f2", alpha=0.6, linewidth=0, zorder=0)
+        label = "99.9 % of an exact sampler's bins"
+        axes.axhspan(1 - spread, 1 + spread, color="#bfd3f2", alpha=0.6, linewidth=0, zorder=0, label=label)
         axes.axhline(1, color="#777777", linewidth=0.8, zorder=0)
         of = "each method" if len(shown) > 1 else "the planted mistake" if shown is planted else "the sampler"
         axes.set_title(f"u of {counts.sum():,} tokens of {of}", loc="left", fontsize=10)
