@@ -19,15 +19,20 @@ from verification import token_rule
 HEAT = 1.2  # of the wrong temperature, times the right one: 0.85 becomes 1.02
 
 
+def after(p, accepted):
+    """p `[B, V]` before the token that follows the accepted guesses."""
+    return p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
+
+
 def always_accept(p, q, drafts, generator=None):
     """Every guess stands that is a row's own: beyond them q is 0."""
     accepted = (q.gather(-1, drafts[..., None]) > 0).sum((1, 2))
-    return accepted, draw(p[torch.arange(len(p)), accepted], generator)
+    return accepted, draw(after(p, accepted), generator)
 
 
 def replace_from_p(p, q, drafts, generator=None):
     accepted, _ = token_rule(p, q, drafts, generator)
-    return accepted, draw(p[torch.arange(len(p)), accepted], generator)
+    return accepted, draw(after(p, accepted), generator)
 
 
 def p_shifted(p, q, drafts, generator=None):
@@ -49,8 +54,7 @@ def wrong_temperature(p, q, drafts, generator=None):
     """Guesses are accepted by a hotter p; the replacement is right."""
     hotter = p ** (1 / HEAT)
     accepted, _ = token_rule(hotter / hotter.sum(-1, keepdim=True), q, drafts, generator)
-    at = torch.arange(len(p)), accepted
-    return accepted, draw(residual(p[at], F.pad(q, (0, 0, 0, 1))[at]), generator)
+    return accepted, draw(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), generator)
 
 
 class StaleSlot(CachedModel):

@@ -6,14 +6,9 @@ Arguments and results are those of verification.py's rules.
 import torch
 import torch.nn.functional as F
 
-from plantedMistakes import always_accept, p_shifted, replace_from_p  # noqa: F401 - these come with the project
+from plantedMistakes import after, always_accept, p_shifted, replace_from_p  # noqa: F401 - these come with the project
 from utils import draw, residual
 from verification import block_rule, token_rule
-
-
-def after(p, accepted):
-    """p `[B, V]` before the token that follows the accepted drafts."""
-    return p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
 
 
 def bonus_from_q(p, q, drafts, generator=None):
