@@ -42,10 +42,10 @@ from loading import (
 )
 from machine import machine
 from regrSampling import regrSampling
-from report import WIDTH
 from rows import check_room
 from specSampling import specSampling
 from speed import measure
+from tables import WIDTH
 from texts import load_corpora
 from utils import UserError
 from verification import token_rule

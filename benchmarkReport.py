@@ -7,8 +7,8 @@ import theory
 from benchmarkParts import LARGE, PROMPT, WIDTHS
 from benchmarkPeers import SAMPLING
 from hub import gigabytes
-from report import grid, plain, span
 from speed import interval, paired_ratios, summarize
+from tables import grid, plain, span
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen

@@ -49,6 +49,15 @@ def parser():
     )
     mode.add_argument("--diversity", action="store_true", help="how varied the texts of each method are")
     mode.add_argument(
+        "--lossless",
+        type=text,
+        nargs="?",
+        const="speculative",
+        metavar="METHODS",
+        help="prove that the text is distributed as the target's own: of speculative sampling as the flags say, of "
+        "all methods, or of some of " + ", ".join(methods.PROVABLE),
+    )
+    mode.add_argument(
         "--show",
         action="store_true",
         help="write one text on the screen as it is decoded: guesses "
@@ -79,7 +88,8 @@ def parser():
     models.add_argument(
         "--dtype",
         choices=list(DTYPES),
-        help="of the weights (default: bfloat16 for speed where the device computes in it, float32 for perplexity)",
+        help="of the weights (default: bfloat16 for speed where the device computes in it, float32 for perplexity and "
+        "--lossless)",
     )
     models.add_argument(
         "--compile",
@@ -182,9 +192,8 @@ def parser():
     data.add_argument(
         "--sentences",
         type=whole(1),
-        default=10,
         metavar="N",
-        help="texts used: prompts of timed texts, texts of each corpus in --ppl (10)",
+        help="texts used: prompts of timed texts, texts of each corpus in --ppl (10; --lossless: 64)",
     )
     data.add_argument(
         "--sentenceLimit", type=whole(1), default=500, metavar="N", help="characters a text has at least (500)"
@@ -218,6 +227,9 @@ def parser():
         type=whole(1),
         metavar="N",
         help="times each prompt is timed, in --diversity continued (3; --compare and --sweep: 2, --diversity: 20)",
+    )
+    other.add_argument(
+        "--tokens", type=whole(1), metavar="N", help="tokens of each method that --lossless tests at least (100000)"
     )
     other.add_argument(
         "--seed", type=whole(0, (1 << 62) - 1), default=0, metavar="N", help="of every random choice (0)"

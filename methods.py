@@ -116,6 +116,7 @@ METHODS = {
 }
 LOSSLESS = ("fixed", "additive", "draftConfidence", "targetConfidence", "costAware", "block", "lookup", "cascade")
 ALL = ("target", *LOSSLESS, "contrastive", "speculativeContrastive")
+PROVABLE = ("target", "speculative", *LOSSLESS)  # their text is distributed as the target's
 
 
 def choose(names, roles):
@@ -129,6 +130,18 @@ def choose(names, roles):
             raise UserError(f"unknown method {name!r}; known are: all, {', '.join(METHODS)}")
     check_roles(asked, roles)
     return list(dict.fromkeys(["target", *asked]))
+
+
+def choose_lossless(names, roles):
+    """The methods of a list whose losslessness is to be proved, as `choose` reads it but without the baseline."""
+    asked = [name.strip() for name in names.split(",")]
+    if asked == ["all"]:
+        return [name for name in LOSSLESS if set(METHODS[name].needs) <= set(roles)]
+    for name in asked:
+        if name not in PROVABLE:
+            raise UserError(f"{name!r} is none of the methods whose text is the target's: all, {', '.join(PROVABLE)}")
+    check_roles(asked, roles)
+    return list(dict.fromkeys(asked))
 
 
 def check_roles(names, roles):

@@ -148,6 +148,35 @@ def draw_sweep(lines, path):
     return path
 
 
+def draw_lossless(lines, path):
+    """The histograms of u of every method tested, and of one planted mistake, over what chance makes of a uniform u.
+    Returns the path."""
+    sampled = [line for line in lines if line["kind"] == "lossless"]
+    planted = [line for line in lines if line["kind"] == "power" and line["shown"]]
+    figure, grid = plt.subplots(1, 2, figsize=(11, 3.9), dpi=120, sharey=True)
+    for axes, shown, colours in zip(grid, (sampled, planted), (plt.cm.tab10.colors, ["#c0392b"])):
+        for line, colour in zip(shown, colours):
+            counts = np.array(line["counts"])
+            edges, label = np.linspace(0, 1, len(counts) + 1), line.get("mistake") or line["method"]
+            axes.stairs(counts / counts.mean(), edges, baseline=None, color=colour, linewidth=1.3, label=label)
+        spread = 3.29 * counts.mean() ** -0.5  # a normal number lies within 3.29 standard deviations 999 times of 1,000
+        label = "99.9 % of an exact sampler's bins"
+        axes.axhspan(1 - spread, 1 + spread, color="#bfd3f2", alpha=0.6, linewidth=0, zorder=0, label=label)
+        axes.axhline(1, color="#777777", linewidth=0.8, zorder=0)
+        of = "each method" if len(shown) > 1 else "the planted mistake" if shown is planted else "the sampler"
+        axes.set_title(f"u of {counts.sum():,} tokens of {of}", loc="left", fontsize=10)
+        axes.set(xlabel="u (at the right: tokens the draft gives more than the target)", xlim=(0, 1))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower right")
+    low, high = grid[0].get_ylim()
+    grid[0].set(ylabel="tokens in the bin, over the mean", ylim=(max(0, min(low, 0.5)), max(high, 1.5)))
+    figure.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
 def main(argv=None):
     parser = Parser(
         prog="plots.py", allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,19 +1,14 @@
 """What is shown of a run: tables on the screen, and the same in `results.txt`."""
 
-import re
-
-import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+import losslessReport
 from diversity import ARTICLE, FIGURES
-from escape import visible
-from speed import interval, summarize
+from speed import summarize
 from sweep import predict
+from tables import WIDTH, give_or_take, grid, name_of, number, plain, span
 
-WIDTH = 100
 # Flags named above a table of speeds, with the value that needs no mention.
 SHOWN = {
     "maxLen": None,
@@ -26,12 +21,6 @@ SHOWN = {
     "top_k": 0,
     "repetition_penalty": 1,
     "compile": False,
-}
-NAMES = {
-    "draft": "draft alone",
-    "target": "target alone",
-    "mid": "mid alone",
-    "speculativeContrastive": "spec. contrastive",
 }
 DIVERSITY_NOTES = (
     "Means over texts, ± half of the 95 % bootstrap interval. Entropy in bits, distinct-n and repeated "
@@ -48,45 +37,6 @@ def show(run, measurements, **options):
     console = Console(width=WIDTH, markup=False, emoji=False, highlight=False, **options)
     for piece in pieces:
         console.print(piece)
-
-
-def plain(value):
-    """Text for the screen with no markup and no control characters: names may come from anywhere."""
-    return Text(visible(str(value), ""))
-
-
-def number(value, digits):
-    """A figure that keeps to its column: in powers of ten from a million up."""
-    return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"
-
-
-def span(interval, scale=1.0):
-    """A median to about three digits, and its 95 % interval on a second line."""
-    digits = next((2 - power for power in (0, 1) if max(interval) * scale < 10 ** (power + 1)), 0)
-    middle, low, high = (f"{value * scale:.{digits}f}" for value in interval)
-    return middle if low == high or low == "nan" else f"{middle}\n[{low}, {high}]"
-
-
-def give_or_take(values):
-    """A mean, and half the width of its 95 % interval on a second line."""
-    mean, low, high = interval(values, np.mean)
-    return f"{mean:.3g}" + (f"\n±{(high - low) / 2:.2g}" if high > low else "")
-
-
-def grid(title, columns):
-    """A table whose numbers are never cut: where it is too wide, the names in its first column are folded."""
-    table = Table(
-        title=plain(title),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 0, 0, 1),
-        pad_edge=False,
-    )
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=index > 0, overflow="fold")
-    return table
 
 
 def report(run, measurements):
@@ -113,6 +63,7 @@ def report(run, measurements):
             rows = summarize(group)
             yield speed_table(run, group, rows)
             yield from acceptance(rows)
+    yield from losslessReport.report(measurements)
     for m in measurements:
         if m["kind"] == "figure":
             yield plain(f"Figure: {m['file']}")
@@ -141,11 +92,6 @@ def titled(run, measurements):
     shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
     tokens = low if low == high else f"{low} to {high}"
     return f"{len({m['prompt'] for m in measurements})} prompts of {tokens} tokens, {shown}{first['dtype']}"
-
-
-def name_of(method):
-    """A method's name in words."""
-    return NAMES.get(method) or visible(re.sub("[A-Z]", lambda capital: " " + capital[0].lower(), method), "")
 
 
 def speed_table(run, measurements, rows):

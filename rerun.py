@@ -17,6 +17,9 @@ COMPARED = {
     "costs": ("alpha", ("promptLen", "temperature")),
     "ppl_text": ("ppl", ("corpus",)),
     "ppl_corpus": ("ppl", ("corpus",)),
+    "lossless": ("counts", ("method",)),
+    "power": ("tokens", ("mistake",)),
+    "greedy": ("differing", ("dtype", "method")),
 }
 
 

@@ -18,9 +18,11 @@ GROUPS = {
     "compare": (),
     "sweep": ("draft", "target"),
     "diversity": ("target", "speculative", "contrastive", "speculativeContrastive"),
+    "lossless": (),
 }
 MODES = (*GROUPS, "ppl", "show", "html")
 MAX_LEN = {"speedNew": 1000, "diversity": 45}
+TOKENS, ROWS = 100_000, 64  # --lossless: tokens tested, and how many texts are written at a time
 SAMPLING = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naive sampling has neither
 
 
@@ -46,6 +48,11 @@ def parse(argv):
             args.ppl = 0
     if not any(getattr(args, mode) for mode in MODES):
         raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
+    if args.lossless is None and args.tokens:
+        raise UserError("--tokens is of --lossless; give both or neither")
+    if args.lossless is not None and any(getattr(args, mode) for mode in MODES if mode != "lossless"):
+        raise UserError("--lossless is a run of its own: leave out the other things to do")
+    args.sentences = args.sentences or (10 if args.lossless is None else ROWS)
     name_models(args)
     groups_of(args)
     if not played(args) and not os.access(args.out, os.W_OK):
@@ -133,6 +140,8 @@ def groups_of(args):
     for mode, names in GROUPS.items() if not played(args) else ():
         if mode == "compare" and args.compare is not None:
             groups[mode] = methods.choose(args.compare, roles)
+        elif mode == "lossless" and args.lossless is not None:
+            groups[mode] = methods.choose_lossless(args.lossless, roles)
         elif getattr(args, mode):
             groups[mode] = [name for name in names if name != "draft" or "draft" in roles]
             methods.check_roles(groups[mode], roles)
@@ -180,6 +189,11 @@ def graphs(args, names):
 def max_len(args, mode):
     """New tokens at most in that mode."""
     return args.maxLen or MAX_LEN.get(mode, 200)
+
+
+def rows(args):
+    """Texts that are decoded at a time; else than for `--lossless` each is timed alone."""
+    return 1 if args.lossless is None else min(ROWS, -(-(args.tokens or TOKENS) // max_len(args, "lossless")))
 
 
 def repeats(args, mode):

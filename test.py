@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import diversity
+import losslessReport
 import methods
 import plots
 import report
@@ -33,6 +34,7 @@ from loading import (
 )
 from machine import machine
 from prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
+from proof import Proof, other_dtype
 from rows import check_room
 from texts import load_corpora
 from utils import UserError
@@ -45,7 +47,8 @@ def main(argv=None):
         args = settings.parse(argv)
         if args.rerun:
             return run_again(args, argv)
-        run(args, argv)
+        name = run(args, argv)
+        return 0 if args.lossless is None else losslessReport.exit_code(results.Results(args.out).run(name)[1])
 
     return as_command(
         "test.py",
@@ -74,9 +77,10 @@ def run(args, argv, earlier=None):
     device = pick_device(args.device)
     dtypes = {"speed": args.dtype or pick_dtype(device), "texts": args.dtype or "float32"}
     groups, played = settings.groups_of(args), settings.played(args)
-    timing = [mode for mode in groups if mode != "diversity"]
+    timing, proving = [mode for mode in groups if mode not in ("diversity", "lossless")], "lossless" in groups
+    continuing = timing or played or proving
     from_corpora = args.prompt is None and args.question is None and args.promptFile is None
-    corpora = load_corpora(args.dataset, args.books) if args.ppl or (from_corpora and (timing or played)) else []
+    corpora = load_corpora(args.dataset, args.books) if args.ppl or (from_corpora and continuing) else []
     if corpora:
         check_passages(corpora, args)
     given = None if from_corpora else read_prompts(args)
@@ -86,7 +90,7 @@ def run(args, argv, earlier=None):
         check_tokenizers(tokenizer, load_tokenizer(folder), (folders["target"].name, folder.name))
     outlines = [outline(folder, tokenizer) for folder in folders.values()]
     context = min(each.context for each in outlines)
-    prompts = choose_prompts(args, tokenizer, corpora, given, context) if timing or played else {}
+    prompts = choose_prompts(args, tokenizer, corpora, given, context) if continuing else {}
     article = encode(given or diversity.PROMPTS, tokenizer, args) if "diversity" in groups else []
     room = {mode: article if mode == "diversity" else sum(prompts.values(), []) for mode in (*groups, *played)}
     for mode, each in room.items():
@@ -97,7 +101,7 @@ def run(args, argv, earlier=None):
     if args.ppl and not any(passages for _, passages in texts):
         raise UserError(f"no text of {args.dataset} has two tokens; raise --sentenceLimit")
     tokens = max(
-        [settings.max_len(args, mode) + max(map(len, each)) for mode, each in room.items()]
+        [settings.rows(args) * (settings.max_len(args, mode) + max(map(len, each))) for mode, each in room.items()]
         + [args.window] * bool(args.ppl)
     )
     frequent = most_frequent(args.draftVocab, tokenizer) if args.draftVocab else None
@@ -111,8 +115,9 @@ def run(args, argv, earlier=None):
 
     texts_too = "diversity" in groups or args.ppl
     models = load(dtypes["speed" if timing or played else "texts"])
-    if args.compile and (timing or played):  # after all that may be refused
-        compile_models(models, settings.graphs(args, {name for names in (*groups.values(), played) for name in names}))
+    if args.compile and continuing:  # after all that may be refused
+        names = {name for names in (*groups.values(), played) for name in names}
+        compile_models(models, settings.graphs(args, names), settings.rows(args))
     if played:
         play(args, models, next(iter(prompts.values()))[0], tokenizer, device, played[0])
         return None
@@ -161,6 +166,18 @@ def run(args, argv, earlier=None):
                 args.out / "figures" / f"sweep-{name}.png",
             )
             append(kind="figure", of="sweep", file=f"figures/{figure.name}")
+        if proving:
+            proof = Proof(args, groups["lossless"], models, room["lossless"], device, dtypes["texts"], append)
+            if proof.sampling.temperature:
+                proof.test_methods()
+                proof.find_mistakes()
+                figure = plots.draw_lossless(store.run(name)[1], args.out / "figures" / f"lossless-{name}.png")
+                append(kind="figure", of="lossless", file=f"figures/{figure.name}")
+            proof.compare_greedy()
+            dtype = other_dtype(dtypes["texts"], device)
+            del models, proof
+            models = load(dtype)
+            Proof(args, groups["lossless"], models, room["lossless"], device, dtype, append).compare_greedy()
         if texts_too and timing and (args.compile or dtypes["texts"] != dtypes["speed"]):
             del models
             folders.pop("mid", None)
@@ -189,12 +206,12 @@ def run(args, argv, earlier=None):
     return name
 
 
-def compile_models(models, graphs):
-    """Make the graphs, and say how long it took; none of it is in any measurement."""
+def compile_models(models, graphs, rows):
+    """Make the graphs for blocks of `rows` rows, and say how long it took; none of it is in any measurement."""
     graphs["restricted"] = graphs["draft"]
     total = sum(len(widths) + len(runs) for widths, runs in map(graphs.get, models))
     with tqdm(total=total, desc="compiling", disable=None, leave=False) as bar:
-        took = [model.compile(*graphs[role], progress=bar.update) for role, model in models.items()]
+        took = [model.compile(*graphs[role], rows, bar.update) for role, model in models.items()]
     if None not in took:
         print(f"Compiled in {sum(took):.0f} s; the graphs are kept for the next time.")
 

@@ -6,36 +6,14 @@ Arguments and results are those of verification.py's rules.
 import torch
 import torch.nn.functional as F
 
+from plantedMistakes import after, always_accept, p_shifted, replace_from_p  # noqa: F401 - these come with the project
 from utils import draw, residual
 from verification import block_rule, token_rule
-
-
-def after(p, accepted):
-    """p `[B, V]` before the token that follows the accepted drafts."""
-    return p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
-
-
-def guesses(q, drafts):
-    """How many of the drafts are a row's own, `[B]`: beyond them q is 0."""
-    return (q.gather(-1, drafts[..., None]) > 0).sum((1, 2))
-
-
-def always_accept(p, q, drafts, generator=None):
-    return guesses(q, drafts), draw(after(p, guesses(q, drafts)), generator)
-
-
-def replace_from_p(p, q, drafts, generator=None):
-    accepted, _ = token_rule(p, q, drafts, generator)
-    return accepted, draw(after(p, accepted), generator)
 
 
 def bonus_from_q(p, q, drafts, generator=None):
     accepted, token = token_rule(p, q, drafts, generator)
     return accepted, torch.where(accepted == drafts.shape[1], draw(q[:, -1], generator), token) if len(q[0]) else token
-
-
-def p_shifted(p, q, drafts, generator=None):
-    return token_rule(p.roll(1, 1), q, drafts, generator)
 
 
 def q_shifted(p, q, drafts, generator=None):

@@ -11,6 +11,7 @@ import mistakes
 import pytest
 import torch
 
+import plantedMistakes
 import regrSampling
 import runs
 import verification
@@ -70,7 +71,7 @@ def every_outcome(run):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "rand", outcomes.rand)
             patch.setattr(runs, "pick", outcomes.draw)
-            for module in (regrSampling, verification, mistakes):
+            for module in (regrSampling, verification, mistakes, plantedMistakes):
                 patch.setattr(module, "draw", outcomes.draw)
             result = run(outcomes)
         if outcomes.count <= rows:

@@ -102,6 +102,7 @@ TABLES = {
         "--compare": Name(["all", "block, target"], ["blok", "target,,block", "all,x", "block;", ","], ["cascade"]),
         "--sweep": Switch,
         "--diversity": Switch,
+        "--lossless": Name(["all", "block,target"], ["blok", "draft", "contrastive", "block,", ","], ["cascade"]),
         "--show": Switch,
         "--rerun": Name(wrong=["0", "1", "x", "\u0661", "9" * 5000, "\udcff"]),
         "--html": Name(["page.html"], ["nowhere/page.html", "."]),
@@ -140,6 +141,7 @@ TABLES = {
         "--window": Whole(2, more=["512"]),  # no more than the stride
         "--stride": Whole(1, more=["1024"]),
         "--repeats": COUNT,
+        "--tokens": COUNT,
         "--seed": SEED,
         "--out": OUT,
     },
@@ -323,6 +325,10 @@ CLASHES = """
 --show --diversity
 --show --speedMulti
 --show --speedNew --contrastive
+--lossless --speed
+--lossless --show
+--lossless --compare all
+--tokens 100 --speed
 --prompt a --question b
 --prompt a --promptFile b
 --temperature 0.5 1

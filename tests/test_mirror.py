@@ -12,12 +12,16 @@ ELSEWHERE = {
     "escape": "security",
     "experiments": "cli",
     "hub": "downloadModel",
+    "losslessReport": "losslessness",
     "packedLinear": "compiledForward",
+    "plantedMistakes": "losslessness",
     "plots": "results",
     "prompts": "cli",
+    "proof": "losslessness",
     "report": "results",
     "runs": "drafters",
     "settings": "flags",
+    "tables": "results",
     "test": "cli",
 }
 
