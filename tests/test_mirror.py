@@ -20,7 +20,6 @@ ELSEWHERE = {
     "proof": "losslessness",
     "report": "results",
     "runs": "drafters",
-    "settings": "flags",
     "tables": "results",
     "test": "cli",
 }
