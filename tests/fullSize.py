@@ -137,12 +137,9 @@ def main():
             print(f"# bytes of files moved: {hub.moved:,}")
         step("list", [sys.executable, "downloadModel.py", "--list"], copy, environment)
         pair = ["--target", f"pythia-{args.sizes[-1]}", "--draft", f"pythia-{args.sizes[0]}", "--offline"]
-        step(
-            "speed",
-            [sys.executable, "test.py", "--speed", "--maxLen", "20", "--sentences", "2", "--repeats", "1", *pair],
-            copy,
-            environment,
-        )
+        speed = [sys.executable, "test.py", "--speed", "--maxLen", "20", "--sentences", "2", "--repeats", "1", *pair]
+        step("speed", speed, copy, environment)
+        step("speed, compiled", [*speed, "--compile"], copy, environment)
         step(
             "perplexity",
             [sys.executable, "test.py", "--ppl", "--sentences", "2", "--dataset", "short.raw", *pair],
