@@ -14,7 +14,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 import utils
 
 WIDTHS = (8, 16, 32, 48, 64, 80, 96, 128, 256)  # of a head, as in kernels.cpp
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE = Path(__file__).with_name("kernels.cpp")  # with the kernels*.h beside it
 TORCH = Path(torch.__file__).parent
 FLAGS = [
     "-O3",
@@ -37,8 +37,9 @@ def load():
     Raises OSError or CalledProcessError where no compiler can build them."""
     compiler = os.environ.get("CXX", "g++")
     target = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True).stdout
-    digest = hashlib.sha256(SOURCE.read_bytes() + target + torch.__version__.encode()).hexdigest()[:16]
-    path = Path(cache_dir()) / f"kernels-{digest}.so"
+    known = [part.read_bytes() for part in sorted(SOURCE.parent.glob("kernels*"))]
+    known += [target, repr(FLAGS).encode(), torch.__version__.encode()]
+    path = Path(cache_dir()) / f"kernels-{hashlib.sha256(b''.join(known)).hexdigest()[:16]}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(suffix=".so", dir=path.parent)

@@ -1,0 +1,165 @@
+// Filters, draws and the token rule: utils.py and verification.py say what these compute.
+#pragma once
+#include "kernelsNumbers.h"
+
+static int32_t bits_of(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+// As a whole number: the compiler takes every float for finite. A distribution is nan in all its numbers or in none.
+static bool is_nan(const float* x) { return (bits_of(*x) & 0x7fffffff) > 0x7f800000; }
+
+static float total(const float* x, long n) {
+    float sum = 0;
+    for (long i = 0; i < n; i++) sum += x[i];
+    return sum;
+}
+
+// The least value kept by top-k. k parts of the row have a largest value of at least that of the k-th of them, so that
+// what is less need not be looked at.
+static float kth_largest(const float* x, long n, long k, std::vector<float>& room) {
+    constexpr long PART = 64;
+    float bound = -INFINITY;
+    if (k <= n / PART) {
+        room.clear();
+        for (long i = 0; i + PART <= n; i += PART) {
+            float top = x[i];
+            for (long j = i; j < i + PART; j++) top = x[j] > top ? x[j] : top;
+            room.push_back(top);
+        }
+        std::nth_element(room.begin(), room.begin() + (k - 1), room.end(), std::greater<float>());
+        bound = room[k - 1];
+    }
+    room.clear();
+    for (long i = 0; i < n; i++)
+        if (x[i] >= bound) room.push_back(x[i]);
+    std::nth_element(room.begin(), room.begin() + (k - 1), room.end(), std::greater<float>());
+    return room[k - 1];
+}
+
+// The probability with which top_p is reached when the most probable come first. They are summed by their leading bits,
+// which sorts them roughly; only those of the one bucket in which top_p is reached are sorted.
+static float least_kept(const float* p, long n, double top_p, std::vector<float>& room) {
+    constexpr int DROPPED = 20, BUCKETS = (0x3f800000 >> DROPPED) + 2;  // probabilities are at most 1, and a rounding
+    double sums[BUCKETS] = {}, above = 0;
+    auto bucket = [](float x) { return bits_of(x) >> DROPPED; };
+    for (long i = 0; i < n; i++)
+        if (p[i] > 0) sums[bucket(p[i])] += p[i];
+    int last = BUCKETS - 1;
+    while (last > 0 && above + sums[last] < top_p) above += sums[last--];
+    room.clear();
+    for (long i = 0; i < n; i++)
+        if (bucket(p[i]) == last) room.push_back(p[i]);
+    if (room.empty()) return 0;  // rounding: all together do not reach top_p
+    std::sort(room.begin(), room.end(), std::greater<float>());
+    for (float x : room)
+        if ((above += x) >= top_p) return x;
+    return room.back();
+}
+
+// logits float32 [..., V], settings float64 [3]: temperature, top_k (0: all), top_p (1: all) -> float32 [..., V]
+static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& settings) {
+    double temperature = data<double>(settings)[0], top_p = data<double>(settings)[2];
+    long top_k = long(std::min(data<double>(settings)[1], 1e15));
+    auto from = logits.contiguous();
+    auto probs = at::empty(logits.sizes(), logits.options());
+    long n = logits.size(-1), rows = logits.numel() / n;
+    at::parallel_for(0, rows, std::max(1l, 16384 / n), [&](long first, long last) {
+        std::vector<float> room, e;
+        for (long row = first; row < last; row++) {
+            const float* x = data<float>(from) + row * n;
+            float* p = (float*)probs.data_ptr() + row * n;
+            int wrong = 0;  // +inf and nan. As whole numbers: the compiler takes every float for finite
+            for (long i = 0; i < n; i++)
+                wrong |= int(bits_of(x[i]) == 0x7f800000) | int((bits_of(x[i]) & 0x7fffffff) > 0x7f800000);
+            if (wrong) {
+                uint32_t nan = 0x7fc00000;
+                for (long i = 0; i < n; i++) std::memcpy(p + i, &nan, 4);
+                continue;
+            }
+            if (temperature == 0) {
+                std::fill(p, p + n, 0.f);
+                p[std::max_element(x, x + n) - x] = 1;
+                continue;
+            }
+            float heat = float(1 / temperature), top = x[0];
+            float floor = 0 < top_k && top_k < n ? kth_largest(x, n, top_k, room) : -INFINITY;
+            for (long i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
+            // In whole vectors: what is left over would be computed by another exp, and equal logits be told apart.
+            e.assign((n + 15) / 16 * 16, 0);
+            for (long i = 0; i < n; i++) e[i] = std::max((x[i] - top) * heat, -87.f);  // beyond, exp is slow, and 0
+            for (size_t i = 0; i < e.size(); i++) e[i] = expf(e[i]);
+            for (long i = 0; i < n; i++) p[i] = x[i] < floor || (x[i] - top) * heat < -87.f ? 0 : e[i];
+            float scale = 1 / total(p, n);
+            for (long i = 0; i < n; i++) p[i] *= scale;
+            if (top_p >= 1) continue;
+            float least = least_kept(p, n, top_p, room);
+            for (long i = 0; i < n; i++) p[i] = p[i] < least ? 0 : p[i];
+            scale = 1 / total(p, n);
+            for (long i = 0; i < n; i++) p[i] *= scale;
+        }
+    });
+    return probs;
+}
+
+// probs float32 [..., V], u float32 [...] uniform in [0, 1) -> int64 [...]: the token in whose share of the sum u lies
+static at::Tensor pick(const at::Tensor& probs, const at::Tensor& u) {
+    auto p = probs.contiguous(), at = u.contiguous();
+    auto tokens = at::empty(u.sizes(), u.options().dtype(at::kLong));
+    constexpr long PART = 64;
+    long n = probs.size(-1);
+    std::vector<double> parts((n + PART - 1) / PART);
+    for (long row = 0; row < u.numel(); row++) {
+        const float* x = data<float>(p) + row * n;
+        if (is_nan(x)) {
+            ((int64_t*)tokens.data_ptr())[row] = n;
+            continue;
+        }
+        double sum = 0;
+        for (long i = 0; i < long(parts.size()); i++)
+            sum += parts[i] = total(x + i * PART, std::min(PART, n - i * PART));
+        double left = data<float>(at)[row] * sum;
+        long part = 0, token = -1;
+        while (part + 1 < long(parts.size()) && left >= parts[part]) left -= parts[part++];
+        for (long i = part * PART; i < n; i++) {  // past the part's end where rounding has it so
+            if (x[i] > 0) {
+                token = i;
+                if (left < x[i]) break;
+            }
+            left -= x[i];
+        }
+        for (long i = n - 1; token < 0 && i >= 0; i--) token = x[i] > 0 ? i : -1;
+        ((int64_t*)tokens.data_ptr())[row] = token < 0 ? n - 1 : token;
+    }
+    return tokens;
+}
+
+// verification.py's token rule but for the last draw: p [B, n + 1, V], q [B, n, V], drafts int64 [B, n], u [B, n] ->
+// how many drafts of each row stand, int64 [B], and what the token after them is drawn from, [B, V]
+static std::tuple<at::Tensor, at::Tensor> accept(const at::Tensor& p, const at::Tensor& q, const at::Tensor& drafts,
+                                                 const at::Tensor& u) {
+    auto ps = p.contiguous(), qs = q.contiguous(), xs = drafts.contiguous(), us = u.contiguous();
+    long rows = p.size(0), n = drafts.size(1), size = p.size(2);
+    auto accepted = at::empty({rows}, drafts.options()), left = at::empty({rows, size}, p.options());
+    for (long row = 0; row < rows; row++) {
+        const float *p_i = data<float>(ps) + row * (n + 1) * size, *q_i = data<float>(qs) + row * n * size;
+        long i = 0;
+        for (; i < n; i++, p_i += size, q_i += size) {
+            long x = data<int64_t>(xs)[row * n + i];
+            if (is_nan(p_i) || is_nan(q_i)) break;
+            if (!(q_i[x] > 0 && data<float>(us)[row * n + i] * q_i[x] < p_i[x])) break;
+        }
+        ((int64_t*)accepted.data_ptr())[row] = i;
+        float* rest = (float*)left.data_ptr() + row * size;
+        bool sound = !is_nan(p_i) && (i == n || !is_nan(q_i));
+        for (long v = 0; sound && v < size; v++) rest[v] = i < n ? std::max(p_i[v] - q_i[v], 0.f) : p_i[v];
+        float sum = sound ? total(rest, size) : 0;
+        if (sum > 0)
+            for (long v = 0; v < size; v++) rest[v] /= sum;
+        else
+            std::copy(p_i, p_i + size, rest);
+    }
+    return {accepted, left};
+}
