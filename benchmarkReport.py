@@ -165,7 +165,7 @@ def picture(record, path):
         colour = next(colour for word, colour in COLOURS.items() if word in row["method"])
         error = None if low != low else [[max(middle - low, 0)], [max(high - middle, 0)]]
         left.barh(y, middle, xerr=error, color=colour, ecolor="#555555", capsize=2, height=0.7)
-        left.text(0, y + 0.02, f"  {middle:.3g}", va="center", fontsize=8)
+        left.text(0, y + 0.02, f"  {middle:,.0f}" if middle >= 100 else f"  {middle:.3g}", va="center", fontsize=8)
     left.set(yticks=range(len(rows)), yticklabels=[row["method"] for row in rows], xlabel="tokens per second")
     left.tick_params(axis="y", labelsize=9, length=0)
     for (role, variant), style in {

@@ -167,7 +167,7 @@ def draw_lossless(lines, path):
         axes.set_title(f"u of {counts.sum():,} tokens of {of}", loc="left", fontsize=10)
         axes.set(xlabel="u (at the right: tokens the draft gives more than the target)", xlim=(0, 1))
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower right")
+        axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper left")
     low, high = grid[0].get_ylim()
     grid[0].set(ylabel="tokens in the bin, over the mean", ylim=(max(0, min(low, 0.5)), max(high, 1.5)))
     figure.tight_layout()
