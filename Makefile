@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test check bench clean
+.PHONY: run test style check bench clean
 
 run: .venv/installed
 	$(VENV) test.py
@@ -11,10 +11,11 @@ run: .venv/installed
 test: .venv/installed
 	$(VENV) -m pytest --cov=.
 
-check: .venv/installed
+style: .venv/installed
 	$(VENV) -m ruff check
 	$(VENV) -m ruff format --check
-	$(MAKE) test
+
+check: style test
 
 bench: .venv/installed
 	$(VENV) benchmark.py
