@@ -35,10 +35,10 @@ def twin(model):
     return other
 
 
-def random_model(name, dtype, device, seed):
-    """A GPT-NeoX model of that shape with random weights, which are made where they stay, in the dtype they have."""
+def configuration(name, **options):
+    """The configuration of the Pythia model of that name."""
     hidden, layers, heads = SHAPES[name]
-    config = GPTNeoXConfig(
+    return GPTNeoXConfig(
         vocab_size=50304,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -48,10 +48,15 @@ def random_model(name, dtype, device, seed):
         max_position_embeddings=2048,
         use_parallel_residual=True,
         tie_word_embeddings=False,
-        attn_implementation="sdpa",
         bos_token_id=0,
         eos_token_id=0,
+        **options,
     )
+
+
+def random_model(name, dtype, device, seed):
+    """A GPT-NeoX model of that shape with random weights, which are made where they stay, in the dtype they have."""
+    config = configuration(name, attn_implementation="sdpa")
     with torch.device("meta"):
         model = GPTNeoXForCausalLM(config).to(dtype)
     model = model.to_empty(device=device).eval().requires_grad_(False)

@@ -119,12 +119,12 @@ class Witness:
 
     def some(self, prompts, texts):
         block, at, x, seen = self.blocks(prompts, texts)
-        logits = pick(self.target.score(block), at)
+        logits = at_places(self.target.score(block), at)
         p = distribution(logits, self.sampling, seen)
         if self.order is None:
             order = 1 / p
         else:
-            order = distribution(pick(self.order.score(block), at), self.sampling, seen) / p
+            order = distribution(at_places(self.order.score(block), at), self.sampling, seen) / p
         p_x, order_x = p.gather(-1, x), order.gather(-1, x)
         # Nothing is sorted: what stands before x is summed. Of equals the one with the smaller id comes first.
         before = order < order_x
@@ -154,7 +154,7 @@ class Witness:
         seen = None
         if self.sampling.repetition_penalty != 1:
             none = torch.zeros(len(whole), self.target.vocabulary, dtype=torch.bool, device=device)
-            seen = pick(seen_after(none, block), at)
+            seen = at_places(seen_after(none, block), at)
         return block, at, torch.tensor(texts, device=device)[..., None], seen
 
     def at_the_edge(self, logits, x, seen):
@@ -178,7 +178,7 @@ class Witness:
         found = []
         for prompt, text in zip(prompts, texts):
             block, at, x, seen = self.blocks([prompt], [text])
-            logits = pick(self.target.score(block), at)
+            logits = at_places(self.target.score(block), at)
             penalty = Sampling(1.0, 0, 1.0, self.sampling.repetition_penalty)
             scores = distribution(logits, penalty, seen).log()  # logits after the penalty, less a constant
             gap = scores.amax(-1) - scores.gather(-1, x)[..., 0]
@@ -195,7 +195,7 @@ def distribution(logits, sampling, seen):
         utils.kernels = kernels
 
 
-def pick(tensor, at):
+def at_places(tensor, at):
     """`tensor[B, n, V]` at the places `at[B, m, 1]`."""
     return tensor.gather(1, at.expand(-1, -1, tensor.shape[-1]))
 

@@ -21,30 +21,14 @@ import torch
 from localHub import LocalHub, Repository
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
-#         hidden layers heads
-SIZES = {"70m": (512, 6, 8), "410m": (1024, 24, 16), "2.8b": (2560, 32, 32)}
-VOCABULARY, TOKENS = 50304, 50277  # entries of the models, and of Pythia's tokenizer
+sys.path.insert(0, str(ROOT))
+from benchmarkPeers import configuration  # noqa: E402 - the project's modules are found now
 
-
-def configuration(size):
-    hidden, layers, heads = SIZES[size]
-    return GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * hidden,
-        rotary_pct=0.25,
-        max_position_embeddings=2048,
-        use_parallel_residual=True,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        dtype="bfloat16",
-    )
+SIZES = ("70m", "410m", "2.8b")
+TOKENS = 50277  # entries of Pythia's tokenizer
 
 
 def write_tokenizer(folder, file):
@@ -64,7 +48,9 @@ def write_checkpoint(folder, size):
     """Random weights under the names and in the shapes of the real ones; also a file of pickles that must not move."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in GPTNeoXForCausalLM(configuration(size)).named_parameters()}
+        shapes = {
+            name: tuple(p.shape) for name, p in GPTNeoXForCausalLM(configuration(f"pythia-{size}")).named_parameters()
+        }
     weights = {}
     for name, shape in tqdm(shapes.items(), desc=f"making {folder.name}", disable=None, leave=False):
         weights[name] = torch.empty(shape, dtype=torch.bfloat16)
@@ -74,7 +60,7 @@ def write_checkpoint(folder, size):
             weights[name].fill_(1)
         else:
             weights[name].normal_(0, 0.02)
-    configuration(size).save_pretrained(folder)
+    configuration(f"pythia-{size}", dtype="bfloat16").save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "pytorch_model.bin").write_bytes(b"\x80" * 1_000_000)
     print(
@@ -102,7 +88,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoints and the copy are written")
     parser.add_argument("--tokenizer", type=Path, help="Pythia's tokenizer.json (default: a stand-in of its size)")
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="smallest first")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="smallest first")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints there")
     args = parser.parse_args()
     made, copy = args.folder / "hub", args.folder / "project"
