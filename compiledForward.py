@@ -96,9 +96,9 @@ class CompiledForward(BlockWidths):
             fullgraph=True,
             options={
                 "guard_filter_fn": lambda guards: [False] * len(guards),
-                "size_asserts": False,  # a tenth of a small model's forward
+                "size_asserts": False,  # dozens of calls a forward
                 "cpp.min_chunk_size": 16384,  # waking a second thread costs more than most of these loops
-                "force_pointwise_cat": True,  # the halves of rotary embeddings are written in place of views
+                "force_pointwise_cat": True,  # the halves of rotary embeddings are joined in one loop
             },
         )
         caches = [
