@@ -21,17 +21,16 @@ class BlockWidths:
         """Whether there is a graph for blocks like `tokens[B, n]`."""
         return len(tokens) in self.widths and tokens.shape[1] <= self.widths[len(tokens)][-1]
 
-    def fill(self, tokens, positions, slots, mask):
-        """The block filled up to the next width with its last token, written where that is; all four contiguous.
-
-        tokens, positions, slots: `[B, n]`; mask: `[B, 1, n, capacity]`."""
+    def fill(self, tokens, positions):
+        """The block `[B, n]` filled up to the next width with its last token, written where that is; both
+        contiguous."""
         self.used += 1
         n = tokens.shape[1]
         width = next(width for width in self.widths[len(tokens)] if width >= n)
         if n < width:
             last = torch.arange(width, device=tokens.device).clamp_(max=n - 1)
-            tokens, positions, slots, mask = tokens[:, last], positions[:, last], slots[:, last], mask[:, :, last]
-        return [x.contiguous() for x in (tokens, positions, slots, mask)]
+            tokens, positions = tokens[:, last], positions[:, last]
+        return tokens.contiguous(), positions.contiguous()
 
     def run_fits(self, tokens):
         """Whether there is a graph for runs after blocks like `tokens[B, n]`."""

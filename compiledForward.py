@@ -51,20 +51,22 @@ class CompiledForward(BlockWidths):
         self.layers, self.slot = config.num_hidden_layers, (heads, size)
         self.model, self.vocabulary, self._graphs = pack(model), vocabulary, {}
 
-    def forward(self, tokens, positions, slots, mask, keys, values):
+    def forward(self, tokens, positions, order, keys, values):
+        """order: 0, 1, ... up to the number of slots read; keys, values: of each layer."""
         for kept in keys + values:  # one number of slots, or each call would be asked for it as often
             torch._check(kept.shape[2] == keys[0].shape[2])
-        cache = Cache(layers=[Slots(k, v, slots) for k, v in zip(keys, values)])
+        mask = (order <= positions[..., None])[:, None]
+        cache = Cache(layers=[Slots(k, v, positions) for k, v in zip(keys, values)])
         logits = self.model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         ).logits
         return logits[..., : self.vocabulary].float()
 
     def run_on(self, tokens, positions, order, u, settings, keys, values):
-        """The steps of runs.py. order: 0, 1, ... up to the number of slots read; settings: `utils.as_tensor`."""
+        """The steps of runs.py. settings: `utils.as_tensor`."""
 
         def forward(tokens, at):
-            return self.forward(tokens, at, at, (order <= at[..., None])[:, None], keys, values)
+            return self.forward(tokens, at, order, keys, values)
 
         def distribution(logits):
             return torch.ops.native.probabilities(logits.contiguous(), settings)
@@ -74,16 +76,13 @@ class CompiledForward(BlockWidths):
 
     def add(self, rows, width):
         """Compile the graph for blocks `[rows, width]`."""
-        mask = torch.ones(rows, 1, width, REACH, dtype=torch.bool)
-        mark_dynamic(mask, 3)
-        self.compile(self.forward, (rows, width), *made_up(rows, width, width, width), mask)
+        self.compile(self.forward, (rows, width), *made_up(rows, width, width), read())
         super().add(rows, width)
 
     def add_run(self, rows, width, count):
         """Compile the graph for runs of `count` tokens after blocks `[rows, width]`."""
-        order, settings = torch.arange(REACH), torch.tensor([1.0, 0, 1], dtype=torch.float64)
-        mark_dynamic(order, 0)
-        inputs = *made_up(rows, width, width + count - 1), order, torch.rand(count, rows), settings
+        settings = torch.tensor([1.0, 0, 1], dtype=torch.float64)
+        inputs = *made_up(rows, width, width + count - 1), read(), torch.rand(count, rows), settings
         self.compile(self.run_on, (rows, width, count), *inputs)
         super().add_run(rows, width, count)
 
@@ -113,10 +112,10 @@ class CompiledForward(BlockWidths):
         graph(*inputs, *caches)
         self._graphs[shape] = graph
 
-    def __call__(self, tokens, positions, slots, mask, cache):
-        """mask: bool `[B, 1, n, reach]`; the rest as in `CachedModel.forward`."""
-        inputs = self.fill(tokens, positions, slots, mask)
-        return self._graphs[tuple(inputs[0].shape)](*inputs, *parts(cache))[:, : tokens.shape[1]]
+    def __call__(self, tokens, positions, order, cache):
+        """Logits as of `CachedModel.forward`; order: 0, 1, ... up to the number of slots read."""
+        filled, at = self.fill(tokens, positions)
+        return self._graphs[*filled.shape](filled, at, order, *parts(cache))[:, : tokens.shape[1]]
 
     def part_of_run(self, tokens, positions, u, sampling, order, cache):
         graph = self._graphs[*tokens.shape, len(u)]
@@ -128,6 +127,12 @@ CAPACITY, REACH = 67, 41  # of what graphs are made with: sizes that are equal t
 
 def made_up(rows, *widths):
     return [torch.zeros(rows, width, dtype=torch.long) for width in widths]
+
+
+def read():
+    order = torch.arange(REACH)
+    mark_dynamic(order, 0)
+    return order
 
 
 def parts(cache):

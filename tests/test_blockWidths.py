@@ -11,11 +11,10 @@ def test_a_block_is_filled_up_with_its_last_token_to_the_next_width():
         widths.add(1, width)
     assert widths.widths == {1: [2, 4]}
     tokens = torch.tensor([[5, 6, 7]])
-    mask = torch.arange(8)[None, None] <= torch.arange(3, 6)[:, None]
-    filled = widths.fill(tokens, tokens + 10, tokens + 20, mask[None])
-    assert filled[0].tolist() == [[5, 6, 7, 7]] and filled[2].tolist() == [[25, 26, 27, 27]]
-    assert torch.equal(filled[3][:, :, 3], mask[None, :, 2]) and all(x.is_contiguous() for x in filled)
-    assert widths.fill(tokens[:, :2], tokens[:, :2], tokens[:, :2], mask[None, :, :2])[0].tolist() == [[5, 6]]
+    filled, at = widths.fill(tokens, tokens + 10)
+    assert filled.tolist() == [[5, 6, 7, 7]] and at.tolist() == [[15, 16, 17, 17]]
+    assert filled.is_contiguous() and at.is_contiguous()
+    assert widths.fill(tokens[:, :2], tokens[:, :2])[0].tolist() == [[5, 6]]
     assert widths.used == 2
 
 
