@@ -15,17 +15,17 @@ NAME = "sdpa_in_cache_dtype"
 
 class Whole:
     """Keys or values `[B, G, n, d]`, and all slots of a layer, `kept[B, G, capacity, d]`, for an attention that writes
-    the ones to `slots[B, n]` of the others and reads those filled by itself."""
+    the ones to the slots `positions[B, n]` of the others and attends to those up to each by itself."""
 
-    def __init__(self, states, kept, slots):
-        self.states, self.kept, self.slots = states, kept, slots
+    def __init__(self, states, kept, positions):
+        self.states, self.kept, self.positions = states, kept, positions
 
 
 def sdpa_in_cache_dtype(module, query, key, value, attention_mask, **kwargs):
     """`transformers`' "sdpa", with `query[B, heads, n, d]` in the dtype of `key` and `value`; the result in its own."""
     if isinstance(key, Whole):
         attended = torch.ops.native.attend(
-            query, key.states, value.states, key.slots, key.kept, value.kept, attention_mask, kwargs["scaling"]
+            query, key.states, value.states, key.positions, key.kept, value.kept, kwargs["scaling"]
         )
         return attended, None
     if key.device.type == "cpu":

@@ -36,7 +36,7 @@ class BlockWidths:
         """Whether there is a graph for runs after blocks like `tokens[B, n]`."""
         return len(tokens) in self.runs and tokens.shape[1] <= self.runs[len(tokens)][0]
 
-    def run(self, tokens, positions, u, sampling, order, cache):
+    def run(self, tokens, positions, u, sampling, cache):
         """`CachedModel.run_at_once` by graphs: of the longest runs there are that are not too long, one after the
         other; a run shorter than all of them is the beginning of the shortest."""
         width, counts = self.runs[len(tokens)]
@@ -54,7 +54,7 @@ class BlockWidths:
             if left < count:  # what is drawn beyond it is dropped, and written where later tokens will be
                 numbers = torch.cat([numbers, u.new_zeros(count - left, u.shape[1])])
                 at = torch.cat([at, at[:, -1:].expand(-1, count - left)], 1)
-            made, p = self.part_of_run(tokens.contiguous(), at.contiguous(), numbers, sampling, order, cache)
+            made, p = self.part_of_run(tokens.contiguous(), at.contiguous(), numbers, sampling, cache)
             drawn.append(made[:, :left])
             q.append(p[:, :left])
             left -= drawn[-1].shape[1]

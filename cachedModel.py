@@ -98,12 +98,12 @@ class CachedModel:
         Returns float32 logits `[B, n, vocabulary]`, or `[B, vocabulary]` with `keep`.
         """
         reach = None
+        if slots is None and mask is None and keep is None and self._ready() and self._graphs.fits(tokens):
+            self.forwards += 1
+            return self._graphs(tokens, positions, self._cache)
         if mask is None:
-            order = self._filled(positions)
-            if slots is None and keep is None and self._ready() and self._graphs.fits(tokens):
-                self.forwards += 1
-                return self._graphs(tokens, positions, order, self._cache)
-            reach, mask = len(order), order <= positions[..., None]
+            reach = int(positions.max()) + 1 if self._reads_filled else None
+            mask = self._order[:reach] <= positions[..., None]
         self._cache.address(positions if slots is None else slots, reach)
         kept, where = (0, None) if keep is None else keep.unique(return_inverse=True)
         logits = self.model(
@@ -126,15 +126,11 @@ class CachedModel:
         if not (self._ready() and self._graphs.run_fits(tokens)):
             return None
         self.forwards += len(u)
-        return self._graphs.run(tokens, positions, u, sampling, self._filled(positions), self._cache)
+        return self._graphs.run(tokens, positions, u, sampling, self._cache)
 
     def _ready(self):
         """Whether there are graphs, and memory for the cache was taken."""
         return self._graphs and self._cache.layers[0].is_initialized
-
-    def _filled(self, positions):
-        """0, 1, ... up to the number of slots that a token at one of `positions` may attend to."""
-        return self._order[: int(positions.max()) + 1] if self._reads_filled else self._order
 
     def read_prompt(self, rows):
         """Read every row's prompt (`Rows`) in one forward; float32 logits `[B, vocabulary]` after each prompt's end.

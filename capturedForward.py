@@ -20,25 +20,26 @@ class CapturedForward(BlockWidths):
         self.model, self.vocabulary, self.kept_as = model, vocabulary, model.dtype
         self._recordings, self._cache = {}, None
 
-    def __call__(self, tokens, positions, order, cache):
-        """Logits as of `CachedModel.forward`; order: 0, 1, ... up to the number of slots."""
+    def __call__(self, tokens, positions, cache):
+        """Logits as of `CachedModel.forward`."""
         inputs = self.fill(tokens, positions)
-        (logits,) = self.replay(inputs[0].shape, inputs, cache, lambda *own: (self.forward(*own, order, cache),))
+        (logits,) = self.replay(inputs[0].shape, inputs, cache, lambda *own: (self.forward(*own, cache),))
         return logits[:, : tokens.shape[1]]
 
-    def part_of_run(self, tokens, positions, u, sampling, order, cache):
+    def part_of_run(self, tokens, positions, u, sampling, cache):
         def work(tokens, positions, u):
             def forward(tokens, at):
-                return self.forward(tokens, at, order, cache)
+                return self.forward(tokens, at, cache)
 
             drawn = steps(forward, lambda logits: probabilities(logits, sampling), tokens, positions, u)
             return [torch.stack(each, 1) for each in zip(*drawn)]
 
         return self.replay((*tokens.shape, len(u), sampling), [tokens, positions, u], cache, work)
 
-    def forward(self, tokens, positions, order, cache):
+    def forward(self, tokens, positions, cache):
         cache.address(positions)
-        mask = (order <= positions[..., None])[:, None]
+        slots = torch.arange(cache.capacity, device=tokens.device)
+        mask = (slots <= positions[..., None])[:, None]
         logits = self.model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         ).logits

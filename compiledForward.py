@@ -1,13 +1,14 @@
 """`CompiledForward`: the forward of a few tokens as one graph, compiled once for each shape `[B, n]` of a block.
 
-How many slots are read (`reach`) and how many there are (`capacity`) are symbols in the graph: it serves every round,
-every text, and, from torch's cache on the disk, every process.
+How many slots there are (`capacity`) is a symbol in the graph, and how many are read follows from the positions: it
+serves every round, every text, and, from torch's cache on the disk, every process.
 """
 
 import types
 
 import torch
 from torch._dynamo import mark_dynamic
+from torch._inductor.compile_fx import compile_fx
 from transformers.cache_utils import Cache, StaticLayer
 
 import nativeKernels
@@ -19,15 +20,15 @@ from utils import as_tensor
 
 
 class Slots(StaticLayer):
-    """One layer's keys and values `[B, heads, capacity, d]` inside a graph, written at `slots`."""
+    """One layer's keys and values `[B, heads, capacity, d]` inside a graph, written at `positions`."""
 
-    def __init__(self, keys, values, slots):
+    def __init__(self, keys, values, positions):
         super().__init__(max_cache_len=keys.shape[2])
         self.is_initialized = True
-        self.keys, self.values, self.slots = keys, values, slots
+        self.keys, self.values, self.positions = keys, values, positions
 
     def update(self, key_states, value_states, *args, **kwargs):
-        return Whole(key_states, self.keys, self.slots), Whole(value_states, self.values, self.slots)
+        return Whole(key_states, self.keys, self.positions), Whole(value_states, self.values, self.positions)
 
     def get_seq_length(self):
         return 0
@@ -51,22 +52,22 @@ class CompiledForward(BlockWidths):
         self.layers, self.slot = config.num_hidden_layers, (heads, size)
         self.model, self.vocabulary, self._graphs = pack(model), vocabulary, {}
 
-    def forward(self, tokens, positions, order, keys, values):
-        """order: 0, 1, ... up to the number of slots read; keys, values: of each layer."""
+    def forward(self, tokens, positions, keys, values):
+        """keys, values: of each layer."""
         for kept in keys + values:  # one number of slots, or each call would be asked for it as often
             torch._check(kept.shape[2] == keys[0].shape[2])
-        mask = (order <= positions[..., None])[:, None]
         cache = Cache(layers=[Slots(k, v, positions) for k, v in zip(keys, values)])
+        mask = positions[:, None, None] == positions[:, None, :, None]  # four axes, and it is taken as given: not used
         logits = self.model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         ).logits
         return logits[..., : self.vocabulary].float()
 
-    def run_on(self, tokens, positions, order, u, settings, keys, values):
+    def run_on(self, tokens, positions, u, settings, keys, values):
         """The steps of runs.py. settings: `utils.as_tensor`."""
 
         def forward(tokens, at):
-            return self.forward(tokens, at, order, keys, values)
+            return self.forward(tokens, at, keys, values)
 
         def distribution(logits):
             return torch.ops.native.probabilities(logits.contiguous(), settings)
@@ -76,13 +77,13 @@ class CompiledForward(BlockWidths):
 
     def add(self, rows, width):
         """Compile the graph for blocks `[rows, width]`."""
-        self.compile(self.forward, (rows, width), *made_up(rows, width, width), read())
+        self.compile(self.forward, (rows, width), *made_up(rows, width, width))
         super().add(rows, width)
 
     def add_run(self, rows, width, count):
         """Compile the graph for runs of `count` tokens after blocks `[rows, width]`."""
         settings = torch.tensor([1.0, 0, 1], dtype=torch.float64)
-        inputs = *made_up(rows, width, width + count - 1), read(), torch.rand(count, rows), settings
+        inputs = *made_up(rows, width, width + count - 1), torch.rand(count, rows), settings
         self.compile(self.run_on, (rows, width, count), *inputs)
         super().add_run(rows, width, count)
 
@@ -93,12 +94,8 @@ class CompiledForward(BlockWidths):
         graph = torch.compile(
             types.MethodType(types.FunctionType(code, globals()), self),
             fullgraph=True,
-            options={
-                "guard_filter_fn": lambda guards: [False] * len(guards),
-                "size_asserts": False,  # dozens of calls a forward
-                "cpp.min_chunk_size": 16384,  # waking a second thread costs more than most of these loops
-                "force_pointwise_cat": True,  # the halves of rotary embeddings are joined in one loop
-            },
+            backend=lambda graph, inputs: compile_fx(rewritten(graph), inputs, config_patches=OPTIONS),
+            options={"guard_filter_fn": lambda guards: [False] * len(guards)},
         )
         caches = [
             [
@@ -112,27 +109,46 @@ class CompiledForward(BlockWidths):
         graph(*inputs, *caches)
         self._graphs[shape] = graph
 
-    def __call__(self, tokens, positions, order, cache):
-        """Logits as of `CachedModel.forward`; order: 0, 1, ... up to the number of slots read."""
+    def __call__(self, tokens, positions, cache):
+        """Logits as of `CachedModel.forward`."""
         filled, at = self.fill(tokens, positions)
-        return self._graphs[*filled.shape](filled, at, order, *parts(cache))[:, : tokens.shape[1]]
+        return self._graphs[*filled.shape](filled, at, *parts(cache))[:, : tokens.shape[1]]
 
-    def part_of_run(self, tokens, positions, u, sampling, order, cache):
-        graph = self._graphs[*tokens.shape, len(u)]
-        return graph(tokens, positions, order, u, as_tensor(sampling), *parts(cache))
+    def part_of_run(self, tokens, positions, u, sampling, cache):
+        return self._graphs[*tokens.shape, len(u)](tokens, positions, u, as_tensor(sampling), *parts(cache))
 
 
-CAPACITY, REACH = 67, 41  # of what graphs are made with: sizes that are equal then would be taken for one and the same
+OPTIONS = {
+    "size_asserts": False,  # dozens of calls a forward
+    "cpp.min_chunk_size": 16384,  # waking a second thread costs more than most of these loops
+    "force_pointwise_cat": True,  # the halves of rotary embeddings are joined in one loop
+}
+
+
+def rewritten(graph):
+    """What Inductor cannot know: that GELU costs least in the linear layer before it, and that sines and cosines are to
+    be stored, or it would compute them anew in every layer. graph: the `torch.fx.GraphModule` of what is traced."""
+    for node in list(graph.graph.nodes):
+        before = node.args[0] if node.args else None
+        if node.op == "call_method" and node.target in ("sin", "cos"):
+            with graph.graph.inserting_after(node):
+                stored = graph.graph.call_function(torch.ops.native.stored)
+            node.replace_all_uses_with(stored)
+            stored.args = (node,)
+        elif node.target is torch.nn.functional.gelu and not node.kwargs and before.target is torch.ops.native.linear:
+            if len(before.users) == 1:
+                before.args = (*before.args, True)
+                node.replace_all_uses_with(before)
+                graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+CAPACITY = 67  # slots of what graphs are made with: no other size, or the two would be taken for one and the same
 
 
 def made_up(rows, *widths):
     return [torch.zeros(rows, width, dtype=torch.long) for width in widths]
-
-
-def read():
-    order = torch.arange(REACH)
-    mark_dynamic(order, 0)
-    return order
 
 
 def parts(cache):

@@ -4,9 +4,10 @@
 #include "kernelsSampling.h"
 
 TORCH_LIBRARY(native, library) {
-    library.def("linear(Tensor x, Tensor packed, Tensor? bias, int width) -> Tensor");
-    library.def("attend(Tensor query, Tensor keys, Tensor values, Tensor slots, Tensor(a!) kept_keys, "
-                "Tensor(b!) kept_values, Tensor mask, float scale) -> Tensor");
+    library.def("linear(Tensor x, Tensor packed, Tensor? bias, int width, bool gelu=False) -> Tensor");
+    library.def("attend(Tensor query, Tensor keys, Tensor values, Tensor positions, Tensor(a!) kept_keys, "
+                "Tensor(b!) kept_values, float scale) -> Tensor");
+    library.def("stored(Tensor x) -> Tensor");
     library.def("probabilities(Tensor logits, Tensor settings) -> Tensor");
     library.def("pick(Tensor probs, Tensor u) -> Tensor");
     library.def("accept(Tensor p, Tensor q, Tensor drafts, Tensor u) -> (Tensor, Tensor)");
@@ -15,6 +16,7 @@ TORCH_LIBRARY(native, library) {
 TORCH_LIBRARY_IMPL(native, CPU, library) {
     library.impl("linear", linear_packed);
     library.impl("attend", attend_slots);
+    library.impl("stored", [](const at::Tensor& x) { return x.clone(); });
     library.impl("probabilities", probabilities);
     library.impl("pick", pick);
     library.impl("accept", accept);

@@ -6,19 +6,14 @@
 #pragma once
 #include "kernelsNumbers.h"
 
-constexpr long SIDE = 32, MOST = 12, AHEAD = 4096;  // outputs, tokens, bytes that are asked for before they are needed
+constexpr long SIDE = 32, MOST = 12;  // outputs, tokens
 template <typename T> constexpr long PAIR = 4 / sizeof(T);  // 16-bit numbers are multiplied two by two
-
-static inline void ask_for(const void* block) {
-    __builtin_prefetch((const char*)block + AHEAD);
-    __builtin_prefetch((const char*)block + AHEAD + 64);
-}
 
 template <int M>  // M tokens x[M, in] times one block; sums[M][32]
 static void multiply(const float* x, const float* block, long in, float (*sums)[SIDE]) {
     float acc[M][SIDE] = {};
     for (long k = 0; k < in; k++, block += SIDE) {
-        ask_for(block);
+        ask_for(block, 2 * 64);
         for (int m = 0; m < M; m++)
             for (int j = 0; j < SIDE; j++) acc[m][j] += x[m * in + k] * block[j];
     }
@@ -32,7 +27,7 @@ static void multiply(const bf16* x, const bf16* block, long in, float (*sums)[SI
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (long k = 0; k < in; k += 2, block += 2 * SIDE) {
-        ask_for(block);
+        ask_for(block, 2 * 64);
         auto low = (__m512bh)_mm512_loadu_si512(block), high = (__m512bh)_mm512_loadu_si512(block + SIDE);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
@@ -51,7 +46,7 @@ static void multiply(const bf16* x, const bf16* block, long in, float (*sums)[SI
 #else
     float acc[M][SIDE] = {};
     for (long k = 0; k < in; k += 2, block += 2 * SIDE) {
-        ask_for(block);
+        ask_for(block, 2 * 64);
         for (int m = 0; m < M; m++) {
             float first = wide(x[m * in + k]), second = wide(x[m * in + k + 1]);
             for (int j = 0; j < SIDE; j++) acc[m][j] += first * wide(block[2 * j]) + second * wide(block[2 * j + 1]);
@@ -70,8 +65,31 @@ static void multiply(long tokens, const T* x, const T* block, long in, float (*s
 #undef CASE
 }
 
+// By Abramowitz and Stegun, 7.1.26: with an error of 1.5e-7 in erf.
+static inline float gelu_of(float x) {
+    float z = std::abs(x) * 0.70710678f, t = 1 / (1 + 0.3275911f * z);
+    float series = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+    float tail = series * expf(-std::min(z * z, 80.f));  // beyond, exp is slow, and 0
+    return 0.5f * x * (x > 0 ? 2 - tail : tail);
+}
+
+// y[count] = sums + bias, and its GELU: of what a layer by itself would have put out
 template <typename T>
-static void linear(const T* x, const T* packed, const T* bias, T* y, long tokens, long in, long out) {
+static inline void finish(const float* sums, const T* bias, T* y, long count, bool gelu) {
+    float z[SIDE] = {};
+    T whole[SIDE];
+    std::memcpy(z, sums, count * sizeof(float));
+    for (long j = 0; bias && j < count; j++) z[j] += wide(bias[j]);
+    for (long j = 0; j < SIDE; j++) narrow(z[j], whole + j);
+    if (gelu) {
+        for (long j = 0; j < SIDE; j++) z[j] = gelu_of(wide(whole[j]));
+        for (long j = 0; j < SIDE; j++) narrow(z[j], whole + j);
+    }
+    std::memcpy(y, whole, count * sizeof(T));
+}
+
+template <typename T>
+static void linear(const T* x, const T* packed, const T* bias, T* y, long tokens, long in, long out, bool gelu) {
     long passes = (tokens + MOST - 1) / MOST, blocks = (out + SIDE - 1) / SIDE;
     long worthwhile = std::max(1l, 65536 / (in * SIDE * long(sizeof(T))));  // blocks for which a thread is woken
     at::parallel_for(0, blocks, worthwhile, [&](long first, long last) {
@@ -81,15 +99,15 @@ static void linear(const T* x, const T* packed, const T* bias, T* y, long tokens
                 long from = tokens * pass / passes, to = tokens * (pass + 1) / passes;
                 multiply<T>(to - from, x + from * in, packed + b * in * SIDE, in, sums);
                 for (long m = from; m < to; m++)
-                    for (long j = 0; j < std::min(SIDE, out - b * SIDE); j++)
-                        narrow(sums[m - from][j] + (bias ? wide(bias[b * SIDE + j]) : 0), y + m * out + b * SIDE + j);
+                    finish(sums[m - from], bias ? bias + b * SIDE : nullptr, y + m * out + b * SIDE,
+                           std::min(SIDE, out - b * SIDE), gelu);
             }
     });
 }
 
-// x [..., in], packed as above, bias [out] or none -> [..., out]
+// x [..., in], packed as above, bias [out] or none -> [..., out], or the GELU of that
 static at::Tensor linear_packed(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                                int64_t out) {
+                                int64_t out, bool gelu) {
     auto rows = x.contiguous();
     auto shape = x.sizes().vec();
     long in = shape.back(), tokens = x.numel() / in;
@@ -97,9 +115,9 @@ static at::Tensor linear_packed(const at::Tensor& x, const at::Tensor& packed, c
     auto y = at::empty(shape, x.options());
     if (x.scalar_type() == at::kBFloat16)
         linear(data<bf16>(rows), data<bf16>(packed), bias ? data<bf16>(*bias) : nullptr, (bf16*)y.data_ptr(), tokens,
-               in, out);
+               in, out, gelu);
     else
         linear(data<float>(rows), data<float>(packed), bias ? data<float>(*bias) : nullptr, (float*)y.data_ptr(),
-               tokens, in, out);
+               tokens, in, out, gelu);
     return y;
 }

@@ -30,5 +30,12 @@ static inline void narrow(float x, bf16* to) {  // to the nearest, ties to even
     std::memcpy(&bits, &x, 4);
     *to = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // nan stays nan
 }
+constexpr long AHEAD = 4096;  // bytes between what is read and what is asked for, so that it is there in time
+
+// `size` bytes that lie AHEAD of those from x on will be needed.
+static inline void ask_for(const void* x, long size) {
+    for (long byte = 0; byte < size; byte += 64) __builtin_prefetch((const char*)x + AHEAD + byte);
+}
+
 template <typename T>
 static const T* data(const at::Tensor& x) { return (const T*)x.const_data_ptr(); }

@@ -32,7 +32,7 @@ FLAGS = [
 
 @functools.cache
 def load():
-    """Make the operators `torch.ops.native`: linear, attend, probabilities, pick.
+    """Make the operators `torch.ops.native`: linear, attend, stored, probabilities, pick, accept.
 
     Raises OSError or CalledProcessError where no compiler can build them."""
     compiler = os.environ.get("CXX", "g++")
@@ -59,14 +59,15 @@ def load():
     utils.kernels = torch.ops.native
 
 
-def attended(query, keys, values, slots, kept_keys, kept_values, mask, scale):
+def attended(query, keys, values, positions, kept_keys, kept_values, scale):
     rows, heads, n, width = query.shape
     return query.new_empty(rows, n, heads, width)
 
 
 SHAPES = {  # of the results, for a graph in the making
-    "linear": lambda x, packed, bias, width: x.new_empty(*x.shape[:-1], width),
+    "linear": lambda x, packed, bias, width, gelu=False: x.new_empty(*x.shape[:-1], width),
     "attend": attended,
+    "stored": lambda x: torch.empty_like(x),
     "probabilities": lambda logits, settings: torch.empty_like(logits),
     "pick": lambda probs, u: torch.empty_like(u, dtype=torch.long),
 }

@@ -99,24 +99,32 @@ def test_batches_without_a_graph_of_their_size_are_read_eagerly(models):
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize(
     "rows, heads, groups, n, size, reach",
-    [(1, 4, 4, 1, 8, 1), (2, 6, 2, 5, 32, 77), (1, 3, 3, 9, 80, 300), (2, 2, 1, 16, 64, 33)],
+    [(1, 4, 4, 1, 8, 1), (2, 6, 2, 5, 32, 77), (1, 3, 3, 9, 80, 300), (2, 2, 1, 16, 64, 33), (1, 2, 2, 3, 48, 18)],
 )
 def test_attention_is_torchs(models, dtype, error, rows, heads, groups, n, size, reach):
+    """At positions of any order, from queries, keys and values of any order in memory."""
     generator = torch.Generator().manual_seed(0)
-    query = 3 * torch.randn(rows, heads, n, size, generator=generator).to(dtype)
+    query = 3 * torch.randn(rows, n, heads, size, generator=generator).to(dtype).transpose(1, 2)
     keys, values = (torch.randn(rows, groups, reach + 20, size, generator=generator).to(dtype) for _ in range(2))
-    mask = torch.rand(rows, 1, n, reach, generator=generator) < 0.7
-    mask[..., 0] = True
-    new = [torch.randn(rows, groups, n, size, generator=generator) for _ in range(2)]
-    slots = torch.stack([torch.randperm(reach, generator=generator)[:n] for _ in range(rows)])
+    new = [torch.randn(rows, n, groups, size, generator=generator).transpose(1, 2) for _ in range(2)]
+    positions = torch.stack([torch.randperm(reach, generator=generator)[:n] for _ in range(rows)])
     wanted_caches = [kept.clone() for kept in (keys, values)]
     for row, (kept, states) in itertools.product(range(rows), zip(wanted_caches, new)):
-        kept[row, :, slots[row]] = states[row].to(dtype)
-    found = torch.ops.native.attend(query, *new, slots, keys, values, mask, 0.2).transpose(1, 2)
+        kept[row, :, positions[row]] = states[row].to(dtype)
+    found = torch.ops.native.attend(query, *new, positions, keys, values, 0.2).transpose(1, 2)
     assert torch.equal(keys, wanted_caches[0]) and torch.equal(values, wanted_caches[1])
     k, v = (x[:, :, :reach].float().repeat_interleave(heads // groups, 1) for x in (keys, values))
+    mask = torch.arange(reach) <= positions[:, None, :, None]
     wanted = torch.nn.functional.scaled_dot_product_attention(query.float(), k, v, mask, scale=0.2)
     assert torch.allclose(found.float(), wanted, atol=error, rtol=1e-4)
+
+
+def test_no_position_beyond_the_slots_is_written(models):
+    kept = torch.zeros(1, 1, 4, 8)
+    for position in (-1, 4):
+        with pytest.raises(RuntimeError, match=f"no slot {position}"):
+            torch.ops.native.attend(*(torch.ones(1, 1, 1, 8),) * 3, torch.tensor([[position]]), kept, kept, 1.0)
+    assert not kept.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
