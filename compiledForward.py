@@ -135,13 +135,16 @@ def rewritten(graph):
                 stored = graph.graph.call_function(torch.ops.native.stored)
             node.replace_all_uses_with(stored)
             stored.args = (node,)
-        elif node.target is torch.nn.functional.gelu and not node.kwargs and before.target is torch.ops.native.linear:
-            if len(before.users) == 1:
-                before.args = (*before.args, True)
-                node.replace_all_uses_with(before)
-                graph.graph.erase_node(node)
+        elif node.target is torch.nn.functional.gelu and not node.kwargs and is_linear(before):
+            before.args = (*before.args, True)
+            node.replace_all_uses_with(before)
+            graph.graph.erase_node(node)
     graph.recompile()
     return graph
+
+
+def is_linear(node):
+    return node.target is torch.ops.native.linear and len(node.users) == 1
 
 
 CAPACITY = 67  # slots of what graphs are made with: no other size, or the two would be taken for one and the same

@@ -43,8 +43,8 @@ class ModelDrafter:
         block, self.behind = 1 + self.behind, 1
         seen = rows.seen(self.model.vocabulary, sampling)
         going = torch.tensor([not ended for ended in rows.ended], device=rows.device) if stop else None
-        positions = rows.positions(-block, block + gamma - 1)
-        drafts, q = run(self.model, rows.last(block), positions, gamma, sampling, generator, seen, stop, going)
+        tokens, positions = rows.last(block, gamma - 1)
+        drafts, q = run(self.model, tokens, positions, gamma, sampling, generator, seen, stop, going)
         return drafts.clamp_(max=self.model.vocabulary - 1), q  # a guess from nan is no token: `advance` tells
 
 

@@ -17,6 +17,24 @@ static float total(const float* x, long n) {
     return sum;
 }
 
+// Those of p[n] that are at least `bound`, in `room`; how many there are.
+static long at_least(float bound, const float* p, long n, std::vector<float>& room) {
+    if (long(room.size()) < n) room.resize(n);
+    float* to = room.data();
+    long i = 0;
+#ifdef __AVX512F__
+    for (; i + 16 <= n; i += 16) {
+        auto x = _mm512_loadu_ps(p + i);
+        auto kept = _mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_GE_OQ);
+        _mm512_mask_compressstoreu_ps(to, kept, x);
+        to += __builtin_popcount(kept);
+    }
+#endif
+    for (; i < n; i++)
+        if (p[i] >= bound) *to++ = p[i];
+    return to - room.data();
+}
+
 // The least value kept by top-k. k parts of the row have a largest value of at least that of the k-th of them, so that
 // what is less need not be looked at.
 static float kth_largest(const float* x, long n, long k, std::vector<float>& room) {
@@ -32,31 +50,28 @@ static float kth_largest(const float* x, long n, long k, std::vector<float>& roo
         std::nth_element(room.begin(), room.begin() + (k - 1), room.end(), std::greater<float>());
         bound = room[k - 1];
     }
-    room.clear();
-    for (long i = 0; i < n; i++)
-        if (x[i] >= bound) room.push_back(x[i]);
-    std::nth_element(room.begin(), room.begin() + (k - 1), room.end(), std::greater<float>());
+    long count = at_least(bound, x, n, room);
+    std::nth_element(room.begin(), room.begin() + (k - 1), room.begin() + count, std::greater<float>());
     return room[k - 1];
 }
 
-// The probability with which top_p is reached when the most probable come first. They are summed by their leading bits,
-// which sorts them roughly; only those of the one bucket in which top_p is reached are sorted.
+// The probability with which top_p is reached when the most probable come first. Those below (1 - top_p) / n hold less
+// than 1 - top_p together, so it is none of them. The others are summed by their leading bits, which sorts them roughly;
+// only those of the one bucket in which top_p is reached are sorted.
 static float least_kept(const float* p, long n, double top_p, std::vector<float>& room) {
     constexpr int DROPPED = 20, BUCKETS = (0x3f800000 >> DROPPED) + 2;  // probabilities are at most 1, and a rounding
     double sums[BUCKETS] = {}, above = 0;
     auto bucket = [](float x) { return bits_of(x) >> DROPPED; };
-    for (long i = 0; i < n; i++)
-        if (p[i] > 0) sums[bucket(p[i])] += p[i];
+    long count = at_least(float((1 - top_p) / n * 0.99), p, n, room);  // a rounding less
+    for (long i = 0; i < count; i++) sums[bucket(room[i])] += room[i];
     int last = BUCKETS - 1;
     while (last > 0 && above + sums[last] < top_p) above += sums[last--];
-    room.clear();
-    for (long i = 0; i < n; i++)
-        if (bucket(p[i]) == last) room.push_back(p[i]);
-    if (room.empty()) return 0;  // rounding: all together do not reach top_p
-    std::sort(room.begin(), room.end(), std::greater<float>());
-    for (float x : room)
-        if ((above += x) >= top_p) return x;
-    return room.back();
+    auto end = std::partition(room.begin(), room.begin() + count, [&](float x) { return bucket(x) == last; });
+    if (end == room.begin()) return 0;  // rounding: all together do not reach top_p
+    std::sort(room.begin(), end, std::greater<float>());
+    for (auto x = room.begin(); x < end; x++)
+        if ((above += *x) >= top_p) return *x;
+    return end[-1];
 }
 
 // logits float32 [..., V], settings float64 [3]: temperature, top_k (0: all), top_p (1: all) -> float32 [..., V]

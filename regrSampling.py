@@ -30,6 +30,6 @@ def regrSampling(prefixes, target, max_len=200, sampling=Sampling(), end_of_text
     first_token(rows, target, sampling, generator)
     while rows.remaining:
         seen = rows.seen(target.vocabulary, sampling)
-        token, _ = run(target, rows.last(1), rows.positions(-1, 1), 1, sampling, generator, seen)
+        token, _ = run(target, *rows.last(1), 1, sampling, generator, seen)
         commit_one(rows, token[:, 0])
     return rows.tokens, rows.records

@@ -80,9 +80,11 @@ class Rows:
         offsets = torch.arange(first, first + count, device=self.device)
         return (self.lengths[:, None] + offsets).clamp_(0, self.capacity - 1)
 
-    def last(self, count):
-        """The last `count` committed tokens of each row, `[B, count]`; where it has fewer, its first one repeated."""
-        return self.sequence.gather(1, self.positions(-count, count))
+    def last(self, count, more=0):
+        """The last `count` committed tokens of each row, `[B, count]`, where it has fewer its first one repeated; and
+        the positions of these and of `more` tokens after them, `[B, count + more]`."""
+        positions = self.positions(-count, count + more)
+        return self.sequence.gather(1, positions[:, :count]), positions
 
     def seen(self, vocabulary, sampling):
         """Which tokens each row holds so far: bool `[B, vocabulary]`; None where `sampling` does not ask."""

@@ -54,8 +54,9 @@ def advance(rows, target, drafter, length, sampling, verify, generator=None, beh
         order = torch.arange(drafts.shape[1], device=rows.device)
         q = q * (order < torch.tensor(gammas, device=rows.device)[:, None])[..., None]
     # Score: p before each draft token and after the last, in one forward of the target.
-    block = torch.cat([rows.last(1 + behind), drafts], 1)
-    logits = target.forward(block, rows.positions(-1 - behind, block.shape[1]))[:, behind:]
+    committed, positions = rows.last(1 + behind, drafts.shape[1])
+    block = torch.cat([committed, drafts], 1)
+    logits = target.forward(block, positions)[:, behind:]
     p = probabilities(logits, sampling, seen_after(rows.seen(target.vocabulary, sampling), block[:, behind:]))
     # Verify and commit.
     accepted, token = verify(p, q, drafts, generator)
