@@ -166,24 +166,31 @@ static inline void narrowed(const __m512* y, long left, bf16* x) {
 template <typename T, int D, int N>
 static void mix(const T* values, const float* weights, const float* total, long reach, T* out, long stride) {
     constexpr long TILE = 64, PARTS = (D + 31) / 32;
+    constexpr int WAYS = N == 1 ? 4 : N == 2 ? 2 : 1;  // sums side by side: one alone would wait for itself
     __m512 sum[PARTS][N][2] = {};
     for (long from = 0; from < reach; from += TILE)
 #pragma GCC unroll 1
         for (int part = 0; part < PARTS; part++) {
-            __m512 acc[N][2];
-            std::memcpy(acc, sum[part], sizeof acc);
-            for (long j = from; j < std::min(from + TILE, reach); j++) {
+            __m512 acc[WAYS][N][2] = {};
+            auto add = [&](long j, int way) __attribute__((always_inline)) {
                 __m512 value[2];
                 if (part == 0) ask_for(values + j * D, D * sizeof(T));
                 widened(values + j * D + 32 * part, D - 32 * part, value);
 #pragma GCC unroll 5
                 for (int i = 0; i < N; i++) {
                     auto weight = _mm512_set1_ps(weights[i * reach + j]);
-                    acc[i][0] = _mm512_fmadd_ps(weight, value[0], acc[i][0]);
-                    acc[i][1] = _mm512_fmadd_ps(weight, value[1], acc[i][1]);
+                    acc[way][i][0] = _mm512_fmadd_ps(weight, value[0], acc[way][i][0]);
+                    acc[way][i][1] = _mm512_fmadd_ps(weight, value[1], acc[way][i][1]);
                 }
-            }
-            std::memcpy(sum[part], acc, sizeof acc);
+            };
+            long j = from, last = std::min(from + TILE, reach);
+            for (; j + WAYS <= last; j += WAYS)
+#pragma GCC unroll 4
+                for (int way = 0; way < WAYS; way++) add(j + way, way);
+            for (; j < last; j++) add(j, 0);
+            for (int i = 0; i < N; i++)
+                for (int half = 0; half < 2; half++)
+                    for (int way = 0; way < WAYS; way++) sum[part][i][half] += acc[way][i][half];
         }
     for (int part = 0; part < PARTS; part++)
         for (int i = 0; i < N; i++) {

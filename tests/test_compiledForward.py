@@ -10,7 +10,9 @@ import pytest
 import torch
 from conftest import ROOT
 from test_specSampling import PROMPTS, near
+from torch.nn.functional import gelu
 
+import compiledForward
 import nativeKernels
 import packedLinear
 import utils
@@ -138,6 +140,38 @@ def test_a_packed_layer_multiplies_as_the_layer_did(dtype, tokens):
         packed = packedLinear.pack(model)
         assert type(packed[0]) is packedLinear.PackedLinear
         assert torch.allclose(packed(x).float(), wanted.float(), atol=1e-5 if dtype == torch.float32 else 0.02)
+        found = torch.ops.native.linear(x, packed[0].packed, packed[0].bias, 1024, True)
+        assert torch.allclose(
+            found.float(), gelu(packed(x)).float(), atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 0.01
+        )
+
+
+def test_gelu_goes_into_the_layer_before_it_and_sines_are_stored(models):
+    """But not where the layer's own output is used too."""
+
+    class Work(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = packedLinear.PackedLinear(torch.randn(40, 8), torch.randn(40))
+
+        def forward(self, x):
+            y = self.layer(x)
+            return gelu(self.layer(x)), gelu(y), y, x.cos(), (2 * x).sin()
+
+    work, x = Work(), torch.randn(3, 8)
+    graph = compiledForward.rewritten(torch.fx.symbolic_trace(work))
+    for found, wanted in zip(graph(x), work(x)):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    used = [node.target for node in graph.graph.nodes]
+    assert used.count(gelu) == 1 and used.count(torch.ops.native.stored) == 2
+
+
+def test_gelu_is_torchs_for_every_number(models):
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e30, -100.0, 0.0, 100.0, 1e30, torch.nan])])
+    weight = torch.eye(2)[:1]
+    packed = packedLinear.PackedLinear(weight, None).packed
+    found = torch.ops.native.linear(torch.stack([x, 0 * x.nan_to_num()], 1), packed, None, 1, True)[:, 0]
+    torch.testing.assert_close(found, gelu(x), atol=1e-6, rtol=1e-6, equal_nan=True)
 
 
 def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, capsys):
