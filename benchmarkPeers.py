@@ -5,6 +5,7 @@ Samplers are f(prompt, generator) -> (tokens, records), as `speed.measure` takes
 """
 
 import copy
+import functools
 import time
 
 import torch
@@ -124,6 +125,7 @@ def cache_free(prompt, target, draft, max_len, gamma, generator=None, sampling=S
     return [text[0, len(prompt) :].tolist()], [record]
 
 
+@functools.cache  # recordings are kept for each rule: the same alpha must be the same one
 def synthetic(alpha):
     """A rule that accepts each guess with probability `alpha`, whatever the models say, and computes all else as the
     token rule does: for the speed of models whose agreement is an accident."""
