@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from benchmarkPeers import SAMPLING, synthetic
 from drafters import ModelDrafter
-from runs import run
+from runs import judge, run
 from specSampling import specSampling
 from speed import quiet, synchronize
 from utils import draw, probabilities
@@ -135,27 +135,33 @@ def parts(variants, prompt, gamma, device, seed):
     """[{variant, part, seconds}] of a round's parts, of a whole round in which all guesses stand, and of its sampling
     (filters, draws and verification) by itself."""
     works, generator = {}, torch.Generator(device).manual_seed(seed)
+
+    def numbers():
+        return torch.rand(1, gamma + 1, device=device, generator=generator)
+
     for variant, models in variants.items():
         target, draft = models["target"], models["draft"]
         capacity = len(prompt) + 1 + 3 * (gamma + 1)  # as in `seconds_a_round`, so that both use one cache
         for model in (target, draft):
             fill(model, len(prompt), capacity)
-        score, logits = forward(target, gamma + 1, len(prompt)), forward(target, gamma + 1, len(prompt))()
+        logits = forward(target, gamma + 1, len(prompt))()
+        at = torch.arange(gamma + 1, device=device)[None] + len(prompt)
         q = probabilities(logits[:, :gamma], SAMPLING)
         drafts = draw(q, generator)
+        block = torch.cat([at[:, :1] % target.vocabulary, drafts], 1)
 
-        def verified(logits, q=q, drafts=drafts):
-            return token_rule(probabilities(logits, SAMPLING), q, drafts, generator)[0].tolist()
+        def scoring(target=target, block=block, at=at, q=q):
+            judge(target, block, at, q, numbers(), SAMPLING, token_rule)[1].tolist()
 
-        def sampling(logits=logits, verified=verified):
+        def sampling(logits=logits, q=q, drafts=drafts):
             for i in range(gamma):
                 draw(probabilities(logits[:, i], SAMPLING), generator)
-            verified(logits)
+            token_rule(probabilities(logits, SAMPLING), q, drafts, numbers())[0].tolist()
 
         works |= {
             (variant, "plain step"): one_token(target, len(prompt), generator),
             (variant, "draft step"): one_token(draft, len(prompt), generator),
-            (variant, "scoring"): lambda score=score, verified=verified: verified(score()),
+            (variant, "scoring"): scoring,
             (variant, "sampling"): sampling,
             (variant, "round"): lambda target=target, draft=draft: seconds_a_round(
                 target, draft, prompt, gamma, generator

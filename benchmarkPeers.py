@@ -5,6 +5,7 @@ Samplers are f(prompt, generator) -> (tokens, records), as `speed.measure` takes
 """
 
 import copy
+import functools
 import time
 
 import torch
@@ -111,7 +112,8 @@ def cache_free(prompt, target, draft, max_len, gamma, generator=None, sampling=S
             q.append(distributions(draft, 1))
             text = torch.cat([text, draw(q[-1], generator)], 1)
         p, drafts = distributions(target, len(q) + 1), text[:, length:]
-        accepted, token = token_rule(p, torch.cat(q, 1) if q else p[:, :0], drafts, generator)
+        u = torch.rand(1, len(q) + 1, device=target.device, generator=generator)
+        accepted, token = token_rule(p, torch.cat(q, 1) if q else p[:, :0], drafts, u)
         text = torch.cat([text[:, : length + accepted.item()], token[:, None]], 1)
         for history, value in (
             (record.times, time.perf_counter() - start),
@@ -123,13 +125,14 @@ def cache_free(prompt, target, draft, max_len, gamma, generator=None, sampling=S
     return [text[0, len(prompt) :].tolist()], [record]
 
 
+@functools.cache  # recordings are kept for each rule: the same alpha must be the same one
 def synthetic(alpha):
     """A rule that accepts each guess with probability `alpha`, whatever the models say, and computes all else as the
     token rule does: for the speed of models whose agreement is an accident."""
 
-    def verify(p, q, drafts, generator=None):
+    def verify(p, q, drafts, u):
         at = drafts[..., None]
         p[:, : drafts.shape[1]].scatter_(-1, at, alpha * q.gather(-1, at))
-        return token_rule(p, q, drafts, generator)
+        return token_rule(p, q, drafts, u)
 
     return verify

@@ -4,7 +4,10 @@ import torch
 
 
 class BlockWidths:
-    """What the forwards made of graphs share. used: how many blocks, and how many runs, were read by one."""
+    """What the forwards made of graphs share. used: how many blocks, and how many runs, were read by one. judges:
+    whether a graph can verify too."""
+
+    judges = False
 
     def __init__(self):
         self.widths, self.runs, self.used = {}, {}, 0  # of each number of rows

@@ -128,6 +128,14 @@ class CachedModel:
         self.forwards += len(u)
         return self._graphs.run(tokens, positions, u, sampling, self._cache)
 
+    @torch.inference_mode()
+    def judge_at_once(self, block, positions, q, u, sampling, verify):
+        """What `runs.judge` returns, where there is a graph that does it all; else None."""
+        if not (self._ready() and self._graphs.judges and self._graphs.fits(block)):
+            return None
+        self.forwards += 1
+        return self._graphs.judge(block, positions, q, u, sampling, verify, self._cache)
+
     def _ready(self):
         """Whether there are graphs, and memory for the cache was taken."""
         return self._graphs and self._cache.layers[0].is_initialized

@@ -1,19 +1,22 @@
 """`CapturedForward`: on a GPU the forward of a few tokens is recorded, once for each shape `[B, n]`, and replayed; and
-so is a run of tokens, each drawn from what the model says after the one before.
+so are a run of tokens, each drawn from what the model says after the one before, and a block scored and verified.
 
 A replay costs the host one call instead of one for each of hundreds of kernels. What a recording reads and writes stays
 where it was, so inputs are copied into tensors of its own, and a new cache needs new recordings.
 """
 
 import torch
+from torch.nn.functional import pad
 
 from blockWidths import BlockWidths
-from runs import steps
+from runs import steps, verdict
 from utils import probabilities
 
 
 class CapturedForward(BlockWidths):
     """model: a transformers causal LM; vocabulary: entries of the logits kept; kept_as: the dtype of its cache."""
+
+    judges = True
 
     def __init__(self, model, vocabulary):
         super().__init__()
@@ -35,6 +38,21 @@ class CapturedForward(BlockWidths):
             return [torch.stack(each, 1) for each in zip(*drawn)]
 
         return self.replay((*tokens.shape, len(u), sampling), [tokens, positions, u], cache, work)
+
+    def judge(self, block, positions, q, u, sampling, verify, cache):
+        """p, accepted and token as of `runs.judge`. In a block filled up the tokens beyond its drafts count as drafts
+        with q = 0, which are no guesses."""
+
+        def work(tokens, positions, q, u):
+            return verdict(self.forward(tokens, positions, cache), tokens, q, u, sampling, verify)
+
+        tokens, at = self.fill(block, positions)
+        n, beyond = q.shape[1], tokens.shape[1] - block.shape[1]
+        if beyond:
+            q, u = pad(q, (0, 0, 0, beyond)), torch.cat([pad(u[:, :n], (0, beyond)), u[:, n:]], 1)
+        key = *tokens.shape, block.shape[1] - n, sampling, verify
+        p, accepted, token = self.replay(key, (tokens, at, q, u), cache, work)
+        return p[:, : n + 1], accepted, token
 
     def forward(self, tokens, positions, cache):
         cache.address(positions)

@@ -40,6 +40,9 @@ class Contrast:
     def run_at_once(self, tokens, positions, u, sampling):
         """As `CachedModel.run_at_once`: it has no graph."""
 
+    def judge_at_once(self, block, positions, q, u, sampling, verify):
+        """As `CachedModel.judge_at_once`: it has no graph."""
+
     def read_prompt(self, rows):
         """As `CachedModel.read_prompt`: scores `[B, vocabulary]` after each row's prompt."""
         return self.scores(self.expert.read_prompt(rows), self.amateur.read_prompt(rows))

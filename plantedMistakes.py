@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from cachedModel import CachedModel
 from specSampling import specSampling
-from utils import draw, residual
+from utils import pick, residual
 from verification import token_rule
 
 HEAT = 1.2  # of the wrong temperature, times the right one: 0.85 becomes 1.02
@@ -24,37 +24,37 @@ def after(p, accepted):
     return p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
 
 
-def always_accept(p, q, drafts, generator=None):
+def always_accept(p, q, drafts, u):
     """Every guess stands that is a row's own: beyond them q is 0."""
     accepted = (q.gather(-1, drafts[..., None]) > 0).sum((1, 2))
-    return accepted, draw(after(p, accepted), generator)
+    return accepted, pick(after(p, accepted), u[:, -1])
 
 
-def replace_from_p(p, q, drafts, generator=None):
-    accepted, _ = token_rule(p, q, drafts, generator)
-    return accepted, draw(after(p, accepted), generator)
+def replace_from_p(p, q, drafts, u):
+    accepted, _ = token_rule(p, q, drafts, u)
+    return accepted, pick(after(p, accepted), u[:, -1])
 
 
-def p_shifted(p, q, drafts, generator=None):
+def p_shifted(p, q, drafts, u):
     """Each guess is judged by the distribution of the place before it."""
-    return token_rule(p.roll(1, 1), q, drafts, generator)
+    return token_rule(p.roll(1, 1), q, drafts, u)
 
 
-def bonus_from_q(p, q, drafts, generator=None):
+def bonus_from_q(p, q, drafts, u):
     """The last guess is not judged: it is the token that follows when all before it stand."""
     if not drafts.shape[1]:
-        return token_rule(p, q, drafts, generator)
+        return token_rule(p, q, drafts, u)
     last = q[:, -1:].sum((1, 2)) > 0  # of the rows that have one
     q = torch.cat([q[:, :-1], torch.zeros_like(q[:, -1:])], 1)
-    accepted, token = token_rule(p, q, drafts, generator)
+    accepted, token = token_rule(p, q, drafts, u)
     return accepted, torch.where(last & (accepted == q.shape[1] - 1), drafts[:, -1], token)
 
 
-def wrong_temperature(p, q, drafts, generator=None):
+def wrong_temperature(p, q, drafts, u):
     """Guesses are accepted by a hotter p; the replacement is right."""
     hotter = p ** (1 / HEAT)
-    accepted, _ = token_rule(hotter / hotter.sum(-1, keepdim=True), q, drafts, generator)
-    return accepted, draw(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), generator)
+    accepted, _ = token_rule(hotter / hotter.sum(-1, keepdim=True), q, drafts, u)
+    return accepted, pick(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])
 
 
 class StaleSlot(CachedModel):

@@ -1,4 +1,6 @@
-"""`run`: a model goes on by itself for a few tokens, each drawn from what it says after the one before."""
+"""What samplers do with a model, each in one graph where there is one for it: `run`, it goes on by itself for a few
+tokens, each drawn from what it says after the one before; `judge`, it scores tokens that were guessed, and they are
+verified."""
 
 import torch
 
@@ -42,3 +44,26 @@ def run(model, tokens, positions, count, sampling, generator=None, seen=None, st
                 break
         seen = seen if seen is None else seen_after(seen, x[:, None])[:, 0]
     return torch.stack(drawn, 1), torch.stack(distributions, 1)
+
+
+def verdict(logits, block, q, u, sampling, verify, seen=None):
+    """`judge` of the logits `[B, w, V]` after each token of a block."""
+    first = block.shape[1] - q.shape[1]  # of the drafts; before it stands the last committed token
+    p = probabilities(logits[:, first - 1 :], sampling, seen_after(seen, block[:, first - 1 :]))
+    return p, *verify(p, q, block[:, first:], u)
+
+
+def judge(model, block, positions, q, u, sampling, verify, seen=None):
+    """Score a block with one forward, and verify the drafts it ends with.
+
+    block, positions: int64 `[B, w]`. Its last n tokens are drafts, the one before is the last that was committed, and
+        what stands before that is only read.
+    q: float32 `[B, n, V]`, the distributions of the drafts; u, verify: a rule's numbers and a rule (verification.py).
+    seen: `Rows.seen` of the tokens up to the last committed one, where `sampling` asks for it.
+    Returns p `[B, n + 1, V]`, before each draft and after the last, and the rule's `accepted[B]` and `token[B]`.
+    """
+    if seen is None and not getattr(verify, "waits", False):
+        at_once = model.judge_at_once(block, positions, q, u, sampling, verify)
+        if at_once is not None:
+            return at_once
+    return verdict(model.forward(block, positions), block, q, u, sampling, verify, seen)

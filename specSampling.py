@@ -6,7 +6,8 @@ import torch
 from draftLength import Fixed
 from regrSampling import first_token
 from rows import Rows
-from utils import Sampling, not_finite, probabilities, seen_after
+from runs import judge
+from utils import Sampling, not_finite
 from verification import token_rule
 from watch import Watch
 
@@ -27,8 +28,10 @@ def specSampling(
     """Continue each of `prefixes` with `target`'s own distribution, faster.
 
     drafter: what guesses (drafters.py). gamma: tokens guessed in a round, or a rule that chooses (draftLength.py).
-    verify: how guesses are accepted (verification.py). The other arguments, the two results and the errors are
-    `regrSampling`'s. Rows advance by different amounts: each by what it accepted, and one token more.
+    verify: how guesses are accepted, f(p, q, drafts, u) -> (accepted, token) as in verification.py: on a GPU it is
+    recorded, so it must neither make the host wait nor keep anything, or say that it does. The other arguments, the two
+    results and the errors are `regrSampling`'s. Rows advance by different amounts: each by what it accepted, and one
+    token more.
     """
     length = Fixed(gamma) if isinstance(gamma, int) else gamma
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback)
@@ -53,13 +56,12 @@ def advance(rows, target, drafter, length, sampling, verify, generator=None, beh
     if min(gammas) < max(gammas):  # a row with fewer guesses than others has q = 0 beyond its own
         order = torch.arange(drafts.shape[1], device=rows.device)
         q = q * (order < torch.tensor(gammas, device=rows.device)[:, None])[..., None]
-    # Score: p before each draft token and after the last, in one forward of the target.
+    # Score and verify: p before each draft token and after the last, in one forward of the target.
     committed, positions = rows.last(1 + behind, drafts.shape[1])
-    block = torch.cat([committed, drafts], 1)
-    logits = target.forward(block, positions)[:, behind:]
-    p = probabilities(logits, sampling, seen_after(rows.seen(target.vocabulary, sampling), block[:, behind:]))
-    # Verify and commit.
-    accepted, token = verify(p, q, drafts, generator)
+    block, seen = torch.cat([committed, drafts], 1), rows.seen(target.vocabulary, sampling)
+    u = torch.rand(len(drafts), drafts.shape[1] + 1, device=rows.device, generator=generator)
+    p, accepted, token = judge(target, block, positions, q, u, sampling, verify, seen)
+    # Commit.
     drafted, taken = rows.commit(drafts, accepted, token, (q.gather(-1, drafts[..., None]) > 0).sum((1, 2)))
     # A guess from a q of nan never counts as one. Only where guesses are missing is it worth the host's time to look.
     if min(drafted.values()) < drafts.shape[1] and q.isnan().any():

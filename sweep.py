@@ -34,11 +34,12 @@ def overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed):
     than counting, since a context counts with its probability, not with what the dice said."""
     found = []
 
-    def watched(p, q, drafts, generator=None):
-        accepted, token = verify(p, q, drafts, generator)
+    def watched(p, q, drafts, u):
+        accepted, token = verify(p, q, drafts, u)
         found.append(theory.overlap(p[0, : q.shape[1]], q[0])[: int(accepted[0]) + 1].double())
         return accepted, token
 
+    watched.waits = True  # for the number of contexts
     generator = torch.Generator(device=target.device).manual_seed(seed)
     for prompt in prompts:
         specSampling([prompt], target, drafter, max_len, 4, sampling, generator=generator, verify=watched)

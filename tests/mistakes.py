@@ -7,35 +7,35 @@ import torch
 import torch.nn.functional as F
 
 from plantedMistakes import after, always_accept, p_shifted, replace_from_p  # noqa: F401 - these come with the project
-from utils import draw, residual
+from utils import pick, residual
 from verification import block_rule, token_rule
 
 
-def bonus_from_q(p, q, drafts, generator=None):
-    accepted, token = token_rule(p, q, drafts, generator)
-    return accepted, torch.where(accepted == drafts.shape[1], draw(q[:, -1], generator), token) if len(q[0]) else token
+def bonus_from_q(p, q, drafts, u):
+    accepted, token = token_rule(p, q, drafts, u)
+    return accepted, torch.where(accepted == drafts.shape[1], pick(q[:, -1], u[:, -1]), token) if len(q[0]) else token
 
 
-def q_shifted(p, q, drafts, generator=None):
-    return token_rule(p, q.roll(1, 1), drafts, generator)
+def q_shifted(p, q, drafts, u):
+    return token_rule(p, q.roll(1, 1), drafts, u)
 
 
-def drop_the_unsure(p, q, drafts, generator=None):
+def drop_the_unsure(p, q, drafts, u):
     """The mistake that invites itself: a guess that was too improbable is not submitted."""
     q_x = q.gather(-1, drafts[..., None])[..., 0]
-    return token_rule(p, q * (q_x >= 0.4)[..., None], drafts, generator)
+    return token_rule(p, q * (q_x >= 0.4)[..., None], drafts, u)
 
 
-def block_without_what_may_follow(p, q, drafts, generator=None):
+def block_without_what_may_follow(p, q, drafts, u):
     """h_i = w_i: what the block rule would be if every draft were its block's last."""
     p_x, q_x = (d[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
     w = (p_x / q_x).cumprod(1).clamp(max=1) if drafts.shape[1] else p_x
-    stands = torch.rand(drafts.shape, generator=generator) < w
+    stands = u[:, :-1] < w
     accepted = F.pad(stands * torch.arange(1, drafts.shape[1] + 1), (1, 0)).amax(1)
-    return accepted, draw(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), generator)
+    return accepted, pick(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])
 
 
-def block_without_the_weights(p, q, drafts, generator=None):
+def block_without_the_weights(p, q, drafts, u):
     """The token after the accepted part drawn from norm(max(0, p - q)) instead of norm(max(0, w p - q))."""
-    accepted, _ = block_rule(p, q, drafts, generator)
-    return accepted, draw(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), generator)
+    accepted, _ = block_rule(p, q, drafts, u)
+    return accepted, pick(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])

@@ -1,6 +1,6 @@
 """Chance taken apart: every outcome of a random computation, each in a row of one batch, with its exact probability.
 
-The samplers ask for chance in two ways: a token is drawn, and a uniform number is compared with a threshold. Here
+Chance decides in two ways: a token is drawn, and a uniform number is compared with a threshold. Here
 both are decided by the number of the row, read as digits (a token is a digit of base V, a comparison one of base 2),
 and the row's weight is multiplied by the probability of what was decided. The functions under test are the real ones;
 their output distribution is a sum of weights, without sampling noise.
@@ -38,25 +38,33 @@ class Outcomes:
         return token
 
     def rand(self, *shape, **how):
-        """In the place of `torch.rand`: for rules, which give a shape `[rows, n]`, and for runs, which give two sizes
-        and hand each number on to `pick`."""
-        return Uniform(self, shape[0][1]) if len(shape) == 1 else [None] * shape[0]
+        """In the place of `torch.rand`: for rounds, `[rows, gamma + 1]`, and for runs, `[n, rows]`."""
+        return Uniform(self, shape)
 
 
 class Uniform:
-    """Numbers drawn uniformly from [0, scale), `[rows, n]`. All that can be asked is whether they are below others."""
+    """Numbers drawn uniformly from [0, scale). All that can be asked is whether they are below others, `[rows, n]`: all
+    but the last of a round. Any other is handed on to `pick`, which asks for none: there a token is chosen."""
 
-    def __init__(self, outcomes, n, scale=1.0):
-        self.outcomes, self.n, self.scale = outcomes, n, scale
+    def __init__(self, outcomes, shape, scale=1.0):
+        self.outcomes, self.shape, self.scale = outcomes, shape, scale
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, at):
+        if at == (slice(None), slice(None, -1)):
+            return Uniform(self.outcomes, (self.shape[0], self.shape[1] - 1), self.scale)
+        return None
 
     def __mul__(self, scale):
-        return Uniform(self.outcomes, self.n, self.scale * scale.double())
+        return Uniform(self.outcomes, self.shape, self.scale * scale.double())
 
     def __lt__(self, bound):
         bound = bound.double()
         chance = torch.where(self.scale > bound, bound / self.scale, (bound > 0).double())
         # The first row rejects everything: with it a loop takes as many rounds as it can.
-        below = [self.outcomes.choose(2) for _ in range(self.n)]
+        below = [self.outcomes.choose(2) for _ in range(self.shape[1])]
         below = torch.stack(below, 1).bool() if below else torch.zeros_like(chance, dtype=torch.bool)
         self.outcomes.weight *= torch.where(below, chance, 1 - chance).prod(1)
         return below
@@ -70,9 +78,9 @@ def every_outcome(run):
         outcomes = Outcomes(rows)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "rand", outcomes.rand)
-            patch.setattr(runs, "pick", outcomes.draw)
-            for module in (regrSampling, verification, mistakes, plantedMistakes):
-                patch.setattr(module, "draw", outcomes.draw)
+            patch.setattr(regrSampling, "draw", outcomes.draw)
+            for module in (runs, verification, mistakes, plantedMistakes):
+                patch.setattr(module, "pick", outcomes.draw)
             result = run(outcomes)
         if outcomes.count <= rows:
             return result, outcomes.weight * (outcomes.index < outcomes.count)

@@ -143,7 +143,7 @@ def test_the_synthetic_rule_accepts_at_its_rate(alpha):
     p, q = (torch.rand(rows, n, 7, generator=generator).pow(3) for n in (3, 2))
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     drafts = draw(q, generator)
-    accepted, token = benchmark.synthetic(alpha)(p, q, drafts, generator)
+    accepted, token = benchmark.synthetic(alpha)(p, q, drafts, torch.rand(rows, 3, generator=generator))
     shares = torch.bincount(accepted, minlength=3) / rows
     wanted = torch.tensor([1 - alpha, alpha * (1 - alpha), alpha**2])
     torch.testing.assert_close(shares, wanted, atol=0.015, rtol=0)

@@ -13,7 +13,7 @@ from drafters import CascadeDrafter, ModelDrafter
 from draftLength import Fixed
 from rows import Rows
 from specSampling import specSampling
-from utils import Sampling, draw
+from utils import Sampling, pick
 
 MODELS, LOOP = {}, {}
 
@@ -110,10 +110,10 @@ def loop(patch, data):
     standing = itertools.cycle(data.draw(st.lists(upto4, min_size=1, max_size=9)))
     max_len, end, generator = data.draw(st.integers(1, 14)), data.draw(token), torch.Generator().manual_seed(0)
 
-    def verify(p, q, drafts, generator=None):
+    def verify(p, q, drafts, u):
         guesses = (q.gather(-1, drafts[..., None]) > 0).sum((1, 2))
         accepted = torch.minimum(guesses, torch.tensor([next(standing) for _ in drafts]))
-        return accepted, draw(p[torch.arange(len(p)), accepted], generator)
+        return accepted, pick(p[torch.arange(len(p)), accepted], u[:, -1])
 
     models = [LOOP.setdefault(i, helpers.tiny(seed=i, layers=2 - i // 2)) for i in range(3)]
     drafter, sampling = ModelDrafter(models[1]), Sampling(1.0, 0, 1.0)

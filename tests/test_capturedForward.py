@@ -1,43 +1,150 @@
 """What a GPU records, run again without one."""
 
+import itertools
+
 import helpers
 import pytest
 import torch
-from test_specSampling import PROMPTS, near
+from helpers import DRAWS
+from outcomes import small
+from test_specSampling import FREE, PROMPTS, near
 
+import capturedForward
+import sweep
 from capturedForward import CapturedForward
-from drafters import ModelDrafter
+from drafters import CascadeDrafter, ModelDrafter
+from draftLength import Fixed
 from regrSampling import regrSampling
-from runs import run
+from runs import judge, run
 from specSampling import specSampling
 from utils import GREEDY, Sampling
+from verification import RULES, token_rule
 
 
-def test_recorded_forwards_are_the_same_without_a_gpu():
+def recorded(model, widths=(), runs=(), rows=1):
+    """`model`, as if what it reads in these shapes were recorded on a GPU."""
+    model._graphs, model._reads_filled = CapturedForward(model.model, model.vocabulary), False
+    for width in widths:
+        model._graphs.add(rows, width)
+    for width, count in runs:
+        model._graphs.add_run(rows, width, count)
+    return model
+
+
+@pytest.mark.parametrize("rule", RULES.values())
+def test_recorded_forwards_are_the_same_without_a_gpu(rule):
     """The steps of a recording, copied inputs and filled-up blocks, run again where a GPU would replay them."""
-    eager, target, draft = helpers.tiny(), helpers.tiny(), near(helpers.tiny(), noise=0.1)
-    for model, widths, runs in ((target, (1, 5), [(1, 1)]), (draft, (2,), [(2, 4)])):
-        model._graphs, model._reads_filled = CapturedForward(model.model, model.vocabulary), False
-        for width in widths:
-            model._graphs.add(1, width)
-        for width, count in runs:
-            model._graphs.add_run(1, width, count)
+    eager, target = helpers.tiny(), recorded(helpers.tiny(), (1, 5), [(1, 1)])
+    draft = recorded(near(helpers.tiny(), noise=0.1), (2,), [(2, 4)])
     for prompt in PROMPTS:
         wanted = regrSampling([prompt], eager, 40, GREEDY)[0]
-        assert specSampling([prompt], target, ModelDrafter(draft), 40, 4, GREEDY)[0] == wanted
+        assert specSampling([prompt], target, ModelDrafter(draft), 40, 4, GREEDY, verify=rule)[0] == wanted
         assert regrSampling([prompt], target, 40, GREEDY)[0] == wanted
-    assert target._graphs.used > 100 and set(target._graphs._recordings) == {(1, 1), (1, 5), (1, 1, 1, GREEDY)}
+    judged = {(1, width, 1, GREEDY, rule) for width in (1, 5)}
+    assert target._graphs.used > 100 and set(target._graphs._recordings) == judged | {(1, 1, 1, GREEDY)}
     assert set(draft._graphs._recordings) == {(1, 2, 4, GREEDY)}
+
+
+def test_a_cascades_inner_target_is_recorded_too():
+    """It has tokens to read that nobody judges: as many as it is behind."""
+    target, mid = recorded(helpers.tiny(), (4,)), recorded(near(helpers.tiny(), noise=0.1), (2, 4))
+    drafter = CascadeDrafter(mid, ModelDrafter(near(helpers.tiny(), noise=0.2)), Fixed(2))
+    for prompt in PROMPTS:
+        wanted = regrSampling([prompt], helpers.tiny(), 40, GREEDY)[0]
+        assert specSampling([prompt], target, drafter, 40, 3, GREEDY)[0] == wanted
+    assert {key[:3] for key in mid._graphs._recordings} >= {(1, 4, 1), (1, 4, 2)}
+
+
+def test_what_is_not_recorded():
+    """A rule that waits, and tokens that are penalised as they come: they only use the forwards."""
+    target, drafter = recorded(helpers.tiny(), (1, 5)), ModelDrafter(near(helpers.tiny(), noise=0.3))
+    given = drafter, FREE, token_rule, 20, 0
+    alpha = sweep.overlap_alpha(PROMPTS, target, *given)
+    assert alpha == pytest.approx(sweep.overlap_alpha(PROMPTS, helpers.tiny(), *given), abs=1e-5)
+    assert (1, 5) in target._graphs._recordings and set(target._graphs._recordings) <= {(1, 1), (1, 5)}
+    penalised = Sampling(0.0, 0, 1.0, 1.3)
+    wanted = regrSampling(PROMPTS[:1], helpers.tiny(), 30, penalised)[0]
+    assert specSampling(PROMPTS[:1], target, drafter, 30, 4, penalised)[0] == wanted
+    assert (1, 5) in target._graphs._recordings and set(target._graphs._recordings) <= {(1, 1), (1, 5)}
+
+
+def judged(models, rows, n, behind, sampling, rule):
+    """What each of `models` makes of the same blocks of n drafts; of two rows one guesses less."""
+    generator = torch.Generator().manual_seed(10 * n + behind)
+    prompts = torch.tensor([[5, 9, 2, 11, 30], [7, 7, 30, 1, 8]])[:rows]
+    q = torch.rand(rows, n, 61, generator=generator).pow(4)
+    q = q / q.sum(-1, keepdim=True)
+    if rows == 2:
+        q[1, n - 1 :] = 0
+    positions = torch.arange(4 - behind, 5 + n).expand(rows, -1)
+    for turn in range(6):  # the first of them makes the recording
+        drafts = torch.randint(61, (rows, n), generator=generator)
+        block = torch.cat([prompts[:, 4 - behind :], drafts], 1)
+        u = torch.rand(rows, n + 1, generator=generator)
+        u[:, :n] *= turn % 3 / 20  # 0: every guess stands that p allows
+        found = []
+        for model in models:
+            model.reserve(rows, 20)
+            if not turn:
+                model.forward(prompts, torch.arange(5).expand(rows, 5), keep=torch.tensor([4] * rows))
+            found.append(judge(model, block, positions, q, u, sampling, rule))
+        yield found
+
+
+def unlike(model, rule, sampling=FREE):
+    """How many blocks `model` judges unlike a model without recordings."""
+    eager, different, accepted = helpers.tiny(), 0, set()
+    for b, n, behind in itertools.product((1, 2), range(5), (0, 1)):
+        for wanted, found in judged((eager, model), b, n, behind, sampling, rule):
+            assert found[0].shape == (b, n + 1, 61)
+            torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=1e-4)
+            different += not (torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2]))
+            accepted |= set(wanted[1].tolist())
+    assert accepted == set(range(5))
+    return different
+
+
+def any_width():
+    model = recorded(helpers.tiny(), (1, 3, 6))
+    for width in 1, 3, 6:
+        model._graphs.add(2, width)
+    return model
+
+
+@pytest.mark.parametrize("rule", RULES.values())
+@pytest.mark.parametrize("sampling", [FREE, Sampling(0.9, 40, 0.99)])
+def test_a_judged_block_is_what_it_is_without_recordings(rule, sampling):
+    """Of any width, filled up or not, of rows with fewer guesses than others, and where nothing is guessed."""
+    model = any_width()
+    assert unlike(model, rule, sampling) == 0
+    assert set(model._graphs._recordings) == {(2, w, b, sampling, rule) for w in (1, 3, 6) for b in (1, 2) if w >= b}
+
+
+@pytest.mark.parametrize("rule", RULES.values())
+def test_tokens_filled_in_that_count_as_guesses_are_caught(rule, monkeypatch):
+    pad = capturedForward.pad
+    monkeypatch.setattr(capturedForward, "pad", lambda x, by: pad(x, by, value=0.1 if len(by) == 4 else 0.0))
+    assert unlike(any_width(), rule)
+
+
+@pytest.mark.parametrize("rule", RULES.values())
+def test_texts_of_recorded_rounds_are_distributed_as_the_targets(rule):
+    """Rounds of two, one and no guesses, of which those of one are filled up."""
+    (target, draft), prefix = small(2, 6), [1, 2, 3]
+    target = recorded(target, (1, 3), rows=DRAWS)
+    tokens, _ = specSampling(
+        [prefix] * DRAWS, target, ModelDrafter(draft), 4, 2, FREE, None, torch.Generator().manual_seed(0), None, rule
+    )
+    joint = helpers.joint_distribution(target, prefix, 4, FREE).sum(0)
+    assert helpers.chi_square([text[1:] for text in tokens], joint, 6) > 1e-4
+    assert len(target._graphs._recordings) == 2
 
 
 @pytest.mark.parametrize("counts", [(1,), (4,), (1, 2, 4), (3, 5)])
 @pytest.mark.parametrize("block", [1, 2])
 def test_a_run_by_graphs_of_any_lengths_is_the_run_step_by_step(counts, block):
     """Longer ones are cut into those there are, the last one is cut short; a block too narrow is filled up."""
-    eager, model = helpers.tiny(), helpers.tiny()
-    model._graphs, model._reads_filled = CapturedForward(model.model, model.vocabulary), False
-    for count in counts:
-        model._graphs.add_run(2, 2, count)
+    eager, model = helpers.tiny(), recorded(helpers.tiny(), runs=[(2, count) for count in counts], rows=2)
     prompts = torch.tensor([[5, 9, 2, 11], [7, 7, 30, 1]])
     for wanted in range(1, 8):
         found = []

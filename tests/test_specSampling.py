@@ -7,11 +7,13 @@ from helpers import DRAWS, FULL
 from mistakes import always_accept, bonus_from_q, p_shifted, replace_from_p
 from outcomes import largest_error, small
 
+import runs
 import specSampling as loop
 from drafters import ModelDrafter
 from regrSampling import regrSampling
+from runs import judge
 from specSampling import specSampling
-from utils import GREEDY, Sampling, probabilities
+from utils import GREEDY, Sampling
 from verification import block_rule, token_rule
 
 PROMPTS = [[5, 9, 2, 7], [11], [3, 3, 8, 1, 40, 22, 17, 60, 2], [50, 4]]
@@ -88,13 +90,13 @@ def test_a_planted_mistake_in_verification_is_caught(mistake):
 
 
 def test_a_filter_on_one_side_only_is_caught(monkeypatch):
-    monkeypatch.setattr(loop, "probabilities", lambda logits, sampling, seen: probabilities(logits, Sampling(1, 0, 1)))
+    monkeypatch.setattr(loop, "judge", lambda *given: judge(*given[:5], Sampling(1, 0, 1), *given[6:]))
     assert error(sampling=Sampling(1.0, 0, 0.8), length=3) > 1e-2
 
 
 def test_a_penalty_that_forgets_the_guesses_is_caught(monkeypatch):
     """At each position of a block the tokens before it count, guesses included."""
-    monkeypatch.setattr(loop, "seen_after", lambda seen, block: seen[:, None].expand(-1, block.shape[1], -1))
+    monkeypatch.setattr(runs, "seen_after", lambda seen, block: seen[:, None].expand(-1, block.shape[1], -1))
     assert error(sampling=SETTINGS[3], vocabulary=5, length=3) > 1e-3
 
 
@@ -114,11 +116,11 @@ def test_nothing_is_guessed_past_a_rows_end(pair):
     """There is no p there, and the block rule, which looks ahead, would decide by it: texts were off by 3e-5."""
     target, left = pair[0], []
 
-    def verify(p, q, drafts, generator=None):
+    def verify(p, q, drafts, u):
         for row, mine in enumerate(rows[-1].left):
             assert (q[row].sum(-1) > 0).sum() <= max(0, mine - 1)
         left.append(rows[-1].left)
-        return token_rule(p, q, drafts, generator)
+        return token_rule(p, q, drafts, u)
 
     rows = []
     drafter = ModelDrafter(near(target))

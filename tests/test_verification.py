@@ -52,7 +52,7 @@ def round_of(rule, p, q):
             guessed = given[-1].sum(1, keepdim=True) > 0
             drafts = torch.cat([drafts, outcomes.draw(given[-1].where(guessed, torch.tensor(1.0)))[:, None]], 1)
         wanted = torch.stack([at(p, drafts[:, :n]) for n in range(gamma + 1)], 1)
-        return drafts, *rule(wanted, torch.stack(given, 1), drafts)
+        return drafts, *rule(wanted, torch.stack(given, 1), drafts, torch.rand(len(drafts), gamma + 1))
 
     (drafts, accepted, token), weight = every_outcome(run)
     texts = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
@@ -153,13 +153,13 @@ def test_a_residual_that_is_p_is_caught(rule, monkeypatch):
 def test_greedy_accepts_agreement_and_replaces_the_first_disagreement():
     one_hot = torch.eye(6)
     p, drafts = one_hot[torch.tensor([[1, 2, 3, 4]])], torch.tensor([[1, 2, 5]])
-    accepted, token = token_rule(p, one_hot[drafts], drafts)
+    accepted, token = token_rule(p, one_hot[drafts], drafts, torch.rand(1, 4))
     assert (accepted.item(), token.item()) == (2, 3)
-    accepted, token = token_rule(p, p[:, :3], torch.tensor([[1, 2, 3]]))
+    accepted, token = token_rule(p, p[:, :3], torch.tensor([[1, 2, 3]]), torch.rand(1, 4))
     assert (accepted.item(), token.item()) == (3, 4)
 
 
 def test_without_guesses_it_is_plain_sampling():
     p = torch.tensor([[[0.0, 1.0, 0.0]]])
-    accepted, token = token_rule(p, torch.empty(1, 0, 3), torch.empty(1, 0, dtype=torch.long))
+    accepted, token = token_rule(p, torch.empty(1, 0, 3), torch.empty(1, 0, dtype=torch.long), torch.rand(1, 1))
     assert (accepted.item(), token.item()) == (0, 1)
