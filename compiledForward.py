@@ -94,7 +94,7 @@ class CompiledForward(BlockWidths):
         graph = torch.compile(
             types.MethodType(types.FunctionType(code, globals()), self),
             fullgraph=True,
-            backend=lambda graph, inputs: compile_fx(rewritten(graph), inputs, config_patches=OPTIONS),
+            backend=self.backend,
             options={"guard_filter_fn": lambda guards: [False] * len(guards)},
         )
         caches = [
@@ -109,6 +109,11 @@ class CompiledForward(BlockWidths):
         graph(*inputs, *caches)
         self._graphs[shape] = graph
 
+    def backend(self, graph, inputs):
+        functions = nativeKernels.CFunctions(nativeKernels.SOURCE.read_text())
+        options = OPTIONS | {"aot_inductor.custom_ops_to_c_shims": functions}
+        return compile_fx(rewritten(graph, self.layers), inputs, config_patches=options)
+
     def __call__(self, tokens, positions, cache):
         """Logits as of `CachedModel.forward`."""
         filled, at = self.fill(tokens, positions)
@@ -119,18 +124,20 @@ class CompiledForward(BlockWidths):
 
 
 OPTIONS = {
+    "cpp_wrapper": True,  # what calls the kernels is no Python: it took a quarter of a small model's forward
     "size_asserts": False,  # dozens of calls a forward
     "cpp.min_chunk_size": 16384,  # waking a second thread costs more than most of these loops
     "force_pointwise_cat": True,  # the halves of rotary embeddings are joined in one loop
 }
 
 
-def rewritten(graph):
+def rewritten(graph, layers):
     """What Inductor cannot know: that GELU costs least in the linear layer before it, and that sines and cosines are to
-    be stored, or it would compute them anew in every layer. graph: the `torch.fx.GraphModule` of what is traced."""
+    be stored, or it would compute them anew in each of several layers. graph: the `torch.fx.GraphModule` of what is
+    traced."""
     for node in list(graph.graph.nodes):
         before = node.args[0] if node.args else None
-        if node.op == "call_method" and node.target in ("sin", "cos"):
+        if layers > 1 and node.op == "call_method" and node.target in ("sin", "cos"):
             with graph.graph.inserting_after(node):
                 stored = graph.graph.call_function(torch.ops.native.stored)
             node.replace_all_uses_with(stored)

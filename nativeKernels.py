@@ -1,9 +1,11 @@
 """Kernels of our own for a CPU (kernels.cpp), as operators that a graph can hold: built with g++ on first use, kept in
 torch's compile cache."""
 
+import ctypes
 import functools
 import hashlib
 import os
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -51,12 +53,26 @@ def load():
         links += [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
         subprocess.run([compiler, *FLAGS, *includes, "-o", draft, str(SOURCE), *links], check=True, capture_output=True)
         os.replace(draft, path)
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # graphs are libraries of their own, and call its C functions
     torch.ops.load_library(path)
     torch.set_flush_denormal(False)  # -ffast-math has a library switch it on, for the whole process
     if utils.kernels is None:
         for name, shape in SHAPES.items():
             torch.library.register_fake(f"native::{name}", shape)
     utils.kernels = torch.ops.native
+
+
+class CFunctions(dict):
+    """{operator: [how the C function of the same work is declared]}, read from the text of kernels.cpp. To a cache of
+    compiled graphs it is that text: an operator itself cannot be pickled."""
+
+    def __init__(self, text):
+        self.text = text
+        declared = re.finditer(r"^AOTITorchError aoti_torch_cpu_(\w+)\(.*?\)(?= {)", text, re.M | re.S)
+        super().__init__({getattr(torch.ops.native, each[1]).default: [each[0]] for each in declared})
+
+    def __reduce__(self):
+        return CFunctions, (self.text,)
 
 
 def attended(query, keys, values, positions, kept_keys, kept_values, scale):

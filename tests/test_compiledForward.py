@@ -159,7 +159,7 @@ def test_gelu_goes_into_the_layer_before_it_and_sines_are_stored(models):
             return gelu(self.layer(x)), gelu(y), y, x.cos(), (2 * x).sin()
 
     work, x = Work(), torch.randn(3, 8)
-    graph = compiledForward.rewritten(torch.fx.symbolic_trace(work))
+    graph = compiledForward.rewritten(torch.fx.symbolic_trace(work), 2)
     for found, wanted in zip(graph(x), work(x)):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
     used = [node.target for node in graph.graph.nodes]
