@@ -50,6 +50,8 @@ class BlockWidths:
             positions = torch.cat([positions[:, :1].expand(-1, width - first), positions], 1)
         drawn, q, left = [], [], len(u)
         while left:
+            if drawn:
+                tokens = torch.cat([tokens, made.clamp(max=p.shape[-1] - 1)], 1)[:, -width:]  # as in `steps`
             self.used += 1
             count = max((count for count in counts if count <= left), default=counts[0])
             done = len(u) - left
@@ -61,5 +63,4 @@ class BlockWidths:
             drawn.append(made[:, :left])
             q.append(p[:, :left])
             left -= drawn[-1].shape[1]
-            tokens = torch.cat([tokens, made.clamp(max=p.shape[-1] - 1)], 1)[:, -width:]  # as in `steps`
         return (drawn[0], q[0]) if len(q) == 1 else (torch.cat(drawn, 1), torch.cat(q, 1))

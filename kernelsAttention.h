@@ -6,8 +6,6 @@ constexpr int MANY = 5;        // queries of a head at a time, as many as there 
 constexpr float NEVER = -1e30f;  // the score of a slot behind the token
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-static inline __mmask16 first(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
-
 // The bits of 16 numbers, or of 32 of 16 bits, of which `left` are there; the others are 0.
 static inline __m512i load(const float* x, long left) { return _mm512_maskz_loadu_epi32(first(left), x); }
 static inline __m512i load(const bf16* x, long left) {
@@ -97,16 +95,6 @@ static inline void score(const T (*queries)[D], const T* keys, long left, __m512
                 s[i] = multiplied(keys, _mm512_set1_epi32(bits), v[k], s[i]);
             }
     }
-}
-
-// e^x for x <= 0, with an error of 2e-7; 0 where it is less than a float can say
-static inline __m512 exponential(__m512 x) {
-    auto power = _mm512_max_ps(_mm512_set1_ps(-200), _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));  // nan stays nan
-    auto whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    auto rest = _mm512_sub_ps(power, whole), y = _mm512_set1_ps(1.5403530e-4f);  // 2^rest: ln(2)^k / k!
-    for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 0.24022651f, 0.69314718f, 1.f})
-        y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(c));
-    return _mm512_scalef_ps(y, whole);
 }
 
 // weights[N][reach]: the softmax over the slots up to at[N], but for its denominators, which are returned in total[N]

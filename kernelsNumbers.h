@@ -11,7 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <vector>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -30,6 +30,21 @@ static inline void narrow(float x, bf16* to) {  // to the nearest, ties to even
     std::memcpy(&bits, &x, 4);
     *to = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // nan stays nan
 }
+#ifdef __AVX512F__
+static inline __mmask16 first(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
+
+// e^x for x <= 0, with an error of 2e-7; 0 where it is less than a float can say
+static inline __m512 exponential(__m512 x) {
+    auto power = _mm512_max_ps(_mm512_set1_ps(-200), _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));  // nan stays nan
+    auto whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    auto rest = _mm512_sub_ps(power, whole), y = _mm512_set1_ps(1.5403530e-4f);  // 2^rest: ln(2)^k / k!
+    for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 0.24022651f, 0.69314718f, 1.f})
+        y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(c));
+    return _mm512_scalef_ps(y, whole);
+}
+
+#endif
+
 constexpr long AHEAD = 4096;  // bytes between what is read and what is asked for, so that it is there in time
 
 // `size` bytes that lie AHEAD of those from x on will be needed.

@@ -55,14 +55,15 @@ static float kth_largest(const float* x, long n, long k, std::vector<float>& roo
     return room[k - 1];
 }
 
-// The probability with which top_p is reached when the most probable come first. Those below (1 - top_p) / n hold less
-// than 1 - top_p together, so it is none of them. The others are summed by their leading bits, which sorts them roughly;
-// only those of the one bucket in which top_p is reached are sorted.
-static float least_kept(const float* p, long n, double top_p, std::vector<float>& room) {
-    constexpr int DROPPED = 20, BUCKETS = (0x3f800000 >> DROPPED) + 2;  // probabilities are at most 1, and a rounding
+// With which of the weights p[n], at most 1 and `sum` together, a share of top_p is reached when the largest come first.
+// Those below (1 - top_p) / n of the sum are less than 1 - top_p together, so it is none of them. The others are summed
+// by their leading bits, which sorts them roughly; only those of the one bucket in which top_p is reached are sorted.
+static float least_kept(const float* p, long n, float sum, double top_p, std::vector<float>& room) {
+    constexpr int DROPPED = 20, BUCKETS = (0x3f800000 >> DROPPED) + 1;
     double sums[BUCKETS] = {}, above = 0;
     auto bucket = [](float x) { return bits_of(x) >> DROPPED; };
-    long count = at_least(float((1 - top_p) / n * 0.99), p, n, room);  // a rounding less
+    long count = at_least(float((1 - top_p) / n * sum * 0.99), p, n, room);  // a rounding less
+    top_p *= sum;
     for (long i = 0; i < count; i++) sums[bucket(room[i])] += room[i];
     int last = BUCKETS - 1;
     while (last > 0 && above + sums[last] < top_p) above += sums[last--];
@@ -74,6 +75,29 @@ static float least_kept(const float* p, long n, double top_p, std::vector<float>
     return end[-1];
 }
 
+// p[n] = e^(heat (x - top)) where x is at least `floor`, else 0; their sum. Equal logits get the same.
+static float exponentials(const float* x, long n, float top, float heat, float floor, float* p) {
+#ifdef __AVX512F__
+    auto sum = _mm512_setzero_ps();
+    for (long i = 0; i < n; i += 16) {
+        auto y = _mm512_maskz_loadu_ps(first(n - i), x + i);
+        auto kept = _mm512_mask_cmp_ps_mask(first(n - i), y, _mm512_set1_ps(floor), _CMP_GE_OQ);
+        auto heated = _mm512_mul_ps(_mm512_sub_ps(y, _mm512_set1_ps(top)), _mm512_set1_ps(heat));
+        auto e = _mm512_maskz_mov_ps(kept, exponential(heated));
+        _mm512_mask_storeu_ps(p + i, first(n - i), e);
+        sum = _mm512_add_ps(sum, e);
+    }
+    return _mm512_reduce_add_ps(sum);
+#else
+    // In whole vectors: what is left over would be computed by another exp, and equal logits be told apart.
+    std::vector<float> e((n + 15) / 16 * 16);
+    for (long i = 0; i < n; i++) e[i] = std::max((x[i] - top) * heat, -87.f);  // beyond, exp is slow, and 0
+    for (size_t i = 0; i < e.size(); i++) e[i] = expf(e[i]);
+    for (long i = 0; i < n; i++) p[i] = x[i] < floor || (x[i] - top) * heat < -87.f ? 0 : e[i];
+    return total(p, n);
+#endif
+}
+
 // logits float32 [..., V], settings float64 [3]: temperature, top_k (0: all), top_p (1: all) -> float32 [..., V]
 static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& settings) {
     double temperature = data<double>(settings)[0], top_p = data<double>(settings)[2];
@@ -82,7 +106,7 @@ static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& sett
     auto probs = at::empty(logits.sizes(), logits.options());
     long n = logits.size(-1), rows = logits.numel() / n;
     at::parallel_for(0, rows, std::max(1l, 16384 / n), [&](long first, long last) {
-        std::vector<float> room, e;
+        static thread_local std::vector<float> room;
         for (long row = first; row < last; row++) {
             const float* x = data<float>(from) + row * n;
             float* p = (float*)probs.data_ptr() + row * n;
@@ -102,18 +126,13 @@ static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& sett
             float heat = float(1 / temperature), top = x[0];
             float floor = 0 < top_k && top_k < n ? kth_largest(x, n, top_k, room) : -INFINITY;
             for (long i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
-            // In whole vectors: what is left over would be computed by another exp, and equal logits be told apart.
-            e.assign((n + 15) / 16 * 16, 0);
-            for (long i = 0; i < n; i++) e[i] = std::max((x[i] - top) * heat, -87.f);  // beyond, exp is slow, and 0
-            for (size_t i = 0; i < e.size(); i++) e[i] = expf(e[i]);
-            for (long i = 0; i < n; i++) p[i] = x[i] < floor || (x[i] - top) * heat < -87.f ? 0 : e[i];
-            float scale = 1 / total(p, n);
-            for (long i = 0; i < n; i++) p[i] *= scale;
-            if (top_p >= 1) continue;
-            float least = least_kept(p, n, top_p, room);
-            for (long i = 0; i < n; i++) p[i] = p[i] < least ? 0 : p[i];
-            scale = 1 / total(p, n);
-            for (long i = 0; i < n; i++) p[i] *= scale;
+            float sum = exponentials(x, n, top, heat, floor, p);
+            if (top_p < 1) {
+                float least = least_kept(p, n, sum, top_p, room);
+                sum = 0;
+                for (long i = 0; i < n; i++) sum += p[i] = p[i] < least ? 0 : p[i];
+            }
+            for (long i = 0; i < n; i++) p[i] /= sum;
         }
     });
     return probs;

@@ -57,6 +57,7 @@ class Rows:
         self.tokens = [[] for _ in prefixes]
         self.records = [Record() for _ in prefixes]
         self.ended = [False for _ in prefixes]
+        self._offsets = {}
 
     @property
     def left(self):
@@ -77,8 +78,13 @@ class Rows:
         They stop at the first and the last position a row can have. The first token may be read again and again; what
         is read at the last position lies past the row's end, so its logits are never used and no later token attends
         to it."""
-        offsets = torch.arange(first, first + count, device=self.device)
-        return (self.lengths[:, None] + offsets).clamp_(0, self.capacity - 1)
+        return (self.lengths[:, None] + self.offsets(first, count)).clamp_(0, self.capacity - 1)
+
+    def offsets(self, first, count):
+        """first ... first + count - 1, made once."""
+        if (first, count) not in self._offsets:
+            self._offsets[first, count] = torch.arange(first, first + count, device=self.device)
+        return self._offsets[first, count]
 
     def last(self, count, more=0):
         """The last `count` committed tokens of each row, `[B, count]`, where it has fewer its first one repeated; and
@@ -94,21 +100,21 @@ class Rows:
         tokens = self.sequence.where(held, self.sequence[:, :1])
         return torch.zeros(len(tokens), vocabulary, dtype=torch.bool, device=self.device).scatter_(1, tokens, True)
 
-    def commit(self, drafts, accepted, token, drafted=None):
+    def commit(self, drafts, accepted, token, guessed=None):
         """Add the first `accepted[B]` of `drafts[B, g]` and then `token[B]` to each row that has not ended.
 
-        drafted `[B]`: how many of the drafts are a row's own guesses (None: all g). This is where the host waits for
+        guessed: bool `[B, g]`, which of the drafts are a row's own guesses (None: all). This is where the host waits for
         the device, once a round. Returns {row: drafted}, {row: accepted} of the rows that had not ended. Raises
         UserError where the token is none: the target's distribution was nan."""
         fresh = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
-        where = self.lengths[:, None] + torch.arange(fresh.shape[1], device=self.device)
+        where = self.lengths[:, None] + self.offsets(0, fresh.shape[1])
         self.sequence.scatter_(1, where.clamp_(max=self.capacity), fresh)
-        drafted = torch.full_like(accepted, drafts.shape[1]) if drafted is None else drafted
-        host = torch.cat([fresh, drafted[:, None], accepted[:, None]], 1).tolist()
-        now = time.perf_counter() - self.start
-        grown = [row for row in range(len(host)) if not self.ended[row]]
-        for row in grown:
-            *tokens, guesses, taken = host[row]
+        guessed = torch.ones_like(drafts) if guessed is None else guessed
+        host = torch.cat([fresh, guessed, accepted[:, None]], 1).tolist()
+        now, width = time.perf_counter() - self.start, fresh.shape[1]
+        grown = {row: (sum(host[row][width:-1]), host[row][-1]) for row in range(len(host)) if not self.ended[row]}
+        for row, (guesses, taken) in grown.items():
+            tokens = host[row][:width]
             if tokens[taken] >= self.target.vocabulary:
                 raise not_finite(self.target)
             tokens = tokens[: min(taken + 1, self.max_len - len(self.tokens[row]))]
@@ -125,7 +131,7 @@ class Rows:
             if self.callback:
                 self.callback(row, tokens, min(taken, len(tokens)))
         self.lengths = torch.tensor(self._lengths, device=self.device)
-        return {row: host[row][-2] for row in grown}, {row: host[row][-1] for row in grown}
+        return tuple({row: counts[which] for row, counts in grown.items()} for which in (0, 1))
 
     def copy(self, target):
         """Rows with the same prompts for a sampler that guesses for another: they follow these and never end."""

@@ -62,7 +62,7 @@ def advance(rows, target, drafter, length, sampling, verify, generator=None, beh
     u = torch.rand(len(drafts), drafts.shape[1] + 1, device=rows.device, generator=generator)
     p, accepted, token = judge(target, block, positions, q, u, sampling, verify, seen)
     # Commit.
-    drafted, taken = rows.commit(drafts, accepted, token, (q.gather(-1, drafts[..., None]) > 0).sum((1, 2)))
+    drafted, taken = rows.commit(drafts, accepted, token, q.gather(-1, drafts[..., None])[..., 0] > 0)
     # A guess from a q of nan never counts as one. Only where guesses are missing is it worth the host's time to look.
     if min(drafted.values()) < drafts.shape[1] and q.isnan().any():
         raise not_finite(drafter.models[0])
