@@ -48,7 +48,7 @@ from speed import measure
 from tables import WIDTH
 from texts import load_corpora
 from utils import UserError
-from verification import token_rule
+from verification import block_rule, token_rule
 
 USUAL, USUAL_SHAPES = {"maxLen": 200, "prompts": 5, "repeats": 3}, {"maxLen": 40, "prompts": 2, "repeats": 2}
 
@@ -134,7 +134,11 @@ def load(args, dtype, device):
 def samplers(args, variants, library):
     """{name: sampler} of every row of the first table."""
     found, max_len, device = {}, args.maxLen, library["target"].device
-    rules = {f"synthetic {a}": synthetic(a) for a in ALPHAS} if args.shapes else {"speculative": token_rule}
+    rules = (
+        {f"synthetic {a}": synthetic(a) for a in ALPHAS}
+        if args.shapes
+        else {"speculative": token_rule, "block verification": block_rule}
+    )
     for variant, models in variants.items():
         target, drafter = models["target"], ModelDrafter(models["draft"])
         found[f"plain, {variant}"] = lambda prompt, generator, target=target: regrSampling(

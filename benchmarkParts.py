@@ -17,22 +17,25 @@ from verification import token_rule
 WIDTHS, CONTEXTS = (1, 2, 5, 9, 17), (64, 256, 1024, 2000)
 PROMPT = 64  # tokens
 TURNS, BUDGET = (5, 40), 20.0  # turns at least and at most, seconds after which it is enough
+WARM = 0.005  # seconds
 LARGE = 512 << 20  # bytes no processor keeps in its cache
 
 
 @torch.inference_mode()
 def in_turn(works, device, what):
     """{name: [seconds, ...]} of the functions `works`, in turn. One that returns a float has timed itself. Each is
-    called twice and the second call counts: what ran before has emptied the processor's caches, and in decoding a
-    forward follows others of its own model."""
+    called for WARM seconds before the call that counts: what ran before has emptied the processor's caches, and in
+    decoding a forward follows others of its own model."""
     seconds = {name: [] for name in works}
     with quiet(device), tqdm(total=TURNS[1], desc=what, disable=None, leave=False) as bar:
         for turn in range(-2, TURNS[1]):  # two to warm up
             if turn == 0:
                 began = time.perf_counter()
             for name, work in works.items():
-                work()
-                synchronize(device)
+                start = time.perf_counter()
+                while time.perf_counter() - start < WARM:
+                    work()
+                    synchronize(device)
                 start = time.perf_counter()
                 own = work()
                 synchronize(device)

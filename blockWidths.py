@@ -51,7 +51,8 @@ class BlockWidths:
         drawn, q, left = [], [], len(u)
         while left:
             if drawn:
-                tokens = torch.cat([tokens, made.clamp(max=p.shape[-1] - 1)], 1)[:, -width:]  # as in `steps`
+                known = q[-1].shape[-1] - 1  # as in `steps`
+                tokens = torch.cat([tokens, drawn[-1].clamp(max=known)], 1)[:, -width:]
             self.used += 1
             count = max((count for count in counts if count <= left), default=counts[0])
             done = len(u) - left

@@ -38,6 +38,7 @@ TORCH_LIBRARY(native, library) {
     library.def("probabilities(Tensor logits, Tensor settings) -> Tensor");
     library.def("pick(Tensor probs, Tensor u) -> Tensor");
     library.def("accept(Tensor p, Tensor q, Tensor drafts, Tensor u) -> (Tensor, Tensor)");
+    library.def("accept_block(Tensor p, Tensor q, Tensor drafts, Tensor u) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(native, CPU, library) {
@@ -47,4 +48,5 @@ TORCH_LIBRARY_IMPL(native, CPU, library) {
     library.impl("probabilities", probabilities);
     library.impl("pick", pick);
     library.impl("accept", accept);
+    library.impl("accept_block", accept_block);
 }

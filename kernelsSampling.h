@@ -170,25 +170,23 @@ static at::Tensor pick(const at::Tensor& probs, const at::Tensor& u) {
     return tokens;
 }
 
-// verification.py's token rule but for the last draw: p [B, n + 1, V], q [B, n, V], drafts int64 [B, n], u [B, n] ->
-// how many drafts of each row stand, int64 [B], and what the token after them is drawn from, [B, V]
-static std::tuple<at::Tensor, at::Tensor> accept(const at::Tensor& p, const at::Tensor& q, const at::Tensor& drafts,
-                                                 const at::Tensor& u) {
+// verification.py's rules but for the last draw: p [B, n + 1, V], q [B, n, V], drafts int64 [B, n], u [B, n] -> how many
+// drafts of each row stand, int64 [B], and what the token after them is drawn from, [B, V]. A rule is
+// f(p, q, drafts, u, n, V) of one row -> how many stand, and the weight of p in the residual.
+template <typename Rule>
+static std::tuple<at::Tensor, at::Tensor> by_rule(const at::Tensor& p, const at::Tensor& q, const at::Tensor& drafts,
+                                                  const at::Tensor& u, Rule rule) {
     auto ps = p.contiguous(), qs = q.contiguous(), xs = drafts.contiguous(), us = u.contiguous();
     long rows = p.size(0), n = drafts.size(1), size = p.size(2);
     auto accepted = at::empty({rows}, drafts.options()), left = at::empty({rows, size}, p.options());
     for (long row = 0; row < rows; row++) {
-        const float *p_i = data<float>(ps) + row * (n + 1) * size, *q_i = data<float>(qs) + row * n * size;
-        long i = 0;
-        for (; i < n; i++, p_i += size, q_i += size) {
-            long x = data<int64_t>(xs)[row * n + i];
-            if (is_nan(p_i) || is_nan(q_i)) break;
-            if (!(q_i[x] > 0 && data<float>(us)[row * n + i] * q_i[x] < p_i[x])) break;
-        }
+        const float *p_0 = data<float>(ps) + row * (n + 1) * size, *q_0 = data<float>(qs) + row * n * size;
+        auto [i, w] = rule(p_0, q_0, data<int64_t>(xs) + row * n, data<float>(us) + row * n, n, size);
         ((int64_t*)accepted.data_ptr())[row] = i;
+        const float *p_i = p_0 + i * size, *q_i = q_0 + i * size;
         float* rest = (float*)left.data_ptr() + row * size;
         bool sound = !is_nan(p_i) && (i == n || !is_nan(q_i));
-        for (long v = 0; sound && v < size; v++) rest[v] = i < n ? std::max(p_i[v] - q_i[v], 0.f) : p_i[v];
+        for (long v = 0; sound && v < size; v++) rest[v] = i < n ? std::max(w * p_i[v] - q_i[v], 0.f) : p_i[v];
         float sum = sound ? total(rest, size) : 0;
         if (sum > 0)
             for (long v = 0; v < size; v++) rest[v] /= sum;
@@ -196,4 +194,39 @@ static std::tuple<at::Tensor, at::Tensor> accept(const at::Tensor& p, const at::
             std::copy(p_i, p_i + size, rest);
     }
     return {accepted, left};
+}
+
+static std::tuple<at::Tensor, at::Tensor> accept(const at::Tensor& p, const at::Tensor& q, const at::Tensor& drafts,
+                                                 const at::Tensor& u) {
+    return by_rule(p, q, drafts, u, [](const float* p, const float* q, const int64_t* x, const float* u, long n, long size) {
+        long i = 0;
+        for (; i < n; i++, p += size, q += size) {
+            if (is_nan(p) || is_nan(q)) break;
+            if (!(q[x[i]] > 0 && u[i] * q[x[i]] < p[x[i]])) break;
+        }
+        return std::pair(i, 1.f);
+    });
+}
+
+static std::tuple<at::Tensor, at::Tensor> accept_block(const at::Tensor& p, const at::Tensor& q,
+                                                       const at::Tensor& drafts, const at::Tensor& u) {
+    return by_rule(p, q, drafts, u, [](const float* p, const float* q, const int64_t* x, const float* u, long n, long size) {
+        std::pair best(0l, 1.f);
+        float w = 1;
+        for (long i = 0; i < n; i++) {
+            if (is_nan(p + i * size) || is_nan(q + i * size) || is_nan(p + (i + 1) * size)) break;
+            float q_x = q[i * size + x[i]];
+            w = std::min(w * p[i * size + x[i]] / std::max(q_x, 1.1754944e-38f), 1.f);
+            const float *after = p + (i + 1) * size, *guessed = q + (i + 1) * size;
+            float s = w * total(after, size);
+            if (i + 1 < n && is_nan(guessed)) break;
+            if (i + 1 < n) {
+                s = 0;
+                for (long v = 0; v < size; v++) s += std::max(w * after[v] - guessed[v], 0.f);
+            }
+            float h = s + 1 - w == 0 ? 1 : s / (s + 1 - w);
+            if (u[i] < h && q_x > 0) best = {i + 1, w};
+        }
+        return best;
+    });
 }

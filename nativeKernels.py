@@ -34,7 +34,7 @@ FLAGS = [
 
 @functools.cache
 def load():
-    """Make the operators `torch.ops.native`: linear, attend, stored, probabilities, pick, accept.
+    """Make the operators `torch.ops.native`: linear, attend, stored, probabilities, pick, accept, accept_block.
 
     Raises OSError or CalledProcessError where no compiler can build them."""
     compiler = os.environ.get("CXX", "g++")

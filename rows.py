@@ -103,8 +103,8 @@ class Rows:
     def commit(self, drafts, accepted, token, guessed=None):
         """Add the first `accepted[B]` of `drafts[B, g]` and then `token[B]` to each row that has not ended.
 
-        guessed: bool `[B, g]`, which of the drafts are a row's own guesses (None: all). This is where the host waits for
-        the device, once a round. Returns {row: drafted}, {row: accepted} of the rows that had not ended. Raises
+        guessed: bool `[B, g]`, which of the drafts are a row's own guesses (None: all). This is where the host waits
+        for the device, once a round. Returns {row: drafted}, {row: accepted} of the rows that had not ended. Raises
         UserError where the token is none: the target's distribution was nan."""
         fresh = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
         where = self.lengths[:, None] + self.offsets(0, fresh.shape[1])

@@ -41,6 +41,9 @@ def block_rule(p, q, drafts, u):
     S_i / (S_i + 1 - w_i), where S_i sums max(0, w_i p - q) over the vocabulary after it; the last i that passes counts,
     and the token after it is drawn from norm(max(0, w_i p - q)).
     """
+    if by := kernels_for(p):  # the same in one call
+        accepted, left = by.accept_block(p, q, drafts, u[:, :-1])
+        return accepted, pick(left, u[:, -1])
     p_x, q_x = (d[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
     w = [torch.ones_like(p[:, 0, 0])]
     for ratio in (p_x / q_x.clamp(min=torch.finfo(q.dtype).tiny)).unbind(1):

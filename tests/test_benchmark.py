@@ -17,6 +17,7 @@ from utils import GREEDY, Sampling, draw
 ROWS = [
     "plain, eager",
     "speculative, eager",
+    "block verification, eager",
     "transformers",
     "transformers, static cache",
     "transformers, assistant",

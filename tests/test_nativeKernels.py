@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import nativeKernels
 import utils
 from utils import GREEDY, Sampling, draw, pick, probabilities
-from verification import token_rule
+from verification import block_rule, token_rule
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,8 +75,8 @@ def test_pick(size):
     assert (p.gather(1, found[:, None]) > 0).all()
 
 
-@given(st.integers(0, 10**6), st.integers(0, 4), st.integers(2, 40))
-def test_the_token_rule(seed, gamma, size):
+@given(st.sampled_from([token_rule, block_rule]), st.integers(0, 10**6), st.integers(0, 4), st.integers(2, 40))
+def test_the_rules(rule, seed, gamma, size):
     generator = torch.Generator().manual_seed(seed)
     p = torch.rand(3, gamma + 1, size, generator=generator) ** 8
     q = torch.rand(3, gamma, size, generator=generator) ** 3 + 1e-6
@@ -86,7 +86,7 @@ def test_the_token_rule(seed, gamma, size):
     q[2] = p[2, :gamma] = q[2]
     p = p / p.sum(-1, keepdim=True)
     u = torch.rand(3, gamma + 1, generator=generator)
-    found, wanted = both(lambda: token_rule(p, q, drafts, u))
+    found, wanted = both(lambda: rule(p, q, drafts, u))
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
@@ -102,6 +102,10 @@ def test_from_nan_comes_no_token(size):
     u = torch.rand(3, 4, generator=generator)
     for accepted, token in both(lambda: token_rule(p, q, drafts, u)):
         assert accepted.tolist() == [2, 1, 3] and token[0] == size and (token[1:] < size).all()
+    for accepted, token in both(lambda: block_rule(p, q, drafts, u)):  # it looks a place ahead
+        assert accepted.tolist() == [1, 0, 3] and (token < size).all()
+    for accepted, token in both(lambda: block_rule(p[:, 2:], q[:, 2:], drafts[:, 2:], u[:, 2:])):
+        assert accepted[0] == 0 and token[0] == size
     for token in both(lambda: pick(p[0, 1:3], torch.tensor([0.5, 0.5]))):
         assert token[0] < size and token[1] == size
 
