@@ -183,8 +183,12 @@ def run(args, argv):
     if not args.no_compile:
         graphs = {"target": ({*WIDTHS, args.gamma + 1}, {(1, 1)}), "draft": ({*WIDTHS}, {(2, 1), (2, args.gamma)})}
         ready = {role: CachedModel(twin(model.model), model.vocabulary, model.name) for role, model in models.items()}
-        with tqdm(total=sum(map(len, sum(graphs.values(), ()))), desc="compiling", disable=None, leave=False) as bar:
+        total = sum(map(len, sum(graphs.values(), ()))) + 1
+        with tqdm(total=total, desc="compiling", disable=None, leave=False) as bar:
             took = [model.compile(*graphs[role], progress=bar.update) for role, model in ready.items()]
+            if None not in took:
+                took.append(ready["target"].compile_round(ready["draft"], 2, args.gamma))
+                bar.update()
         if None not in took:  # else a line has said why
             variants["compiled"] = ready
     record = {

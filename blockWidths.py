@@ -11,6 +11,7 @@ class BlockWidths:
 
     def __init__(self):
         self.widths, self.runs, self.used = {}, {}, 0  # of each number of rows
+        self.rounds = set()  # (graphs of the draft, rows, width, count)
 
     def add(self, rows, width):
         """Blocks `[rows, width]` have a graph, from now on or from the first of them on."""

@@ -10,6 +10,8 @@ import attention
 from capturedForward import CapturedForward
 from kvCache import SlotCache
 
+LARGE = 200_000_000  # parameters of a model whose forward takes milliseconds
+
 
 def context_of(config):
     """Tokens a model of this config may read."""
@@ -50,8 +52,8 @@ class CachedModel:
 
         Returns the seconds it took, or None where it cannot be done: then one line says why, and all stays eager.
         progress: called after each graph."""
-        start = time.perf_counter()
-        try:
+
+        def make():
             if len(set(getattr(self.model, "hf_device_map", {}).values())) > 1:
                 raise RuntimeError("it is spread over several devices")
             if self.device.type == "cuda":
@@ -68,12 +70,29 @@ class CachedModel:
                 graphs.add_run(rows, width, count)
                 if progress:
                     progress()
+            self._graphs, self._kept_as, self._shape = graphs, graphs.kept_as, None
+
+        return self._seconds(make)
+
+    @torch.inference_mode()
+    def compile_round(self, draft, width, count, rows=1):
+        """Make one graph of a run of `count` tokens of `draft` after blocks `[rows, width]` and of this model's forward
+        that scores them. Both must be compiled. What it saves is the host's time between the two: a large model's
+        rounds take too long to gain by it, and a GPU's host has the time; there nothing is made. Returns as `compile`.
+        """
+        if self.parameters > LARGE or self.device.type == "cuda":
+            return 0.0
+        return self._seconds(lambda: self._graphs.add_round(draft._graphs, rows, width, count))
+
+    def _seconds(self, make):
+        start = time.perf_counter()
+        try:
+            make()
         except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
             compiler = isinstance(error, subprocess.CalledProcessError)
             reason = "the C++ compiler failed" if compiler else " ".join(str(error).split())[:200]
             print(f"{self.name} stays eager: it cannot be compiled here ({reason})", file=sys.stderr)
             return None
-        self._graphs, self._kept_as, self._shape = graphs, graphs.kept_as, None
         return time.perf_counter() - start
 
     def reserve(self, rows, capacity):
@@ -135,6 +154,19 @@ class CachedModel:
             return None
         self.forwards += 1
         return self._graphs.judge(block, positions, q, u, sampling, verify, self._cache)
+
+    @torch.inference_mode()
+    def round_at_once(self, draft, tokens, positions, sampling, generator=None):
+        """Guesses of `draft` after a block `tokens[B, w]`, scored by this model, where there is a graph that does it
+        all; else None. positions `[B, w + gamma]`, of the block and the guesses. Returns the guesses `[B, gamma]`, the
+        distributions q they were drawn from, and p `[B, gamma + 1, vocabulary]`, before each and after the last."""
+        count = positions.shape[1] - tokens.shape[1]
+        key = draft._graphs, *tokens.shape, count
+        if not (self._ready() and draft._ready() and key in self._graphs.rounds):
+            return None
+        self.forwards, draft.forwards = self.forwards + 1, draft.forwards + count
+        u = torch.rand(count, len(tokens), device=self.device, generator=generator)
+        return self._graphs.round(draft._graphs, tokens, positions, u, sampling, draft._cache, self._cache)
 
     def _ready(self):
         """Whether there are graphs, and memory for the cache was taken."""

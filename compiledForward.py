@@ -87,27 +87,34 @@ class CompiledForward(BlockWidths):
         self.compile(self.run_on, (rows, width, count), *inputs)
         super().add_run(rows, width, count)
 
+    def add_round(self, draft, rows, width, count):
+        """Compile the graph for rounds: runs of `count` tokens by the graphs `draft` of another model after blocks
+        `[rows, width]`, and the forward of the block's last token and of those."""
+        settings = torch.tensor([1.0, 0, 1], dtype=torch.float64)
+        theirs = draft.made_up_caches(rows, CAPACITY + 1)
+        inputs = *made_up(rows, width, width + count), torch.rand(count, rows), settings, *theirs
+        self.compile(Round(draft, self).work, (rows, width, count, draft), *inputs)
+        self.rounds.add((draft, rows, width, count))
+
     def compile(self, work, shape, *inputs):
         # There are no guards: what may differ between calls is marked, and the rest is the shape of the block. What is
         # compiled is kept with a function's code, so each graph needs code of its own.
-        code = work.__func__.__code__.replace(co_name="_".join(map(str, (work.__name__, *shape))))
+        code = work.__func__.__code__.replace(co_name="_".join(map(str, (work.__name__, *shape[:3]))))
         graph = torch.compile(
-            types.MethodType(types.FunctionType(code, globals()), self),
+            types.MethodType(types.FunctionType(code, globals()), work.__self__),
             fullgraph=True,
             backend=self.backend,
             options={"guard_filter_fn": lambda guards: [False] * len(guards)},
         )
-        caches = [
-            [
-                torch.zeros(shape[0], self.slot[0], CAPACITY, self.slot[1], dtype=self.kept_as)
-                for _ in range(self.layers)
-            ]
-            for _ in range(2)
-        ]
-        for tensor in sum(caches, []):
-            mark_dynamic(tensor, 2)
-        graph(*inputs, *caches)
+        graph(*inputs, *self.made_up_caches(shape[0], CAPACITY))
         self._graphs[shape] = graph
+
+    def made_up_caches(self, rows, capacity):
+        shape = rows, self.slot[0], capacity, self.slot[1]
+        made = [[torch.zeros(shape, dtype=self.kept_as) for _ in range(self.layers)] for _ in range(2)]
+        for tensor in sum(made, []):
+            mark_dynamic(tensor, 2)
+        return made
 
     def backend(self, graph, inputs):
         functions = nativeKernels.CFunctions(nativeKernels.SOURCE.read_text())
@@ -121,6 +128,26 @@ class CompiledForward(BlockWidths):
 
     def part_of_run(self, tokens, positions, u, sampling, cache):
         return self._graphs[*tokens.shape, len(u)](tokens, positions, u, as_tensor(sampling), *parts(cache))
+
+    def round(self, draft, tokens, positions, u, sampling, theirs, cache):
+        self.used += 1
+        graph = self._graphs[*tokens.shape, len(u), draft]
+        return graph(tokens.contiguous(), positions, u, as_tensor(sampling), *parts(theirs), *parts(cache))
+
+
+class Round:
+    """A run by the graphs `draft` and then a forward by the graphs `target`, to be one graph."""
+
+    def __init__(self, draft, target):
+        self.draft, self.target = draft, target
+
+    def work(self, tokens, positions, u, settings, their_keys, their_values, keys, values):
+        """Returns the tokens drawn and their distributions, and the target's before each and after the last."""
+        drafts, q = self.draft.run_on(tokens, positions[:, :-1], u, settings, their_keys, their_values)
+        drafts = drafts.clamp(max=self.draft.vocabulary - 1)  # a guess from nan is no token, as in drafters.py
+        block = torch.cat([tokens[:, -1:], drafts], 1)
+        logits = self.target.forward(block, positions[:, -block.shape[1] :], keys, values)
+        return drafts, q, torch.ops.native.probabilities(logits.contiguous(), settings)
 
 
 OPTIONS = {
@@ -154,7 +181,7 @@ def is_linear(node):
     return node.target is torch.ops.native.linear and len(node.users) == 1
 
 
-CAPACITY = 67  # slots of what graphs are made with: no other size, or the two would be taken for one and the same
+CAPACITY = 67  # slots of what graphs are made with (68 a draft's): no other size, or it would be taken for the same
 
 
 def made_up(rows, *widths):

@@ -40,6 +40,9 @@ class Contrast:
     def run_at_once(self, tokens, positions, u, sampling):
         """As `CachedModel.run_at_once`: it has no graph."""
 
+    def round_at_once(self, draft, tokens, positions, sampling, generator=None):
+        """As `CachedModel.round_at_once`: it has no graph."""
+
     def judge_at_once(self, block, positions, q, u, sampling, verify):
         """As `CachedModel.judge_at_once`: it has no graph."""
 

@@ -1,7 +1,8 @@
 """How many tokens to guess next.
 
 A rule is told of a new batch with `begin(rows)`; before a round `gammas()` gives the most tokens to guess for each row,
-`stop(q_x)` says after each guess which rows guess no further (None: it never asks), and after the round
+`stop(q_x)` says after each guess which rows guess no further (None: it never asks), `timed` whether drafting and
+scoring are to be timed each by itself, and after the round
 `learn(drafted, accepted, p_token, seconds)` tells what came of it. A rule may look at committed tokens, past rounds and
 guesses already drawn, and a guess once drawn is always put to the test: that keeps every rule lossless.
 """
@@ -12,7 +13,7 @@ from utils import UserError, check_share
 class Fixed:
     """Always `length` tokens."""
 
-    stop = None
+    stop, timed = None, False
 
     def __init__(self, length=4):
         if length < 1:
@@ -80,7 +81,7 @@ class CostAware:
     a length beside the best one, so that a change is noticed. Estimates outlive a text: use one object for all.
     """
 
-    stop = None
+    stop, timed = None, True
     MEMORY, PROBE = 0.995, 32  # weight of the past at each round; a round in so many tries another length
     RECENT = 0.9  # weight of the past in what things cost
     FAITH, HOPE = 4, 0.7  # tests that a position takes over from the one before, as long as it has few of its own;

@@ -3,6 +3,8 @@
 A drafter has `models` (what must read the rows), `begin(rows)` once, and each round `draft(rows, gamma, sampling,
 generator, stop)`, which returns at most `gamma` guesses `[B, n]` and the distributions `q[B, n, V]` each was really
 drawn from; where a row has no guess, q is 0. `stop(q_x)` (see draftLength.py) says which rows guess no further.
+Where drafter and target are one graph, `round_at_once(target, rows, gamma, sampling, generator)` returns its guesses, q
+and p, the target's distributions before each guess and after the last; else None, or a drafter lacks it.
 `rewind(n)` says that up to n of the last tokens it knows were replaced, beside those of the round before.
 """
 
@@ -46,6 +48,11 @@ class ModelDrafter:
         tokens, positions = rows.last(block, gamma - 1)
         drafts, q = run(self.model, tokens, positions, gamma, sampling, generator, seen, stop, going)
         return drafts.clamp_(max=self.model.vocabulary - 1), q  # a guess from nan is no token: `advance` tells
+
+    def round_at_once(self, target, rows, gamma, sampling, generator=None):
+        """`draft`, and what `target` says of it."""
+        if gamma and self.behind == 1 and sampling.repetition_penalty == 1:
+            return target.round_at_once(self.model, *rows.last(2, gamma), sampling, generator)
 
 
 class LookupDrafter:

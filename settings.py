@@ -186,6 +186,16 @@ def graphs(args, names):
     }
 
 
+def guesses_at_once(args, names):
+    """Guesses in a round that is worth one graph (`CachedModel.compile_round`) for the methods `names`; 0: in none."""
+    steady = {"fixed", "block", "targetConfidence"} | (
+        {"speculative"} if args.draftLength in ("fixed", "targetConfidence") else set()
+    )
+    if args.sweep or args.draft == "lookup" or args.repetition_penalty != 1 or not steady & set(names):
+        return 0
+    return args.gamma or 4
+
+
 def max_len(args, mode):
     """New tokens at most in that mode."""
     return args.maxLen or MAX_LEN.get(mode, 200)

@@ -51,16 +51,21 @@ def advance(rows, target, drafter, length, sampling, verify, generator=None, beh
     # Draft: x_1 ... x_gamma, and the distributions q they were drawn from. A row's last token of all needs no guess,
     # and past its end there is no p: the block rule, which looks ahead, would be misled by what stands there.
     gammas = [max(0, min(gamma, left - 1)) for gamma, left in zip(length.gammas(), rows.left)]
-    drafts, q = drafter.draft(rows, max(gammas), sampling, generator, length.stop)
+    whole = None if behind or length.stop or length.timed else getattr(drafter, "round_at_once", None)
+    scored = whole and whole(target, rows, max(gammas), sampling, generator)  # by one graph, where there is one
+    drafts, q, p = scored or (*drafter.draft(rows, max(gammas), sampling, generator, length.stop), None)
     watch.mark()
     if min(gammas) < max(gammas):  # a row with fewer guesses than others has q = 0 beyond its own
         order = torch.arange(drafts.shape[1], device=rows.device)
         q = q * (order < torch.tensor(gammas, device=rows.device)[:, None])[..., None]
     # Score and verify: p before each draft token and after the last, in one forward of the target.
-    committed, positions = rows.last(1 + behind, drafts.shape[1])
-    block, seen = torch.cat([committed, drafts], 1), rows.seen(target.vocabulary, sampling)
     u = torch.rand(len(drafts), drafts.shape[1] + 1, device=rows.device, generator=generator)
-    p, accepted, token = judge(target, block, positions, q, u, sampling, verify, seen)
+    if scored:
+        accepted, token = verify(p, q, drafts, u)
+    else:
+        committed, positions = rows.last(1 + behind, drafts.shape[1])
+        block, seen = torch.cat([committed, drafts], 1), rows.seen(target.vocabulary, sampling)
+        p, accepted, token = judge(target, block, positions, q, u, sampling, verify, seen)
     # Commit.
     drafted, taken = rows.commit(drafts, accepted, token, q.gather(-1, drafts[..., None])[..., 0] > 0)
     # A guess from a q of nan never counts as one. Only where guesses are missing is it worth the host's time to look.

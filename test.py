@@ -117,7 +117,7 @@ def run(args, argv, earlier=None):
     models = load(dtypes["speed" if timing or played else "texts"])
     if args.compile and continuing:  # after all that may be refused
         names = {name for names in (*groups.values(), played) for name in names}
-        compile_models(models, settings.graphs(args, names), settings.rows(args))
+        compile_models(models, settings.graphs(args, names), settings.rows(args), settings.guesses_at_once(args, names))
     if played:
         play(args, models, next(iter(prompts.values()))[0], tokenizer, device, played[0])
         return None
@@ -206,12 +206,17 @@ def run(args, argv, earlier=None):
     return name
 
 
-def compile_models(models, graphs, rows):
-    """Make the graphs for blocks of `rows` rows, and say how long it took; none of it is in any measurement."""
+def compile_models(models, graphs, rows, guesses):
+    """Make the graphs for blocks of `rows` rows, and for rounds of so many guesses, and say how long it took; none of
+    it is in any measurement."""
     graphs["restricted"] = graphs["draft"]
-    total = sum(len(widths) + len(runs) for widths, runs in map(graphs.get, models))
+    total = sum(len(widths) + len(runs) for widths, runs in map(graphs.get, models)) + (guesses > 0)
     with tqdm(total=total, desc="compiling", disable=None, leave=False) as bar:
         took = [model.compile(*graphs[role], rows, bar.update) for role, model in models.items()]
+        draft = models.get("restricted") or models.get("draft")
+        if guesses and draft and None not in took:
+            took.append(models["target"].compile_round(draft, 2, guesses, rows))
+            bar.update()
     if None not in took:
         print(f"Compiled in {sum(took):.0f} s; the graphs are kept for the next time.")
 

@@ -18,9 +18,11 @@ import packedLinear
 import utils
 from contrastiveSampling import contrastiveSampling, specContrastiveSampling
 from drafters import CascadeDrafter, ModelDrafter
+from draftLength import CostAware, DraftConfidence, Fixed, TargetConfidence
 from regrSampling import regrSampling
+from runs import run
 from specSampling import specSampling
-from utils import GREEDY, Sampling
+from utils import GREEDY, Sampling, probabilities
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs for a CPU")
 
@@ -36,6 +38,7 @@ def models():
     eager, target = helpers.tiny(), helpers.tiny()
     draft = near(eager, noise=0.1)
     assert target.compile((1, 5), [(1, 1)]) > 0 and draft.compile((2, 5), [(2, 1), (2, 4)]) > 0
+    assert target.compile_round(draft, 2, 4) > 0
     return eager, target, draft
 
 
@@ -79,10 +82,49 @@ def test_logits_are_eagers_whatever_the_width_the_length_and_what_was_there_befo
         assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-4)
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), GREEDY])
+def test_a_round_by_one_graph_is_the_run_and_the_forward(models, sampling):
+    """Also at the last positions there are, and in caches of different sizes."""
+    _, target, draft = models
+    target.reserve(1, 60), draft.reserve(1, 73)
+    prompt = torch.randint(61, (1, 40), generator=torch.Generator().manual_seed(0))
+    for model in target, draft:
+        model.forward(prompt, torch.arange(40)[None])
+    for start, behind in ((38, 2), (20, 2), (55, 2)):
+        tokens, at = prompt[:, start % 38 :][:, :behind], torch.arange(start, start + 6).clamp(max=59)[None]
+        found = target.round_at_once(draft, tokens, at, sampling, torch.Generator().manual_seed(1))
+        drafts, q = run(draft, tokens, at[:, :-1], 4, sampling, torch.Generator().manual_seed(1))
+        logits = target.forward(torch.cat([tokens[:, 1:], drafts], 1), at[:, 1:])
+        for ours, wanted in zip(found, (drafts, q, probabilities(logits, sampling))):
+            torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-4)
+    assert target.round_at_once(draft, prompt[:, :2], torch.arange(5)[None], sampling) is None  # 3 guesses: no graph
+
+
+def test_a_round_is_one_graph_only_where_nothing_happens_inside_it(models):
+    """Not where a rule stops or times the guesses, a penalty counts them, or a cascade reads more than one token."""
+    _, target, draft = models
+    made, whole = [], target._graphs.round
+    target._graphs.round = lambda *args: made.append(1) or whole(*args)
+    try:
+        for used, length, sampling in (
+            (True, Fixed(4), Sampling()),
+            (True, TargetConfidence(4, 0.1), Sampling()),
+            (False, Fixed(3), Sampling()),
+            (False, DraftConfidence(4, 0.1), Sampling()),
+            (False, CostAware(4), Sampling()),
+            (False, Fixed(4), Sampling(repetition_penalty=1.2)),
+        ):
+            made.clear()
+            specSampling(PROMPTS[:1], target, ModelDrafter(draft), 30, length, sampling)
+            assert bool(made) == used
+    finally:
+        target._graphs.round = whole
+
+
 def test_as_many_graphs_as_widths_and_never_another(models):
     _, target, draft = models
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert made == 7
+    assert made == 8
     for maximum in (10, 40, 100):
         specSampling(PROMPTS[:1], target, ModelDrafter(draft), maximum, 4, Sampling(1, 0, 1))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made

@@ -21,3 +21,23 @@ def test_the_graphs_that_the_flags_are_worth(argv, graphs):
     found = settings.graphs(args, {name for names in settings.groups_of(args).values() for name in names})
     for role, (widths, runs) in graphs.items():
         assert found[role][0] == widths and runs in (None, found[role][1])
+
+
+@pytest.mark.parametrize(
+    ("argv", "guesses"),
+    [
+        (["--speed"], 4),
+        (["--compare", "block", "--gamma", "7"], 7),
+        (["--speed", "--draftLength", "targetConfidence"], 4),
+        (["--speed", "--draftLength", "costAware"], 0),
+        (["--speed", "--draft", "lookup"], 0),
+        (["--speed", "--repetition_penalty", "1.2"], 0),
+        (["--compare", "target"], 0),
+        (["--compare", "cascade"], 0),
+        (["--sweep"], 0),
+    ],
+)
+def test_the_guesses_that_are_one_graph_with_their_scoring(argv, guesses):
+    args = settings.parse([*argv, *([] if "lookup" in argv else ["--draft", "bundled-draft", "--mid", "bundled-mid"])])
+    names = {name for names in settings.groups_of(args).values() for name in names}
+    assert settings.guesses_at_once(args, names) == guesses
