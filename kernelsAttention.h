@@ -71,7 +71,7 @@ static inline void score(const T (*queries)[D], const T* keys, long left, __m512
 #pragma GCC unroll 16
         for (int k = 0; k < 16; k++) {
             spread[k] = _mm512_setzero_ps();
-#pragma GCC unroll 16
+#pragma GCC unroll 4
             for (int l = 0; l < D; l += LOADED<T>)
                 spread[k] = multiplied(keys, load(queries[0] + l, D - l), load(key(k) + l, D - l), spread[k]);
         }
@@ -80,21 +80,23 @@ static inline void score(const T (*queries)[D], const T* keys, long left, __m512
     }
     // With more of them it is cheaper to have the keys side by side first.
     for (int i = 0; i < N; i++) s[i] = _mm512_setzero_ps();
-#pragma GCC unroll 16
-    for (int l = 0; l < D; l += LOADED<T>) {
+    auto part = [&]<int PAIRS>(int l, std::integral_constant<int, PAIRS>) {  // of 4 bytes: one number, or two
         __m512i v[16];
 #pragma GCC unroll 16
         for (int k = 0; k < 16; k++) v[k] = load(key(k) + l, D - l);
         transpose(v);
 #pragma GCC unroll 16
-        for (int k = 0; k < std::min<int>(16, (D - l) * sizeof(T) / 4); k++)
+        for (int k = 0; k < PAIRS; k++)
 #pragma GCC unroll 5
             for (int i = 0; i < N; i++) {
                 int bits;
                 std::memcpy(&bits, (const char*)(queries[i] + l) + 4 * k, 4);
                 s[i] = multiplied(keys, _mm512_set1_epi32(bits), v[k], s[i]);
             }
-    }
+    };
+    constexpr int WHOLE = D / LOADED<T> * LOADED<T>;
+    for (int l = 0; l < WHOLE; l += LOADED<T>) part(l, std::integral_constant<int, 16>());
+    if constexpr (WHOLE < D) part(WHOLE, std::integral_constant<int, (D - WHOLE) * int(sizeof(T)) / 4>());
 }
 
 // weights[N][reach]: the softmax over the slots up to at[N], but for its denominators, which are returned in total[N]
