@@ -130,6 +130,7 @@ class CompiledForward(BlockWidths):
         return self._graphs[*tokens.shape, len(u)](tokens, positions, u, as_tensor(sampling), *parts(cache))
 
     def round(self, draft, tokens, positions, u, sampling, theirs, cache):
+        """What `CachedModel.round_at_once` returns; theirs: the draft's cache."""
         self.used += 1
         graph = self._graphs[*tokens.shape, len(u), draft]
         return graph(tokens.contiguous(), positions, u, as_tensor(sampling), *parts(theirs), *parts(cache))
