@@ -16,7 +16,7 @@ from attention import Whole
 from blockWidths import BlockWidths
 from packedLinear import pack
 from runs import steps
-from utils import as_tensor
+from utils import Sampling, as_tensor
 
 
 class Slots(StaticLayer):
@@ -69,10 +69,7 @@ class CompiledForward(BlockWidths):
         def forward(tokens, at):
             return self.forward(tokens, at, keys, values)
 
-        def distribution(logits):
-            return torch.ops.native.probabilities(logits.contiguous(), settings)
-
-        drawn, q = zip(*steps(forward, distribution, tokens, positions, u))
+        drawn, q = zip(*steps(forward, lambda logits: distributions(logits, settings), tokens, positions, u))
         return torch.stack(drawn, 1), torch.stack(q, 1)
 
     def add(self, rows, width):
@@ -82,17 +79,15 @@ class CompiledForward(BlockWidths):
 
     def add_run(self, rows, width, count):
         """Compile the graph for runs of `count` tokens after blocks `[rows, width]`."""
-        settings = torch.tensor([1.0, 0, 1], dtype=torch.float64)
-        inputs = *made_up(rows, width, width + count - 1), torch.rand(count, rows), settings
+        inputs = *made_up(rows, width, width + count - 1), torch.rand(count, rows), as_tensor(Sampling())
         self.compile(self.run_on, (rows, width, count), *inputs)
         super().add_run(rows, width, count)
 
     def add_round(self, draft, rows, width, count):
         """Compile the graph for rounds: runs of `count` tokens by the graphs `draft` of another model after blocks
         `[rows, width]`, and the forward of the block's last token and of those."""
-        settings = torch.tensor([1.0, 0, 1], dtype=torch.float64)
         theirs = draft.made_up_caches(rows, CAPACITY + 1)
-        inputs = *made_up(rows, width, width + count), torch.rand(count, rows), settings, *theirs
+        inputs = *made_up(rows, width, width + count), torch.rand(count, rows), as_tensor(Sampling()), *theirs
         self.compile(Round(draft, self).work, (rows, width, count, draft), *inputs)
         self.rounds.add((draft, rows, width, count))
 
@@ -148,7 +143,7 @@ class Round:
         drafts = drafts.clamp(max=self.draft.vocabulary - 1)  # a guess from nan is no token, as in drafters.py
         block = torch.cat([tokens[:, -1:], drafts], 1)
         logits = self.target.forward(block, positions[:, -block.shape[1] :], keys, values)
-        return drafts, q, torch.ops.native.probabilities(logits.contiguous(), settings)
+        return drafts, q, distributions(logits, settings)
 
 
 OPTIONS = {
@@ -183,6 +178,10 @@ def is_linear(node):
 
 
 CAPACITY = 67  # slots of what graphs are made with (68 a draft's): no other size, or it would be taken for the same
+
+
+def distributions(logits, settings):
+    return torch.ops.native.probabilities(logits.contiguous(), settings)
 
 
 def made_up(rows, *widths):

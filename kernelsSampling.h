@@ -198,19 +198,20 @@ static std::tuple<at::Tensor, at::Tensor> by_rule(const at::Tensor& p, const at:
 
 static std::tuple<at::Tensor, at::Tensor> accept(const at::Tensor& p, const at::Tensor& q, const at::Tensor& drafts,
                                                  const at::Tensor& u) {
-    return by_rule(p, q, drafts, u, [](const float* p, const float* q, const int64_t* x, const float* u, long n, long size) {
+    auto rule = [](const float* p, const float* q, const int64_t* x, const float* u, long n, long size) {
         long i = 0;
         for (; i < n; i++, p += size, q += size) {
             if (is_nan(p) || is_nan(q)) break;
             if (!(q[x[i]] > 0 && u[i] * q[x[i]] < p[x[i]])) break;
         }
         return std::pair(i, 1.f);
-    });
+    };
+    return by_rule(p, q, drafts, u, rule);
 }
 
 static std::tuple<at::Tensor, at::Tensor> accept_block(const at::Tensor& p, const at::Tensor& q,
                                                        const at::Tensor& drafts, const at::Tensor& u) {
-    return by_rule(p, q, drafts, u, [](const float* p, const float* q, const int64_t* x, const float* u, long n, long size) {
+    auto rule = [](const float* p, const float* q, const int64_t* x, const float* u, long n, long size) {
         std::pair best(0l, 1.f);
         float w = 1;
         for (long i = 0; i < n; i++) {
@@ -218,15 +219,14 @@ static std::tuple<at::Tensor, at::Tensor> accept_block(const at::Tensor& p, cons
             float q_x = q[i * size + x[i]];
             w = std::min(w * p[i * size + x[i]] / std::max(q_x, 1.1754944e-38f), 1.f);
             const float *after = p + (i + 1) * size, *guessed = q + (i + 1) * size;
-            float s = w * total(after, size);
-            if (i + 1 < n && is_nan(guessed)) break;
-            if (i + 1 < n) {
-                s = 0;
-                for (long v = 0; v < size; v++) s += std::max(w * after[v] - guessed[v], 0.f);
-            }
+            float s = 0;
+            if (i + 1 == n) s = w * total(after, size);  // past the last draft q is 0
+            else if (is_nan(guessed)) break;
+            else for (long v = 0; v < size; v++) s += std::max(w * after[v] - guessed[v], 0.f);
             float h = s + 1 - w == 0 ? 1 : s / (s + 1 - w);
             if (u[i] < h && q_x > 0) best = {i + 1, w};
         }
         return best;
-    });
+    };
+    return by_rule(p, q, drafts, u, rule);
 }

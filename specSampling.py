@@ -51,8 +51,8 @@ def advance(rows, target, drafter, length, sampling, verify, generator=None, beh
     # Draft: x_1 ... x_gamma, and the distributions q they were drawn from. A row's last token of all needs no guess,
     # and past its end there is no p: the block rule, which looks ahead, would be misled by what stands there.
     gammas = [max(0, min(gamma, left - 1)) for gamma, left in zip(length.gammas(), rows.left)]
-    whole = None if behind or length.stop or length.timed else getattr(drafter, "round_at_once", None)
-    scored = whole and whole(target, rows, max(gammas), sampling, generator)  # by one graph, where there is one
+    at_once = None if behind or length.stop or length.timed else getattr(drafter, "round_at_once", None)
+    scored = at_once and at_once(target, rows, max(gammas), sampling, generator)  # p too, where one graph gives both
     drafts, q, p = scored or (*drafter.draft(rows, max(gammas), sampling, generator, length.stop), None)
     watch.mark()
     if min(gammas) < max(gammas):  # a row with fewer guesses than others has q = 0 beyond its own
