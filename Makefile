@@ -18,7 +18,7 @@ style: .venv/installed
 check: style test
 
 bench: .venv/installed
-	$(VENV) benchmark.py
+	$(VENV) -m benchmark
 
 .venv/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'

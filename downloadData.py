@@ -17,9 +17,9 @@ from pathlib import Path
 from huggingface_hub import constants
 from tqdm import tqdm
 
-from commandLine import Parser, as_command, text, whole
-from escape import visible
-from hub import (
+from inputs.commandLine import Parser, as_command, text, whole
+from inputs.escape import visible
+from inputs.hub import (
     UNFINISHED,
     HubFile,
     check_disk,
@@ -37,7 +37,7 @@ from hub import (
     to_move,
     write_manifest,
 )
-from texts import DATASETS, ENDINGS, FOLDERS, HEADING, read
+from inputs.texts import DATASETS, ENDINGS, FOLDERS, HEADING, read
 from utils import UserError
 
 WIKITEXT, CONFIGURATION = "Salesforce/wikitext", "wikitext-2-raw-v1"

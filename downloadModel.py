@@ -18,9 +18,9 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from commandLine import Parser, as_command, text
-from escape import visible
-from hub import (
+from inputs.commandLine import Parser, as_command, text
+from inputs.escape import visible
+from inputs.hub import (
     HUB_ID,
     MANIFEST,
     UNFINISHED,

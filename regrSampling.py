@@ -2,8 +2,8 @@
 
 import torch
 
-from rows import Rows
-from runs import run
+from decoding.rounds import run
+from decoding.rows import Rows
 from utils import Sampling, draw, probabilities
 
 

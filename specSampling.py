@@ -3,13 +3,13 @@ the target would have said (Leviathan et al., arXiv 2211.17192; Chen et al., arX
 
 import torch
 
-from draftLength import Fixed
+from decoding.draftLength import Fixed
+from decoding.rounds import judge
+from decoding.rows import Rows
+from decoding.verification import token_rule
+from decoding.watch import Watch
 from regrSampling import first_token
-from rows import Rows
-from runs import judge
 from utils import Sampling, not_finite
-from verification import token_rule
-from watch import Watch
 
 
 @torch.inference_mode()

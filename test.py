@@ -10,19 +10,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import diversity
-import losslessReport
-import methods
-import plots
-import report
-import rerun
-import results
-import settings
-from commandLine import as_command
+from decoding.rows import check_room
 from downloadModel import is_hub_id, on_first_use
-from draftVocabulary import RestrictedModel, most_frequent
-from experiments import measure_diversity, measure_perplexity, play, time_group
-from loading import (
+from engine.restrictedModel import RestrictedModel, most_frequent
+from experiments.machine import machine
+from experiments.measure import diversity, measure_diversity, measure_perplexity, play, rerun, settings, time_group
+from inputs.commandLine import as_command
+from inputs.models import (
     check_tokenizers,
     find_model,
     load_model,
@@ -32,11 +26,13 @@ from loading import (
     pick_device,
     pick_dtype,
 )
-from machine import machine
-from prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
-from proof import Proof, other_dtype
-from rows import check_room
-from texts import load_corpora
+from inputs.prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
+from inputs.texts import load_corpora
+from lossless.proof import Proof, other_dtype
+from methods.catalogue import catalogue as methods
+from report.runReport import figures as plots
+from report.runReport import losslessReport, results
+from report.runReport import runReport as report
 from utils import UserError
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import utils
-from texts import DATASETS
+from inputs.texts import DATASETS
 from utils import UserError
 
 ROOT = Path(__file__).resolve().parent.parent

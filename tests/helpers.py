@@ -17,7 +17,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from cachedModel import CachedModel
+from engine.cachedModel import CachedModel
 from utils import probabilities, seen_after
 
 FULL = bool(os.environ.get("FULL"))  # FULL=1 in the environment asks for what takes minutes

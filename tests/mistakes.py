@@ -6,9 +6,9 @@ Arguments and results are those of verification.py's rules.
 import torch
 import torch.nn.functional as F
 
-from plantedMistakes import after, always_accept, p_shifted, replace_from_p  # noqa: F401 - these come with the project
+from decoding.verification import block_rule, token_rule
+from lossless.plantedMistakes import after, always_accept, p_shifted, replace_from_p  # noqa: F401 - these come with the project
 from utils import pick, residual
-from verification import block_rule, token_rule
 
 
 def bonus_from_q(p, q, drafts, u):

@@ -11,10 +11,10 @@ import mistakes
 import pytest
 import torch
 
-import plantedMistakes
 import regrSampling
-import runs
-import verification
+from decoding import rounds as runs
+from decoding import verification
+from lossless import plantedMistakes
 from utils import Sampling
 
 

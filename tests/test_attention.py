@@ -4,8 +4,8 @@ import helpers
 import pytest
 import torch
 
-import attention
-from cachedModel import CachedModel
+from engine import attention
+from engine.cachedModel import CachedModel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -7,10 +7,10 @@ import pytest
 import torch
 from test_specSampling import near
 
-import benchmark
-import benchmarkParts
-import benchmarkPeers
-import benchmarkReport
+from benchmark.__main__ import __main__ as benchmark
+from benchmark.__main__ import parts as benchmarkParts
+from benchmark.__main__ import peers as benchmarkPeers
+from benchmark.__main__ import report as benchmarkReport
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling, draw
 

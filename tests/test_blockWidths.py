@@ -2,7 +2,7 @@
 
 import torch
 
-from blockWidths import BlockWidths
+from engine.graphs import BlockWidths
 
 
 def test_a_block_is_filled_up_with_its_last_token_to_the_next_width():

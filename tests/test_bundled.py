@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-import flags
-import methods
 import PPL
-from drafters import ModelDrafter
-from loading import DTYPES, load_model, load_tokenizer
+from experiments.measure import flags
+from inputs.models import DTYPES, load_model, load_tokenizer
+from inputs.texts import load_corpora
+from methods.catalogue import catalogue as methods
+from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
-from texts import load_corpora
 from utils import GREEDY
 
 

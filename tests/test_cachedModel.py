@@ -9,9 +9,9 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from drafters import CascadeDrafter, ModelDrafter
-from draftLength import Fixed
-from rows import Rows
+from decoding.draftLength import Fixed
+from decoding.rows import Rows
+from methods.drafters import CascadeDrafter, ModelDrafter
 from specSampling import specSampling
 from utils import Sampling, pick
 

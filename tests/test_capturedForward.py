@@ -9,16 +9,16 @@ from helpers import DRAWS
 from outcomes import small
 from test_specSampling import FREE, PROMPTS, near
 
-import capturedForward
-import sweep
-from capturedForward import CapturedForward
-from drafters import CascadeDrafter, ModelDrafter
-from draftLength import Fixed
+from decoding.draftLength import Fixed
+from decoding.rounds import judge, run
+from decoding.verification import RULES, token_rule
+from engine import cudaGraphs as capturedForward
+from engine.cudaGraphs import CapturedForward
+from experiments.measure import sweep
+from methods.drafters import CascadeDrafter, ModelDrafter
 from regrSampling import regrSampling
-from runs import judge, run
 from specSampling import specSampling
 from utils import GREEDY, Sampling
-from verification import RULES, token_rule
 
 
 def recorded(model, widths=(), runs=(), rows=1):

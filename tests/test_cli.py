@@ -13,10 +13,9 @@ import torch
 from conftest import CONTEXT, ROOT, with_ctrl_c
 from localHub import Repository
 
-import methods
-import settings
-import sweep
-from loading import load_tokenizer
+from experiments.measure import settings, sweep
+from inputs.models import load_tokenizer
+from methods.catalogue import catalogue as methods
 from utils import UserError
 
 KINDS = {"speed": ["speed"], "ppl": ["ppl_corpus", "ppl_text"]}

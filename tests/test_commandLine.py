@@ -3,7 +3,7 @@
 import pytest
 from conftest import refused
 
-from commandLine import Parser, as_command
+from inputs.commandLine import Parser, as_command
 from utils import UserError
 
 

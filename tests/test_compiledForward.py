@@ -12,15 +12,15 @@ from conftest import ROOT
 from test_specSampling import PROMPTS, near
 from torch.nn.functional import gelu
 
-import compiledForward
-import nativeKernels
-import packedLinear
 import utils
-from contrastiveSampling import contrastiveSampling, specContrastiveSampling
-from drafters import CascadeDrafter, ModelDrafter
-from draftLength import CostAware, DraftConfidence, Fixed, TargetConfidence
+from decoding.draftLength import CostAware, DraftConfidence, Fixed, TargetConfidence
+from decoding.rounds import run
+from engine import cpuGraphs as compiledForward
+from engine.kernels import native as nativeKernels
+from engine.kernels import packedLinear
+from methods.contrastive import contrastiveSampling, specContrastiveSampling
+from methods.drafters import CascadeDrafter, ModelDrafter
 from regrSampling import regrSampling
-from runs import run
 from specSampling import specSampling
 from utils import GREEDY, Sampling, probabilities
 

@@ -7,13 +7,13 @@ from conftest import refused
 from outcomes import largest_error, small
 from test_specSampling import PROMPTS, near
 
-import contrastiveSampling
-from contrastiveSampling import Contrast
-from contrastiveSampling import contrastiveSampling as plain
-from contrastiveSampling import specContrastiveSampling as speculative
+from decoding.verification import block_rule, token_rule
+from methods.catalogue import contrastive as contrastiveSampling
+from methods.contrastive import Contrast
+from methods.contrastive import contrastiveSampling as plain
+from methods.contrastive import specContrastiveSampling as speculative
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling
-from verification import block_rule, token_rule
 
 DRAW = Sampling(0.9, 0, 1.0)
 

@@ -5,8 +5,8 @@ import math
 import pytest
 
 import PPL
-from diversity import FIGURES, distinct, entropy, figures, repetition
-from loading import load_model, load_tokenizer
+from experiments.diversity import FIGURES, distinct, entropy, figures, repetition
+from inputs.models import load_model, load_tokenizer
 
 TEXT = "the cat and the dog and the cat"  # the 3, cat 2, and 2, dog 1
 

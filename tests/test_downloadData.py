@@ -13,10 +13,10 @@ from localHub import Repository
 
 import datasets
 import downloadData
-import hub as hub_module
-import texts
 from datasets import Dataset, DatasetDict, load_from_disk
-from texts import load_corpora
+from inputs import hub as hub_module
+from inputs import texts
+from inputs.texts import load_corpora
 
 LINE = " Robert Boulter is an English film , television and theatre actor . " * 10
 ROWS = ["", " = Robert Boulter = \n", "", f"{LINE}\n", f" {LINE}\n"]

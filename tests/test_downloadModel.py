@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from localHub import LocalHub, Repository
 
 import downloadModel
-import hub as hub_module
+from inputs import hub as hub_module
 
 NAME = "EleutherAI/pythia-70m"
 WEIGHTS = 3_000_000

@@ -7,16 +7,16 @@ from conftest import refused
 from outcomes import largest_error, small
 from test_specSampling import PROMPTS, near
 
-from drafters import CascadeDrafter, ModelDrafter
-from draftLength import Fixed
-from draftVocabulary import RestrictedModel, most_frequent
-from loading import load_tokenizer
+from decoding.draftLength import Fixed
+from decoding.rows import Rows
+from decoding.verification import block_rule, token_rule
+from engine.restrictedModel import RestrictedModel, most_frequent
+from inputs.models import load_tokenizer
+from inputs.texts import load_corpora
+from methods.drafters import CascadeDrafter, ModelDrafter
 from regrSampling import regrSampling
-from rows import Rows
 from specSampling import specSampling
-from texts import load_corpora
 from utils import GREEDY, Sampling, probabilities
-from verification import block_rule, token_rule
 
 
 def restricted(draft, tokens):

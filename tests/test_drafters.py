@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import refused
 
-from drafters import CascadeDrafter, LookupDrafter, ModelDrafter
-from draftLength import Fixed
-from rows import Rows
+from decoding.draftLength import Fixed
+from decoding.rows import Rows
+from methods.drafters import CascadeDrafter, LookupDrafter, ModelDrafter
 from utils import Sampling
 
 FREE = Sampling(1.0, 0, 1.0)

@@ -21,16 +21,16 @@ from huggingface_hub import constants
 from localHub import Repository
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import methods
-import results
-from commandLine import as_command
-from contrastiveSampling import contrastiveSampling
-from drafters import CascadeDrafter, ModelDrafter
-from loading import load_tokenizer
+from decoding.verification import RULES
+from inputs.commandLine import as_command
+from inputs.models import load_tokenizer
+from methods.catalogue import catalogue as methods
+from methods.contrastive import contrastiveSampling
+from methods.drafters import CascadeDrafter, ModelDrafter
 from regrSampling import regrSampling
+from report.runReport import results
 from specSampling import specSampling
 from utils import GREEDY, Sampling
-from verification import RULES
 
 FORK = multiprocessing.get_context("fork")
 STATUSES = (404, 429, 500, 503)

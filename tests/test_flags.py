@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commandLine import Parser
-from draftLength import RULES as DRAFT_LENGTHS
-from loading import DTYPES
+from decoding.draftLength import RULES as DRAFT_LENGTHS
+from inputs.commandLine import Parser
+from inputs.models import DTYPES
 
 # Wrong for every flag that takes a number, or one of several words.
 SCRIBBLE = [

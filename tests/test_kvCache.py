@@ -2,7 +2,7 @@
 
 import torch
 
-from kvCache import SlotCache
+from engine.kvCache import SlotCache
 
 
 def test_states_go_to_the_slots_named_and_older_ones_stay():

@@ -11,10 +11,9 @@ from conftest import CONTEXT, PADDED, VOCABULARY, refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-import loading
-from drafters import ModelDrafter
-from hub import MANIFEST, write_manifest
-from loading import (
+from inputs import models as loading
+from inputs.hub import MANIFEST, write_manifest
+from inputs.models import (
     check_tokenizers,
     default_pair,
     find_model,
@@ -25,6 +24,7 @@ from loading import (
     pick_dtype,
     weight_bytes,
 )
+from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import GREEDY
 

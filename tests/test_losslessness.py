@@ -11,14 +11,14 @@ import torch
 from scipy.stats import chisquare, kstwo
 from test_specSampling import PROMPTS, near
 
-import losslessness
-import losslessReport
-import methods
-import settings
-from drafters import ModelDrafter
-from losslessness import BINS, Evidence, Witness, greedy_figures, limit_of, seen_by
-from plantedMistakes import MISTAKES, always_accept
+from experiments.measure import settings
+from lossless import evidence as losslessness
+from lossless.evidence import BINS, Evidence, Witness, greedy_figures, limit_of, seen_by
+from lossless.plantedMistakes import MISTAKES, always_accept
+from methods.catalogue import catalogue as methods
+from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
+from report.runReport import losslessReport
 from specSampling import specSampling
 from utils import GREEDY, Sampling
 

@@ -7,13 +7,13 @@ from mistakes import always_accept, block_without_what_may_follow, drop_the_unsu
 from outcomes import largest_error, small
 from test_specSampling import PROMPTS, near
 
-import drafters
-from drafters import CascadeDrafter, LookupDrafter, ModelDrafter
-from draftLength import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
+from decoding.draftLength import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
+from decoding.verification import block_rule, token_rule
+from methods.catalogue import drafters
+from methods.drafters import CascadeDrafter, LookupDrafter, ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling
-from verification import block_rule, token_rule
 
 
 def model(*models):

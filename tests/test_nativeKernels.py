@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import nativeKernels
 import utils
+from decoding.verification import block_rule, token_rule
+from engine.kernels import native as nativeKernels
 from utils import GREEDY, Sampling, draw, pick, probabilities
-from verification import block_rule, token_rule
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,11 +13,11 @@ import pytest
 from conftest import refused
 from helpers import tiny
 
-import playback
-from drafters import LookupDrafter, ModelDrafter
-from loading import load_tokenizer
-from playback import Pieces, Round, Screen, Trace, Watched, pieces_of, visible, write_page
+from inputs.models import load_tokenizer
+from methods.drafters import LookupDrafter, ModelDrafter
 from regrSampling import regrSampling
+from report.playback import Pieces, Round, Screen, Trace, Watched, pieces_of, visible, write_page
+from report.runReport import playback
 from specSampling import specSampling
 
 CURSED = "</script><img src=x onerror=alert(1)> & <b> \u2028 <!-- "

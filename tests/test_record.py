@@ -7,8 +7,8 @@ import pytest
 import torch
 from test_specSampling import PROMPTS, near
 
-from drafters import ModelDrafter
-from record import Record
+from decoding.record import Record
+from methods.drafters import ModelDrafter
 from specSampling import specSampling
 
 

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from test_flags import TABLES, said
 from tqdm import tqdm
 
-import experiments
-import methods
-import rerun
-import settings
+from experiments.measure import measure as experiments
+from experiments.measure import rerun, settings
+from methods.catalogue import catalogue as methods
 from utils import UserError
 
 # Of all methods, but for those of a temperature of their own, and with two that do not depend on the draft's luck.

@@ -14,9 +14,8 @@ from io import StringIO
 import pytest
 from conftest import ROOT, refused
 
-import results
-from report import WIDTH, show
-from results import Results
+from report.results import Results
+from report.runReport import WIDTH, results, show
 from utils import UserError
 
 FORK = multiprocessing.get_context("fork")

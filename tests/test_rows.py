@@ -5,9 +5,9 @@ import pytest
 import torch
 from conftest import refused
 
-from drafters import ModelDrafter
+from decoding.rows import Rows
+from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
-from rows import Rows
 from specSampling import specSampling
 from utils import GREEDY, Sampling
 

@@ -12,9 +12,9 @@ from localHub import Repository
 
 import downloadData
 import downloadModel
-import plots
-from hub import HubFile, describe, read_manifest, write_manifest
-from loading import load_model, load_tokenizer, weight_files
+from inputs.hub import HubFile, describe, read_manifest, write_manifest
+from inputs.models import load_model, load_tokenizer, weight_files
+from report.runReport import figures as plots
 
 ELSEWHERE = ("../../x", "/etc/x", "a/../../x", "..\\..\\x", "C:\\x", "C:x", "..")
 NO_IDS = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-import settings
+from experiments.measure import settings
 
 
 @pytest.mark.parametrize(

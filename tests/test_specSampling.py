@@ -7,14 +7,14 @@ from helpers import DRAWS, FULL
 from mistakes import always_accept, bonus_from_q, p_shifted, replace_from_p
 from outcomes import largest_error, small
 
-import runs
 import specSampling as loop
-from drafters import ModelDrafter
+from decoding import rounds as runs
+from decoding.rounds import judge
+from decoding.verification import block_rule, token_rule
+from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
-from runs import judge
 from specSampling import specSampling
 from utils import GREEDY, Sampling
-from verification import block_rule, token_rule
 
 PROMPTS = [[5, 9, 2, 7], [11], [3, 3, 8, 1, 40, 22, 17, 60, 2], [50, 4]]
 

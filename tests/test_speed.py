@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from record import Record
-from speed import interval, measure, paired_ratios, quiet, summarize
+from decoding.record import Record
+from experiments.speed import interval, measure, paired_ratios, quiet, summarize
 
 NAN = float("nan")
 

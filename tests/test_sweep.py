@@ -6,12 +6,11 @@ import torch
 from test_specSampling import PROMPTS, near
 from test_speed import measurement
 
-import sweep
-import theory
-from drafters import ModelDrafter
+from decoding.verification import token_rule
+from experiments.measure import sweep, theory
+from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import Sampling, probabilities
-from verification import token_rule
 
 DRAW = Sampling(1.0, 0, 1.0)
 

@@ -3,9 +3,9 @@
 import pytest
 from conftest import refused
 
-import texts
 from datasets import Dataset, DatasetDict
-from texts import Corpus, load_corpora
+from inputs import texts
+from inputs.texts import Corpus, load_corpora
 
 WIKI = [" = Tarn = \n", "", " A tarn is a small lake . \n", " = = Origin = = \n", " It was cut by ice . \n"]
 

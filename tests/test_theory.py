@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from theory import best_gamma, expected_tokens, improvement, overlap
+from experiments.theory import best_gamma, expected_tokens, improvement, overlap
 
 
 def test_theory_has_the_papers_values():

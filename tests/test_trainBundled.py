@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import trainBundled
-from loading import load_model, load_tokenizer
-from texts import DATASETS
+from inputs.models import load_model, load_tokenizer
+from inputs.texts import DATASETS
+from scripts import trainBundled
 
 
 def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, capsys):

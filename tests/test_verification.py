@@ -16,8 +16,8 @@ from mistakes import (
 )
 from outcomes import every_outcome, number
 
-import verification
-from verification import RULES, block_rule, token_rule
+from decoding import verification
+from decoding.verification import RULES, block_rule, token_rule
 
 
 def at(tree, texts):

@@ -1,0 +1,312 @@
+// Attention of a few tokens over the slots of a cache kept in bfloat16 or float32; arithmetic in float32.
+#pragma once
+#include "numbers.h"
+
+constexpr int MANY = 5;        // queries of a head at a time, as many as there are registers for
+constexpr float NEVER = -1e30f;  // the score of a slot behind the token
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// The bits of 16 numbers, or of 32 of 16 bits, of which `left` are there; the others are 0.
+static inline __m512i load(const float* x, long left) { return _mm512_maskz_loadu_epi32(first(left), x); }
+static inline __m512i load(const bf16* x, long left) {
+    return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : (1u << left) - 1, x);
+}
+template <typename T> constexpr int LOADED = 64 / sizeof(T);
+
+// sum + the products of each lane
+static inline __m512 multiplied(const float*, __m512i a, __m512i b, __m512 sum) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+}
+static inline __m512 multiplied(const bf16*, __m512i a, __m512i b, __m512 sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+// Lane j of the result is the sum of all lanes of v[j].
+static inline __m512 sums(const __m512* v) {
+    __m512 a[8], b[4], c[2];
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++)
+        a[k] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * k], v[2 * k + 1]), _mm512_unpackhi_ps(v[2 * k], v[2 * k + 1]));
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        auto x = _mm512_castps_pd(a[2 * k]), y = _mm512_castps_pd(a[2 * k + 1]);
+        b[k] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+    auto join = [](__m512 x, __m512 y) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+    };
+    c[0] = join(b[0], b[1]), c[1] = join(b[2], b[3]);
+    return join(c[0], c[1]);
+}
+
+// Lane j of v[k] becomes lane k of v[j].
+static inline void transpose(__m512i* v) {
+    __m512i w[16];
+#pragma GCC unroll 8
+    for (int k = 0; k < 16; k += 2)
+        w[k] = _mm512_unpacklo_epi32(v[k], v[k + 1]), w[k + 1] = _mm512_unpackhi_epi32(v[k], v[k + 1]);
+#pragma GCC unroll 4
+    for (int k = 0; k < 16; k += 4) {
+        v[k] = _mm512_unpacklo_epi64(w[k], w[k + 2]), v[k + 1] = _mm512_unpackhi_epi64(w[k], w[k + 2]);
+        v[k + 2] = _mm512_unpacklo_epi64(w[k + 1], w[k + 3]), v[k + 3] = _mm512_unpackhi_epi64(w[k + 1], w[k + 3]);
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {  // v[4 i + k] has rows 4 i ... 4 i + 3 of the columns k, k + 4, k + 8, k + 12
+        auto low = _mm512_shuffle_i32x4(v[k], v[k + 4], 0x88), lower = _mm512_shuffle_i32x4(v[k], v[k + 4], 0xdd);
+        auto high = _mm512_shuffle_i32x4(v[k + 8], v[k + 12], 0x88);
+        auto higher = _mm512_shuffle_i32x4(v[k + 8], v[k + 12], 0xdd);
+        w[k] = _mm512_shuffle_i32x4(low, high, 0x88), w[k + 8] = _mm512_shuffle_i32x4(low, high, 0xdd);
+        w[k + 4] = _mm512_shuffle_i32x4(lower, higher, 0x88), w[k + 12] = _mm512_shuffle_i32x4(lower, higher, 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; k++) v[k] = w[k];
+}
+
+// s[N]: each of N queries with each of 16 keys, the last of `keys` again where fewer are left
+template <typename T, int D, int N>
+static inline void score(const T (*queries)[D], const T* keys, long left, __m512* s) {
+    auto key = [&](int k) { return keys + std::min(long(k), left - 1) * D; };
+    if (N == 1) {
+        __m512 spread[16];
+#pragma GCC unroll 16
+        for (int k = 0; k < 16; k++) {
+            spread[k] = _mm512_setzero_ps();
+#pragma GCC unroll 4
+            for (int l = 0; l < D; l += LOADED<T>)
+                spread[k] = multiplied(keys, load(queries[0] + l, D - l), load(key(k) + l, D - l), spread[k]);
+        }
+        s[0] = sums(spread);
+        return;
+    }
+    // With more of them it is cheaper to have the keys side by side first.
+    for (int i = 0; i < N; i++) s[i] = _mm512_setzero_ps();
+    auto part = [&]<int PAIRS>(int l, std::integral_constant<int, PAIRS>) {  // of 4 bytes: one number, or two
+        __m512i v[16];
+#pragma GCC unroll 16
+        for (int k = 0; k < 16; k++) v[k] = load(key(k) + l, D - l);
+        transpose(v);
+#pragma GCC unroll 16
+        for (int k = 0; k < PAIRS; k++)
+#pragma GCC unroll 5
+            for (int i = 0; i < N; i++) {
+                int bits;
+                std::memcpy(&bits, (const char*)(queries[i] + l) + 4 * k, 4);
+                s[i] = multiplied(keys, _mm512_set1_epi32(bits), v[k], s[i]);
+            }
+    };
+    constexpr int WHOLE = D / LOADED<T> * LOADED<T>;
+    for (int l = 0; l < WHOLE; l += LOADED<T>) part(l, std::integral_constant<int, 16>());
+    if constexpr (WHOLE < D) part(WHOLE, std::integral_constant<int, (D - WHOLE) * int(sizeof(T)) / 4>());
+}
+
+// weights[N][reach]: the softmax over the slots up to at[N], but for its denominators, which are returned in total[N]
+template <typename T, int D, int N>
+static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, long reach, float scale, float* weights,
+                  float* total) {
+    __m512 top[N], sum[N];
+    for (int i = 0; i < N; i++) top[i] = _mm512_set1_ps(NEVER), sum[i] = _mm512_setzero_ps();
+    for (long j = 0; j < reach; j += 16) {
+        __m512 s[N];
+        ask_for(keys + j * D, 16 * D * sizeof(T));
+        score<T, D, N>(queries, keys + j * D, reach - j, s);
+        auto there = first(reach - j);
+#pragma GCC unroll 5
+        for (int i = 0; i < N; i++) {
+            s[i] = _mm512_mask_mul_ps(_mm512_set1_ps(NEVER), first(at[i] + 1 - j), s[i], _mm512_set1_ps(scale));
+            top[i] = _mm512_max_ps(top[i], s[i]);
+            _mm512_mask_storeu_ps(weights + i * reach + j, there, s[i]);
+        }
+    }
+#pragma GCC unroll 5
+    for (int i = 0; i < N; i++) top[i] = _mm512_set1_ps(_mm512_reduce_max_ps(top[i]));
+    for (long j = 0; j < reach; j += 16) {
+        auto there = first(reach - j);
+#pragma GCC unroll 5
+        for (int i = 0; i < N; i++) {
+            auto s = _mm512_mask_loadu_ps(_mm512_set1_ps(2 * NEVER), there, weights + i * reach + j);
+            auto e = exponential(_mm512_sub_ps(s, top[i]));
+            sum[i] = _mm512_add_ps(sum[i], e);
+            _mm512_mask_storeu_ps(weights + i * reach + j, there, e);
+        }
+    }
+    for (int i = 0; i < N; i++) total[i] = _mm512_reduce_add_ps(sum[i]);
+}
+
+// 32 numbers from x on, of which `left` are there: of 16 bits those in even places and those in odd ones, else the
+// first 16 and the others. And back.
+static inline void widened(const float* x, long left, __m512* y) {
+    y[0] = _mm512_maskz_loadu_ps(first(left), x), y[1] = _mm512_maskz_loadu_ps(first(left - 16), x + 16);
+}
+static inline void widened(const bf16* x, long left, __m512* y) {
+    auto bits = load(x, left);
+    y[0] = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    y[1] = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0xffff0000)));
+}
+static inline void narrowed(const __m512* y, long left, float* x) {
+    _mm512_mask_storeu_ps(x, first(left), y[0]), _mm512_mask_storeu_ps(x + 16, first(left - 16), y[1]);
+}
+static inline void narrowed(const __m512* y, long left, bf16* x) {
+    auto even = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(y[0]));
+    auto odd = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(y[1]));
+    _mm512_mask_storeu_epi16(x, left >= 32 ? ~0u : (1u << left) - 1, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+}
+
+// out[N][stride]: the means of the values, weighted by weights[N][reach]. In tiles of slots, which stay at hand while
+// one part of 32 numbers after the other is summed in registers.
+template <typename T, int D, int N>
+static void mix(const T* values, const float* weights, const float* total, long reach, T* out, long stride) {
+    constexpr long TILE = 64, PARTS = (D + 31) / 32;
+    constexpr int WAYS = N == 1 ? 4 : N == 2 ? 2 : 1;  // sums side by side: one alone would wait for itself
+    __m512 sum[PARTS][N][2] = {};
+    for (long from = 0; from < reach; from += TILE)
+#pragma GCC unroll 1
+        for (int part = 0; part < PARTS; part++) {
+            __m512 acc[WAYS][N][2] = {};
+            auto add = [&](long j, int way) __attribute__((always_inline)) {
+                __m512 value[2];
+                if (part == 0) ask_for(values + j * D, D * sizeof(T));
+                widened(values + j * D + 32 * part, D - 32 * part, value);
+#pragma GCC unroll 5
+                for (int i = 0; i < N; i++) {
+                    auto weight = _mm512_set1_ps(weights[i * reach + j]);
+                    acc[way][i][0] = _mm512_fmadd_ps(weight, value[0], acc[way][i][0]);
+                    acc[way][i][1] = _mm512_fmadd_ps(weight, value[1], acc[way][i][1]);
+                }
+            };
+            long j = from, last = std::min(from + TILE, reach);
+            for (; j + WAYS <= last; j += WAYS)
+#pragma GCC unroll 4
+                for (int way = 0; way < WAYS; way++) add(j + way, way);
+            for (; j < last; j++) add(j, 0);
+            for (int i = 0; i < N; i++)
+                for (int half = 0; half < 2; half++)
+                    for (int way = 0; way < WAYS; way++) sum[part][i][half] += acc[way][i][half];
+        }
+    for (int part = 0; part < PARTS; part++)
+        for (int i = 0; i < N; i++) {
+            for (auto& half : sum[part][i]) half = _mm512_div_ps(half, _mm512_set1_ps(total[i]));
+            narrowed(sum[part][i], D - 32 * part, out + i * stride + 32 * part);
+        }
+}
+#else
+template <typename T, int D, int N>
+static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, long reach, float scale, float* weights,
+                  float* total) {
+    float q[N][D];
+    for (int i = 0; i < N; i++)
+        for (int l = 0; l < D; l++) q[i][l] = wide(queries[i][l]);
+    for (long j = 0; j < reach; j++) {
+        float key[D];
+        for (int l = 0; l < D; l++) key[l] = wide(keys[j * D + l]);
+        for (int i = 0; i < N; i++) {
+            float s = 0;
+            for (int l = 0; l < D; l++) s += q[i][l] * key[l];
+            weights[i * reach + j] = s * scale;
+        }
+    }
+    for (int i = 0; i < N; i++) {
+        float* s = weights + i * reach;
+        long seen = at[i] + 1;
+        float top = NEVER, sum = 0;
+        // A pass for each step: together they would not be computed in vectors.
+        for (long j = 0; j < seen; j++) top = s[j] > top ? s[j] : top;
+        // Beyond -80 the vector library's exp computes one number at a time.
+        for (long j = 0; j < seen; j++) s[j] = s[j] - top > -80 ? s[j] - top : -80;
+        for (long j = 0; j < seen; j++) s[j] = expf(s[j]);
+        for (long j = 0; j < seen; j++) sum += s[j];
+        for (long j = seen; j < reach; j++) s[j] = 0;
+        total[i] = sum;
+    }
+}
+
+template <typename T, int D, int N>
+static void mix(const T* values, const float* weights, const float* total, long reach, T* out, long stride) {
+    float sum[N][D] = {};
+    for (long j = 0; j < reach; j++) {
+        float value[D];
+        for (int l = 0; l < D; l++) value[l] = wide(values[j * D + l]);
+        for (int i = 0; i < N; i++)
+            for (int l = 0; l < D; l++) sum[i][l] += weights[i * reach + j] * value[l];
+    }
+    for (int i = 0; i < N; i++)
+        for (int l = 0; l < D; l++) narrow(sum[i][l] / total[i], out + i * stride + l);
+}
+#endif
+
+// query [B, H, n, d] in any order but for its last axis; keys and values: of a cache; positions int64 [B, n] ->
+// out [B, n, H, d]
+template <typename T, int D>
+static void attend(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, const int64_t* positions,
+                   const at::Tensor& out, float scale) {
+    long heads = query.size(1), n = query.size(2);
+    long shared = heads / keys.size(1), passes = (n + MANY - 1) / MANY;
+    at::parallel_for(0, query.size(0) * heads, 1, [&](long from, long to) {
+        static thread_local std::vector<float> weights;
+        for (long bh = from; bh < to; bh++) {
+            long b = bh / heads, h = bh % heads, cell = (b * keys.size(1) + h / shared) * keys.size(2) * D;
+            for (long pass = 0; pass < passes; pass++) {
+                long i = n * pass / passes, many = n * (pass + 1) / passes - i;
+                const int64_t* at = positions + b * n + i;
+                long reach = *std::max_element(at, at + many) + 1;
+                weights.resize(std::max(weights.size(), size_t(many * reach)));
+                T queries[MANY][D];
+                for (long k = 0; k < many; k++)
+                    std::memcpy(queries[k], data<T>(query) + b * query.stride(0) + h * query.stride(1) +
+                                                (i + k) * query.stride(2), sizeof queries[k]);
+                auto run = [&]<int N>(std::integral_constant<int, N>) {
+                    float total[N];
+                    weigh<T, D, N>(queries, data<T>(keys) + cell, at, reach, scale,
+                                   weights.data(), total);
+                    mix<T, D, N>(data<T>(values) + cell, weights.data(), total, reach,
+                                 (T*)out.data_ptr() + ((b * n + i) * heads + h) * D, heads * D);
+                };
+                if (many == 5) run(std::integral_constant<int, 5>());
+                else if (many == 4) run(std::integral_constant<int, 4>());
+                else if (many == 3) run(std::integral_constant<int, 3>());
+                else if (many == 2) run(std::integral_constant<int, 2>());
+                else run(std::integral_constant<int, 1>());
+            }
+        }
+    });
+}
+
+// x in the dtype of `kept`, the numbers of its last axis side by side
+static at::Tensor as_kept(const at::Tensor& x, const at::Tensor& kept) {
+    auto y = x.to(kept.scalar_type());
+    return y.stride(-1) == 1 ? y : y.contiguous();
+}
+
+// states [B, G, n, d] to the slots of kept [B, G, capacity, d] that positions [B, n] name
+static void store(const at::Tensor& states, const at::Tensor& positions, const at::Tensor& kept) {
+    auto from = as_kept(states, kept);
+    long size = kept.element_size(), bytes = kept.size(3) * size;
+    for (long b = 0; b < kept.size(0); b++)
+        for (long g = 0; g < kept.size(1); g++)
+            for (long i = 0; i < positions.size(1); i++) {
+                long slot = data<int64_t>(positions)[b * positions.size(1) + i];
+                TORCH_CHECK(0 <= slot && slot < kept.size(2), "there is no slot ", slot);
+                std::memcpy((char*)kept.data_ptr() + ((b * kept.size(1) + g) * kept.size(2) + slot) * bytes,
+                            (const char*)from.const_data_ptr() +
+                                (b * from.stride(0) + g * from.stride(1) + i * from.stride(2)) * size, bytes);
+            }
+}
+
+// The tokens' keys and values [B, G, n, d] go to the slots of the cache, kept_keys and kept_values [B, G, capacity, d],
+// that their positions [B, n] name; then query [B, H, n, d] attends to the slots up to its own -> [B, n, H, d].
+static at::Tensor attend_slots(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                               const at::Tensor& positions, const at::Tensor& kept_keys,
+                               const at::Tensor& kept_values, double scale) {
+    auto q = as_kept(query, kept_keys), at = positions.contiguous();
+    auto out = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
+    store(keys, at, kept_keys);
+    store(values, at, kept_values);
+    auto run = [&]<typename T>(T) {
+#define CASE(D) case D: return attend<T, D>(q, kept_keys, kept_values, data<int64_t>(at), out, float(scale));
+        switch (q.size(3)) { CASE(8) CASE(16) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96) CASE(128) CASE(256) }
+#undef CASE
+        TORCH_CHECK(false, "no kernel for heads of ", q.size(3), " numbers");
+    };
+    if (kept_keys.scalar_type() == at::kBFloat16) run(bf16());
+    else run(float());
+    return out.to(query.scalar_type());
+}

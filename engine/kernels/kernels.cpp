@@ -1,0 +1,52 @@
+// What decoding on a CPU spends its time on, for the few tokens of a round, as operators that a graph can hold.
+#include "attention.h"
+#include "linear.h"
+#include "sampling.h"
+
+#include <torch/csrc/inductor/aoti_torch/utils.h>
+
+// The same as C functions, which graphs call without going through Python (nativeKernels.py reads how they look).
+#define TENSOR(handle) (*torch::aot_inductor::tensor_handle_to_tensor_pointer(handle))
+#define GIVE(...) \
+    AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({ *result = torch::aot_inductor::new_tensor_handle(__VA_ARGS__); })
+extern "C" {
+AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias, int64_t width,
+                                     int32_t gelu, AtenTensorHandle* result) {
+    GIVE(linear_packed(TENSOR(x), TENSOR(packed), bias ? std::optional(TENSOR(*bias)) : std::nullopt, width, gelu));
+}
+AOTITorchError aoti_torch_cpu_attend(AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values,
+                                     AtenTensorHandle positions, AtenTensorHandle kept_keys,
+                                     AtenTensorHandle kept_values, double scale, AtenTensorHandle* result) {
+    GIVE(attend_slots(TENSOR(query), TENSOR(keys), TENSOR(values), TENSOR(positions), TENSOR(kept_keys),
+                      TENSOR(kept_values), scale));
+}
+AOTITorchError aoti_torch_cpu_stored(AtenTensorHandle x, AtenTensorHandle* result) { GIVE(TENSOR(x).clone()); }
+AOTITorchError aoti_torch_cpu_probabilities(AtenTensorHandle logits, AtenTensorHandle settings,
+                                            AtenTensorHandle* result) {
+    GIVE(probabilities(TENSOR(logits), TENSOR(settings)));
+}
+AOTITorchError aoti_torch_cpu_pick(AtenTensorHandle probs, AtenTensorHandle u, AtenTensorHandle* result) {
+    GIVE(pick(TENSOR(probs), TENSOR(u)));
+}
+}
+
+TORCH_LIBRARY(native, library) {
+    library.def("linear(Tensor x, Tensor packed, Tensor? bias, int width, bool gelu=False) -> Tensor");
+    library.def("attend(Tensor query, Tensor keys, Tensor values, Tensor positions, Tensor(a!) kept_keys, "
+                "Tensor(b!) kept_values, float scale) -> Tensor");
+    library.def("stored(Tensor x) -> Tensor");
+    library.def("probabilities(Tensor logits, Tensor settings) -> Tensor");
+    library.def("pick(Tensor probs, Tensor u) -> Tensor");
+    library.def("accept(Tensor p, Tensor q, Tensor drafts, Tensor u) -> (Tensor, Tensor)");
+    library.def("accept_block(Tensor p, Tensor q, Tensor drafts, Tensor u) -> (Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(native, CPU, library) {
+    library.impl("linear", linear_packed);
+    library.impl("attend", attend_slots);
+    library.impl("stored", [](const at::Tensor& x) { return x.clone(); });
+    library.impl("probabilities", probabilities);
+    library.impl("pick", pick);
+    library.impl("accept", accept);
+    library.impl("accept_block", accept_block);
+}

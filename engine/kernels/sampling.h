@@ -1,0 +1,232 @@
+// Filters, draws and the token rule: utils.py and verification.py say what these compute.
+#pragma once
+#include "numbers.h"
+
+static int32_t bits_of(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+// As a whole number: the compiler takes every float for finite. A distribution is nan in all its numbers or in none.
+static bool is_nan(const float* x) { return (bits_of(*x) & 0x7fffffff) > 0x7f800000; }
+
+static float total(const float* x, long n) {
+    float sum = 0;
+    for (long i = 0; i < n; i++) sum += x[i];
+    return sum;
+}
+
+// Those of p[n] that are at least `bound`, in `room`; how many there are.
+static long at_least(float bound, const float* p, long n, std::vector<float>& room) {
+    if (long(room.size()) < n) room.resize(n);
+    float* to = room.data();
+    long i = 0;
+#ifdef __AVX512F__
+    for (; i + 16 <= n; i += 16) {
+        auto x = _mm512_loadu_ps(p + i);
+        auto kept = _mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_GE_OQ);
+        _mm512_mask_compressstoreu_ps(to, kept, x);
+        to += __builtin_popcount(kept);
+    }
+#endif
+    for (; i < n; i++)
+        if (p[i] >= bound) *to++ = p[i];
+    return to - room.data();
+}
+
+// The least value kept by top-k. k parts of the row have a largest value of at least that of the k-th of them, so that
+// what is less need not be looked at.
+static float kth_largest(const float* x, long n, long k, std::vector<float>& room) {
+    constexpr long PART = 64;
+    float bound = -INFINITY;
+    if (k <= n / PART) {
+        room.clear();
+        for (long i = 0; i + PART <= n; i += PART) {
+            float top = x[i];
+            for (long j = i; j < i + PART; j++) top = x[j] > top ? x[j] : top;
+            room.push_back(top);
+        }
+        std::nth_element(room.begin(), room.begin() + (k - 1), room.end(), std::greater<float>());
+        bound = room[k - 1];
+    }
+    long count = at_least(bound, x, n, room);
+    std::nth_element(room.begin(), room.begin() + (k - 1), room.begin() + count, std::greater<float>());
+    return room[k - 1];
+}
+
+// With which of the weights p[n], at most 1 and `sum` together, a share of top_p is reached when the largest come first.
+// Those below (1 - top_p) / n of the sum are less than 1 - top_p together, so it is none of them. The others are summed
+// by their leading bits, which sorts them roughly; only those of the one bucket in which top_p is reached are sorted.
+static float least_kept(const float* p, long n, float sum, double top_p, std::vector<float>& room) {
+    constexpr int DROPPED = 20, BUCKETS = (0x3f800000 >> DROPPED) + 1;
+    double sums[BUCKETS] = {}, above = 0;
+    auto bucket = [](float x) { return bits_of(x) >> DROPPED; };
+    long count = at_least(float((1 - top_p) / n * sum * 0.99), p, n, room);  // a rounding less
+    top_p *= sum;
+    for (long i = 0; i < count; i++) sums[bucket(room[i])] += room[i];
+    int last = BUCKETS - 1;
+    while (last > 0 && above + sums[last] < top_p) above += sums[last--];
+    auto end = std::partition(room.begin(), room.begin() + count, [&](float x) { return bucket(x) == last; });
+    if (end == room.begin()) return 0;  // rounding: all together do not reach top_p
+    std::sort(room.begin(), end, std::greater<float>());
+    for (auto x = room.begin(); x < end; x++)
+        if ((above += *x) >= top_p) return *x;
+    return end[-1];
+}
+
+// p[n] = e^(heat (x - top)) where x is at least `floor`, else 0; their sum. Equal logits get the same.
+static float exponentials(const float* x, long n, float top, float heat, float floor, float* p) {
+#ifdef __AVX512F__
+    auto sum = _mm512_setzero_ps();
+    for (long i = 0; i < n; i += 16) {
+        auto y = _mm512_maskz_loadu_ps(first(n - i), x + i);
+        auto kept = _mm512_mask_cmp_ps_mask(first(n - i), y, _mm512_set1_ps(floor), _CMP_GE_OQ);
+        auto heated = _mm512_mul_ps(_mm512_sub_ps(y, _mm512_set1_ps(top)), _mm512_set1_ps(heat));
+        auto e = _mm512_maskz_mov_ps(kept, exponential(heated));
+        _mm512_mask_storeu_ps(p + i, first(n - i), e);
+        sum = _mm512_add_ps(sum, e);
+    }
+    return _mm512_reduce_add_ps(sum);
+#else
+    // In whole vectors: what is left over would be computed by another exp, and equal logits be told apart.
+    std::vector<float> e((n + 15) / 16 * 16);
+    for (long i = 0; i < n; i++) e[i] = std::max((x[i] - top) * heat, -87.f);  // beyond, exp is slow, and 0
+    for (size_t i = 0; i < e.size(); i++) e[i] = expf(e[i]);
+    for (long i = 0; i < n; i++) p[i] = x[i] < floor || (x[i] - top) * heat < -87.f ? 0 : e[i];
+    return total(p, n);
+#endif
+}
+
+// logits float32 [..., V], settings float64 [3]: temperature, top_k (0: all), top_p (1: all) -> float32 [..., V]
+static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& settings) {
+    double temperature = data<double>(settings)[0], top_p = data<double>(settings)[2];
+    long top_k = long(std::min(data<double>(settings)[1], 1e15));
+    auto from = logits.contiguous();
+    auto probs = at::empty(logits.sizes(), logits.options());
+    long n = logits.size(-1), rows = logits.numel() / n;
+    at::parallel_for(0, rows, std::max(1l, 16384 / n), [&](long first, long last) {
+        static thread_local std::vector<float> room;
+        for (long row = first; row < last; row++) {
+            const float* x = data<float>(from) + row * n;
+            float* p = (float*)probs.data_ptr() + row * n;
+            int wrong = 0;  // +inf and nan. As whole numbers: the compiler takes every float for finite
+            for (long i = 0; i < n; i++)
+                wrong |= int(bits_of(x[i]) == 0x7f800000) | int((bits_of(x[i]) & 0x7fffffff) > 0x7f800000);
+            if (wrong) {
+                uint32_t nan = 0x7fc00000;
+                for (long i = 0; i < n; i++) std::memcpy(p + i, &nan, 4);
+                continue;
+            }
+            if (temperature == 0) {
+                std::fill(p, p + n, 0.f);
+                p[std::max_element(x, x + n) - x] = 1;
+                continue;
+            }
+            float heat = float(1 / temperature), top = x[0];
+            float floor = 0 < top_k && top_k < n ? kth_largest(x, n, top_k, room) : -INFINITY;
+            for (long i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
+            float sum = exponentials(x, n, top, heat, floor, p);
+            if (top_p < 1) {
+                float least = least_kept(p, n, sum, top_p, room);
+                sum = 0;
+                for (long i = 0; i < n; i++) sum += p[i] = p[i] < least ? 0 : p[i];
+            }
+            for (long i = 0; i < n; i++) p[i] /= sum;
+        }
+    });
+    return probs;
+}
+
+// probs float32 [..., V], u float32 [...] uniform in [0, 1) -> int64 [...]: the token in whose share of the sum u lies
+static at::Tensor pick(const at::Tensor& probs, const at::Tensor& u) {
+    auto p = probs.contiguous(), at = u.contiguous();
+    auto tokens = at::empty(u.sizes(), u.options().dtype(at::kLong));
+    constexpr long PART = 64;
+    long n = probs.size(-1);
+    std::vector<double> parts((n + PART - 1) / PART);
+    for (long row = 0; row < u.numel(); row++) {
+        const float* x = data<float>(p) + row * n;
+        if (is_nan(x)) {
+            ((int64_t*)tokens.data_ptr())[row] = n;
+            continue;
+        }
+        double sum = 0;
+        for (long i = 0; i < long(parts.size()); i++)
+            sum += parts[i] = total(x + i * PART, std::min(PART, n - i * PART));
+        double left = data<float>(at)[row] * sum;
+        long part = 0, token = -1;
+        while (part + 1 < long(parts.size()) && left >= parts[part]) left -= parts[part++];
+        for (long i = part * PART; i < n; i++) {  // past the part's end where rounding has it so
+            if (x[i] > 0) {
+                token = i;
+                if (left < x[i]) break;
+            }
+            left -= x[i];
+        }
+        for (long i = n - 1; token < 0 && i >= 0; i--) token = x[i] > 0 ? i : -1;
+        ((int64_t*)tokens.data_ptr())[row] = token < 0 ? n - 1 : token;
+    }
+    return tokens;
+}
+
+// verification.py's rules but for the last draw: p [B, n + 1, V], q [B, n, V], drafts int64 [B, n], u [B, n] -> how many
+// drafts of each row stand, int64 [B], and what the token after them is drawn from, [B, V]. A rule is
+// f(p, q, drafts, u, n, V) of one row -> how many stand, and the weight of p in the residual.
+template <typename Rule>
+static std::tuple<at::Tensor, at::Tensor> by_rule(const at::Tensor& p, const at::Tensor& q, const at::Tensor& drafts,
+                                                  const at::Tensor& u, Rule rule) {
+    auto ps = p.contiguous(), qs = q.contiguous(), xs = drafts.contiguous(), us = u.contiguous();
+    long rows = p.size(0), n = drafts.size(1), size = p.size(2);
+    auto accepted = at::empty({rows}, drafts.options()), left = at::empty({rows, size}, p.options());
+    for (long row = 0; row < rows; row++) {
+        const float *p_0 = data<float>(ps) + row * (n + 1) * size, *q_0 = data<float>(qs) + row * n * size;
+        auto [i, w] = rule(p_0, q_0, data<int64_t>(xs) + row * n, data<float>(us) + row * n, n, size);
+        ((int64_t*)accepted.data_ptr())[row] = i;
+        const float *p_i = p_0 + i * size, *q_i = q_0 + i * size;
+        float* rest = (float*)left.data_ptr() + row * size;
+        bool sound = !is_nan(p_i) && (i == n || !is_nan(q_i));
+        for (long v = 0; sound && v < size; v++) rest[v] = i < n ? std::max(w * p_i[v] - q_i[v], 0.f) : p_i[v];
+        float sum = sound ? total(rest, size) : 0;
+        if (sum > 0)
+            for (long v = 0; v < size; v++) rest[v] /= sum;
+        else
+            std::copy(p_i, p_i + size, rest);
+    }
+    return {accepted, left};
+}
+
+static std::tuple<at::Tensor, at::Tensor> accept(const at::Tensor& p, const at::Tensor& q, const at::Tensor& drafts,
+                                                 const at::Tensor& u) {
+    auto rule = [](const float* p, const float* q, const int64_t* x, const float* u, long n, long size) {
+        long i = 0;
+        for (; i < n; i++, p += size, q += size) {
+            if (is_nan(p) || is_nan(q)) break;
+            if (!(q[x[i]] > 0 && u[i] * q[x[i]] < p[x[i]])) break;
+        }
+        return std::pair(i, 1.f);
+    };
+    return by_rule(p, q, drafts, u, rule);
+}
+
+static std::tuple<at::Tensor, at::Tensor> accept_block(const at::Tensor& p, const at::Tensor& q,
+                                                       const at::Tensor& drafts, const at::Tensor& u) {
+    auto rule = [](const float* p, const float* q, const int64_t* x, const float* u, long n, long size) {
+        std::pair best(0l, 1.f);
+        float w = 1;
+        for (long i = 0; i < n; i++) {
+            if (is_nan(p + i * size) || is_nan(q + i * size) || is_nan(p + (i + 1) * size)) break;
+            float q_x = q[i * size + x[i]];
+            w = std::min(w * p[i * size + x[i]] / std::max(q_x, 1.1754944e-38f), 1.f);
+            const float *after = p + (i + 1) * size, *guessed = q + (i + 1) * size;
+            float s = 0;
+            if (i + 1 == n) s = w * total(after, size);  // past the last draft q is 0
+            else if (is_nan(guessed)) break;
+            else for (long v = 0; v < size; v++) s += std::max(w * after[v] - guessed[v], 0.f);
+            float h = s + 1 - w == 0 ? 1 : s / (s + 1 - w);
+            if (u[i] < h && q_x > 0) best = {i + 1, w};
+        }
+        return best;
+    };
+    return by_rule(p, q, drafts, u, rule);
+}

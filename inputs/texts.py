@@ -1,0 +1,101 @@
+"""Texts to measure on: the bundled samples, WikiText-2 and PG-19 from `datasets/`, or any file or folder."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from inputs.hub import MANIFEST
+from utils import UserError
+
+DATASETS = Path(__file__).resolve().parent.parent / "datasets"
+FOLDERS = {"sample": "sample", "wikitext": "wikitext", "pg19": "pg19_sample"}
+ENDINGS = (".txt", ".raw", ".tokens")
+HEADING = re.compile(r"^ *= .* = *$")
+
+
+@dataclass
+class Corpus:
+    """A named collection of documents (whole texts)."""
+
+    name: str
+    documents: list
+
+    def passages(self, least, reach=None):
+        """The passages of at least `least` characters, in order: the lines of a document in WikiText's format (headings
+        left out), the paragraphs of any other. With `reach` each runs on into the text behind it, for that many
+        characters in all (or to the document's end)."""
+        found = []
+        for document in self.documents:
+            wiki = re.search(r"^ = [^=\n]* = $", document, re.M)
+            gaps = [gap.span() for gap in re.finditer(r"\n" if wiki else r"\n\s*\n", document)]
+            start = 0
+            for end, following in (*gaps, (len(document), None)):
+                part = document[start:end]
+                if len(part.strip()) >= least and not HEADING.match(part):
+                    found.append(document[start : start + reach] if reach else part)
+                start = following
+        return found
+
+
+def load_corpora(name, books=None):
+    """The corpora of a data set: 'sample', 'wikitext', 'pg19', another installed in `datasets/`, or the path of a text
+    file, of a folder of them, or of a folder written by `datasets`' `save_to_disk` with a `text` column (its `test`
+    split, where it has splits). `books`: documents of each corpus at most."""
+    if name in FOLDERS or os.path.isfile(DATASETS / name / MANIFEST):
+        path = DATASETS / FOLDERS.get(name, name)
+        if not path.exists():
+            raise UserError(
+                f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "
+                f"({name}), or use --dataset sample"
+            )
+    else:
+        path = Path(os.path.abspath(os.path.expanduser(name)))
+        if not os.path.exists(path):
+            raise UserError(f"unknown data set {name!r}: it is none of {', '.join(FOLDERS)} and no such path exists")
+    if path.is_file():
+        corpora = [Corpus(path.name, [read(path)])]
+    elif list(path.glob("dataset_dict.json")) or list(path.glob("dataset_info.json")):
+        corpora = [Corpus(name if name in FOLDERS else path.name, read_saved(path))]
+    else:
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
+        if name == "sample":  # two styles, reported apart; any other folder is one corpus of many documents
+            corpora = [Corpus(file.name, [read(file)]) for file in files]
+        else:
+            corpora = [Corpus(name if name in FOLDERS else path.name, [read(file) for file in files])]
+    for corpus in corpora:
+        corpus.documents = [document for document in corpus.documents if document.strip()][:books]
+    corpora = [corpus for corpus in corpora if corpus.documents]
+    if not corpora:
+        raise UserError(
+            f"{path} holds no text; give {', '.join(ENDINGS)} files that are not empty, or a saved data set"
+        )
+    return corpora
+
+
+def read(path):
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # Project Gutenberg's files begin with a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as UTF-8 text ({error}); convert it, or name another") from None
+    if "\0" in text:
+        raise UserError(f"{path} is a binary file; name a text file")
+    return text
+
+
+def read_saved(path):
+    """Documents of a folder written by `save_to_disk`. WikiText has one line a row: its rows are joined again."""
+    from datasets import load_from_disk  # takes a second to import, and most runs have no use for it
+
+    try:
+        saved = load_from_disk(str(path))
+        rows = (saved["test"] if hasattr(saved, "keys") else saved)["text"]
+        rows = [row for row in rows if row is not None]
+        if not any(HEADING.match(row.rstrip("\n")) for row in rows[:50]):
+            return rows
+        return [("" if any(row.endswith("\n") for row in rows) else "\n").join(rows)]
+    except Exception as error:
+        raise UserError(
+            f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test' "
+            f"({' '.join(str(error).split())[:200]}); save it so, or name a text file"
+        ) from None

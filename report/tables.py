@@ -1,0 +1,63 @@
+"""What the tables of all reports are made of."""
+
+import re
+
+import numpy as np
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from experiments.speed import interval
+from inputs.escape import visible
+
+WIDTH = 100
+NAMES = {
+    "draft": "draft alone",
+    "target": "target alone",
+    "mid": "mid alone",
+    "speculativeContrastive": "spec. contrastive",
+}
+
+
+def name_of(method):
+    """A method's name in words."""
+    return NAMES.get(method) or visible(re.sub("[A-Z]", lambda capital: " " + capital[0].lower(), method), "")
+
+
+def plain(value):
+    """Text for the screen with no markup and no control characters: names may come from anywhere."""
+    return Text(visible(str(value), ""))
+
+
+def number(value, digits):
+    """A figure that keeps to its column: in powers of ten from a million up."""
+    return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"
+
+
+def span(interval, scale=1.0):
+    """A median to about three digits, and its 95 % interval on a second line."""
+    digits = next((2 - power for power in (0, 1) if max(interval) * scale < 10 ** (power + 1)), 0)
+    middle, low, high = (f"{value * scale:.{digits}f}" for value in interval)
+    return middle if low == high or low == "nan" else f"{middle}\n[{low}, {high}]"
+
+
+def give_or_take(values):
+    """A mean, and half the width of its 95 % interval on a second line."""
+    mean, low, high = interval(values, np.mean)
+    return f"{mean:.3g}" + (f"\n±{(high - low) / 2:.2g}" if high > low else "")
+
+
+def grid(title, columns):
+    """A table whose numbers are never cut: where it is too wide, the names in its first column are folded."""
+    table = Table(
+        title=plain(title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
+    )
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=index > 0, overflow="fold")
+    return table
