@@ -1,9 +1,10 @@
-# `make run`: everything from a fresh clone to results.txt. `make test`: the test suite. `make check`: that and the style.
-# `make bench`: the benchmark. All make .venv if it is not there.
+# `make run`: from a fresh clone to results.txt. `make test`: the test suite. `make check`: style, types and tests.
+# `make bench`: the benchmark. `make docs`: renders the figures in README.md and docs/ from their records.
+# Each makes .venv first if it is not there.
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test style check bench clean
+.PHONY: run test style check bench docs clean
 
 run: .venv/installed
 	$(VENV) test.py
@@ -14,11 +15,15 @@ test: .venv/installed
 style: .venv/installed
 	$(VENV) -m ruff check
 	$(VENV) -m ruff format --check
+	$(VENV) -m mypy
 
 check: style test
 
 bench: .venv/installed
 	$(VENV) -m benchmark
+
+docs: .venv/installed
+	$(VENV) -m scripts.renderDocs
 
 .venv/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -27,4 +32,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .coverage .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__
+	rm -rf .venv .coverage .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ tests/__pycache__

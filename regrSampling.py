@@ -1,35 +1,38 @@
 """Autoregressive sampling: one forward of the target for each token. The baseline."""
 
+from collections.abc import Sequence
+
 import torch
+from torch import Generator
 
-from decoding.rounds import run
+from decoding.interfaces import Callback, Model
+from decoding.record import Record
+from decoding.rounds import draw_tokens, first_token
 from decoding.rows import Rows
-from utils import Sampling, draw, probabilities
-
-
-def first_token(rows, model, sampling, generator=None):
-    """Read the prompts, draw the token after each and commit it."""
-    logits = model.read_prompt(rows)
-    commit_one(rows, draw(probabilities(logits, sampling, rows.seen(model.vocabulary, sampling)), generator))
-
-
-def commit_one(rows, token):
-    """Add `token[B]` to the rows."""
-    rows.commit(token[:, None][:, :0], torch.zeros_like(token), token)
+from utils import Sampling
 
 
 @torch.inference_mode()
-def regrSampling(prefixes, target, max_len=200, sampling=Sampling(), end_of_text=None, generator=None, callback=None):
+def regrSampling(
+    prefixes: Sequence[Sequence[int]],
+    target: Model,
+    max_len: int = 200,
+    sampling: Sampling = Sampling(),
+    end_of_text: int | None = None,
+    generator: Generator | None = None,
+    callback: Callback | None = None,
+) -> tuple[list[list[int]], list[Record]]:
     """Continue each of `prefixes` (lists of token ids, of any lengths) with `target`, a `CachedModel`.
 
-    max_len: tokens to add at most; end_of_text: the id that ends a row; generator: a `torch.Generator` on the model's
-    device; callback: called as `callback(row, tokens, guessed)` as tokens come, `guessed` of them guesses that stood.
-    Returns the new tokens of each row (lists) and a `Record` for each row. Raises UserError as `Rows` says.
+    max_len: new tokens at most. end_of_text: the id that ends a row. generator: on the model's device.
+    callback: called as `callback(row, tokens, guessed)` when a row has grown; the first `guessed` tokens are accepted
+        guesses (here none).
+    Returns the new tokens of each row and a `Record` of each row. Raises UserError as `Rows` does.
     """
     rows = Rows(prefixes, max_len, [target], end_of_text, callback)
     first_token(rows, target, sampling, generator)
     while rows.remaining:
         seen = rows.seen(target.vocabulary, sampling)
-        token, _ = run(target, *rows.last(1), 1, sampling, generator, seen)
-        commit_one(rows, token[:, 0])
+        token, _ = draw_tokens(target, *rows.last(1), 1, sampling, generator, seen)
+        rows.commit_one(token[:, 0])
     return rows.tokens, rows.records

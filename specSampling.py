@@ -1,37 +1,41 @@
-"""Speculative sampling: guess ahead with something cheap, score all guesses with one forward of the target, keep what
-the target would have said (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
+"""Speculative sampling: guess ahead with a cheap drafter, score all guesses with one forward of the target, and keep
+what the target would have said (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
+
+from collections.abc import Sequence
 
 import torch
+from torch import Generator, Tensor
 
 from decoding.draftLength import Fixed
-from decoding.rounds import judge
+from decoding.interfaces import Callback, Drafter, LengthRule, Model, VerificationRule
+from decoding.record import Record
+from decoding.rounds import first_token, score_and_verify
 from decoding.rows import Rows
 from decoding.verification import token_rule
 from decoding.watch import Watch
-from regrSampling import first_token
 from utils import Sampling, not_finite
 
 
 @torch.inference_mode()
 def specSampling(
-    prefixes,
-    target,
-    drafter,
-    max_len=200,
-    gamma=4,
-    sampling=Sampling(),
-    end_of_text=None,
-    generator=None,
-    callback=None,
-    verify=token_rule,
-):
-    """Continue each of `prefixes` with `target`'s own distribution, faster.
+    prefixes: Sequence[Sequence[int]],
+    target: Model,
+    drafter: Drafter,
+    max_len: int = 200,
+    gamma: int | LengthRule = 4,
+    sampling: Sampling = Sampling(),
+    end_of_text: int | None = None,
+    generator: Generator | None = None,
+    callback: Callback | None = None,
+    verify: VerificationRule = token_rule,
+) -> tuple[list[list[int]], list[Record]]:
+    """Continue each of `prefixes` with tokens distributed exactly as `target`'s own, in fewer forwards of `target`.
 
-    drafter: what guesses (drafters.py). gamma: tokens guessed in a round, or a rule that chooses (draftLength.py).
-    verify: how guesses are accepted, f(p, q, drafts, u) -> (accepted, token) as in verification.py: on a GPU it is
-    recorded, so it must neither make the host wait nor keep anything, or say that it does. The other arguments, the two
-    results and the errors are `regrSampling`'s. Rows advance by different amounts: each by what it accepted, and one
-    token more.
+    drafter: what guesses (methods/drafters.py).
+    gamma: tokens to guess in a round, or a rule that chooses (decoding/draftLength.py).
+    verify: which guesses to accept (decoding/verification.py).
+    The other arguments, both results and the errors are those of `regrSampling`. Rows of a batch are ragged: in each
+    round a row grows by the guesses it accepted and one more token.
     """
     length = Fixed(gamma) if isinstance(gamma, int) else gamma
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback)
@@ -43,34 +47,33 @@ def specSampling(
     return rows.tokens, rows.records
 
 
-def advance(rows, target, drafter, length, sampling, verify, generator=None, behind=0):
-    """One round: draft, score, verify, commit. Returns p `[B, n + 1, V]` and how many of the n drafts each row kept.
+def advance(
+    rows: Rows,
+    target: Model,
+    drafter: Drafter,
+    length: LengthRule,
+    sampling: Sampling,
+    verify: VerificationRule,
+    generator: Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One round, Algorithm 1 of arXiv 2211.17192.
 
-    behind: tokens before the last that `target` has not read either (a cascade's inner target misses some)."""
+    Returns p, float32 `[B, n + 1, V]`, and how many of the n guesses each row accepted, int64 `[B]`.
+    """
     watch = Watch(rows.device)
-    # Draft: x_1 ... x_gamma, and the distributions q they were drawn from. A row's last token of all needs no guess,
-    # and past its end there is no p: the block rule, which looks ahead, would be misled by what stands there.
+    # Choose gamma for each row. The last token a row may add needs no guess: the target draws it.
     gammas = [max(0, min(gamma, left - 1)) for gamma, left in zip(length.gammas(), rows.left)]
-    at_once = None if behind or length.stop or length.timed else getattr(drafter, "round_at_once", None)
-    scored = at_once and at_once(target, rows, max(gammas), sampling, generator)  # p too, where one graph gives both
-    drafts, q, p = scored or (*drafter.draft(rows, max(gammas), sampling, generator, length.stop), None)
+    # Draft x_1, ..., x_gamma from q_1, ..., q_gamma.
+    guesses = drafter.draft(rows, max(gammas), sampling, generator, length).limited(gammas)
     watch.mark()
-    if min(gammas) < max(gammas):  # a row with fewer guesses than others has q = 0 beyond its own
-        order = torch.arange(drafts.shape[1], device=rows.device)
-        q = q * (order < torch.tensor(gammas, device=rows.device)[:, None])[..., None]
-    # Score and verify: p before each draft token and after the last, in one forward of the target.
-    u = torch.rand(len(drafts), drafts.shape[1] + 1, device=rows.device, generator=generator)
-    if scored:
-        accepted, token = verify(p, q, drafts, u)
-    else:
-        committed, positions = rows.last(1 + behind, drafts.shape[1])
-        block, seen = torch.cat([committed, drafts], 1), rows.seen(target.vocabulary, sampling)
-        p, accepted, token = judge(target, block, positions, q, u, sampling, verify, seen)
-    # Commit.
-    drafted, taken = rows.commit(drafts, accepted, token, q.gather(-1, drafts[..., None])[..., 0] > 0)
-    # A guess from a q of nan never counts as one. Only where guesses are missing is it worth the host's time to look.
-    if min(drafted.values()) < drafts.shape[1] and q.isnan().any():
+    # Score: p_1, ..., p_{gamma + 1} in one forward of the target. Verify: accept guesses, draw the token after them.
+    u = torch.rand(len(gammas), guesses.drafts.shape[1] + 1, device=rows.device, generator=generator)
+    p, accepted, token = score_and_verify(target, rows, guesses, u, sampling, verify)
+    # Commit the accepted guesses and the token after them.
+    drafted, kept = rows.commit(guesses.drafts, accepted, token, guesses.of_drafts() > 0)
+    # A guess from a q of nan counts as none. The check synchronises, so it is made only where guesses are missing.
+    if min(drafted.values()) < guesses.drafts.shape[1] and guesses.q.isnan().any():
         raise not_finite(drafter.models[0])
-    # Learn: how long the next round's guess should be.
-    length.learn(drafted, taken, lambda: p[torch.arange(len(p)), accepted, token].tolist(), watch.seconds)
+    # Learn how many tokens to guess in the next round.
+    length.learn(drafted, kept, lambda: p[torch.arange(len(p)), accepted, token].tolist(), watch.seconds)
     return p, accepted

@@ -1,36 +1,46 @@
-"""Logits to probabilities, drawing a token, and the residual distribution: what every sampler is made of.
+"""What every sampler is made of: logits to probabilities, drawing a token, and the residual distribution.
 
-Every tensor here ends in the vocabulary axis `V`; probabilities are float32 whatever the model's dtype, since a
+The last axis of every tensor here is the vocabulary, `V`. Probabilities are float32 whatever the model's dtype: a
 half-precision distribution does not sum to 1 and loses its tail.
 """
 
-import functools
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Generator, Tensor
 
 
 class UserError(Exception):
     """Something the user gave cannot be used. The message is one line: what is wrong, and the remedy."""
 
 
-def not_finite(model):
-    """The UserError for a model whose arithmetic broke down, as some models' does in float16."""
+class Named(Protocol):
+    """A model's name and dtype, for a message."""
+
+    name: str
+    dtype: torch.dtype
+
+
+def not_finite(model: Named) -> UserError:
+    """The UserError for a model whose logits are not finite, as some models' are in float16."""
     dtype = str(model.dtype).removeprefix("torch.")
     remedy = "its weights are broken, download it again" if dtype == "float32" else "use --dtype float32"
     return UserError(f"{model.name} gives logits that are not finite in {dtype} (nan or inf); {remedy}")
 
 
-def out_of_memory(error):
-    """Whether an exception says that memory is full: each allocator has a type or words of its own."""
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory is full. Each allocator has its own type or words for that."""
     words = ("can't allocate memory", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
 
 
-def check_share(name, value):
-    """`value` if it lies in [0, 1], else a UserError."""
+def check_share(name: str, value: float) -> float:
+    """`value`, if it lies in [0, 1]. Raises UserError otherwise."""
     if not 0 <= value <= 1:
         raise UserError(f"{name} must lie in [0, 1], not {value}")
     return value
@@ -38,13 +48,13 @@ def check_share(name, value):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a distribution is shaped before a token is drawn. The same shape is given to the target and to the draft.
+    """How a distribution is filtered before a token is drawn. Target and draft get the same filters.
 
-    temperature: 0 takes the most probable token, 1 leaves the model's distribution alone.
+    temperature: 0 is greedy decoding, 1 leaves the model's distribution unchanged.
     top_k: keep the k most probable tokens; 0 keeps all.
     top_p: keep the smallest set of most probable tokens that holds this much probability; 1 keeps all.
-    repetition_penalty: divides the positive logits (multiplies the negative ones) of tokens already in the text
-        (CTRL, arXiv 1909.05858); 1 does nothing.
+    repetition_penalty: divides positive logits, and multiplies negative ones, of tokens already in the text (CTRL,
+        arXiv 1909.05858); 1 does nothing.
     """
 
     temperature: float = 0.85
@@ -52,7 +62,7 @@ class Sampling:
     top_p: float = 0.9
     repetition_penalty: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not (self.temperature == 0 or 1e-4 <= self.temperature < math.inf):
             raise UserError(f"temperature must be 0 (greedy) or at least 0.0001, not {self.temperature}")
         if self.top_k < 0:
@@ -63,27 +73,21 @@ class Sampling:
             raise UserError(f"repetition_penalty must lie in [0.01, 100], not {self.repetition_penalty}")
 
 
-kernels = None  # what does the work of `probabilities` and `pick` on a CPU once nativeKernels.py has built it
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
-BOUNDS = 1e-4, 1e-5  # probabilities above which a nucleus is looked for before everything is sorted
-WORTHWHILE = 1 << 14  # fewer probabilities than this are sorted sooner than candidates are picked
+BOUNDS = 1e-4, 1e-5  # The nucleus is searched among tokens above these probabilities before all tokens are sorted.
+WORTHWHILE = 1 << 14  # For fewer probabilities than this, sorting all is faster.
 
 
-def probabilities(logits, sampling, seen=None):
+def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
     """The distribution a token is drawn from: `logits[..., V]` to float32 probabilities `[..., V]`.
 
     Order: repetition penalty, temperature, top-k, top-p. `seen[..., V]` (bool) marks the tokens already in the text;
-    it is needed only with a repetition penalty. Tokens exactly as probable as the last one kept by top-k or top-p are
-    kept too, so the result does not depend on how a sort breaks ties. Of logits that are not finite it is nan.
+    only a repetition penalty needs it. Tokens exactly as probable as the last one kept by top-k or top-p are kept too,
+    so the result does not depend on how a sort breaks ties. If the logits are not finite, the result is nan.
     """
-    logits = logits.float()
-    if sampling.repetition_penalty != 1:
-        penalised = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
-        logits = torch.where(seen, penalised, logits)
-    if by := kernels_for(logits):
-        return by.probabilities(logits, as_tensor(sampling))
+    logits = penalised(logits.float(), sampling, seen)
     if sampling.temperature == 0:
-        best = logits.argmax(-1, keepdim=True)  # its probability is 1, but nan where its logit is not finite
+        best = logits.argmax(-1, keepdim=True)  # Its probability is 1, or nan if its logit is not finite.
         return torch.zeros_like(logits).scatter_(-1, best, logits.gather(-1, best).softmax(-1))
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
@@ -93,49 +97,50 @@ def probabilities(logits, sampling, seen=None):
     return nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
 
 
-def kernels_for(tensor):
-    """The kernels, where there are some for such a tensor; else None."""
-    return kernels if tensor.device.type == "cpu" and tensor.dtype == torch.float32 else None
+def penalised(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
+    """`logits[..., V]` after the repetition penalty on the tokens that `seen[..., V]` (bool) marks."""
+    if sampling.repetition_penalty == 1:
+        return logits
+    if seen is None:
+        raise ValueError("a repetition penalty needs `seen`, the tokens already in the text")
+    weaker = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+    return torch.where(seen, weaker, logits)
 
 
-@functools.cache
-def as_tensor(sampling):
-    """Temperature, top_k and top_p as float64 `[3]`, which a compiled graph can be given anew at each call."""
-    return torch.tensor([sampling.temperature, sampling.top_k, sampling.top_p], dtype=torch.float64)
-
-
-def kth_largest(logits, k):
+def kth_largest(logits: Tensor, k: int) -> Tensor:
     """The k-th largest of `logits[..., V]`, `[..., 1]`."""
-    if logits.device.type == "cpu":  # numpy selects where torch sorts k of them: 2 to 10 times faster
+    if logits.device.type == "cpu":  # numpy selects, torch sorts: numpy is 2 to 10 times faster.
         return torch.from_numpy(np.partition(logits.numpy(), -k, axis=-1)[..., -k, None])
     return logits.topk(k).values[..., -1:]
 
 
-def nucleus(probs, top_p):
+def nucleus(probs: Tensor, top_p: float) -> Tensor:
     """Top-p (nucleus) filter of `probs[..., V]`, renormalised (Holtzman et al., arXiv 1904.09751)."""
     if probs.device.type == "cpu":
         for bound in BOUNDS if probs.numel() >= WORTHWHILE else ():
             kept = nucleus_above(probs, top_p, bound)
             if kept is not None:
                 return kept
-        # numpy's sort uses vector instructions: 20 to 30 times faster than torch's
+        # numpy's sort uses vector instructions and is 20 to 30 times faster than torch's.
         ordered = torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)
-    else:  # to select candidates the host would have to wait for their number
+    else:  # Selecting candidates would need a host sync for their number.
         ordered = probs.sort(-1, descending=True).values
     probs = probs.masked_fill(probs < least_kept(ordered, top_p), 0.0)
     return probs / probs.sum(-1, keepdim=True)
 
 
-def least_kept(ordered, top_p):
-    """The probability of the token with which top_p is reached, `[..., 1]`, of distributions in descending order."""
+def least_kept(ordered: Tensor, top_p: float) -> Tensor:
+    """The probability of the token that completes top_p, `[..., 1]`. ordered: distributions in descending order."""
     completes = (ordered.cumsum(-1) < top_p).sum(-1, keepdim=True)
     return ordered.gather(-1, completes.clamp_(max=ordered.shape[-1] - 1))
 
 
-def nucleus_above(probs, top_p, bound):
-    """`nucleus` on a CPU, sorting only tokens with a probability of at least `bound`, at most 1 / bound in a row. They
-    come first in the order, so if they hold top_p the nucleus is among them, and the same. None if in some row they do
-    not."""
+def nucleus_above(probs: Tensor, top_p: float, bound: float) -> Tensor | None:
+    """`nucleus` on a CPU, sorting only tokens with a probability of at least `bound`: at most 1 / bound in a row.
+
+    They come first in the order, so if they hold top_p, the nucleus is among them and the result is the same. None if
+    they do not hold top_p in some row.
+    """
     rows = probs.numpy().reshape(-1, probs.shape[-1])
     where = np.flatnonzero(rows >= bound)
     found = rows.ravel()[where]
@@ -146,7 +151,7 @@ def nucleus_above(probs, top_p, bound):
     ragged = np.zeros((len(rows), counts.max()), np.float32)
     ragged[np.arange(ragged.shape[1]) < counts[:, None]] = found
     ordered = torch.from_numpy(np.sort(ragged, axis=-1)[:, ::-1].copy())
-    # Summed as in the full sort, term by term: rounding decides alike.
+    # Summed in the order of the full sort, so that rounding gives the same result.
     if not (ordered.cumsum(-1)[:, -1] >= top_p).all():
         return None
     least = least_kept(ordered, top_p).numpy()
@@ -156,36 +161,35 @@ def nucleus_above(probs, top_p, bound):
     return torch.from_numpy(kept).view(probs.shape)
 
 
-def draw(probs, generator=None):
-    """One token index for each distribution of `probs[..., V]`; shape `[...]`."""
+def draw(probs: Tensor, generator: Generator | None = None) -> Tensor:
+    """One token for each distribution of `probs[..., V]`, int64 `[...]`."""
     return pick(probs, torch.rand(probs.shape[:-1], device=probs.device, generator=generator))
 
 
-def pick(probs, u):
-    """The token in whose share of `probs[..., V]` the number `u[...]` of [0, 1) lies, int64 `[...]`.
+def pick(probs: Tensor, u: Tensor) -> Tensor:
+    """The token that the uniform number `u[...]` in [0, 1) selects from `probs[..., V]`, int64 `[...]`.
 
-    Inverts the cumulative distribution at one uniform number a row: much cheaper than `torch.multinomial`, which draws
-    V exponential numbers. A token of probability 0 is never drawn. Of a distribution that is nan it is V, which is
-    no token: so the host hears of it with the tokens, and need not wait to ask."""
-    if by := kernels_for(probs):
-        return by.pick(probs, u)
+    Inverts the cumulative distribution at one uniform number a row. That is much cheaper than `torch.multinomial`,
+    which draws V exponential numbers. A token of probability 0 is never drawn. If the distribution is nan, the result is
+    V, which is no token: the host learns of it with the tokens, without another sync.
+    """
     cumulative = probs.cumsum(-1)
     total = cumulative[..., -1:]
-    u = (u[..., None] * total).minimum(total.nextafter(torch.zeros_like(total)))  # rounding must not reach the end
+    u = (u[..., None] * total).minimum(total.nextafter(torch.zeros_like(total)))  # Rounding must not reach the end.
     return torch.searchsorted(cumulative, u, right=True)[..., 0]
 
 
-def residual(p, q):
-    """norm(max(0, p - q)) for `p, q [..., V]`: what is left of the target once the draft has had its share
-    (Leviathan et al., arXiv 2211.17192, Algorithm 1). Where nothing is left (p equals q up to rounding) it is p."""
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm(max(0, p - q)) for `p, q [..., V]`: the distribution of the token that replaces a rejected guess (Leviathan
+    et al., arXiv 2211.17192, Algorithm 1). If nothing is left, because p equals q up to rounding, the result is p."""
     left = (p - q).clamp_(min=0)
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left.div_(total), p)
 
 
-def seen_after(seen, block):
+def seen_after(seen: Tensor | None, block: Tensor) -> Tensor | None:
     """The tokens in the text after each token of a block: `seen[B, V]` before it, `block[B, n]` -> `[B, n, V]` bool.
-    None (nobody asks) stays None."""
+    None stays None."""
     if seen is None:
         return None
     hits = torch.zeros(*block.shape, seen.shape[-1], dtype=torch.int32, device=seen.device)

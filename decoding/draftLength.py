@@ -1,42 +1,66 @@
 """How many tokens to guess next.
 
-A rule is told of a new batch with `begin(rows)`; before a round `gammas()` gives the most tokens to guess for each row,
-`stop(q_x)` says after each guess which rows guess no further (None: it never asks), `timed` whether drafting and
-scoring are to be timed each by itself, and after the round
-`learn(drafted, accepted, p_token, seconds)` tells what came of it. A rule may look at committed tokens, past rounds and
-guesses already drawn, and a guess once drawn is always put to the test: that keeps every rule lossless.
+A rule hears of a new batch by `begin(rows)`. Before each round, `gammas()` gives the most tokens to guess for each row.
+After each guess, `stop(q_x)` says which rows guess no further (None: the rule never asks). After the round,
+`learn(drafted, accepted, p_token, seconds)` reports what came of it. `timed` says whether drafting and scoring must be
+timed separately.
+
+A rule may look at committed tokens, past rounds and guesses already drawn. A guess once drawn is always submitted to
+verification. This keeps every rule lossless.
 """
 
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from decoding.interfaces import LengthRule
 from utils import UserError, check_share
 
 
 class Fixed:
     """Always `length` tokens."""
 
-    stop, timed = None, False
+    stop: Callable[[Tensor], Tensor] | None = None
+    timed = False
 
-    def __init__(self, length=4):
+    def __init__(self, length: int = 4) -> None:
         if length < 1:
             raise UserError(f"gamma must be 1 or more, not {length}")
         self.length = length
 
-    def begin(self, rows):
-        """rows: how many there are."""
+    def begin(self, rows: int) -> None:
+        """A new batch of so many rows."""
         self.lengths = [self.length] * rows
 
-    def gammas(self):
+    def gammas(self) -> Sequence[int]:
+        """Tokens to guess for each row."""
         return self.lengths
 
-    def learn(self, drafted, accepted, p_token, seconds):
-        """drafted, accepted: {row: tokens guessed}, {row: how many of them stood} of the rows that had not ended;
-        p_token: a function that gives the target's probability of the token each row drew last, as a list; seconds:
-        a function that gives what the drafting took, and what the rest of the round."""
+    def learn(
+        self,
+        drafted: dict[int, int],
+        accepted: dict[int, int],
+        p_token: Callable[[], list[float]],
+        seconds: Callable[[], Sequence[float]],
+    ) -> None:
+        """Learn from a round.
+
+        drafted, accepted: {row: tokens guessed}, {row: guesses accepted}, of the rows that had not ended.
+        p_token: gives the target's probability of the token that each row drew last.
+        seconds: gives the seconds of drafting, and of the rest of the round.
+        """
 
 
 class Additive(Fixed):
-    """One more after a round that was wholly accepted, else half, but at least `length` (the report's rule)."""
+    """One token more after a round accepted in full, else half as many, but at least `length` (the report's rule)."""
 
-    def learn(self, drafted, accepted, p_token, seconds):
+    def learn(
+        self,
+        drafted: dict[int, int],
+        accepted: dict[int, int],
+        p_token: Callable[[], list[float]],
+        seconds: Callable[[], Sequence[float]],
+    ) -> None:
         for row, guesses in drafted.items():
             if accepted[row] == guesses:
                 self.lengths[row] += 1
@@ -45,64 +69,76 @@ class Additive(Fixed):
 
 
 class DraftConfidence(Fixed):
-    """Guess on while the draft is confident, `length` tokens at most: stop after a token whose probability under the
-    draft was below `threshold`. That token is submitted with the others; to drop it for its probability would bias the
-    text."""
+    """Guess on while the draft is confident, at most `length` tokens: stop after a token that the draft gave a
+    probability below `threshold`. That token is submitted like the others; dropping it would bias the text."""
 
-    def __init__(self, length=10, threshold=0.4):
+    def __init__(self, length: int = 10, threshold: float = 0.4) -> None:
         super().__init__(length)
         self.threshold = check_share("threshold", threshold)
 
-    def stop(self, q_x):
-        """q_x `[B]`: probability under the draft of the token each row drew. Returns bool `[B]`."""
+    def stop(self, q_x: Tensor) -> Tensor:
+        """q_x: float32 `[B]`, the draft's probability of the token each row drew. Returns bool `[B]`."""
         return q_x < self.threshold
 
 
 class TargetConfidence(Fixed):
-    """Guess only where the target is sure of itself: a row in which its probability of the last token it drew is below
-    `threshold` goes on without guesses, a token at a time, until it is sure again."""
+    """Guess only while the target is confident. If its probability of the last token it drew is below `threshold`, the
+    row continues without guesses, one token at a time, until it is confident again."""
 
-    def __init__(self, length=4, threshold=0.5):
+    def __init__(self, length: int = 4, threshold: float = 0.5) -> None:
         super().__init__(length)
         self.threshold = check_share("threshold", threshold)
 
-    def learn(self, drafted, accepted, p_token, seconds):
+    def learn(
+        self,
+        drafted: dict[int, int],
+        accepted: dict[int, int],
+        p_token: Callable[[], list[float]],
+        seconds: Callable[[], Sequence[float]],
+    ) -> None:
         confidence = p_token()
         for row in accepted:
             self.lengths[row] = self.length if confidence[row] >= self.threshold else 0
 
 
 class CostAware:
-    """The length with the most expected tokens per second, 0 (plain decoding) included.
+    """The length with the most expected tokens per second; 0 (plain decoding) is one of the choices.
 
-    It keeps running estimates of alpha at each position in a round, of what a guess costs and of what it costs to
-    score them. Machines are faster at one time than at another, so the two costs are those of the last rounds, measured
-    in the same rounds; how scoring grows with its tokens is learnt where the length changes. Now and then a round tries
-    a length beside the best one, so that a change is noticed. Estimates outlive a text: use one object for all.
+    The rule keeps running estimates of alpha at each position of a round, of the cost of a guess, and of the cost of
+    scoring. A machine's speed drifts, so both costs come from the last rounds, measured in the same rounds. How the
+    cost of scoring grows with the number of tokens is learnt whenever the length changes. Some rounds try a length
+    beside the best one, so that a change is noticed. The estimates outlive a text: use one object for all texts.
     """
 
-    stop, timed = None, True
-    MEMORY, PROBE = 0.995, 32  # weight of the past at each round; a round in so many tries another length
-    RECENT = 0.9  # weight of the past in what things cost
-    FAITH, HOPE = 4, 0.7  # tests that a position takes over from the one before, as long as it has few of its own;
-    # alpha of the first while there are none: what was tested long ago counts for little, so a hopeful figure sees to
-    # it that a draft once unlucky is tried again
+    stop: Callable[[Tensor], Tensor] | None = None
+    timed = True
+    MEMORY, PROBE = 0.995, 32  # Weight of the past in each round; one round in PROBE tries another length.
+    RECENT = 0.9  # Weight of the past in the costs.
+    # A position with few tests borrows FAITH tests from the position before it; the first position borrows from alpha
+    # = HOPE. Old tests lose weight, so a draft that was once unlucky is tried again.
+    FAITH, HOPE = 4, 0.7
 
-    def __init__(self, length=10):
+    def __init__(self, length: int = 10) -> None:
         if length < 1:
             raise UserError(f"gamma must be 1 or more, not {length}")
         self.longest, self.rounds, self.best = length, 0, min(4, length)
         self.tested, self.passed = [0.0] * length, [0.0] * length
-        self.guess = self.scoring = self.scored = None  # seconds a guess, seconds of scoring, and how many guesses then
-        self.growth = 0.03  # of scoring with each guess
+        # Seconds of a guess, seconds of scoring, and how many guesses were scored in that time.
+        self.guess: float | None = None
+        self.scoring: float | None = None
+        self.scored: float | None = None
+        self.growth = 0.03  # of the cost of scoring with each guess
 
-    def begin(self, rows):
+    def begin(self, rows: int) -> None:
+        """A new batch of so many rows."""
         self.count = rows
 
-    def gammas(self):
+    def gammas(self) -> Sequence[int]:
+        """Tokens to guess for each row."""
         return [self.choose()] * self.count
 
-    def choose(self):
+    def choose(self) -> int:
+        """The length of the next round."""
         self.rounds += 1
         opening = (4, 2, 0, 6, 4, 1)
         if self.rounds <= len(opening):
@@ -112,32 +148,41 @@ class CostAware:
         turn = self.rounds // self.PROBE % 4
         return (0, max(self.best - 1, 1), min(self.best + 1, self.longest), max(self.best, 1))[turn]
 
-    def learn(self, drafted, accepted, p_token, seconds):
-        for i in range(self.longest):  # where nothing is tested any more the position before is trusted again, in time
+    def learn(
+        self,
+        drafted: dict[int, int],
+        accepted: dict[int, int],
+        p_token: Callable[[], list[float]],
+        seconds: Callable[[], Sequence[float]],
+    ) -> None:
+        """As `Fixed.learn`."""
+        for i in range(self.longest):  # A position that is no longer tested falls back on the one before it, in time.
             reached = [row for row, taken in accepted.items() if taken >= i and drafted[row] > i]
             passed = sum(accepted[row] > i for row in reached)
             self.tested[i] = self.MEMORY * self.tested[i] + len(reached) / len(accepted)
             self.passed[i] = self.MEMORY * self.passed[i] + passed / len(accepted)
-        self.learn_costs(max(drafted.values()), *seconds())
-        if self.rounds % 4 == 0:  # the search costs a hundredth of a round
+        drafting, scoring = seconds()
+        self.learn_costs(max(drafted.values()), drafting, scoring)
+        if self.rounds % 4 == 0:  # The search costs a hundredth of a round.
             self.best = max(range(self.longest + 1), key=self.rate)
 
-    def learn_costs(self, guesses, drafting, scoring):
+    def learn_costs(self, guesses: int, drafting: float, scoring: float) -> None:
+        """Update the costs after a round with so many guesses; drafting, scoring: its seconds."""
         if guesses:
             self.guess = self.recent(self.guess, drafting / guesses)
-        if self.scoring and abs(guesses - self.scored) >= 1:
+        if self.scoring and self.scored is not None and abs(guesses - self.scored) >= 1:
             surprise = scoring / self.scoring - (1 + self.growth * guesses) / (1 + self.growth * self.scored)
             step = 0.1 * max(-0.3, min(surprise, 0.3)) / (guesses - self.scored)
             self.growth = max(0.0, min(self.growth + step, 0.5))
         self.scoring = self.recent(self.scoring, scoring)
         self.scored = guesses if self.scored is None else self.scored + (1 - self.RECENT) * (guesses - self.scored)
 
-    def recent(self, known, value):
-        """A running mean, in which one value counts for twice the mean at most: the machine does other things too."""
+    def recent(self, known: float | None, value: float) -> float:
+        """A running mean. One value counts for at most twice the mean, because the machine does other things too."""
         return value if known is None else known + (1 - self.RECENT) * (min(value, 2 * known) - known)
 
-    def rate(self, length):
-        """Expected tokens per second of a round that guesses `length` tokens."""
+    def rate(self, length: int) -> float:
+        """Expected tokens per second of a round with `length` guesses."""
         tokens, reach, alpha = 1.0, 1.0, self.HOPE
         for tested, passed in zip(self.tested[:length], self.passed[:length]):
             alpha = (passed + self.FAITH * alpha) / (tested + self.FAITH)
@@ -145,13 +190,14 @@ class CostAware:
             tokens += reach
         return tokens / self.cost(length)
 
-    def cost(self, length):
-        """Seconds a round that guesses `length` tokens takes."""
+    def cost(self, length: int) -> float:
+        """Expected seconds of a round with `length` guesses."""
+        assert self.scoring is not None and self.scored is not None, "no round was learnt from yet"
         plain = self.scoring / (1 + self.growth * self.scored)
         return length * (self.guess or 0.0) + plain * (1 + self.growth * length)
 
 
-RULES = {
+RULES: dict[str, Callable[..., LengthRule]] = {
     "fixed": Fixed,
     "additive": Additive,
     "draftConfidence": DraftConfidence,

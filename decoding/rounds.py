@@ -1,69 +1,221 @@
-"""What samplers do with a model, each in one graph where there is one for it: `run`, it goes on by itself for a few
-tokens, each drawn from what it says after the one before; `judge`, it scores tokens that were guessed, and they are
-verified."""
+"""The steps of a round, and the one place that decides whether a graph computes a step: `use_graph`.
+
+| step | function |
+|---|---|
+| read the prompt, draw the first token | `first_token` |
+| draw n tokens in sequence | `draw_tokens` |
+| guess: the same, by a draft model | `guess` |
+| score guesses with one forward, and verify them | `score_and_verify` |
+
+Everything else in the project asks for a step and does not know how it is computed.
+"""
+
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Generator, Tensor
 
-from utils import pick, probabilities, seen_after
+from decoding.interfaces import Guesses, LengthRule, Model, Operators, VerificationRule
+from decoding.rows import Rows
+from utils import Sampling, pick, probabilities, seen_after
 
 
-def steps(forward, distribution, tokens, positions, u):
-    """Draw as many tokens as there are rows of numbers `u[n, B]`: yields each one, `[B]`, and what it was drawn from,
-    `[B, V]`. forward(tokens, positions) gives logits, distribution(logits `[B, V]`) probabilities."""
+class PyTorchOperators:
+    """Filters, draws and verification in pure PyTorch: those of utils.py and verification.py."""
+
+    def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+        return probabilities(logits, sampling, seen)
+
+    def pick(self, probs: Tensor, u: Tensor) -> Tensor:
+        return pick(probs, u)
+
+    def rule(self, verify: VerificationRule) -> VerificationRule:
+        return verify
+
+
+PYTORCH = PyTorchOperators()
+
+
+def use_graph(
+    model: Model,
+    step: str,
+    *shape: object,
+    seen: Tensor | None = None,
+    verify: VerificationRule | None = None,
+    length: LengthRule | None = None,
+    unread: int = 0,
+) -> bool:
+    """Whether a graph computes this step of `model`. If any line is false, the step is computed eagerly.
+
+    step, shape: as in `engine.graphs.Graphs.has`. The other arguments are what the step depends on, if it does.
+    """
+    return (
+        model.graphs is not None  # The model was compiled,
+        and model.cache.allocated  # and its cache has memory: a prompt was read.
+        and seen is None  # No repetition penalty: a graph is not given the tokens seen so far.
+        and not getattr(verify, "waits", False)  # The verification rule does not synchronise with the host.
+        and (length is None or length.stop is None)  # The host has no say after each guess,
+        and not (step == "round" and length and length.timed)  # and does not time the parts of a round.
+        and unread == 0  # The target has read everything up to the last committed token.
+        and model.graphs.has(step, *shape)  # There is a graph for this shape.
+    )
+
+
+@torch.inference_mode()
+def forward(model: Model, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Logits after each token of a block: int64 `tokens, positions [B, n]` -> float32 `[B, n, V]`."""
+    if use_graph(model, "forward", *tokens.shape):
+        return model.graphs.forward(tokens, positions, model.cache)
+    return model.forward(tokens, positions)
+
+
+def first_token(rows: Rows, model: Model, sampling: Sampling, generator: Generator | None = None) -> None:
+    """Prefill: read the prompts, draw the token after each and commit it."""
+    logits = model.read_prompt(rows)
+    p = model.operators.probabilities(logits, sampling, rows.seen(model.vocabulary, sampling))
+    u = torch.rand(p.shape[:-1], device=p.device, generator=generator)
+    rows.commit_one(model.operators.pick(p, u))
+
+
+def steps(
+    forward: Callable[[Tensor, Tensor], Tensor],
+    distribution: Callable[[Tensor], Tensor],
+    pick: Callable[[Tensor, Tensor], Tensor],
+    tokens: Tensor,
+    positions: Tensor,
+    u: Tensor,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draw one token for each row of `u[n, B]`; yields the token `[B]` and the distribution `[B, V]` it came from.
+
+    forward(tokens, positions) gives logits; distribution(logits `[B, V]`) gives probabilities. The other arguments are
+    those of `draw_tokens`. Eager code and graphs share this loop.
+    """
     width = tokens.shape[1]
     for i in range(len(u)):
         logits = forward(tokens, positions[:, i and width - 1 + i : width + i])
         q = distribution(logits[:, -1])
         x = pick(q, u[i])
         yield x, q
-        tokens = x.clamp(max=q.shape[-1] - 1)[:, None]  # what comes from a q of nan is no token, and cannot be read
+        tokens = x.clamp(max=q.shape[-1] - 1)[:, None]  # A q of nan gives no token, and V cannot be read.
 
 
-def run(model, tokens, positions, count, sampling, generator=None, seen=None, stop=None, going=None):
-    """Read a block, draw the token after it, read that, and so on until `count` tokens are drawn.
+@torch.inference_mode()
+def draw_tokens(
+    model: Model,
+    tokens: Tensor,
+    positions: Tensor,
+    count: int,
+    sampling: Sampling,
+    generator: Generator | None = None,
+    seen: Tensor | None = None,
+    length: LengthRule | None = None,
+    going: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Read a block, draw the token after it, read that token, and so on until `count` tokens are drawn.
 
-    tokens: int64 `[B, w]`; positions: int64 `[B, w + count - 1]`, of the block and of the tokens drawn, but for the
-        last one, which is not read.
-    seen: `Rows.seen` of the tokens up to the block's end, where `sampling` asks for it.
-    stop, going: a draft-length rule's `stop` (draftLength.py), asked after each token, and bool `[B]`, the rows that
-        draw at all; the run ends when none goes on, and where a row had stopped its distributions are 0.
-    Returns the tokens `[B, n]` and the distributions `[B, n, V]` they were drawn from; n is `count` but for `stop`.
+    tokens: int64 `[B, w]`. positions: int64 `[B, w + count - 1]`, of the block and of all drawn tokens but the last,
+        which is not read.
+    seen: `Rows.seen` up to the block's end, if `sampling` has a repetition penalty.
+    length, going: if the draft-length rule has a `stop`, it is asked after each token. going, bool `[B]`: the rows that
+        draw at all. Drawing ends when no row goes on; where a row has stopped, its distributions are 0.
+    Returns the tokens `[B, n]` and the distributions `[B, n, V]` they were drawn from; n is `count` unless stopped.
     """
     u = torch.rand(count, len(tokens), device=tokens.device, generator=generator)
-    if seen is None and stop is None:
-        at_once = model.run_at_once(tokens, positions, u, sampling)
-        if at_once is not None:
-            return at_once
+    if use_graph(model, "draw", *tokens.shape, seen=seen, length=length):
+        return model.graphs.draw(tokens, positions, u, sampling, model.cache)
+    stop = length and length.stop
     drawn, distributions = [], []
-    for x, q in steps(model.forward, lambda logits: probabilities(logits, sampling, seen), tokens, positions, u):
+
+    def read(tokens: Tensor, at: Tensor) -> Tensor:
+        return forward(model, tokens, at)
+
+    def distribution(logits: Tensor) -> Tensor:
+        return model.operators.probabilities(logits, sampling, seen)
+
+    for x, q in steps(read, distribution, model.operators.pick, tokens, positions, u):
         drawn.append(x)
-        distributions.append(q * going[:, None] if stop else q)
-        if stop:
+        distributions.append(q * going[:, None] if stop and going is not None else q)
+        if stop and going is not None:
             going = going & ~stop(distributions[-1].gather(1, x[:, None])[:, 0])
             if not going.any():
                 break
-        seen = seen if seen is None else seen_after(seen, x[:, None])[:, 0]
+        after = seen_after(seen, x[:, None])
+        seen = None if after is None else after[:, 0]
     return torch.stack(drawn, 1), torch.stack(distributions, 1)
 
 
-def verdict(logits, block, q, u, sampling, verify, seen=None):
-    """`judge` of the logits `[B, w, V]` after each token of a block."""
-    first = block.shape[1] - q.shape[1]  # of the drafts; before it stands the last committed token
-    p = probabilities(logits[:, first - 1 :], sampling, seen_after(seen, block[:, first - 1 :]))
-    return p, *verify(p, q, block[:, first:], u)
+@torch.inference_mode()
+def guess(
+    model: Model,
+    rows: Rows,
+    read: int,
+    count: int,
+    sampling: Sampling,
+    generator: Generator | None = None,
+    length: LengthRule | None = None,
+) -> Guesses:
+    """`count` guesses of a draft model for each row, after reading the last `read` committed tokens again."""
+    tokens, positions = rows.last(read, count)
+    seen, target = rows.seen(model.vocabulary, sampling), rows.target
+    shape = len(tokens), read, count
+    if use_graph(target, "round", model.graphs, *shape, seen=seen, length=length, unread=rows.unread):
+        u = torch.rand(count, len(tokens), device=rows.device, generator=generator)
+        return Guesses(
+            *target.graphs.round(model.graphs, tokens, positions, u, sampling, model.cache, target.cache)
+        )
+    going = torch.tensor([not ended for ended in rows.ended], device=rows.device) if length and length.stop else None
+    drafts, q = draw_tokens(model, tokens, positions[:, :-1], count, sampling, generator, seen, length, going)
+    return Guesses(drafts.clamp_(max=model.vocabulary - 1), q)  # A guess from nan is no token: `advance` reports it.
 
 
-def judge(model, block, positions, q, u, sampling, verify, seen=None):
-    """Score a block with one forward, and verify the drafts it ends with.
+def score_and_verify(
+    target: Model, rows: Rows, guesses: Guesses, u: Tensor, sampling: Sampling, verify: VerificationRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Score the guesses with one forward of the target, and verify them.
 
-    block, positions: int64 `[B, w]`. Its last n tokens are drafts, the one before is the last that was committed, and
-        what stands before that is only read.
-    q: float32 `[B, n, V]`, the distributions of the drafts; u, verify: a rule's numbers and a rule (verification.py).
-    seen: `Rows.seen` of the tokens up to the last committed one, where `sampling` asks for it.
-    Returns p `[B, n + 1, V]`, before each draft and after the last, and the rule's `accepted[B]` and `token[B]`.
+    u: float32 `[B, n + 1]`, uniform numbers for the rule `verify` (verification.py).
+    Returns p `[B, n + 1, V]`, the target's distributions before each guess and after the last, and the rule's
+    `accepted[B]` and `token[B]`.
     """
-    if seen is None and not getattr(verify, "waits", False):
-        at_once = model.judge_at_once(block, positions, q, u, sampling, verify)
-        if at_once is not None:
-            return at_once
-    return verdict(model.forward(block, positions), block, q, u, sampling, verify, seen)
+    if guesses.p is not None:  # Scored already, by whatever drew the guesses.
+        return guesses.p, *target.operators.rule(verify)(guesses.p, guesses.q, guesses.drafts, u)
+    committed, positions = rows.last(1 + rows.unread, guesses.drafts.shape[1])
+    block, seen = torch.cat([committed, guesses.drafts], 1), rows.seen(target.vocabulary, sampling)
+    return score_block(target, block, positions, guesses.q, u, sampling, verify, seen)
+
+
+@torch.inference_mode()
+def score_block(
+    target: Model,
+    block: Tensor,
+    positions: Tensor,
+    q: Tensor,
+    u: Tensor,
+    sampling: Sampling,
+    verify: VerificationRule,
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`score_and_verify` of a block: int64 `block, positions [B, w]`.
+
+    The block ends with the n drafts of q `[B, n, V]`. The token before them is the last committed one; tokens before
+    that are only read. seen: `Rows.seen` up to the last committed token, if `sampling` has a repetition penalty.
+    """
+    if use_graph(target, "score_and_verify", *block.shape, seen=seen, verify=verify):
+        return target.graphs.score_and_verify(block, positions, q, u, sampling, verify, target.cache)
+    return verify_logits(forward(target, block, positions), block, q, u, sampling, verify, seen, target.operators)
+
+
+def verify_logits(
+    logits: Tensor,
+    block: Tensor,
+    q: Tensor,
+    u: Tensor,
+    sampling: Sampling,
+    verify: VerificationRule,
+    seen: Tensor | None = None,
+    operators: Operators = PYTORCH,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`score_block` from the logits `[B, w, V]` after each token of the block."""
+    first = block.shape[1] - q.shape[1]  # of the drafts
+    p = operators.probabilities(logits[:, first - 1 :], sampling, seen_after(seen, block[:, first - 1 :]))
+    return p, *operators.rule(verify)(p, q, block[:, first:], u)

@@ -1,15 +1,20 @@
-"""`Rows`: the committed tokens of a batch whose rows advance by different amounts."""
+"""`Rows`: the committed tokens of a ragged batch, whose rows grow by different amounts."""
+
+from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from decoding.interfaces import Callback, Model, Reader
 from decoding.record import Record
-from utils import UserError, not_finite
+from utils import Sampling, UserError, not_finite
 
 
-def check_room(prefixes, max_len, models):
+def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence[Reader]) -> None:
     """Raise UserError unless `models` can read every prefix (token ids) and `max_len` tokens more."""
     if max_len < 1:
         raise UserError(f"maxLen must be 1 or more, not {max_len}")
@@ -27,114 +32,136 @@ def check_room(prefixes, max_len, models):
 
 
 class Rows:
-    """Prefixes of ragged lengths and what has been generated after each.
+    """A batch of prefixes of different lengths, and the tokens generated after each.
 
-    prefixes: a list of lists of token ids (or an int tensor `[B, L]`); every row gets at most `max_len` tokens more and
-        ends early at `end_of_text`, which is kept as its last token.
-    models: the `CachedModel`s that will read the rows, first the one whose tokens they grow by; the shortest context
-        and vocabulary among them are the limits.
-    callback: called as `callback(row, tokens, guessed)` whenever a row has grown; the first `guessed` of the new tokens
-        were guesses that stood, the rest is the target's own.
-    Raises UserError before any work when a prefix is empty, holds an unknown token or leaves no room for `max_len`.
+    prefixes: lists of token ids (or an int tensor `[B, L]`). Every row gets at most `max_len` more tokens. It ends early
+        at `end_of_text`, which is kept as its last token.
+    models: the models that will read the rows. The first is the target, whose tokens the rows grow by. The shortest
+        context and the smallest vocabulary among them are the limits.
+    callback: called as `callback(row, tokens, guessed)` when a row has grown; the first `guessed` tokens are accepted
+        guesses, the rest is the target's own.
+    Raises UserError before any work if a prefix is empty, holds an unknown token or leaves no room for `max_len`.
+
+    lengths: int64 `[B]`, committed tokens of each row.
+    unread: how many committed tokens before each row's last one the target has not read yet. Always 0, except in a
+        cascade, where other models extend the rows.
     """
 
-    def __init__(self, prefixes, max_len, models, end_of_text=None, callback=None):
+    def __init__(
+        self,
+        prefixes: Sequence[Sequence[int]],
+        max_len: int,
+        models: Sequence[Model],
+        end_of_text: int | None = None,
+        callback: Callback | None = None,
+    ) -> None:
         self.start = time.perf_counter()
-        prefixes = [list(map(int, prefix)) for prefix in prefixes]
-        check_room(prefixes, max_len, models)
+        texts = [list(map(int, prefix)) for prefix in prefixes]
+        check_room(texts, max_len, models)
         self.max_len, self.end_of_text, self.callback = max_len, end_of_text, callback
         self.target, self.device = models[0], models[0].device
-        longest = max(map(len, prefixes))
+        longest = max(map(len, texts))
         self.capacity = longest + max_len
-        self.prompt = torch.tensor(
-            [prefix + [prefix[-1]] * (longest - len(prefix)) for prefix in prefixes], device=self.device
-        )
-        # One column more than a row can fill: guesses beyond a row's end are written there and never read.
-        self.sequence = self.prompt.new_zeros(len(prefixes), self.capacity + 1)
+        self.prompt = torch.tensor([text + [text[-1]] * (longest - len(text)) for text in texts], device=self.device)
+        # One column more than a row can fill. Guesses past a row's end are written there and never read.
+        self.sequence = self.prompt.new_zeros(len(texts), self.capacity + 1)
         self.sequence[:, :longest] = self.prompt
-        self._lengths = [len(prefix) for prefix in prefixes]
+        self._lengths = [len(text) for text in texts]
         self.lengths = self.prompt_lengths = torch.tensor(self._lengths, device=self.device)
-        self.tokens = [[] for _ in prefixes]
-        self.records = [Record() for _ in prefixes]
-        self.ended = [False for _ in prefixes]
-        self._offsets = {}
+        self.tokens: list[list[int]] = [[] for _ in texts]
+        self.records = [Record() for _ in texts]
+        self.ended = [False for _ in texts]
+        self.unread = 0
+        self._offsets: dict[tuple[int, int], Tensor] = {}
 
     @property
-    def left(self):
-        """Tokens each row may still add: 0 where it has ended, or where it guesses for others and is out of room."""
+    def left(self) -> list[int]:
+        """Tokens each row may still add: 0 if it has ended, or if it is out of room while it guesses for others."""
         return [
             0 if ended else min(self.max_len - len(tokens), self.capacity - length)
             for tokens, length, ended in zip(self.tokens, self._lengths, self.ended)
         ]
 
     @property
-    def remaining(self):
-        """Tokens the row with most left to do may still add; 0 when all have ended."""
+    def remaining(self) -> int:
+        """Tokens that the row with most left to do may still add; 0 when all rows have ended."""
         return max(self.left)
 
-    def positions(self, first, count):
-        """Positions `lengths + first ... lengths + first + count - 1`, `[B, count]`.
+    def positions(self, first: int, count: int) -> Tensor:
+        """Positions `lengths + first, ..., lengths + first + count - 1`, int64 `[B, count]`.
 
-        They stop at the first and the last position a row can have. The first token may be read again and again; what
-        is read at the last position lies past the row's end, so its logits are never used and no later token attends
-        to it."""
+        They are clamped to the first and the last position a row can have. Reading the first token again does no harm.
+        What is read at the last position lies past the row's end: its logits are never used, and no later token attends
+        to it.
+        """
         return (self.lengths[:, None] + self.offsets(first, count)).clamp_(0, self.capacity - 1)
 
-    def offsets(self, first, count):
-        """first ... first + count - 1, made once."""
+    def offsets(self, first: int, count: int) -> Tensor:
+        """first, ..., first + count - 1, int64 `[count]`, made once."""
         if (first, count) not in self._offsets:
             self._offsets[first, count] = torch.arange(first, first + count, device=self.device)
         return self._offsets[first, count]
 
-    def last(self, count, more=0):
-        """The last `count` committed tokens of each row, `[B, count]`, where it has fewer its first one repeated; and
-        the positions of these and of `more` tokens after them, `[B, count + more]`."""
+    def last(self, count: int, more: int = 0) -> tuple[Tensor, Tensor]:
+        """The last `count` committed tokens of each row, `[B, count]`, and the positions of these and of `more` tokens
+        after them, `[B, count + more]`. A row with fewer tokens repeats its first one."""
         positions = self.positions(-count, count + more)
         return self.sequence.gather(1, positions[:, :count]), positions
 
-    def seen(self, vocabulary, sampling):
-        """Which tokens each row holds so far: bool `[B, vocabulary]`; None where `sampling` does not ask."""
+    def seen(self, vocabulary: int, sampling: Sampling) -> Tensor | None:
+        """Which tokens each row holds so far: bool `[B, vocabulary]`. None unless `sampling` has a repetition
+        penalty."""
         if sampling.repetition_penalty == 1:
             return None
         held = torch.arange(self.capacity + 1, device=self.device) < self.lengths[:, None]
         tokens = self.sequence.where(held, self.sequence[:, :1])
         return torch.zeros(len(tokens), vocabulary, dtype=torch.bool, device=self.device).scatter_(1, tokens, True)
 
-    def commit(self, drafts, accepted, token, guessed=None):
+    def commit_one(self, token: Tensor) -> None:
+        """Add `token[B]` to each row that has not ended."""
+        self.commit(token[:, None][:, :0], torch.zeros_like(token), token)
+
+    def commit(
+        self, drafts: Tensor, accepted: Tensor, token: Tensor, guessed: Tensor | None = None
+    ) -> tuple[dict[int, int], dict[int, int]]:
         """Add the first `accepted[B]` of `drafts[B, g]` and then `token[B]` to each row that has not ended.
 
-        guessed: bool `[B, g]`, which of the drafts are a row's own guesses (None: all). This is where the host waits
-        for the device, once a round. Returns {row: drafted}, {row: accepted} of the rows that had not ended. Raises
-        UserError where the token is none: the target's distribution was nan."""
+        guessed: bool `[B, g]`, which of the drafts are a row's own guesses (None: all). This is the host sync of a
+        round. Returns {row: drafted}, {row: accepted} of the rows that had not ended. Raises UserError if the token is
+        none, because the target's distribution was nan.
+        """
         fresh = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
         where = self.lengths[:, None] + self.offsets(0, fresh.shape[1])
         self.sequence.scatter_(1, where.clamp_(max=self.capacity), fresh)
         guessed = torch.ones_like(drafts) if guessed is None else guessed
         host = torch.cat([fresh, guessed, accepted[:, None]], 1).tolist()
         now, width = time.perf_counter() - self.start, fresh.shape[1]
-        grown = {row: (sum(host[row][width:-1]), host[row][-1]) for row in range(len(host)) if not self.ended[row]}
-        for row, (guesses, taken) in grown.items():
-            tokens = host[row][:width]
-            if tokens[taken] >= self.target.vocabulary:
-                raise not_finite(self.target)
-            tokens = tokens[: min(taken + 1, self.max_len - len(self.tokens[row]))]
-            if self.end_of_text in tokens:
-                tokens = tokens[: tokens.index(self.end_of_text) + 1]
-            self.tokens[row] += tokens
-            self._lengths[row] += len(tokens)
-            self.ended[row] = len(self.tokens[row]) == self.max_len or tokens[-1] == self.end_of_text
-            record = self.records[row]
-            record.times.append(now)
-            record.committed.append(len(tokens))
-            record.drafted.append(guesses)
-            record.accepted.append(taken)
-            if self.callback:
-                self.callback(row, tokens, min(taken, len(tokens)))
+        drafted, kept = {}, {}
+        for row, values in enumerate(host):
+            if not self.ended[row]:
+                drafted[row], kept[row] = sum(values[width:-1]), values[-1]
+                self.grow(row, values[:width], drafted[row], kept[row], now)
         self.lengths = torch.tensor(self._lengths, device=self.device)
-        return tuple({row: counts[which] for row, counts in grown.items()} for which in (0, 1))
+        self.unread = 0
+        return drafted, kept
 
-    def copy(self, target):
-        """Rows with the same prompts for a sampler that guesses for another: they follow these and never end."""
+    def grow(self, row: int, tokens: list[int], drafted: int, accepted: int, now: float) -> None:
+        """Record that a row grew by the first `accepted` of `tokens` and the one after them, `now` seconds after the
+        start."""
+        if tokens[accepted] >= self.target.vocabulary:
+            raise not_finite(self.target)
+        tokens = tokens[: min(accepted + 1, self.max_len - len(self.tokens[row]))]
+        if self.end_of_text in tokens:
+            tokens = tokens[: tokens.index(self.end_of_text) + 1]
+        self.tokens[row] += tokens
+        self._lengths[row] += len(tokens)
+        self.ended[row] = len(self.tokens[row]) == self.max_len or tokens[-1] == self.end_of_text
+        self.records[row].add(now, len(tokens), drafted, accepted)
+        if self.callback:
+            self.callback(row, tokens, min(accepted, len(tokens)))
+
+    def copy(self, target: Model) -> Rows:
+        """Rows with the same prompts for a sampler that guesses for these rows. They follow these and never end."""
         rows = copy.copy(self)
         rows.target = target
         rows.max_len, rows.end_of_text, rows.callback = 1 << 60, None, None
@@ -142,8 +169,16 @@ class Rows:
         rows.follow(self)
         return rows
 
-    def follow(self, rows):
-        """Take over the committed tokens of `rows`, forgetting what was committed here beyond them."""
+    def follow(self, rows: Rows, unread: int = 0) -> None:
+        """Take over the committed tokens of `rows` and forget those committed here beyond them. unread: how many before
+        the last one this target has not read."""
         self.sequence.copy_(rows.sequence)
         self.lengths, self._lengths, self.ended = rows.lengths, list(rows._lengths), list(rows.ended)
         self.tokens = [[] for _ in rows.tokens]
+        self.unread = unread
+
+    def ahead_of(self, rows: Rows) -> int:
+        """Tokens that these rows have committed beyond `rows`, in the row that has fewest and has not ended."""
+        return min(
+            ours - theirs for ours, theirs, ended in zip(self._lengths, rows._lengths, rows.ended) if not ended
+        )

@@ -1,52 +1,53 @@
-"""`CapturedForward`: on a GPU the forward of a few tokens is recorded, once for each shape `[B, n]`, and replayed; and
-so are a run of tokens, each drawn from what the model says after the one before, and a block scored and verified.
+"""`CudaGraphs`: on a GPU, the forward of a few tokens is captured as a CUDA graph, once for each shape `[B, n]`, and
+replayed. So are a sequence of draws, and the scoring of a block with its verification.
 
-A replay costs the host one call instead of one for each of hundreds of kernels. What a recording reads and writes stays
-where it was, so inputs are copied into tensors of its own, and a new cache needs new recordings.
+A replay costs the host one call instead of one for each of hundreds of kernels. A captured graph reads and writes fixed
+memory: inputs are copied into tensors of its own, and a new cache needs new captures.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
-from decoding.rounds import steps, verdict
-from engine.graphs import BlockWidths
-from utils import probabilities
+from decoding.interfaces import VerificationRule
+from decoding.rounds import steps, verify_logits
+from engine.graphs import Graphs
+from engine.kvCache import SlotCache
+from utils import Sampling, pick, probabilities
+
+Work = Callable[..., Sequence[Tensor]]
+Capture = tuple[list[Tensor], Callable[[], object], Sequence[Tensor]]
 
 
-class CapturedForward(BlockWidths):
-    """model: a transformers causal LM; vocabulary: entries of the logits kept; kept_as: the dtype of its cache."""
+class CudaGraphs(Graphs):
+    """Graphs captured on a GPU, at their first use after a new cache."""
 
-    judges = True
+    def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
+        super().__init__(model, vocabulary)
+        self.cache_dtype = model.dtype
+        self.captures: dict[tuple[object, ...], Capture] = {}
+        self.cache: SlotCache | None = None
 
-    def __init__(self, model, vocabulary):
-        super().__init__()
-        self.model, self.vocabulary, self.kept_as = model, vocabulary, model.dtype
-        self._recordings, self._cache = {}, None
+    def score_and_verify(
+        self,
+        block: Tensor,
+        positions: Tensor,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: VerificationRule,
+        cache: SlotCache,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Graphs`. In a padded block, the tokens beyond its drafts count as drafts with q = 0, which are no
+        guesses."""
 
-    def __call__(self, tokens, positions, cache):
-        """Logits as of `CachedModel.forward`."""
-        inputs = self.fill(tokens, positions)
-        (logits,) = self.replay(inputs[0].shape, inputs, cache, lambda *own: (self.forward(*own, cache),))
-        return logits[:, : tokens.shape[1]]
+        def work(tokens: Tensor, positions: Tensor, q: Tensor, u: Tensor) -> Sequence[Tensor]:
+            return verify_logits(self.logits(tokens, positions, cache), tokens, q, u, sampling, verify)
 
-    def part_of_run(self, tokens, positions, u, sampling, cache):
-        def work(tokens, positions, u):
-            def forward(tokens, at):
-                return self.forward(tokens, at, cache)
-
-            drawn = steps(forward, lambda logits: probabilities(logits, sampling), tokens, positions, u)
-            return [torch.stack(each, 1) for each in zip(*drawn)]
-
-        return self.replay((*tokens.shape, len(u), sampling), [tokens, positions, u], cache, work)
-
-    def judge(self, block, positions, q, u, sampling, verify, cache):
-        """p, accepted and token as of `runs.judge`. In a block filled up the tokens beyond its drafts count as drafts
-        with q = 0, which are no guesses."""
-
-        def work(tokens, positions, q, u):
-            return verdict(self.forward(tokens, positions, cache), tokens, q, u, sampling, verify)
-
-        tokens, at = self.fill(block, positions)
+        tokens, at = self.pad_block(block, positions)
         n, beyond = q.shape[1], tokens.shape[1] - block.shape[1]
         if beyond:
             q, u = pad(q, (0, 0, 0, beyond)), torch.cat([pad(u[:, :n], (0, beyond)), u[:, n:]], 1)
@@ -54,7 +55,31 @@ class CapturedForward(BlockWidths):
         p, accepted, token = self.replay(key, (tokens, at, q, u), cache, work)
         return p[:, : n + 1], accepted, token
 
-    def forward(self, tokens, positions, cache):
+    def run_forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        """See `Graphs`."""
+
+        def work(tokens: Tensor, positions: Tensor) -> Sequence[Tensor]:
+            return (self.logits(tokens, positions, cache),)
+
+        return self.replay(tuple(tokens.shape), (tokens, positions), cache, work)[0]
+
+    def run_draw(
+        self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, cache: SlotCache
+    ) -> tuple[Tensor, Tensor]:
+        """See `Graphs`."""
+
+        def work(tokens: Tensor, positions: Tensor, u: Tensor) -> Sequence[Tensor]:
+            def forward(tokens: Tensor, at: Tensor) -> Tensor:
+                return self.logits(tokens, at, cache)
+
+            drawn = steps(forward, lambda logits: probabilities(logits, sampling), pick, tokens, positions, u)
+            return [torch.stack(each, 1) for each in zip(*drawn)]
+
+        drafts, q = self.replay((*tokens.shape, len(u), sampling), (tokens, positions, u), cache, work)
+        return drafts, q
+
+    def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        """The forward that is captured; attention reads all slots."""
         cache.address(positions)
         slots = torch.arange(cache.capacity, device=tokens.device)
         mask = (slots <= positions[..., None])[:, None]
@@ -63,34 +88,34 @@ class CapturedForward(BlockWidths):
         ).logits
         return logits[..., : self.vocabulary].float()
 
-    def replay(self, key, inputs, cache, work):
-        """What `work(*inputs)` returns, copied from where the recording named `key` leaves it."""
-        if cache is not self._cache:
-            self._cache, self._recordings = cache, {}
-        if key not in self._recordings:
-            self._recordings[key] = record(inputs, work)
-        own, again, results = self._recordings[key]
+    def replay(self, key: tuple[object, ...], inputs: Sequence[Tensor], cache: SlotCache, work: Work) -> list[Tensor]:
+        """The results of `work(*inputs)`, from the capture named `key`."""
+        if cache is not self.cache:
+            self.cache, self.captures = cache, {}
+        if key not in self.captures:
+            self.captures[key] = capture(inputs, work)
+        own, again, results = self.captures[key]
         for mine, given in zip(own, inputs):
             mine.copy_(given)
         again()
         return [result.clone() for result in results]
 
 
-def record(inputs, work):
-    """(inputs of its own, what runs `work` on them again, the tensors it leaves). Without a GPU the same work is done
-    again where a GPU would replay it."""
+def capture(inputs: Sequence[Tensor], work: Work) -> Capture:
+    """(inputs of its own, a function that runs `work` on them again, the tensors where it leaves the results). Without
+    a GPU, the function runs the same work instead of replaying it."""
     own = [x.clone() for x in inputs]
     if own[0].device.type != "cuda":
         results = work(*own)
 
-        def again():
+        def again() -> None:
             for kept, new in zip(results, work(*own)):
                 kept.copy_(new)
 
         return own, again, results
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries choose kernels and take memory before anything is recorded
+    with torch.cuda.stream(side):  # Warm-up: libraries choose kernels and allocate memory before the capture.
         for _ in range(3):
             work(*own)
     torch.cuda.current_stream().wait_stream(side)

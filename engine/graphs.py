@@ -1,33 +1,167 @@
-"""`BlockWidths`: the few shapes that blocks of tokens are read in, so that a few graphs serve all of them."""
+"""`Graphs`: what the two engines have in common, graphs compiled on a CPU and graphs captured on a GPU.
+
+A graph replaces the hundreds of operator calls of a step by one call. It is made once for each shape and used in every
+round, so the shapes must be few: narrower blocks are padded to the next width, and long draws are cut into pieces.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decoding.interfaces import Operators, VerificationRule
+from decoding.rounds import PYTORCH
+from engine.kvCache import SlotCache
+from utils import Sampling
 
 
-class BlockWidths:
-    """What the forwards made of graphs share. used: how many blocks, and how many runs, were read by one. judges:
-    whether a graph can verify too."""
+@dataclass(frozen=True)
+class Plan:
+    """The graphs worth making for one model.
 
-    judges = False
+    widths: tokens in the blocks it scores. draws: tokens it draws in sequence. read: tokens it reads before the first of
+    them.
+    """
 
-    def __init__(self):
-        self.widths, self.runs, self.used = {}, {}, 0  # of each number of rows
-        self.rounds = set()  # (graphs of the draft, rows, width, count)
+    widths: frozenset[int] = frozenset()
+    draws: frozenset[int] = frozenset()
+    read: int = 1
 
-    def add(self, rows, width):
-        """Blocks `[rows, width]` have a graph, from now on or from the first of them on."""
+    def __or__(self, other: Plan) -> Plan:
+        return Plan(self.widths | other.widths, self.draws | other.draws, max(self.read, other.read))
+
+    def __len__(self) -> int:
+        return len(self.widths) + len(self.draws)
+
+
+class Graphs(ABC):
+    """Graphs of the steps of one model, each for one shape.
+
+    model: a transformers causal LM. vocabulary: the logits are cut to this many entries.
+    cache_dtype: the dtype that its KV cache must have. operators: the filters, draws and verification it comes with.
+    used: how many times a graph was used.
+    """
+
+    cache_dtype: torch.dtype
+    operators: Operators = PYTORCH
+
+    def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
+        self.model, self.vocabulary, self.used = model, vocabulary, 0
+        self.widths: dict[int, list[int]] = {}  # {rows: widths of blocks}
+        self.draws: dict[int, tuple[int, list[int]]] = {}  # {rows: (tokens read, counts of tokens drawn)}
+        self.rounds: set[tuple[Graphs, int, int, int]] = set()  # {(graphs of the draft, rows, tokens read, guesses)}
+
+    def has(self, step: str, *shape: object) -> bool:
+        """Whether there is a graph for a step of this shape.
+
+        "forward", "score_and_verify": rows, width of the block. "draw": rows, tokens read. "round": graphs of the
+        draft, rows, tokens read, guesses.
+        """
+        if step == "round":
+            return shape in self.rounds
+        rows, width = shape
+        if step == "draw":
+            return rows in self.draws and width <= self.draws[rows][0]  # type: ignore[operator]
+        return rows in self.widths and width <= self.widths[rows][-1]  # type: ignore[operator]
+
+    def add_forward(self, rows: int, width: int) -> None:
+        """Make the graph for blocks `[rows, width]`. On a GPU, graphs are captured at their first use."""
         self.widths[rows] = sorted({*self.widths.get(rows, ()), width})
 
-    def add_run(self, rows, width, count):
-        """Runs of `count` tokens after blocks `[rows, width]` have a graph; `width` is one for all of these rows."""
-        self.runs[rows] = width, sorted({*self.runs.get(rows, (0, ()))[1], count})
+    def add_draw(self, rows: int, read: int, count: int) -> None:
+        """Make the graph that draws `count` tokens in sequence after blocks `[rows, read]`; `read` is one number for
+        all graphs of these rows."""
+        self.draws[rows] = read, sorted({*self.draws.get(rows, (0, []))[1], count})
 
-    def fits(self, tokens):
-        """Whether there is a graph for blocks like `tokens[B, n]`."""
-        return len(tokens) in self.widths and tokens.shape[1] <= self.widths[len(tokens)][-1]
+    def add_round(self, draft: Graphs, rows: int, read: int, count: int) -> None:
+        """Make the graph of a whole round: `count` guesses by the model of `draft` after blocks `[rows, read]`, and
+        this model's forward that scores them. It saves host time between the two forwards, which a GPU's host has to
+        spare: by default no graph is made."""
 
-    def fill(self, tokens, positions):
-        """The block `[B, n]` filled up to the next width with its last token, written where that is; both
-        contiguous."""
+    def forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        """`CachedModel.forward` of a block: float32 logits `[B, n, V]`."""
+        padded, at = self.pad_block(tokens, positions)
+        return self.run_forward(padded, at, cache)[:, : tokens.shape[1]]
+
+    def draw(
+        self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, cache: SlotCache
+    ) -> tuple[Tensor, Tensor]:
+        """`rounds.draw_tokens` with the uniform numbers `u[count, B]`: tokens `[B, count]` and q `[B, count, V]`.
+
+        Uses the longest graphs that are not too long, one after the other. If all are too long, uses the beginning of
+        the shortest.
+        """
+        read, counts = self.draws[len(tokens)]
+        first = tokens.shape[1]
+        if first < read:  # The first token is read again, into the same slot.
+            again = torch.arange(first - read, first, device=tokens.device).clamp_(min=0)
+            tokens = tokens[:, again]
+            positions = torch.cat([positions[:, :1].expand(-1, read - first), positions], 1)
+        drawn: list[Tensor] = []
+        q: list[Tensor] = []
+        left = len(u)
+        while left:
+            if drawn:
+                known = q[-1].shape[-1] - 1  # as in `rounds.steps`
+                tokens = torch.cat([tokens, drawn[-1].clamp(max=known)], 1)[:, -read:]
+            count = max((count for count in counts if count <= left), default=counts[0])
+            done = len(u) - left
+            numbers, at = u[done : done + count], positions[:, done : done + read + count - 1]
+            if left < count:  # Tokens beyond `left` are dropped; later tokens overwrite their slots.
+                numbers = torch.cat([numbers, u.new_zeros(count - left, u.shape[1])])
+                at = torch.cat([at, at[:, -1:].expand(-1, count - left)], 1)
+            self.used += 1
+            made, p = self.run_draw(tokens.contiguous(), at.contiguous(), numbers, sampling, cache)
+            drawn.append(made[:, :left])
+            q.append(p[:, :left])
+            left -= drawn[-1].shape[1]
+        return (drawn[0], q[0]) if len(q) == 1 else (torch.cat(drawn, 1), torch.cat(q, 1))
+
+    @abstractmethod
+    def score_and_verify(
+        self,
+        block: Tensor,
+        positions: Tensor,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: VerificationRule,
+        cache: SlotCache,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`rounds.score_block`: p `[B, n + 1, V]`, accepted `[B]`, token `[B]`."""
+
+    def round(
+        self,
+        draft: Graphs,
+        tokens: Tensor,
+        positions: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        draft_cache: SlotCache,
+        cache: SlotCache,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A round made by `add_round`: drafts `[B, n]`, q `[B, n, V]` and p `[B, n + 1, V]`.
+
+        tokens `[B, read]`; positions `[B, read + n]`, of these and of the guesses; u `[n, B]`.
+        """
+        raise LookupError("this engine makes no graphs of whole rounds")
+
+    @abstractmethod
+    def run_forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        """Logits of a block of a width that has a graph."""
+
+    @abstractmethod
+    def run_draw(
+        self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, cache: SlotCache
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and distributions of a draw of a length that has a graph."""
+
+    def pad_block(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The block `[B, n]` padded to the next width with its last token, at the same position; both contiguous."""
         self.used += 1
         n = tokens.shape[1]
         width = next(width for width in self.widths[len(tokens)] if width >= n)
@@ -35,34 +169,3 @@ class BlockWidths:
             last = torch.arange(width, device=tokens.device).clamp_(max=n - 1)
             tokens, positions = tokens[:, last], positions[:, last]
         return tokens.contiguous(), positions.contiguous()
-
-    def run_fits(self, tokens):
-        """Whether there is a graph for runs after blocks like `tokens[B, n]`."""
-        return len(tokens) in self.runs and tokens.shape[1] <= self.runs[len(tokens)][0]
-
-    def run(self, tokens, positions, u, sampling, cache):
-        """`CachedModel.run_at_once` by graphs: of the longest runs there are that are not too long, one after the
-        other; a run shorter than all of them is the beginning of the shortest."""
-        width, counts = self.runs[len(tokens)]
-        first = tokens.shape[1]
-        if first < width:  # its first token is read twice, to the same place
-            again = torch.arange(first - width, first, device=tokens.device).clamp_(min=0)
-            tokens = tokens[:, again]
-            positions = torch.cat([positions[:, :1].expand(-1, width - first), positions], 1)
-        drawn, q, left = [], [], len(u)
-        while left:
-            if drawn:
-                known = q[-1].shape[-1] - 1  # as in `steps`
-                tokens = torch.cat([tokens, drawn[-1].clamp(max=known)], 1)[:, -width:]
-            self.used += 1
-            count = max((count for count in counts if count <= left), default=counts[0])
-            done = len(u) - left
-            numbers, at = u[done : done + count], positions[:, done : done + width + count - 1]
-            if left < count:  # what is drawn beyond it is dropped, and written where later tokens will be
-                numbers = torch.cat([numbers, u.new_zeros(count - left, u.shape[1])])
-                at = torch.cat([at, at[:, -1:].expand(-1, count - left)], 1)
-            made, p = self.part_of_run(tokens.contiguous(), at.contiguous(), numbers, sampling, cache)
-            drawn.append(made[:, :left])
-            q.append(p[:, :left])
-            left -= drawn[-1].shape[1]
-        return (drawn[0], q[0]) if len(q) == 1 else (torch.cat(drawn, 1), torch.cat(q, 1))

@@ -1,43 +1,24 @@
-"""A draft that guesses only frequent tokens: its output layer has their rows alone (FR-Spec, Zhao et al., arXiv
-2502.14856).
+"""`RestrictedModel`: a draft that guesses only some tokens, the frequent ones, so that its output layer is smaller
+(FR-Spec, Zhao et al., arXiv 2502.14856).
 
-More than half of Pythia-70m's weights are the two layers that know every token, and each guess reads all of the one
-that puts out. Text is mostly frequent tokens; a rarer one is left to the target, for q is 0 there: the output stays
-exactly the target's.
+More than half of Pythia-70m's weights are its input and output embeddings, and each guess reads the whole output
+embedding. Text is mostly frequent tokens. The target draws the rarer ones: q is 0 there, so the text stays distributed
+exactly as the target's.
 """
 
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.cachedModel import CachedModel
-from inputs.texts import load_corpora
 from utils import UserError
 
 
-def most_frequent(count, tokenizer):
-    """The `count` most frequent tokens of the sample texts, int64 `[count]` in ascending order: the end of text among
-    them, equally frequent and unseen ones by id (a byte-pair encoding numbers its tokens roughly by frequency). Raises
-    UserError where the tokenizer has fewer."""
-    if count > len(tokenizer):
-        raise UserError(f"--draftVocab {count} is more than the {len(tokenizer)} tokens there are")
-    counts = torch.zeros(len(tokenizer), dtype=torch.long)
-    for corpus in load_corpora("sample"):
-        for document in corpus.documents:
-            counts += torch.bincount(
-                torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long),
-                minlength=len(tokenizer),
-            )
-    if tokenizer.eos_token_id is not None:
-        counts[tokenizer.eos_token_id] = counts.sum() + 1
-    return counts.argsort(descending=True, stable=True)[:count].sort().values
-
-
 class Few(nn.Module):
-    """An output layer for `tokens[N]` alone, of a whole one; the logits of all others are -inf."""
+    """An output layer for `tokens[N]` alone, cut from a whole one. The logits of all other tokens are -inf."""
 
-    def __init__(self, whole, tokens):
+    def __init__(self, whole: nn.Linear, tokens: Tensor) -> None:
         super().__init__()
         self.inner = nn.Linear(whole.weight.shape[1], len(tokens), whole.bias is not None, dtype=whole.weight.dtype)
         self.inner.requires_grad_(False).to(whole.weight.device)
@@ -48,23 +29,24 @@ class Few(nn.Module):
         self.vocabulary = len(whole.weight)
 
     @property
-    def weight(self):
+    def weight(self) -> Tensor:
+        """The rows that are left of the weight, `[N, hidden]`."""
         return self.inner.weight
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         logits = x.new_full((*x.shape[:-1], self.vocabulary), -torch.inf)
         logits[..., self.tokens] = self.inner(x)
         return logits
 
 
 class RestrictedModel(CachedModel):
-    """A draft (`CachedModel`) that gives logits for `tokens[N]` alone, and reads every token.
+    """A draft that gives logits for `tokens[N]` alone, and reads every token.
 
-    All but the output layer are the draft's own weights, and the draft stays as it was: what else it is asked for is
-    of its whole vocabulary. To be made before the draft is compiled."""
+    It shares all weights but the output layer with `draft`, which stays as it was. Make it before `draft` is compiled.
+    """
 
-    def __init__(self, draft, tokens):
-        model = copy.copy(draft.model)  # the modules are shared, the dictionary of their names is not
+    def __init__(self, draft: CachedModel, tokens: Tensor) -> None:
+        model = copy.copy(draft.model)  # The modules are shared, but not the dictionary of their names.
         model._modules = dict(draft.model._modules)
         whole = draft.model.get_output_embeddings()
         self.tokens = tokens.to(draft.device)

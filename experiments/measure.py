@@ -1,78 +1,100 @@
-"""What `test.py` measures with models that are loaded: speed, diversity and perplexity, each line of results as it
-comes; and one text played."""
+"""What `test.py` measures with models that are loaded: speed, diversity and perplexity. Each line of results is passed
+to `append` as it comes."""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from tqdm import tqdm
 
 import PPL
 from decoding.verification import RULES as VERIFICATIONS
-from experiments.measure import diversity, settings, sweep
+from experiments import diversity, sweep
+from experiments.prepare import LoadedModels, Prepared
 from experiments.speed import digest, measure
 from inputs.escape import visible
-from methods.catalogue import catalogue as methods
-from report.runReport import playback
+from methods.catalogue import Models, Sampler, guesser
+from methods.selection import build, repeatable
 from utils import GREEDY
 
+Append = Callable[..., object]  # takes one line of results by keywords
 
-def time_group(args, mode, names, models, prompts, tokenizer, device, append):
+
+def measure_speed(prepared: Prepared, models: LoadedModels, mode: str, append: Append) -> None:
+    """Time the methods of one mode, for each length of prompt."""
+    for length, prompts in prepared.prompts.items():
+
+        def line(length: int = length, **figures: object) -> None:
+            append(dtype=prepared.dtype, promptLen=length, **figures)
+
+        time_group(prepared, models, mode, prompts, line)
+
+
+def time_group(
+    prepared: Prepared, models: LoadedModels, mode: str, prompts: list[list[int]], append: Append
+) -> None:
     """Time the methods of one mode on `prompts`; `--sweep` does so for each temperature."""
-    max_len, repeats = settings.max_len(args, mode), settings.repeats(args, mode)
-    for temperature in (args.temperature or [None]) if mode == "sweep" else [None]:
-        sampling, samplers = settings.sampling(args, mode, temperature), methods.build(names, models, args)
-        gamma = 4 if mode == "speed" and args.draftLength == "fixed" else None  # elsewhere each method has its own
+    settings, tokenizer, device = prepared.settings, prepared.tokenizer, prepared.device
+    measuring, decoding = settings.measuring, settings.decoding
+    max_len, repeats = settings.sampling.max_len_of(mode), measuring.repeats_of(mode)
+    gamma = 4 if mode == "speed" and decoding.draft_length == "fixed" else None  # Elsewhere each method has its own.
+    for temperature in settings.sampling.temperatures or [None] if mode == "sweep" else [None]:
+        sampling = settings.sampling.of(mode, temperature)
+        roles: Models = dict(models)
+        samplers = build(measuring.groups[mode], roles, decoding)
         shown = {
             "mode": mode,
             "maxLen": max_len,
-            "gamma": args.gamma or gamma,
+            "gamma": decoding.gamma or gamma,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
         if mode == "sweep":
-            drafter, verify = methods.guesser(models, args), VERIFICATIONS[args.verification]
+            drafter, verify = guesser(roles, decoding), VERIFICATIONS[decoding.verification]
             samplers |= sweep.samplers(models["target"], drafter, verify)
-            append(
-                kind="costs",
-                **shown,
-                **sweep.costs(prompts, models["target"], drafter, sampling, verify, max_len, args.seed, device),
-            )
-        timed = {
-            name: lambda prompt, generator, sampler=sampler: sampler(
-                [prompt], max_len, sampling, tokenizer.eos_token_id, generator
-            )
-            for name, sampler in samplers.items()
-        }
-        with tqdm(total=len(timed) * len(prompts) * repeats, desc=mode, disable=None, leave=False) as bar:
-            for line in measure(timed, prompts, repeats, args.seed, device):
-                append(kind="speed", repeatable=methods.repeatable(line["method"], args), **shown, **line)
+            costs = sweep.costs(prompts, models["target"], drafter, sampling, verify, max_len, measuring.seed, device)
+            append(kind="costs", **shown, **costs)
+
+        def timed(sampler: Sampler) -> Callable[..., tuple[list[list[int]], list]]:
+            return lambda prompt, generator: sampler([prompt], max_len, sampling, tokenizer.eos_token_id, generator)  # noqa: B023
+
+        works = {name: timed(sampler) for name, sampler in samplers.items()}
+        with tqdm(total=len(works) * len(prompts) * repeats, desc=mode, disable=None, leave=False) as bar:
+            for line in measure(works, prompts, repeats, measuring.seed, device):
+                append(kind="speed", repeatable=repeatable(line["method"], decoding), **shown, **line)
                 bar.update()
 
 
-def measure_diversity(args, models, prompts, tokenizer, device, append):
-    """Texts of each method and how varied they are: several of each prompt where there is chance, else one."""
-    sampling, max_len = settings.sampling(args, "diversity"), settings.max_len(args, "diversity")
-    samplers = methods.build(settings.GROUPS["diversity"], models, args)
+def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) -> None:
+    """Texts of each method and how varied they are: several of each prompt if the method draws, else one."""
+    settings, tokenizer, prompts = prepared.settings, prepared.tokenizer, prepared.article
+    sampling, max_len = settings.sampling.of("diversity"), settings.sampling.max_len_of("diversity")
+    samplers = build(settings.measuring.groups["diversity"], dict(models), settings.decoding)
     runs = {"naive": (samplers.pop("target"), sampling)} | {name: (s, sampling) for name, s in samplers.items()}
     runs["greedy"] = runs["naive"][0], GREEDY
-    heats = {"greedy": 0, "naive": sampling.temperature, "speculative": sampling.temperature}  # 0: no chance in it
+    heats = {"greedy": 0.0, "naive": sampling.temperature, "speculative": sampling.temperature}
     repeats = {
-        name: settings.repeats(args, "diversity") if heats.get(name, args.contrastiveTemperature) else 1
+        name: settings.measuring.repeats_of("diversity")
+        if heats.get(name, settings.decoding.contrastive_temperature)
+        else 1
         for name in runs
     }
     with tqdm(total=sum(repeats.values()) * len(prompts), desc="diversity", disable=None, leave=False) as bar:
-        for name, (sampler, shape) in runs.items():
+        for name, (sampler, how) in runs.items():
             each, written = [], []
             for repeat in range(repeats[name]):
-                generator = torch.Generator(device).manual_seed(args.seed + repeat)
-                texts, _ = sampler(prompts, max_len, shape, tokenizer.eos_token_id, generator)
+                generator = torch.Generator(prepared.device).manual_seed(settings.measuring.seed + repeat)
+                texts, _ = sampler(prompts, max_len, how, tokenizer.eos_token_id, generator)
                 written += texts
                 each += [diversity.figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
                 bar.update(len(prompts))
             append(
                 kind="diversity",
+                dtype=prepared.text_dtype,
                 method=name,
-                repeatable=methods.repeatable(name, args),
+                repeatable=repeatable(name, settings.decoding),
                 input=digest(prompts),
                 sha256=digest(written),
                 prompts=len(prompts),
@@ -84,71 +106,55 @@ def measure_diversity(args, models, prompts, tokenizer, device, append):
             )
 
 
-def play(args, models, prompt, tokenizer, device, name):
-    """Continue one prompt on the screen, and write the page that plays it back."""
-    watched = []
-
-    def watch(drafter):
-        watched.append(playback.Watched(drafter))
-        return watched[0]
-
-    sampler = methods.build([name], models, args, watch)[name]
-    screen = playback.Screen(tokenizer) if args.show else None
-    trace = playback.Trace(watched[0], screen and screen.round)
-    text, max_len = tokenizer.decode(prompt), settings.max_len(args, "show")
-    if screen:
-        screen.begin(text)
-    try:
-        sampler(
-            [prompt],
-            max_len,
-            settings.sampling(args, "show"),
-            tokenizer.eos_token_id,
-            torch.Generator(device).manual_seed(args.seed),
-            trace.callback,
-        )
-    finally:
-        if screen:
-            screen.end()
-    if args.html:
-        names = {role: model.name for role, model in models.items()}
-        playback.write_page(args.html, text, trace.rounds, tokenizer, "Speculative decoding, round by round", names)
-        print(visible(f"Written to {args.html}", ""))
+ROLES = "draft", "target", "speculative"
 
 
-def measure_perplexity(models, texts, tokenizer, window, stride, append):
-    target, draft = models["target"], models["draft"]
-    roles = "draft", "target", "speculative"
-    for corpus, passages in texts:
+def measure_perplexity(prepared: Prepared, models: LoadedModels, append: Append) -> None:
+    """Perplexity of each corpus: per text, and of the whole corpus."""
+    for corpus, passages in prepared.texts:
         shown = visible(corpus.name, "")
         if passages:
             bar = tqdm(passages, desc=f"perplexity per text, {shown}", disable=None, leave=False)
-            each = [PPL.perplexities(ids, target, draft) for ids in bar]
+            each = [PPL.perplexities(ids, models["target"], models["draft"]) for ids in bar]
             append(
                 kind="ppl_text",
+                dtype=prepared.text_dtype,
+                sentenceLimit=prepared.settings.texts.sentence_limit,
                 corpus=corpus.name,
                 texts=len(each),
                 tokens=sum(map(len, passages)),
                 input=digest(passages),
                 each=each,
-                ppl={role: math.fsum(e[role] for e in each) / len(each) for role in roles},
+                ppl={role: math.fsum(e[role] for e in each) / len(each) for role in ROLES},
             )
+        tokenizer = prepared.tokenizer
         documents = [text for text in corpus.documents if len(tokenizer(text, verbose=False)["input_ids"]) > 1]
-        if not documents:
-            continue
-        with tqdm(desc=f"corpus perplexity, {shown}", unit=" tokens", disable=None, leave=False) as bar:
-            parts = [
-                PPL.calculate_ppl_corpus(text, tokenizer, target, draft, window, stride, bar.update)
-                for text in documents
-            ]
-            totals = {role: sum((part[role] for part in parts), PPL.CorpusPerplexity()) for role in roles}
-        append(
-            kind="ppl_corpus",
-            corpus=corpus.name,
-            tokens=totals["target"].tokens,
-            documents=len(documents),
-            input=digest(documents),
-            window=window,
-            stride=stride,
-            ppl={role: {"token": t.token_ppl, "word": t.word_ppl, "byte": t.byte_ppl} for role, t in totals.items()},
-        )
+        if documents:
+            measure_corpus(prepared, models, corpus.name, documents, append)
+
+
+def measure_corpus(
+    prepared: Prepared, models: LoadedModels, name: str, documents: list[str], append: Append
+) -> None:
+    """Perplexity of a whole corpus, read in windows."""
+    window, stride = prepared.window, prepared.stride
+    with tqdm(desc=f"corpus perplexity, {visible(name, '')}", unit=" tokens", disable=None, leave=False) as bar:
+        parts = [
+            PPL.calculate_ppl_corpus(
+                text, prepared.tokenizer, models["target"], models["draft"], window, stride, bar.update
+            )
+            for text in documents
+        ]
+    totals = {role: sum((part[role] for part in parts), PPL.CorpusPerplexity()) for role in ROLES}
+    append(
+        kind="ppl_corpus",
+        dtype=prepared.text_dtype,
+        sentenceLimit=prepared.settings.texts.sentence_limit,
+        corpus=name,
+        tokens=totals["target"].tokens,
+        documents=len(documents),
+        input=digest(documents),
+        window=window,
+        stride=stride,
+        ppl={role: {"token": t.token_ppl, "word": t.word_ppl, "byte": t.byte_ppl} for role, t in totals.items()},
+    )

@@ -1,105 +1,306 @@
-"""What the flags of `test.py` mean together: what cannot be right, as far as it shows before anything is loaded; and
-the values that depend on what is measured."""
+"""`parse`: the flags of `test.py` as typed settings. What cannot be right is refused here, as far as it shows before
+anything is loaded."""
 
+from __future__ import annotations
+
+import argparse
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from decoding.draftLength import RULES as DRAFT_LENGTHS
 from experiments.flags import parser
 from inputs.models import default_mid, default_pair
-from methods.catalogue import catalogue as methods
+from methods.catalogue import Decoding
+from methods.selection import check_roles, choose, choose_lossless, in_mode
 from utils import Sampling, UserError
 
-# What each mode that times or generates compares, and how many new tokens are its default.
-GROUPS = {
-    "speed": ("draft", "target", "speculative"),
-    "speedNew": ("draft", "target", "additive"),
-    "speedMulti": ("draft", "mid", "target", "speculative", "cascade"),
-    "contrastive": ("target", "contrastive", "speculativeContrastive"),
-    "compare": (),
-    "sweep": ("draft", "target"),
-    "diversity": ("target", "speculative", "contrastive", "speculativeContrastive"),
-    "lossless": (),
-}
-MODES = (*GROUPS, "ppl", "show", "html")
+TIMED = ("speed", "speedNew", "speedMulti", "contrastive", "compare", "sweep")  # modes that measure speed
+MODES = (*TIMED, "diversity", "lossless")  # modes that measure methods
+ALL_MODES = (*MODES, "ppl", "show", "html")
 MAX_LEN = {"speedNew": 1000, "diversity": 45}
-TOKENS, ROWS = 100_000, 64  # --lossless: tokens tested, and how many texts are written at a time
-SAMPLING = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naive sampling has neither
+REPEATS = {"compare": 2, "sweep": 2, "diversity": 20}
+USUAL = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naive sampling has neither
+TOKENS, ROWS = 100_000, 64  # of --lossless: tokens tested, and texts written at a time
 
 
-def parse(argv):
-    """The flags as a namespace, with the models' names filled in. Raises UserError for what cannot be right."""
+@dataclass(frozen=True)
+class Measuring:
+    """What to measure. groups: {mode: its methods}; played: the one method whose text is played, and nothing is
+    measured; repeats, tokens None: the mode's default."""
+
+    groups: dict[str, list[str]]
+    played: str | None
+    ppl: bool
+    repeats: int | None
+    tokens: int | None
+    seed: int
+
+    @property
+    def timed(self) -> list[str]:
+        """The modes that measure speed."""
+        return [mode for mode in self.groups if mode in TIMED]
+
+    @property
+    def names(self) -> set[str]:
+        """All methods that are measured or played."""
+        return {name for names in self.groups.values() for name in names} | ({self.played} if self.played else set())
+
+    @property
+    def modes(self) -> list[str]:
+        """All modes that generate text."""
+        return [*self.groups, *(["show"] if self.played else [])]
+
+    def repeats_of(self, mode: str) -> int:
+        """How often each prompt is continued in that mode."""
+        return self.repeats or REPEATS.get(mode, 3)
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which models, and how they are loaded. draft "lookup": the text so far guesses; None: the default."""
+
+    target: str
+    draft: str
+    mid: str | None
+    draft_vocab: int | None
+    dtype: str | None
+    device: str | None
+    compile: bool
+    offline: bool
+
+    @property
+    def roles(self) -> set[str]:
+        """The models there are beside the target."""
+        return ({"draft"} if self.draft != "lookup" else set()) | ({"mid"} if self.mid else set())
+
+
+@dataclass(frozen=True)
+class SamplingChoice:
+    """How tokens are drawn, and how many. None: the mode's default."""
+
+    temperatures: tuple[float, ...]
+    top_p: float | None
+    top_k: int
+    repetition_penalty: float
+    max_len: int | None
+
+    def of(self, mode: str, temperature: float | None = None) -> Sampling:
+        """`Sampling` of that mode, at one of several temperatures."""
+        usual, top_p = USUAL.get(mode, (0.85, 0.9))
+        if temperature is None:
+            temperature = self.temperatures[0] if self.temperatures else usual
+        return Sampling(temperature, self.top_k, top_p if self.top_p is None else self.top_p, self.repetition_penalty)
+
+    def max_len_of(self, mode: str) -> int:
+        """New tokens at most in that mode."""
+        return self.max_len or MAX_LEN.get(mode, 200)
+
+
+@dataclass(frozen=True)
+class TextChoice:
+    """Which texts are continued and scored."""
+
+    dataset: str
+    books: int | None
+    sentences: int
+    sentence_limit: int
+    prompt: str | None
+    question: str | None
+    prompt_file: Path | None
+    prompt_lengths: tuple[int, ...]
+    window: int
+    stride: int
+
+    @property
+    def from_corpora(self) -> bool:
+        """Whether the prompts come from the data set, not from a flag."""
+        return self.prompt is None and self.question is None and self.prompt_file is None
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go. show: on the screen, as text is decoded; html: the page that plays it."""
+
+    folder: Path
+    show: bool
+    html: Path | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything the flags say. rerun: the run to repeat; flags: the flags themselves, for the run's record."""
+
+    measuring: Measuring
+    models: ModelChoice
+    decoding: Decoding
+    sampling: SamplingChoice
+    texts: TextChoice
+    output: Output
+    rerun: str | None
+    flags: dict[str, object]
+
+    @property
+    def rows(self) -> int:
+        """Texts that are decoded at a time. `--lossless` writes many; else each is timed alone."""
+        if "lossless" not in self.measuring.groups:
+            return 1
+        return min(ROWS, -(-self.tokens // self.sampling.max_len_of("lossless")))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each method that `--lossless` tests at least."""
+        return self.measuring.tokens or TOKENS
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """The settings that the flags `argv` say. Raises UserError for what cannot be right."""
     args = parser().parse_args(argv)
     if args.rerun:
-        usual = vars(parser().parse_args([]))
-        for name, value in vars(args).items():
-            if name not in ("rerun", "out") and value != usual[name]:
-                raise UserError(f"--rerun takes its flags from the run; leave out --{name}")
+        check_rerun(args)
     check_numbers(args)
     check_prompts(args)
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
-    if args.rerun:
-        return args
     args.promptLen = sorted(set(args.promptLen))
     args.temperature = args.temperature and list(dict.fromkeys(args.temperature))
-    if not any(getattr(args, mode) for mode in MODES):  # none is asked for: the two, but for one that is switched off
+    if not args.rerun:
+        check_modes(args)
+        args.sentences = args.sentences or (10 if args.lossless is None else ROWS)
+        name_models(args)
+    settings = typed(args)
+    if not args.rerun:
+        check_together(settings)
+    return settings
+
+
+def typed(args: argparse.Namespace) -> Settings:
+    """The flags, sorted into settings."""
+    models = ModelChoice(
+        args.target, args.draft, args.mid, args.draftVocab, args.dtype, args.device, args.compile, args.offline
+    )
+    decoding = Decoding(
+        gamma=args.gamma,
+        draft_length=args.draftLength,
+        draft_threshold=args.draftThreshold,
+        target_threshold=args.targetThreshold,
+        verification=args.verification,
+        gamma1=args.gamma1,
+        gamma2=args.gamma2,
+        ngram=args.ngram,
+        lookup=args.draft == "lookup",
+        plausibility=args.plausibility,
+        amateur_temperature=args.amateurTemperature,
+        contrastive_temperature=args.contrastiveTemperature,
+    )
+    texts = TextChoice(
+        dataset=args.dataset,
+        books=args.books,
+        sentences=args.sentences,
+        sentence_limit=args.sentenceLimit,
+        prompt=args.prompt,
+        question=args.question,
+        prompt_file=args.promptFile,
+        prompt_lengths=tuple(args.promptLen),
+        window=args.window,
+        stride=args.stride,
+    )
+    groups, played = ({}, None) if args.rerun else (groups_of(args, models), played_of(args, models))
+    return Settings(
+        Measuring(groups, played, bool(args.ppl), args.repeats, args.tokens, args.seed),
+        models,
+        decoding,
+        sampling_of(args),
+        texts,
+        Output(args.out, args.show, args.html),
+        args.rerun,
+        {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+    )
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingChoice:
+    """The flags that say how tokens are drawn."""
+    return SamplingChoice(
+        tuple(args.temperature or ()), args.top_p, args.top_k, args.repetition_penalty, args.maxLen
+    )
+
+
+def groups_of(args: argparse.Namespace, models: ModelChoice) -> dict[str, list[str]]:
+    """{mode: the methods it measures}, of the modes asked for. Raises UserError if a method lacks a model."""
+    groups: dict[str, list[str]] = {}
+    for mode in MODES if not (args.show or args.html) else ():
+        if mode == "compare" and args.compare is not None:
+            groups[mode] = choose(args.compare, models.roles)
+        elif mode == "lossless" and args.lossless is not None:
+            groups[mode] = choose_lossless(args.lossless, models.roles)
+        elif getattr(args, mode):
+            groups[mode] = [name for name in in_mode(mode) if name != "draft" or "draft" in models.roles]
+            check_roles(groups[mode], models.roles)
+    return groups
+
+
+def played_of(args: argparse.Namespace, models: ModelChoice) -> str | None:
+    """The method whose text --show and --html play; None if neither is asked for."""
+    if not (args.show or args.html):
+        return None
+    named = {"contrastive": "speculativeContrastive", "speedMulti": "cascade", "speedNew": "additive"}
+    name = next((method for mode, method in named.items() if getattr(args, mode)), "speculative")
+    check_roles([name], models.roles)
+    return name
+
+
+def name_models(args: argparse.Namespace) -> None:
+    """Fill in the models that were not named."""
+    if args.mid and not args.draft:
+        raise UserError("--mid stands between the target and a draft: name that too, with --draft")
+    pair = default_pair()
+    if args.target is None and args.draft is None and args.mid is None:
+        print(
+            f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
+            + ("" if pair[0].startswith("pythia") else " docs/pythia-on-gpu.md says how to get Pythia.")
+        )
+        args.mid = default_mid(pair)
+    args.target, args.draft = args.target or pair[0], args.draft or pair[1]
+
+
+# What cannot be right.
+
+
+def check_rerun(args: argparse.Namespace) -> None:
+    """Raise UserError if other flags stand beside --rerun."""
+    usual = vars(parser().parse_args([]))
+    for name, value in vars(args).items():
+        if name not in ("rerun", "out") and value != usual[name]:
+            raise UserError(f"--rerun takes its flags from the run; leave out --{name}")
+
+
+def check_modes(args: argparse.Namespace) -> None:
+    """Settle what is measured if no flag says so. Raises UserError for modes that exclude each other."""
+    if not any(getattr(args, mode) for mode in ALL_MODES):  # The default is both, but for one that is switched off.
         args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
         if args.draft == "lookup" or args.draftVocab:
             args.ppl = 0
-    if not any(getattr(args, mode) for mode in MODES):
+    if not any(getattr(args, mode) for mode in ALL_MODES):
         raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
     if args.lossless is None and args.tokens:
-        raise UserError("--tokens is of --lossless; give both or neither")
-    if args.lossless is not None and any(getattr(args, mode) for mode in MODES if mode != "lossless"):
+        raise UserError("--tokens is a flag of --lossless; give both or neither")
+    if args.lossless is not None and any(getattr(args, mode) for mode in ALL_MODES if mode != "lossless"):
         raise UserError("--lossless is a run of its own: leave out the other things to do")
-    args.sentences = args.sentences or (10 if args.lossless is None else ROWS)
-    name_models(args)
-    groups_of(args)
-    if not played(args) and not os.access(args.out, os.W_OK):
-        raise UserError(f"{args.out} is a folder that you may not write to; name another with --out")
-    if args.sweep and (args.maxLen or 3) < 3:
-        raise UserError("--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more")
-    if played(args):
-        for mode in "speed", "ppl", "compare", "sweep", "diversity":
-            if getattr(args, mode):
-                raise UserError(f"--show and --html play one text and measure nothing; leave out --{mode}")
-        if args.speedNew + args.speedMulti + args.contrastive > 1:
-            raise UserError("--show and --html play one method: of --speedNew, --speedMulti and --contrastive give one")
-    if args.draft == "lookup" and args.ppl:
-        raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
-    if args.draftVocab:
-        check_draft_vocabulary(args)
-    return args
 
 
-def check_numbers(args):
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise UserError for numbers that no single flag can refuse."""
     if args.stride >= args.window:
         raise UserError(f"--stride ({args.stride}) must be less than --window ({args.window})")
     Sampling(args.contrastiveTemperature)
     if args.temperature and len(args.temperature) > 1 and not args.sweep:
         raise UserError("several temperatures are for --sweep; give one")
     for temperature in args.temperature or [None]:
-        sampling(args, "speed", temperature)
+        sampling_of(args).of("speed", temperature)
 
 
-def check_draft_vocabulary(args):
-    """Raise UserError for what needs a draft that knows every token, or has no use for one that does not."""
-    if args.draft == "lookup":
-        raise UserError("--draftVocab restricts a draft model, and --draft lookup is none; leave out one of them")
-    if args.ppl:
-        raise UserError(
-            "a draft restricted by --draftVocab has no perplexity: it gives most tokens none; leave out "
-            "--ppl or --draftVocab"
-        )
-    used = {name for names in (*groups_of(args).values(), played(args)) for name in names}
-    if used & {"contrastive", "speculativeContrastive"}:
-        raise UserError(
-            "contrastive decoding (in --contrastive, --diversity, --compare all) needs a draft that knows "
-            "every token; leave it or --draftVocab out"
-        )
-
-
-def check_prompts(args):
+def check_prompts(args: argparse.Namespace) -> None:
+    """Raise UserError for prompts that cannot be continued, and a page that cannot be written."""
     given = [flag for flag in ("prompt", "question", "promptFile") if getattr(args, flag) is not None]
     if len(given) > 1:
         raise UserError(f"--{given[0]} and --{given[1]} both say what to continue; give one of them")
@@ -115,103 +316,36 @@ def check_prompts(args):
         raise UserError(f"--html {args.html} is a folder; name a file")
 
 
-def name_models(args):
-    """Fill in the models that were not named."""
-    if args.mid and not args.draft:
-        raise UserError("--mid stands between the target and a draft: name that too, with --draft")
-    ours, pair = args.target is None and args.draft is None and args.mid is None, default_pair()
-    if ours:
-        print(
-            f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
-            + ("" if pair[0].startswith("pythia") else " README.md says how to get Pythia.")
+def check_together(settings: Settings) -> None:
+    """Raise UserError for flags that are right by themselves but not together."""
+    flags, played = settings.flags, settings.measuring.played
+    if not played and not os.access(settings.output.folder, os.W_OK):
+        raise UserError(f"{settings.output.folder} is a folder that you may not write to; name another with --out")
+    if flags["sweep"] and (settings.sampling.max_len or 3) < 3:
+        raise UserError("--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more")
+    if played:
+        for mode in "speed", "ppl", "compare", "sweep", "diversity":
+            if flags[mode]:
+                raise UserError(f"--show and --html play one text and measure nothing; leave out --{mode}")
+        if sum(bool(flags[mode]) for mode in ("speedNew", "speedMulti", "contrastive")) > 1:
+            raise UserError("--show and --html play one method: of --speedNew, --speedMulti and --contrastive give one")
+    if settings.decoding.lookup and settings.measuring.ppl:
+        raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
+    if settings.models.draft_vocab:
+        check_draft_vocabulary(settings)
+
+
+def check_draft_vocabulary(settings: Settings) -> None:
+    """Raise UserError for what needs a draft that knows every token, or has no use for one that does not."""
+    if settings.decoding.lookup:
+        raise UserError("--draftVocab restricts a draft model, and --draft lookup is none; leave out one of them")
+    if settings.measuring.ppl:
+        raise UserError(
+            "a draft restricted by --draftVocab has no perplexity: it gives most tokens none; leave out "
+            "--ppl or --draftVocab"
         )
-        args.mid = default_mid(pair)
-    args.target, args.draft = args.target or pair[0], args.draft or pair[1]
-
-
-def roles_of(args):
-    """The models there are beside the target."""
-    return {role for role in ("draft", "mid") if getattr(args, role)} - ({"draft"} if args.draft == "lookup" else set())
-
-
-def groups_of(args):
-    """{mode: the methods it measures}, of the modes asked for. Raises UserError where one lacks a model."""
-    roles, groups = roles_of(args), {}
-    for mode, names in GROUPS.items() if not played(args) else ():
-        if mode == "compare" and args.compare is not None:
-            groups[mode] = methods.choose(args.compare, roles)
-        elif mode == "lossless" and args.lossless is not None:
-            groups[mode] = methods.choose_lossless(args.lossless, roles)
-        elif getattr(args, mode):
-            groups[mode] = [name for name in names if name != "draft" or "draft" in roles]
-            methods.check_roles(groups[mode], roles)
-    return groups
-
-
-def played(args):
-    """The one method whose text --show and --html play, in a tuple; empty where neither is asked for."""
-    if not (args.show or args.html):
-        return ()
-    name = (
-        "speculativeContrastive"
-        if args.contrastive
-        else "cascade"
-        if args.speedMulti
-        else "additive"
-        if args.speedNew
-        else "speculative"
-    )
-    methods.check_roles([name], roles_of(args))
-    return (name,)
-
-
-def graphs(args, names):
-    """{role: (widths, runs)} that are worth a graph for the methods `names`, as `CachedModel.compile` takes them."""
-    gamma, names = args.gamma or 4, set(names)
-    varied = args.sweep or args.draftLength != "fixed" or names & set(DRAFT_LENGTHS) - {"fixed"}
-    contrast = names & {"contrastive", "speculativeContrastive"}  # of two models: they read alike, and have no runs
-    step_by_step = args.repetition_penalty != 1 or "draftConfidence" in (*names, args.draftLength)
-    target = {2, 3, 5, 8, 11} if varied else set()
-    target |= {gamma + 1} | ({args.gamma2 + 1} if "cascade" in names else set())
-    target |= {1} if contrast or step_by_step else set()
-    draft = target if contrast else {1, 2} if step_by_step else set()
-    mid = {args.gamma1 + 2} | ({1} if step_by_step else set())
-    counts = {1, 2, 4, 8} if varied else {gamma}
-    counts |= {args.gamma1} if "cascade" in names else set()
-    counts |= {1} if "draft" in names else set()
-    return {
-        "target": (target, {(1, 1)} if "target" in names else set()),
-        "draft": (draft, {(2, count) for count in counts} if names != {"draft"} else {(1, 1)}),
-        "mid": (mid, {(1, 1)} if "mid" in names else set()),
-    }
-
-
-def guesses_at_once(args, names):
-    """Guesses in a round that is worth one graph (`CachedModel.compile_round`) for the methods `names`; 0: in none."""
-    steady = {"fixed", "block", "targetConfidence"} | (
-        {"speculative"} if args.draftLength in ("fixed", "targetConfidence") else set()
-    )
-    if args.sweep or args.draft == "lookup" or args.repetition_penalty != 1 or not steady & set(names):
-        return 0
-    return args.gamma or 4
-
-
-def max_len(args, mode):
-    """New tokens at most in that mode."""
-    return args.maxLen or MAX_LEN.get(mode, 200)
-
-
-def rows(args):
-    """Texts that are decoded at a time; else than for `--lossless` each is timed alone."""
-    return 1 if args.lossless is None else min(ROWS, -(-(args.tokens or TOKENS) // max_len(args, "lossless")))
-
-
-def repeats(args, mode):
-    return args.repeats or {"compare": 2, "sweep": 2, "diversity": 20}.get(mode, 3)
-
-
-def sampling(args, mode, temperature=None):
-    """`Sampling` of that mode; of one of several temperatures."""
-    usual, top_p = SAMPLING.get(mode, (0.85, 0.9))
-    temperature = temperature if temperature is not None else args.temperature[0] if args.temperature else usual
-    return Sampling(temperature, args.top_k, top_p if args.top_p is None else args.top_p, args.repetition_penalty)
+    if settings.measuring.names & {"contrastive", "speculativeContrastive"}:
+        raise UserError(
+            "contrastive decoding (in --contrastive, --diversity, --compare all) needs a draft that knows "
+            "every token; leave it or --draftVocab out"
+        )

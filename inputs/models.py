@@ -6,23 +6,21 @@ Only safetensors are read, and no code that comes with a model is ever run.
 import hashlib
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from engine.cachedModel import CachedModel, context_of
+from inputs import folders
+from inputs.devices import all_devices, available_memory
 from inputs.escape import visible
 from inputs.hub import MANIFEST, UNFINISHED, gigabytes, one_line, read_manifest
 from utils import UserError, out_of_memory
 
-HERE = Path(__file__).resolve().parent.parent
-MODELS = HERE / "models"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WORKING_MEMORY = 300 << 20  # bytes left over for activations and the cache when memory is checked
 
@@ -32,15 +30,15 @@ logging.disable_progress_bar()
 
 def find_model(name):
     """The folder of a model named by a folder under `models/` or by any path."""
-    for folder in (MODELS / name, Path(os.path.abspath(os.path.expanduser(name)))):
-        if os.path.isdir(folder) and folder != MODELS:  # as it is for "."
+    for folder in (folders.MODELS / name, Path(os.path.abspath(os.path.expanduser(name)))):
+        if os.path.isdir(folder) and folder != folders.MODELS:  # as it is for "."
             break
     else:
-        if os.path.isdir(MODELS / (name + UNFINISHED)):
+        if os.path.isdir(folders.MODELS / (name + UNFINISHED)):
             raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
-        there = sorted(f.name for f in MODELS.iterdir() if f.is_dir()) if MODELS.is_dir() else []
+        there = sorted(f.name for f in folders.MODELS.iterdir() if f.is_dir()) if folders.MODELS.is_dir() else []
         raise UserError(
-            f"no model folder {str(name)!r}, neither under {MODELS.name}/ nor as a path; "
+            f"no model folder {str(name)!r}, neither under {folders.MODELS.name}/ nor as a path; "
             f"there are: {', '.join(there) or 'none'}. downloadModel.py gets models; a hub id is "
             "owner/name"
         )
@@ -86,43 +84,13 @@ def read_json(path):
 def default_pair():
     """(target, draft) when none is named: Pythia where it was downloaded, otherwise the bundled pair."""
     pythia = ("pythia-2.8b", "pythia-70m")
-    return pythia if all((MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
+    return pythia if all((folders.MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
 
 
 def default_mid(pair):
     """The model between the two of `default_pair`, or None where it is not there."""
     name = "pythia-410m" if pair[0].startswith("pythia") else "bundled-mid"
-    return name if (MODELS / name).is_dir() else None
-
-
-def pick_device(name=None):
-    """'cuda' where there is one, else 'cpu'; or the one asked for, if it can be had: no other kind of device is
-    synchronised where time is taken."""
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "auto":  # it is `load_model` that may spread a model from there
-        return pick_device()
-    if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", name):
-        raise UserError(f"device {name!r} cannot be used: use --device cpu, cuda, cuda:1 and so on, or auto")
-    if name != "cpu" and not torch.cuda.is_available():
-        raise UserError(
-            "CUDA was asked for, but torch finds no CUDA device; use --device cpu, or install a CUDA build "
-            "of torch and a driver"
-        )
-    try:
-        torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r} cannot be used ({one_line(error)}); use --device cpu") from None
-    return name
-
-
-def pick_dtype(device):
-    """The dtype weights are kept in unless one is named: bfloat16 where the device computes in it, else float32."""
-    if device.startswith("cuda"):
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
-    # Other x86 processors can do bfloat16 too, but only by converting to float32 and back.
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if native else "float32"
+    return name if (folders.MODELS / name).is_dir() else None
 
 
 def weight_bytes(folder, dtype):
@@ -138,45 +106,6 @@ def weight_bytes(folder, dtype):
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} cannot be read as safetensors ({one_line(error)}); download it again") from None
     return count * dtype.itemsize
-
-
-def available_memory(device):
-    """Free bytes on a device."""
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
-
-
-def all_devices():
-    """Every GPU, and the processor."""
-    return [*(f"cuda:{i}" for i in range(torch.cuda.device_count())), "cpu"]
-
-
-def load_tokenizer(name):
-    """The tokenizer of a model folder."""
-    folder = find_model(name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises anything from KeyError to its own types for a broken folder
-        if out_of_memory(error):
-            raise
-        raise UserError(
-            f"{folder} has no usable tokenizer ({one_line(error)}); download its tokenizer.json "
-            "and config.json again (code that comes with a model is never run)"
-        ) from None
-    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # the library's answer to no files at all
-        raise UserError(f"{folder} has no tokenizer files; download its tokenizer.json")
-    return tokenizer
-
-
-def check_tokenizers(target, draft, names=("target", "draft")):
-    """Refuse a pair whose token ids do not mean the same: a guess must be a token of the target's."""
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours == theirs:
-        return
-    token, index = min(ours.items() - theirs.items() or theirs.items() - ours.items(), key=lambda item: item[1])
-    raise UserError(
-        f"the tokenizers of {names[0]} ({len(ours)} tokens) and {names[1]} ({len(theirs)}) differ, first "
-        f"at id {index} ({token!r}); name two models that share one tokenizer"
-    )
 
 
 def working_bytes(config, tokens):

@@ -1,37 +1,46 @@
-"""Token ids of the texts that are continued or read: those given by flag, or the first of each corpus."""
+"""Token ids of the texts that are continued or scored: those given by flag, or the first of each corpus."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from inputs.hub import one_line
-from inputs.texts import read
+from inputs.texts import Corpus, read
 from utils import UserError
 
 CHARACTERS = 16  # of text kept for each token of a prompt: far more than any text needs
 
 
-def check_passages(corpora, args):
-    """Raise UserError where no text is long enough."""
-    if not any(corpus.passages(args.sentenceLimit) for corpus in corpora):
-        raise UserError(f"no text of {args.dataset} has {args.sentenceLimit} characters; lower --sentenceLimit")
+def check_passages(corpora: Sequence[Corpus], dataset: str, least: int) -> None:
+    """Raise UserError if no text of the data set has `least` characters."""
+    if not any(corpus.passages(least) for corpus in corpora):
+        raise UserError(f"no text of {dataset} has {least} characters; lower --sentenceLimit")
 
 
-def read_prompts(args):
-    """The texts given by flag to be continued."""
-    if args.prompt is not None:
-        return [args.prompt]
-    if args.question is not None:
-        return [args.question]
-    lines = [line for line in read(args.promptFile).split("\n") if line.strip()]
+def read_prompts(prompt: str | None, question: str | None, file: Path | None) -> list[str]:
+    """The texts given by flag: one prompt, one question, or the lines of a file."""
+    if prompt is not None:
+        return [prompt]
+    if question is not None:
+        return [question]
+    assert file is not None, "one of the three is given"
+    lines = [line for line in read(file).split("\n") if line.strip()]
     if not lines:
-        raise UserError(f"--promptFile {args.promptFile} holds no prompt; write one on each line")
+        raise UserError(f"--promptFile {file} holds no prompt; write one on each line")
     return lines
 
 
-def encode(texts, tokenizer, args):
-    """Token ids of texts that are continued from their end; a question in the form its chat model was trained on."""
-    if args.question is None:
+def encode(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, is_question: bool = False, model: str = ""
+) -> list[list[int]]:
+    """Token ids of texts that are continued from their end. A question gets the form that its chat model `model` was
+    trained on. Raises UserError if there is no such form."""
+    if not is_question:
         return [tokenizer(text, verbose=False)["input_ids"] for text in texts]
     if not tokenizer.chat_template:
         raise UserError(
-            f"the tokenizer of {args.target} has no chat template; give the question with --prompt, or "
+            f"the tokenizer of {model} has no chat template; give the question with --prompt, or "
             "name an instruct model"
         )
     try:
@@ -41,33 +50,41 @@ def encode(texts, tokenizer, args):
             )["input_ids"]
             for text in texts
         ]
-    except Exception as error:  # a template is a program, and may do anything but what its sandbox forbids
+    except Exception as error:  # A template is a program. It may do anything but what its sandbox forbids.
         raise UserError(
-            f"the chat template of {args.target} fails ({one_line(error)}); give the question with --prompt"
+            f"the chat template of {model} fails ({one_line(error)}); give the question with --prompt"
         ) from None
 
 
-def choose_prompts(args, tokenizer, corpora, given, context):
-    """Token ids of the prompts, {length: prompts}: those given, or for each `promptLen` the text from the first
-    passages of each corpus in turn on, cut to that length (or to `context`, which is refused where it is looked at: a
-    book is not tokenized from each of its paragraphs on). Where too few go on for so long, the longest others."""
-    if given:
-        prompts = encode(given, tokenizer, args)
-        return {max(map(len, prompts)): prompts}
+def choose_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    corpora: Sequence[Corpus],
+    lengths: Sequence[int],
+    context: int,
+    least: int,
+    count: int,
+) -> dict[int, list[list[int]]]:
+    """Token ids of `count` prompts for each length, {length: prompts}.
+
+    A prompt is the text from the start of a passage on, cut to the length (or to `context`). Passages of at least
+    `least` characters are taken from each corpus in turn. If too few texts go on for that long, the longest others are
+    added.
+    """
     prompts = {}
-    for length in sorted({min(length, context) for length in args.promptLen}):
-        passages = [corpus.passages(args.sentenceLimit, CHARACTERS * length) for corpus in corpora]
+    for length in sorted({min(length, context) for length in lengths}):
+        passages = [corpus.passages(least, CHARACTERS * length) for corpus in corpora]
         in_turn = [p[i] for i in range(max(map(len, passages))) for p in passages if i < len(p)]
-        whole, shorter = [], []
+        whole: list[list[int]] = []
+        shorter: list[list[int]] = []
         for text in in_turn:
             ids = tokenizer(text, verbose=False)["input_ids"][:length]
             (whole if len(ids) == length else shorter).append(ids)
-            if len(whole) == args.sentences:
+            if len(whole) == count:
                 break
-        prompts[length] = (whole + sorted(shorter, key=len, reverse=True))[: args.sentences]
+        prompts[length] = (whole + sorted(shorter, key=len, reverse=True))[:count]
     return prompts
 
 
-def tokenize(passages, tokenizer, context):
-    """Token ids of each passage, cut to `context` tokens."""
+def tokenize(passages: Sequence[str], tokenizer: PreTrainedTokenizerBase, context: int) -> list[list[int]]:
+    """Token ids of each passage of two tokens or more, cut to `context` tokens."""
     return [ids[:context] for ids in (tokenizer(text, verbose=False)["input_ids"] for text in passages) if len(ids) > 1]

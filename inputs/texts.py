@@ -5,10 +5,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from inputs import folders
 from inputs.hub import MANIFEST
 from utils import UserError
 
-DATASETS = Path(__file__).resolve().parent.parent / "datasets"
 FOLDERS = {"sample": "sample", "wikitext": "wikitext", "pg19": "pg19_sample"}
 ENDINGS = (".txt", ".raw", ".tokens")
 HEADING = re.compile(r"^ *= .* = *$")
@@ -42,8 +42,8 @@ def load_corpora(name, books=None):
     """The corpora of a data set: 'sample', 'wikitext', 'pg19', another installed in `datasets/`, or the path of a text
     file, of a folder of them, or of a folder written by `datasets`' `save_to_disk` with a `text` column (its `test`
     split, where it has splits). `books`: documents of each corpus at most."""
-    if name in FOLDERS or os.path.isfile(DATASETS / name / MANIFEST):
-        path = DATASETS / FOLDERS.get(name, name)
+    if name in FOLDERS or os.path.isfile(folders.DATASETS / name / MANIFEST):
+        path = folders.DATASETS / FOLDERS.get(name, name)
         if not path.exists():
             raise UserError(
                 f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "

@@ -1,109 +1,188 @@
-"""What `test.py --lossless` does with models that are loaded: texts of every method, texts with mistakes planted in
-them, and greedy texts are put to the tests of losslessness.py; each line of results as it comes."""
+"""`Proof`: what `test.py --lossless` does with models that are loaded. Texts of every method, texts of samplers with a
+planted mistake, and greedy texts are put to the tests of evidence.py. Each line of results is passed on as it comes."""
+
+from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
 
-from experiments.measure import settings
-from inputs.models import pick_dtype
-from lossless.evidence import Witness, greedy_figures, limit_of, seen_by
+from experiments.measure import Append
+from experiments.prepare import LoadedModels, Prepared
+from inputs.devices import pick_dtype
+from lossless.evidence import Evidence, Witness, greedy_figures, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES
-from methods.catalogue import catalogue as methods
+from methods.catalogue import Decoding, Models, Sampler, guesser
+from methods.selection import build, repeatable
 from regrSampling import regrSampling
+from utils import Sampling
 
-FIRST = 2  # texts in which a planted mistake is sought at first
-SHOWN, SHOWN_TOKENS = "replace from p", 6400  # the mistake in the figure, and tokens that its histogram needs
+FIRST = 2  # texts of a planted mistake that are tested first
+SHOWN, SHOWN_TOKENS = "replace from p", 6400  # the mistake in the figure, and the tokens its histogram needs
 GREEDY_TOKENS = 50  # of each greedy text
 
 
-def other_dtype(dtype, device):
-    """The dtype in which greedy texts are compared beside `dtype`: a short one, or float32 beside a short one."""
+def other_dtype(dtype: str, device: str) -> str:
+    """The dtype in which greedy texts are compared in addition to `dtype`: a 16-bit one, or float32 if that is one."""
     short = pick_dtype(device)
     return "float32" if dtype != "float32" else "bfloat16" if short == "float32" else short
 
 
-class Proof:
-    """args: the flags; names: the methods; models: {role: `CachedModel`}, of that dtype; prompts: lists of token ids,
-    taken in turn and again; append: takes what is measured, by keywords."""
+@dataclass(frozen=True)
+class Trial:
+    """What is proved: methods by name, how they decode and sample, and on how much text.
 
-    def __init__(self, args, names, models, prompts, device, dtype, append):
-        self.args, self.names, self.models, self.prompts = args, names, models, prompts
+    max_len: tokens of each text. rows: texts written at a time. tokens: tokens of each method tested at least.
+    """
+
+    names: Sequence[str]
+    decoding: Decoding
+    sampling: Sampling
+    max_len: int
+    rows: int
+    tokens: int
+    seed: int
+
+    @property
+    def batches(self) -> int:
+        """Batches of texts by each method."""
+        return -(-self.tokens // (self.rows * self.max_len))
+
+
+class Proof:
+    """models: {role: `CachedModel`}, in `dtype`. prompts: lists of token ids, taken in turn and again. append: takes
+    each line of results by keywords."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        models: LoadedModels,
+        prompts: Sequence[list[int]],
+        device: str,
+        dtype: str,
+        append: Append,
+    ) -> None:
+        self.trial, self.loaded, self.prompts = trial, models, prompts
+        self.models: Models = dict(models)
         self.device, self.dtype, self.append = device, dtype, append
-        self.sampling, self.max_len = settings.sampling(args, "lossless"), settings.max_len(args, "lossless")
-        self.rows, self.limit = settings.rows(args), limit_of(len(names))
-        self.batches = -(-(args.tokens or settings.TOKENS) // (self.rows * self.max_len))
+        self.limit = limit_of(len(trial.names))
         self.shown = {
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            "maxLen": self.max_len,
+            "temperature": trial.sampling.temperature,
+            "top_p": trial.sampling.top_p,
+            "maxLen": trial.max_len,
             "dtype": dtype,
             "limit": self.limit,
         }
 
-    def choose(self, first, count):
+    def choose(self, first: int, count: int) -> list[list[int]]:
+        """The prompts of the texts numbered first, ..., first + count - 1."""
         return [self.prompts[i % len(self.prompts)] for i in range(first, first + count)]
 
-    def write(self, sampler, witness, first, count):
-        """`Evidence` of `count` texts, numbered from `first`: a number stands for a prompt and a seed.
+    def write(self, sampler: Sampler, witness: Witness, first: int, count: int) -> Evidence:
+        """`Evidence` of `count` texts, numbered from `first`; a number stands for a prompt and a seed.
 
-        None ends early: u is uniform over all tokens only if what they are does not decide how many there are."""
+        No text ends early: u is uniform over all tokens only if the tokens do not decide how many there are.
+        """
         chosen = self.choose(first, count)
-        generator = torch.Generator(self.device).manual_seed(self.args.seed + 1_000_003 * first)
-        return witness.evidence(chosen, sampler(chosen, self.max_len, witness.sampling, None, generator)[0])
+        generator = torch.Generator(self.device).manual_seed(self.trial.seed + 1_000_003 * first)
+        return witness.evidence(chosen, sampler(chosen, self.trial.max_len, witness.sampling, None, generator)[0])
 
-    def repeatable(self, name):
-        return methods.repeatable(name, self.args)
+    def witness(self, sampling: Sampling, order: str = "draft") -> Witness:
+        """A `Witness` that orders the vocabulary by the model of role `order`."""
+        return Witness(self.loaded["target"], self.loaded.get(order), sampling, self.trial.seed)
 
-    def witness(self, sampling, order="draft"):
-        return Witness(self.models["target"], self.models.get(order), sampling, self.args.seed)
-
-    def test_methods(self):
-        """The tokens that were asked for, by each method."""
-        with tqdm(total=len(self.names) * self.batches, desc="lossless", disable=None, leave=False) as bar:
-            for name, sampler in methods.build(self.names, self.models, self.args).items():
-                witness = self.witness(self.sampling, "mid" if name == "cascade" else "draft")
+    def test_methods(self) -> None:
+        """Test the tokens that were asked for, by each method."""
+        trial = self.trial
+        with tqdm(total=len(trial.names) * trial.batches, desc="lossless", disable=None, leave=False) as bar:
+            for name, sampler in build(trial.names, self.models, trial.decoding).items():
+                witness = self.witness(trial.sampling, "mid" if name == "cascade" else "draft")
                 start, found = time.perf_counter(), None
-                for batch in range(self.batches):
-                    more = self.write(sampler, witness, batch * self.rows, self.rows)
+                for batch in range(trial.batches):
+                    more = self.write(sampler, witness, batch * trial.rows, trial.rows)
                     found = found + more if found else more
                     bar.update()
-                shown = self.shown | {"seconds": time.perf_counter() - start, "repeatable": self.repeatable(name)}
-                self.append(kind="lossless", method=name, **shown, **found.figures())
+                assert found is not None
+                self.append(
+                    kind="lossless",
+                    method=name,
+                    **self.shown,
+                    seconds=time.perf_counter() - start,
+                    repeatable=repeatable(name, trial.decoding),
+                    **found.figures(),
+                )
 
-    def find_mistakes(self):
-        """Texts with each planted mistake, twice as many each time, until a test sees it."""
+    def find_mistakes(self) -> None:
+        """Test samplers with a planted mistake on texts, twice as many each time, until a test notices."""
+        trial = self.trial
+        most = trial.batches * trial.rows
         for name, mistake in tqdm(MISTAKES.items(), desc="planted mistakes", disable=None, leave=False):
             if name == "dropped guess" and "draft" not in self.models:
-                continue  # a guess from the text so far has probability 1
-            tested, drafter = mistake.tested(self.sampling), methods.guesser(self.models, self.args)
-            threshold, gamma = self.args.draftThreshold, self.args.gamma or 4
-            sampler = mistake.sampler(self.models["target"], drafter, gamma, tested, threshold)
+                continue  # A guess from the text so far has probability 1.
+            tested, drafter = mistake.tested(trial.sampling), guesser(self.models, trial.decoding)
+            gamma, threshold = trial.decoding.gamma or 4, trial.decoding.draft_threshold
+            sampler = mistake.sampler(self.loaded["target"], drafter, gamma, tested, threshold)
             witness = self.witness(tested)
-            most = self.batches * self.rows
             found = self.write(sampler, witness, 0, min(FIRST, most))
             while not (seen := seen_by(found.figures(), self.limit)) and len(found.u) < most:
                 done = len(found.u)
-                found += self.write(sampler, witness, done, min(done, self.rows, most - done))
+                found += self.write(sampler, witness, done, min(done, trial.rows, most - done))
             line = found.figures() | {"mistake": name, "what": mistake.what, "seen_by": seen, "shown": name == SHOWN}
-            missing = min(-(-SHOWN_TOKENS // self.max_len), most) - len(found.u)
+            missing = min(-(-SHOWN_TOKENS // trial.max_len), most) - len(found.u)
             if name == SHOWN and missing > 0:
                 found += self.write(sampler, witness, len(found.u), missing)
                 line["counts"] = found.figures()["counts"]
             self.append(kind="power", **self.shown, **line)
 
-    def compare_greedy(self):
-        """Greedy texts of each method beside plain decoding's, in the dtype of the models."""
-        sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        chosen, target = self.choose(0, self.rows), self.models["target"]
-        count = min(self.max_len, GREEDY_TOKENS)
+    def compare_greedy(self) -> None:
+        """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""
+        sampling = replace(self.trial.sampling, temperature=0.0, top_p=1.0, top_k=0)
+        chosen, target = self.choose(0, self.trial.rows), self.loaded["target"]
+        count = min(self.trial.max_len, GREEDY_TOKENS)
         plain, _ = regrSampling(chosen, target, count, sampling)
         witness = self.witness(sampling)
         self.append(kind="greedy", method="target", dtype=self.dtype, **greedy_figures(plain, plain, chosen, witness))
-        samplers = methods.build([name for name in self.names if name != "target"], self.models, self.args)
+        names = [name for name in self.trial.names if name != "target"]
+        samplers = build(names, self.models, self.trial.decoding)
         for name, sampler in tqdm(samplers.items(), desc="greedy", disable=None, leave=False):
             texts, _ = sampler(chosen, count, sampling)
-            shown = {"dtype": self.dtype, "repeatable": self.repeatable(name)}
-            self.append(kind="greedy", method=name, **shown, **greedy_figures(texts, plain, chosen, witness))
+            self.append(
+                kind="greedy",
+                method=name,
+                dtype=self.dtype,
+                repeatable=repeatable(name, self.trial.decoding),
+                **greedy_figures(texts, plain, chosen, witness),
+            )
+
+
+def proof_of(prepared: Prepared, models: LoadedModels, dtype: str, append: Append) -> Proof:
+    """The `Proof` that the settings ask for, with models in `dtype`."""
+    settings = prepared.settings
+    trial = Trial(
+        settings.measuring.groups["lossless"],
+        settings.decoding,
+        settings.sampling.of("lossless"),
+        settings.sampling.max_len_of("lossless"),
+        settings.rows,
+        settings.tokens,
+        settings.measuring.seed,
+    )
+    return Proof(trial, models, sum(prepared.prompts.values(), []), prepared.device, dtype, append)
+
+
+def prove(prepared: Prepared, models: LoadedModels, append: Append) -> None:
+    """Test drawn texts, planted mistakes and greedy texts of the methods to be proved."""
+    proof = proof_of(prepared, models, prepared.text_dtype, append)
+    if proof.trial.sampling.temperature:
+        proof.test_methods()
+        proof.find_mistakes()
+    proof.compare_greedy()
+
+
+def prove_greedy(prepared: Prepared, append: Append) -> None:
+    """Test greedy texts in another dtype than `prove`. Loads the models."""
+    dtype = other_dtype(prepared.text_dtype, prepared.device)
+    proof_of(prepared, prepared.load(dtype), dtype, append).compare_greedy()

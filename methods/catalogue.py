@@ -1,163 +1,364 @@
-"""The decoding methods by name, as `test.py` measures, compares and shows them."""
+"""The decoding methods, one entry each: what `test.py` measures, compares, proves and shows.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+To add a method, add one `Method` to `CATALOGUE`.
+"""
 
-from decoding.draftLength import RULES, Fixed
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from decoding.draftLength import RULES as LENGTH_RULES
+from decoding.draftLength import Fixed
+from decoding.interfaces import Callback, Drafter, LengthRule, Model, VerificationRule
+from decoding.record import Record
 from decoding.verification import RULES as VERIFICATIONS
+from engine.graphs import Plan
 from methods.contrastive import Contrast
 from methods.drafters import CascadeDrafter, LookupDrafter, ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
-from utils import Sampling, UserError
+from utils import Sampling
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How to guess and to verify, as the flags of `test.py` say; gamma None is the default of the draft-length rule.
+
+    lookup: the text so far guesses, instead of a draft model.
+    """
+
+    gamma: int | None = None
+    draft_length: str = "fixed"
+    draft_threshold: float = 0.4
+    target_threshold: float = 0.5
+    verification: str = "token"
+    gamma1: int = 4
+    gamma2: int = 4
+    ngram: int = 3
+    lookup: bool = False
+    plausibility: float = 0.1
+    amateur_temperature: float = 1.0
+    contrastive_temperature: float = 0.0
+
+
+class Sampler(Protocol):
+    """A method with its models: continues prefixes (lists of token ids); returns the new tokens of each, and records."""
+
+    def __call__(
+        self,
+        prefixes: Sequence[Sequence[int]],
+        max_len: int,
+        sampling: Sampling,
+        end_of_text: int | None = None,
+        generator: torch.Generator | None = None,
+        callback: Callback | None = None,
+    ) -> tuple[list[list[int]], list[Record]]: ...
+
+
+Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted
+Wrap = Callable[[Drafter], Drafter]
+Plans = dict[str, Plan]  # {role: the graphs worth making}
 
 
 @dataclass(frozen=True)
 class Method:
-    """make: f(models, settings, watch) -> sampler, where a sampler is f(prefixes, max_len, sampling, end_of_text,
-    generator, callback) -> (tokens, records); models: {role: `CachedModel`}; settings: the flags; watch: wraps the
-    drafter. needs: roles it cannot do without, beside the target."""
+    """One decoding method.
 
-    what: str
-    make: Callable
-    needs: tuple = ()
+    name: what flags and records call it. title: one line of help.
+    make: f(models, decoding, wrap) -> sampler; wrap: wraps the drafter, to watch it.
+    needs: roles it needs beside the target.
+    graphs: f(decoding) -> the graphs worth making for each role.
+    round: f(decoding) -> guesses in a round that is worth one graph (`CachedModel.compile_round`), or 0.
+    lossless: its text is distributed as the target's. seeded: f(decoding) -> whether the seed fixes its tokens.
+    modes: the modes of `test.py` that measure it. in_all: whether "all" methods include it.
+    """
+
+    name: str
+    title: str
+    make: Callable[[Models, Decoding, Wrap], Sampler]
+    needs: tuple[str, ...] = ()
+    graphs: Callable[[Decoding], Plans] = field(default=lambda decoding: {})
+    round: Callable[[Decoding], int] = field(default=lambda decoding: 0)
+    lossless: bool = False
+    seeded: Callable[[Decoding], bool] = field(default=lambda decoding: True)
+    modes: tuple[str, ...] = ()
+    in_all: bool = True
 
 
-def length_rule(name, settings):
+# Plain decoding.
+
+
+def alone(role: str) -> Callable[[Models, Decoding, Wrap], Sampler]:
+    """One model without any other."""
+
+    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        return lambda prefixes, max_len, sampling, end_of_text=None, generator=None, callback=None: regrSampling(
+            prefixes, models[role], max_len, sampling, end_of_text, generator, callback
+        )
+
+    return make
+
+
+def one_token(role: str) -> Callable[[Decoding], Plans]:
+    """The graphs of `alone`."""
+    return lambda decoding: {role: Plan(draws=frozenset({1}))}
+
+
+# Speculative sampling.
+
+
+def length_rule(name: str, decoding: Decoding) -> LengthRule:
     """The draft-length rule of that name, as the flags set it."""
-    options = {} if settings.gamma is None else {"length": settings.gamma}
+    options: dict[str, float] = {} if decoding.gamma is None else {"length": decoding.gamma}
     if name == "draftConfidence":
-        options["threshold"] = settings.draftThreshold
+        options["threshold"] = decoding.draft_threshold
     elif name == "targetConfidence":
-        options["threshold"] = settings.targetThreshold
-    return RULES[name](**options)
+        options["threshold"] = decoding.target_threshold
+    return LENGTH_RULES[name](**options)
 
 
-def guesser(models, settings):
-    """The draft model, restricted where `--draftVocab` says so, or the text so far where `--draft lookup` does."""
+def guesser(models: Models, decoding: Decoding) -> Drafter:
+    """The draft model, restricted if `--draftVocab` says so; or the text so far if `--draft lookup` does."""
     if "restricted" in models:
         return ModelDrafter(models["restricted"])
-    if "draft" in models:
-        return ModelDrafter(models["draft"])
-    return LookupDrafter(models["target"].vocabulary, settings.ngram)
+    return ModelDrafter(models["draft"]) if "draft" in models else lookup(models, decoding)
 
 
-def alone(role):
-    """That model without any other."""
-
-    def make(models, settings, watch):
-        return lambda prefixes, *rest: regrSampling(prefixes, models[role], *rest)
-
-    return make
+def lookup(models: Models, decoding: Decoding) -> Drafter:
+    """The text so far."""
+    return LookupDrafter(models["target"].vocabulary, decoding.ngram)
 
 
-def speculative(rule=None, verification=None, drafter=guesser):
-    """Speculative sampling by that draft-length and that verification rule; by those of the flags where it is None."""
-
-    def make(models, settings, watch):
-        guess = watch(drafter(models, settings))
-        length = length_rule(rule or settings.draftLength, settings)
-        return loop(models["target"], guess, length, VERIFICATIONS[verification or settings.verification])
-
-    return make
-
-
-def loop(target, drafter, length, verify):
-    return lambda prefixes, max_len, *rest: specSampling(
-        prefixes, target, drafter, max_len, length, *rest, verify=verify
+def loop(target: Model, drafter: Drafter, length: LengthRule, verify: VerificationRule) -> Sampler:
+    """Speculative sampling with these parts."""
+    return lambda prefixes, max_len, sampling, end_of_text=None, generator=None, callback=None: specSampling(
+        prefixes, target, drafter, max_len, length, sampling, end_of_text, generator, callback, verify
     )
 
 
-def lookup(models, settings):
-    return LookupDrafter(models["target"].vocabulary, settings.ngram)
+def speculative(
+    rule: str | None = None,
+    verification: str | None = None,
+    drafter: Callable[[Models, Decoding], Drafter] = guesser,
+) -> Callable[[Models, Decoding, Wrap], Sampler]:
+    """Speculative sampling with this draft-length rule and verification rule; None: those of the flags."""
 
-
-def cascade(models, settings, watch):
-    """The draft guesses gamma1 tokens for the mid model, the two together gamma2 for the target."""
-    verify = VERIFICATIONS[settings.verification]
-    drafter = CascadeDrafter(models["mid"], guesser(models, settings), Fixed(settings.gamma1), verify)
-    return loop(models["target"], watch(drafter), Fixed(settings.gamma2), verify)
-
-
-def contrastive(is_speculative):
-    """Contrastive decoding. It has a temperature of its own, 0 in the paper; the other sampling flags are not its."""
-
-    def make(models, settings, watch):
-        contrast = Contrast(models["target"], models["draft"], settings.plausibility, settings.amateurTemperature)
-        sampling = Sampling(settings.contrastiveTemperature, 0, 1.0)
-        if is_speculative:
-            sampler = loop(
-                contrast,
-                watch(ModelDrafter(models["draft"])),
-                length_rule(settings.draftLength, settings),
-                VERIFICATIONS[settings.verification],
-            )
-            return lambda prefixes, max_len, _, *rest: sampler(prefixes, max_len, sampling, *rest)
-        return lambda prefixes, max_len, _, *rest: regrSampling(prefixes, contrast, max_len, sampling, *rest)
+    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        length = length_rule(rule or decoding.draft_length, decoding)
+        verify = VERIFICATIONS[verification or decoding.verification]
+        return loop(models["target"], wrap(drafter(models, decoding)), length, verify)
 
     return make
 
 
-METHODS = {
-    "draft": Method("the draft alone", alone("draft"), ("draft",)),
-    "mid": Method("the mid model alone", alone("mid"), ("mid",)),
-    "target": Method("plain decoding: the target alone", alone("target")),
-    "speculative": Method("speculative sampling as the flags say", speculative()),
-    "fixed": Method("gamma guesses each round", speculative("fixed")),
-    "additive": Method("one guess more after a round accepted whole, else half", speculative("additive")),
-    "draftConfidence": Method("guesses until the draft is unsure", speculative("draftConfidence")),
-    "targetConfidence": Method("guesses only while the target is sure", speculative("targetConfidence")),
-    "costAware": Method("as many guesses as pay", speculative("costAware")),
-    "block": Method("block verification", speculative("fixed", "block")),
-    "lookup": Method("guesses from the text so far", speculative("fixed", None, lookup)),
-    "cascade": Method("the draft guesses for the mid model, both for the target", cascade, ("mid",)),
-    "contrastive": Method("contrastive decoding", contrastive(False), ("draft",)),
-    "speculativeContrastive": Method("contrastive decoding with guesses", contrastive(True), ("draft",)),
-}
-LOSSLESS = ("fixed", "additive", "draftConfidence", "targetConfidence", "costAware", "block", "lookup", "cascade")
-ALL = ("target", *LOSSLESS, "contrastive", "speculativeContrastive")
-PROVABLE = ("target", "speculative", *LOSSLESS)  # their text is distributed as the target's
+def step_by_step(plan: Plan) -> Plan:
+    """The graphs of forwards for a model that draws with the host's help after each token: no draw is one graph."""
+    return Plan(plan.widths | {1} | ({plan.read} if plan.draws else frozenset()), plan.draws, plan.read)
 
 
-def choose(names, roles):
-    """The methods of a comma-separated list, in its order, the baseline before them. "all": those that the models of
-    `roles` allow. Raises UserError for an unknown name and for one that lacks a model."""
-    asked = [name.strip() for name in names.split(",")]
-    if asked == ["all"]:
-        return [name for name in ALL if set(METHODS[name].needs) <= set(roles)]
-    for name in asked:
-        if name not in METHODS:
-            raise UserError(f"unknown method {name!r}; known are: all, {', '.join(METHODS)}")
-    check_roles(asked, roles)
-    return list(dict.fromkeys(["target", *asked]))
+VARIED = {"target": Plan(frozenset({2, 3, 5, 8, 11})), "draft": Plan(draws=frozenset({1, 2, 4, 8}), read=2)}
 
 
-def choose_lossless(names, roles):
-    """The methods of a list whose losslessness is to be proved, as `choose` reads it but without the baseline."""
-    asked = [name.strip() for name in names.split(",")]
-    if asked == ["all"]:
-        return [name for name in LOSSLESS if set(METHODS[name].needs) <= set(roles)]
-    for name in asked:
-        if name not in PROVABLE:
-            raise UserError(f"{name!r} is none of the methods whose text is the target's: all, {', '.join(PROVABLE)}")
-    check_roles(asked, roles)
-    return list(dict.fromkeys(asked))
+def rounds_of(rule: str | None = None) -> Callable[[Decoding], Plans]:
+    """The graphs of `speculative` with this draft-length rule: of one size, or of a few sizes if the length varies."""
+
+    def graphs(decoding: Decoding) -> Plans:
+        name, gamma = rule or decoding.draft_length, decoding.gamma or 4
+        plans = {"target": Plan(frozenset({gamma + 1})), "draft": Plan(draws=frozenset({gamma}), read=2)}
+        if name != "fixed":
+            plans = {"target": plans["target"] | VARIED["target"], "draft": VARIED["draft"]}
+        return {role: step_by_step(plan) for role, plan in plans.items()} if name == "draftConfidence" else plans
+
+    return graphs
 
 
-def check_roles(names, roles):
-    """Raise UserError where one of these methods lacks a model."""
-    for name in names:
-        for role in METHODS[name].needs:
-            if role not in roles:
-                raise UserError(f"{name} needs a {role} model beside the target; name one with --{role}")
+def whole_rounds(rule: str | None = None) -> Callable[[Decoding], int]:
+    """Guesses of a round that is one graph: if the draft-length rule guesses one number of tokens or none."""
+
+    def count(decoding: Decoding) -> int:
+        steady = (rule or decoding.draft_length) in ("fixed", "targetConfidence") and not decoding.lookup
+        return (decoding.gamma or 4) if steady else 0
+
+    return count
 
 
-def repeatable(name, settings):
-    """Whether flags and seed fix the tokens of that method: costAware's guesses follow the clock."""
-    rule = settings.draftLength if name in ("speculative", "speculativeContrastive") else name
-    return rule != "costAware"
+def follows_no_clock(decoding: Decoding) -> bool:
+    """The costAware rule follows the clock: its guesses differ from run to run, and the tokens with them."""
+    return decoding.draft_length != "costAware"
 
 
-def build(names, models, settings, watch=lambda drafter: drafter):
-    """{name: sampler}."""
-    return {name: METHODS[name].make(models, settings, watch) for name in names}
+# Cascades.
+
+
+def cascade(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+    """In each round the draft guesses gamma1 tokens for the mid model, and both together gamma2 for the target."""
+    verify = VERIFICATIONS[decoding.verification]
+    drafter = CascadeDrafter(models["mid"], guesser(models, decoding), Fixed(decoding.gamma1), verify)
+    return loop(models["target"], wrap(drafter), Fixed(decoding.gamma2), verify)
+
+
+def cascade_graphs(decoding: Decoding) -> Plans:
+    """The graphs of `cascade`. The mid model reads one token more than it scores."""
+    return {
+        "target": Plan(frozenset({decoding.gamma2 + 1})),
+        "mid": Plan(frozenset({decoding.gamma1 + 2})),
+        "draft": Plan(draws=frozenset({decoding.gamma1}), read=2),
+    }
+
+
+# Contrastive decoding.
+
+
+def contrastive(is_speculative: bool) -> Callable[[Models, Decoding, Wrap], Sampler]:
+    """Contrastive decoding. It has its own temperature, 0 in the paper, and ignores the other sampling flags."""
+
+    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        contrast = Contrast(models["target"], models["draft"], decoding.plausibility, decoding.amateur_temperature)
+        own = Sampling(decoding.contrastive_temperature, 0, 1.0)
+        if is_speculative:
+            length, verify = length_rule(decoding.draft_length, decoding), VERIFICATIONS[decoding.verification]
+            sampler = loop(contrast, wrap(ModelDrafter(models["draft"])), length, verify)
+        else:
+            sampler = alone("contrast")({"contrast": contrast}, decoding, wrap)
+        return lambda prefixes, max_len, _, end_of_text=None, generator=None, callback=None: sampler(
+            prefixes, max_len, own, end_of_text, generator, callback
+        )
+
+    return make
+
+
+def contrastive_graphs(decoding: Decoding) -> Plans:
+    """Both models read token by token."""
+    return {role: Plan(frozenset({1})) for role in ("target", "draft")}
+
+
+def speculative_contrastive_graphs(decoding: Decoding) -> Plans:
+    """Both models read each block of guesses, and the draft guesses."""
+    plans = rounds_of()(decoding)
+    return plans | {"draft": plans["draft"] | Plan(plans["target"].widths)}
+
+
+CATALOGUE = (
+    Method(
+        "draft",
+        "the draft alone",
+        alone("draft"),
+        needs=("draft",),
+        graphs=one_token("draft"),
+        modes=("speed", "speedNew", "speedMulti", "sweep"),
+        in_all=False,
+    ),
+    Method(
+        "mid",
+        "the mid model alone",
+        alone("mid"),
+        needs=("mid",),
+        graphs=one_token("mid"),
+        modes=("speedMulti",),
+        in_all=False,
+    ),
+    Method(
+        "target",
+        "plain decoding: the target alone",
+        alone("target"),
+        graphs=one_token("target"),
+        lossless=True,
+        modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity"),
+    ),
+    Method(
+        "speculative",
+        "speculative sampling as the flags say",
+        speculative(),
+        graphs=rounds_of(),
+        round=whole_rounds(),
+        lossless=True,
+        seeded=follows_no_clock,
+        modes=("speed", "speedMulti", "diversity"),
+        in_all=False,
+    ),
+    Method(
+        "fixed",
+        "gamma guesses each round",
+        speculative("fixed"),
+        graphs=rounds_of("fixed"),
+        round=whole_rounds("fixed"),
+        lossless=True,
+    ),
+    Method(
+        "additive",
+        "one guess more after a round accepted in full, else half",
+        speculative("additive"),
+        graphs=rounds_of("additive"),
+        lossless=True,
+        modes=("speedNew",),
+    ),
+    Method(
+        "draftConfidence",
+        "guesses until the draft is unsure",
+        speculative("draftConfidence"),
+        graphs=rounds_of("draftConfidence"),
+        lossless=True,
+    ),
+    Method(
+        "targetConfidence",
+        "guesses only while the target is sure",
+        speculative("targetConfidence"),
+        graphs=rounds_of("targetConfidence"),
+        round=whole_rounds("targetConfidence"),
+        lossless=True,
+    ),
+    Method(
+        "costAware",
+        "as many guesses as pay",
+        speculative("costAware"),
+        graphs=rounds_of("costAware"),
+        lossless=True,
+        seeded=lambda decoding: False,
+    ),
+    Method(
+        "block",
+        "block verification",
+        speculative("fixed", "block"),
+        graphs=rounds_of("fixed"),
+        round=whole_rounds("fixed"),
+        lossless=True,
+    ),
+    Method(
+        "lookup",
+        "guesses from the text so far",
+        speculative("fixed", None, lookup),
+        graphs=lambda decoding: {"target": rounds_of("fixed")(decoding)["target"]},
+        lossless=True,
+    ),
+    Method(
+        "cascade",
+        "the draft guesses for the mid model, both for the target",
+        cascade,
+        needs=("mid",),
+        graphs=cascade_graphs,
+        lossless=True,
+        modes=("speedMulti",),
+    ),
+    Method(
+        "contrastive",
+        "contrastive decoding",
+        contrastive(False),
+        needs=("draft",),
+        graphs=contrastive_graphs,
+        modes=("contrastive", "diversity"),
+    ),
+    Method(
+        "speculativeContrastive",
+        "contrastive decoding with guesses",
+        contrastive(True),
+        needs=("draft",),
+        graphs=speculative_contrastive_graphs,
+        seeded=follows_no_clock,
+        modes=("contrastive", "diversity"),
+    ),
+)
+METHODS = {method.name: method for method in CATALOGUE}

@@ -1,92 +1,103 @@
-"""The ways to guess what the target will say.
+"""The drafters: what guesses the target's next tokens.
 
-A drafter has `models` (what must read the rows), `begin(rows)` once, and each round `draft(rows, gamma, sampling,
-generator, stop)`, which returns at most `gamma` guesses `[B, n]` and the distributions `q[B, n, V]` each was really
-drawn from; where a row has no guess, q is 0. `stop(q_x)` (see draftLength.py) says which rows guess no further.
-Where drafter and target are one graph, `round_at_once(target, rows, gamma, sampling, generator)` returns its guesses, q
-and p, the target's distributions before each guess and after the last; else None, or a drafter lacks it.
-`rewind(n)` says that up to n of the last tokens it knows were replaced, beside those of the round before.
+A drafter has `models` (the models that must read the rows), `begin(rows)` once, and `draft(rows, gamma, sampling,
+generator, length)` in each round. That returns at most `gamma` guesses `[B, n]` and the distributions q `[B, n, V]` each
+guess was really drawn from; if a row has no guess, q is 0. `length` is the draft-length rule, which may stop a row's
+guessing early (decoding/draftLength.py). `rewind(n)` says that up to n of the last tokens it has read were replaced, in
+addition to those of the round before.
 """
 
+from collections.abc import Sequence
+
 import torch
+from torch import Generator
 
 import specSampling
 from decoding.draftLength import Fixed
-from decoding.rounds import run
+from decoding.interfaces import Drafter, Guesses, LengthRule, Model, VerificationRule
+from decoding.rounds import guess
+from decoding.rows import Rows
 from decoding.verification import token_rule
-from utils import UserError
+from utils import Sampling, UserError
 
 
 class ModelDrafter:
-    """A smaller model of the same vocabulary guesses, one token at a time."""
+    """A smaller model with the target's vocabulary guesses, one token after the other."""
 
-    def __init__(self, model):
+    def __init__(self, model: Model) -> None:
         self.model = model
         self.models = [model]
 
-    def begin(self, rows):
+    def begin(self, rows: Rows) -> None:
         """Read the prompts."""
         self.model.read_prompt(rows)
         self.behind = 1
 
-    def rewind(self, count):
+    def rewind(self, count: int) -> None:
+        """Read `count` tokens more again in the next round."""
         self.behind += count
 
-    def draft(self, rows, gamma, sampling, generator=None, stop=None):
+    def draft(
+        self,
+        rows: Rows,
+        gamma: int,
+        sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses:
         """Guess the next `gamma` tokens of each row.
 
-        The last two committed tokens are read again: the draft never saw the round's last token, and after full
-        acceptance not its own last guess either. Two tokens cost what one costs. A round without guesses leaves it one
-        more behind.
+        The last two committed tokens are read again. The draft has not seen the last token of the round, and after full
+        acceptance it has not read its own last guess either. Two tokens cost what one costs. A round without guesses
+        leaves the draft one token further behind.
         """
         if gamma == 0:
             self.behind += 1
-            return nothing(rows, self.model.vocabulary)
-        block, self.behind = 1 + self.behind, 1
-        seen = rows.seen(self.model.vocabulary, sampling)
-        going = torch.tensor([not ended for ended in rows.ended], device=rows.device) if stop else None
-        tokens, positions = rows.last(block, gamma - 1)
-        drafts, q = run(self.model, tokens, positions, gamma, sampling, generator, seen, stop, going)
-        return drafts.clamp_(max=self.model.vocabulary - 1), q  # a guess from nan is no token: `advance` tells
-
-    def round_at_once(self, target, rows, gamma, sampling, generator=None):
-        """`draft`, and what `target` says of it."""
-        if gamma and self.behind == 1 and sampling.repetition_penalty == 1:
-            return target.round_at_once(self.model, *rows.last(2, gamma), sampling, generator)
+            return no_guesses(rows, self.model.vocabulary)
+        read, self.behind = 1 + self.behind, 1
+        return guess(self.model, rows, read, gamma, sampling, generator, length)
 
 
 class LookupDrafter:
     """The text so far guesses: what followed the last time its last `ngram` tokens (or fewer, down to one) occurred
-    (prompt lookup decoding; Saxena 2023). No model; q is one-hot, so a guess stands with probability p."""
+    (prompt lookup decoding; Saxena 2023). No model is needed. q is one-hot, so a guess is accepted with probability
+    p."""
 
-    models = ()
+    models: Sequence[Model] = ()
 
-    def __init__(self, vocabulary, ngram=3):
+    def __init__(self, vocabulary: int, ngram: int = 3) -> None:
         if ngram < 1:
             raise UserError(f"the n-gram of lookup must be 1 or more tokens, not {ngram}")
         self.vocabulary, self.ngram = vocabulary, ngram
 
-    def begin(self, rows):
-        pass
+    def begin(self, rows: Rows) -> None:
+        """Nothing to read."""
 
-    def rewind(self, count):
-        pass
+    def rewind(self, count: int) -> None:
+        """Nothing to read again."""
 
-    def draft(self, rows, gamma, sampling, generator=None, stop=None):
+    def draft(
+        self,
+        rows: Rows,
+        gamma: int,
+        sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses:
         """As many guesses as the row with most has."""
-        texts = [text[:length] for text, length in zip(rows.sequence.tolist(), rows.lengths.tolist())]
+        texts = [text[:end] for text, end in zip(rows.sequence.tolist(), rows.lengths.tolist())]
         guesses = [[] if ended else self.after(text)[:gamma] for text, ended in zip(texts, rows.ended)]
         width = max(map(len, guesses))
         if width == 0:
-            return nothing(rows, self.vocabulary)
+            return no_guesses(rows, self.vocabulary)
         drafts = torch.tensor(
-            [guess + text[-1:] * (width - len(guess)) for guess, text in zip(guesses, texts)], device=rows.device
+            [each + text[-1:] * (width - len(each)) for each, text in zip(guesses, texts)], device=rows.device
         )
-        own = torch.tensor([[i < len(guess) for i in range(width)] for guess in guesses], device=rows.device)
-        return drafts, torch.nn.functional.one_hot(drafts, self.vocabulary) * own[..., None].float()
+        own = torch.tensor([[i < len(each) for i in range(width)] for each in guesses], device=rows.device)
+        return Guesses(drafts, torch.nn.functional.one_hot(drafts, self.vocabulary) * own[..., None].float())
 
-    def after(self, text):
-        """What followed the latest earlier occurrence of the longest ending found twice."""
+    def after(self, text: list[int]) -> list[int]:
+        """What followed the latest earlier occurrence of the longest ending that occurred before."""
         for n in range(min(self.ngram, len(text) - 1), 0, -1):
             for start in range(len(text) - n - 1, -1, -1):
                 if text[start : start + n] == text[-n:]:
@@ -95,57 +106,68 @@ class LookupDrafter:
 
 
 class CascadeDrafter:
-    """A speculative sampler guesses: `model` is its target, `drafter` (a cascade again, if you like) guesses for it.
+    """A speculative sampler guesses: `model` is its target, and `drafter` (possibly another cascade) guesses for it.
 
-    Its tokens are distributed exactly as `model`'s own, and `model`'s distributions are the q of what it proposes: the
+    Its tokens are distributed exactly as `model`'s own, and `model`'s distributions are the q of its guesses. So a
     cascade is a recursion, not another algorithm (staged speculative decoding; Spector and Re, arXiv 2308.04623).
-    length: the draft-length rule (draftLength.py) inside.
+    length: the draft-length rule of the inner sampler.
     """
 
-    def __init__(self, model, drafter, length=None, verify=token_rule):
+    def __init__(
+        self,
+        model: Model,
+        drafter: Drafter,
+        length: LengthRule | None = None,
+        verify: VerificationRule = token_rule,
+    ) -> None:
         self.model, self.drafter, self.verify = model, drafter, verify
         self.length = length or Fixed(4)
         self.models = [model, *drafter.models]
 
-    def begin(self, rows):
+    def begin(self, rows: Rows) -> None:
+        """Read the prompts."""
         self.model.read_prompt(rows)
         self.inner = rows.copy(self.model)
         self.drafter.begin(self.inner)
         self.length.begin(len(rows.tokens))
         self.behind = 1
 
-    def rewind(self, count):
+    def rewind(self, count: int) -> None:
+        """Read `count` tokens more again in the next round."""
         self.behind += count
 
-    def draft(self, rows, gamma, sampling, generator=None, stop=None):
-        """Rounds of its own until every row has `gamma` tokens. What a row has beyond them is dropped unseen: how many
-        are used does not depend on what they are. `stop` is not asked: the tokens come several at a time."""
+    def draft(
+        self,
+        rows: Rows,
+        gamma: int,
+        sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses:
+        """Rounds of its own until every row has `gamma` tokens.
+
+        What a row has beyond them is dropped unseen: how many tokens are used does not depend on what they are. A
+        rule's `stop` is not asked, because the tokens come several at a time.
+        """
         if gamma == 0:
             self.behind += 1
-            return nothing(rows, self.model.vocabulary)
-        self.inner.follow(rows)
+            return no_guesses(rows, self.model.vocabulary)
+        self.inner.follow(rows, self.behind)
         self.drafter.rewind(self.behind)
         q = torch.zeros(len(rows.tokens), gamma + 1, self.model.vocabulary, device=rows.device)  # one to spare
-        while self.fewest(rows) < gamma:
+        while self.inner.ahead_of(rows) < gamma:
             first = self.inner.lengths - rows.lengths
             p, accepted = specSampling.advance(
-                self.inner, self.model, self.drafter, self.length, sampling, self.verify, generator, self.behind
+                self.inner, self.model, self.drafter, self.length, sampling, self.verify, generator
             )
-            self.behind = 0
             for j in range(p.shape[1]):
                 at = torch.where(j <= accepted, first + j, gamma).clamp(max=gamma)
                 q.scatter_(1, at[:, None, None].expand(-1, 1, q.shape[-1]), p[:, j : j + 1])
         self.behind = 1
-        return self.inner.sequence.gather(1, rows.positions(0, gamma)), q[:, :gamma]
-
-    def fewest(self, rows):
-        """Tokens that the row with fewest has ahead of `rows`."""
-        return min(
-            ours - theirs for ours, theirs, ended in zip(self.inner._lengths, rows._lengths, rows.ended) if not ended
-        )
+        return Guesses(self.inner.sequence.gather(1, rows.positions(0, gamma)), q[:, :gamma])
 
 
-def nothing(rows, vocabulary):
-    """No guesses, in the shapes of some."""
+def no_guesses(rows: Rows, vocabulary: int) -> Guesses:
+    """No guesses, in tensors of the right shapes: `[B, 0]` and `[B, 0, V]`."""
     drafts = rows.sequence.new_zeros(len(rows.tokens), 0)
-    return drafts, torch.zeros(*drafts.shape, vocabulary, device=rows.device)
+    return Guesses(drafts, torch.zeros(*drafts.shape, vocabulary, device=rows.device))

@@ -12,8 +12,7 @@ from localHub import LocalHub
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-import utils
-from inputs.texts import DATASETS
+from inputs.folders import DATASETS
 from utils import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,12 +23,6 @@ VOCABULARY, PADDED, CONTEXT = 300, 320, 256  # entries of the tokenizer, and of 
 def with_ctrl_c():
     """For a process to be interrupted: what a shell starts in the background, tests too, ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.fixture(autouse=True)
-def torch_alone(monkeypatch):
-    """No kernels where a test does not ask for them, whatever an earlier one has loaded."""
-    monkeypatch.setattr(utils, "kernels", None)
 
 
 def refused(*words):

@@ -11,9 +11,7 @@ import mistakes
 import pytest
 import torch
 
-import regrSampling
-from decoding import rounds as runs
-from decoding import verification
+from decoding import rounds, verification
 from lossless import plantedMistakes
 from utils import Sampling
 
@@ -78,8 +76,7 @@ def every_outcome(run):
         outcomes = Outcomes(rows)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "rand", outcomes.rand)
-            patch.setattr(regrSampling, "draw", outcomes.draw)
-            for module in (runs, verification, mistakes, plantedMistakes):
+            for module in (rounds, verification, mistakes, plantedMistakes):
                 patch.setattr(module, "pick", outcomes.draw)
             result = run(outcomes)
         if outcomes.count <= rows:

@@ -31,11 +31,12 @@ def test_lookup_guesses_what_followed_the_last_time(text, wanted):
 
 def test_rows_without_a_guess_have_a_q_of_0_beside_those_with_one():
     drafter = LookupDrafter(10, 2)
-    drafts, q = drafter.draft(Rows([[1, 2, 3, 1, 2], [4, 5]], 6, [helpers.tiny()]), 4, FREE)
+    guesses = drafter.draft(Rows([[1, 2, 3, 1, 2], [4, 5]], 6, [helpers.tiny()]), 4, FREE)
+    drafts, q = guesses.drafts, guesses.q
     assert drafts[0].tolist() == [3, 1, 2] and q.sum(-1).tolist() == [[1, 1, 1], [0, 0, 0]]
     assert (q[0].argmax(-1) == drafts[0]).all()
-    drafts, q = drafter.draft(Rows([[4, 5]], 6, [helpers.tiny()]), 4, FREE)
-    assert drafts.shape == (1, 0) and q.shape == (1, 0, 10)
+    guesses = drafter.draft(Rows([[4, 5]], 6, [helpers.tiny()]), 4, FREE)
+    assert guesses.drafts.shape == (1, 0) and guesses.q.shape == (1, 0, 10)
     with refused("n-gram", "1 or more"):
         LookupDrafter(10, 0)
 
@@ -49,8 +50,8 @@ def test_guesses_come_from_the_q_they_are_returned_with(cascade):
     prompts = [[5, 9, 2, 7], [11]]
     rows = Rows(prompts, 10, drafter.models)
     drafter.begin(rows)
-    drafts, q = drafter.draft(rows, 4, FREE, torch.Generator().manual_seed(0))
-    for prompt, guesses, given in zip(prompts, drafts.tolist(), q):
-        wanted = model.score(torch.tensor([prompt + guesses]))[0, len(prompt) - 1 : -1].softmax(-1)
+    guesses = drafter.draft(rows, 4, FREE, torch.Generator().manual_seed(0))
+    for prompt, drafts, given in zip(prompts, guesses.drafts.tolist(), guesses.q):
+        wanted = model.score(torch.tensor([prompt + drafts]))[0, len(prompt) - 1 : -1].softmax(-1)
         torch.testing.assert_close(given, wanted, atol=1e-5, rtol=1e-4)
-    assert drafter.draft(rows, 0, FREE)[0].shape == (2, 0)
+    assert drafter.draft(rows, 0, FREE).drafts.shape == (2, 0)

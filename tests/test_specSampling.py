@@ -8,8 +8,7 @@ from mistakes import always_accept, bonus_from_q, p_shifted, replace_from_p
 from outcomes import largest_error, small
 
 import specSampling as loop
-from decoding import rounds as runs
-from decoding.rounds import judge
+from decoding import rounds
 from decoding.verification import block_rule, token_rule
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
@@ -90,13 +89,14 @@ def test_a_planted_mistake_in_verification_is_caught(mistake):
 
 
 def test_a_filter_on_one_side_only_is_caught(monkeypatch):
-    monkeypatch.setattr(loop, "judge", lambda *given: judge(*given[:5], Sampling(1, 0, 1), *given[6:]))
+    whole = rounds.score_block
+    monkeypatch.setattr(rounds, "score_block", lambda *given: whole(*given[:5], Sampling(1, 0, 1), *given[6:]))
     assert error(sampling=Sampling(1.0, 0, 0.8), length=3) > 1e-2
 
 
 def test_a_penalty_that_forgets_the_guesses_is_caught(monkeypatch):
     """At each position of a block the tokens before it count, guesses included."""
-    monkeypatch.setattr(runs, "seen_after", lambda seen, block: seen[:, None].expand(-1, block.shape[1], -1))
+    monkeypatch.setattr(rounds, "seen_after", lambda seen, block: seen[:, None].expand(-1, block.shape[1], -1))
     assert error(sampling=SETTINGS[3], vocabulary=5, length=3) > 1e-3
 
 

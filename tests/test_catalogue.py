@@ -9,7 +9,7 @@ from test_specSampling import PROMPTS, near
 
 from decoding.draftLength import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
 from decoding.verification import block_rule, token_rule
-from methods.catalogue import drafters
+from methods import drafters
 from methods.drafters import CascadeDrafter, LookupDrafter, ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling

@@ -12,13 +12,12 @@ from conftest import ROOT
 from test_specSampling import PROMPTS, near
 from torch.nn.functional import gelu
 
-import utils
 from decoding.draftLength import CostAware, DraftConfidence, Fixed, TargetConfidence
-from decoding.rounds import run
-from engine import cpuGraphs as compiledForward
-from engine.kernels import native as nativeKernels
-from engine.kernels import packedLinear
-from methods.contrastive import contrastiveSampling, specContrastiveSampling
+from decoding.rounds import PYTORCH, draw_tokens, forward
+from engine import cpuGraphs
+from engine.graphs import Plan
+from engine.kernels import loader, packedLinear
+from methods.contrastive import Contrast
 from methods.drafters import CascadeDrafter, ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -29,22 +28,18 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs for a 
 
 @pytest.fixture(scope="module")
 def models():
-    """(eager target, compiled target, compiled draft); graphs for 1 and 5 tokens, and for 1 and 2."""
+    """(eager target, compiled target, compiled draft); as few graphs as the tests need, since each takes seconds."""
     try:
-        nativeKernels.load()
+        loader.load()
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no C++ compiler")
     torch._dynamo.utils.counters.clear()
     eager, target = helpers.tiny(), helpers.tiny()
     draft = near(eager, noise=0.1)
-    assert target.compile((1, 5), [(1, 1)]) > 0 and draft.compile((2, 5), [(2, 1), (2, 4)]) > 0
-    assert target.compile_round(draft, 2, 4) > 0
+    assert target.compile(Plan(frozenset({5}), frozenset({1}))) > 0
+    assert draft.compile(Plan(frozenset({5}), frozenset({4}), read=2)) > 0
+    assert target.compile_round(draft, 4) > 0
     return eager, target, draft
-
-
-@pytest.fixture(autouse=True)
-def kernels(models, monkeypatch):
-    monkeypatch.setattr(utils, "kernels", torch.ops.native)
 
 
 SAMPLERS = {
@@ -53,8 +48,10 @@ SAMPLERS = {
     "cascade": lambda target, draft, prompt: specSampling(
         [prompt], target, CascadeDrafter(draft, ModelDrafter(helpers.tiny(seed=3))), 60, 3, GREEDY
     ),
-    "contrastive": lambda target, draft, prompt: contrastiveSampling([prompt], target, draft, 60),
-    "speculative contrastive": lambda target, draft, prompt: specContrastiveSampling([prompt], target, draft, 60),
+    "contrastive": lambda target, draft, prompt: regrSampling([prompt], Contrast(target, draft), 60, GREEDY),
+    "speculative contrastive": lambda target, draft, prompt: specSampling(
+        [prompt], Contrast(target, draft), ModelDrafter(draft), 60, 4, GREEDY
+    ),
 }
 
 
@@ -63,9 +60,9 @@ def test_every_sampler_writes_with_graphs_what_it_writes_without(models, name):
     eager, target, draft = models
     plain = near(eager, noise=0.1)
     for prompt in PROMPTS:
-        forwards = target._graphs.used
+        forwards = target.graphs.used
         assert SAMPLERS[name](target, draft, prompt)[0] == SAMPLERS[name](eager, plain, prompt)[0]
-        assert target._graphs.used > forwards  # the graphs were used
+        assert target.graphs.used > forwards  # the graphs were used
 
 
 def test_logits_are_eagers_whatever_the_width_the_length_and_what_was_there_before(models):
@@ -78,7 +75,7 @@ def test_logits_are_eagers_whatever_the_width_the_length_and_what_was_there_befo
         model.forward(prompt, torch.arange(40)[None])
     for start, width in ((40, 5), (42, 1), (43, 3), (30, 5), (35, 4), (39, 1), (80, 5), (85, 5), (3, 2)):
         block, at = torch.randint(61, (1, width), generator=generator), torch.arange(start, start + width)[None]
-        wanted, found = (model.forward(block, at) for model in (eager, target))
+        wanted, found = (forward(model, block, at) for model in (eager, target))
         assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-4)
 
 
@@ -90,21 +87,22 @@ def test_a_round_by_one_graph_is_the_run_and_the_forward(models, sampling):
     prompt = torch.randint(61, (1, 40), generator=torch.Generator().manual_seed(0))
     for model in target, draft:
         model.forward(prompt, torch.arange(40)[None])
-    for start, behind in ((38, 2), (20, 2), (55, 2)):
-        tokens, at = prompt[:, start % 38 :][:, :behind], torch.arange(start, start + 6).clamp(max=59)[None]
-        found = target.round_at_once(draft, tokens, at, sampling, torch.Generator().manual_seed(1))
-        drafts, q = run(draft, tokens, at[:, :-1], 4, sampling, torch.Generator().manual_seed(1))
-        logits = target.forward(torch.cat([tokens[:, 1:], drafts], 1), at[:, 1:])
+    for start, read in ((38, 2), (20, 2), (55, 2)):
+        tokens, at = prompt[:, start % 38 :][:, :read], torch.arange(start, start + 6).clamp(max=59)[None]
+        u = torch.rand(4, 1, generator=torch.Generator().manual_seed(1))
+        found = target.graphs.round(draft.graphs, tokens, at, u, sampling, draft.cache, target.cache)
+        drafts, q = draw_tokens(draft, tokens, at[:, :-1], 4, sampling, torch.Generator().manual_seed(1))
+        logits = forward(target, torch.cat([tokens[:, 1:], drafts], 1), at[:, 1:])
         for ours, wanted in zip(found, (drafts, q, probabilities(logits, sampling))):
             torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-4)
-    assert target.round_at_once(draft, prompt[:, :2], torch.arange(5)[None], sampling) is None  # 3 guesses: no graph
+    assert not target.graphs.has("round", draft.graphs, 1, 2, 3)
 
 
 def test_a_round_is_one_graph_only_where_nothing_happens_inside_it(models):
     """Not where a rule stops or times the guesses, a penalty counts them, or a cascade reads more than one token."""
     _, target, draft = models
-    made, whole = [], target._graphs.round
-    target._graphs.round = lambda *args: made.append(1) or whole(*args)
+    made, whole = [], target.graphs.round
+    target.graphs.round = lambda *args: made.append(1) or whole(*args)
     try:
         for used, length, sampling in (
             (True, Fixed(4), Sampling()),
@@ -118,26 +116,39 @@ def test_a_round_is_one_graph_only_where_nothing_happens_inside_it(models):
             specSampling(PROMPTS[:1], target, ModelDrafter(draft), 30, length, sampling)
             assert bool(made) == used
     finally:
-        target._graphs.round = whole
+        target.graphs.round = whole
 
 
 def test_as_many_graphs_as_widths_and_never_another(models):
     _, target, draft = models
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert made == 8
+    assert made == 5
     for maximum in (10, 40, 100):
         specSampling(PROMPTS[:1], target, ModelDrafter(draft), maximum, 4, Sampling(1, 0, 1))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
 
 
+def test_kernels_belong_to_the_compiled_model(models, monkeypatch):
+    """Eager decoding is pure PyTorch, even where another model of the process was compiled."""
+    eager, target, draft = models
+    assert eager.operators is PYTORCH and target.operators is draft.operators is not PYTORCH
+    wanted = specSampling(PROMPTS[:1], eager, ModelDrafter(near(eager, noise=0.1)), 20, 4, GREEDY)[0]
+    for name in loader.SHAPES | {"accept": None, "accept_block": None}:
+        monkeypatch.setattr(torch.ops.native, name, lambda *args: pytest.fail("a kernel was called"))
+    assert specSampling(PROMPTS[:1], eager, ModelDrafter(near(eager, noise=0.1)), 20, 4, GREEDY)[0] == wanted
+    with pytest.raises(pytest.fail.Exception):  # The mistake that the check is for.
+        monkeypatch.setattr(eager, "operators", target.operators)
+        specSampling(PROMPTS[:1], eager, ModelDrafter(near(eager, noise=0.1)), 20, 4, GREEDY)
+
+
 def test_batches_without_a_graph_of_their_size_are_read_eagerly(models):
     eager, target, draft = models
-    used = target._graphs.used
+    used = target.graphs.used
     assert (
         specSampling(PROMPTS, target, ModelDrafter(draft), 30, 4, GREEDY)[0]
         == regrSampling(PROMPTS, eager, 30, GREEDY)[0]
     )
-    assert target._graphs.used == used
+    assert target.graphs.used == used
 
 
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
@@ -201,7 +212,7 @@ def test_gelu_goes_into_the_layer_before_it_and_sines_are_stored(models):
             return gelu(self.layer(x)), gelu(y), y, x.cos(), (2 * x).sin()
 
     work, x = Work(), torch.randn(3, 8)
-    graph = compiledForward.rewritten(torch.fx.symbolic_trace(work), 2)
+    graph = cpuGraphs.rewritten(torch.fx.symbolic_trace(work), 2)
     for found, wanted in zip(graph(x), work(x)):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
     used = [node.target for node in graph.graph.nodes]
@@ -218,26 +229,28 @@ def test_gelu_is_torchs_for_every_number(models):
 
 def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    nativeKernels.load.cache_clear()
+    loader.load.cache_clear()
     eager, target = helpers.tiny(), helpers.tiny()
-    assert target.compile((1,)) is None
+    assert target.compile(Plan(frozenset({1}))) is None
     said = capsys.readouterr().err
-    nativeKernels.load.cache_clear()
+    loader.load.cache_clear()
     assert said.startswith("gpt_neox-0 stays eager") and said.count("\n") == 1
+    assert target.graphs is None and target.operators is PYTORCH
     assert regrSampling(PROMPTS, target, 20, GREEDY)[0] == regrSampling(PROMPTS, eager, 20, GREEDY)[0]
 
 
 def test_heads_without_a_kernel_stay_eager(models, monkeypatch, capsys):
-    monkeypatch.setattr(nativeKernels, "WIDTHS", (16,))
-    assert helpers.tiny().compile((1,)) is None and "heads" in capsys.readouterr().err
+    monkeypatch.setattr(loader, "HEAD_WIDTHS", (16,))
+    assert helpers.tiny().compile(Plan(frozenset({1}))) is None and "heads" in capsys.readouterr().err
 
 
 SCRIPT = """
 import helpers, torch
+from engine.graphs import Plan
 from regrSampling import regrSampling
 from utils import GREEDY
 eager, model = helpers.tiny(), helpers.tiny()
-assert model.compile((1,)) > 0
+assert model.compile(Plan(frozenset({5}))) > 0
 assert regrSampling([[5, 9, 2]], model, 30, GREEDY)[0] == regrSampling([[5, 9, 2]], eager, 30, GREEDY)[0]
 print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 """

@@ -1,4 +1,4 @@
-"""What a GPU records, run again without one."""
+"""What is captured on a GPU, run again without one."""
 
 import itertools
 
@@ -10,62 +10,62 @@ from outcomes import small
 from test_specSampling import FREE, PROMPTS, near
 
 from decoding.draftLength import Fixed
-from decoding.rounds import judge, run
+from decoding.rounds import draw_tokens, score_block
 from decoding.verification import RULES, token_rule
-from engine import cudaGraphs as capturedForward
-from engine.cudaGraphs import CapturedForward
-from experiments.measure import sweep
+from engine import cudaGraphs
+from engine.cudaGraphs import CudaGraphs
+from experiments import sweep
 from methods.drafters import CascadeDrafter, ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling
 
 
-def recorded(model, widths=(), runs=(), rows=1):
-    """`model`, as if what it reads in these shapes were recorded on a GPU."""
-    model._graphs, model._reads_filled = CapturedForward(model.model, model.vocabulary), False
+def captured(model, widths=(), draws=(), rows=1):
+    """`model`, as if its steps of these shapes were captured on a GPU."""
+    model.graphs, model._reads_filled = CudaGraphs(model.model, model.vocabulary), False
     for width in widths:
-        model._graphs.add(rows, width)
-    for width, count in runs:
-        model._graphs.add_run(rows, width, count)
+        model.graphs.add_forward(rows, width)
+    for read, count in draws:
+        model.graphs.add_draw(rows, read, count)
     return model
 
 
 @pytest.mark.parametrize("rule", RULES.values())
 def test_recorded_forwards_are_the_same_without_a_gpu(rule):
     """The steps of a recording, copied inputs and filled-up blocks, run again where a GPU would replay them."""
-    eager, target = helpers.tiny(), recorded(helpers.tiny(), (1, 5), [(1, 1)])
-    draft = recorded(near(helpers.tiny(), noise=0.1), (2,), [(2, 4)])
+    eager, target = helpers.tiny(), captured(helpers.tiny(), (1, 5), [(1, 1)])
+    draft = captured(near(helpers.tiny(), noise=0.1), (2,), [(2, 4)])
     for prompt in PROMPTS:
         wanted = regrSampling([prompt], eager, 40, GREEDY)[0]
         assert specSampling([prompt], target, ModelDrafter(draft), 40, 4, GREEDY, verify=rule)[0] == wanted
         assert regrSampling([prompt], target, 40, GREEDY)[0] == wanted
     judged = {(1, width, 1, GREEDY, rule) for width in (1, 5)}
-    assert target._graphs.used > 100 and set(target._graphs._recordings) == judged | {(1, 1, 1, GREEDY)}
-    assert set(draft._graphs._recordings) == {(1, 2, 4, GREEDY)}
+    assert target.graphs.used > 100 and set(target.graphs.captures) == judged | {(1, 1, 1, GREEDY)}
+    assert set(draft.graphs.captures) == {(1, 2, 4, GREEDY)}
 
 
 def test_a_cascades_inner_target_is_recorded_too():
     """It has tokens to read that nobody judges: as many as it is behind."""
-    target, mid = recorded(helpers.tiny(), (4,)), recorded(near(helpers.tiny(), noise=0.1), (2, 4))
+    target, mid = captured(helpers.tiny(), (4,)), captured(near(helpers.tiny(), noise=0.1), (2, 4))
     drafter = CascadeDrafter(mid, ModelDrafter(near(helpers.tiny(), noise=0.2)), Fixed(2))
     for prompt in PROMPTS:
         wanted = regrSampling([prompt], helpers.tiny(), 40, GREEDY)[0]
         assert specSampling([prompt], target, drafter, 40, 3, GREEDY)[0] == wanted
-    assert {key[:3] for key in mid._graphs._recordings} >= {(1, 4, 1), (1, 4, 2)}
+    assert {key[:3] for key in mid.graphs.captures} >= {(1, 4, 1), (1, 4, 2)}
 
 
-def test_what_is_not_recorded():
+def test_what_is_not_captured():
     """A rule that waits, and tokens that are penalised as they come: they only use the forwards."""
-    target, drafter = recorded(helpers.tiny(), (1, 5)), ModelDrafter(near(helpers.tiny(), noise=0.3))
+    target, drafter = captured(helpers.tiny(), (1, 5)), ModelDrafter(near(helpers.tiny(), noise=0.3))
     given = drafter, FREE, token_rule, 20, 0
     alpha = sweep.overlap_alpha(PROMPTS, target, *given)
     assert alpha == pytest.approx(sweep.overlap_alpha(PROMPTS, helpers.tiny(), *given), abs=1e-5)
-    assert (1, 5) in target._graphs._recordings and set(target._graphs._recordings) <= {(1, 1), (1, 5)}
+    assert (1, 5) in target.graphs.captures and set(target.graphs.captures) <= {(1, 1), (1, 5)}
     penalised = Sampling(0.0, 0, 1.0, 1.3)
     wanted = regrSampling(PROMPTS[:1], helpers.tiny(), 30, penalised)[0]
     assert specSampling(PROMPTS[:1], target, drafter, 30, 4, penalised)[0] == wanted
-    assert (1, 5) in target._graphs._recordings and set(target._graphs._recordings) <= {(1, 1), (1, 5)}
+    assert (1, 5) in target.graphs.captures and set(target.graphs.captures) <= {(1, 1), (1, 5)}
 
 
 def judged(models, rows, n, behind, sampling, rule):
@@ -87,7 +87,7 @@ def judged(models, rows, n, behind, sampling, rule):
             model.reserve(rows, 20)
             if not turn:
                 model.forward(prompts, torch.arange(5).expand(rows, 5), keep=torch.tensor([4] * rows))
-            found.append(judge(model, block, positions, q, u, sampling, rule))
+            found.append(score_block(model, block, positions, q, u, sampling, rule))
         yield found
 
 
@@ -105,9 +105,9 @@ def unlike(model, rule, sampling=FREE):
 
 
 def any_width():
-    model = recorded(helpers.tiny(), (1, 3, 6))
+    model = captured(helpers.tiny(), (1, 3, 6))
     for width in 1, 3, 6:
-        model._graphs.add(2, width)
+        model.graphs.add_forward(2, width)
     return model
 
 
@@ -117,13 +117,13 @@ def test_a_judged_block_is_what_it_is_without_recordings(rule, sampling):
     """Of any width, filled up or not, of rows with fewer guesses than others, and where nothing is guessed."""
     model = any_width()
     assert unlike(model, rule, sampling) == 0
-    assert set(model._graphs._recordings) == {(2, w, b, sampling, rule) for w in (1, 3, 6) for b in (1, 2) if w >= b}
+    assert set(model.graphs.captures) == {(2, w, b, sampling, rule) for w in (1, 3, 6) for b in (1, 2) if w >= b}
 
 
 @pytest.mark.parametrize("rule", RULES.values())
 def test_tokens_filled_in_that_count_as_guesses_are_caught(rule, monkeypatch):
-    pad = capturedForward.pad
-    monkeypatch.setattr(capturedForward, "pad", lambda x, by: pad(x, by, value=0.1 if len(by) == 4 else 0.0))
+    pad = cudaGraphs.pad
+    monkeypatch.setattr(cudaGraphs, "pad", lambda x, by: pad(x, by, value=0.1 if len(by) == 4 else 0.0))
     assert unlike(any_width(), rule)
 
 
@@ -131,20 +131,20 @@ def test_tokens_filled_in_that_count_as_guesses_are_caught(rule, monkeypatch):
 def test_texts_of_recorded_rounds_are_distributed_as_the_targets(rule):
     """Rounds of two, one and no guesses, of which those of one are filled up."""
     (target, draft), prefix = small(2, 6), [1, 2, 3]
-    target = recorded(target, (1, 3), rows=DRAWS)
+    target = captured(target, (1, 3), rows=DRAWS)
     tokens, _ = specSampling(
         [prefix] * DRAWS, target, ModelDrafter(draft), 4, 2, FREE, None, torch.Generator().manual_seed(0), None, rule
     )
     joint = helpers.joint_distribution(target, prefix, 4, FREE).sum(0)
     assert helpers.chi_square([text[1:] for text in tokens], joint, 6) > 1e-4
-    assert len(target._graphs._recordings) == 2
+    assert len(target.graphs.captures) == 2
 
 
 @pytest.mark.parametrize("counts", [(1,), (4,), (1, 2, 4), (3, 5)])
 @pytest.mark.parametrize("block", [1, 2])
 def test_a_run_by_graphs_of_any_lengths_is_the_run_step_by_step(counts, block):
     """Longer ones are cut into those there are, the last one is cut short; a block too narrow is filled up."""
-    eager, model = helpers.tiny(), recorded(helpers.tiny(), runs=[(2, count) for count in counts], rows=2)
+    eager, model = helpers.tiny(), captured(helpers.tiny(), draws=[(2, count) for count in counts], rows=2)
     prompts = torch.tensor([[5, 9, 2, 11], [7, 7, 30, 1]])
     for wanted in range(1, 8):
         found = []
@@ -153,7 +153,7 @@ def test_a_run_by_graphs_of_any_lengths_is_the_run_step_by_step(counts, block):
             each.forward(prompts, torch.arange(4).expand(2, 4))
             positions = torch.arange(4 - block, 3 + wanted).expand(2, -1)
             generator = torch.Generator().manual_seed(wanted)
-            found.append(run(each, prompts[:, -block:], positions, wanted, Sampling(0.9, 40, 0.95), generator))
+            found.append(draw_tokens(each, prompts[:, -block:], positions, wanted, Sampling(0.9, 40, 0.95), generator))
         assert torch.equal(found[0][0], found[1][0]) and found[1][0].shape == (2, wanted)
         torch.testing.assert_close(found[0][1], found[1][1], atol=1e-5, rtol=1e-4)
-    assert model._graphs.used >= 7
+    assert model.graphs.used >= 7

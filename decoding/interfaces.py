@@ -1,0 +1,137 @@
+"""What a model, a drafter, a draft-length rule and a verification rule must offer: the interfaces of a round.
+
+`engine/` and `methods/` implement them. Nothing in `decoding/` imports those folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from utils import Sampling
+
+if TYPE_CHECKING:
+    from decoding.rows import Rows
+
+# verify(p, q, drafts, u) -> (accepted, token), see verification.py.
+VerificationRule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# callback(row, tokens, guessed): a row has grown by `tokens`; the first `guessed` of them are accepted guesses.
+Callback = Callable[[int, list[int], int], None]
+
+
+class Reader(Protocol):
+    """What limits the texts a model can read."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+
+
+class Model(Protocol):
+    """A model as samplers see it: `engine.cachedModel.CachedModel`, or `methods.contrastive.Contrast`.
+
+    graphs: the engine's graphs of this model's steps (`engine.graphs.Graphs`), or None when it was not compiled.
+    operators: the functions that filter, draw and verify for this model.
+    cache: the KV cache; None before the first prompt.
+    """
+
+    name: str
+    vocabulary: int
+    context: int
+    device: torch.device
+    dtype: torch.dtype
+    graphs: Any
+    operators: Operators
+    cache: Any
+
+    def read_prompt(self, rows: Rows) -> Tensor: ...
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor: ...
+
+    def score(self, tokens: Tensor) -> Tensor: ...
+
+
+class Operators(Protocol):
+    """Filters, draws and verification: in PyTorch (`rounds.PyTorchOperators`) or as kernels of a compiled model."""
+
+    def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor: ...
+
+    def pick(self, probs: Tensor, u: Tensor) -> Tensor: ...
+
+    def rule(self, verify: VerificationRule) -> VerificationRule: ...
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """The guesses of one round.
+
+    drafts: int64 `[B, n]`.
+    q: float32 `[B, n, V]`, the distributions the drafts were drawn from. Where a row has no guess, q is 0.
+    p: float32 `[B, n + 1, V]`, the target's distributions before each draft and after the last, if whatever drew the
+        drafts has scored them too; else None.
+    """
+
+    drafts: Tensor
+    q: Tensor
+    p: Tensor | None = None
+
+    def of_drafts(self) -> Tensor:
+        """q of each draft, float32 `[B, n]`; 0 where a row has no guess."""
+        return self.q.gather(-1, self.drafts[..., None])[..., 0]
+
+    def limited(self, gammas: Sequence[int]) -> Guesses:
+        """The same guesses, where row i keeps only the first `gammas[i]`: q is 0 beyond them."""
+        count = self.drafts.shape[1]
+        if min(gammas) >= count:
+            return self
+        device = self.drafts.device
+        kept = torch.arange(count, device=device) < torch.tensor(gammas, device=device)[:, None]
+        return Guesses(self.drafts, self.q * kept[..., None], self.p)
+
+
+class LengthRule(Protocol):
+    """How many tokens to guess, see draftLength.py. timed: the rule needs drafting and scoring timed separately."""
+
+    @property
+    def timed(self) -> bool: ...
+    @property
+    def stop(self) -> Callable[[Tensor], Tensor] | None: ...
+
+    def begin(self, rows: int) -> None: ...
+
+    def gammas(self) -> Sequence[int]: ...
+
+    def learn(
+        self,
+        drafted: dict[int, int],
+        accepted: dict[int, int],
+        p_token: Callable[[], list[float]],
+        seconds: Callable[[], Sequence[float]],
+    ) -> None: ...
+
+
+class Drafter(Protocol):
+    """What guesses, see methods/drafters.py. models: the models that must read the rows."""
+
+    @property
+    def models(self) -> Sequence[Model]: ...
+
+    def begin(self, rows: Rows) -> None: ...
+
+    def rewind(self, count: int) -> None: ...
+
+    def draft(
+        self,
+        rows: Rows,
+        gamma: int,
+        sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses: ...

@@ -1,0 +1,45 @@
+"""`Kernels`: the filters, draws and verification of utils.py and decoding/verification.py, as C++ kernels."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from decoding.interfaces import VerificationRule
+from decoding.verification import block_rule, token_rule
+from utils import Sampling, penalised
+
+
+@functools.cache
+def as_tensor(sampling: Sampling) -> Tensor:
+    """Temperature, top_k and top_p as float64 `[3]`: an input of a graph, which can differ between calls."""
+    return torch.tensor([sampling.temperature, sampling.top_k, sampling.top_p], dtype=torch.float64)
+
+
+class Kernels:
+    """The operators of a model compiled on a CPU (`decoding.interfaces.Operators`)."""
+
+    def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+        """As `utils.probabilities`."""
+        return torch.ops.native.probabilities(penalised(logits.float(), sampling, seen), as_tensor(sampling))
+
+    def pick(self, probs: Tensor, u: Tensor) -> Tensor:
+        """As `utils.pick`."""
+        return torch.ops.native.pick(probs, u)
+
+    def rule(self, verify: VerificationRule) -> VerificationRule:
+        """The kernel of a verification rule; the rule itself if it has none."""
+        return RULES.get(verify, verify)
+
+
+def by_kernel(accept: str) -> VerificationRule:
+    """A verification rule that the operator of this name computes, but for the last draw."""
+
+    def rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        accepted, left = getattr(torch.ops.native, accept)(p, q, drafts, u[:, :-1])
+        return accepted, torch.ops.native.pick(left, u[:, -1])
+
+    return rule
+
+
+RULES: dict[VerificationRule, VerificationRule] = {token_rule: by_kernel("accept"), block_rule: by_kernel("accept_block")}

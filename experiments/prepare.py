@@ -1,0 +1,178 @@
+"""`prepare`: everything a run needs, found and checked before anything is measured. Whatever may be refused is refused
+here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from decoding.rows import check_room
+from downloadModel import is_hub_id, on_first_use
+from engine.cachedModel import CachedModel
+from engine.graphs import Plan
+from engine.restrictedModel import RestrictedModel
+from experiments import diversity
+from experiments.settings import Settings
+from inputs.devices import pick_device, pick_dtype
+from inputs.models import find_model, load_model, outline
+from inputs.prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
+from inputs.texts import Corpus, load_corpora
+from inputs.tokenizers import check_tokenizers, load_tokenizer, most_frequent
+from methods.catalogue import METHODS
+from methods.selection import plan_graphs
+from utils import UserError
+
+LoadedModels = dict[str, CachedModel]  # {role: model}; roles: target, draft, mid, restricted
+
+
+@dataclass
+class Prepared:
+    """What a run needs, its models not loaded yet.
+
+    dtype, text_dtype: of the models that are timed, and of those that perplexity, diversity and losslessness are
+        measured with. folders: {role: model folder}.
+    prompts: {length: prompts}, token ids. article: the prompts of --diversity.
+    texts: [(corpus, token ids of its passages)] of --ppl, read in windows of `window` tokens, `stride` apart.
+    tokens: the most tokens that are read at once. frequent: the tokens that a restricted draft guesses.
+    """
+
+    settings: Settings
+    device: str
+    dtype: str
+    text_dtype: str
+    folders: dict[str, Path]
+    tokenizer: PreTrainedTokenizerBase
+    prompts: dict[int, list[list[int]]]
+    article: list[list[int]]
+    texts: list[tuple[Corpus, list[list[int]]]]
+    window: int
+    stride: int
+    tokens: int
+    frequent: Tensor | None
+
+    def load(self, dtype: str) -> LoadedModels:
+        """The models in that dtype."""
+        spread = self.settings.models.device == "auto"
+        models = {
+            role: load_model(folder, self.tokenizer, dtype, self.device, self.tokens, spread)
+            for role, folder in self.folders.items()
+        }
+        if self.frequent is not None:
+            models["restricted"] = RestrictedModel(models["draft"], self.frequent)
+        return models
+
+    def load_first(self) -> LoadedModels:
+        """The models of what comes first: compiled if the flags say so and text is generated."""
+        timed = bool(self.settings.measuring.timed or self.settings.measuring.played)
+        models = self.load(self.dtype if timed else self.text_dtype)
+        if self.settings.models.compile and continues(self.settings):
+            compile_models(models, self.settings)
+        return models
+
+
+def continues(settings: Settings) -> bool:
+    """Whether prompts are continued by methods that are timed, proved or played."""
+    return bool(set(settings.measuring.modes) - {"diversity"})
+
+
+def prepare(settings: Settings) -> Prepared:
+    """Find and check what the settings name. Raises UserError for what cannot be used."""
+    measuring, texts = settings.measuring, settings.texts
+    device = pick_device(settings.models.device)
+    corpora = []
+    if measuring.ppl or (texts.from_corpora and continues(settings)):
+        corpora = load_corpora(texts.dataset, texts.books)
+        check_passages(corpora, texts.dataset, texts.sentence_limit)
+    given = None if texts.from_corpora else read_prompts(texts.prompt, texts.question, texts.prompt_file)
+    folders = find_models(settings)
+    tokenizer = load_tokenizer(folders["target"])
+    for folder in folders.values():
+        check_tokenizers(tokenizer, load_tokenizer(folder), (folders["target"].name, folder.name))
+    outlines = [outline(folder, tokenizer) for folder in folders.values()]
+    context = min(each.context for each in outlines)
+    prompts, article = {}, []
+    if given and (continues(settings) or "diversity" in measuring.groups):
+        given_ids = encode(given, tokenizer, texts.question is not None, settings.models.target)
+    if continues(settings):
+        prompts = (
+            {max(map(len, given_ids)): given_ids}
+            if given
+            else choose_prompts(tokenizer, corpora, texts.prompt_lengths, context, texts.sentence_limit, texts.sentences)
+        )
+    if "diversity" in measuring.groups:
+        article = given_ids if given else encode(diversity.PROMPTS, tokenizer)
+    most = 0
+    for mode in measuring.modes:
+        each, max_len = article if mode == "diversity" else sum(prompts.values(), []), settings.sampling.max_len_of(mode)
+        check_room(each, max_len, outlines)
+        most = max(most, settings.rows * (max_len + max(map(len, each))))
+    passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
+    window = min(texts.window, context)
+    draft_vocab = settings.models.draft_vocab
+    return Prepared(
+        settings,
+        device,
+        settings.models.dtype or pick_dtype(device),
+        settings.models.dtype or "float32",
+        folders,
+        tokenizer,
+        prompts,
+        article,
+        passages,
+        window,
+        texts.stride if texts.stride < window else window // 2,
+        max(most, texts.window if measuring.ppl else 0),
+        most_frequent(draft_vocab, tokenizer) if draft_vocab else None,
+    )
+
+
+def scored_texts(
+    settings: Settings, corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, context: int
+) -> list[tuple[Corpus, list[list[int]]]]:
+    """The passages of each corpus whose perplexity is measured. Raises UserError if there are none."""
+    chosen = settings.texts
+    texts = [
+        (corpus, tokenize(corpus.passages(chosen.sentence_limit)[: chosen.sentences], tokenizer, context))
+        for corpus in corpora
+    ]
+    if not any(passages for _, passages in texts):
+        raise UserError(f"no text of {chosen.dataset} has two tokens; raise --sentenceLimit")
+    return texts
+
+
+def find_models(settings: Settings) -> dict[str, Path]:
+    """{role: folder} of the models that are needed; those named by a hub id are downloaded."""
+    choice, used = settings.models, settings.measuring.names
+    needed = {role for name in used for role in METHODS[name].needs}
+    needed |= {"target"} if settings.decoding.lookup else {"target", "draft"}
+    named: dict[str, str] = {role: getattr(choice, role) for role in ("target", "draft", "mid") if role in needed}
+    in_order = sorted(dict.fromkeys(named.values()), key=is_hub_id)  # A wrong name is found before a large download.
+    found = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
+    folders: dict[str, Path] = {role: found[name] for role, name in named.items()}
+    if used & {"contrastive", "speculativeContrastive"} and folders["target"] == folders["draft"]:
+        raise UserError("contrastive decoding needs two models: --target and --draft are the same")
+    return folders
+
+
+def compile_models(models: LoadedModels, settings: Settings) -> None:
+    """Make the graphs that the methods are worth, and say how long it took. No measurement includes it."""
+    plans, guesses = plan_graphs(
+        settings.measuring.names,
+        settings.decoding,
+        settings.sampling.repetition_penalty != 1,
+        "sweep" in settings.measuring.groups,
+    )
+    plans = {role: plans.get("draft" if role == "restricted" else role, Plan()) for role in models}
+    with tqdm(total=sum(map(len, plans.values())) + (guesses > 0), desc="compiling", disable=None, leave=False) as bar:
+        took = [model.compile(plans[role], settings.rows, bar.update) for role, model in models.items()]
+        draft = models.get("restricted") or models.get("draft")
+        if guesses and draft and None not in took:
+            took.append(models["target"].compile_round(draft, guesses, settings.rows))
+            bar.update()
+    seconds = [each for each in took if each is not None]
+    if len(seconds) == len(took):
+        print(f"Compiled in {sum(seconds):.0f} s; the graphs are kept for the next time.")

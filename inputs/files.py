@@ -1,0 +1,83 @@
+"""Files and folders on the disk: replaced as a whole, locked, and their errors as one line each."""
+
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from inputs.escape import one_line
+from utils import UserError
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace the content of `path` with `text` (UTF-8) in one step: a reader sees the old content or the new.
+
+    The text is written to a temporary file in the same folder and flushed to the disk. Then that file takes the name.
+    Raises OSError; then `path` is as it was, and the temporary file is removed.
+    """
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.stem}", delete=False, encoding="utf-8"
+        ) as file:
+            temporary = Path(file.name)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+        temporary = None
+    finally:
+        if temporary:
+            temporary.unlink(missing_ok=True)
+
+
+def swap(finished: Path, folder: Path) -> None:
+    """Rename the folder `finished` to `folder`, and remove what had that name."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    finished.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing `folder` meanwhile. Makes the folder it is in. Raises UserError if another
+    process holds the lock."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    try:
+        with FileLock(Path(tempfile.gettempdir()) / f"download-{name}.lock", timeout=0):
+            yield
+    except Timeout:
+        raise UserError(f"another process is writing {folder}; wait for it") from None
+
+
+@contextmanager
+def file_errors() -> Iterator[None]:
+    """Raise the OSErrors of the block as UserErrors."""
+    try:
+        yield
+    except OSError as error:
+        raise file_error(error) from None
+
+
+def file_error(error: OSError) -> UserError:
+    """The UserError for an OSError."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return UserError("the disk is full; make room and run this again: it goes on where it stopped")
+    return UserError(f"{error.filename or 'a file'}: {error.strerror or one_line(error)}; mend that and run this again")
+
+
+def gigabytes(count: float) -> str:
+    """A number of bytes as a person reads it, such as '1.5 GB'."""
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if count >= u), (1e3, "KB"))
+    return f"{count / unit:.1f} {name}"

@@ -1,0 +1,59 @@
+"""Tokenizers: loaded, compared, and the most frequent of their tokens."""
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from inputs.hub import one_line
+from inputs.models import find_model
+from inputs.texts import load_corpora
+from utils import UserError, out_of_memory
+
+
+def load_tokenizer(name):
+    """The tokenizer of a model folder."""
+    folder = find_model(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises anything from KeyError to its own types for a broken folder
+        if out_of_memory(error):
+            raise
+        raise UserError(
+            f"{folder} has no usable tokenizer ({one_line(error)}); download its tokenizer.json "
+            "and config.json again (code that comes with a model is never run)"
+        ) from None
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # the library's answer to no files at all
+        raise UserError(f"{folder} has no tokenizer files; download its tokenizer.json")
+    return tokenizer
+
+
+def check_tokenizers(target, draft, names=("target", "draft")):
+    """Refuse a pair whose token ids do not mean the same: a guess must be a token of the target's."""
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    token, index = min(ours.items() - theirs.items() or theirs.items() - ours.items(), key=lambda item: item[1])
+    raise UserError(
+        f"the tokenizers of {names[0]} ({len(ours)} tokens) and {names[1]} ({len(theirs)}) differ, first "
+        f"at id {index} ({token!r}); name two models that share one tokenizer"
+    )
+
+
+def most_frequent(count: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """The `count` most frequent tokens of the sample texts, int64 `[count]` in ascending order.
+
+    The end of text is among them. Equally frequent and unseen tokens are taken by id: a byte-pair encoding numbers its
+    tokens roughly by frequency. Raises UserError if the tokenizer has fewer tokens.
+    """
+    if count > len(tokenizer):
+        raise UserError(f"--draftVocab {count} is more than the {len(tokenizer)} tokens there are")
+    counts = torch.zeros(len(tokenizer), dtype=torch.long)
+    for corpus in load_corpora("sample"):
+        for document in corpus.documents:
+            counts += torch.bincount(
+                torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long),
+                minlength=len(tokenizer),
+            )
+    if tokenizer.eos_token_id is not None:
+        counts[tokenizer.eos_token_id] = counts.sum() + 1
+    return counts.argsort(descending=True, stable=True)[:count].sort().values
