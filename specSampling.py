@@ -8,11 +8,10 @@ from torch import Generator, Tensor
 
 from decoding.draftLength import Fixed
 from decoding.interfaces import Callback, Drafter, LengthRule, Model, VerificationRule
-from decoding.record import Record
+from decoding.record import Record, Watch
 from decoding.rounds import first_token, score_and_verify
 from decoding.rows import Rows
 from decoding.verification import token_rule
-from decoding.watch import Watch
 from utils import Sampling, not_finite
 
 

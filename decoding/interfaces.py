@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,6 +14,7 @@ from torch import Generator, Tensor
 from utils import Sampling
 
 if TYPE_CHECKING:
+    from decoding.rounds import Guesses
     from decoding.rows import Rows
 
 # verify(p, q, drafts, u) -> (accepted, token), see verification.py.
@@ -59,41 +59,13 @@ class Model(Protocol):
 
 
 class Operators(Protocol):
-    """Filters, draws and verification: in PyTorch (`rounds.PyTorchOperators`) or as kernels of a compiled model."""
+    """Filters, draws and verification for a model: in PyTorch (`rounds.PyTorchOperators`), or its own kernels."""
 
     def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor: ...
 
     def pick(self, probs: Tensor, u: Tensor) -> Tensor: ...
 
     def rule(self, verify: VerificationRule) -> VerificationRule: ...
-
-
-@dataclass(frozen=True)
-class Guesses:
-    """The guesses of one round.
-
-    drafts: int64 `[B, n]`.
-    q: float32 `[B, n, V]`, the distributions the drafts were drawn from. Where a row has no guess, q is 0.
-    p: float32 `[B, n + 1, V]`, the target's distributions before each draft and after the last, if whatever drew the
-        drafts has scored them too; else None.
-    """
-
-    drafts: Tensor
-    q: Tensor
-    p: Tensor | None = None
-
-    def of_drafts(self) -> Tensor:
-        """q of each draft, float32 `[B, n]`; 0 where a row has no guess."""
-        return self.q.gather(-1, self.drafts[..., None])[..., 0]
-
-    def limited(self, gammas: Sequence[int]) -> Guesses:
-        """The same guesses, where row i keeps only the first `gammas[i]`: q is 0 beyond them."""
-        count = self.drafts.shape[1]
-        if min(gammas) >= count:
-            return self
-        device = self.drafts.device
-        kept = torch.arange(count, device=device) < torch.tensor(gammas, device=device)[:, None]
-        return Guesses(self.drafts, self.q * kept[..., None], self.p)
 
 
 class LengthRule(Protocol):

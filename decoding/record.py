@@ -1,6 +1,10 @@
-"""`Record`: what happened while one row was generated, and the figures that follow from it."""
+"""What happened while text was generated, and when: `Record`, the history of one row, and `Watch`, a stopwatch that does
+not synchronise the host with the device."""
 
+import time
 from dataclasses import dataclass, field
+
+import torch
 
 
 @dataclass
@@ -17,9 +21,9 @@ class Record:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    def add(self, time: float, committed: int, drafted: int, accepted: int) -> None:
+    def add(self, now: float, committed: int, drafted: int, accepted: int) -> None:
         """One more round."""
-        self.times.append(time)
+        self.times.append(now)
         self.committed.append(committed)
         self.drafted.append(drafted)
         self.accepted.append(accepted)
@@ -66,3 +70,30 @@ class Record:
         if nothing was guessed."""
         tested, passed = (sum(column) for column in zip(*self.acceptance_by_position or [(0, 0)]))
         return passed / tested if tested else float("nan")
+
+
+class Watch:
+    """Laps of work on a device. On a GPU, CUDA events record the times; the host reads them after the sync that a round
+    has anyway."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.on_gpu = torch.device(device).type == "cuda"
+        self.events: list[torch.cuda.Event] = []
+        self.times: list[float] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """End a lap."""
+        if self.on_gpu:
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
+        else:
+            self.times.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Seconds of each lap; the last one ends now."""
+        self.mark()
+        if self.on_gpu:
+            self.events[-1].synchronize()
+            return [a.elapsed_time(b) / 1000 for a, b in zip(self.events, self.events[1:])]
+        return [b - a for a, b in zip(self.times, self.times[1:])]

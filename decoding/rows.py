@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from decoding.interfaces import Callback, Model, Reader
+from decoding.interfaces import Callback, Model
 from decoding.record import Record
-from utils import Sampling, UserError, not_finite
-
-
-def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence[Reader]) -> None:
-    """Raise UserError unless `models` can read every prefix (token ids) and `max_len` tokens more."""
-    if max_len < 1:
-        raise UserError(f"maxLen must be 1 or more, not {max_len}")
-    if not prefixes or not all(prefixes):
-        raise UserError("the prompt is empty: give at least one token")
-    vocabulary = min(model.vocabulary for model in models)
-    if not all(0 <= token < vocabulary for prefix in prefixes for token in prefix):
-        raise UserError(f"the prompt holds a token outside the models' vocabulary of {vocabulary}")
-    longest, least = max(map(len, prefixes)), min(models, key=lambda model: model.context)
-    if longest + max_len > least.context:
-        raise UserError(
-            f"the prompt's {longest} tokens and maxLen {max_len} exceed the context of {least.name} "
-            f"({least.context} tokens): shorten the prompt or lower maxLen"
-        )
+from decoding.room import check_room
+from utils import Sampling, not_finite
 
 
 class Rows:
@@ -159,26 +142,3 @@ class Rows:
         self.records[row].add(now, len(tokens), drafted, accepted)
         if self.callback:
             self.callback(row, tokens, min(accepted, len(tokens)))
-
-    def copy(self, target: Model) -> Rows:
-        """Rows with the same prompts for a sampler that guesses for these rows. They follow these and never end."""
-        rows = copy.copy(self)
-        rows.target = target
-        rows.max_len, rows.end_of_text, rows.callback = 1 << 60, None, None
-        rows.sequence, rows.records = self.sequence.clone(), [Record() for _ in self.records]
-        rows.follow(self)
-        return rows
-
-    def follow(self, rows: Rows, unread: int = 0) -> None:
-        """Take over the committed tokens of `rows` and forget those committed here beyond them. unread: how many before
-        the last one this target has not read."""
-        self.sequence.copy_(rows.sequence)
-        self.lengths, self._lengths, self.ended = rows.lengths, list(rows._lengths), list(rows.ended)
-        self.tokens = [[] for _ in rows.tokens]
-        self.unread = unread
-
-    def ahead_of(self, rows: Rows) -> int:
-        """Tokens that these rows have committed beyond `rows`, in the row that has fewest and has not ended."""
-        return min(
-            ours - theirs for ours, theirs, ended in zip(self._lengths, rows._lengths, rows.ended) if not ended
-        )

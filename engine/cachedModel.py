@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -15,10 +10,8 @@ from decoding.interfaces import Operators
 from decoding.rounds import PYTORCH
 from decoding.rows import Rows
 from engine import attention
-from engine.graphs import Graphs, Plan
+from engine.graphs import Graphs
 from engine.kvCache import SlotCache
-
-LARGE = 200_000_000  # parameters; the forward of a larger model takes tens of milliseconds
 
 
 def context_of(config: PretrainedConfig) -> int:
@@ -54,65 +47,10 @@ class CachedModel:
         # costs little beside the weights, and finding the highest position would be a host sync.
         self._reads_filled = self.device.type == "cpu"
 
-    @torch.inference_mode()
-    def compile(self, plan: Plan, rows: int = 1, progress: Callable[[], object] | None = None) -> float | None:
-        """Make the graphs of `plan` for batches of `rows` rows. Other shapes stay eager.
-
-        On a CPU, the linear layers are packed for good (engine/kernels/packedLinear.py). On a GPU, graphs are captured
-        at their first use (engine/cudaGraphs.py). progress: called after each graph.
-        Returns the seconds it took. Returns None if compiling is not possible: then one line says why, and the model
-        stays eager.
-        """
-
-        def make() -> None:
-            graphs = self.engine()
-            for width in sorted(plan.widths):
-                graphs.add_forward(rows, width)
-                if progress:
-                    progress()
-            for count in sorted(plan.draws):
-                graphs.add_draw(rows, plan.read, count)
-                if progress:
-                    progress()
-            self.graphs, self.operators, self._cache_dtype = graphs, graphs.operators, graphs.cache_dtype
-            self.cache = self._shape = None
-
-        return self._seconds(make)
-
-    def engine(self) -> Graphs:
-        """The engine for this device, without graphs yet."""
-        if len(set((getattr(self.model, "hf_device_map", None) or {}).values())) > 1:
-            raise RuntimeError("it is spread over several devices")
-        if self.device.type == "cuda":
-            from engine.cudaGraphs import CudaGraphs
-
-            return CudaGraphs(self.model, self.vocabulary)
-        from engine.cpuGraphs import CpuGraphs  # Its imports take seconds, and most runs do not need it.
-
-        return CpuGraphs(self.model, self.vocabulary)
-
-    @torch.inference_mode()
-    def compile_round(self, draft: CachedModel, count: int, rows: int = 1) -> float | None:
-        """Make the graph of a whole round: `count` guesses by `draft`, and this model's forward that scores them.
-
-        Both models must be compiled. The graph saves the host's time between the two forwards. A large model's rounds
-        take too long to gain from that, so none is made for it. Returns as `compile`.
-        """
-        if self.parameters > LARGE or self.graphs is None or draft.graphs is None:
-            return 0.0
-        graphs, theirs = self.graphs, draft.graphs
-        return self._seconds(lambda: graphs.add_round(theirs, rows, theirs.draws[rows][0], count))
-
-    def _seconds(self, make: Callable[[], None]) -> float | None:
-        start = time.perf_counter()
-        try:
-            make()
-        except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
-            compiler = isinstance(error, subprocess.CalledProcessError)
-            reason = "the C++ compiler failed" if compiler else " ".join(str(error).split())[:200]
-            print(f"{self.name} stays eager: it cannot be compiled here ({reason})", file=sys.stderr)
-            return None
-        return time.perf_counter() - start
+    def use(self, graphs: Graphs) -> None:
+        """From now on, compute the steps that have a graph by these graphs (engine/compiling.py makes them)."""
+        self.graphs, self.operators, self._cache_dtype = graphs, graphs.operators, graphs.cache_dtype
+        self.cache = self._shape = None
 
     def reserve(self, rows: int, capacity: int) -> SlotCache:
         """The KV cache for `rows` rows of at most `capacity` tokens. A cache of that shape is used again as it is: what

@@ -1,2 +1,2 @@
-"""What is measured: the flags and settings of a run, speed, sweeps over gamma, perplexity, diversity, a run repeated, and
-the machine it ran on."""
+"""What is measured and how: the flags and settings of a run, speed, sweeps over gamma, perplexity, diversity, the
+repetition of a run, and the machine it ran on."""

@@ -1,15 +1,17 @@
-"""How varied texts are: n-gram entropy, distinct-n, repetition, and the target's perplexity of what was written.
+"""Figures of how varied texts are: n-gram entropy, distinct-n, repetition, and their perplexity under the target.
 
-Prompts and figures to compare with are those of R. Gadgil, "Combining Large and Small LLMs to Boost Inference Time and
-Quality" (2024): GPT-2 large with GPT-2, texts of 50 tokens, prompt included, one for each prompt.
+The prompts, and the figures to compare with, are those of R. Gadgil, "Combining Large and Small LLMs to Boost Inference
+Time and Quality" (2024): GPT-2 large with GPT-2, one text of 50 tokens, including the prompt, for each prompt.
 """
 
 import math
 from collections import Counter
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 import PPL
+from engine.cachedModel import CachedModel
 
 PROMPTS = (
     "Large Language models are",
@@ -22,38 +24,40 @@ FIGURES = ("entropy_1", "entropy_2", "entropy_3", "distinct_1", "distinct_2", "r
 ARTICLE = {"naive": (4.990, 5.175, 5.144, 0.8950, 0.9951), "contrastive": (5.183, 5.350, 5.314, 0.9028, 1.0)}
 
 
-def ngrams(text, n):
-    """How often each n-gram of white-space tokens occurs in `text`."""
+def ngrams(text: str, n: int) -> Counter[tuple[str, ...]]:
+    """How often each n-gram of words occurs in `text`. Words are separated by white space."""
     tokens = text.split()
     return Counter(zip(*(tokens[i:] for i in range(n))))
 
 
-def entropy(text, n):
-    """Entropy in bits of the n-grams of a text (0 where it has none)."""
+def entropy(text: str, n: int) -> float:
+    """The entropy of the n-grams of a text, in bits; 0 if it has none."""
     counts = ngrams(text, n)
     total = counts.total()
     return math.fsum(c / total * math.log2(total / c) for c in counts.values())
 
 
-def distinct(text, n):
-    """Share of the n-grams that are different (0 where there are none)."""
+def distinct(text: str, n: int) -> float:
+    """The number of different n-grams over the number of all n-grams; 0 if there are none."""
     counts = ngrams(text, n)
     return len(counts) / counts.total() if counts else 0.0
 
 
-def repetition(text, n=4):
-    """Share of the n-grams that occurred before in the text (0 where there are none)."""
+def repetition(text: str, n: int = 4) -> float:
+    """The share of n-grams that occurred before in the text; 0 if there are none."""
     return 1 - distinct(text, n) if ngrams(text, n) else 0.0
 
 
-def perplexity(prompt, tokens, target):
-    """`target`'s perplexity of `tokens` (ids) after `prompt` (ids), at temperature 1 without filters."""
+def perplexity(prompt: list[int], tokens: list[int], target: CachedModel) -> float:
+    """The perplexity of `tokens` after `prompt` (both token ids) under `target`, at temperature 1 without filters."""
     log_probs = PPL.token_log_probs(torch.tensor(prompt + tokens), target)["target"]
     return PPL.exp(-log_probs[len(prompt) - 1 :].double().mean().item())
 
 
-def figures(prompt, tokens, tokenizer, target):
-    """All FIGURES of one continuation. Those of n-grams are of prompt and continuation together, as in the article."""
+def figures(
+    prompt: list[int], tokens: list[int], tokenizer: PreTrainedTokenizerBase, target: CachedModel
+) -> dict[str, float]:
+    """All FIGURES of one continuation. N-grams are counted over prompt and continuation together, as in the article."""
     text = tokenizer.decode(prompt + tokens, skip_special_tokens=True)
     values = (
         *(entropy(text, n) for n in (1, 2, 3)),

@@ -1,244 +1,260 @@
-"""The flags of `test.py`: what there is to be said. What they mean together is in `settings.py`."""
+"""`parser`: the flags of `test.py`. settings.py says what they mean together."""
 
-from decoding.draftLength import RULES as DRAFT_LENGTHS
-from decoding.verification import RULES as VERIFICATIONS
-from inputs.commandLine import Parser, number, path, text, whole
-from inputs.models import DTYPES, HERE
-from methods.catalogue import catalogue as methods
+from __future__ import annotations
+
+from experiments.decodingFlags import Group, add_contrastive, add_decoding, add_sampling
+from inputs.commandLine import Parser, path, text, whole
+from inputs.folders import ROOT
+from inputs.models import DTYPES
+from methods.catalogue import METHODS
+from methods.selection import provable
 
 
-def parser():
-    """The parser; its defaults of None depend on what is measured (see `settings.py`)."""
-    parser = Parser(
+def parser() -> Parser:
+    """The parser of `test.py`, one group of flags after the other. Where the default depends on what is measured, the
+    parser's default is None, and settings.py fills it in."""
+    made = Parser(
         prog="test.py",
         allow_abbrev=False,
-        description="Speculative decoding, measured: speed (TTFT, "
-        "TPOT, throughput), perplexity, and every method side by side. Results go to results.txt; "
-        "README.md explains the flags.",
+        description="Speculative decoding, measured: speed (TTFT, TPOT, throughput), perplexity, and every decoding "
+        "method side by side. Results go to results.txt. README.md explains how to read them.",
     )
-    mode = parser.add_argument_group("what to do (with none of these: --speed --ppl)")
-    mode.add_argument(
+    add_speed_modes(made.add_argument_group("what to measure: speed (the default is --speed --ppl)"))
+    add_other_modes(made.add_argument_group("what to measure or show beside speed"))
+    add_models(made.add_argument_group("models"))
+    add_decoding(made.add_argument_group("how to guess and to verify"))
+    add_contrastive(made.add_argument_group("contrastive decoding"))
+    add_sampling(made.add_argument_group("sampling"))
+    add_prompts(made.add_argument_group("texts"))
+    add_measuring(made.add_argument_group("measuring"))
+    return made
+
+
+def add_speed_modes(group: Group) -> None:
+    """The modes that measure speed."""
+    group.add_argument(
         "--speed",
         nargs="?",
         type=whole(0, 1),
         const=1,
         choices=(0, 1),
-        help="time to first token, time per token, tokens per second; --speed 0 leaves it out",
+        help="Measure the time to the first token (TTFT), the time per output token (TPOT) and the tokens per second "
+        "of the draft alone, the target alone, and speculative sampling. --speed 0 switches it off.",
     )
-    mode.add_argument(
+    group.add_argument(
+        "--speedNew",
+        action="store_true",
+        help="Measure the speed of the additive draft-length rule (see --draftLength) on long texts: 1000 new tokens "
+        "unless --maxLen says otherwise.",
+    )
+    group.add_argument(
+        "--speedMulti",
+        action="store_true",
+        help="Measure the speed of a cascade of three models: the draft guesses for --mid, and both together guess "
+        "for the target.",
+    )
+    group.add_argument(
+        "--contrastive", action="store_true", help="Measure the speed of contrastive decoding, plain and speculative."
+    )
+    group.add_argument(
+        "--compare",
+        type=text,
+        metavar="METHODS",
+        help="Measure the speed of several methods side by side. Give all, or a comma-separated list of: "
+        + "; ".join(f"{name} ({method.title})" for name, method in METHODS.items())
+        + ". The target alone is always measured too, as the baseline. all stands for every method whose models are "
+        f"there, except {', '.join(name for name, method in METHODS.items() if not method.in_all)}.",
+    )
+    group.add_argument(
+        "--sweep",
+        action="store_true",
+        help="Measure the speed of speculative sampling with gamma from 1 to 10, compare it with the speed that theory "
+        "predicts, and draw a figure. Here --temperature takes several values.",
+    )
+
+
+def add_other_modes(group: Group) -> None:
+    """The modes that measure texts, show one, or repeat a run."""
+    group.add_argument(
         "--ppl",
         nargs="?",
         type=whole(0, 1),
         const=1,
         choices=(0, 1),
-        help="perplexity, per text and of the corpus; --ppl 0 leaves it out",
+        help="Measure the perplexity of the draft, the target and the speculative sampler: of each text, and of the "
+        "whole corpus. --ppl 0 switches it off.",
     )
-    mode.add_argument("--speedNew", action="store_true", help="speed with the additive draft-length rule, 1000 tokens")
-    mode.add_argument("--speedMulti", action="store_true", help="speed of a cascade of three models")
-    mode.add_argument("--contrastive", action="store_true", help="speed of contrastive decoding, plain and speculative")
-    mode.add_argument(
-        "--compare",
-        type=text,
-        metavar="METHODS",
-        help="speed of any methods, interleaved: all, or some of " + ", ".join(methods.METHODS),
-    )
-    mode.add_argument(
-        "--sweep",
+    group.add_argument(
+        "--diversity",
         action="store_true",
-        help="speed over gamma 1 to 10 and what theory expects, with a figure; --temperature may name several",
+        help="Measure how varied the texts of each method are: n-gram entropy, distinct n-grams, repetition, and their "
+        "perplexity under the target.",
     )
-    mode.add_argument("--diversity", action="store_true", help="how varied the texts of each method are")
-    mode.add_argument(
+    group.add_argument(
         "--lossless",
         type=text,
         nargs="?",
         const="speculative",
         metavar="METHODS",
-        help="prove that the text is distributed as the target's own: of speculative sampling as the flags say, of "
-        "all methods, or of some of " + ", ".join(methods.PROVABLE),
+        help="Prove by statistical tests that the text of a method is distributed exactly as the target's own. Give "
+        "all, or a comma-separated list of: " + ", ".join(provable()) + ". Without a value: speculative. This is a run "
+        "of its own. The exit code is 0 if all tests pass and 1 otherwise.",
     )
-    mode.add_argument(
+    group.add_argument(
         "--show",
         action="store_true",
-        help="write one text on the screen as it is decoded: guesses "
-        "accepted, guesses rejected, the target's own tokens",
+        help="Show one text on the screen as it is decoded: guesses accepted, guesses rejected, and the target's own "
+        "tokens. Nothing is measured. --speedNew, --speedMulti or --contrastive choose the method; the default is "
+        "speculative sampling.",
     )
-    mode.add_argument("--html", type=path, metavar="FILE", help="the same as a page that plays it back step by step")
-    mode.add_argument(
+    group.add_argument(
+        "--html",
+        type=path,
+        metavar="FILE",
+        help="Write the same as a web page that plays the text back round by round.",
+    )
+    group.add_argument(
         "--rerun",
         type=text,
         metavar="RUN",
-        help="a run of results.jsonl again, by its name or 1 for the newest, 2 for the one before, and whether it "
-        "gives the same tokens; with no other flag but --out",
+        help="Repeat a run of results.jsonl and report whether it gives the same tokens. Give the run's name, or 1 for "
+        "the newest run, 2 for the one before. Takes no other flag but --out. The exit code is 0 if everything is the "
+        "same and 1 otherwise.",
     )
-    models = parser.add_argument_group("models")
-    models.add_argument(
+
+
+def add_models(group: Group) -> None:
+    """Which models are used, and how they are loaded."""
+    group.add_argument(
         "--target",
         type=text,
         metavar="MODEL",
-        help="the large model: a folder under models/, any path, or a hub "
-        "id owner/name, downloaded on first use (default: pythia-2.8b if it and pythia-70m are there, "
-        "else the bundled pair)",
+        help="The large model whose text is to be generated: the name of a folder in models/, a path, or a hub id "
+        "owner/name, which is downloaded at its first use. Default: pythia-2.8b if that and pythia-70m are in models/, "
+        "else the bundled target.",
     )
-    models.add_argument(
-        "--draft", type=text, metavar="MODEL", help="the small model that guesses; lookup: the text so far does"
+    group.add_argument(
+        "--draft",
+        type=text,
+        metavar="MODEL",
+        help="The small model that guesses, named as --target; or lookup: no model, the guesses come from the text so "
+        "far. Default: pythia-70m or the bundled draft, as for --target.",
     )
-    models.add_argument("--mid", type=text, metavar="MODEL", help="the model between the two, for a cascade")
-    models.add_argument("--offline", action="store_true", help="download nothing")
-    models.add_argument(
+    group.add_argument(
+        "--mid",
+        type=text,
+        metavar="MODEL",
+        help="The model between the two, which a cascade needs. Default: if neither --target nor --draft is given, "
+        "pythia-410m or the bundled mid model; else none.",
+    )
+    group.add_argument("--offline", action="store_true", help="Download nothing. A model that is missing is an error.")
+    group.add_argument(
         "--dtype",
         choices=list(DTYPES),
-        help="of the weights (default: bfloat16 for speed where the device computes in it, float32 for perplexity and "
-        "--lossless)",
+        help="The dtype of the weights. Default: for speed the fastest that the device supports natively (bfloat16, "
+        "float16 on GPUs without bfloat16, else float32); for --ppl, --diversity and --lossless float32.",
     )
-    models.add_argument(
+    group.add_argument(
         "--compile",
         action="store_true",
-        help="compile the forwards that --speed and its like time; the first time takes minutes",
+        help="Compile the decode steps, on a GPU into CUDA graphs. On a CPU the first time takes minutes; later runs "
+        "reuse the result. Compilation is not part of any measurement. --diversity and --ppl stay eager.",
     )
-    models.add_argument(
+    group.add_argument(
         "--device",
         type=text,
-        help="cpu, cuda, cuda:1 ..., or auto: a model too large for one GPU is spread over all of them and the "
-        "processor's memory (default: cuda if there is one)",
+        help="cpu, cuda, cuda:1 and so on, or auto: a model too large for one GPU is spread over all GPUs and the "
+        "host's memory. Default: cuda if available, else cpu.",
     )
-    how = parser.add_argument_group("how to guess and to verify")
-    how.add_argument(
-        "--gamma",
-        type=whole(1, 1000),
-        metavar="N",
-        help="tokens guessed in a round, for some rules the most or the least (4; draftConfidence and costAware: 10)",
-    )
-    how.add_argument(
-        "--draftLength",
-        choices=DRAFT_LENGTHS,
-        default="fixed",
-        help="the rule that says how many tokens to guess (fixed)",
-    )
-    how.add_argument(
-        "--draftThreshold",
-        type=number(0, 1),
-        default=0.4,
-        metavar="P",
-        help="draftConfidence: guess no further after a token the draft gave less than this (0.4)",
-    )
-    how.add_argument(
-        "--targetThreshold",
-        type=number(0, 1),
-        default=0.5,
-        metavar="P",
-        help="targetConfidence: do not guess after a token the target gave less than this (0.5)",
-    )
-    how.add_argument(
-        "--verification", choices=VERIFICATIONS, default="token", help="the rule that accepts guesses (token)"
-    )
-    how.add_argument(
-        "--gamma1",
-        type=whole(1, 1000),
-        default=4,
-        metavar="N",
-        help="cascade: tokens the draft guesses for the mid model (4)",
-    )
-    how.add_argument(
-        "--gamma2", type=whole(1, 1000), default=4, metavar="N", help="cascade: tokens both guess for the target (4)"
-    )
-    how.add_argument("--ngram", type=whole(1), default=3, metavar="N", help="lookup: tokens matched, at most (3)")
-    how.add_argument(
-        "--draftVocab",
-        type=whole(1),
-        metavar="N",
-        help="the draft guesses only the N most frequent tokens, "
-        "and its output layer is that much smaller (all tokens)",
-    )
-    contrast = parser.add_argument_group("contrastive decoding")
-    contrast.add_argument(
-        "--plausibility",
-        type=number(0, 1),
-        default=0.1,
-        metavar="A",
-        help="tokens less probable than this share of the target's most probable one are dropped (0.1)",
-    )
-    contrast.add_argument(
-        "--amateurTemperature", type=number(1e-4, 1000), default=1.0, metavar="T", help="of the draft's part (1)"
-    )
-    contrast.add_argument(
-        "--contrastiveTemperature",
-        type=number(0, 1000),
-        default=0.0,
-        metavar="T",
-        help="0 takes the token of the highest score, above 0 draws (0)",
-    )
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--maxLen", type=whole(1), metavar="N", help="new tokens at most (200; --speedNew: 1000, --diversity: 45)"
-    )
-    sampling.add_argument(
-        "--temperature", type=number(0, 1000), nargs="+", metavar="T", help="0 is greedy (0.85; --diversity: 1)"
-    )
-    sampling.add_argument("--top_p", type=number(0, 1), metavar="P", help="nucleus, 1 is off (0.9; --diversity: 1)")
-    sampling.add_argument("--top_k", type=whole(0), default=0, metavar="K", help="0 is off (0)")
-    sampling.add_argument("--repetition_penalty", type=number(0.01, 100), default=1.0, metavar="R", help="1 is off (1)")
-    data = parser.add_argument_group("texts")
-    data.add_argument(
+
+
+def add_prompts(group: Group) -> None:
+    """Which texts are continued, and which are scored for perplexity."""
+    group.add_argument(
         "--dataset",
         type=text,
         default="sample",
         metavar="NAME",
-        help="sample, wikitext, pg19, another that "
-        "downloadData.py installed, or the path of a text file, a folder of them, or a saved data set "
-        "(sample)",
+        help="The texts to use: sample, wikitext, pg19, another data set installed by downloadData.py, or the path of "
+        "a text file, of a folder of text files, or of a saved data set. Default: sample.",
     )
-    data.add_argument("--books", type=whole(1), metavar="N", help="documents of the data set used at most (all)")
-    data.add_argument(
+    group.add_argument(
+        "--books", type=whole(1), metavar="N", help="The most documents of the data set to use. Default: all."
+    )
+    group.add_argument(
         "--sentences",
         type=whole(1),
         metavar="N",
-        help="texts used: prompts of timed texts, texts of each corpus in --ppl (10; --lossless: 64)",
+        help="How many texts to use: prompts where texts are generated, texts of each corpus for --ppl. Default: 10; "
+        "for --lossless 64.",
     )
-    data.add_argument(
-        "--sentenceLimit", type=whole(1), default=500, metavar="N", help="characters a text has at least (500)"
+    group.add_argument(
+        "--sentenceLimit",
+        type=whole(1),
+        default=500,
+        metavar="N",
+        help="Use only texts of at least this many characters. Default: 500.",
     )
-    data.add_argument("--prompt", type=text, metavar="TEXT", help="continue this text instead of the data set's")
-    data.add_argument(
-        "--question", type=text, metavar="TEXT", help="the same for a chat model: asked by its chat template"
+    group.add_argument("--prompt", type=text, metavar="TEXT", help="Continue this text instead of the data set.")
+    group.add_argument(
+        "--question",
+        type=text,
+        metavar="TEXT",
+        help="Ask a chat model this question in the form of its chat template, instead of using the data set.",
     )
-    data.add_argument("--promptFile", type=path, metavar="FILE", help="the same for every line of a file")
-    data.add_argument(
+    group.add_argument(
+        "--promptFile", type=path, metavar="FILE", help="Continue each line of this file instead of the data set."
+    )
+    group.add_argument(
         "--promptLen",
         type=whole(1),
         nargs="+",
         default=[64],
         metavar="N",
-        help="tokens of a text used as a prompt; several lengths are timed one after the other (64)",
+        help="The length of prompts from the data set, in tokens. Several lengths are measured one after the other. "
+        "Default: 64.",
     )
-    data.add_argument(
+    group.add_argument(
         "--window",
         type=whole(2),
         default=1024,
         metavar="N",
-        help="tokens of a corpus perplexity window (1024; no more than the models' context)",
+        help="The window of the corpus perplexity, in tokens; at most the models' context. Default: 1024.",
     )
-    data.add_argument(
-        "--stride", type=whole(1), default=512, metavar="N", help="tokens from one window to the next (512)"
+    group.add_argument(
+        "--stride",
+        type=whole(1),
+        default=512,
+        metavar="N",
+        help="How many tokens each window starts after the one before; less than --window. Default: 512.",
     )
-    other = parser.add_argument_group("measuring")
-    other.add_argument(
+
+
+def add_measuring(group: Group) -> None:
+    """How often is measured, with which seed, and where the results go."""
+    group.add_argument(
         "--repeats",
         type=whole(1),
         metavar="N",
-        help="times each prompt is timed, in --diversity continued (3; --compare and --sweep: 2, --diversity: 20)",
+        help="How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20.",
     )
-    other.add_argument(
-        "--tokens", type=whole(1), metavar="N", help="tokens of each method that --lossless tests at least (100000)"
+    group.add_argument(
+        "--tokens",
+        type=whole(1),
+        metavar="N",
+        help="How many tokens of each method --lossless tests at least. Default: 100000.",
     )
-    other.add_argument(
-        "--seed", type=whole(0, (1 << 62) - 1), default=0, metavar="N", help="of every random choice (0)"
+    group.add_argument(
+        "--seed",
+        type=whole(0, (1 << 62) - 1),
+        default=0,
+        metavar="N",
+        help="The seed of every random choice. Default: 0.",
     )
-    other.add_argument(
+    group.add_argument(
         "--out",
         type=path,
-        default=HERE,
+        default=ROOT,
         metavar="FOLDER",
-        help="where results.txt, results.jsonl and figures/ are (the project's folder)",
+        help="The folder of results.txt, results.jsonl and figures/. Default: the project's folder.",
     )
-    return parser

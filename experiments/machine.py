@@ -1,15 +1,16 @@
-"""What a measurement was made on: recorded with every run."""
+"""`machine`: the processor and the library versions that a measurement was made with. Every run records them."""
 
 import os
 import platform
+from typing import Any
 
 import numpy
 import torch
 import transformers
 
 
-def machine(device):
-    """Processor (the GPU's name on a GPU), threads and versions."""
+def machine(device: str) -> dict[str, Any]:
+    """The processor (on a GPU, the GPU), the threads, and the versions."""
     return {
         "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else processor_name(),
         "cores": os.cpu_count(),
@@ -23,8 +24,8 @@ def machine(device):
     }
 
 
-def processor_name():
-    """The CPU's name as Linux tells it; elsewhere what Python knows."""
+def processor_name() -> str:
+    """The name of the CPU: from Linux's /proc/cpuinfo, or what Python knows if there is none."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -13,7 +13,7 @@ import PPL
 from decoding.verification import RULES as VERIFICATIONS
 from experiments import diversity, sweep
 from experiments.prepare import LoadedModels, Prepared
-from experiments.speed import digest, measure
+from experiments.speed import Timed, digest, measure
 from inputs.escape import visible
 from methods.catalogue import Models, Sampler, guesser
 from methods.selection import build, repeatable
@@ -32,9 +32,7 @@ def measure_speed(prepared: Prepared, models: LoadedModels, mode: str, append: A
         time_group(prepared, models, mode, prompts, line)
 
 
-def time_group(
-    prepared: Prepared, models: LoadedModels, mode: str, prompts: list[list[int]], append: Append
-) -> None:
+def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: list[list[int]], append: Append) -> None:
     """Time the methods of one mode on `prompts`; `--sweep` does so for each temperature."""
     settings, tokenizer, device = prepared.settings, prepared.tokenizer, prepared.device
     measuring, decoding = settings.measuring, settings.decoding
@@ -57,7 +55,7 @@ def time_group(
             costs = sweep.costs(prompts, models["target"], drafter, sampling, verify, max_len, measuring.seed, device)
             append(kind="costs", **shown, **costs)
 
-        def timed(sampler: Sampler) -> Callable[..., tuple[list[list[int]], list]]:
+        def timed(sampler: Sampler) -> Timed:
             return lambda prompt, generator: sampler([prompt], max_len, sampling, tokenizer.eos_token_id, generator)  # noqa: B023
 
         works = {name: timed(sampler) for name, sampler in samplers.items()}
@@ -133,9 +131,7 @@ def measure_perplexity(prepared: Prepared, models: LoadedModels, append: Append)
             measure_corpus(prepared, models, corpus.name, documents, append)
 
 
-def measure_corpus(
-    prepared: Prepared, models: LoadedModels, name: str, documents: list[str], append: Append
-) -> None:
+def measure_corpus(prepared: Prepared, models: LoadedModels, name: str, documents: list[str], append: Append) -> None:
     """Perplexity of a whole corpus, read in windows."""
     window, stride = prepared.window, prepared.stride
     with tqdm(desc=f"corpus perplexity, {visible(name, '')}", unit=" tokens", disable=None, leave=False) as bar:

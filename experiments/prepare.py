@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from decoding.rows import check_room
 from downloadModel import is_hub_id, on_first_use
 from engine.cachedModel import CachedModel
-from engine.graphs import Plan
+from engine.compiling import compile_all
 from engine.restrictedModel import RestrictedModel
 from experiments import diversity
 from experiments.settings import Settings
@@ -101,13 +100,18 @@ def prepare(settings: Settings) -> Prepared:
         prompts = (
             {max(map(len, given_ids)): given_ids}
             if given
-            else choose_prompts(tokenizer, corpora, texts.prompt_lengths, context, texts.sentence_limit, texts.sentences)
+            else choose_prompts(
+                tokenizer, corpora, texts.prompt_lengths, context, texts.sentence_limit, texts.sentences
+            )
         )
     if "diversity" in measuring.groups:
         article = given_ids if given else encode(diversity.PROMPTS, tokenizer)
     most = 0
     for mode in measuring.modes:
-        each, max_len = article if mode == "diversity" else sum(prompts.values(), []), settings.sampling.max_len_of(mode)
+        each, max_len = (
+            article if mode == "diversity" else sum(prompts.values(), []),
+            settings.sampling.max_len_of(mode),
+        )
         check_room(each, max_len, outlines)
         most = max(most, settings.rows * (max_len + max(map(len, each))))
     passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
@@ -166,13 +170,7 @@ def compile_models(models: LoadedModels, settings: Settings) -> None:
         settings.sampling.repetition_penalty != 1,
         "sweep" in settings.measuring.groups,
     )
-    plans = {role: plans.get("draft" if role == "restricted" else role, Plan()) for role in models}
-    with tqdm(total=sum(map(len, plans.values())) + (guesses > 0), desc="compiling", disable=None, leave=False) as bar:
-        took = [model.compile(plans[role], settings.rows, bar.update) for role, model in models.items()]
-        draft = models.get("restricted") or models.get("draft")
-        if guesses and draft and None not in took:
-            took.append(models["target"].compile_round(draft, guesses, settings.rows))
-            bar.update()
+    took = compile_all(models, plans, guesses, settings.rows)
     seconds = [each for each in took if each is not None]
     if len(seconds) == len(took):
         print(f"Compiled in {sum(seconds):.0f} s; the graphs are kept for the next time.")

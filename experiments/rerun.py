@@ -1,16 +1,24 @@
-"""`test.py --rerun`: a run of `results.jsonl` again, from its record alone, and whether it gave the same.
+"""`test.py --rerun`: repeat a run of `results.jsonl` from its record alone, and compare.
 
-Flags and seed fix every token a method draws, on the machine, with the libraries and the weights that the record names.
-Times are not compared, nor texts whose guesses follow the clock (`methods.repeatable`).
+Flags and seed fix every token that a method draws, given the machine, the libraries and the weights that the record
+names. Times are not compared, and neither are texts whose guesses follow the clock (`methods.selection.repeatable`).
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
 
 from experiments.flags import parser
 from utils import UserError
 
-TOLERANCE = 1e-9  # relative, of perplexities and rates
-# For each kind of line that is compared: by which figure, and what tells one such line of a run from another.
+Line = dict[str, Any]  # one line of results.jsonl; the first line of a run is its record
+Key = tuple[Any, ...]  # the kind of a line, and the values that tell it from others of its kind
+
+TOLERANCE = 1e-9  # relative, for perplexities and rates
+# For each kind of line that is compared: the figure compared, and the names whose values tell such lines apart.
 COMPARED = {
     "speed": ("sha256", ("mode", "promptLen", "temperature", "method", "prompt", "repeat")),
     "diversity": ("sha256", ("method",)),
@@ -23,9 +31,19 @@ COMPARED = {
 }
 
 
-def choose(store, asked):
-    """(record, its lines) of the run `asked`: its name, or 1 for the newest, 2 for the one before. Raises UserError for
-    a run that is not there or cannot be run again."""
+class Store(Protocol):
+    """Where runs are kept: `report.results.Results`. lines: the path of results.jsonl."""
+
+    lines: Path
+
+    def runs(self) -> list[tuple[Line, list[Line]]]: ...
+
+
+def choose(store: Store, asked: str) -> tuple[Line, list[Line]]:
+    """The record and the lines of the run `asked`: its name, or 1 for the newest, 2 for the one before.
+
+    Raises UserError for a run that does not exist or cannot be repeated.
+    """
     runs = store.runs()
     named = {run["run"]: (run, lines) for run, lines in runs}
     if asked in named:
@@ -45,8 +63,9 @@ def choose(store, asked):
     return run, lines
 
 
-def arguments(run, out):
-    """The command line that says all a run's record says: what depends on the machine is named too."""
+def arguments(run: Line, out: str) -> list[str]:
+    """The command line that says everything a run's record says, including the device, and writes to the folder
+    `out`."""
     flags = {"device": run.get("device")} | {name: value for name, value in run["flags"].items() if value is not None}
     known = {action.dest for action in parser()._actions}
     for name in flags:
@@ -63,20 +82,21 @@ def arguments(run, out):
     return given
 
 
-def changes(earlier, run):
-    """What is not as it was when the run that is repeated was made, a line each; `run` is the new one's record."""
+def changes(earlier: Line, run: Line) -> Iterator[str]:
+    """One sentence for each thing that has changed since the run `earlier` was made. run: the record of the new one."""
     for role, model in run["models"].items():
         was, now = earlier["models"].get(role, {}).get("version", "not there"), model["version"]
         if was != now:
             yield f"The weights of the {role}, {model['name']}, have changed: they were {was} and are {now}."
-    was, now = earlier.get("machine", {}), run["machine"]
-    changed = [f"{name} was {was.get(name)} and is {now[name]}" for name in now if was.get(name) != now[name]]
+    before, here = earlier.get("machine", {}), run["machine"]
+    changed = [f"{name} was {before.get(name)} and is {here[name]}" for name in here if before.get(name) != here[name]]
     if changed:
         yield "The machine is not the same, so tokens may differ: " + "; ".join(changed) + "."
 
 
-def compare(earlier, lines, run, new):
-    """(sentences, whether all is the same) for the lines of the run `earlier` and the `new` ones of its repetition."""
+def compare(earlier: Line, lines: list[Line], run: Line, new: list[Line]) -> tuple[list[str], bool]:
+    """Compare the lines of the run `earlier` with the `new` lines of its repetition `run`. Returns sentences that say
+    what differs, and whether all is the same."""
     old, fresh = comparable(lines), comparable(new)
     sentences, same = [f"Run {earlier['run']} again, as {run['run']}:"], True
     for what, hashed in ("texts", True), ("figures", False):
@@ -98,8 +118,8 @@ def compare(earlier, lines, run, new):
     return sentences, same and not lacking
 
 
-def comparable(lines):
-    """{(kind, and what tells it from others): line} of the lines that flags and seed fix."""
+def comparable(lines: Iterable[Line]) -> dict[Key, Line]:
+    """{key: line} of the lines that flags and seed fix."""
     found = {}
     for line in lines:
         figure, names = COMPARED.get(line["kind"], (None, ()))
@@ -108,15 +128,17 @@ def comparable(lines):
     return found
 
 
-def repeatable(line):
-    return line.get("repeatable", line.get("method") != "costAware")  # earlier versions did not say
+def repeatable(line: Line) -> bool:
+    """Whether flags and seed fix what the line says. Earlier versions did not record it."""
+    return line.get("repeatable", line.get("method") != "costAware")
 
 
-def figure_of(key):
+def figure_of(key: Key) -> str:
+    """The name of the figure that is compared."""
     return COMPARED[key[0]][0]
 
 
-def agree(old, new):
+def agree(old: object, new: object) -> bool:
     """Whether two figures are the same: hashes, numbers, or dictionaries of them."""
     if isinstance(old, dict) and isinstance(new, dict):
         return all(agree(old[name], new.get(name)) for name in old)
@@ -125,12 +147,13 @@ def agree(old, new):
     return old == new
 
 
-def describe(key):
+def describe(key: Key) -> str:
+    """A key in words."""
     return ", ".join([key[0], *(f"{name} {value}" for name, value in zip(COMPARED[key[0]][1], key[1:]))])
 
 
-def why(old, new):
-    """What explains a difference, where the lines tell."""
+def why(old: Line, new: Line) -> str:
+    """The reason for a difference, if the lines show one."""
     if "input" in old and old["input"] != new["input"]:
         return " (the text that is read has changed)"
     if old.get("dtype") != new["dtype"]:

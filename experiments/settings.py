@@ -220,9 +220,7 @@ def typed(args: argparse.Namespace) -> Settings:
 
 def sampling_of(args: argparse.Namespace) -> SamplingChoice:
     """The flags that say how tokens are drawn."""
-    return SamplingChoice(
-        tuple(args.temperature or ()), args.top_p, args.top_k, args.repetition_penalty, args.maxLen
-    )
+    return SamplingChoice(tuple(args.temperature or ()), args.top_p, args.top_k, args.repetition_penalty, args.maxLen)
 
 
 def groups_of(args: argparse.Namespace, models: ModelChoice) -> dict[str, list[str]]:

@@ -1,45 +1,74 @@
-"""Speed over gamma, beside what theory expects of the alpha and the costs measured in the same run."""
+"""Speed over gamma, and the speed that theory predicts from the alpha and the costs measured in the same run."""
+
+from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from decoding.draftLength import Fixed
-from experiments.measure import theory
-from experiments.speed import interval, paired_ratios, quiet, summarize
-from methods.catalogue import loop
+from decoding.interfaces import Drafter, Model, VerificationRule
+from decoding.rounds import forward
+from engine.cachedModel import CachedModel
+from experiments import theory
+from experiments.speed import Measurement, interval, paired_ratios, quiet, summarize
+from methods.catalogue import Sampler, loop
 from specSampling import specSampling
-from utils import probabilities, seen_after
+from utils import Sampling, seen_after
 
 GAMMAS = range(1, 11)
 
 
-def samplers(target, drafter, verify):
-    """{"gamma 1": ..., ...}: speculative sampling for each of GAMMAS."""
+def samplers(target: Model, drafter: Drafter, verify: VerificationRule) -> dict[str, Sampler]:
+    """{"gamma 1": ..., "gamma 2": ..., ...}: speculative sampling for each of GAMMAS."""
     return {f"gamma {gamma}": loop(target, drafter, Fixed(gamma), verify) for gamma in GAMMAS}
 
 
-def costs(prompts, target, drafter, sampling, verify, max_len, seed, device):
-    """What theory needs beside the timed texts: {"alpha": by overlap, "scoring": [v_1, v_2, ...]}."""
+def costs(
+    prompts: Sequence[list[int]],
+    target: CachedModel,
+    drafter: Drafter,
+    sampling: Sampling,
+    verify: VerificationRule,
+    max_len: int,
+    seed: int,
+    device: str,
+) -> dict[str, Any]:
+    """What theory needs beside the timed texts: {"alpha": `overlap_alpha`, "scoring": `scoring_costs`}."""
     return {
         "alpha": overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed),
         "scoring": scoring_costs(prompts[0], target, sampling, device),
     }
 
 
-def overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed):
-    """Acceptance rate as the mean of `theory.overlap(p, q)` over the contexts in which a guess was tested: less noisy
-    than counting, since a context counts with its probability, not with what the dice said."""
-    found = []
+def overlap_alpha(
+    prompts: Sequence[list[int]],
+    target: CachedModel,
+    drafter: Drafter,
+    sampling: Sampling,
+    verify: VerificationRule,
+    max_len: int,
+    seed: int,
+) -> float:
+    """The acceptance rate, as the mean of `theory.overlap(p, q)` over the contexts in which a guess was tested.
 
-    def watched(p, q, drafts, u):
-        accepted, token = verify(p, q, drafts, u)
+    It is less noisy than counting accepted guesses: a context counts with its probability of acceptance, not with the
+    outcome of one draw. nan if no guess was tested.
+    """
+    found: list[Tensor] = []
+    rule = target.operators.rule(verify)
+
+    def watched(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        accepted, token = rule(p, q, drafts, u)
         found.append(theory.overlap(p[0, : q.shape[1]], q[0])[: int(accepted[0]) + 1].double())
         return accepted, token
 
-    watched.waits = True  # for the number of contexts
+    watched.waits = True  # type: ignore[attr-defined]  # int() synchronises with the host.
     generator = torch.Generator(device=target.device).manual_seed(seed)
     for prompt in prompts:
         specSampling([prompt], target, drafter, max_len, 4, sampling, generator=generator, verify=watched)
@@ -47,9 +76,14 @@ def overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed):
 
 
 @torch.inference_mode()
-def scoring_costs(prompt, target, sampling, device, repeats=15):
-    """[v_1, v_2, ...]: what it costs the target to read m tokens at once, their distributions included, in units of one
-    token; interleaved, as medians of paired ratios. The paper takes all of them for 1."""
+def scoring_costs(
+    prompt: list[int], target: CachedModel, sampling: Sampling, device: str, repeats: int = 15
+) -> list[float]:
+    """[v_1, v_2, ...]: the cost of one forward of the target over m tokens, including their distributions, in units of
+    the cost for one token.
+
+    Medians of paired ratios; the widths are timed in turn. The paper assumes that all are 1.
+    """
     widths = range(1, max(GAMMAS) + 2)
     start, tokens = len(prompt), torch.tensor([(prompt * len(widths))[: len(widths)]], device=device)
     target.reserve(1, start + len(widths))
@@ -59,31 +93,35 @@ def scoring_costs(prompt, target, sampling, device, repeats=15):
     with quiet(device):
         for repeat, (at, width) in itertools.product(range(repeats), enumerate(widths)):
             begin, block = time.perf_counter(), tokens[:, :width].contiguous()
-            logits = target.forward(block, torch.arange(start, start + width, device=device)[None])
-            p = probabilities(logits, sampling, seen_after(seen, block))
-            p[0, -1, 0].item()  # the host waits for it, as it does once a round
+            logits = forward(target, block, torch.arange(start, start + width, device=device)[None])
+            p = target.operators.probabilities(logits, sampling, seen_after(seen, block))
+            p[0, -1, 0].item()  # A host sync, as each round has one.
             seconds[repeat, at] = time.perf_counter() - begin
-    seconds = seconds[2:]
+    seconds = seconds[2:]  # The first two are the warm-up.
     return np.median(seconds / seconds[:, :1], axis=0).tolist()
 
 
-def predict(lines, costs):
-    """One row for each gamma: the measured figures of `speed.summarize` and, beside them, "paper": the improvement of
-    the paper's theorem 3.8; "theory": the same with the measured cost of scoring. Of the lines of one temperature."""
+def predict(lines: Sequence[Measurement], costs: dict[str, Any]) -> dict[str, Any]:
+    """What was measured at one temperature, and what theory predicts.
+
+    "rows": for each gamma the measured figures of `speed.summarize`, with "paper", the speed-up by the paper's theorem
+    3.8, and "theory", the same with the measured cost of scoring. "alpha", "c": what theory is given. "plain": the
+    target alone. "best": the gamma that is best by the paper's theorem.
+    """
     rows = {row["method"]: row for row in summarize(lines)}
-    c = interval(paired_ratios(lines, "draft", "target", "tpot"))[0] if "draft" in rows else 0.0  # lookup is free
+    # Without a draft model (lookup) a guess costs nothing.
+    c = interval(paired_ratios(lines, "draft", "target", "tpot"))[0] if "draft" in rows else 0.0
     counts = [pair for m in lines if m["method"].startswith("gamma") for pair in m["acceptance_by_position"]]
     tested, passed = (sum(column) for column in zip(*counts or [(0, 0)]))
     alpha = passed / tested if tested else float("nan")
-    found = []
-    for gamma in (gamma for gamma in GAMMAS if f"gamma {gamma}" in rows):  # all, but in a run that was stopped
-        row = rows[f"gamma {gamma}"]
-        found.append(
-            row
-            | {
-                "gamma": gamma,
-                "paper": theory.improvement(alpha, gamma, c),
-                "theory": theory.improvement(alpha, gamma, c, costs["scoring"][gamma]),
-            }
-        )
+    found = [
+        rows[f"gamma {gamma}"]
+        | {
+            "gamma": gamma,
+            "paper": theory.improvement(alpha, gamma, c),
+            "theory": theory.improvement(alpha, gamma, c, costs["scoring"][gamma]),
+        }
+        for gamma in GAMMAS
+        if f"gamma {gamma}" in rows  # Some are missing in a run that was stopped.
+    ]
     return {"alpha": alpha, "c": c, "rows": found, "plain": rows["target"], "best": theory.best_gamma(alpha, c)}

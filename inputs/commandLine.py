@@ -1,27 +1,29 @@
-"""What the scripts' command lines share: what a flag's value may be, one line for whatever is wrong, and exit codes."""
+"""What the scripts' command lines share: the types of flags, errors of one line, and exit codes."""
 
 import argparse
 import io
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from inputs.escape import visible
 from utils import UserError, out_of_memory
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong flag gets one line."""
+    """argparse's parser, but a wrong flag raises a UserError of one line."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 
-def whole(least, most=10**9):
+def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
     """The type of a flag that takes a whole number from `least` to `most`."""
 
-    def convert(given):  # int() would also take 1_000, the digits of other scripts, and numbers of any length
+    def convert(given: str) -> int:  # `int` alone also takes 1_000, other scripts' digits, and numbers of any length.
         if not re.fullmatch("[+-]?[0-9]{1,30}", given) or not least <= int(given) <= most:
             raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {given[:40]!r}")
         return int(given)
@@ -29,10 +31,10 @@ def whole(least, most=10**9):
     return convert
 
 
-def number(least, most):
-    """The type of a flag that takes a number from `least` to `most`; nan is none."""
+def number(least: float, most: float) -> Callable[[str], float]:
+    """The type of a flag that takes a number from `least` to `most`, not nan."""
 
-    def convert(given):
+    def convert(given: str) -> float:
         decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", given)
         if not decimal or not least <= float(given) <= most:
             raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {given[:40]!r}")
@@ -41,28 +43,31 @@ def number(least, most):
     return convert
 
 
-def text(given):
-    """The type of a flag that takes a name or a path: "" is what a shell makes of a variable that is not set."""
+def text(given: str) -> str:
+    """The type of a flag that takes a name. An unset shell variable gives "", which is refused."""
     if not given:
         raise argparse.ArgumentTypeError("must not be empty")
     return given
 
 
-def path(given):
+def path(given: str) -> Path:
+    """The type of a flag that takes a path."""
     return Path(text(given))
 
 
-def as_command(script, work, kept, smaller="use smaller models"):
-    """Run `work()` and return the exit code: what it returns, or 0; 2 after one line for what stopped it; 130 after
-    Ctrl-C; 1 where nobody reads the screen any longer.
+def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: str = "use smaller models") -> int:
+    """Run `work()` as a command and return the exit code.
 
-    kept: says what is not lost. smaller: what to do where memory is full."""
-    for stream in sys.stdout, sys.stderr:  # no character is worth stopping for that a screen or a file cannot show
+    The code is what `work` returns, or 0; 2 after one line that says what stopped it; 130 after Ctrl-C; 1 if nobody
+    reads the output any longer. An error that is a bug is raised.
+    kept: says what is not lost. smaller: what to do when memory is full.
+    """
+    for stream in sys.stdout, sys.stderr:  # A character that the screen cannot show must not stop the script.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = work()
-        print(end="", flush=True)  # while it can still be told that nobody reads, or that the disk is full
+        print(end="", flush=True)  # While an error of the output, such as a full disk, can still be reported.
         return code or 0
     except UserError as error:
         wrong = str(error)
@@ -70,7 +75,7 @@ def as_command(script, work, kept, smaller="use smaller models"):
         print(f"\nInterrupted. {kept}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes there once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more as it exits.
         return 1
     except Exception as error:
         if out_of_memory(error):
@@ -79,5 +84,5 @@ def as_command(script, work, kept, smaller="use smaller models"):
             wrong = (f"{error.filename}: " if error.filename else "") + f"{error.strerror or error}. {kept}"
         else:
             raise
-    print(f"{script}: error:", visible(" ".join(wrong.split())), file=sys.stderr)  # whatever a file's name holds
+    print(f"{script}: error:", visible(" ".join(wrong.split())), file=sys.stderr)  # A name may hold any character.
     return 2

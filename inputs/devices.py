@@ -1,20 +1,20 @@
-"""Devices: which one to use, in which dtype, and how much memory is free on it."""
+"""Devices: which one is used, in which dtype, and how much memory is free on it."""
 
 import re
 
 import psutil
 import torch
 
-from inputs.hub import one_line
+from inputs.escape import one_line
 from utils import UserError
 
 
-def pick_device(name=None):
-    """'cuda' where there is one, else 'cpu'; or the one asked for, if it can be had: no other kind of device is
-    synchronised where time is taken."""
+def pick_device(name: str | None = None) -> str:
+    """The device to use: `name` if it can be used, or CUDA if there is a GPU, else the CPU. Raises UserError for other
+    kinds of devices: times are only right where the clock synchronises with the device."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "auto":  # it is `load_model` that may spread a model from there
+    if name == "auto":  # From there `load_model` may spread a model over several devices.
         return pick_device()
     if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", name):
         raise UserError(f"device {name!r} cannot be used: use --device cpu, cuda, cuda:1 and so on, or auto")
@@ -30,20 +30,21 @@ def pick_device(name=None):
     return name
 
 
-def pick_dtype(device):
-    """The dtype weights are kept in unless one is named: bfloat16 where the device computes in it, else float32."""
+def pick_dtype(device: str) -> str:
+    """The default dtype of weights: bfloat16 if the device computes in it, else float16 on a GPU and float32 on a
+    CPU."""
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
-    # Other x86 processors can do bfloat16 too, but only by converting to float32 and back.
+    # Other x86 processors compute in bfloat16 only by converting to float32 and back.
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if native else "float32"
 
 
-def available_memory(device):
+def available_memory(device: str) -> int:
     """Free bytes on a device."""
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 
-def all_devices():
-    """Every GPU, and the processor."""
+def all_devices() -> list[str]:
+    """Every GPU, and the CPU."""
     return [*(f"cuda:{i}" for i in range(torch.cuda.device_count())), "cpu"]

@@ -1,7 +1,7 @@
 """A Hugging Face hub: which files a repository holds, and how one is fetched, resumed and verified.
 
 `huggingface_hub` lists a repository and sends the requests; HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are its
-settings. It discards what an interrupted download had fetched. Here a file grows as NAME.part, a second try asks for the
+settings. It discards what an interrupted download had fetched. Here a file grows as NAME.part, a second try fetches the
 rest, and the file gets its name when its hash is right.
 """
 

@@ -1,40 +1,44 @@
-"""Models and tokenizers from `models/` or any folder, with one clear line where one cannot be used.
+"""Models from `models/` or any folder: found, checked and loaded.
 
-Only safetensors are read, and no code that comes with a model is ever run.
+Only safetensors are read, and code that comes with a model is never run.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from engine.cachedModel import CachedModel, context_of
 from inputs import folders
 from inputs.devices import all_devices, available_memory
-from inputs.escape import visible
-from inputs.hub import MANIFEST, UNFINISHED, gigabytes, one_line, read_manifest
+from inputs.escape import one_line, visible
+from inputs.files import gigabytes
+from inputs.manifest import MANIFEST, UNFINISHED, read_manifest
 from utils import UserError, out_of_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WORKING_MEMORY = 300 << 20  # bytes left over for activations and the cache when memory is checked
+WORKING_MEMORY = 300 << 20  # bytes left for activations when memory is checked
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
-def find_model(name):
-    """The folder of a model named by a folder under `models/` or by any path."""
+def find_model(name: str | Path) -> Path:
+    """The folder of a model, named by a folder under `models/` or by any path. Raises UserError if it is none."""
     for folder in (folders.MODELS / name, Path(os.path.abspath(os.path.expanduser(name)))):
-        if os.path.isdir(folder) and folder != folders.MODELS:  # as it is for "."
+        if os.path.isdir(folder) and folder != folders.MODELS:  # `models/` itself is found for "."
             break
     else:
-        if os.path.isdir(folders.MODELS / (name + UNFINISHED)):
+        if os.path.isdir(folders.MODELS / f"{name}{UNFINISHED}"):
             raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
         there = sorted(f.name for f in folders.MODELS.iterdir() if f.is_dir()) if folders.MODELS.is_dir() else []
         raise UserError(
@@ -54,8 +58,8 @@ def find_model(name):
     return folder
 
 
-def weight_files(folder):
-    """The safetensors files a model folder's weights are in."""
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold a model's weights. Raises UserError if there are none."""
     index = folder / "model.safetensors.index.json"
     if os.path.isfile(folder / "model.safetensors"):
         return [folder / "model.safetensors"]
@@ -74,28 +78,29 @@ def weight_files(folder):
     return sorted(folder / file for file in files)
 
 
-def read_json(path):
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises UserError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}); download it again") from None
 
 
-def default_pair():
-    """(target, draft) when none is named: Pythia where it was downloaded, otherwise the bundled pair."""
+def default_pair() -> tuple[str, str]:
+    """(target, draft) if none is named: Pythia if both were downloaded, else the bundled pair."""
     pythia = ("pythia-2.8b", "pythia-70m")
     return pythia if all((folders.MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
 
 
-def default_mid(pair):
-    """The model between the two of `default_pair`, or None where it is not there."""
+def default_mid(pair: tuple[str, str]) -> str | None:
+    """The model between the two of `default_pair`, or None if it is not there."""
     name = "pythia-410m" if pair[0].startswith("pythia") else "bundled-mid"
     return name if (folders.MODELS / name).is_dir() else None
 
 
-def weight_bytes(folder, dtype):
-    """Bytes the weights of a model folder will take in `dtype`. Reads the files' headers only; a file shorter than its
-    header says is refused."""
+def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """Bytes that a model's weights take in `dtype`. Reads only the headers of the files. Raises UserError if a file is
+    shorter than its header says."""
     count = 0
     for file in weight_files(folder):
         try:
@@ -108,9 +113,9 @@ def weight_bytes(folder, dtype):
     return count * dtype.itemsize
 
 
-def working_bytes(config, tokens):
-    """Bytes a model of this config needs beside its weights to read `tokens` tokens at once: float32 logits and what
-    is made of them, keys and values, and a little for activations."""
+def working_bytes(config: PretrainedConfig, tokens: int) -> int:
+    """Bytes that a model needs in addition to its weights to read `tokens` tokens in one forward: float32 logits and
+    the tensors made of them, keys and values, and activations."""
     hidden = config.hidden_size
     return WORKING_MEMORY + tokens * (
         3 * 4 * config.vocab_size + 2 * 4 * hidden * config.num_hidden_layers + 16 * 4 * hidden
@@ -119,55 +124,53 @@ def working_bytes(config, tokens):
 
 @dataclass(frozen=True)
 class Outline:
-    """What `rows.check_room` asks of a model, known before its weights are loaded."""
+    """What limits the texts a model can read, known before its weights are loaded (`decoding.interfaces.Reader`)."""
 
     name: str
     vocabulary: int
     context: int
 
 
-def outline(folder, tokenizer):
+def outline(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Outline:
     """The `Outline` of the model in a folder."""
     config = read_config(folder).get_text_config()
     return Outline(folder.name, len(tokenizer), context_of(config))
 
 
-def read_config(folder):
+def read_config(folder: Path) -> PretrainedConfig:
+    """The configuration of the model in a folder. Raises UserError if it cannot be read."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as for the weights, see `load_model`
+    except Exception as error:  # A broken folder can raise nearly anything.
         raise UserError(unusable(folder, error)) from None
 
 
-def unusable(folder, error):
+def unusable(folder: Path, error: Exception) -> str:
     return (
         f"{folder} cannot be loaded ({one_line(error)}); download it again, or use a causal language model that "
         "transformers knows: code that comes with a model is never run"
     )
 
 
-def load_model(name, tokenizer, dtype, device, tokens=1024, spread=False):
-    """A `CachedModel` of the folder `name` with its logits cut to the tokenizer's vocabulary.
+def load_model(
+    name: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str,
+    device: str,
+    tokens: int = 1024,
+    spread: bool = False,
+) -> CachedModel:
+    """Load the model `name` as a `CachedModel` whose logits are cut to the tokenizer's vocabulary.
 
-    dtype: a key of DTYPES; the files are mapped, and each weight goes to its dtype and device by itself. Memory is
-    checked before anything is loaded: the weights' and, from the config, that of reading `tokens` tokens.
-    spread: a model too large for the device is laid out over all GPUs, and the processor's memory, by accelerate.
+    dtype: a key of DTYPES. The files are memory-mapped, and each weight is converted and moved by itself.
+    tokens: the most tokens it reads at once. Memory is checked for that before anything is loaded.
+    spread: if the model is too large for the device, accelerate spreads it over all GPUs and the CPU's memory.
     """
-    folder, torch_dtype = find_model(name), DTYPES[dtype]
+    folder = find_model(name)
     config = read_config(folder)
     try:
-        weights, free = weight_bytes(folder, torch_dtype), available_memory(device)
-        text = config.get_text_config()
-        needed, size = weights + working_bytes(text, min(tokens, context_of(text))), text.vocab_size
-        wide = spread and needed > free
-        if wide:
-            free = sum(available_memory(each) for each in all_devices())
-        if needed > free:
-            raise UserError(
-                f"{folder.name} needs about {gigabytes(needed)} in {dtype} and {device} has "
-                f"{gigabytes(free)} free{' with all others' if wide else ''}; use a smaller dtype (--dtype "
-                "bfloat16) or a smaller model"
-            )
+        device_map = choose_devices(folder, config, dtype, device, tokens, spread)
+        size = config.get_text_config().vocab_size
         if size < len(tokenizer):
             raise UserError(
                 f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
@@ -176,24 +179,51 @@ def load_model(name, tokenizer, dtype, device, tokens=1024, spread=False):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype=torch_dtype,
-            device_map="auto" if wide else {"": device},
+            dtype=DTYPES[dtype],
+            device_map=device_map,
             local_files_only=True,
             use_safetensors=True,
-            attn_implementation="eager",  # CachedModel sets its own; a config may name one that is code from the hub
+            attn_implementation="eager",  # `CachedModel` sets its own. A config may name one that is code of the hub.
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     except UserError:
         raise
-    except Exception as error:  # a broken folder can raise nearly anything; a user should see none of it as a traceback
+    except Exception as error:  # A broken folder can raise nearly anything. No user should see a traceback for it.
         if out_of_memory(error):
             raise UserError(
                 f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model"
             ) from None
         raise UserError(unusable(folder, error)) from None
-    # The library would go on, with random weights or fewer layers. Buffers nobody asks for are common and harmless.
+    check_weights(folder, info)
+    return CachedModel(model, len(tokenizer), visible(folder.name, ""))
+
+
+def choose_devices(
+    folder: Path, config: PretrainedConfig, dtype: str, device: str, tokens: int, spread: bool
+) -> str | dict[str, str]:
+    """Where the weights go, as transformers' `device_map`. Raises UserError if memory is short."""
+    weights, free = weight_bytes(folder, DTYPES[dtype]), available_memory(device)
+    text = config.get_text_config()
+    needed = weights + working_bytes(text, min(tokens, context_of(text)))
+    wide = spread and needed > free
+    if wide:
+        free = sum(available_memory(each) for each in all_devices())
+    if needed > free:
+        raise UserError(
+            f"{folder.name} needs about {gigabytes(needed)} in {dtype} and {device} has "
+            f"{gigabytes(free)} free{' with all others' if wide else ''}; use a smaller dtype (--dtype "
+            "bfloat16) or a smaller model"
+        )
+    return "auto" if wide else {"": device}
+
+
+def check_weights(folder: Path, info: dict[str, Any]) -> None:
+    """Raise UserError if the files did not hold exactly the weights that config.json asks for.
+
+    transformers would go on, with random weights or fewer layers. Buffers that no layer asks for are harmless.
+    """
     wrong = (
         sorted(info["missing_keys"])
         + sorted(key for key, *_ in info["mismatched_keys"])
@@ -204,16 +234,15 @@ def load_model(name, tokenizer, dtype, device, tokens=1024, spread=False):
             f"{folder}: config.json and the weights do not match ({wrong[0]} is missing, left over or of "
             "another shape); download both again from one place"
         )
-    return CachedModel(model, len(tokenizer), visible(folder.name, ""))
 
 
-def model_version(name):
-    """What identifies the weights of a model folder: the hub's commit where downloadModel.py recorded one and they have
-    not been touched since, else 'sha256:' and 16 digits over the safetensors files."""
+def model_version(name: str | Path) -> str:
+    """What identifies the weights of a model: the hub's commit if downloadModel.py recorded one and no file has changed
+    since, else 'sha256:' and 16 digits of a hash of the safetensors files."""
     folder = find_model(name)
     files, manifest = weight_files(folder), read_manifest(folder)
     if manifest and all(file.stat().st_mtime <= (folder / MANIFEST).stat().st_mtime for file in files):
-        return manifest["commit"]
+        return manifest.commit
     digest = hashlib.sha256()
     for file in files:
         with open(file, "rb") as stream:

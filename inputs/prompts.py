@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from inputs.hub import one_line
+from inputs.escape import one_line
 from inputs.texts import Corpus, read
 from utils import UserError
 
@@ -40,8 +40,7 @@ def encode(
         return [tokenizer(text, verbose=False)["input_ids"] for text in texts]
     if not tokenizer.chat_template:
         raise UserError(
-            f"the tokenizer of {model} has no chat template; give the question with --prompt, or "
-            "name an instruct model"
+            f"the tokenizer of {model} has no chat template; give the question with --prompt, or name an instruct model"
         )
     try:
         return [

@@ -1,15 +1,18 @@
 """Texts to measure on: the bundled samples, WikiText-2 and PG-19 from `datasets/`, or any file or folder."""
 
+from __future__ import annotations
+
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from inputs import folders
-from inputs.hub import MANIFEST
+from inputs.escape import one_line
+from inputs.manifest import MANIFEST
 from utils import UserError
 
-FOLDERS = {"sample": "sample", "wikitext": "wikitext", "pg19": "pg19_sample"}
+FOLDERS = {"sample": "sample", "wikitext": "wikitext", "pg19": "pg19_sample"}  # {data set: folder of datasets/}
 ENDINGS = (".txt", ".raw", ".tokens")
 HEADING = re.compile(r"^ *= .* = *$")
 
@@ -19,18 +22,20 @@ class Corpus:
     """A named collection of documents (whole texts)."""
 
     name: str
-    documents: list
+    documents: list[str]
 
-    def passages(self, least, reach=None):
-        """The passages of at least `least` characters, in order: the lines of a document in WikiText's format (headings
-        left out), the paragraphs of any other. With `reach` each runs on into the text behind it, for that many
-        characters in all (or to the document's end)."""
+    def passages(self, least: int, reach: int | None = None) -> list[str]:
+        """The passages of at least `least` characters, in order.
+
+        A passage is a line of a document in WikiText's format, headings left out, or a paragraph of any other document.
+        reach: each passage goes on into the text that follows, up to this many characters or the document's end.
+        """
         found = []
         for document in self.documents:
             wiki = re.search(r"^ = [^=\n]* = $", document, re.M)
             gaps = [gap.span() for gap in re.finditer(r"\n" if wiki else r"\n\s*\n", document)]
             start = 0
-            for end, following in (*gaps, (len(document), None)):
+            for end, following in (*gaps, (len(document), len(document))):
                 part = document[start:end]
                 if len(part.strip()) >= least and not HEADING.match(part):
                     found.append(document[start : start + reach] if reach else part)
@@ -38,31 +43,26 @@ class Corpus:
         return found
 
 
-def load_corpora(name, books=None):
-    """The corpora of a data set: 'sample', 'wikitext', 'pg19', another installed in `datasets/`, or the path of a text
-    file, of a folder of them, or of a folder written by `datasets`' `save_to_disk` with a `text` column (its `test`
-    split, where it has splits). `books`: documents of each corpus at most."""
-    if name in FOLDERS or os.path.isfile(folders.DATASETS / name / MANIFEST):
-        path = folders.DATASETS / FOLDERS.get(name, name)
-        if not path.exists():
-            raise UserError(
-                f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "
-                f"({name}), or use --dataset sample"
-            )
-    else:
-        path = Path(os.path.abspath(os.path.expanduser(name)))
-        if not os.path.exists(path):
-            raise UserError(f"unknown data set {name!r}: it is none of {', '.join(FOLDERS)} and no such path exists")
+def load_corpora(name: str, books: int | None = None) -> list[Corpus]:
+    """The corpora of a data set, at least one, each with at least one document that is not blank.
+
+    name: 'sample', 'wikitext', 'pg19', another data set installed in `datasets/`, or the path of a text file, of a
+        folder of text files, or of a folder written by the `datasets` library's `save_to_disk` with a column `text`
+        (its split `test`, if it has splits).
+    books: the most documents of each corpus.
+    """
+    path = find_texts(name)
+    label = name if name in FOLDERS else path.name
     if path.is_file():
         corpora = [Corpus(path.name, [read(path)])]
     elif list(path.glob("dataset_dict.json")) or list(path.glob("dataset_info.json")):
-        corpora = [Corpus(name if name in FOLDERS else path.name, read_saved(path))]
+        corpora = [Corpus(label, read_saved(path))]
     else:
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
-        if name == "sample":  # two styles, reported apart; any other folder is one corpus of many documents
+        if name == "sample":  # Two styles, reported separately. Any other folder is one corpus of many documents.
             corpora = [Corpus(file.name, [read(file)]) for file in files]
         else:
-            corpora = [Corpus(name if name in FOLDERS else path.name, [read(file) for file in files])]
+            corpora = [Corpus(label, [read(file) for file in files])]
     for corpus in corpora:
         corpus.documents = [document for document in corpus.documents if document.strip()][:books]
     corpora = [corpus for corpus in corpora if corpus.documents]
@@ -73,9 +73,26 @@ def load_corpora(name, books=None):
     return corpora
 
 
-def read(path):
+def find_texts(name: str) -> Path:
+    """The file or folder of a data set. Raises UserError if there is none."""
+    if name in FOLDERS or os.path.isfile(folders.DATASETS / name / MANIFEST):
+        path = folders.DATASETS / FOLDERS.get(name, name)
+        if not path.exists():
+            raise UserError(
+                f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "
+                f"({name}), or use --dataset sample"
+            )
+        return path
+    path = Path(os.path.abspath(os.path.expanduser(name)))
+    if not os.path.exists(path):
+        raise UserError(f"unknown data set {name!r}: it is none of {', '.join(FOLDERS)} and no such path exists")
+    return path
+
+
+def read(path: Path) -> str:
+    """The content of a text file. Raises UserError if it is not UTF-8 text."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Project Gutenberg's files begin with a byte order mark
+        text = path.read_text(encoding="utf-8-sig")  # Project Gutenberg's files begin with a byte order mark.
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as UTF-8 text ({error}); convert it, or name another") from None
     if "\0" in text:
@@ -83,9 +100,9 @@ def read(path):
     return text
 
 
-def read_saved(path):
-    """Documents of a folder written by `save_to_disk`. WikiText has one line a row: its rows are joined again."""
-    from datasets import load_from_disk  # takes a second to import, and most runs have no use for it
+def read_saved(path: Path) -> list[str]:
+    """The documents of a folder written by `save_to_disk`. WikiText has one line in each row: its rows are joined."""
+    from datasets import load_from_disk  # Importing it takes a second, and most runs do not need it.
 
     try:
         saved = load_from_disk(str(path))
@@ -97,5 +114,5 @@ def read_saved(path):
     except Exception as error:
         raise UserError(
             f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test' "
-            f"({' '.join(str(error).split())[:200]}); save it so, or name a text file"
+            f"({one_line(error)}); save it so, or name a text file"
         ) from None

@@ -1,34 +1,38 @@
 """Tokenizers: loaded, compared, and the most frequent of their tokens."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from inputs.hub import one_line
+from inputs.escape import one_line
 from inputs.models import find_model
 from inputs.texts import load_corpora
 from utils import UserError, out_of_memory
 
 
-def load_tokenizer(name):
-    """The tokenizer of a model folder."""
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder. Raises UserError if it cannot be used."""
     folder = find_model(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises anything from KeyError to its own types for a broken folder
+    except Exception as error:  # For a broken folder transformers raises anything, also types of its own.
         if out_of_memory(error):
             raise
         raise UserError(
             f"{folder} has no usable tokenizer ({one_line(error)}); download its tokenizer.json "
             "and config.json again (code that comes with a model is never run)"
         ) from None
-    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # the library's answer to no files at all
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # What transformers makes of no files.
         raise UserError(f"{folder} has no tokenizer files; download its tokenizer.json")
     return tokenizer
 
 
-def check_tokenizers(target, draft, names=("target", "draft")):
-    """Refuse a pair whose token ids do not mean the same: a guess must be a token of the target's."""
+def check_tokenizers(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, names: tuple[str, str] = ("target", "draft")
+) -> None:
+    """Raise UserError unless both give every token the same id: a guess must be a token of the target."""
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours == theirs:
         return

@@ -1,5 +1,8 @@
-"""`Proof`: what `test.py --lossless` does with models that are loaded. Texts of every method, texts of samplers with a
-planted mistake, and greedy texts are put to the tests of evidence.py. Each line of results is passed on as it comes."""
+"""`Proof`: the experiment of `test.py --lossless`, with models that are loaded.
+
+It tests texts drawn by every method, texts of samplers with a planted mistake, and greedy texts (evidence.py and
+scorer.py). Each line of results is passed on as it comes.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,17 @@ from tqdm import tqdm
 from experiments.measure import Append
 from experiments.prepare import LoadedModels, Prepared
 from inputs.devices import pick_dtype
-from lossless.evidence import Evidence, Witness, greedy_figures, limit_of, seen_by
+from lossless.evidence import Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES
+from lossless.scorer import Scorer, greedy_figures
 from methods.catalogue import Decoding, Models, Sampler, guesser
 from methods.selection import build, repeatable
 from regrSampling import regrSampling
 from utils import Sampling
 
-FIRST = 2  # texts of a planted mistake that are tested first
-SHOWN, SHOWN_TOKENS = "replace from p", 6400  # the mistake in the figure, and the tokens its histogram needs
-GREEDY_TOKENS = 50  # of each greedy text
+FIRST = 2  # Texts of a planted mistake in the first test; each later test has twice as many.
+SHOWN, SHOWN_TOKENS = "replace from p", 6400  # The mistake in the figure, and the tokens its histogram needs.
+GREEDY_TOKENS = 50  # Tokens of a greedy text at most.
 
 
 def other_dtype(dtype: str, device: str) -> str:
@@ -33,9 +37,10 @@ def other_dtype(dtype: str, device: str) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is proved: methods by name, how they decode and sample, and on how much text.
+    """What is proved: which methods, how they decode and sample, and on how much text.
 
-    max_len: tokens of each text. rows: texts written at a time. tokens: tokens of each method tested at least.
+    names: of methods. max_len: tokens of each text. rows: texts in a batch. tokens: the least number of tokens to test
+        of each method.
     """
 
     names: Sequence[str]
@@ -53,17 +58,13 @@ class Trial:
 
 
 class Proof:
-    """models: {role: `CachedModel`}, in `dtype`. prompts: lists of token ids, taken in turn and again. append: takes
-    each line of results by keywords."""
+    """Tests whether methods are lossless.
+
+    models: in `dtype`. prompts: token ids, used in turn. append: takes each line of results by keywords.
+    """
 
     def __init__(
-        self,
-        trial: Trial,
-        models: LoadedModels,
-        prompts: Sequence[list[int]],
-        device: str,
-        dtype: str,
-        append: Append,
+        self, trial: Trial, models: LoadedModels, prompts: Sequence[list[int]], device: str, dtype: str, append: Append
     ) -> None:
         self.trial, self.loaded, self.prompts = trial, models, prompts
         self.models: Models = dict(models)
@@ -81,28 +82,29 @@ class Proof:
         """The prompts of the texts numbered first, ..., first + count - 1."""
         return [self.prompts[i % len(self.prompts)] for i in range(first, first + count)]
 
-    def write(self, sampler: Sampler, witness: Witness, first: int, count: int) -> Evidence:
-        """`Evidence` of `count` texts, numbered from `first`; a number stands for a prompt and a seed.
+    def write(self, sampler: Sampler, scorer: Scorer, first: int, count: int) -> Evidence:
+        """`Evidence` of `count` new texts, numbered from `first`. The numbers decide prompts and seed.
 
         No text ends early: u is uniform over all tokens only if the tokens do not decide how many there are.
         """
         chosen = self.choose(first, count)
         generator = torch.Generator(self.device).manual_seed(self.trial.seed + 1_000_003 * first)
-        return witness.evidence(chosen, sampler(chosen, self.trial.max_len, witness.sampling, None, generator)[0])
+        texts, _ = sampler(chosen, self.trial.max_len, scorer.sampling, None, generator)
+        return scorer.evidence(chosen, texts)
 
-    def witness(self, sampling: Sampling, order: str = "draft") -> Witness:
-        """A `Witness` that orders the vocabulary by the model of role `order`."""
-        return Witness(self.loaded["target"], self.loaded.get(order), sampling, self.trial.seed)
+    def scorer(self, sampling: Sampling, order: str = "draft") -> Scorer:
+        """The `Scorer` that orders the vocabulary by the model of role `order`."""
+        return Scorer(self.loaded["target"], self.loaded.get(order), sampling, self.trial.seed)
 
     def test_methods(self) -> None:
-        """Test the tokens that were asked for, by each method."""
+        """Test texts drawn by each method, at least `tokens` tokens."""
         trial = self.trial
         with tqdm(total=len(trial.names) * trial.batches, desc="lossless", disable=None, leave=False) as bar:
             for name, sampler in build(trial.names, self.models, trial.decoding).items():
-                witness = self.witness(trial.sampling, "mid" if name == "cascade" else "draft")
+                scorer = self.scorer(trial.sampling, "mid" if name == "cascade" else "draft")
                 start, found = time.perf_counter(), None
                 for batch in range(trial.batches):
-                    more = self.write(sampler, witness, batch * trial.rows, trial.rows)
+                    more = self.write(sampler, scorer, batch * trial.rows, trial.rows)
                     found = found + more if found else more
                     bar.update()
                 assert found is not None
@@ -116,24 +118,24 @@ class Proof:
                 )
 
     def find_mistakes(self) -> None:
-        """Test samplers with a planted mistake on texts, twice as many each time, until a test notices."""
+        """Test samplers with a planted mistake, on twice as many texts each time, until a test fails."""
         trial = self.trial
-        most = trial.batches * trial.rows
+        most = trial.batches * trial.rows  # texts
         for name, mistake in tqdm(MISTAKES.items(), desc="planted mistakes", disable=None, leave=False):
             if name == "dropped guess" and "draft" not in self.models:
-                continue  # A guess from the text so far has probability 1.
+                continue  # Guesses from the text so far have q = 1: none is ever dropped.
             tested, drafter = mistake.tested(trial.sampling), guesser(self.models, trial.decoding)
             gamma, threshold = trial.decoding.gamma or 4, trial.decoding.draft_threshold
             sampler = mistake.sampler(self.loaded["target"], drafter, gamma, tested, threshold)
-            witness = self.witness(tested)
-            found = self.write(sampler, witness, 0, min(FIRST, most))
+            scorer = self.scorer(tested)
+            found = self.write(sampler, scorer, 0, min(FIRST, most))
             while not (seen := seen_by(found.figures(), self.limit)) and len(found.u) < most:
                 done = len(found.u)
-                found += self.write(sampler, witness, done, min(done, trial.rows, most - done))
+                found += self.write(sampler, scorer, done, min(done, trial.rows, most - done))
             line = found.figures() | {"mistake": name, "what": mistake.what, "seen_by": seen, "shown": name == SHOWN}
             missing = min(-(-SHOWN_TOKENS // trial.max_len), most) - len(found.u)
             if name == SHOWN and missing > 0:
-                found += self.write(sampler, witness, len(found.u), missing)
+                found += self.write(sampler, scorer, len(found.u), missing)
                 line["counts"] = found.figures()["counts"]
             self.append(kind="power", **self.shown, **line)
 
@@ -143,8 +145,8 @@ class Proof:
         chosen, target = self.choose(0, self.trial.rows), self.loaded["target"]
         count = min(self.trial.max_len, GREEDY_TOKENS)
         plain, _ = regrSampling(chosen, target, count, sampling)
-        witness = self.witness(sampling)
-        self.append(kind="greedy", method="target", dtype=self.dtype, **greedy_figures(plain, plain, chosen, witness))
+        scorer = self.scorer(sampling)
+        self.append(kind="greedy", method="target", dtype=self.dtype, **greedy_figures(plain, plain, chosen, scorer))
         names = [name for name in self.trial.names if name != "target"]
         samplers = build(names, self.models, self.trial.decoding)
         for name, sampler in tqdm(samplers.items(), desc="greedy", disable=None, leave=False):
@@ -154,7 +156,7 @@ class Proof:
                 method=name,
                 dtype=self.dtype,
                 repeatable=repeatable(name, self.trial.decoding),
-                **greedy_figures(texts, plain, chosen, witness),
+                **greedy_figures(texts, plain, chosen, scorer),
             )
 
 

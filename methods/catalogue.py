@@ -11,14 +11,16 @@ from typing import Protocol
 
 import torch
 
-from decoding.draftLength import RULES as LENGTH_RULES
 from decoding.draftLength import Fixed
 from decoding.interfaces import Callback, Drafter, LengthRule, Model, VerificationRule
+from decoding.lengthRules import RULES as LENGTH_RULES
 from decoding.record import Record
 from decoding.verification import RULES as VERIFICATIONS
 from engine.graphs import Plan
+from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
-from methods.drafters import CascadeDrafter, LookupDrafter, ModelDrafter
+from methods.drafters import ModelDrafter
+from methods.lookup import LookupDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import Sampling

@@ -1,1 +1,1 @@
-"""What is shown: the results files, tables, figures, the verdict of a proof, and one text played back."""
+"""What is shown: the results files, tables, figures, the verdict of a proof, and the rounds of one text."""

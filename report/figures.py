@@ -1,58 +1,44 @@
 """Figures of what was measured."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
 import matplotlib
 import numpy as np
 
 from experiments.sweep import predict
+from report.lines import Line, of_kind, swept
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+BLUE, RED, GREY, DARK = "#bfd3f2", "#c0392b", "#777777", "#2c3e50"
+THEORIES = (  # key of `sweep.predict`, style of the line, label
+    ("theory", "o-", "theory, scoring at its measured cost"),
+    ("paper", ":", "theory, scoring at the cost of one token"),
+)
 
 
-def draw_sweep(lines, path):
-    """Tokens per second and seconds a text over gamma, one row of axes a temperature: measured with 95 % intervals, the
-    plain decoder as a line, theory's prediction as a curve. Returns the path."""
-    costs = [line for line in lines if line["kind"] == "costs"]
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as a file, in a folder that is made if it is missing. Returns the path."""
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def draw_sweep(lines: Sequence[Line], path: Path) -> Path:
+    """Draw tokens per second and seconds per text over gamma, one row of axes a temperature. Returns the path."""
+    costs = of_kind(lines, "costs")
     figure, grid = plt.subplots(len(costs), 2, figsize=(11, 3.6 * len(costs) + 0.5), dpi=120, squeeze=False)
     for cost, row in zip(costs, grid):
-        found = predict(
-            [
-                m
-                for m in lines
-                if m["kind"] == "speed"
-                and m["temperature"] == cost["temperature"]
-                and m["promptLen"] == cost["promptLen"]
-            ],
-            cost,
-        )
-        gammas = [each["gamma"] for each in found["rows"]]
-        for axes, key, label in zip(row, ("throughput", "seconds"), ("tokens per second", "seconds a text")):
-            middle, low, high = np.array([each[key] for each in found["rows"]]).T
-            axes.bar(
-                gammas,
-                middle,
-                yerr=[middle - low, high - middle],
-                color="#bfd3f2",
-                capsize=2,
-                ecolor="#777777",
-                label="speculative, measured",
-            )
-            plain = found["plain"][key][0]
-            axes.axhline(plain, color="#c0392b", linestyle="--", label="plain decoding")
-            for name, style in (("theory", "o-"), ("paper", ":")):
-                ratio = np.array([each[name] for each in found["rows"]])
-                axes.plot(
-                    gammas,
-                    plain * ratio if key == "throughput" else plain / ratio,
-                    style,
-                    markersize=3,
-                    color="#2c3e50",
-                    label="theory, scoring at its measured cost"
-                    if name == "theory"
-                    else "theory, scoring at the cost of one token",
-                )
-            axes.set(xlabel="gamma", ylabel=label, xticks=gammas)
-            axes.spines[["top", "right"]].set_visible(False)
+        found = predict(swept(lines, cost), cost)
+        draw_over_gamma(row[0], found, "throughput", "tokens per second")
+        draw_over_gamma(row[1], found, "seconds", "seconds a text")
         row[0].set_title(
             f"temperature {cost['temperature']}, top-p {cost['top_p']}: alpha {found['alpha']:.2f}, c {found['c']:.2f}",
             loc="left",
@@ -61,36 +47,52 @@ def draw_sweep(lines, path):
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=9, frameon=False)
     figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
-    return path
+    return save(figure, path)
 
 
-def draw_lossless(lines, path):
-    """The histograms of u of every method tested, and of one planted mistake, over what chance makes of a uniform u.
-    Returns the path."""
-    sampled = [line for line in lines if line["kind"] == "lossless"]
-    planted = [line for line in lines if line["kind"] == "power" and line["shown"]]
-    figure, grid = plt.subplots(1, 2, figsize=(11, 3.9), dpi=120, sharey=True)
-    for axes, shown, colours in zip(grid, (sampled, planted), (plt.cm.tab10.colors, ["#c0392b"])):
-        for line, colour in zip(shown, colours):
-            counts = np.array(line["counts"])
-            edges, label = np.linspace(0, 1, len(counts) + 1), line.get("mistake") or line["method"]
-            axes.stairs(counts / counts.mean(), edges, baseline=None, color=colour, linewidth=1.3, label=label)
-        spread = 3.29 * counts.mean() ** -0.5  # a normal number lies within 3.29 standard deviations 999 times of 1,000
-        label = "99.9 % of an exact sampler's bins"
-        axes.axhspan(1 - spread, 1 + spread, color="#bfd3f2", alpha=0.6, linewidth=0, zorder=0, label=label)
-        axes.axhline(1, color="#777777", linewidth=0.8, zorder=0)
-        of = "each method" if len(shown) > 1 else "the planted mistake" if shown is planted else "the sampler"
-        axes.set_title(f"u of {counts.sum():,} tokens of {of}", loc="left", fontsize=10)
-        axes.set(xlabel="u (at the right: tokens the draft gives more than the target)", xlim=(0, 1))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper left")
-    low, high = grid[0].get_ylim()
-    grid[0].set(ylabel="tokens in the bin, over the mean", ylim=(max(0, min(low, 0.5)), max(high, 1.5)))
+def draw_over_gamma(axes: Axes, found: Line, key: str, label: str) -> None:
+    """Draw one figure over gamma: measured with 95 % intervals, plain decoding as a line, theory as curves.
+
+    found: what `sweep.predict` returns. key: "throughput" or "seconds".
+    """
+    gammas = [row["gamma"] for row in found["rows"]]
+    middle, low, high = np.array([row[key] for row in found["rows"]]).T
+    error = [middle - low, high - middle]
+    axes.bar(gammas, middle, yerr=error, color=BLUE, capsize=2, ecolor=GREY, label="speculative, measured")
+    plain = found["plain"][key][0]
+    axes.axhline(plain, color=RED, linestyle="--", label="plain decoding")
+    for theory, style, name in THEORIES:
+        ratio = np.array([row[theory] for row in found["rows"]])
+        expected = plain * ratio if key == "throughput" else plain / ratio
+        axes.plot(gammas, expected, style, markersize=3, color=DARK, label=name)
+    axes.set(xlabel="gamma", ylabel=label, xticks=gammas)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
+    """Draw the histograms of u: of all methods tested, and of one planted mistake. Returns the path."""
+    sampled = of_kind(lines, "lossless")
+    planted = [line for line in of_kind(lines, "power") if line["shown"]]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.9), dpi=120, sharey=True)
+    draw_histograms(left, sampled, plt.cm.tab10.colors, "each method" if len(sampled) > 1 else "the sampler")
+    draw_histograms(right, planted, [RED], "the planted mistake")
+    low, high = left.get_ylim()
+    left.set(ylabel="tokens in the bin, over the mean", ylim=(max(0, min(low, 0.5)), max(high, 1.5)))
     figure.tight_layout()
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
-    return path
+    return save(figure, path)
+
+
+def draw_histograms(axes: Axes, lines: Sequence[Line], colours: Sequence[object], whose: str) -> None:
+    """Draw the histogram of u of each line, over the band in which the bins of a uniform u lie."""
+    for line, colour in zip(lines, colours):
+        counts = np.array(line["counts"])
+        edges, label = np.linspace(0, 1, len(counts) + 1), line.get("mistake") or line["method"]
+        axes.stairs(counts / counts.mean(), edges, baseline=None, color=colour, linewidth=1.3, label=label)
+    spread = 3.29 * counts.mean() ** -0.5  # A normal number lies within 3.29 standard deviations 999 times of 1,000.
+    label = "99.9 % of an exact sampler's bins"
+    axes.axhspan(1 - spread, 1 + spread, color=BLUE, alpha=0.6, linewidth=0, zorder=0, label=label)
+    axes.axhline(1, color=GREY, linewidth=0.8, zorder=0)
+    axes.set_title(f"u of {counts.sum():,} tokens of {whose}", loc="left", fontsize=10)
+    axes.set(xlabel="u (at the right: tokens the draft gives more than the target)", xlim=(0, 1))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper left")

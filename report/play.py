@@ -1,16 +1,23 @@
 """`play`: continue one prompt on the screen, and write the page that plays it back."""
 
+from __future__ import annotations
+
 import torch
 
 from decoding.interfaces import Drafter
 from experiments.prepare import Prepared
 from inputs.escape import visible
 from methods.selection import build
-from report.playback import Screen, Trace, Watched, write_page
+from report.playback import write_page
+from report.screen import Screen
+from report.trace import Trace, Watched
+
+TITLE = "Speculative decoding, round by round"
 
 
 def play(prepared: Prepared) -> None:
-    """Decode the first prompt by the method that the settings name; load the models for it."""
+    """Continue the first prompt by the method that the settings name, as they say: on the screen, or as a page, or
+    both. Loads the models."""
     settings, tokenizer = prepared.settings, prepared.tokenizer
     models, name = prepared.load_first(), settings.measuring.played
     assert name is not None, "the settings ask for it"
@@ -36,6 +43,5 @@ def play(prepared: Prepared) -> None:
             screen.end()
     if settings.output.html:
         names = {role: model.name for role, model in models.items()}
-        title = "Speculative decoding, round by round"
-        write_page(settings.output.html, text, trace.rounds, tokenizer, title, names)
+        write_page(settings.output.html, text, trace.rounds, tokenizer, TITLE, names)
         print(visible(f"Written to {settings.output.html}", ""))

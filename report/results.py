@@ -1,29 +1,36 @@
-"""`results.jsonl`, one line a measurement, and `results.txt`, rendered from it.
+"""`results.jsonl`, one line for each measurement, and `results.txt`, rendered from it.
 
-A run begins with a line of kind "run" (flags, seed, models, machine); every measurement's line names its run. Lines are
-appended in one write and fsynced, so a kill loses nothing that was measured and two runs at once do not mix; the text
-is replaced as a whole, so it is never half there.
+A run begins with a line of kind "run": its flags, seed, models and machine. Each line of a measurement names its run.
+A line is appended in one write and fsynced: a kill loses nothing that was measured, and the lines of two runs at once
+do not mix. The text is replaced as a whole: a reader never sees half of it.
 """
+
+from __future__ import annotations
 
 import json
 import os
-import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from inputs.escape import visible
+from inputs.files import replace_file
+from report.lines import Line
 from report.runReport import show
 from utils import UserError
 
+Run = tuple[Line, list[Line]]  # the run's own line, and its measurements
+
 
 @contextmanager
-def alone(folder):
-    """Of processes that render a folder's results at once, one at a time: the last to read them is the last to write,
-    and shows all. Where folders cannot be locked they take their chance."""
+def locked(folder: Path) -> Iterator[None]:
+    """A lock on a folder: of several processes that render its results, one reads and writes at a time. So the last
+    text holds the lines of all. Where folders cannot be locked, nothing is."""
     handle = None
     with suppress(ImportError, OSError):
-        import fcntl  # Windows has none
+        import fcntl  # Windows has none.
 
         handle = os.open(folder, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -35,14 +42,16 @@ def alone(folder):
 
 
 class Results:
-    """The results of a folder: `results.jsonl` and `results.txt` in it."""
+    """The results of a folder: its `results.jsonl` (`lines`) and `results.txt` (`text`)."""
 
-    def __init__(self, folder):
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.lines, self.text = Path(folder) / "results.jsonl", Path(folder) / "results.txt"
 
-    def append(self, **record):
-        """Add one line, on disk when this returns; nan, which JSON lacks, is null. Raises UserError where it cannot be
-        written."""
+    def append(self, **record: Any) -> None:
+        """Add one line, which is on disk when this returns; nan, which JSON lacks, becomes null.
+
+        Raises UserError if the line cannot be written.
+        """
         record = {key: None if value != value else value for key, value in record.items()}
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         try:
@@ -50,7 +59,7 @@ class Results:
             try:
                 end = os.lseek(handle, 0, os.SEEK_END)
                 if end and os.pread(handle, 1, end - 1) != b"\n":
-                    line = b"\n" + line  # an earlier run was cut off in the middle of its line
+                    line = b"\n" + line  # An earlier run was cut off in the middle of its line.
                 if os.write(handle, line) < len(line):
                     raise OSError("no space left on the device")
                 os.fsync(handle)
@@ -61,8 +70,8 @@ class Results:
                 f"{self.lines} cannot be written: {error.strerror or error}; what was written before is kept"
             ) from None
 
-    def records(self):
-        """All whole lines, as dictionaries. A line cut off by a kill is passed over."""
+    def records(self) -> list[Line]:
+        """All whole lines, as dictionaries. A line that a kill cut off is skipped."""
         records = []
         if self.lines.exists():
             for line in self.lines.read_text(encoding="utf-8-sig", errors="replace").split("\n"):
@@ -70,9 +79,9 @@ class Results:
                     records.append(json.loads(line))
         return [record for record in records if isinstance(record, dict)]
 
-    def runs(self):
-        """[(the run's own record, its measurements)], oldest first."""
-        runs = {}
+    def runs(self) -> list[Run]:
+        """All runs, oldest first."""
+        runs: dict[str, Run] = {}
         for record in self.records():
             name = record.get("run")
             if not isinstance(name, str):
@@ -83,37 +92,29 @@ class Results:
                 runs[name][1].append(record)
         return list(runs.values())
 
-    def run(self, name):
-        """(record, measurements so far) of one run."""
+    def run(self, name: str) -> Run:
+        """One run, with its measurements so far."""
         return next(run for run in self.runs() if run[0]["run"] == name)
 
-    def render(self):
-        """Write `results.txt` from all records, newest run first."""
-        with alone(self.text.parent):
-            self.replace()
+    def render(self) -> None:
+        """Write `results.txt` from all lines, newest run first. Raises UserError if it cannot be written."""
+        with locked(self.text.parent):
+            text = self.rendered()
+            try:
+                replace_file(self.text, text)
+            except OSError as error:
+                reason = error.strerror or error
+                raise UserError(
+                    f"{self.text} cannot be written: {reason}; the measurements are in {self.lines.name}"
+                ) from None
 
-    def replace(self):
-        buffer, file = StringIO(), None
+    def rendered(self) -> str:
+        """The content of `results.txt`."""
+        buffer = StringIO()
         for run, measurements in reversed(self.runs()):
             try:
                 show(run, measurements, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
-            except Exception:  # lines of another version, whatever they hold, must not keep today's from being shown
+            except Exception:  # Lines of another version, whatever they hold, must not hide those of this one.
                 name = visible(run["run"], "")
                 buffer.write(f"Run {name} was written by another version: see {self.lines.name}.\n\n")
-        text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
-        try:
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.text.parent, prefix=".results", delete=False, encoding="utf-8"
-            ) as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, self.text)
-        except OSError as error:
-            raise UserError(
-                f"{self.text} cannot be written: {error.strerror or error}; the measurements are in {self.lines.name}"
-            ) from None
-        finally:
-            if file:
-                Path(file.name).unlink(missing_ok=True)
+        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"

@@ -1,6 +1,9 @@
-"""What the tables of all reports are made of."""
+"""Tables and their cells: what all reports are made of."""
+
+from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from rich import box
@@ -19,36 +22,41 @@ NAMES = {
 }
 
 
-def name_of(method):
+def name_of(method: str) -> str:
     """A method's name in words."""
     return NAMES.get(method) or visible(re.sub("[A-Z]", lambda capital: " " + capital[0].lower(), method), "")
 
 
-def plain(value):
-    """Text for the screen with no markup and no control characters: names may come from anywhere."""
+def plain(value: object) -> Text:
+    """Text for the screen, without markup and control characters: names may come from anywhere."""
     return Text(visible(str(value), ""))
 
 
-def number(value, digits):
-    """A figure that keeps to its column: in powers of ten from a million up."""
+def number(value: float, digits: int) -> str:
+    """A number with that many decimals; from a million on in powers of ten, so that it fits its column."""
     return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"
 
 
-def span(interval, scale=1.0):
-    """A median to about three digits, and its 95 % interval on a second line."""
+def span(interval: Sequence[float], scale: float = 1.0) -> str:
+    """A median to about three digits, and its 95 % interval on a second line. interval: median, low, high."""
     digits = next((2 - power for power in (0, 1) if max(interval) * scale < 10 ** (power + 1)), 0)
     middle, low, high = (f"{value * scale:.{digits}f}" for value in interval)
     return middle if low == high or low == "nan" else f"{middle}\n[{low}, {high}]"
 
 
-def give_or_take(values):
+def median(interval: Sequence[float], scale: float = 1.0) -> str:
+    """`span` without the interval, for tables that have no room for it."""
+    return span([interval[0]] * 3, scale)
+
+
+def give_or_take(values: Sequence[float]) -> str:
     """A mean, and half the width of its 95 % interval on a second line."""
     mean, low, high = interval(values, np.mean)
     return f"{mean:.3g}" + (f"\n±{(high - low) / 2:.2g}" if high > low else "")
 
 
-def grid(title, columns):
-    """A table whose numbers are never cut: where it is too wide, the names in its first column are folded."""
+def grid(title: str, columns: Iterable[str]) -> Table:
+    """An empty table that never cuts its numbers: if it is too wide, the names in its first column are folded."""
     table = Table(
         title=plain(title),
         title_justify="left",

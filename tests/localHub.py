@@ -1,38 +1,44 @@
 """A small Hugging Face hub on localhost, for the real client libraries: repositories of models and data sets, ranges,
-hashes, tokens, gates, and the faults a network has."""
+hashes, tokens, gated models, and the faults of a network."""
+
+from __future__ import annotations
 
 import hashlib
 import json
 import re
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-LARGE = 1000  # bytes from which a file is large: known by its SHA-256, as with git LFS
+LARGE = 1000  # bytes; the hub knows a file of that size or more by its SHA-256, as git LFS does
 
 
 @dataclass
 class Repository:
-    """files: {path: bytes, or the Path of a file}; token: who may read it; gated: its terms are not accepted."""
+    """A repository of the hub.
 
-    files: dict
+    files: {path: bytes, or the Path of a file}. token: the token that may read it; None: all may. gated: its terms are
+    not accepted. digests: the hashes computed so far.
+    """
+
+    files: dict[str, bytes | Path]
     token: str | None = None
     gated: bool = False
-    digests: dict = field(default_factory=dict)
+    digests: dict[tuple[str, object], str] = field(default_factory=dict)
 
     @property
-    def commit(self):
+    def commit(self) -> str:
         return hashlib.sha1("".join(f"{path}{self.digest(path)}" for path in sorted(self.files)).encode()).hexdigest()
 
-    def size(self, path):
+    def size(self, path: str) -> int:
         content = self.files[path]
         return content.stat().st_size if isinstance(content, Path) else len(content)
 
-    def read(self, path, start=0, end=None):
+    def read(self, path: str, start: int = 0, end: int | None = None) -> Iterator[bytes]:
         """Pieces of a file's bytes `start` to `end`."""
         content, end = self.files[path], self.size(path) if end is None else end
         if isinstance(content, bytes):
@@ -44,7 +50,7 @@ class Repository:
                 start += len(piece)
                 yield piece
 
-    def digest(self, path):
+    def digest(self, path: str) -> str:
         """SHA-256 of a large file, git's hash of a small one."""
         content = self.files[path]
         key = path, content if isinstance(content, Path) else hash(content)
@@ -56,8 +62,8 @@ class Repository:
             self.digests[key] = digest.hexdigest()
         return self.digests[key]
 
-    def entry(self, path, called="path", hashed="oid"):
-        """A file as the hub's interface describes it; its calls name the path and the hash differently."""
+    def entry(self, path: str, called: str = "path", hashed: str = "oid") -> dict[str, object]:
+        """A file as the hub's API describes it. Its calls have different names for the path and the hash."""
         digest, size = self.digest(path), self.size(path)
         large = {"lfs": {"sha256": digest, "oid": digest, "size": size, "pointerSize": 130}} if size >= LARGE else {}
         oid = hashlib.sha1(digest.encode()).hexdigest() if large else digest
@@ -65,68 +71,75 @@ class Repository:
 
 
 class LocalHub:
-    """`with LocalHub() as hub:` serves `hub.models` and `hub.datasets`, {id: Repository}, at `hub.url`.
+    """The server: `with LocalHub() as hub:` serves `hub.models` and `hub.datasets`, {id: Repository}, at `hub.url`.
 
-    served: bytes of files sent so far, {path: count}; requests: what was asked for.
-    cut_after: how many bytes of each file are sent before the connection breaks, and none of them afterwards.
-    replace: {path: bytes} sent in place of the right content. ranges: whether parts of files may be asked for.
-    elsewhere: another `LocalHub` that large files are redirected to, as the real hub does. answer: what every call of
-    the interface is answered, in place of the truth; file_answer: what every request for a file is.
-    slow: seconds before each answer.
+    served: {path: bytes of the file sent so far}. requests, authorization: the requests, and their headers.
+    cut_after: bytes of each large enough file that are sent before the connection breaks. After that it gets no more.
+    cut: the files cut so far.
+    replace: {path: bytes sent in place of the right content}. ranges: whether a part of a file can be requested.
+    elsewhere: another `LocalHub`, to which large files are redirected, as the real hub does.
+    answer, file_answer: (status, content) that answers every API call, or every request for a file, in place of the
+        truth. down: everything is answered 503. slow: seconds before each answer.
     """
 
-    def __init__(self):
-        self.models, self.datasets = {}, {}
-        self.served, self.requests, self.authorization = {}, [], []
-        self.cut_after, self.replace, self.ranges, self.down, self.cut = None, {}, True, False, set()
-        self.elsewhere, self.answer, self.file_answer, self.slow = None, None, None, 0
-        hub = self
-
-        class Handler(Answer):
-            pass
-
-        Handler.hub = hub
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    def __init__(self) -> None:
+        self.models: dict[str, Repository] = {}
+        self.datasets: dict[str, Repository] = {}
+        self.served: dict[str, int] = {}
+        self.requests: list[str] = []
+        self.authorization: list[str | None] = []
+        self.cut_after: int | None = None
+        self.cut: set[str] = set()
+        self.replace: dict[str, bytes] = {}
+        self.ranges, self.down, self.slow = True, False, 0.0
+        self.elsewhere: LocalHub | None = None
+        self.answer: tuple[int, object] | None = None
+        self.file_answer: tuple[int, object] | None = None
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Answer,), {"hub": self}))
         self.server.daemon_threads = True
-        self.server.handle_error = lambda *_: None  # a client that hangs up
+        self.server.handle_error = lambda *_: None  # A client that hangs up is no error.
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
-    def __enter__(self):
+    def __enter__(self) -> LocalHub:
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.server.shutdown()
         self.server.server_close()
 
     @property
-    def moved(self):
+    def moved(self) -> int:
         """Bytes of files sent since the last `forget`."""
         return sum(self.served.values())
 
-    def forget(self):
+    def forget(self) -> None:
+        """Forget the requests and the bytes sent."""
         self.served.clear()
         self.requests.clear()
 
 
 class Answer(BaseHTTPRequestHandler):
-    hub = None
+    """The answer to one request. hub: the `LocalHub` that received it."""
+
+    hub: LocalHub
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_):
-        pass
+    def log_message(self, *_: object) -> None:
+        """No log."""
 
-    def do_HEAD(self):
+    def do_HEAD(self) -> None:
         self.answer()
 
-    def do_GET(self):
+    def do_GET(self) -> None:
         self.answer()
 
-    def do_POST(self):
+    def do_POST(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.answer()
 
-    def answer(self):
+    def answer(self) -> None:
+        """Answer any request."""
         url = urlsplit(self.path)
         path = unquote(url.path)
         self.hub.requests.append(f"{self.command} {self.path}")
@@ -160,31 +173,19 @@ class Answer(BaseHTTPRequestHandler):
         if call in ("tree", "paths-info"):
             return self.reply(200, self.listing(repository, call, below, parse_qs(url.query)))
         siblings = [repository.entry(path, "rfilename", "blobId") for path in repository.files]
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        self.reply(
-            200,
-            {
-                "id": name,
-                "modelId": name,
-                "sha": repository.commit,
-                "private": False,
-                "gated": False,
-                "disabled": False,
-                "tags": [],
-                "downloads": 0,
-                "likes": 0,
-                "lastModified": now,
-                "createdAt": now,
-                "siblings": siblings,
-            },
-        )
+        now = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
+        about = {"id": name, "modelId": name, "sha": repository.commit, "siblings": siblings}
+        about |= {"private": False, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}
+        self.reply(200, about | {"lastModified": now, "createdAt": now})
 
-    def listing(self, repository, call, below, query):
-        """Files and folders of a data set, as its tree or as the paths a POST names."""
+    def listing(
+        self, repository: Repository, call: str, below: str, query: dict[str, list[str]]
+    ) -> list[dict[str, object]]:
+        """Files and folders of a data set: its tree, or the paths that a POST names."""
         folders = {"/".join(path.split("/")[:n]) for path in repository.files for n in range(1, path.count("/") + 1)}
         if call == "paths-info":
             form = parse_qs(self.body.decode()) if b"=" in self.body[:20] else json.loads(self.body)
-            wanted = lambda path: path in form["paths"]  # noqa: E731
+            wanted = form["paths"].__contains__
         elif query.get("recursive", ["false"])[0].lower() == "true":
             wanted = lambda path: not below or path.startswith(below + "/")  # noqa: E731
         else:
@@ -193,7 +194,8 @@ class Answer(BaseHTTPRequestHandler):
             {"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders) if wanted(path)
         ] + [{"type": "file", **repository.entry(path)} for path in repository.files if wanted(path)]
 
-    def send_file(self, repository, path):
+    def send_file(self, repository: Repository, path: str) -> None:
+        """Answer a request for a file or a part of it."""
         if path not in repository.files:
             return self.refuse(404, "EntryNotFound")
         size, start, end, status = repository.size(path), 0, None, 200
@@ -230,7 +232,7 @@ class Answer(BaseHTTPRequestHandler):
         if cut is not None and size > cut:
             self.close_connection = True
 
-    def reply(self, status, content, **headers):
+    def reply(self, status: int, content: object, **headers: str) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -241,5 +243,5 @@ class Answer(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def refuse(self, status, code):
+    def refuse(self, status: int, code: str) -> None:
         self.reply(status, {"error": code}, **{"X-Error-Code": code, "X-Error-Message": code})

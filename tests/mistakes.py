@@ -1,33 +1,35 @@
-"""Verification rules with a mistake planted in each: what a test of the emitted distribution must refuse.
+"""Verification rules with a planted mistake: a test of the emitted distribution must fail for each.
 
-Arguments and results are those of verification.py's rules.
+Arguments and results are those of decoding/verification.py's rules.
 """
 
 import torch
 import torch.nn.functional as F
 
 from decoding.verification import block_rule, token_rule
-from lossless.plantedMistakes import after, always_accept, p_shifted, replace_from_p  # noqa: F401 - these come with the project
+from lossless.plantedMistakes import after, always_accept, p_shifted, replace_from_p  # noqa: F401 - used by the tests
 from utils import pick, residual
 
 
 def bonus_from_q(p, q, drafts, u):
+    """The bonus token is drawn from the last q, not from p."""
     accepted, token = token_rule(p, q, drafts, u)
     return accepted, torch.where(accepted == drafts.shape[1], pick(q[:, -1], u[:, -1]), token) if len(q[0]) else token
 
 
 def q_shifted(p, q, drafts, u):
+    """p of each guess is compared with q of the place before it."""
     return token_rule(p, q.roll(1, 1), drafts, u)
 
 
 def drop_the_unsure(p, q, drafts, u):
-    """The mistake that invites itself: a guess that was too improbable is not submitted."""
+    """An inviting mistake: a guess whose q is low is dropped and not verified."""
     q_x = q.gather(-1, drafts[..., None])[..., 0]
     return token_rule(p, q * (q_x >= 0.4)[..., None], drafts, u)
 
 
 def block_without_what_may_follow(p, q, drafts, u):
-    """h_i = w_i: what the block rule would be if every draft were its block's last."""
+    """h_i = w_i: the block rule as if every draft were the last of its block."""
     p_x, q_x = (d[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
     w = (p_x / q_x).cumprod(1).clamp(max=1) if drafts.shape[1] else p_x
     stands = u[:, :-1] < w
@@ -36,6 +38,6 @@ def block_without_what_may_follow(p, q, drafts, u):
 
 
 def block_without_the_weights(p, q, drafts, u):
-    """The token after the accepted part drawn from norm(max(0, p - q)) instead of norm(max(0, w p - q))."""
+    """Draws the token after the accepted part from norm(max(0, p - q)) instead of norm(max(0, w p - q))."""
     accepted, _ = block_rule(p, q, drafts, u)
     return accepted, pick(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])

@@ -6,11 +6,15 @@ import helpers
 import pytest
 import torch
 from test_specSampling import near
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmark.__main__ import __main__ as benchmark
-from benchmark.__main__ import parts as benchmarkParts
-from benchmark.__main__ import peers as benchmarkPeers
-from benchmark.__main__ import report as benchmarkReport
+from benchmark import __main__ as benchmark
+from benchmark import forwards, inTurn, peers, rows, shapes, tables
+from benchmark.options import parse
+from benchmark.parts import works_of
+from engine.cachedModel import CachedModel
+from engine.compiling import compile_model
+from engine.graphs import Plan
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling, draw
 
@@ -28,12 +32,13 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(benchmarkParts, "TURNS", (2, 2))
-    monkeypatch.setattr(benchmarkParts, "LARGE", 1 << 20)
-    monkeypatch.setattr(benchmarkParts, "CONTEXTS", (64, 128, 2000))
+    monkeypatch.setattr(inTurn, "TURNS", (2, 2))
+    monkeypatch.setattr(forwards, "LARGE", 1 << 20)
+    monkeypatch.setattr(forwards, "CONTEXTS", (64, 128, 2000))
 
 
-def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys):
+def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "WIDTH", 200)  # So that no name of a row is folded.
     flags = [
         "--target",
         pair_folder / "target",
@@ -67,12 +72,17 @@ def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys):
     assert {m["part"] for m in record["parts"]} == {"plain step", "draft step", "scoring", "sampling", "round"}
     assert all(len(m["seconds"]) == 2 for part in ("forwards", "growth", "parts") for m in record[part])
     assert (tmp_path / "figures" / "benchmark.png").stat().st_size > 10_000
+    columns = {column.header: list(column.cells) for column in tables.speed_table(record).columns}
+    for figure in "ttft", "tpot":
+        unknown = [row.startswith("transformers") for row in ROWS]
+        assert [line[figure] is None for line in record["speed"]] == unknown * 2
+        assert [cell == "" for cell in columns[f"{figure.upper()}\nms"]] == unknown
 
 
 def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsys):
     for name, shape in {"large": (32, 2, 4), "small": (16, 1, 2)}.items():
-        monkeypatch.setitem(benchmarkPeers.SHAPES, name, shape)
-    for module in benchmark, benchmarkParts, benchmarkReport:
+        monkeypatch.setitem(shapes.SHAPES, name, shape)
+    for module in benchmark, forwards, tables:
         monkeypatch.setattr(module, "PROMPT", 8)
     assert (
         benchmark.main(
@@ -97,7 +107,7 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
     record = json.loads((tmp_path / "benchmark-large.json").read_text())
     assert [line["method"] for line in record["speed"]] == [
         "plain, eager",
-        *(f"synthetic {alpha}, eager" for alpha in benchmark.ALPHAS),
+        *(f"synthetic {alpha}, eager" for alpha in rows.ALPHAS),
         "transformers",
     ]
     assert "Synthetic acceptance" in capsys.readouterr().out
@@ -105,8 +115,8 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
 
 
 def test_a_random_model_computes_what_one_made_the_usual_way_does(monkeypatch):
-    monkeypatch.setitem(benchmarkPeers.SHAPES, "tiny", (32, 2, 4))
-    model = benchmark.random_model("tiny", torch.float32, "cpu", 0)
+    monkeypatch.setitem(shapes.SHAPES, "tiny", (32, 2, 4))
+    model = shapes.random_model("tiny", torch.float32, "cpu", 0)
     usual = type(model)(model.config).eval()
     usual.load_state_dict(model.state_dict())
     tokens = torch.randint(0, 50304, (1, 20))
@@ -115,7 +125,7 @@ def test_a_random_model_computes_what_one_made_the_usual_way_does(monkeypatch):
 
 def test_a_twin_shares_weights_and_keeps_the_librarys_attention():
     ours = helpers.tiny()
-    other = benchmark.twin(ours.model)
+    other = peers.twin(ours.model)
     assert other.config._attn_implementation == "sdpa" != ours.model.config._attn_implementation
     assert all(a is b for a, b in zip(ours.model.parameters(), other.parameters()))
 
@@ -123,7 +133,7 @@ def test_a_twin_shares_weights_and_keeps_the_librarys_attention():
 def test_without_a_cache_greedy_is_plain_decoding():
     target, draft = helpers.tiny(), helpers.tiny(seed=1)
     for model in (draft, near(target, noise=0.1)):
-        (tokens,), (record,) = benchmark.cache_free([5, 9, 2], target.model, model.model, 20, 4, sampling=GREEDY)
+        (tokens,), (record,) = peers.cache_free([5, 9, 2], target.model, model.model, 20, 4, sampling=GREEDY)
         assert [tokens] == regrSampling([[5, 9, 2]], target, 20, GREEDY)[0]
         assert record.tokens == 20 and len(record.times) == len(record.accepted)
 
@@ -131,21 +141,19 @@ def test_without_a_cache_greedy_is_plain_decoding():
 def test_without_a_cache_it_draws_from_the_target():
     target, sampling = helpers.tiny(vocabulary=5), Sampling(1.0, 0, 1.0)
     draft, generator = near(target, noise=1.0), torch.Generator().manual_seed(0)
-    drawn = [
-        benchmark.cache_free([1, 2], target.model, draft.model, 2, 2, generator, sampling)[0][0] for _ in range(1500)
-    ]
+    drawn = [peers.cache_free([1, 2], target.model, draft.model, 2, 2, generator, sampling)[0][0] for _ in range(1500)]
     joint = helpers.joint_distribution(target, [1, 2], 2, sampling)
     assert helpers.chi_square(drawn, joint, 5) > 1e-3
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 0.8, 1.0])
 def test_the_synthetic_rule_accepts_at_its_rate(alpha):
-    rows, generator = 20_000, torch.Generator().manual_seed(0)
-    p, q = (torch.rand(rows, n, 7, generator=generator).pow(3) for n in (3, 2))
+    count, generator = 20_000, torch.Generator().manual_seed(0)
+    p, q = (torch.rand(count, n, 7, generator=generator).pow(3) for n in (3, 2))
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     drafts = draw(q, generator)
-    accepted, token = benchmark.synthetic(alpha)(p, q, drafts, torch.rand(rows, 3, generator=generator))
-    shares = torch.bincount(accepted, minlength=3) / rows
+    accepted, token = rows.synthetic(alpha)(p, q, drafts, torch.rand(count, 3, generator=generator))
+    shares = torch.bincount(accepted, minlength=3) / count
     wanted = torch.tensor([1 - alpha, alpha * (1 - alpha), alpha**2])
     torch.testing.assert_close(shares, wanted, atol=0.015, rtol=0)
     assert ((token >= 0) & (token < 7)).all()
@@ -164,7 +172,67 @@ def test_a_wrong_flag_is_one_line(wrong, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert benchmark.main(["--out", str(tmp_path), *wrong.split()]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("benchmark.py: error: ") and captured.err.count("\n") == 1 and not captured.out
+    assert captured.err.startswith("benchmark: error: ") and captured.err.count("\n") == 1 and not captured.out
     assert not list(tmp_path.iterdir())
     if "1m" in wrong:
-        assert all(name in captured.err for name in benchmark.SHAPES)
+        assert all(name in captured.err for name in shapes.SHAPES)
+
+
+class KernelCalls(TorchDispatchMode):
+    """Counts the calls of this project's kernels."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.count += operator.namespace == "native"
+        return operator(*arguments, **(options or {}))
+
+
+@pytest.fixture(scope="module")
+def variants():
+    """A tiny pair, eager and with the kernels of a compiled one."""
+    models = {"target": helpers.tiny(), "draft": helpers.tiny(seed=1)}
+    ready = {role: CachedModel(peers.twin(model.model), model.vocabulary) for role, model in models.items()}
+    if None in [compile_model(model, Plan()) for model in ready.values()]:
+        pytest.skip("no C++ compiler")
+    return {"eager": models, "compiled": ready}
+
+
+@pytest.mark.parametrize("flags", [[], ["--shapes", "pythia-70m,pythia-70m"]])
+def test_only_compiled_rows_call_kernels(variants, flags):
+    """Although the kernels are loaded in this process."""
+    options = parse(["--maxLen", "9", *flags])
+    library = {role: peers.twin(model.model) for role, model in variants["eager"].items()}
+    called = {}
+    for name, sampler in rows.samplers(options, variants, library).items():
+        with KernelCalls() as calls:
+            sampler([5, 9, 2], torch.Generator().manual_seed(0))
+        called[name] = calls.count > 0
+    assert len(called) == (9 if flags else 11)
+    assert called == {name: name.endswith("compiled") for name in called}
+
+
+def test_only_compiled_parts_call_kernels(variants):
+    called = {}
+    for variant, models in variants.items():
+        generator = torch.Generator().manual_seed(0)
+        works = works_of(models["target"], models["draft"], [5, 9, 2], 3, generator)
+        forwards.fill(models["target"], 3, 20)
+        works["forward"] = forwards.forward(models["target"], 5, 3)
+        for part, work in works.items():
+            with KernelCalls() as calls, torch.inference_mode():
+                work()
+            called[variant, part] = calls.count > 0
+    assert called == {(variant, part): variant == "compiled" for variant, part in called} and len(called) == 12
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys):
+    now = 1000.0
+    monkeypatch.setattr(inTurn.time, "monotonic", lambda: now)
+    progress = inTurn.Progress()
+    for phase in "first", "second":
+        with progress.phase(phase, 40) as advance:
+            for _ in range(40):
+                now += 1
+                advance()
+    assert capsys.readouterr().err.splitlines() == ["first: 0 of 40", "first: 30 of 40", "second: 20 of 40"]

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import PPL
-from experiments.measure import flags
-from inputs.models import DTYPES, load_model, load_tokenizer
+from inputs.models import DTYPES, load_model
 from inputs.texts import load_corpora
-from methods.catalogue import catalogue as methods
+from inputs.tokenizers import load_tokenizer
+from methods.catalogue import Decoding
 from methods.drafters import ModelDrafter
+from methods.selection import build, choose_lossless
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY
@@ -33,7 +34,7 @@ def prompts(pair):
     return [pair[0](text)["input_ids"][: 16 + 3 * i % 40] for i, text in enumerate(passages)]
 
 
-@pytest.mark.parametrize("name", [name for name in methods.LOSSLESS if name != "fixed"])
+@pytest.mark.parametrize("name", [name for name in choose_lossless("all", ("draft", "mid")) if name != "fixed"])
 def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_50_prompts_of_100_tokens(
     pair, prompts, plain, name
 ):
@@ -41,7 +42,7 @@ def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_50_prompts
     models = {"target": target, "draft": draft}
     if name == "cascade":
         models["mid"] = load_model("bundled-mid", tokenizer, "float32", "cpu")
-    sampler = methods.build([name], models, flags.parser().parse_args([]))[name]
+    sampler = build([name], models, Decoding())[name]
     assert sampler(prompts, 100, GREEDY)[0] == plain
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from decoding.draftLength import Fixed
 from decoding.rows import Rows
-from methods.drafters import CascadeDrafter, ModelDrafter
+from methods.cascade import CascadeDrafter, InnerRows
+from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import Sampling, pick
 
@@ -64,8 +65,9 @@ class Oracle:
             self.texts[row, : len(prompt)] = torch.tensor(prompt)
         for model in models:
             patch.setattr(model, "forward", functools.partial(self.compare, model, model.forward))
-        for name in "commit", "follow":  # what is guessed may stay in a cache, what is committed must be there
-            patch.setattr(Rows, name, self.then_take_over(getattr(Rows, name)))
+        # What is guessed may stay in a cache, what is committed must be there.
+        for kind, name in (Rows, "commit"), (InnerRows, "follow"):
+            patch.setattr(kind, name, self.then_take_over(getattr(kind, name)))
 
     def then_take_over(self, method):
         def both(rows, *arguments):

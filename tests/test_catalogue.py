@@ -7,10 +7,13 @@ from mistakes import always_accept, block_without_what_may_follow, drop_the_unsu
 from outcomes import largest_error, small
 from test_specSampling import PROMPTS, near
 
-from decoding.draftLength import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
+from decoding.draftLength import Fixed
+from decoding.lengthRules import Additive, CostAware, DraftConfidence, TargetConfidence
 from decoding.verification import block_rule, token_rule
-from methods import drafters
-from methods.drafters import CascadeDrafter, LookupDrafter, ModelDrafter
+from methods import cascade as cascades
+from methods.cascade import CascadeDrafter
+from methods.drafters import ModelDrafter
+from methods.lookup import LookupDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling
@@ -132,7 +135,7 @@ def test_a_block_rule_that_forgets_what_may_follow_is_caught():
 def test_a_cascade_that_passes_on_its_drafts_distribution_is_caught(monkeypatch):
     """As a cascade that accepts against logits it has not verified."""
     make, count, _, verify = FEW["one guess inside, two outside"]
-    whole = drafters.specSampling.advance
+    whole = cascades.specSampling.advance
 
     def wrong(rows, target, drafter, *rest):
         if target.name == "gpt_neox-0":  # the outermost round is right
@@ -140,7 +143,7 @@ def test_a_cascade_that_passes_on_its_drafts_distribution_is_caught(monkeypatch)
         p, accepted = whole(rows, target, drafter, *rest)
         return p.roll(1, 1), accepted
 
-    monkeypatch.setattr(drafters.specSampling, "advance", wrong)
+    monkeypatch.setattr(cascades.specSampling, "advance", wrong)
     assert error(make, count, lambda: 1, verify, vocabulary=2, length=3) > 1e-3
 
 

@@ -13,11 +13,15 @@ import torch
 from conftest import CONTEXT, ROOT, with_ctrl_c
 from localHub import Repository
 
-from experiments.measure import settings, sweep
-from inputs.models import load_tokenizer
-from methods.catalogue import catalogue as methods
+from experiments import settings, sweep
+from inputs.tokenizers import load_tokenizer
+from methods import catalogue
+from methods.catalogue import METHODS
+from methods.selection import choose, choose_lossless, in_mode
 from utils import UserError
 
+ROLES = {"draft", "mid"}
+EVERY, LOSSLESS = set(choose("all", ROLES)), choose_lossless("all", ROLES)  # methods
 KINDS = {"speed": ["speed"], "ppl": ["ppl_corpus", "ppl_text"]}
 
 
@@ -217,14 +221,14 @@ def test_documents_too_short_to_score_are_passed_over(cli, flags, text_file, tmp
 
 
 def test_a_failure_in_the_middle_keeps_and_shows_what_was_measured(cli, flags, tmp_path, capsys, monkeypatch):
-    append = cli.results.Results.append
+    append = cli.Results.append
 
     def full(store, **line):
         if line["kind"] == "speed" and line["method"] == "speculative":
             raise UserError("results.jsonl cannot be written: no space left")
         append(store, **line)
 
-    monkeypatch.setattr(cli.results.Results, "append", full)
+    monkeypatch.setattr(cli.Results, "append", full)
     assert cli.main([*flags, "--out", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert captured.err == "test.py: error: results.jsonl cannot be written: no space left\n"
@@ -243,7 +247,7 @@ def test_a_device_out_of_memory_is_one_line(cli, flags, tmp_path, capsys, monkey
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\na lot")
 
-    monkeypatch.setattr(methods, "specSampling", full)
+    monkeypatch.setattr(catalogue, "specSampling", full)
     assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -259,9 +263,9 @@ def test_help_explains_every_flag(cli, capsys):
     with pytest.raises(SystemExit, check=lambda e: e.code == 0):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    for flag in vars(settings.parse(["--target", "x", "--draft", "y"])):
+    for flag in settings.parse(["--target", "x", "--draft", "y"]).flags:
         assert f"  --{flag} " in out or f"  --{flag}\n" in out
-    assert all(name in out for name in methods.METHODS)
+    assert all(name in out for name in METHODS)
 
 
 def start(arguments, folder, **more):
@@ -318,7 +322,7 @@ def test_a_prompt_length_that_no_text_has_takes_the_longest_there_are(cli, flags
 
 def test_a_hub_id_is_downloaded_on_first_use(cli, flags, pair_folder, hub, tmp_path, capsys, monkeypatch):
     models = tmp_path / "models"
-    monkeypatch.setattr("downloadModel.MODELS", models)
+    monkeypatch.setattr("inputs.folders.MODELS", models)
     for role in ("target", "draft"):
         hub.models[f"some/{role}"] = Repository({f.name: f for f in (pair_folder / role).iterdir()})
     arguments = [*flags, "--speed", "--target", "some/target", "--draft", "some/draft", "--out", str(tmp_path)]
@@ -370,7 +374,7 @@ def test_a_draft_of_few_tokens_below_a_model_between(cli, flags, pair_folder, tm
         )
         == 0
     )
-    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == set(settings.GROUPS["speedMulti"])
+    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == set(in_mode("speedMulti"))
 
 
 def test_a_model_between_needs_one_below_it(cli, pair_folder, capsys):
@@ -386,7 +390,7 @@ def test_contrast_needs_two_models(cli, flags, pair_folder, tmp_path, capsys):
 def test_an_unknown_method_is_told_the_known_ones(cli, flags, capsys):
     assert cli.main([*flags, "--compare", "target,blok"]) == 2
     said = capsys.readouterr().err
-    assert "'blok'" in said and all(name in said for name in methods.METHODS)
+    assert "'blok'" in said and all(name in said for name in METHODS)
 
 
 def test_an_empty_prompt_file_is_one_line(cli, flags, tmp_path, capsys):
@@ -399,11 +403,11 @@ def test_all_methods_are_compared_on_the_same_prompts(cli, flags, pair_folder, t
     arguments = [*flags, "--temperature", "0", "--dtype", "float32", "--maxLen", "20", "--out", str(tmp_path)]
     assert cli.main([*arguments, "--compare", "all", "--mid", str(pair_folder / "draft")]) == 0
     measured = [m for m in lines_of(tmp_path) if m["kind"] == "speed"]
-    assert {m["method"] for m in measured} == set(methods.ALL) and len(measured) == 2 * len(methods.ALL)
+    assert {m["method"] for m in measured} == EVERY and len(measured) == 2 * len(EVERY)
     assert all(m["rounds"] + m["accepted"] + 1 == m["tokens"] or m["drafted"] for m in measured)
     tokens = hashes(tmp_path)
     for prompt in (0, 1):  # greedy: every lossless method gives the target's own tokens
-        assert {tokens[name, prompt, 0] for name in methods.LOSSLESS} == {tokens["target", prompt, 0]}
+        assert {tokens[name, prompt, 0] for name in LOSSLESS} == {tokens["target", prompt, 0]}
         assert tokens["contrastive", prompt, 0] == tokens["speculativeContrastive", prompt, 0]
     text = (tmp_path / "results.txt").read_text()
     assert all(name in text for name in ("cost aware", "draft confidence", "spec. contrastive", "lookup"))
@@ -411,14 +415,14 @@ def test_all_methods_are_compared_on_the_same_prompts(cli, flags, pair_folder, t
 
 def test_without_a_model_between_all_leaves_the_cascade_out(cli, flags, tmp_path):
     assert cli.main([*flags, "--compare", "all", "--maxLen", "3", "--out", str(tmp_path)]) == 0
-    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == set(methods.ALL) - {"cascade"}
+    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == EVERY - {"cascade"}
 
 
 @pytest.mark.parametrize(
     "mode, methods_measured",
     [
         (["--speedNew"], {"draft", "target", "additive"}),
-        (["--contrastive"], set(settings.GROUPS["contrastive"])),
+        (["--contrastive"], set(in_mode("contrastive"))),
         (["--draft", "lookup"], {"target", "speculative"}),
         (["--compare", "block"], {"target", "block"}),
     ],
@@ -448,17 +452,16 @@ def test_three_models_guess_for_each_other(cli, flags, pair_folder, tmp_path):
     )
     first, *measured = lines_of(tmp_path)
     assert set(first["models"]) == {"target", "draft", "mid"}
-    assert {m["method"] for m in measured if m["kind"] == "speed"} == set(settings.GROUPS["speedMulti"])
+    assert {m["method"] for m in measured if m["kind"] == "speed"} == set(in_mode("speedMulti"))
 
 
 def test_new_tokens_of_a_mode_unless_they_are_said():
-    args = settings.parse(["--target", "x", "--draft", "y", "--speed", "--speedNew", "--diversity"])
-    assert [settings.max_len(args, mode) for mode in ("speed", "speedNew", "diversity")] == [200, 1000, 45]
-    assert (
-        settings.sampling(args, "diversity").temperature == 1 and settings.sampling(args, "speed").temperature == 0.85
-    )
-    args = settings.parse(["--target", "x", "--draft", "y", "--speedNew", "--maxLen", "7", "--temperature", "0.5"])
-    assert settings.max_len(args, "speedNew") == 7 and settings.sampling(args, "diversity").temperature == 0.5
+    found = settings.parse(["--target", "x", "--draft", "y", "--speed", "--speedNew", "--diversity"]).sampling
+    assert [found.max_len_of(mode) for mode in ("speed", "speedNew", "diversity")] == [200, 1000, 45]
+    assert found.of("diversity").temperature == 1 and found.of("speed").temperature == 0.85
+    argv = ["--target", "x", "--draft", "y", "--speedNew", "--maxLen", "7", "--temperature", "0.5"]
+    found = settings.parse(argv).sampling
+    assert found.max_len_of("speedNew") == 7 and found.of("diversity").temperature == 0.5
 
 
 def test_the_sweep_writes_its_figure_and_names_it(cli, flags, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Exit codes, and one line for whatever is wrong."""
+"""Exit codes, and one line for everything that is wrong."""
 
 import pytest
 from conftest import refused

@@ -12,13 +12,16 @@ from conftest import ROOT
 from test_specSampling import PROMPTS, near
 from torch.nn.functional import gelu
 
-from decoding.draftLength import CostAware, DraftConfidence, Fixed, TargetConfidence
+from decoding.draftLength import Fixed
+from decoding.lengthRules import CostAware, DraftConfidence, TargetConfidence
 from decoding.rounds import PYTORCH, draw_tokens, forward
 from engine import cpuGraphs
+from engine.compiling import compile_model, compile_round
 from engine.graphs import Plan
 from engine.kernels import loader, packedLinear
+from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
-from methods.drafters import CascadeDrafter, ModelDrafter
+from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling, probabilities
@@ -36,9 +39,9 @@ def models():
     torch._dynamo.utils.counters.clear()
     eager, target = helpers.tiny(), helpers.tiny()
     draft = near(eager, noise=0.1)
-    assert target.compile(Plan(frozenset({5}), frozenset({1}))) > 0
-    assert draft.compile(Plan(frozenset({5}), frozenset({4}), read=2)) > 0
-    assert target.compile_round(draft, 4) > 0
+    assert compile_model(target, Plan(frozenset({5}), frozenset({1}))) > 0
+    assert compile_model(draft, Plan(frozenset({5}), frozenset({4}), read=2)) > 0
+    assert compile_round(target, draft, 4) > 0
     return eager, target, draft
 
 
@@ -231,7 +234,7 @@ def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, ca
     monkeypatch.setenv("CXX", "/nowhere/g++")
     loader.load.cache_clear()
     eager, target = helpers.tiny(), helpers.tiny()
-    assert target.compile(Plan(frozenset({1}))) is None
+    assert compile_model(target, Plan(frozenset({1}))) is None
     said = capsys.readouterr().err
     loader.load.cache_clear()
     assert said.startswith("gpt_neox-0 stays eager") and said.count("\n") == 1
@@ -241,16 +244,17 @@ def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, ca
 
 def test_heads_without_a_kernel_stay_eager(models, monkeypatch, capsys):
     monkeypatch.setattr(loader, "HEAD_WIDTHS", (16,))
-    assert helpers.tiny().compile(Plan(frozenset({1}))) is None and "heads" in capsys.readouterr().err
+    assert compile_model(helpers.tiny(), Plan(frozenset({1}))) is None and "heads" in capsys.readouterr().err
 
 
 SCRIPT = """
 import helpers, torch
+from engine.compiling import compile_model, compile_round
 from engine.graphs import Plan
 from regrSampling import regrSampling
 from utils import GREEDY
 eager, model = helpers.tiny(), helpers.tiny()
-assert model.compile(Plan(frozenset({5}))) > 0
+assert compile_model(model, Plan(frozenset({5}))) > 0
 assert regrSampling([[5, 9, 2]], model, 30, GREEDY)[0] == regrSampling([[5, 9, 2]], eager, 30, GREEDY)[0]
 print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 """

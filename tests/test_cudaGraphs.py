@@ -15,7 +15,8 @@ from decoding.verification import RULES, token_rule
 from engine import cudaGraphs
 from engine.cudaGraphs import CudaGraphs
 from experiments import sweep
-from methods.drafters import CascadeDrafter, ModelDrafter
+from methods.cascade import CascadeDrafter
+from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling

@@ -14,8 +14,7 @@ from localHub import Repository
 import datasets
 import downloadData
 from datasets import Dataset, DatasetDict, load_from_disk
-from inputs import hub as hub_module
-from inputs import texts
+from inputs import folders
 from inputs.texts import load_corpora
 
 LINE = " Robert Boulter is an English film , television and theatre actor . " * 10
@@ -31,8 +30,7 @@ def table(**columns):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    for module in (downloadData, texts):
-        monkeypatch.setattr(module, "DATASETS", tmp_path / "datasets")
+    monkeypatch.setattr(folders, "DATASETS", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
     return tmp_path / "datasets"
@@ -138,7 +136,7 @@ def test_a_table_of_another_hash_is_never_taken(hub, both, capsys):
 
 def test_too_small_a_disk_is_refused_before_anything_moves(hub, both, capsys, monkeypatch):
     usage = namedtuple("usage", "total used free")(1, 1, 5000)
-    monkeypatch.setattr(hub_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr("inputs.hub.shutil.disk_usage", lambda _: usage)
     refused(capsys, "room", arguments=("wikitext",))
     assert hub.moved == 0
 

@@ -9,7 +9,8 @@ import torch
 from conftest import refused
 from test_specSampling import PROMPTS, near
 
-from decoding.draftLength import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
+from decoding.draftLength import Fixed
+from decoding.lengthRules import Additive, CostAware, DraftConfidence, TargetConfidence
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import Sampling

@@ -8,7 +8,9 @@ from conftest import refused
 
 from decoding.draftLength import Fixed
 from decoding.rows import Rows
-from methods.drafters import CascadeDrafter, LookupDrafter, ModelDrafter
+from methods.cascade import CascadeDrafter
+from methods.drafters import ModelDrafter
+from methods.lookup import LookupDrafter
 from utils import Sampling
 
 FREE = Sampling(1.0, 0, 1.0)

@@ -23,12 +23,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.verification import RULES
 from inputs.commandLine import as_command
-from inputs.models import load_tokenizer
-from methods.catalogue import catalogue as methods
-from methods.contrastive import contrastiveSampling
-from methods.drafters import CascadeDrafter, ModelDrafter
+from inputs.tokenizers import load_tokenizer
+from methods import catalogue
+from methods.cascade import CascadeDrafter
+from methods.contrastive import Contrast
+from methods.drafters import ModelDrafter
+from methods.selection import choose, choose_lossless
 from regrSampling import regrSampling
-from report.runReport import results
+from report import results
 from specSampling import specSampling
 from utils import GREEDY, Sampling
 
@@ -100,8 +102,8 @@ def test_a_full_disk_is_one_line_for_figures_and_pages_too(cli, flags, disk, cap
     assert cli.main([*flags, "--prompt", "a", "--html", str(page)]) == 2
     one_line(capsys, str(page), "No space left")
     assert os.listdir(disk.folder) == ["filling"]
-    monkeypatch.setattr("sweep.GAMMAS", range(1, 3))
-    monkeypatch.setattr("report.sweep_tables", lambda *_: ())
+    monkeypatch.setattr("experiments.sweep.GAMMAS", range(1, 3))
+    monkeypatch.setattr("report.runReport.sweep_tables", lambda *_: ())
     assert disk.mount("remount,size=28k").returncode == 0
     assert cli.main([*flags, "--sweep", "--sentences", "1", "--out", str(disk.folder)]) == 2
     one_line(capsys, "No space left", "What was measured is kept")
@@ -133,7 +135,7 @@ def test_a_folder_that_becomes_read_only_keeps_what_was_written(cli, flags, disk
 
 def test_a_models_folder_that_is_read_only_is_one_line(cli, flags, disk, hub, pair_folder, capsys, monkeypatch):
     hub.models["some/target"] = Repository({f.name: f for f in (pair_folder / "target").iterdir()})
-    monkeypatch.setattr("downloadModel.MODELS", disk.folder)
+    monkeypatch.setattr("inputs.folders.MODELS", disk.folder)
     assert disk.mount("remount,ro").returncode == 0
     assert cli.main([*flags, "--target", "some/target", "--out", str(disk.folder.parent)]) == 2
     one_line(capsys, str(disk.folder / "target.incomplete"), "Read-only")
@@ -301,7 +303,7 @@ def test_whatever_says_that_memory_is_full_is_one_line(cli, flags, tmp_path, cap
     def full(*_, **__):
         raise error
 
-    monkeypatch.setattr(methods, "specSampling", full)
+    monkeypatch.setattr(catalogue, "specSampling", full)
     assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
     one_line(capsys, "out of memory")
 
@@ -378,7 +380,7 @@ def test_logits_that_stop_being_finite_are_told_with_model_and_dtype(sampling, r
         speculative(good, ModelDrafter(bad)),
         speculative(good, CascadeDrafter(bad, ModelDrafter(draft))),
         speculative(good, CascadeDrafter(draft, ModelDrafter(bad))),
-        lambda: contrastiveSampling(prompts, good, bad, 20, callback=collect),
+        lambda: regrSampling(prompts, Contrast(good, bad), 20, GREEDY, callback=collect),
     ):
         seen.clear()
         with refused("the broken one", "not finite in float32 (nan or inf)"):
@@ -414,7 +416,7 @@ def test_what_overflows_in_float16_is_told_and_what_came_before_kept(cli, flags,
 
 def test_a_hub_that_fails_is_one_line(cli, flags, hub, pair_folder, tmp_path, capsys, monkeypatch):
     """Down, slow, busy or wrong, asked what there is or for a file; then it is well again, and nothing came twice."""
-    monkeypatch.setattr("downloadModel.MODELS", tmp_path / "models")
+    monkeypatch.setattr("inputs.folders.MODELS", tmp_path / "models")
     monkeypatch.setattr("time.sleep", lambda _: None)
     files = {f.name: f for f in (pair_folder / "target").iterdir()}
     hub.models["some/target"] = Repository(files)
@@ -446,7 +448,7 @@ def test_a_hub_that_fails_is_one_line(cli, flags, hub, pair_folder, tmp_path, ca
 
 
 def test_a_hub_that_does_not_answer_in_time_is_one_line(cli, flags, hub, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("downloadModel.MODELS", tmp_path / "models")
+    monkeypatch.setattr("inputs.folders.MODELS", tmp_path / "models")
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
     hub.slow = 0.5
     assert cli.main([*flags, "--target", "some/target", "--out", str(tmp_path)]) == 2
@@ -488,9 +490,10 @@ def test_a_context_that_is_exactly_full_is_enough_for_every_method(cli, flags, p
     arguments = [*flags, "--compare", "all", "--mid", str(pair_folder / "draft"), "--prompt", prompt]
     assert cli.main([*arguments, "--maxLen", str(new), "--temperature", "0", "--out", str(tmp_path)]) == 0
     measured = [m for m in lines_of(tmp_path) if m["kind"] == "speed"]
-    assert {m["prompt_tokens"] for m in measured} == {CONTEXT - new} and len(measured) == len(methods.ALL)
+    roles = {"draft", "mid"}
+    assert {m["prompt_tokens"] for m in measured} == {CONTEXT - new} and len(measured) == len(choose("all", roles))
     hashes = {m["method"]: m["sha256"] for m in measured}
-    assert {hashes[name] for name in methods.LOSSLESS} == {hashes["target"]}
+    assert {hashes[name] for name in choose_lossless("all", roles)} == {hashes["target"]}
     capsys.readouterr()
     assert cli.main([*arguments, "--maxLen", str(new + 1), "--out", str(tmp_path)]) == 2
     one_line(capsys, f"{CONTEXT - new} tokens and maxLen {new + 1} exceed the context")

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import io
 import itertools
-import operator
 import os
 import socket
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.draftLength import RULES as DRAFT_LENGTHS
+from decoding.lengthRules import RULES as DRAFT_LENGTHS
 from inputs.commandLine import Parser
 from inputs.models import DTYPES
 
@@ -172,7 +171,7 @@ TABLES = {
         "--offline": Switch,
         "--list": Switch,
     },
-    "plots": {
+    "drawRounds": {
         "--target": Name(),
         "--draft": Name(),
         "--prompt": Name(),
@@ -198,12 +197,24 @@ TABLES = {
 BASE = {"test": ["--target", "t", "--draft", "d"], "trainBundled": ["--texts", __file__]}
 # What each script may not touch before its flags are known to be right.
 GUARDED = {
-    "test": ["find_models", "load_tokenizer", "load_model", "results.Results.append"],
-    "benchmark": ["load", "load_tokenizer", "load_model"],
-    "downloadModel": ["download", "show"],
-    "downloadData": ["download_wikitext", "download_pg19", "install", "show"],
-    "plots": ["load_tokenizer", "load_model"],
-    "trainBundled": ["train_tokenizer", "train", "PreTrainedTokenizerFast"],
+    "test": [
+        "experiments.prepare.find_models",
+        "experiments.prepare.load_tokenizer",
+        "experiments.prepare.load_model",
+        "report.results.Results.append",
+    ],
+    "benchmark": ["benchmark.__main__.load", "benchmark.__main__.load_tokenizer", "benchmark.__main__.load_model"],
+    "downloadModel": ["downloadModel.download", "downloadModel.show"],
+    "downloadData": [f"downloadData.{name}" for name in ("download_wikitext", "download_pg19", "install", "show")],
+    "drawRounds": ["scripts.drawRounds.load_tokenizer", "scripts.drawRounds.load_model"],
+    "trainBundled": [
+        f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train", "PreTrainedTokenizerFast")
+    ],
+}
+MODULES = {
+    "benchmark": "benchmark.__main__",
+    "drawRounds": "scripts.drawRounds",
+    "trainBundled": "scripts.trainBundled",
 }
 
 
@@ -221,7 +232,8 @@ class Script:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             assert self.main([*BASE.get(self.name, []), *arguments]) == 2, arguments
         said = err.getvalue()
-        assert said.startswith(f"{self.name}.py: error: ") and said.count("\n") == 1 and said[-1] == "\n", said
+        script = self.name if self.name in MODULES else f"{self.name}.py"
+        assert said.startswith(f"{script}: error: ") and said.count("\n") == 1 and said[-1] == "\n", said
         assert out.getvalue() == "" and os.listdir() == [], arguments
 
 
@@ -232,7 +244,7 @@ class Made(Exception):
 @pytest.fixture(scope="module", params=TABLES)
 def script(request, cli, tmp_path_factory):
     name = request.param
-    module = cli if name == "test" else importlib.import_module(name)
+    module = cli if name == "test" else importlib.import_module(MODULES.get(name, name))
 
     def made(parser, _):
         raise Made(parser)
@@ -248,8 +260,7 @@ def script(request, cli, tmp_path_factory):
         patch.chdir(tmp_path_factory.mktemp(name))
         patch.setattr(socket.socket, "connect", touched)
         for each in GUARDED[name]:
-            holder, _, attribute = each.rpartition(".")
-            patch.setattr(operator.attrgetter(holder)(module) if holder else module, attribute, touched)
+            patch.setattr(each, touched)
         yield Script(name, module.main, caught.value.args[0], TABLES[name])
 
 

@@ -11,14 +11,15 @@ import torch
 from scipy.stats import chisquare, kstwo
 from test_specSampling import PROMPTS, near
 
-from experiments.measure import settings
-from lossless import evidence as losslessness
-from lossless.evidence import BINS, Evidence, Witness, greedy_figures, limit_of, seen_by
+from experiments import settings
+from lossless import scorer as scoring
+from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES, always_accept
-from methods.catalogue import catalogue as methods
+from lossless.scorer import Scorer, greedy_figures
+from methods import catalogue
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
-from report.runReport import losslessReport
+from report import losslessReport
 from specSampling import specSampling
 from utils import GREEDY, Sampling
 
@@ -43,9 +44,9 @@ def pair():
 
 def test_the_figures_of_three_tokens_by_hand():
     p, q = [0.5, 0.2, 0.3], [0.2, 0.6, 0.2]  # by q / p in order: 0, 2, 1
-    witness = Witness(Fixed(p), Fixed(q), Sampling(1.0, 0, 1.0))
-    witness.random = SimpleNamespace(random=lambda shape: np.full(shape, 0.25))
-    found = witness.evidence([[0]], [[0, 1, 2]])
+    scorer = Scorer(Fixed(p), Fixed(q), Sampling(1.0, 0, 1.0))
+    scorer.random = SimpleNamespace(random=lambda shape: np.full(shape, 0.25))
+    found = scorer.evidence([[0]], [[0, 1, 2]])
     assert found.u[0] == pytest.approx([0.125, 0.85, 0.575])
     assert found.surprise[0] == pytest.approx([-math.log(x) for x in (0.5, 0.2, 0.3)])
     entropy = -sum(x * math.log(x) for x in p)
@@ -62,10 +63,10 @@ def test_the_figures_of_three_tokens_by_hand():
     assert figures["p"]["neighbours"] == pytest.approx(math.erfc(abs(z) / 2**0.5))
 
 
-def test_without_a_draft_the_most_probable_tokens_come_last():
-    witness = Witness(Fixed([0.5, 0.2, 0.3]), None, Sampling(1.0, 0, 1.0))
-    witness.random = SimpleNamespace(random=np.zeros)
-    assert witness.evidence([[0]], [[0, 1, 2]]).u[0] == pytest.approx([0.0, 0.8, 0.5])
+def test_without_a_draft_the_most_probable_tokens_come_first():
+    scorer = Scorer(Fixed([0.5, 0.2, 0.3]), None, Sampling(1.0, 0, 1.0))
+    scorer.random = SimpleNamespace(random=np.zeros)
+    assert scorer.evidence([[0]], [[0, 1, 2]]).u[0] == pytest.approx([0.0, 0.8, 0.5])
 
 
 def test_the_tests_of_uniform_numbers_and_of_others():
@@ -88,7 +89,7 @@ def test_the_tests_of_uniform_numbers_and_of_others():
 
 def test_an_impossible_token_is_told_from_one_at_the_edge():
     def lost(probs, token, sampling):
-        return Witness(Fixed(probs), None, sampling).evidence([[0]], [[token]]).figures()
+        return Scorer(Fixed(probs), None, sampling).evidence([[0]], [[token]]).figures()
 
     nucleus = Sampling(1.0, 0, 0.7)
     for probs, token, sampling, edge in (
@@ -111,7 +112,7 @@ def test_an_exact_sampler_passes_and_the_same_seed_repeats_it(pair, sampling):
     def figures():
         generator = torch.Generator().manual_seed(0)
         texts, _ = specSampling(PROMPTS * 10, target, ModelDrafter(draft), 60, 4, sampling, None, generator)
-        return Witness(target, draft, sampling).evidence(PROMPTS * 10, texts).figures()
+        return Scorer(target, draft, sampling).evidence(PROMPTS * 10, texts).figures()
 
     found = figures()
     assert found == figures()
@@ -123,10 +124,10 @@ def test_rows_are_looked_at_in_parts(pair, monkeypatch):
     texts, _ = regrSampling(PROMPTS, target, 9, generator=torch.Generator().manual_seed(0))
 
     def look():
-        return Witness(target, draft, Sampling()).evidence(PROMPTS, texts)
+        return Scorer(target, draft, Sampling()).evidence(PROMPTS, texts)
 
     whole = look()
-    monkeypatch.setattr(losslessness, "ELEMENTS", 1)
+    monkeypatch.setattr(scoring, "ELEMENTS", 1)
     for one, other in zip(vars(whole).values(), vars(look()).values()):
         assert one == pytest.approx(other, abs=1e-4)
 
@@ -137,7 +138,7 @@ def test_each_planted_mistake_is_caught(pair, name):
     mistake, sampling = MISTAKES[name], MISTAKES[name].tested(Sampling(0.6, 0, 1.0))
     sampler = mistake.sampler(target, ModelDrafter(draft), 4, sampling, 0.4)
     texts, _ = sampler(PROMPTS * 16, 100, sampling, None, torch.Generator().manual_seed(0))
-    assert seen_by(Witness(target, draft, sampling).evidence(PROMPTS * 16, texts).figures(), limit_of(8))
+    assert seen_by(Scorer(target, draft, sampling).evidence(PROMPTS * 16, texts).figures(), limit_of(8))
 
 
 def test_the_stale_slot_is_stale_only_after_a_rejection(pair):
@@ -149,10 +150,10 @@ def test_the_stale_slot_is_stale_only_after_a_rejection(pair):
 
 def test_greedy_tokens_are_the_argmax_or_near_ties_or_neither():
     target = Fixed([0.3, 0.2999999, 0.3, 0.1])
-    witness = Witness(target, None, GREEDY)
+    scorer = Scorer(target, None, GREEDY)
 
     def figures(text, plain=None):
-        found = greedy_figures([text], [plain or text], [[3]], witness)
+        found = greedy_figures([text], [plain or text], [[3]], scorer)
         return [found[name] for name in ("tokens", "differing", "near_ties", "beyond")]
 
     assert figures([0, 0, 0]) == [3, 0, 0, 0]
@@ -165,11 +166,11 @@ def test_greedy_tokens_are_the_argmax_or_near_ties_or_neither():
 def test_rounding_grows_with_the_dtype_and_wrong_tokens_are_beyond_it(pair):
     target, _ = pair
     plain, _ = regrSampling(PROMPTS, target, 30, GREEDY)
-    witness = Witness(target, None, GREEDY)
-    right = greedy_figures(plain, plain, PROMPTS, witness)
+    scorer = Scorer(target, None, GREEDY)
+    right = greedy_figures(plain, plain, PROMPTS, scorer)
     assert (right["near_ties"], right["beyond"], right["differing"]) == (0, 0, 0) and right["allowed"] < 1e-3
     wrong = [[(token + 1) % 61 for token in text] for text in plain]
-    found = greedy_figures(wrong, plain, PROMPTS, witness)
+    found = greedy_figures(wrong, plain, PROMPTS, scorer)
     assert found["differing"] == len(PROMPTS) and found["beyond"] > 100
 
 
@@ -211,7 +212,7 @@ def prove(cli, flags, folder, *more):
 
 def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, capsys):
     code, lines, text = prove(cli, flags, tmp_path, "all", "--tokens", "60", "--maxLen", "12")
-    names = [name for name in methods.LOSSLESS if name != "cascade"]
+    names = ["fixed", "additive", "draftConfidence", "targetConfidence", "costAware", "block", "lookup"]
     assert code == 0 and "Lossless: 60 tokens of each of 7 methods" in text
     assert [m["method"] for m in lines if m["kind"] == "lossless"] == names
     assert all(m["limit"] == limit_of(7) and len(m["counts"]) == BINS for m in lines if m["kind"] == "lossless")
@@ -227,7 +228,7 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, 
 
 
 def test_a_wrong_sampler_fails_the_run(cli, flags, tmp_path, monkeypatch):
-    monkeypatch.setitem(methods.VERIFICATIONS, "token", always_accept)
+    monkeypatch.setitem(catalogue.VERIFICATIONS, "token", always_accept)
     code, lines, text = prove(cli, flags, tmp_path, "--tokens", "64", "--top_p", "0.5")
     assert code == 1 and "Not lossless: speculative fails by" in text
 
@@ -240,7 +241,7 @@ def test_without_chance_only_greedy_texts_are_compared(cli, flags, tmp_path):
 
 def test_the_number_of_texts_follows_the_tokens(flags):
     def rows(line):
-        return settings.rows(settings.parse([*flags, *line.split()]))
+        return settings.parse([*flags, *line.split()]).rows
 
     assert [rows(f"--lossless --tokens {n} --maxLen 20") for n in (1, 100, 100_000)] == [1, 5, 64]
     assert rows("--speed") == 1

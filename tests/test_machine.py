@@ -5,7 +5,7 @@ import platform
 
 import torch
 
-from experiments.measure import machine
+from experiments import machine
 
 
 def test_it_names_the_processor_and_the_versions():

@@ -1,5 +1,7 @@
-"""What is shown of each round: the pieces of text, the terminal, and the page, in a real browser where there is one."""
+"""What is shown of each round: the pieces of text, the terminal, and the page, in a browser if one is installed."""
 
+import base64
+import hashlib
 import io
 import json
 import os
@@ -13,11 +15,15 @@ import pytest
 from conftest import refused
 from helpers import tiny
 
-from inputs.models import load_tokenizer
-from methods.drafters import LookupDrafter, ModelDrafter
+from inputs.escape import visible
+from inputs.tokenizers import load_tokenizer
+from methods.drafters import ModelDrafter
+from methods.lookup import LookupDrafter
 from regrSampling import regrSampling
-from report.playback import Pieces, Round, Screen, Trace, Watched, pieces_of, visible, write_page
-from report.runReport import playback
+from report import playback
+from report.playback import write_page
+from report.screen import Screen
+from report.trace import Pieces, Round, Trace, Watched, pieces_of
 from specSampling import specSampling
 
 CURSED = "</script><img src=x onerror=alert(1)> & <b> \u2028 <!-- "
@@ -233,6 +239,11 @@ def test_text_the_screen_cannot_write_is_no_error(tokenizer):
     assert b"\\ud800?|? good" in raw.getvalue()
 
 
+def test_a_screen_without_rounds_ends_without_an_error(tokenizer):
+    """As after Ctrl-C during the prefill."""
+    assert streamed(tokenizer, [], file=Terminal(False), colour=False).endswith("Once|\n\n0 tokens\n")
+
+
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +300,16 @@ def test_the_page_holds_text_as_text_and_loads_nothing(tokenizer, page):
         for round, pieces in zip(rounds, pieces_of(rounds, tokenizer))
     ]
     assert os.listdir(path.parent) == [path.name] and os.stat(path).st_mode & 0o777 == 0o644
+
+
+def test_the_page_may_run_its_own_style_and_script_and_nothing_else(page):
+    source = page[0].read_text(encoding="utf-8")
+    hashes = [
+        "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for text in (source.split(f"<{tag}>")[1].split(f"</{tag}>")[0] for tag in ("style", "script"))
+    ]
+    assert [source.count(f"{name}-src") for name in ("default", "style", "script")] == [1, 1, 1]
+    assert f"content=\"default-src 'none'; style-src '{hashes[0]}'; script-src '{hashes[1]}'\"" in source
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tokenizer, tmp_path):
@@ -363,7 +384,10 @@ document.title = JSON.stringify(log);
 
 
 def test_keys_buttons_and_slider(tokenizer, tmp_path, browser, monkeypatch):
-    monkeypatch.setattr(playback, "SCRIPT", playback.SCRIPT + DRIVER)
+    shutil.copytree(playback.PARTS, tmp_path / "parts")
+    with (tmp_path / "parts" / "script.js").open("a") as script:
+        script.write(DRIVER)
+    monkeypatch.setattr(playback, "PARTS", tmp_path / "parts")
     write_page(tmp_path / "page.html", "", of_text(tokenizer, MANY_BYTES), tokenizer, "", {})
     log = json.loads(Page(browser(f"file://{tmp_path}/page.html")).texts["title"])
     last = int(log[0].split("#")[0].split()[-1])

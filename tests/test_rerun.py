@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from test_flags import TABLES, said
 from tqdm import tqdm
 
-from experiments.measure import measure as experiments
-from experiments.measure import rerun, settings
-from methods.catalogue import catalogue as methods
+from experiments import measure, rerun, settings
+from methods.catalogue import METHODS, Decoding
+from methods.selection import repeatable
 from utils import UserError
 
 # Of all methods, but for those of a temperature of their own, and with two that do not depend on the draft's luck.
@@ -179,12 +180,14 @@ def test_flags_that_were_recorded_are_the_flags_again(data):
     chosen = data.draw(st.lists(st.sampled_from(sorted(table)), unique=True, max_size=9))
     values = [said(flag, data.draw(st.sampled_from(list(table[flag].right) or [None]))) for flag in chosen]
     try:
-        args = settings.parse(["--target", "t", "--draft", "d", *sum(values, [])])
-    except UserError:  # some do not go together
+        first = settings.parse(["--target", "t", "--draft", "d", *sum(values, [])])
+    except UserError:  # Some do not go together.
         return
-    kept = {key: str(value) if key in ("out", "promptFile") and value else value for key, value in vars(args).items()}
-    record = {"run": "r", "device": "cpu", "flags": json.loads(json.dumps(kept))}
-    assert vars(settings.parse(rerun.arguments(record, str(args.out)))) == vars(args) | {"device": args.device or "cpu"}
+    record = {"run": "r", "device": "cpu", "flags": json.loads(json.dumps(first.flags))}
+    device = first.models.device or "cpu"
+    again = settings.parse(rerun.arguments(record, str(first.output.folder)))
+    assert again.flags == first.flags | {"device": device}
+    assert again == replace(first, models=replace(first.models, device=device), flags=again.flags)
 
 
 @pytest.mark.parametrize("names, repeats, bar", [(NAMES[::-1], "1", True), (NAMES, "2", False)])
@@ -192,7 +195,7 @@ def test_neither_order_nor_repeats_nor_a_progress_bar_changes_a_token(
     cli, flags, made, tmp_path, monkeypatch, names, repeats, bar
 ):
     shown = io.StringIO()
-    monkeypatch.setattr(experiments, "tqdm", lambda *a, **k: tqdm(*a, **k | {"disable": not bar, "file": shown}))
+    monkeypatch.setattr(measure, "tqdm", lambda *a, **k: tqdm(*a, **k | {"disable": not bar, "file": shown}))
     arguments = ["--compare", ",".join(names), "--contrastiveTemperature", "0.7", "--seed", "5"]
     assert cli.main([*flags, *arguments, "--repeats", repeats, "--out", str(tmp_path)]) == 0
     before, after = (rerun.comparable(lines_of(folder)) for folder in (made, tmp_path))
@@ -203,8 +206,6 @@ def test_neither_order_nor_repeats_nor_a_progress_bar_changes_a_token(
 
 
 def test_only_what_follows_the_clock_is_not_repeatable():
-    args = settings.parse(["--target", "x", "--draft", "y"])
-    assert [name for name in methods.METHODS if not methods.repeatable(name, args)] == ["costAware"]
-    args.draftLength = "costAware"
-    clocked = {name for name in methods.METHODS if not methods.repeatable(name, args)}
+    assert [name for name in METHODS if not repeatable(name, Decoding())] == ["costAware"]
+    clocked = {name for name in METHODS if not repeatable(name, Decoding(draft_length="costAware"))}
     assert clocked == {"costAware", "speculative", "speculativeContrastive"}

@@ -14,8 +14,11 @@ from io import StringIO
 import pytest
 from conftest import ROOT, refused
 
+from report import results
+from report.lines import swept
 from report.results import Results
-from report.runReport import WIDTH, results, show
+from report.runReport import show
+from report.tables import WIDTH
 from utils import UserError
 
 FORK = multiprocessing.get_context("fork")
@@ -215,6 +218,16 @@ def test_no_figure_is_cut_however_large(tmp_path):
         assert re.search(rf"(^|\s){re.escape(figure)}($|\s)", text, re.M), figure
     assert all(word in text for word in name.split())
     assert all(len(line) <= WIDTH for line in text.splitlines())
+
+
+def test_the_sweep_leaves_out_texts_of_other_modes_temperatures_and_prompt_lengths():
+    lines = [
+        speed_line(mode=mode, temperature=temperature, promptLen=length)
+        for mode in ("sweep", "speed")
+        for temperature in (0, 0.85)
+        for length in (16, 64)
+    ]
+    assert swept([*lines, {"kind": "end"}], {"temperature": 0.85, "promptLen": 16}) == [lines[2]]
 
 
 @pytest.mark.parametrize("max_len", [1, 2])

@@ -1,4 +1,4 @@
-"""Nothing that a model, a text, a hub or a file says is run, and nothing of it is written elsewhere or steers the
+"""Content of models, texts, hubs and files is never run as code, written outside its folder, or able to control the
 screen."""
 
 import json
@@ -12,9 +12,12 @@ from localHub import Repository
 
 import downloadData
 import downloadModel
-from inputs.hub import HubFile, describe, read_manifest, write_manifest
-from inputs.models import load_model, load_tokenizer, weight_files
-from report.runReport import figures as plots
+from inputs import folders
+from inputs.hub import describe
+from inputs.manifest import HubFile, read_manifest, write_manifest
+from inputs.models import load_model, weight_files
+from inputs.tokenizers import load_tokenizer
+from scripts import drawRounds
 
 ELSEWHERE = ("../../x", "/etc/x", "a/../../x", "..\\..\\x", "C:\\x", "C:x", "..")
 NO_IDS = (
@@ -34,9 +37,9 @@ CURSED = "\x1b[31mred\x07\x9b2J\u202e $x$ [bold]b[/] <script>alert(1)</script>\n
 
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
-    """The folders that downloads go to, within one that must stay as it is."""
-    for module, name in (downloadModel, "MODELS"), (downloadData, "DATASETS"):
-        monkeypatch.setattr(module, name, tmp_path / "outside" / name.lower())
+    """The folders of downloads, in a folder that must not change."""
+    for name in "MODELS", "DATASETS":
+        monkeypatch.setattr(folders, name, tmp_path / "outside" / name.lower())
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "mine").write_text("mine")
     yield tmp_path / "outside"
@@ -66,7 +69,7 @@ def test_no_file_of_a_hub_is_written_elsewhere(hub, outside, path):
 
 @pytest.mark.parametrize("path", ELSEWHERE)
 def test_no_record_of_a_download_removes_a_file_elsewhere(hub, outside, capsys, path):
-    """What a record names and is not whole is removed before it is fetched again; a folder may come from anywhere."""
+    """A damaged file that a manifest names is removed before it is fetched again, and a folder may be from anyone."""
     hub.models["some/thing"] = Repository({"config.json": b"{}", "model.safetensors": b"x"})
     folder = outside / "models" / "thing"
     folder.mkdir(parents=True)
@@ -104,7 +107,7 @@ def test_weights_are_those_of_the_folder(model_folder):
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_a_config_cannot_ask_for_code_of_the_hub(model_folder, key):
-    """Where the library's package for kernels is installed, such a name would be fetched and run."""
+    """With the package `kernels` installed, transformers would fetch and run code of that name."""
     config = model_folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {key: "some-body/evil-attention"}))
     model = load_model(model_folder, load_tokenizer(model_folder), "float32", "cpu")
@@ -129,7 +132,7 @@ def test_a_chat_template_that_fails_or_breaks_out_is_one_line(cli, flags, model_
 
 
 def test_no_name_or_text_steers_the_screen_or_the_results(cli, flags, pair_folder, tmp_path, capsys):
-    """Names of folders and files, the text measured, the command: all as they are, escaped."""
+    """Names of folders and files, the text and the command appear as they are, but escaped."""
     folder = shutil.copytree(pair_folder / "target", tmp_path / CURSED.replace("/", ""))
     text = tmp_path / (CURSED.replace("/", "") + ".txt")
     text.write_text(CURSED * 5)
@@ -147,7 +150,7 @@ def test_no_name_or_text_steers_the_screen_or_the_results(cli, flags, pair_folde
 
 @pytest.mark.parametrize("text", [CURSED, "$\\frac{1}{", "$$ \\ $", "\U0001f600 漢字 \u202e"])
 def test_a_figure_shows_a_text_as_it_is(tmp_path, monkeypatch, text, recwarn):
-    """A pair of dollars would be read as mathematics, of which most texts are no valid one."""
+    """matplotlib reads text between two dollar signs as mathematics, and refuses most of it."""
     monkeypatch.setattr("matplotlib.mathtext.MathTextParser.parse", lambda *_: pytest.fail("read as mathematics"))
-    plots.draw_rounds(text, [[[], [], [text]], [[text], [text], [text]]], tmp_path / "rounds.png")
+    drawRounds.draw_rounds(text, [[[], [], [text]], [[text], [text], [text]]], tmp_path / "rounds.png")
     assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG") and not recwarn.list

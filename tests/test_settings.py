@@ -2,25 +2,39 @@
 
 import pytest
 
-from experiments.measure import settings
+from engine.graphs import Plan
+from experiments import flags, settings
+from methods import catalogue
+from methods.catalogue import Decoding, Method
+from methods.selection import build, choose, choose_lossless, plan_graphs, repeatable
+
+
+def planned(argv):
+    """`plan_graphs` of the methods that these flags name."""
+    found = settings.parse(argv)
+    penalised = found.sampling.repetition_penalty != 1
+    return plan_graphs(found.measuring.names, found.decoding, penalised, "sweep" in found.measuring.groups)
 
 
 @pytest.mark.parametrize(
     ("argv", "graphs"),
     [
-        (["--speed"], {"target": ({5}, {(1, 1)}), "draft": (set(), {(2, 1), (2, 4)})}),
-        (["--speed", "--gamma", "7"], {"target": ({8}, {(1, 1)}), "draft": (set(), {(2, 1), (2, 7)})}),
-        (["--compare", "target"], {"target": ({5}, {(1, 1)})}),
-        (["--speed", "--repetition_penalty", "1.2"], {"target": ({1, 5}, {(1, 1)}), "draft": ({1, 2}, None)}),
-        (["--contrastive"], {"target": ({1, 5}, {(1, 1)}), "draft": ({1, 5}, {(2, 4)})}),
-        (["--compare", "cascade", "--gamma1", "3"], {"target": ({5}, {(1, 1)}), "mid": ({5}, set())}),
+        (["--speed"], {"target": ({5}, {1}, 1), "draft": (set(), {1, 4}, 2)}),
+        (["--speed", "--gamma", "7"], {"target": ({8}, {1}, 1), "draft": (set(), {1, 7}, 2)}),
+        (["--lossless"], {"target": ({5}, set(), 1), "draft": (set(), {4}, 2)}),
+        (["--compare", "target"], {"target": (set(), {1}, 1)}),
+        (["--speed", "--repetition_penalty", "1.2"], {"target": ({1, 5}, {1}, 1), "draft": ({1, 2}, {1, 4}, 2)}),
+        (["--contrastive"], {"target": ({1, 5}, {1}, 1), "draft": ({1, 5}, {4}, 2)}),
+        (
+            ["--compare", "cascade", "--gamma1", "3"],
+            {"target": ({5}, {1}, 1), "mid": ({5}, set(), 1), "draft": (set(), {3}, 2)},
+        ),
+        (["--sweep"], {"target": ({2, 3, 5, 8, 11}, {1}, 1), "draft": (set(), {1, 2, 4, 8}, 2)}),
     ],
 )
 def test_the_graphs_that_the_flags_are_worth(argv, graphs):
-    args = settings.parse([*argv, "--target", "bundled-target", "--draft", "bundled-draft", "--mid", "bundled-mid"])
-    found = settings.graphs(args, {name for names in settings.groups_of(args).values() for name in names})
-    for role, (widths, runs) in graphs.items():
-        assert found[role][0] == widths and runs in (None, found[role][1])
+    plans, _ = planned([*argv, "--target", "bundled-target", "--draft", "bundled-draft", "--mid", "bundled-mid"])
+    assert {role: (plan.widths, plan.draws, plan.read) for role, plan in plans.items()} == graphs
 
 
 @pytest.mark.parametrize(
@@ -38,6 +52,32 @@ def test_the_graphs_that_the_flags_are_worth(argv, graphs):
     ],
 )
 def test_the_guesses_that_are_one_graph_with_their_scoring(argv, guesses):
-    args = settings.parse([*argv, *([] if "lookup" in argv else ["--draft", "bundled-draft", "--mid", "bundled-mid"])])
-    names = {name for names in settings.groups_of(args).values() for name in names}
-    assert settings.guesses_at_once(args, names) == guesses
+    _, found = planned([*argv, *([] if "lookup" in argv else ["--draft", "bundled-draft", "--mid", "bundled-mid"])])
+    assert found == guesses
+
+
+def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
+    """Nothing else knows the methods by name: one more entry, and flags, help and graphs have it."""
+    toy = Method(
+        "toy",
+        "an example of a method",
+        lambda models, decoding, wrap: models["target"],
+        needs=("draft",),
+        graphs=lambda decoding: {"target": Plan(frozenset({decoding.gamma or 17}))},
+        round=lambda decoding: 17,
+        lossless=True,
+        seeded=lambda decoding: decoding.verification != "block",
+        modes=("speed",),
+    )
+    monkeypatch.setitem(catalogue.METHODS, "toy", toy)
+    models = ["--target", "t", "--draft", "d"]
+    assert settings.parse([*models, "--compare", "toy"]).measuring.groups == {"compare": ["target", "toy"]}
+    assert settings.parse([*models, "--lossless", "toy"]).measuring.groups == {"lossless": ["toy"]}
+    assert settings.parse([*models, "--speed"]).measuring.groups["speed"][-1] == "toy"
+    assert "toy" in choose("all", {"draft"}) and "toy" in choose_lossless("all", {"draft"})
+    assert "toy" not in choose("all", ())
+    helps = {action.dest: action.help for action in flags.parser()._actions}
+    assert "toy (an example of a method)" in helps["compare"] and "toy" in helps["lossless"]
+    assert plan_graphs(["toy"], Decoding(), False, False) == ({"target": Plan(frozenset({17}))}, 17)
+    assert repeatable("toy", Decoding()) and not repeatable("toy", Decoding(verification="block"))
+    assert build(["toy"], {"target": 42}, Decoding()) == {"toy": 42}

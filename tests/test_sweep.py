@@ -7,7 +7,7 @@ from test_specSampling import PROMPTS, near
 from test_speed import measurement
 
 from decoding.verification import token_rule
-from experiments.measure import sweep, theory
+from experiments import sweep, theory
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import Sampling, probabilities

@@ -4,7 +4,7 @@ import pytest
 from conftest import refused
 
 from datasets import Dataset, DatasetDict
-from inputs import texts
+from inputs import folders, texts
 from inputs.texts import Corpus, load_corpora
 
 WIKI = [" = Tarn = \n", "", " A tarn is a small lake . \n", " = = Origin = = \n", " It was cut by ice . \n"]
@@ -42,7 +42,7 @@ def test_an_unknown_data_set_is_refused(tmp_path, monkeypatch):
         load_corpora("~nobody-of-this-name/x")
     with refused("no such path"):
         load_corpora("x" * 5000)
-    monkeypatch.setattr(texts, "DATASETS", tmp_path)
+    monkeypatch.setattr(folders, "DATASETS", tmp_path)
     with refused("datasets/wikitext", "downloadData.py", "--dataset sample"):
         load_corpora("wikitext")
 
@@ -67,7 +67,7 @@ def test_a_binary_file_is_refused(tmp_path, content):
 
 def test_a_folder_of_books_is_one_corpus_of_many_documents(tmp_path, monkeypatch):
     (tmp_path / "part").mkdir()
-    (tmp_path / "odd.txt").mkdir()  # a folder, whatever its name says
+    (tmp_path / "odd.txt").mkdir()  # a folder, though its name ends like a file's
     for name, text in {"b.txt": "\ufeffSecond.", "a.TXT": "First.", "part/c.raw": "Third.", "d.txt": ""}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     (corpus,) = load_corpora(str(tmp_path))
@@ -83,7 +83,7 @@ def test_a_saved_data_set_gives_its_rows(tmp_path):
 
 @pytest.mark.parametrize("rows", [WIKI, [row.rstrip("\n") for row in WIKI]], ids=["with line ends", "without"])
 def test_the_rows_of_wikitext_are_joined_and_its_test_split_used(tmp_path, monkeypatch, rows):
-    monkeypatch.setattr(texts, "DATASETS", tmp_path)
+    monkeypatch.setattr(folders, "DATASETS", tmp_path)
     DatasetDict(
         {"train": Dataset.from_dict({"text": ["not this"]}), "test": Dataset.from_dict({"text": rows})}
     ).save_to_disk(tmp_path / "wikitext")

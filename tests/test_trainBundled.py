@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from inputs.models import load_model, load_tokenizer
-from inputs.texts import DATASETS
+from inputs.folders import DATASETS
+from inputs.models import load_model
+from inputs.tokenizers import load_tokenizer
 from scripts import trainBundled
+from scripts.trainBundled import MIXED, Recipe
+from scripts.training import Stage, windows
 
 
 def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, capsys):
@@ -14,8 +17,8 @@ def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, c
         trainBundled,
         "MODELS",
         {
-            "target": (2, 64, None, [(10**6, 1.0, (256,), (2048,)), (10**6, 0.3, trainBundled.MIXED, (256,))]),
-            "draft": (1, 32, "target", [(10**6, 1.0, (256,), (256,))]),
+            "target": Recipe(2, 64, None, [Stage(10**6, 1.0, (256,), (2048,)), Stage(10**6, 0.3, MIXED, (256,))]),
+            "draft": Recipe(1, 32, "target", [Stage(10**6, 1.0, (256,), (256,))]),
         },
     )
     sample = DATASETS / "sample"
@@ -58,7 +61,7 @@ def test_windows_cover_the_corpus_in_each_pass(length):
     import random
 
     tokens = torch.arange(100)
-    source = trainBundled.windows(tokens, length, random.Random(0))
+    source = windows(tokens, length, random.Random(0))
     firsts = {int(next(source)[0]) for _ in range((100 - 2 * length) // length)}
     assert len(firsts) == (100 - 2 * length) // length
     assert len({f % length for f in firsts}) == 1

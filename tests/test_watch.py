@@ -2,7 +2,7 @@
 
 import time
 
-from decoding.watch import Watch
+from decoding.record import Watch
 
 
 def test_laps_are_those_of_the_clock(monkeypatch):

@@ -1,19 +1,20 @@
-// Attention of a few tokens over the slots of a cache kept in bfloat16 or float32; arithmetic in float32.
+// Attention of a few tokens over the slots of a KV cache in bfloat16 or float32. Arithmetic is in float32.
 #pragma once
 #include "numbers.h"
 
-constexpr int MANY = 5;        // queries of a head at a time, as many as there are registers for
-constexpr float NEVER = -1e30f;  // the score of a slot behind the token
+constexpr int MANY = 5;          // Queries of a head in one pass: the registers have no room for more.
+constexpr float NEVER = -1e30f;  // The score of a masked slot, one after the query's position.
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-// The bits of 16 numbers, or of 32 of 16 bits, of which `left` are there; the others are 0.
+// A vector of 16 float32 or 32 bfloat16 numbers, as bits. Only `left` of them exist; the other lanes are 0.
 static inline __m512i load(const float* x, long left) { return _mm512_maskz_loadu_epi32(first(left), x); }
 static inline __m512i load(const bf16* x, long left) {
     return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : (1u << left) - 1, x);
 }
+// Numbers in a vector.
 template <typename T> constexpr int LOADED = 64 / sizeof(T);
 
-// sum + the products of each lane
+// sum + a * b in each lane. A lane of 32 bits holds one float32 number, or two bfloat16 numbers with two products.
 static inline __m512 multiplied(const float*, __m512i a, __m512i b, __m512 sum) {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
 }
@@ -21,7 +22,7 @@ static inline __m512 multiplied(const bf16*, __m512i a, __m512i b, __m512 sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
 
-// Lane j of the result is the sum of all lanes of v[j].
+// Lane j of the result is the sum of all lanes of v[j], for 16 vectors.
 static inline __m512 sums(const __m512* v) {
     __m512 a[8], b[4], c[2];
 #pragma GCC unroll 8
@@ -39,7 +40,7 @@ static inline __m512 sums(const __m512* v) {
     return join(c[0], c[1]);
 }
 
-// Lane j of v[k] becomes lane k of v[j].
+// Transposes 16 vectors: lane j of v[k] becomes lane k of v[j].
 static inline void transpose(__m512i* v) {
     __m512i w[16];
 #pragma GCC unroll 8
@@ -51,7 +52,7 @@ static inline void transpose(__m512i* v) {
         v[k + 2] = _mm512_unpacklo_epi64(w[k + 1], w[k + 3]), v[k + 3] = _mm512_unpackhi_epi64(w[k + 1], w[k + 3]);
     }
 #pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {  // v[4 i + k] has rows 4 i ... 4 i + 3 of the columns k, k + 4, k + 8, k + 12
+    for (int k = 0; k < 4; k++) {  // v[4 i + k] holds rows 4 i to 4 i + 3 of columns k, k + 4, k + 8, k + 12.
         auto low = _mm512_shuffle_i32x4(v[k], v[k + 4], 0x88), lower = _mm512_shuffle_i32x4(v[k], v[k + 4], 0xdd);
         auto high = _mm512_shuffle_i32x4(v[k + 8], v[k + 12], 0x88);
         auto higher = _mm512_shuffle_i32x4(v[k + 8], v[k + 12], 0xdd);
@@ -62,7 +63,7 @@ static inline void transpose(__m512i* v) {
     for (int k = 0; k < 16; k++) v[k] = w[k];
 }
 
-// s[N]: each of N queries with each of 16 keys, the last of `keys` again where fewer are left
+// s[N]: the dot products of N queries with 16 keys, one key a lane. If fewer than 16 are left, the last one fills up.
 template <typename T, int D, int N>
 static inline void score(const T (*queries)[D], const T* keys, long left, __m512* s) {
     auto key = [&](int k) { return keys + std::min(long(k), left - 1) * D; };
@@ -78,9 +79,9 @@ static inline void score(const T (*queries)[D], const T* keys, long left, __m512
         s[0] = sums(spread);
         return;
     }
-    // With more of them it is cheaper to have the keys side by side first.
+    // With several queries it is cheaper to transpose the keys first, so that each lane belongs to one key.
     for (int i = 0; i < N; i++) s[i] = _mm512_setzero_ps();
-    auto part = [&]<int PAIRS>(int l, std::integral_constant<int, PAIRS>) {  // of 4 bytes: one number, or two
+    auto part = [&]<int PAIRS>(int l, std::integral_constant<int, PAIRS>) {  // A pair is 4 bytes: one number or two.
         __m512i v[16];
 #pragma GCC unroll 16
         for (int k = 0; k < 16; k++) v[k] = load(key(k) + l, D - l);
@@ -99,7 +100,8 @@ static inline void score(const T (*queries)[D], const T* keys, long left, __m512
     if constexpr (WHOLE < D) part(WHOLE, std::integral_constant<int, (D - WHOLE) * int(sizeof(T)) / 4>());
 }
 
-// weights[N][reach]: the softmax over the slots up to at[N], but for its denominators, which are returned in total[N]
+// The softmax over the slots up to position at[i], for N queries: numerators in weights[N][reach], denominators in
+// total[N].
 template <typename T, int D, int N>
 static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, long reach, float scale, float* weights,
                   float* total) {
@@ -132,8 +134,9 @@ static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, long 
     for (int i = 0; i < N; i++) total[i] = _mm512_reduce_add_ps(sum[i]);
 }
 
-// 32 numbers from x on, of which `left` are there: of 16 bits those in even places and those in odd ones, else the
-// first 16 and the others. And back.
+// `widened` reads 32 numbers at x, of which `left` exist, as two vectors of float32. Of bfloat16 numbers, y[0] gets
+// those in even places and y[1] those in odd places. Of float32 numbers, y[0] gets the first 16 and y[1] the rest.
+// `narrowed` is the inverse.
 static inline void widened(const float* x, long left, __m512* y) {
     y[0] = _mm512_maskz_loadu_ps(first(left), x), y[1] = _mm512_maskz_loadu_ps(first(left - 16), x + 16);
 }
@@ -151,12 +154,13 @@ static inline void narrowed(const __m512* y, long left, bf16* x) {
     _mm512_mask_storeu_epi16(x, left >= 32 ? ~0u : (1u << left) - 1, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
 }
 
-// out[N][stride]: the means of the values, weighted by weights[N][reach]. In tiles of slots, which stay at hand while
-// one part of 32 numbers after the other is summed in registers.
+// out[N][stride]: the sum of the values, weighted by weights[N][reach] and divided by total[N]. The loop goes by tiles
+// of slots, which stay in the processor's cache, and within a tile by parts of 32 numbers, whose accumulators stay in
+// registers.
 template <typename T, int D, int N>
 static void mix(const T* values, const float* weights, const float* total, long reach, T* out, long stride) {
     constexpr long TILE = 64, PARTS = (D + 31) / 32;
-    constexpr int WAYS = N == 1 ? 4 : N == 2 ? 2 : 1;  // sums side by side: one alone would wait for itself
+    constexpr int WAYS = N == 1 ? 4 : N == 2 ? 2 : 1;  // Accumulators that do not wait for each other.
     __m512 sum[PARTS][N][2] = {};
     for (long from = 0; from < reach; from += TILE)
 #pragma GCC unroll 1
@@ -208,9 +212,9 @@ static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, long 
         float* s = weights + i * reach;
         long seen = at[i] + 1;
         float top = NEVER, sum = 0;
-        // A pass for each step: together they would not be computed in vectors.
+        // One loop for each step: the compiler does not vectorise them together.
         for (long j = 0; j < seen; j++) top = s[j] > top ? s[j] : top;
-        // Beyond -80 the vector library's exp computes one number at a time.
+        // Below -80 the vector library's exp computes one number at a time.
         for (long j = 0; j < seen; j++) s[j] = s[j] - top > -80 ? s[j] - top : -80;
         for (long j = 0; j < seen; j++) s[j] = expf(s[j]);
         for (long j = 0; j < seen; j++) sum += s[j];
@@ -233,8 +237,8 @@ static void mix(const T* values, const float* weights, const float* total, long 
 }
 #endif
 
-// query [B, H, n, d] in any order but for its last axis; keys and values: of a cache; positions int64 [B, n] ->
-// out [B, n, H, d]
+// query [B, H, n, d] attends to keys and values [B, G, capacity, d], up to its positions int64 [B, n] ->
+// out [B, n, H, d]. Only the last axis of the query must be contiguous. H / G query heads share a head of the cache.
 template <typename T, int D>
 static void attend(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, const int64_t* positions,
                    const at::Tensor& out, float scale) {
@@ -270,13 +274,13 @@ static void attend(const at::Tensor& query, const at::Tensor& keys, const at::Te
     });
 }
 
-// x in the dtype of `kept`, the numbers of its last axis side by side
+// x in the dtype of `kept`, with a contiguous last axis.
 static at::Tensor as_kept(const at::Tensor& x, const at::Tensor& kept) {
     auto y = x.to(kept.scalar_type());
     return y.stride(-1) == 1 ? y : y.contiguous();
 }
 
-// states [B, G, n, d] to the slots of kept [B, G, capacity, d] that positions [B, n] name
+// Copies states [B, G, n, d] to the slots of kept [B, G, capacity, d] that positions [B, n] name.
 static void store(const at::Tensor& states, const at::Tensor& positions, const at::Tensor& kept) {
     auto from = as_kept(states, kept);
     long size = kept.element_size(), bytes = kept.size(3) * size;
@@ -291,8 +295,9 @@ static void store(const at::Tensor& states, const at::Tensor& positions, const a
             }
 }
 
-// The tokens' keys and values [B, G, n, d] go to the slots of the cache, kept_keys and kept_values [B, G, capacity, d],
-// that their positions [B, n] name; then query [B, H, n, d] attends to the slots up to its own -> [B, n, H, d].
+// The operator `attend`. First it writes the tokens' keys and values [B, G, n, d] to the slots of the cache, kept_keys
+// and kept_values [B, G, capacity, d], that positions [B, n] name. Then each query of [B, H, n, d] attends to the slots
+// up to its own position -> [B, n, H, d].
 static at::Tensor attend_slots(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                                const at::Tensor& positions, const at::Tensor& kept_keys,
                                const at::Tensor& kept_values, double scale) {

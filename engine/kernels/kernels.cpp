@@ -1,11 +1,11 @@
-// What decoding on a CPU spends its time on, for the few tokens of a round, as operators that a graph can hold.
+// The operators on which decoding on a CPU spends its time, for the few tokens of a round. A graph can contain them.
 #include "attention.h"
 #include "linear.h"
 #include "sampling.h"
 
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 
-// The same as C functions, which graphs call without going through Python (nativeKernels.py reads how they look).
+// The same operators as C functions, which graphs call without going through Python. loader.py reads the declarations.
 #define TENSOR(handle) (*torch::aot_inductor::tensor_handle_to_tensor_pointer(handle))
 #define GIVE(...) \
     AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({ *result = torch::aot_inductor::new_tensor_handle(__VA_ARGS__); })

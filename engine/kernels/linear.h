@@ -1,15 +1,17 @@
-// Linear layers of a few tokens, which take as long as their weights take to read.
+// Linear layers applied to a few tokens. They take as long as it takes to read the weight, so each weight is read once.
 //
-// A weight [out, in] is kept as [out / 32][in / PAIR][32][PAIR]: 32 outputs stand side by side in vector registers, and
-// a block of 32 is read from one end to the other while up to 12 tokens are multiplied with it.
+// The rows of a weight [out, in] are packed in blocks of 32: [out / 32][in / PAIR][32][PAIR]. The 32 outputs of a block
+// lie side by side in vector registers. A block is read from one end to the other while up to 12 tokens are multiplied
+// with it.
 
 #pragma once
 #include "numbers.h"
 
-constexpr long SIDE = 32, MOST = 12;  // outputs, tokens
-template <typename T> constexpr long PAIR = 4 / sizeof(T);  // 16-bit numbers are multiplied two by two
+constexpr long SIDE = 32, MOST = 12;  // Outputs of a block; tokens multiplied with it in one pass.
+template <typename T> constexpr long PAIR = 4 / sizeof(T);  // One instruction multiplies a pair of 16-bit numbers.
 
-template <int M>  // M tokens x[M, in] times one block; sums[M][32]
+// M tokens x[M, in] times one block -> sums[M][32]. The accumulators stay in registers.
+template <int M>
 static void multiply(const float* x, const float* block, long in, float (*sums)[SIDE]) {
     float acc[M][SIDE] = {};
     for (long k = 0; k < in; k++, block += SIDE) {
@@ -65,15 +67,16 @@ static void multiply(long tokens, const T* x, const T* block, long in, float (*s
 #undef CASE
 }
 
-// By Abramowitz and Stegun, 7.1.26: with an error of 1.5e-7 in erf.
+// GELU, with erf by formula 7.1.26 of Abramowitz and Stegun, whose error is at most 1.5e-7.
 static inline float gelu_of(float x) {
     float z = std::abs(x) * 0.70710678f, t = 1 / (1 + 0.3275911f * z);
     float series = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
-    float tail = series * expf(-std::min(z * z, 80.f));  // beyond, exp is slow, and 0
+    float tail = series * expf(-std::min(z * z, 80.f));  // Beyond 80, exp is slow and the tail is negligible.
     return 0.5f * x * (x > 0 ? 2 - tail : tail);
 }
 
-// y[count] = sums + bias, and its GELU: of what a layer by itself would have put out
+// y[count] = sums + bias, followed by GELU if `gelu`. GELU is applied to the sum rounded to T, which is what a linear
+// layer without GELU returns.
 template <typename T>
 static inline void finish(const float* sums, const T* bias, T* y, long count, bool gelu) {
     float z[SIDE] = {};
@@ -91,7 +94,7 @@ static inline void finish(const float* sums, const T* bias, T* y, long count, bo
 template <typename T>
 static void linear(const T* x, const T* packed, const T* bias, T* y, long tokens, long in, long out, bool gelu) {
     long passes = (tokens + MOST - 1) / MOST, blocks = (out + SIDE - 1) / SIDE;
-    long worthwhile = std::max(1l, 65536 / (in * SIDE * long(sizeof(T))));  // blocks for which a thread is woken
+    long worthwhile = std::max(1l, 65536 / (in * SIDE * long(sizeof(T))));  // Blocks that are worth waking a thread.
     at::parallel_for(0, blocks, worthwhile, [&](long first, long last) {
         float sums[MOST][SIDE];
         for (long b = first; b < last; b++)
@@ -105,7 +108,7 @@ static void linear(const T* x, const T* packed, const T* bias, T* y, long tokens
     });
 }
 
-// x [..., in], packed as above, bias [out] or none -> [..., out], or the GELU of that
+// The operator `linear`: x [..., in], a weight packed as above, bias [out] or none -> [..., out], after GELU if `gelu`.
 static at::Tensor linear_packed(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                                 int64_t out, bool gelu) {
     auto rows = x.contiguous();

@@ -1,4 +1,4 @@
-// What the kernels share: 16-bit numbers, and the memory of a tensor.
+// Shared by all kernels: conversion of bfloat16, vector helpers, prefetch, and access to a tensor's memory.
 #pragma once
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -25,17 +25,18 @@ static inline float wide(bf16 x) {
     return y;
 }
 static inline void narrow(float x, float* to) { *to = x; }
-static inline void narrow(float x, bf16* to) {  // to the nearest, ties to even
+static inline void narrow(float x, bf16* to) {  // Rounds to nearest, ties to even.
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
-    *to = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // nan stays nan
+    *to = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // nan stays nan.
 }
 #ifdef __AVX512F__
+// The mask of the first n of 16 lanes.
 static inline __mmask16 first(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
 
-// e^x for x <= 0, with an error of 2e-7; 0 where it is less than a float can say
+// e^x for x <= 0, with an error of 2e-7. Underflow gives 0.
 static inline __m512 exponential(__m512 x) {
-    auto power = _mm512_max_ps(_mm512_set1_ps(-200), _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));  // nan stays nan
+    auto power = _mm512_max_ps(_mm512_set1_ps(-200), _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));  // nan stays nan.
     auto whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     auto rest = _mm512_sub_ps(power, whole), y = _mm512_set1_ps(1.5403530e-4f);  // 2^rest: ln(2)^k / k!
     for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 0.24022651f, 0.69314718f, 1.f})
@@ -45,9 +46,9 @@ static inline __m512 exponential(__m512 x) {
 
 #endif
 
-constexpr long AHEAD = 4096;  // bytes between what is read and what is asked for, so that it is there in time
+constexpr long AHEAD = 4096;  // Bytes from the address that is read to the one prefetched, which must arrive in time.
 
-// `size` bytes that lie AHEAD of those from x on will be needed.
+// Prefetches `size` bytes that start AHEAD bytes after x.
 static inline void ask_for(const void* x, long size) {
     for (long byte = 0; byte < size; byte += 64) __builtin_prefetch((const char*)x + AHEAD + byte);
 }

@@ -1,4 +1,4 @@
-// Filters, draws and the token rule: utils.py and verification.py say what these compute.
+// Filters, draws and verification rules. utils.py and decoding/verification.py define what these compute.
 #pragma once
 #include "numbers.h"
 
@@ -8,7 +8,8 @@ static int32_t bits_of(float x) {
     return bits;
 }
 
-// As a whole number: the compiler takes every float for finite. A distribution is nan in all its numbers or in none.
+// Tests the bits: with -ffast-math, the compiler assumes that every float is finite. The first number of a distribution
+// is enough, because a distribution is nan everywhere or nowhere.
 static bool is_nan(const float* x) { return (bits_of(*x) & 0x7fffffff) > 0x7f800000; }
 
 static float total(const float* x, long n) {
@@ -17,7 +18,7 @@ static float total(const float* x, long n) {
     return sum;
 }
 
-// Those of p[n] that are at least `bound`, in `room`; how many there are.
+// Copies the numbers of p[n] that are at least `bound` to `room`, and returns how many they are.
 static long at_least(float bound, const float* p, long n, std::vector<float>& room) {
     if (long(room.size()) < n) room.resize(n);
     float* to = room.data();
@@ -35,8 +36,8 @@ static long at_least(float bound, const float* p, long n, std::vector<float>& ro
     return to - room.data();
 }
 
-// The least value kept by top-k. k parts of the row have a largest value of at least that of the k-th of them, so that
-// what is less need not be looked at.
+// The k-th largest of x[n]: the least logit that top-k keeps. The row is split into parts. If the k-th largest of the
+// parts' maxima is b, then at least k numbers are >= b, so smaller numbers can be skipped.
 static float kth_largest(const float* x, long n, long k, std::vector<float>& room) {
     constexpr long PART = 64;
     float bound = -INFINITY;
@@ -55,27 +56,28 @@ static float kth_largest(const float* x, long n, long k, std::vector<float>& roo
     return room[k - 1];
 }
 
-// With which of the weights p[n], at most 1 and `sum` together, a share of top_p is reached when the largest come first.
-// Those below (1 - top_p) / n of the sum are less than 1 - top_p together, so it is none of them. The others are summed
-// by their leading bits, which sorts them roughly; only those of the one bucket in which top_p is reached are sorted.
+// The least weight that top-p keeps: summed from the largest down, the weights up to this one reach top_p of the total.
+// p[n]: weights of at most 1. sum: their total. Weights below (1 - top_p) / n of the total make up less than 1 - top_p
+// of it, so the result is none of them. The others are summed in buckets by their leading bits, which is a coarse sort.
+// Only the bucket in which top_p is reached is sorted.
 static float least_kept(const float* p, long n, float sum, double top_p, std::vector<float>& room) {
     constexpr int DROPPED = 20, BUCKETS = (0x3f800000 >> DROPPED) + 1;
     double sums[BUCKETS] = {}, above = 0;
     auto bucket = [](float x) { return bits_of(x) >> DROPPED; };
-    long count = at_least(float((1 - top_p) / n * sum * 0.99), p, n, room);  // a rounding less
+    long count = at_least(float((1 - top_p) / n * sum * 0.99), p, n, room);  // 0.99 allows for rounding.
     top_p *= sum;
     for (long i = 0; i < count; i++) sums[bucket(room[i])] += room[i];
     int last = BUCKETS - 1;
     while (last > 0 && above + sums[last] < top_p) above += sums[last--];
     auto end = std::partition(room.begin(), room.begin() + count, [&](float x) { return bucket(x) == last; });
-    if (end == room.begin()) return 0;  // rounding: all together do not reach top_p
+    if (end == room.begin()) return 0;  // Because of rounding, the sum of all does not reach top_p.
     std::sort(room.begin(), end, std::greater<float>());
     for (auto x = room.begin(); x < end; x++)
         if ((above += *x) >= top_p) return *x;
     return end[-1];
 }
 
-// p[n] = e^(heat (x - top)) where x is at least `floor`, else 0; their sum. Equal logits get the same.
+// p[n] = e^(heat (x - top)) where x is at least `floor`, else 0. Returns the sum. Equal logits get equal results.
 static float exponentials(const float* x, long n, float top, float heat, float floor, float* p) {
 #ifdef __AVX512F__
     auto sum = _mm512_setzero_ps();
@@ -89,16 +91,17 @@ static float exponentials(const float* x, long n, float top, float heat, float f
     }
     return _mm512_reduce_add_ps(sum);
 #else
-    // In whole vectors: what is left over would be computed by another exp, and equal logits be told apart.
+    // In whole vectors: another exp would compute the remainder, and equal logits would get unequal results.
     std::vector<float> e((n + 15) / 16 * 16);
-    for (long i = 0; i < n; i++) e[i] = std::max((x[i] - top) * heat, -87.f);  // beyond, exp is slow, and 0
+    for (long i = 0; i < n; i++) e[i] = std::max((x[i] - top) * heat, -87.f);  // Below -87 exp is slow, and p is 0.
     for (size_t i = 0; i < e.size(); i++) e[i] = expf(e[i]);
     for (long i = 0; i < n; i++) p[i] = x[i] < floor || (x[i] - top) * heat < -87.f ? 0 : e[i];
     return total(p, n);
 #endif
 }
 
-// logits float32 [..., V], settings float64 [3]: temperature, top_k (0: all), top_p (1: all) -> float32 [..., V]
+// The operator `probabilities`: logits float32 [..., V] -> float32 [..., V]. settings float64 [3]: temperature, top_k
+// (0: all), top_p (1: all). A row with +inf or nan gives nan.
 static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& settings) {
     double temperature = data<double>(settings)[0], top_p = data<double>(settings)[2];
     long top_k = long(std::min(data<double>(settings)[1], 1e15));
@@ -110,7 +113,7 @@ static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& sett
         for (long row = first; row < last; row++) {
             const float* x = data<float>(from) + row * n;
             float* p = (float*)probs.data_ptr() + row * n;
-            int wrong = 0;  // +inf and nan. As whole numbers: the compiler takes every float for finite
+            int wrong = 0;  // Whether there is +inf or nan. Tests the bits, as is_nan does.
             for (long i = 0; i < n; i++)
                 wrong |= int(bits_of(x[i]) == 0x7f800000) | int((bits_of(x[i]) & 0x7fffffff) > 0x7f800000);
             if (wrong) {
@@ -138,7 +141,8 @@ static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& sett
     return probs;
 }
 
-// probs float32 [..., V], u float32 [...] uniform in [0, 1) -> int64 [...]: the token in whose share of the sum u lies
+// The operator `pick`: probs float32 [..., V], u float32 [...] uniform in [0, 1) -> int64 [...], the token whose share
+// of the cumulative sum contains u. A distribution that is nan gives V.
 static at::Tensor pick(const at::Tensor& probs, const at::Tensor& u) {
     auto p = probs.contiguous(), at = u.contiguous();
     auto tokens = at::empty(u.sizes(), u.options().dtype(at::kLong));
@@ -157,7 +161,7 @@ static at::Tensor pick(const at::Tensor& probs, const at::Tensor& u) {
         double left = data<float>(at)[row] * sum;
         long part = 0, token = -1;
         while (part + 1 < long(parts.size()) && left >= parts[part]) left -= parts[part++];
-        for (long i = part * PART; i < n; i++) {  // past the part's end where rounding has it so
+        for (long i = part * PART; i < n; i++) {  // Rounding can lead past the part's end.
             if (x[i] > 0) {
                 token = i;
                 if (left < x[i]) break;
@@ -170,9 +174,9 @@ static at::Tensor pick(const at::Tensor& probs, const at::Tensor& u) {
     return tokens;
 }
 
-// verification.py's rules but for the last draw: p [B, n + 1, V], q [B, n, V], drafts int64 [B, n], u [B, n] -> how many
-// drafts of each row stand, int64 [B], and what the token after them is drawn from, [B, V]. A rule is
-// f(p, q, drafts, u, n, V) of one row -> how many stand, and the weight of p in the residual.
+// The rules of verification.py without the last draw: p [B, n + 1, V], q [B, n, V], drafts int64 [B, n], u [B, n] ->
+// how many drafts of each row are accepted, int64 [B], and the distribution of the token after them, [B, V].
+// rule: f(p, q, drafts, u, n, V) of one row -> how many drafts are accepted, and the weight of p in the residual.
 template <typename Rule>
 static std::tuple<at::Tensor, at::Tensor> by_rule(const at::Tensor& p, const at::Tensor& q, const at::Tensor& drafts,
                                                   const at::Tensor& u, Rule rule) {
@@ -196,6 +200,7 @@ static std::tuple<at::Tensor, at::Tensor> by_rule(const at::Tensor& p, const at:
     return {accepted, left};
 }
 
+// The operator `accept`: token_rule of verification.py.
 static std::tuple<at::Tensor, at::Tensor> accept(const at::Tensor& p, const at::Tensor& q, const at::Tensor& drafts,
                                                  const at::Tensor& u) {
     auto rule = [](const float* p, const float* q, const int64_t* x, const float* u, long n, long size) {
@@ -209,6 +214,7 @@ static std::tuple<at::Tensor, at::Tensor> accept(const at::Tensor& p, const at::
     return by_rule(p, q, drafts, u, rule);
 }
 
+// The operator `accept_block`: block_rule of verification.py.
 static std::tuple<at::Tensor, at::Tensor> accept_block(const at::Tensor& p, const at::Tensor& q,
                                                        const at::Tensor& drafts, const at::Tensor& u) {
     auto rule = [](const float* p, const float* q, const int64_t* x, const float* u, long n, long size) {
@@ -220,7 +226,7 @@ static std::tuple<at::Tensor, at::Tensor> accept_block(const at::Tensor& p, cons
             w = std::min(w * p[i * size + x[i]] / std::max(q_x, 1.1754944e-38f), 1.f);
             const float *after = p + (i + 1) * size, *guessed = q + (i + 1) * size;
             float s = 0;
-            if (i + 1 == n) s = w * total(after, size);  // past the last draft q is 0
+            if (i + 1 == n) s = w * total(after, size);  // Past the last draft q is 0.
             else if (is_nan(guessed)) break;
             else for (long v = 0; v < size; v++) s += std::max(w * after[v] - guessed[v], 0.f);
             float h = s + 1 - w == 0 ? 1 : s / (s + 1 - w);

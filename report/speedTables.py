@@ -1,0 +1,138 @@
+"""Tables of speed: the methods of one mode, and speculative sampling over gamma beside theory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from experiments.speed import summarize
+from experiments.sweep import predict
+from report.lines import Line, mode_of, swept
+from report.tables import grid, median, name_of, span
+
+# Flags named above a table of speeds, each with the value at which it is not mentioned.
+SHOWN = {
+    "maxLen": None,
+    "gamma": None,
+    "draftLength": "fixed",
+    "verification": "token",
+    "draftVocab": None,
+    "temperature": None,
+    "top_p": 1,
+    "top_k": 0,
+    "repetition_penalty": 1,
+    "compile": False,
+}
+COLUMNS = ["", "TTFT\nms", "TPOT\nms", "tokens/s", "speed-up", "alpha", "tokens/\nround"]
+SWEEP_COLUMNS = [
+    "gamma",
+    "s a text",
+    "tokens/s",
+    "speed-up",
+    "theory",
+    "measured/\ntheory",
+    "the paper's",
+    "alpha",
+    "tokens/\nround",
+]
+REPORTED_SPEEDUP = "1.8 - 2.5"  # what the course report prints for Pythia-70m and Pythia-2.8b, without a KV cache
+
+
+def conditions(run: Line, lines: Sequence[Line]) -> str:
+    """How many prompts were timed, the flags that matter for the times, and the dtype."""
+    first, flags = lines[0], run["flags"]
+    low, high = (f(line["prompt_tokens"] for line in lines) for f in (min, max))
+    values = {name: first.get(name, flags.get(name, off)) for name, off in SHOWN.items()}
+    shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
+    tokens = low if low == high else f"{low} to {high}"
+    return f"{len({line['prompt'] for line in lines})} prompts of {tokens} tokens, {shown}{first['dtype']}"
+
+
+def speed_tables(run: Line, lines: Sequence[Line]) -> Iterator[RenderableType]:
+    """The methods of one mode and one prompt length, and how acceptance depends on the position."""
+    rows = summarize(lines)
+    yield speed_table(run, lines, rows)
+    for row in rows:
+        if row["method"] == "speculative" and row["acceptance_by_position"]:
+            rates = ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"])
+            yield Text(f"Acceptance by position in the round: {rates}.")
+
+
+def speed_table(run: Line, lines: Sequence[Line], rows: Iterable[Line]) -> Table:
+    """One row for each method. `--speed` adds the course report's time per token; the other modes add counts of
+    guesses, and have no room for every interval."""
+    of_report = mode_of(lines[0]) == "speed"
+    more = ["total/n\nms"] if of_report else ["rounds", "drafted", "kept"]
+    table = grid("Speed: " + conditions(run, lines), [*COLUMNS, *more])
+    brief = span if of_report else median
+    for row in rows:
+        guesses = row["method"] not in ("draft", "mid", "target") and row["acceptance_by_position"]
+        counts = [f"{row[name]:,.0f}" for name in ("rounds", "drafted", "accepted")]
+        table.add_row(
+            name_of(row["method"]),
+            brief(row["ttft"], 1e3),
+            brief(row["tpot"], 1e3),
+            span(row["throughput"]),
+            span(row["speedup"]),
+            f"{row['alpha']:.3f}" if guesses else "",
+            brief(row["tokens_per_round"]) if guesses else "",
+            *([median(row["report_tpot"], 1e3)] if of_report else counts),
+        )
+    return table
+
+
+def speed_notes(lines: Sequence[Line], pythia: bool) -> str:
+    """The text under the tables of speed. pythia: the models are those of the course report."""
+    repeats = len({line["repeat"] for line in lines})
+    return (
+        f"Medians over prompts and {repeats} interleaved repeats [95 % bootstrap interval]; speed-up: median of "
+        "paired throughput ratios to the target alone."
+        + (" total/n: the report's time per token." if any(line.get("mode") == "speed" for line in lines) else "")
+        + (f"\nThe report measured a speed-up of {REPORTED_SPEEDUP} (without a KV cache)." if pythia else "")
+    )
+
+
+def sweep_tables(run: Line, lines: Sequence[Line], costs: Iterable[Line]) -> Iterator[RenderableType]:
+    """For each temperature: speed over gamma, and the alpha and the costs that theory was given."""
+    for cost in costs:
+        chosen = swept(lines, cost)
+        if "target" not in {line["method"] for line in chosen}:  # The run was stopped before it.
+            continue
+        found = predict(chosen, cost)
+        yield sweep_table(run, chosen, found)
+        yield Text(sweep_notes(cost, found))
+
+
+def sweep_table(run: Line, lines: Sequence[Line], found: Line) -> Table:
+    """One row for each gamma. found: what `sweep.predict` returns."""
+    table = grid("Speed over gamma: " + conditions(run, lines), SWEEP_COLUMNS)
+    target = found["plain"]
+    table.add_row("plain", span(target["seconds"]), span(target["throughput"]), "1", *[""] * 5)
+    for row in found["rows"]:
+        table.add_row(
+            str(row["gamma"]),
+            span(row["seconds"]),
+            span(row["throughput"]),
+            span(row["speedup"]),
+            f"{row['theory']:.2f}",
+            f"{row['speedup'][0] / row['theory']:.2f}",
+            f"{row['paper']:.2f}",
+            f"{row['alpha']:.3f}",
+            f"{row['tokens_per_round'][0]:.2f}",
+        )
+    return table
+
+
+def sweep_notes(cost: Line, found: Line) -> str:
+    """The text under a table of speed over gamma."""
+    scoring = ", ".join(f"{v:.2f}" for v in cost["scoring"])
+    overlap = float("nan") if cost["alpha"] is None else cost["alpha"]
+    return (
+        f"alpha: {found['alpha']:.3f} by counting, {overlap:.3f} as the mean of the sum of min(p, q). c: "
+        f"{found['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: expected tokens "
+        "per round / (gamma c + the cost of scoring gamma + 1 tokens). the paper's: the same with a cost of 1; by it, "
+        f"gamma {found['best']} is best."
+    )

@@ -1,0 +1,347 @@
+"""The documentation: every block is as its record says, and what the text names exists."""
+
+import ast
+import io
+import re
+import shutil
+from contextlib import redirect_stdout
+
+import pytest
+
+import downloadData
+import downloadModel
+from benchmark.__main__ import main as benchmark
+from inputs.folders import ROOT
+from scripts import drawRounds, keepRecord, renderDocs, trainBundled
+from scripts.docsCode import CHINESE_LAYOUT, OTHERS, ROOT_FILES, code, shown
+from scripts.docsPictures import stamp_of
+
+README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
+TEXTS = renderDocs.files(ROOT)
+NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
+
+
+def read(path):
+    return path.read_text(encoding="utf-8")
+
+
+def prose(text):
+    """A text without its blocks and code blocks."""
+    blocks, faults = renderDocs.blocks_of(text)
+    assert not faults
+    for block in reversed(blocks):
+        text = text[: block.start] + text[block.end :]
+    return renderDocs.FENCE.sub("", text)
+
+
+def fences(text):
+    """The code blocks of a text."""
+    return [fence[2] for fence in renderDocs.FENCE.finditer(text)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A copy of the documentation and its records."""
+    folder = tmp_path_factory.mktemp("whole")
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    shutil.copytree(ROOT / "figures", folder / "figures")
+    for path in (README, CHINESE):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """A copy that the test may change."""
+    return shutil.copytree(whole, tmp_path / "copy")
+
+
+def change(path, old, new):
+    text = read(path)
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+# The blocks and their records.
+
+
+def test_every_block_is_as_its_record_says(capsys):
+    assert renderDocs.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_rendering_changes_nothing_more(copy, capsys):
+    assert renderDocs.render(copy) == []
+
+
+def faulty(folder, capsys):
+    """What the checker says of a documentation with a fault; it changes nothing."""
+    before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    assert renderDocs.main(["--check"], folder) == 1
+    assert before == {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return capsys.readouterr().out.splitlines()
+
+
+def test_an_emptied_block_is_caught_and_rendered_again(copy, capsys):
+    text = read(copy / "README.md")
+    block = next(block for block in renderDocs.blocks_of(text)[0] if block.name == "results")
+    (copy / "README.md").write_text(text[: block.start] + "\n" + text[block.end :], encoding="utf-8")
+    assert faulty(copy, capsys) == [f"README.md:{block.line}: block results is empty"]
+    assert renderDocs.render(copy) == ["README.md"]
+    assert read(copy / "README.md") == text
+
+
+def test_an_emptied_block_of_words_is_caught(copy, capsys):
+    text = read(copy / "docs/speed.md")
+    block = next(block for block in renderDocs.blocks_of(text)[0] if block.name == "over-plain")
+    assert not block.of_lines
+    (copy / "docs/speed.md").write_text(text[: block.start] + text[block.end :], encoding="utf-8")
+    assert faulty(copy, capsys) == [f"docs/speed.md:{block.line}: block over-plain is empty"]
+
+
+@pytest.mark.parametrize("name", ["results", "best"])
+def test_a_changed_number_is_caught(copy, capsys, name):
+    text = read(copy / "README.md")
+    block = next(block for block in renderDocs.blocks_of(text)[0] if block.name == name)
+    content = text[block.start : block.end]
+    at = block.start + re.search("[0-9](?=[^0-9]*$)", content).start()
+    digit = str((int(text[at]) + 1) % 10)
+    (copy / "README.md").write_text(text[:at] + digit + text[at + 1 :], encoding="utf-8")
+    assert faulty(copy, capsys) == [f"README.md:{block.line}: block {name} differs from its record"]
+
+
+def test_a_block_without_end_is_caught_and_nothing_is_rendered(copy, capsys):
+    change(copy / "README.md", "<!-- end best -->", "")
+    (fault,) = faulty(copy, capsys)
+    assert re.fullmatch(r"README.md:\d+: block best has no end", fault)
+    change(copy / "docs/methods.md", "<!-- begin sweep -->\n", "<!-- begin sweep -->\nnothing like it\n")
+    before = read(copy / "docs/methods.md")
+    assert renderDocs.main([], copy) == 2
+    assert "block best has no end" in capsys.readouterr().err
+    assert read(copy / "docs/methods.md") == before
+
+
+def test_an_end_without_a_beginning_is_caught(copy, capsys):
+    change(copy / "README.md", "<!-- begin best -->", "")
+    assert any(fault.endswith("the end of block best has no beginning") for fault in faulty(copy, capsys))
+
+
+def test_a_run_that_is_gone_is_caught(copy, capsys):
+    run = renderDocs.Records(copy).index["compare"]
+    lines = read(copy / "docs/records/results.jsonl").splitlines(keepends=True)
+    (copy / "docs/records/results.jsonl").write_text("".join(line for line in lines if run not in line))
+    faults = faulty(copy, capsys)
+    assert any(fault.startswith("docs/methods.md") and "block compare" in fault and run in fault for fault in faults)
+
+
+def test_a_record_that_is_gone_is_caught(copy, capsys):
+    (copy / "docs/records/benchmark.json").unlink()
+    assert any("block speed" in fault and "benchmark.json" in fault for fault in faulty(copy, capsys))
+
+
+def test_an_unknown_block_is_caught(copy, capsys):
+    with open(copy / "README.md", "a", encoding="utf-8") as file:
+        file.write("\n<!-- begin unheard-of -->\n1.5\n<!-- end unheard-of -->\n")
+    (fault,) = faulty(copy, capsys)
+    assert fault.endswith("block unheard-of: there is no renderer of block unheard-of")
+
+
+def test_an_empty_code_block_is_caught(copy, capsys):
+    with open(copy / "docs/speed.md", "a", encoding="utf-8") as file:
+        file.write("\n```\n\n```\n")
+    (fault,) = faulty(copy, capsys)
+    assert fault.endswith("an empty code block")
+
+
+def test_a_block_of_words_does_not_begin_a_line(copy, capsys):
+    change(copy / "docs/methods.md", "- c: <!-- begin sweep-c -->", "<!-- begin sweep-c -->")
+    (fault,) = faulty(copy, capsys)
+    assert "block sweep-c of words begins its line" in fault
+
+
+def test_a_picture_of_another_record_is_caught(copy, capsys):
+    shutil.copy(copy / "figures/lossless.png", copy / "figures/sweep.png")
+    assert faulty(copy, capsys) == ["figures/sweep.png was drawn from another record"]
+    (copy / "figures/sweep.png").unlink()
+    assert faulty(copy, capsys) == ["figures/sweep.png is missing"]
+
+
+def test_every_renderer_is_used():
+    used = {block.name for path in TEXTS for block in renderDocs.blocks_of(read(path))[0]}
+    assert set(renderDocs.BLOCKS) == used
+
+
+def test_no_measured_number_stands_outside_of_blocks():
+    for path in set(TEXTS) - {ROOT / "docs/pythia-on-gpu.md"}:  # there: arithmetic from sizes
+        measured = re.search(r"\d[\d.,]* ?(ms|seconds|minutes|tokens/s|GB/s|tokens per second)\b", prose(read(path)))
+        assert not measured, f"{path.name}: {measured[0]}"
+
+
+# Keeping records.
+
+
+def test_a_run_is_kept_in_place_of_the_one_before(copy, tmp_path, capsys):
+    records = renderDocs.Records(copy)
+    run, lines = records.run("first")
+    again = run | {"run": "feedbeef", "folder": "/elsewhere", "command": "--out /elsewhere --seed 0"}
+    again["flags"] = run["flags"] | {"out": "/elsewhere"}
+    store = keepRecord.Results(tmp_path)
+    store.append(**again)
+    for line in lines:
+        store.append(**line | {"run": "feedbeef"})
+    assert keepRecord.main(["first", "1", "--from", str(tmp_path)], copy) == 0
+    after = renderDocs.Records(copy)
+    assert after.index == records.index | {"first": "feedbeef"}
+    assert set(after.runs) == set(after.index.values())
+    kept, own = after.run("first")
+    assert kept["command"] == "--seed 0" and "folder" not in kept and "out" not in kept["flags"]
+    assert [line | {"run": run["run"]} for line in own] == lines
+    assert "elsewhere" not in read(copy / "docs/records/results.jsonl") + read(copy / "results.txt")
+    shown_runs = re.findall(r"^Run (\w+) of", read(copy / "results.txt"), re.M)
+    assert sorted(shown_runs) == sorted(after.index.values())
+    assert "README.md" in renderDocs.render(copy)
+    assert renderDocs.main(["--check"], copy) == 0, capsys.readouterr().out
+
+
+def test_a_run_that_is_not_there_or_not_finished_is_refused(copy, tmp_path, capsys):
+    before = read(copy / "docs/records/results.jsonl")
+    assert keepRecord.main(["first", "1", "--from", str(tmp_path)], copy) == 2
+    run, lines = renderDocs.Records(copy).run("first")
+    store = keepRecord.Results(tmp_path)
+    store.append(**run)
+    for asked in ("1", run["run"]):
+        assert keepRecord.main(["first", asked, "--from", str(tmp_path)], copy) == 2
+    assert keepRecord.main(["first"], copy) == 2
+    assert keepRecord.main(["benchmark", "1"], copy) == 2
+    assert keepRecord.main(["benchmark", "--from", str(tmp_path)], copy) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 6 and all(line.startswith("keepRecord: error: ") for line in errors)
+    assert "was not finished" in errors[1]
+    assert read(copy / "docs/records/results.jsonl") == before
+
+
+def test_the_benchmarks_records_are_kept_without_places(copy, tmp_path):
+    record = renderDocs.Records(copy).benchmark()
+    elsewhere = record | {"command": f"{record['command']} --out=/elsewhere", "time": "2030-01-01 00:00:00"}
+    (tmp_path / "benchmark.json").write_text(keepRecord.json.dumps(elsewhere))
+    assert keepRecord.main(["benchmark", "--from", str(tmp_path)], copy) == 0
+    assert renderDocs.Records(copy).benchmark() == record | {"time": "2030-01-01 00:00:00"}
+    stamp = stamp_of(copy / "figures/benchmark.png")
+    assert {"docs/speed.md", "figures/benchmark.png"} <= set(renderDocs.render(copy))
+    assert stamp_of(copy / "figures/benchmark.png") != stamp
+
+
+# The texts.
+
+
+def test_the_readme_is_one_screen():
+    assert len(read(README).splitlines()) <= 130
+
+
+def test_both_readmes_have_the_same_commands_and_figures():
+    texts = [read(README), read(CHINESE)]
+    commands = [
+        [re.sub(" *#.*", "", line) for block in fences(prose_kept(text)) for line in block.splitlines()]
+        for text in texts
+    ]
+    assert commands[0] == commands[1] and commands[0]
+    blocks = [{block.name: text[block.start : block.end] for block in renderDocs.blocks_of(text)[0]} for text in texts]
+    assert list(blocks[0]) == list(blocks[1])
+    assert blocks[0]["results"] == blocks[1]["results"]
+    figures = [re.findall(r"\d[\d.,]*\d|\d", each["best"].replace("，", ", ")) for each in blocks]
+    assert figures[0] == figures[1]
+    links = [re.findall(r"\]\(([^)]*)\)", text) for text in texts]
+    assert [link for link in links[0] if "README" not in link] == [link for link in links[1] if "README" not in link]
+
+
+def prose_kept(text):
+    """A text without its rendered blocks, but with its code blocks."""
+    for block in reversed(renderDocs.blocks_of(text)[0]):
+        text = text[: block.start] + text[block.end :]
+    return text
+
+
+def test_the_chinese_layout_names_what_the_english_one_names():
+    folders = [name for name in code() if (ROOT / name).is_dir()]
+    assert set(CHINESE_LAYOUT) == {shown(name) for name in (*ROOT_FILES, *folders)} | set(OTHERS)
+
+
+def anchors(text):
+    """The anchors of a text's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_leads_somewhere(name):
+    path = ROOT / name
+    for link in re.findall(r"\]\(([^)\s]*)\)", read(path)):
+        if re.match("[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), f"{name}: {link}"
+        if anchor:
+            assert anchor in anchors(read(target)), f"{name}: {link}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_code_block_is_empty(name):
+    text = read(ROOT / name)
+    assert all(block.strip() for block in fences(text))
+    assert text.count("```") == 2 * len(fences(text))
+
+
+def test_the_example_of_the_library_runs(capsys):
+    example = re.search(r"```python\n(.*?)```", read(ROOT / "docs/library.md"), re.S)[1]
+    exec(compile(example, "docs/library.md", "exec"), {})
+    assert "The ship" not in capsys.readouterr().out.splitlines()[-1]  # new tokens only
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_and_names_that_are_quoted_exist(name):
+    quoted = re.findall(r"`([\w/.]+\.(?:py|h|cpp))(?::([\w.]+))?`", prose(read(ROOT / name)))
+    for file, wanted in quoted:
+        assert (ROOT / file).is_file(), f"{name}: {file}"
+        body = ast.parse(read(ROOT / file)).body if wanted else []
+        for part in wanted.split(".") if wanted else []:
+            found = [node for node in body if part in names_of(node)]
+            assert found, f"{name}: {file}:{wanted}"
+            body = getattr(found[0], "body", [])
+
+
+def names_of(node):
+    """The names that a statement defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def test_the_architecture_page_quotes_many_names():
+    assert len(set(re.findall(r"`[\w/]+\.py:[\w.]+`", read(ROOT / "docs/architecture.md")))) > 25
+
+
+def help_of(main):
+    """What a command prints for --help."""
+    output = io.StringIO()
+    with redirect_stdout(output), pytest.raises(SystemExit):
+        main(["--help"])
+    return output.getvalue()
+
+
+def test_every_flag_that_is_named_exists(cli):
+    commands = (
+        cli.main,
+        benchmark,
+        downloadModel.main,
+        downloadData.main,
+        trainBundled.main,
+        drawRounds.main,
+        renderDocs.main,
+        keepRecord.main,
+    )
+    known = {flag for main in commands for flag in re.findall(r"--[\w-]+", help_of(main))} | {"--help"}
+    known |= set(re.findall(r'"(--[\w-]+)"', read(ROOT / "scripts/fullSize.py")))
+    for path in TEXTS:
+        named = set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", renderDocs.MARK.sub("", read(path))))
+        assert named <= known, f"{path.name}: {sorted(named - known)}"

@@ -1,0 +1,40 @@
+"""A file that is replaced is the old one or the new one, and leaves nothing else behind."""
+
+import os
+
+import pytest
+
+from inputs.files import replace_file
+
+
+def test_a_file_gets_new_content_and_usual_permissions(tmp_path):
+    file = tmp_path / "text.txt"
+    for text in "old", "new, \u6771\u4eac\n":
+        replace_file(file, text)
+        assert file.read_bytes().decode() == text and os.listdir(tmp_path) == ["text.txt"]
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("fault", ["os.fsync", "os.replace", "pathlib.Path.chmod"])
+def test_after_an_error_the_old_file_is_there_and_no_other(tmp_path, monkeypatch, fault):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "text.txt"
+    replace_file(file, "old")
+    monkeypatch.setattr(fault, full)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(file, "new")
+    assert file.read_text() == "old" and os.listdir(tmp_path) == ["text.txt"]
+
+
+def test_in_a_folder_that_is_not_there_nothing_is_made(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        replace_file(tmp_path / "nowhere" / "text.txt", "new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_text_that_is_no_unicode_leaves_nothing(tmp_path):
+    with pytest.raises(UnicodeEncodeError):
+        replace_file(tmp_path / "text.txt", "\udcff")
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,119 @@
+"""The kernels of sampling and verification give the same numbers as the PyTorch code that they replace. (For those of
+linear layers and attention see test_cpuGraphs.py.)"""
+
+import subprocess
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoding.rounds import PYTORCH
+from decoding.verification import block_rule, token_rule
+from engine.kernels import loader
+from engine.kernels.operators import Kernels
+from utils import GREEDY, Sampling, draw
+
+KERNELS = Kernels()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels():
+    try:
+        loader.load()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no C++ compiler")
+
+
+def both(work):
+    """What `work(operators)` returns with the kernels, and with the functions of utils.py and verification.py."""
+    return work(KERNELS), work(PYTORCH)
+
+
+SAMPLINGS = (Sampling(), Sampling(1.0, 0, 1.0), Sampling(0.7, 50, 0.95), Sampling(1.3, 7, 1.0), Sampling(0.2), GREEDY)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("shape", [(1, 61), (5, 4096), (2, 3, 700), (3, 50304)])
+def test_probabilities(sampling, shape):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(shape, generator=generator)
+    logits[..., 5] = -torch.inf
+    found, wanted = both(lambda operators: operators.probabilities(logits, sampling, None))
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    assert torch.equal(found > 0, wanted > 0)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 200), st.sampled_from(SAMPLINGS))
+def test_probabilities_with_ties(seed, size, sampling):
+    """Few different values: tokens as probable as the last one kept are kept too."""
+    logits = torch.randint(0, 4, (2, size), generator=torch.Generator().manual_seed(seed)).float()
+    without_top_p = Sampling(sampling.temperature, sampling.top_k, 1.0)
+    found, wanted = both(lambda operators: operators.probabilities(logits, without_top_p, None))
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    found, _ = both(lambda operators: operators.probabilities(logits, sampling, None))
+    for row, value in ((r, v) for r in range(2) for v in logits[r].unique()):
+        assert sampling == GREEDY or found[row][logits[row] == value].unique().numel() == 1
+
+
+def test_what_is_no_number_is_not_hidden():
+    for wrong in torch.nan, torch.inf:
+        logits = torch.randn(2, 100)
+        logits[1, 3] = wrong
+        p = KERNELS.probabilities(logits, Sampling(), None)
+        assert p[0].isfinite().all() and p[1].isnan().all()
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 65, 4096])
+def test_pick(size):
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(500, size, generator=generator) * (torch.rand(500, size, generator=generator) < 0.4)
+    p[:, -1] += p.sum(-1) == 0
+    u = torch.rand(500, generator=generator)
+    u[:3] = torch.tensor([0.0, 1 - 2**-24, 0.5])
+    found, wanted = both(lambda operators: operators.pick(p, u))
+    assert (found == wanted).float().mean() > 0.99  # If u falls on a border, rounding decides.
+    assert (p.gather(1, found[:, None]) > 0).all()
+
+
+@given(st.sampled_from([token_rule, block_rule]), st.integers(0, 10**6), st.integers(0, 4), st.integers(2, 40))
+def test_the_rules(rule, seed, gamma, size):
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.rand(3, gamma + 1, size, generator=generator) ** 8
+    q = torch.rand(3, gamma, size, generator=generator) ** 3 + 1e-6
+    q = q / q.sum(-1, keepdim=True)
+    drafts = draw(q, generator)
+    q[1, gamma // 2 :] = 0  # This row has fewer guesses than the others.
+    q[2] = p[2, :gamma] = q[2]
+    p = p / p.sum(-1, keepdim=True)
+    u = torch.rand(3, gamma + 1, generator=generator)
+    assert KERNELS.rule(rule) is not rule
+    found, wanted = both(lambda operators: operators.rule(rule)(p, q, drafts, u))
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("size", [61, 700])
+def test_from_nan_comes_no_token(size):
+    """If p is nan, the token is V, after the guesses before it. A guess from a q of nan is never accepted: the target
+    draws the token there."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(3, 4, size, generator=generator).softmax(-1)
+    q = p[:, :3].clone()  # Every guess would be accepted.
+    drafts = draw(q, generator)
+    p[0, 2], q[1, 1] = torch.nan, torch.nan
+    u = torch.rand(3, 4, generator=generator)
+    for accepted, token in both(lambda operators: operators.rule(token_rule)(p, q, drafts, u)):
+        assert accepted.tolist() == [2, 1, 3] and token[0] == size and (token[1:] < size).all()
+    # The block rule looks a place ahead.
+    for accepted, token in both(lambda operators: operators.rule(block_rule)(p, q, drafts, u)):
+        assert accepted.tolist() == [1, 0, 3] and (token < size).all()
+    last = p[:, 2:], q[:, 2:], drafts[:, 2:], u[:, 2:]
+    for accepted, token in both(lambda operators: operators.rule(block_rule)(*last)):
+        assert accepted[0] == 0 and token[0] == size
+    for token in both(lambda operators: operators.pick(p[0, 1:3], torch.tensor([0.5, 0.5]))):
+        assert token[0] < size and token[1] == size
+
+
+def test_the_smallest_numbers_stay_what_they_are():
+    """A library built with -ffast-math makes the whole process flush denormal numbers to 0; the loader undoes it."""
+    assert 5e-324 * float("1") > 0 and bool(torch.tensor(1e-45) > 0)

@@ -1,0 +1,294 @@
+"""A folder that cannot be used is refused with one line that names the remedy; a good one loads as it is."""
+
+import gc
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from conftest import CONTEXT, PADDED, VOCABULARY, refused
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
+
+from engine.compiling import compile_model
+from engine.graphs import Plan
+from inputs import folders, models
+from inputs.devices import pick_dtype
+from inputs.manifest import MANIFEST, write_manifest
+from inputs.models import default_pair, find_model, load_model, model_version, weight_bytes
+from inputs.tokenizers import load_tokenizer
+from methods.drafters import ModelDrafter
+from specSampling import specSampling
+from utils import GREEDY
+
+
+def load(folder, tokenizer=None, dtype="float32"):
+    return load_model(folder, tokenizer or load_tokenizer(folder), dtype, "cpu")
+
+
+def configure(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def shard(folder):
+    """Rewrite a folder's weights as several files."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size=60_000)
+    return sorted(folder.glob("*.safetensors"))
+
+
+def test_an_unknown_model_is_refused_and_those_there_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "MODELS", tmp_path)
+    with refused("pythia-1b", "none", "downloadModel.py"):
+        find_model("pythia-1b")
+    (tmp_path / "pythia-70m").mkdir()
+    with refused("pythia-1b", "there are: pythia-70m"):
+        find_model("pythia-1b")
+    with refused("line\\nbreak"):
+        find_model("line\nbreak")
+    with refused("~nobody-of-this-name"):
+        find_model("~nobody-of-this-name/x")
+
+
+def test_a_model_is_named_by_a_folder_under_models_or_by_any_path(model_folder, monkeypatch):
+    monkeypatch.setattr(folders, "MODELS", model_folder.parent)
+    assert find_model("model") == find_model(str(model_folder)) == find_model(model_folder) == model_folder
+    monkeypatch.chdir(model_folder)
+    assert find_model(".").name == "model"  # what results call it
+
+
+def test_pythia_is_the_default_once_both_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "MODELS", tmp_path)
+    (tmp_path / "pythia-2.8b").mkdir()
+    assert default_pair() == ("bundled-target", "bundled-draft")
+    (tmp_path / "pythia-70m").mkdir()
+    assert default_pair() == ("pythia-2.8b", "pythia-70m")
+
+
+def test_a_folder_without_config_is_refused(model_folder):
+    (model_folder / "config.json").unlink()
+    with refused("no config.json", "download"):
+        find_model(model_folder)
+
+
+def test_a_folder_with_pickled_weights_only_is_refused(model_folder):
+    (model_folder / "model.safetensors").unlink()
+    (model_folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    with refused("no .safetensors", "download"):
+        load(model_folder)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 50, 90_000])
+def test_truncated_weights_are_refused(model_folder, kept):
+    file = model_folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with refused("model.safetensors", "download it again"):
+        load(model_folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"model_type": "gpt',
+        b"[]",
+        b"{}",
+        b"\xff\xfe\0",
+        b'{"model_type": "none"}',
+        b'{"model_type": "vit"}',
+        b'{"model_type": "gpt_neox", "hidden_size": "x"}',
+    ],
+)
+def test_a_garbled_config_is_refused(model_folder, content):
+    tokenizer = load_tokenizer(model_folder)
+    (model_folder / "config.json").write_bytes(content)
+    with refused(str(model_folder), "download"):
+        load(model_folder, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 4},
+        {"num_hidden_layers": 1},
+        {"num_hidden_layers": -1},
+        {"hidden_size": 64},
+        {"vocab_size": PADDED + 1},
+    ],
+)
+def test_weights_that_do_not_match_the_config_are_refused(model_folder, changes):
+    """transformers would go on, with random weights or without some layers."""
+    configure(model_folder, **changes)
+    with refused("do not match", ".weight" if "num_hidden_layers" not in changes else "layers.", "download"):
+        load(model_folder)
+
+
+def test_a_lost_weight_is_refused(model_folder):
+    weights = load_file(model_folder / "model.safetensors")
+    del weights["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
+    save_file(weights, model_folder / "model.safetensors", metadata={"format": "pt"})
+    with refused("gpt_neox.layers.1.mlp.dense_h_to_4h.weight", "download"):
+        load(model_folder)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(model_folder):
+    tokenizer = load_tokenizer(model_folder)
+    tokenizer.add_tokens([f"more {i}" for i in range(PADDED - VOCABULARY + 1)])
+    with refused(str(PADDED), str(PADDED + 1), "download"):
+        load(model_folder, tokenizer)
+
+
+def test_without_enough_memory_nothing_is_loaded(model_folder, monkeypatch):
+    tokenizer = load_tokenizer(model_folder)
+    needed = weight_bytes(model_folder, torch.float32) + models.WORKING_MEMORY
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(models, "available_memory", lambda device: needed - 1)
+    with refused("needs about 3", " MB in float32 and cpu has 3", "smaller dtype"):
+        load(model_folder, tokenizer)
+
+
+def test_the_memory_weights_take_is_that_of_the_loaded_model(model_folder):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load(model_folder, dtype=str(dtype).removeprefix("torch.")).model
+        assert weight_bytes(model_folder, dtype) == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_good_folder_loads_in_every_dtype_with_logits_cut_to_the_tokenizer(model_folder, dtype):
+    assert pick_dtype("cpu") in models.DTYPES
+    model = load(model_folder, dtype=dtype)
+    logits = model.score(torch.tensor([[1, 2, 3]]))
+    assert model.dtype == models.DTYPES[dtype] and model.context == CONTEXT and model.name == "model"
+    assert model.model.config.vocab_size == PADDED
+    assert logits.shape == (1, 3, VOCABULARY) and logits.dtype == torch.float32 and bool(logits.isfinite().all())
+
+
+def test_weights_in_several_files_load_to_the_same_model(pair_folder, model_folder):
+    assert len(shard(model_folder)) > 1
+    (model_folder / "consolidated.safetensors").write_bytes(b"another layout, which is not loaded")
+    assert weight_bytes(model_folder, torch.float32) == weight_bytes(pair_folder / "target", torch.float32)
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(load(model_folder).score(tokens), load(pair_folder / "target").score(tokens))
+
+
+@pytest.mark.parametrize("index", [None, b"{}", b"[]", b'{"weight_map": 3}', b"{"])
+def test_a_lost_file_or_garbled_index_of_several_is_refused(model_folder, index):
+    files = shard(model_folder)
+    if index is None:
+        files[-1].unlink()
+    else:
+        (model_folder / "model.safetensors.index.json").write_bytes(index)
+    with refused(str(model_folder), "download it again"):
+        load(model_folder)
+
+
+def test_the_version_changes_with_a_weight_and_only_then(model_folder):
+    before = model_version(model_folder)
+    assert before.startswith("sha256:") and len(before) == 23
+    (model_folder / "README.md").write_text("a word about it")
+    assert model_version(model_folder) == before
+    file = model_folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert model_version(model_folder) != before
+
+
+def test_the_version_is_the_downloads_commit_until_a_weight_is_touched(model_folder):
+    file = model_folder / "model.safetensors"
+    write_manifest(model_folder, [], repo="some/model", commit="0123456789abcdef")
+    assert model_version(model_folder) == "0123456789abcdef"
+    later = (model_folder / MANIFEST).stat().st_mtime + 60
+    os.utime(file, (later, later))
+    assert model_version(model_folder).startswith("sha256:")
+    (model_folder / MANIFEST).write_text("garbled")
+    assert model_version(model_folder).startswith("sha256:")
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "unheard_of"])
+def test_code_that_comes_with_a_model_is_never_run(pair_folder, model_folder, tmp_path, model_type):
+    marker = tmp_path / "marker"
+    (model_folder / "evil.py").write_text(
+        f"open({str(marker)!r}, 'w')\nclass Config: pass\nclass Model: pass\nclass Tokenizer: pass\n"
+    )
+    configure(
+        model_folder,
+        model_type=model_type,
+        auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+    )
+    file = model_folder / "tokenizer_config.json"
+    file.write_text(
+        json.dumps(
+            json.loads(file.read_text())
+            | {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
+        )
+    )
+    if model_type == "gpt_neox":
+        load(model_folder)
+    else:
+        for attempt in load_tokenizer, lambda folder: load(folder, load_tokenizer(pair_folder / "target")):
+            with refused("custom code", "never run"):
+                attempt(model_folder)
+    assert not marker.exists()
+
+
+def test_a_model_too_large_for_the_device_is_spread_over_all_there_are(monkeypatch, tmp_path):
+    """The disk serves as a second device: weights that the CPU has no room for are fetched layer by layer."""
+    tokenizer = load_tokenizer("bundled-target")
+    whole, draft = (load(name, tokenizer, "bfloat16") for name in ("bundled-target", "bundled-draft"))
+    seen, from_pretrained = [], AutoModelForCausalLM.from_pretrained
+
+    def in_two_places(*args, device_map, **kwargs):
+        seen.append(device_map)
+        places = {"max_memory": {"cpu": 6_000_000}, "offload_folder": tmp_path}
+        return from_pretrained(*args, device_map="auto", **places, **kwargs)
+
+    free = iter([100, 10**12])  # of the device, of all
+    monkeypatch.setattr(models, "available_memory", lambda device: next(free))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", in_two_places)
+    spread = load_model("bundled-target", tokenizer, "bfloat16", "cpu", spread=True)
+    assert seen == ["auto"] and set(spread.model.hf_device_map.values()) == {"cpu", "disk"}
+    texts = [
+        specSampling([[5, 9, 2], [11, 30, 4, 8]], target, ModelDrafter(draft), 12, 3, GREEDY)[0]
+        for target in (whole, spread)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_what_is_spread_is_not_compiled(pair_folder, capsys):
+    model = load_model(pair_folder / "draft", load_tokenizer(pair_folder / "draft"), "float32", "cpu")
+    model.model.hf_device_map = {"a": "cpu", "b": "disk"}
+    assert (
+        compile_model(model, Plan(frozenset({1}))) is None and "spread over several devices" in capsys.readouterr().err
+    )
+
+
+def anonymous_bytes():
+    """Memory of this process that is not a mapped file."""
+    with open("/proc/self/status") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory):
+    """A bfloat16 model of more than 100 MB. Its weights are not initialised, which would take seconds."""
+    folder = tmp_path_factory.mktemp("large")
+    config = GPTNeoXConfig(vocab_size=8192, hidden_size=1024, num_hidden_layers=4, num_attention_heads=8)
+    with torch.device("meta"):
+        model = GPTNeoXForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux what memory is used")
+@pytest.mark.parametrize(("dtype", "copies"), [("bfloat16", 0), ("float32", 1)])
+def test_weights_are_mapped_and_copied_once_at_most(pair_folder, large_folder, dtype, copies):
+    tokenizer = load_tokenizer(pair_folder / "target")
+    gc.collect()
+    before = anonymous_bytes()
+    model = load(large_folder, tokenizer, dtype)
+    size = sum(weight.nbytes for weight in model.model.parameters())
+    assert size > 100e6 and anonymous_bytes() - before < (copies + 0.2) * size

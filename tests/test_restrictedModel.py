@@ -1,0 +1,109 @@
+"""A draft that guesses only some tokens: what it shares, what it gives, and that the output does not show it."""
+
+import helpers
+import pytest
+import torch
+from outcomes import largest_error, small
+from test_specSampling import PROMPTS, near
+
+from decoding.draftLength import Fixed
+from decoding.rounds import Guesses
+from decoding.rows import Rows
+from decoding.verification import block_rule, token_rule
+from engine.restrictedModel import RestrictedModel
+from methods.cascade import CascadeDrafter
+from methods.drafters import ModelDrafter
+from regrSampling import regrSampling
+from specSampling import specSampling
+from utils import GREEDY, Sampling, probabilities
+
+
+def restricted(draft, tokens):
+    return ModelDrafter(RestrictedModel(draft, torch.tensor(tokens)))
+
+
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_its_logits_are_the_drafts_and_the_draft_is_as_before(family):
+    draft, tokens = helpers.tiny(family), torch.tensor([0, 3, 17, 60])
+    if family == "gpt2":
+        draft.model.config.tie_word_embeddings = True
+        draft.model.tie_weights()
+        assert draft.model.get_output_embeddings().weight is draft.model.get_input_embeddings().weight
+    rows = Rows([[5, 60, 2], [11]], 4, [draft])
+    before, layer = draft.read_prompt(rows), draft.model.get_output_embeddings()
+    weights = {name: weight.clone() for name, weight in draft.model.state_dict().items()}
+    small = RestrictedModel(draft, tokens)
+    found = small.read_prompt(rows)
+    torch.testing.assert_close(found[:, tokens], before[:, tokens], atol=1e-5, rtol=1e-5)
+    assert (found > -torch.inf).sum(1).tolist() == [4, 4]
+    assert len(small.model.get_output_embeddings().weight) == 4
+    assert small.model.get_input_embeddings() is draft.model.get_input_embeddings()
+    assert draft.model.get_output_embeddings() is layer and torch.equal(draft.read_prompt(rows), before)
+    assert all(torch.equal(weight, weights[name]) for name, weight in draft.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.85, 0, 0.9), Sampling(0.9, 2, 0.9, 1.4), Sampling(1.0, 50, 1.0), GREEDY]
+)
+def test_q_is_the_filtered_distribution_over_its_tokens_and_zero_elsewhere(sampling):
+    draft, tokens = helpers.tiny(), [0, 3, 5, 17, 60]
+    rows, drafter = Rows(PROMPTS, 6, [draft]), restricted(draft, tokens)
+    drafter.begin(rows)
+    guesses = drafter.draft(rows, 2, sampling, torch.Generator().manual_seed(0))
+    drafts, q = guesses.drafts, guesses.q
+    logits = draft.read_prompt(rows)
+    elsewhere = torch.ones(61, dtype=torch.bool).index_fill_(0, torch.tensor(tokens), False)
+    logits = logits.masked_fill(elsewhere, -torch.inf)
+    torch.testing.assert_close(q[:, 0], probabilities(logits, sampling, rows.seen(61, sampling)), atol=1e-5, rtol=1e-4)
+    assert (q.gather(-1, drafts[..., None]) > 0).all() and not q[..., elsewhere].any()
+
+
+@pytest.mark.parametrize("verify", [token_rule, block_rule])
+@pytest.mark.parametrize("tokens", [list(range(0, 61, 2)), [9]])
+def test_greedy_rows_equal_plain_greedy(tokens, verify):
+    target = helpers.tiny()
+    draft, mid = near(target, 0.08), near(target, 0.05, 3)
+    wanted = regrSampling(PROMPTS, target, 40, GREEDY)[0]
+    for drafter in restricted(draft, tokens), CascadeDrafter(mid, restricted(draft, tokens), Fixed(2), verify):
+        assert specSampling(PROMPTS, target, drafter, 40, 3, GREEDY, verify=verify)[0] == wanted
+
+
+def error(cascade=False, sampling=Sampling(1.0, 0, 1.0), verify=token_rule, wrong=None, vocabulary=3, length=4):
+    """The largest difference between the probability of a text and the target's."""
+    target, mid, draft = small(3, vocabulary)
+
+    def sample(prefixes):
+        drafter = (wrong or restricted)(draft, [0, 2])
+        drafter = CascadeDrafter(mid, drafter, Fixed(1), verify) if cascade else drafter
+        return specSampling(prefixes, target, drafter, length, 2, sampling, verify=verify)[0]
+
+    return largest_error(sample, target, length, sampling, prefixes=[[1, 2, 0, 1]])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"verify": block_rule}, {"cascade": True, "length": 3}, {"sampling": Sampling(0.9, 0, 0.9, 1.3)}]
+)
+def test_texts_have_the_targets_probabilities(options):
+    assert error(**options) < 1e-6
+
+
+class WholeVocabulary:
+    """The mistake that invites itself: drawn from the small vocabulary, but q is the draft's own over all tokens."""
+
+    def __init__(self, draft, tokens):
+        self.inner, self.whole = restricted(draft, tokens), draft
+        self.models, self.begin, self.rewind = self.inner.models, self.inner.begin, self.inner.rewind
+
+    def draft(self, rows, gamma, sampling, generator=None, length=None):
+        guesses = self.inner.draft(rows, gamma, sampling, generator, length)
+        drafts, q = guesses.drafts, guesses.q
+        for i in range(q.shape[1]):
+            for end in rows.lengths.unique().tolist():
+                own = rows.lengths == end
+                text = torch.cat([rows.sequence[own, :end], drafts[own, :i]], 1)
+                q[own, i] = probabilities(self.whole.score(text)[:, -1], sampling)
+        return Guesses(drafts, q)
+
+
+def test_a_q_over_the_whole_vocabulary_is_caught():
+    assert error(wrong=WholeVocabulary, length=3) > 1e-3

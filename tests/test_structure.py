@@ -1,0 +1,190 @@
+"""The layout: which names the root has, which folders there are, and that imports between them go one way."""
+
+import ast
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+ROOT_FILES = {"downloadData", "downloadModel", "utils", "regrSampling", "specSampling", "PPL", "test"}
+FOLDERS = {"decoding", "engine", "methods", "inputs", "experiments", "lossless", "report", "benchmark", "scripts"}
+# A module may import what stands before its own layer, and its own folder.
+LAYERS = (
+    {"utils"},
+    {"decoding"},
+    {"engine", "regrSampling", "specSampling"},
+    {"methods", "inputs"},
+    {"PPL", "downloadModel", "downloadData"},
+    {"experiments"},
+    {"lossless"},
+    {"report"},
+    {"test", "benchmark"},
+    {"scripts"},
+)
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+LONGEST = 60  # lines of a function
+TABLES = r"add_\w+"  # functions that are tables of flags
+
+
+def sources(root):
+    """The Python files of the project without its tests."""
+    return sorted([*root.glob("*.py"), *(file for folder in FOLDERS for file in root.glob(f"{folder}/**/*.py"))])
+
+
+def place(file, root):
+    """The folder or root module that a file belongs to."""
+    first = file.relative_to(root).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported(file):
+    """First names of what a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.split(".")[0]
+
+
+def arrows_back(root):
+    """[(file, what it imports)] of imports that do not point to an earlier layer."""
+    return [
+        (file.relative_to(root).as_posix(), name)
+        for file in sources(root)
+        for name in imported(file)
+        if name in LAYER and name != place(file, root) and LAYER[name] >= LAYER[place(file, root)]
+    ]
+
+
+def test_the_root_has_the_owners_names_and_no_other_code():
+    assert {file.stem for file in ROOT.glob("*.py")} == ROOT_FILES
+    assert {file.parent.name for file in ROOT.glob("*/__init__.py")} == FOLDERS
+    assert set(LAYER) == ROOT_FILES | FOLDERS
+    assert not (ROOT / "datasets" / "__init__.py").exists()  # It would hide the library of that name.
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS))
+def test_each_folder_says_what_lives_in_it(folder):
+    for file in (ROOT / folder).glob("**/__init__.py"):
+        said = ast.get_docstring(ast.parse(file.read_text()))
+        assert said and "\n\n" not in said and len(ast.parse(file.read_text()).body) == 1
+
+
+def test_imports_go_one_way():
+    assert arrows_back(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "file, line",
+    [
+        ("decoding/rows.py", "from engine.graphs import Graphs"),
+        ("engine/kvCache.py", "def f():\n    import methods.catalogue"),
+        ("utils.py", "import decoding.rows"),
+        ("specSampling.py", "from engine import graphs"),
+    ],
+)
+def test_an_arrow_that_runs_back_is_caught(tmp_path, file, line):
+    for source in sources(ROOT):
+        copied = tmp_path / source.relative_to(ROOT)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, copied)
+    with open(tmp_path / file, "a") as source:
+        source.write(f"\n{line}\n")
+    assert [found for found, _ in arrows_back(tmp_path)] == [file]
+
+
+def test_the_engine_does_not_show_in_the_algorithm():
+    """The loop, the drafters and the rules know nothing of graphs, captures or kernels."""
+    words = re.compile(r"graphs?\b|kernel|compil|captur(?!ed in a CUDA graph)", re.I)
+    algorithm = [ROOT / "specSampling.py", ROOT / "regrSampling.py", *(ROOT / "methods").glob("*.py")]
+    algorithm += [ROOT / "decoding" / f"{name}.py" for name in ("draftLength", "lengthRules", "rows", "record")]
+    planning = {"catalogue.py", "selection.py", "contrastive.py"}  # which graphs are worth making is data there
+    for file in algorithm:
+        if file.name not in planning:
+            assert not words.search(file.read_text()), file
+    body = ast.parse((ROOT / "decoding" / "verification.py").read_text())
+    code = ast.unparse(ast.Module(body.body[1:], []))  # Its docstring says what a rule may not do, and why.
+    assert not words.search(code)
+
+
+def test_one_function_asks_for_a_graph():
+    """Outside of the engine, `graphs` of a model is used in decoding/rounds.py alone, behind `use_graph`."""
+    users = [
+        file.relative_to(ROOT).as_posix()
+        for file in sources(ROOT)
+        if "engine" not in file.parts
+        and re.search(r"\.graphs\b(?! import)", re.sub("engine.graphs", "", file.read_text()))
+    ]
+    assert set(users) <= {"decoding/rounds.py", "methods/selection.py"}
+    code = (ROOT / "decoding" / "rounds.py").read_text()
+    calls = re.findall(r"model\.graphs\.(\w+)\(|target\.graphs\.(\w+)\(", code)
+    assert len(re.findall(r"if use_graph\(", code)) == len([c for c in calls if "has" not in c]) == 4
+
+
+def test_no_function_is_long():
+    long = [
+        f"{file.relative_to(ROOT)}: {node.name}"
+        for file in sources(ROOT)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno - node.lineno + 1 > LONGEST
+        and not re.fullmatch(TABLES, node.name)
+    ]
+    assert long == []
+    assert len((ROOT / "test.py").read_text().splitlines()) < 120
+
+
+ELSEWHERE = {  # modules that are proved by the tests of another one
+    "room": "rows",
+    "rounds": "graphs",
+    "interfaces": "structure",
+    "lengthRules": "draftLength",
+    "compiling": "cpuGraphs",
+    "loader": "kernels",
+    "operators": "kernels",
+    "packedLinear": "cpuGraphs",
+    "lookup": "drafters",
+    "cascade": "drafters",
+    "selection": "settings",
+    "escape": "security",
+    "folders": "models",
+    "hub": "downloadModel",
+    "manifest": "downloadModel",
+    "prompts": "cli",
+    "tokenizers": "models",
+    "decodingFlags": "flags",
+    "measure": "cli",
+    "prepare": "cli",
+    "runRecord": "cli",
+    "evidence": "losslessness",
+    "scorer": "losslessness",
+    "plantedMistakes": "losslessness",
+    "proof": "losslessness",
+    "figures": "results",
+    "lines": "results",
+    "losslessReport": "losslessness",
+    "play": "playback",
+    "runReport": "results",
+    "screen": "playback",
+    "speedTables": "results",
+    "tables": "results",
+    "textTables": "results",
+    "trace": "playback",
+    "drawRounds": "security",
+    "fullSize": "downloadModel",
+    "training": "trainBundled",
+    "keepRecord": "docs",
+    "test": "cli",
+}
+
+
+@pytest.mark.parametrize("file", sources(ROOT), ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_every_module_has_its_tests(file):
+    name = ELSEWHERE.get(file.stem, file.stem)
+    if file.parent.name == "benchmark":
+        name = "benchmark"
+    if file.stem.lower().startswith(("docs", "renderdocs")):
+        name = "docs"
+    assert file.stem == "__init__" or Path(__file__).with_name(f"test_{name}.py").exists()

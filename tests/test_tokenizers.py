@@ -1,0 +1,49 @@
+"""Tokenizers: the broken ones are refused, and the most frequent tokens are the most frequent."""
+
+import json
+
+import pytest
+from conftest import VOCABULARY, refused
+from transformers import PreTrainedTokenizerFast
+
+from inputs.texts import load_corpora
+from inputs.tokenizers import check_tokenizers, load_tokenizer, most_frequent
+
+
+@pytest.mark.parametrize("content", [None, b"{", b'{"model": 3}', b"\xff"])
+def test_a_lost_or_garbled_tokenizer_is_refused(model_folder, content):
+    """With no files at all the library makes up an empty tokenizer."""
+    for file in model_folder.glob("tokenizer*"):
+        file.unlink()
+    if content is not None:
+        (model_folder / "tokenizer.json").write_bytes(content)
+    with refused(str(model_folder), "download its tokenizer.json"):
+        load_tokenizer(model_folder)
+
+
+def test_tokenizers_that_differ_are_refused_with_how(pair_folder, model_folder):
+    ours, theirs = load_tokenizer(pair_folder / "target"), load_tokenizer(pair_folder / "draft")
+    check_tokenizers(ours, theirs)
+    theirs.add_tokens(["zebra\n"])
+    with refused("big (300 tokens)", "small (301)", f"id {VOCABULARY} ('zebra\\n')", "share one tokenizer"):
+        check_tokenizers(ours, theirs, ("big", "small"))
+    # As many tokens, the same ones, but two of them exchanged.
+    file = model_folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content))
+    with refused("(300 tokens)", "(300)", f"id {min(vocabulary['a'], vocabulary['b'])} ("):
+        check_tokenizers(ours, PreTrainedTokenizerFast(tokenizer_file=str(file)))
+
+
+def test_the_most_frequent_tokens_of_the_sample_texts(pair_folder):
+    tokenizer = load_tokenizer(pair_folder / "target")
+    ids = [i for corpus in load_corpora("sample") for text in corpus.documents for i in tokenizer(text)["input_ids"]]
+    counts = [ids.count(i) for i in range(len(tokenizer))]
+    ranked = sorted(range(len(tokenizer)), key=lambda i: (i != tokenizer.eos_token_id, -counts[i], i))
+    assert counts.count(0) > 1  # the order of the unseen shows
+    for count in 1, 2, 50, len(tokenizer) - 1, len(tokenizer):
+        assert most_frequent(count, tokenizer).tolist() == sorted(ranked[:count])
+    with refused("--draftVocab 301", "300"):
+        most_frequent(301, tokenizer)
