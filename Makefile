@@ -10,7 +10,7 @@ run: .venv/installed
 	$(VENV) test.py
 
 test: .venv/installed
-	$(VENV) -m pytest --cov=.
+	$(VENV) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --cov=.
 
 style: .venv/installed
 	$(VENV) -m ruff check

@@ -24,8 +24,8 @@ from report.results import Results
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code: 0, 1 for a "no", 2 for what cannot be done."""
     given = list(sys.argv[1:] if argv is None else argv)
-    kept, smaller = "What was measured is kept in results.txt.", "use smaller models, a smaller --dtype, --maxLen or --window"
-    return as_command("test.py", lambda: work(given), kept, smaller)
+    smaller = "use smaller models, a smaller --dtype, --maxLen or --window"
+    return as_command("test.py", lambda: work(given), "What was measured is kept in results.txt.", smaller)
 
 
 def work(argv: Sequence[str]) -> int:

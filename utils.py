@@ -170,8 +170,8 @@ def pick(probs: Tensor, u: Tensor) -> Tensor:
     """The token that the uniform number `u[...]` in [0, 1) selects from `probs[..., V]`, int64 `[...]`.
 
     Inverts the cumulative distribution at one uniform number a row. That is much cheaper than `torch.multinomial`,
-    which draws V exponential numbers. A token of probability 0 is never drawn. If the distribution is nan, the result is
-    V, which is no token: the host learns of it with the tokens, without another sync.
+    which draws V exponential numbers. A token of probability 0 is never drawn. If the distribution is nan, the result
+    is V, which is no token: the host learns of it with the tokens, without another sync.
     """
     cumulative = probs.cumsum(-1)
     total = cumulative[..., -1:]

@@ -1,5 +1,5 @@
-"""What happened while text was generated, and when: `Record`, the history of one row, and `Watch`, a stopwatch that does
-not synchronise the host with the device."""
+"""What happened while text was generated, and when: `Record` is the history of one row, and `Watch` a stopwatch that
+does not synchronise the host with the device."""
 
 import time
 from dataclasses import dataclass, field
@@ -66,8 +66,8 @@ class Record:
 
     @property
     def alpha(self) -> float:
-        """Acceptance rate: guesses that passed over guesses tested. The paper's alpha, if guesses pass independently. nan
-        if nothing was guessed."""
+        """Acceptance rate: guesses that passed over guesses tested. The paper's alpha, if guesses pass independently.
+        nan if nothing was guessed."""
         tested, passed = (sum(column) for column in zip(*self.acceptance_by_position or [(0, 0)]))
         return passed / tested if tested else float("nan")
 

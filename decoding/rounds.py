@@ -197,9 +197,7 @@ def guess(
     shape = len(tokens), read, count
     if use_graph(target, "round", model.graphs, *shape, seen=seen, length=length, unread=rows.unread):
         u = torch.rand(count, len(tokens), device=rows.device, generator=generator)
-        return Guesses(
-            *target.graphs.round(model.graphs, tokens, positions, u, sampling, model.cache, target.cache)
-        )
+        return Guesses(*target.graphs.round(model.graphs, tokens, positions, u, sampling, model.cache, target.cache))
     going = torch.tensor([not ended for ended in rows.ended], device=rows.device) if length and length.stop else None
     drafts, q = draw_tokens(model, tokens, positions[:, :-1], count, sampling, generator, seen, length, going)
     return Guesses(drafts.clamp_(max=model.vocabulary - 1), q)  # A guess from nan is no token: `advance` reports it.

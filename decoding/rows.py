@@ -17,8 +17,8 @@ from utils import Sampling, not_finite
 class Rows:
     """A batch of prefixes of different lengths, and the tokens generated after each.
 
-    prefixes: lists of token ids (or an int tensor `[B, L]`). Every row gets at most `max_len` more tokens. It ends early
-        at `end_of_text`, which is kept as its last token.
+    prefixes: lists of token ids (or an int tensor `[B, L]`). Every row gets at most `max_len` more tokens. It ends
+        early at `end_of_text`, which is kept as its last token.
     models: the models that will read the rows. The first is the target, whose tokens the rows grow by. The shortest
         context and the smallest vocabulary among them are the limits.
     callback: called as `callback(row, tokens, guessed)` when a row has grown; the first `guessed` tokens are accepted

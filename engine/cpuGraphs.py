@@ -131,13 +131,7 @@ class CpuGraphs(Graphs):
         return logits[..., : self.vocabulary].float()
 
     def draw_steps(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        u: Tensor,
-        sampling: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
+        self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """The draws that are compiled, as `rounds.steps`. sampling: float64 `[3]`, see `as_tensor`."""
 
@@ -214,9 +208,7 @@ class Slots(StaticLayer):
         self.is_initialized = True
         self.keys, self.values, self.positions = keys, values, positions
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Whole, Whole]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Whole, Whole]:
         """The new states with the slots they go to: the attention kernel writes them."""
         return Whole(key_states, self.keys, self.positions), Whole(value_states, self.values, self.positions)
 

@@ -23,8 +23,8 @@ from utils import Sampling
 class Plan:
     """The graphs worth making for one model.
 
-    widths: tokens in the blocks it scores. draws: tokens it draws in sequence. read: tokens it reads before the first of
-    them.
+    widths: tokens in the blocks it scores. draws: tokens it draws in sequence. read: tokens it reads before the first
+    of them.
     """
 
     widths: frozenset[int] = frozenset()
@@ -81,6 +81,7 @@ class Graphs(ABC):
         """Make the graph of a whole round: `count` guesses by the model of `draft` after blocks `[rows, read]`, and
         this model's forward that scores them. It saves host time between the two forwards, which a GPU's host has to
         spare: by default no graph is made."""
+        return
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """`CachedModel.forward` of a block: float32 logits `[B, n, V]`."""

@@ -1,7 +1,8 @@
 """`Evidence`: statistics that show whether a sampler's tokens are distributed as the target's own.
 
-Given the text before it, an exact sampler draws each token x from p, the target's distribution. Once a text is written,
-p can be computed again (lossless/scorer.py). The distributions of two statistics are then known exactly, for any models:
+Given the text before it, an exact sampler draws each token x from p, the target's distribution. Once a text is
+written, p can be computed again (lossless/scorer.py). The distributions of two statistics are then known exactly, for
+any models:
 
 - PIT (probability integral transform; Rosenblatt 1952). Let F be the cumulative sum of p over the vocabulary, in any
   order that depends on the context alone, and v uniform on [0, 1). Then u = F(x-) + v p(x) is uniform on [0, 1), and

@@ -26,8 +26,8 @@ class InnerRows(Rows):
         self.follow(outer)
 
     def follow(self, outer: Rows, unread: int = 0) -> None:
-        """Take over the committed tokens of `outer` and forget those committed here beyond them. unread: how many before
-        the last one this target has not read."""
+        """Take over the committed tokens of `outer` and forget those committed here beyond them. unread: how many
+        before the last one this target has not read."""
         self.sequence.copy_(outer.sequence)
         self.lengths, self._lengths, self.ended = outer.lengths, list(outer._lengths), list(outer.ended)
         self.tokens = [[] for _ in outer.tokens]
@@ -49,11 +49,7 @@ class CascadeDrafter:
     """
 
     def __init__(
-        self,
-        model: Model,
-        drafter: Drafter,
-        length: LengthRule | None = None,
-        verify: VerificationRule = token_rule,
+        self, model: Model, drafter: Drafter, length: LengthRule | None = None, verify: VerificationRule = token_rule
     ) -> None:
         self.model, self.drafter, self.verify = model, drafter, verify
         self.length = length or Fixed(4)

@@ -48,7 +48,7 @@ class Decoding:
 
 
 class Sampler(Protocol):
-    """A method with its models: continues prefixes (lists of token ids); returns the new tokens of each, and records."""
+    """A method with its models: continues prefixes (lists of token ids); returns the new tokens and the records."""
 
     def __call__(
         self,
@@ -143,9 +143,7 @@ def loop(target: Model, drafter: Drafter, length: LengthRule, verify: Verificati
 
 
 def speculative(
-    rule: str | None = None,
-    verification: str | None = None,
-    drafter: Callable[[Models, Decoding], Drafter] = guesser,
+    rule: str | None = None, verification: str | None = None, drafter: Callable[[Models, Decoding], Drafter] = guesser
 ) -> Callable[[Models, Decoding, Wrap], Sampler]:
     """Speculative sampling with this draft-length rule and verification rule; None: those of the flags."""
 

@@ -1,9 +1,13 @@
 """What several test files share: a pair of tiny models on disk, a short text, and the command line as a module."""
 
 import importlib.util
+import os
 import shutil
 import signal
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # Several workers share the processor: a thread for each, also in its children.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import helpers
 import pytest

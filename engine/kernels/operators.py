@@ -42,4 +42,7 @@ def by_kernel(accept: str) -> VerificationRule:
     return rule
 
 
-RULES: dict[VerificationRule, VerificationRule] = {token_rule: by_kernel("accept"), block_rule: by_kernel("accept_block")}
+RULES: dict[VerificationRule, VerificationRule] = {
+    token_rule: by_kernel("accept"),
+    block_rule: by_kernel("accept_block"),
+}
