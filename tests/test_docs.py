@@ -14,7 +14,6 @@ from benchmark.__main__ import main as benchmark
 from inputs.folders import ROOT
 from scripts import drawRounds, keepRecord, renderDocs, trainBundled
 from scripts.docsCode import CHINESE_LAYOUT, OTHERS, ROOT_FILES, code, shown
-from scripts.docsPictures import stamp_of
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 TEXTS = renderDocs.files(ROOT)
@@ -39,21 +38,20 @@ def fences(text):
     return [fence[2] for fence in renderDocs.FENCE.finditer(text)]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A copy of the documentation and its records."""
-    folder = tmp_path_factory.mktemp("whole")
-    shutil.copytree(ROOT / "docs", folder / "docs")
-    shutil.copytree(ROOT / "figures", folder / "figures")
+def copied(folder):
+    """A copy of the documentation and its records in a folder."""
+    for name in ("docs", "figures"):
+        shutil.copytree(ROOT / name, folder / name)
     for path in (README, CHINESE):
         shutil.copy(path, folder)
     return folder
 
 
 @pytest.fixture
-def copy(whole, tmp_path):
+def copy(tmp_path):
     """A copy that the test may change."""
-    return shutil.copytree(whole, tmp_path / "copy")
+    (tmp_path / "copy").mkdir()
+    return copied(tmp_path / "copy")
 
 
 def change(path, old, new):
@@ -142,7 +140,7 @@ def test_an_unknown_block_is_caught(copy, capsys):
     with open(copy / "README.md", "a", encoding="utf-8") as file:
         file.write("\n<!-- begin unheard-of -->\n1.5\n<!-- end unheard-of -->\n")
     (fault,) = faulty(copy, capsys)
-    assert fault.endswith("block unheard-of: there is no renderer of block unheard-of")
+    assert fault.endswith("block unheard-of: there is no renderer of this name")
 
 
 def test_an_empty_code_block_is_caught(copy, capsys):
@@ -174,60 +172,6 @@ def test_no_measured_number_stands_outside_of_blocks():
     for path in set(TEXTS) - {ROOT / "docs/pythia-on-gpu.md"}:  # there: arithmetic from sizes
         measured = re.search(r"\d[\d.,]* ?(ms|seconds|minutes|tokens/s|GB/s|tokens per second)\b", prose(read(path)))
         assert not measured, f"{path.name}: {measured[0]}"
-
-
-# Keeping records.
-
-
-def test_a_run_is_kept_in_place_of_the_one_before(copy, tmp_path, capsys):
-    records = renderDocs.Records(copy)
-    run, lines = records.run("first")
-    again = run | {"run": "feedbeef", "folder": "/elsewhere", "command": "--out /elsewhere --seed 0"}
-    again["flags"] = run["flags"] | {"out": "/elsewhere"}
-    store = keepRecord.Results(tmp_path)
-    store.append(**again)
-    for line in lines:
-        store.append(**line | {"run": "feedbeef"})
-    assert keepRecord.main(["first", "1", "--from", str(tmp_path)], copy) == 0
-    after = renderDocs.Records(copy)
-    assert after.index == records.index | {"first": "feedbeef"}
-    assert set(after.runs) == set(after.index.values())
-    kept, own = after.run("first")
-    assert kept["command"] == "--seed 0" and "folder" not in kept and "out" not in kept["flags"]
-    assert [line | {"run": run["run"]} for line in own] == lines
-    assert "elsewhere" not in read(copy / "docs/records/results.jsonl") + read(copy / "results.txt")
-    shown_runs = re.findall(r"^Run (\w+) of", read(copy / "results.txt"), re.M)
-    assert sorted(shown_runs) == sorted(after.index.values())
-    assert "README.md" in renderDocs.render(copy)
-    assert renderDocs.main(["--check"], copy) == 0, capsys.readouterr().out
-
-
-def test_a_run_that_is_not_there_or_not_finished_is_refused(copy, tmp_path, capsys):
-    before = read(copy / "docs/records/results.jsonl")
-    assert keepRecord.main(["first", "1", "--from", str(tmp_path)], copy) == 2
-    run, lines = renderDocs.Records(copy).run("first")
-    store = keepRecord.Results(tmp_path)
-    store.append(**run)
-    for asked in ("1", run["run"]):
-        assert keepRecord.main(["first", asked, "--from", str(tmp_path)], copy) == 2
-    assert keepRecord.main(["first"], copy) == 2
-    assert keepRecord.main(["benchmark", "1"], copy) == 2
-    assert keepRecord.main(["benchmark", "--from", str(tmp_path)], copy) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 6 and all(line.startswith("keepRecord: error: ") for line in errors)
-    assert "was not finished" in errors[1]
-    assert read(copy / "docs/records/results.jsonl") == before
-
-
-def test_the_benchmarks_records_are_kept_without_places(copy, tmp_path):
-    record = renderDocs.Records(copy).benchmark()
-    elsewhere = record | {"command": f"{record['command']} --out=/elsewhere", "time": "2030-01-01 00:00:00"}
-    (tmp_path / "benchmark.json").write_text(keepRecord.json.dumps(elsewhere))
-    assert keepRecord.main(["benchmark", "--from", str(tmp_path)], copy) == 0
-    assert renderDocs.Records(copy).benchmark() == record | {"time": "2030-01-01 00:00:00"}
-    stamp = stamp_of(copy / "figures/benchmark.png")
-    assert {"docs/speed.md", "figures/benchmark.png"} <= set(renderDocs.render(copy))
-    assert stamp_of(copy / "figures/benchmark.png") != stamp
 
 
 # The texts.
@@ -295,6 +239,15 @@ def test_the_example_of_the_library_runs(capsys):
     example = re.search(r"```python\n(.*?)```", read(ROOT / "docs/library.md"), re.S)[1]
     exec(compile(example, "docs/library.md", "exec"), {})
     assert "The ship" not in capsys.readouterr().out.splitlines()[-1]  # new tokens only
+
+
+def test_the_examples_import_what_exists():
+    for path in TEXTS:
+        for example in re.findall(r"```python\n(.*?)```", read(path), re.S):
+            imports = [node for node in ast.parse(example).body if isinstance(node, ast.ImportFrom)]
+            assert imports
+            for node in imports:
+                exec(ast.unparse(node), {})
 
 
 @pytest.mark.parametrize("name", NAMES)

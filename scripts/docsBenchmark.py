@@ -1,0 +1,253 @@
+"""Blocks of the documentation that show the records of the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isnan
+
+from benchmark.tables import predict, variants_of
+from benchmark.tables import ratio as paired
+from experiments.speed import interval, paired_ratios, summarize
+from scripts.docsRecords import BENCHMARKS, Record, Records
+from scripts.docsRuns import CHINESE, ENGLISH, cell, source, table
+from utils import UserError
+
+Render = Callable[[Records, str], str]
+PAIR, SHAPES = BENCHMARKS
+ASSISTED = ("transformers, assistant", "transformers, assistant as it comes")
+# What the documentation calls the rows of a record; the others keep their names.
+NAMES = {
+    "transformers": "`transformers`' `generate`",
+    "transformers, static cache": "`generate`, static cache",
+    "transformers, assistant": "`generate` with `assistant_model`, the same gamma",
+    "transformers, assistant as it comes": "`generate` with `assistant_model`, its defaults",
+    "speculative, no cache": "speculative without a KV cache, as in the course report",
+}
+COLUMNS = {
+    ENGLISH: ["models", "decoding", "tokens/s", "of `generate`", "of plain"],
+    CHINESE: ["模型", "解码方式", "tokens/s", "相对 `generate`", "相对普通解码"],
+}
+WORDS = {
+    ENGLISH: {
+        "library": "`transformers`' `generate`",
+        "assisted": "`generate` with `assistant_model`",
+        "plain": "plain",
+        "speculative": "speculative",
+        "block verification": "speculative, block verification",
+        "synthetic": "speculative, {} % of guesses accepted (synthetic)",
+        "compiled": ", compiled",
+        "eager": ", eager",
+        "bundled": "bundled pair",
+        "random": "Pythia-2.8b and 70m, random weights",
+    },
+    CHINESE: {
+        "library": "`transformers` 的 `generate`",
+        "assisted": "`generate` 加 `assistant_model`",
+        "plain": "普通解码",
+        "speculative": "投机解码",
+        "block verification": "投机解码，块验证",
+        "synthetic": "投机解码，接受 {} % 的猜测（合成）",
+        "compiled": "，已编译",
+        "eager": "，未编译",
+        "bundled": "自带模型",
+        "random": "Pythia-2.8b 与 70m，随机权重",
+    },
+}
+SYNTHETIC = 60  # per cent of guesses accepted, in the README's row
+
+
+def variant_of(record: Record) -> str:
+    """The faster variant of a record: "compiled", or "eager" if it was measured with --no-compile."""
+    return variants_of(record["forwards"])[-1]
+
+
+def ratio(record: Record, method: str, baseline: str) -> tuple[float, float, float]:
+    """The throughput of a row over that of another, with its interval. Raises UserError if a row is missing."""
+    ratios = paired_ratios(record["speed"], method, baseline)
+    if not ratios:
+        raise UserError(f"the benchmark's record has no rows {method!r} and {baseline!r}")
+    return interval(ratios)
+
+
+def benchmark_source(record: Record, language: str = ENGLISH) -> str:
+    """`source` of a benchmark."""
+    models = [model["name"] for model in record["models"].values()]
+    command = f"python -m benchmark {record['command']}".rstrip()
+    return source(command, record, models, record["dtype"], language)
+
+
+def conditions(record: Record) -> str:
+    """What was timed, in one sentence."""
+    flags = record["flags"]
+    took = [seconds for seconds in record.get("compile_seconds") or () if seconds is not None]
+    compiled = f" Compiling took {sum(took):.0f} s." if took else ""
+    return (
+        f"{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens, gamma "
+        f"{flags['gamma']}; medians [95 % bootstrap interval].{compiled} {benchmark_source(record)}"
+    )
+
+
+def best_assisted(record: Record) -> str:
+    """The library's assisted generation in its faster setting."""
+    rows = {row["method"]: row["throughput"][0] for row in summarize(record["speed"], "transformers")}
+    return max((name for name in ASSISTED if name in rows), key=lambda name: rows[name])
+
+
+def best(records: Records, language: str) -> str:
+    """The README's table: this project beside `transformers`, with the bundled pair and at Pythia's true shapes."""
+    words = WORDS[language]
+    rows: list[list[str]] = []
+    sources: list[str] = []
+    for name in BENCHMARKS:
+        record = records.benchmark(name)
+        variant, shapes = variant_of(record), bool(record["flags"]["shapes"])
+        plain = f"plain, {variant}"
+        chosen = {plain: words["plain"] + words[variant]}
+        if shapes:
+            chosen[f"synthetic {SYNTHETIC / 100}, {variant}"] = words["synthetic"].format(SYNTHETIC) + words[variant]
+        else:
+            library = {"transformers": words["library"], best_assisted(record): words["assisted"]}
+            ours = {f"{row}, {variant}": words[row] + words[variant] for row in ("speculative", "block verification")}
+            chosen = library | chosen | ours
+        speeds = {row["method"]: row["throughput"] for row in summarize(record["speed"], "transformers")}
+        for method, shown in chosen.items():
+            ratios = [cell(ratio(record, method, base)) if method != base else "1" for base in ("transformers", plain)]
+            rows.append([words["random" if shapes else "bundled"], shown, cell(speeds[method]), *ratios])
+        sources.append(benchmark_source(record, language))
+    lines = table(COLUMNS[language], rows)
+    return f"{lines}\n\n{' '.join(sources)}"
+
+
+def speed(name: str) -> Render:
+    """Every row of a benchmark."""
+
+    def render(records: Records, language: str) -> str:
+        record = records.benchmark(name)
+        theirs = {row["method"]: row["speedup"] for row in summarize(record["speed"], "transformers")}
+        rows = []
+        for row in summarize(record["speed"], "plain, eager"):
+            guesses = bool(row["acceptance_by_position"])
+            cells = [NAMES.get(row["method"], row["method"])]
+            cells += [cell(figures) for figures in (row["throughput"], theirs[row["method"]], row["speedup"])]
+            for times in row["ttft"], row["tpot"]:
+                cells.append("" if isnan(times[0]) else cell(times[:1] * 3, 1e3))
+            cells.append(f"{row['alpha']:.3f}" if guesses else "")
+            rows.append([*cells, cell(row["tokens_per_round"][:1] * 3) if guesses else ""])
+        columns = ["", "tokens/s", "of `generate`", "of plain, eager", "TTFT, ms", "TPOT, ms", "alpha"]
+        return f"{table([*columns, 'tokens per round'], rows)}\n\n{conditions(record)}"
+
+    return render
+
+
+def forwards(name: str) -> Render:
+    """What a forward of several tokens takes, beside reading its bytes."""
+
+    def render(records: Records, language: str) -> str:
+        record = records.benchmark(name)
+        found = {(m["role"], m["variant"], m["tokens"]): m for m in record["forwards"]}
+        kinds, rows = variants_of(record["forwards"]), []
+        for role in ("target", "draft"):
+            for n in sorted({tokens for _, _, tokens in found}):
+                cells = [role, str(n), f"{found[role, kinds[0], n]['bytes'] / 1e6:,.0f}"]
+                for kind in kinds:
+                    m, one = found[role, kind, n], found[role, kind, 1]
+                    cells += [
+                        cell(interval(m["seconds"])[:1] * 3, 1e3),
+                        f"{paired(m['seconds'], one['seconds'])[0]:.2f}",
+                        cell(interval(m["share"]), 100),
+                    ]
+                rows.append(cells)
+        whats = ("ms", "of one token", "% of the limit")
+        columns = ["", "tokens", "MB read", *(f"{kind}: {what}" for kind in kinds for what in whats)]
+        reads = {what: interval(speeds)[0] / 1e9 for what, speeds in record["bandwidth"].items()}
+        memory = (
+            f"Memory was read at {reads['memory']:.1f} GB/s, as many bytes as the target's forward at "
+            f"{reads['target']:.1f} GB/s, as the draft's at {reads['draft']:.1f} GB/s. The process took at most "
+            f"{record['peak_memory'] / 1e9:.1f} GB."
+        )
+        return f"{table(columns, rows)}\n\n{memory} {benchmark_source(record)}"
+
+    return render
+
+
+def context(name: str) -> Render:
+    """What a token takes after a long context."""
+
+    def render(records: Records, language: str) -> str:
+        record = records.benchmark(name)
+        found = {(m["variant"], m["context"]): m["seconds"] for m in record["growth"]}
+        contexts, kinds = sorted({each for _, each in found}), variants_of(record["forwards"])
+        rows = []
+        for each in contexts:
+            cells = [str(each)]
+            for kind in kinds:
+                own = found[kind, each]
+                cells += [cell(interval(own), 1e3), cell(paired(own, found[kind, contexts[0]]))]
+            rows.append(cells)
+        columns = ["tokens before it", *(f"{kind}: {what}" for kind in kinds for what in ("ms", "of the first row"))]
+        return f"{table(columns, rows)}\n\n{benchmark_source(record)}"
+
+    return render
+
+
+def parts(name: str) -> Render:
+    """The parts of a round in which all guesses are accepted."""
+
+    def render(records: Records, language: str) -> str:
+        record = records.benchmark(name)
+        seconds = {(m["variant"], m["part"]): m["seconds"] for m in record["parts"]}
+        names = ("plain step", "draft step", "scoring", "round", "sampling")
+        rows = []
+        for kind in variants_of(record["forwards"]):
+            share = paired(seconds[kind, "sampling"], seconds[kind, "round"])
+            rows.append([kind, *(cell(interval(seconds[kind, part]), 1e3) for part in names), cell(share, 100)])
+        columns = ["", *(f"{part}, ms" for part in names), "sampling, % of the round"]
+        return f"{table(columns, rows)}\n\n{benchmark_source(record)}"
+
+    return render
+
+
+def theory(records: Records, language: str) -> str:
+    """Synthetic acceptance beside theory."""
+    record = records.benchmark(SHAPES)
+    rows = [
+        [
+            row["variant"],
+            str(row["alpha"]),
+            cell(row["measured"]),
+            f"{row['theory']:.2f}",
+            f"{row['c']:.3f}",
+            f"{row['scoring']:.2f}",
+        ]
+        for row in predict(record)
+    ]
+    body = table(["", "alpha", "measured", "theory", "c", "scoring"], rows)
+    return f"{body}\n\n{benchmark_source(record)}"
+
+
+def over(method: str, baseline: Callable[[Record], str]) -> Render:
+    """One ratio of throughputs in the fastest variant, for the running text."""
+
+    def render(records: Records, language: str) -> str:
+        record = records.benchmark()
+        return cell(ratio(record, f"{method}, {variant_of(record)}", baseline(record)))
+
+    return render
+
+
+BLOCKS: dict[str, Render] = {
+    "best": best,
+    "speed": speed(PAIR),
+    "forwards": forwards(PAIR),
+    "context": context(PAIR),
+    "round": parts(PAIR),
+    "pythia-speed": speed(SHAPES),
+    "pythia-theory": theory,
+    "pythia-forwards": forwards(SHAPES),
+    "pythia-context": context(SHAPES),
+    "pythia-round": parts(SHAPES),
+    "over-assisted": over("speculative", best_assisted),
+    "over-no-cache": over("speculative", lambda record: "speculative, no cache"),
+    "over-plain": over("speculative", lambda record: f"plain, {variant_of(record)}"),
+    "over-plain-block": over("block verification", lambda record: f"plain, {variant_of(record)}"),
+}

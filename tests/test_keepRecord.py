@@ -1,0 +1,69 @@
+"""Keeping a record: copied without the folders of its machine, in place of the one before, or refused."""
+
+import json
+import re
+
+import pytest
+from test_docs import copied, read
+
+from report.results import Results
+from scripts import keepRecord, renderDocs
+from scripts.docsPictures import stamp_of
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the documentation and its records, which the test may change."""
+    (tmp_path / "copy").mkdir()
+    return copied(tmp_path / "copy")
+
+
+def test_a_run_is_kept_in_place_of_the_one_before(copy, tmp_path, capsys):
+    records = renderDocs.Records(copy)
+    run, lines = records.run("first")
+    again = run | {"run": "feedbeef", "folder": "/elsewhere", "command": "--out /elsewhere --seed 0"}
+    again["flags"] = run["flags"] | {"out": "/elsewhere"}
+    store = Results(tmp_path)
+    store.append(**again)
+    for line in lines:
+        store.append(**line | {"run": "feedbeef"})
+    assert keepRecord.main(["first", "1", "--from", str(tmp_path)], copy) == 0
+    after = renderDocs.Records(copy)
+    assert after.index == records.index | {"first": "feedbeef"}
+    assert set(after.runs) == set(after.index.values())
+    kept, own = after.run("first")
+    assert kept["command"] == "--seed 0" and "folder" not in kept and "out" not in kept["flags"]
+    assert [line | {"run": run["run"]} for line in own] == lines
+    assert "elsewhere" not in read(copy / "docs/records/results.jsonl") + read(copy / "results.txt")
+    shown_runs = re.findall(r"^Run (\w+) of", read(copy / "results.txt"), re.M)
+    assert sorted(shown_runs) == sorted(after.index.values())
+    assert "README.md" in renderDocs.render(copy)
+    assert renderDocs.main(["--check"], copy) == 0, capsys.readouterr().out
+
+
+def test_a_run_that_is_not_there_or_not_finished_is_refused(copy, tmp_path, capsys):
+    before = read(copy / "docs/records/results.jsonl")
+    assert keepRecord.main(["first", "1", "--from", str(tmp_path)], copy) == 2
+    run, lines = renderDocs.Records(copy).run("first")
+    store = Results(tmp_path)
+    store.append(**run)
+    for asked in ("1", run["run"]):
+        assert keepRecord.main(["first", asked, "--from", str(tmp_path)], copy) == 2
+    assert keepRecord.main(["first"], copy) == 2
+    assert keepRecord.main(["benchmark", "1"], copy) == 2
+    assert keepRecord.main(["benchmark", "--from", str(tmp_path)], copy) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 6 and all(line.startswith("keepRecord: error: ") for line in errors)
+    assert "was not finished" in errors[1]
+    assert read(copy / "docs/records/results.jsonl") == before
+
+
+def test_the_benchmarks_records_are_kept_without_places(copy, tmp_path):
+    record = renderDocs.Records(copy).benchmark()
+    elsewhere = record | {"command": f"{record['command']} --out=/elsewhere", "time": "2030-01-01 00:00:00"}
+    (tmp_path / "benchmark.json").write_text(json.dumps(elsewhere))
+    assert keepRecord.main(["benchmark", "--from", str(tmp_path)], copy) == 0
+    assert renderDocs.Records(copy).benchmark() == record | {"time": "2030-01-01 00:00:00"}
+    stamp = stamp_of(copy / "figures/benchmark.png")
+    assert {"docs/speed.md", "figures/benchmark.png"} <= set(renderDocs.render(copy))
+    assert stamp_of(copy / "figures/benchmark.png") != stamp
