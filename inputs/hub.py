@@ -142,7 +142,7 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
     except OfflineModeIsEnabled:
         raise UserError(
             f"{repo} is needed from {host}, and HF_HUB_OFFLINE forbids it; unset it, or copy the files "
-            "here by hand (docs/troubleshooting.md)"
+            "here by hand (docs/pythia-on-gpu.md)"
         ) from None
     except HfHubHTTPError as error:
         raise UserError(refusal(error, repo, revision)) from None

@@ -1,23 +1,29 @@
 """Draw figures/rounds.png: the first rounds of a real continuation, guess by guess.
 
-    python -m scripts.drawRounds
+python -m scripts.drawRounds
 """
+
+from __future__ import annotations
 
 import argparse
 import os
 import sys
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
 
 import matplotlib
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from engine.cachedModel import CachedModel
 from inputs.commandLine import Parser, as_command, number, path, text, whole
 from inputs.escape import visible
 from inputs.folders import ROOT
 from inputs.models import default_pair, load_model
 from inputs.tokenizers import check_tokenizers, load_tokenizer
 from methods.drafters import ModelDrafter
-from report.playback import Trace, Watched, pieces_of
+from report.trace import Trace, Watched, pieces_of
 from specSampling import specSampling
 from utils import Sampling, UserError
 
@@ -32,8 +38,17 @@ LABELS = {
 }
 
 
-def rounds_of(prompt, target, draft, tokenizer, gamma, sampling, max_len, seed):
-    """The rounds of one continuation, each as the pieces of text of every kind."""
+def rounds_of(
+    prompt: str,
+    target: CachedModel,
+    draft: CachedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    gamma: int,
+    sampling: Sampling,
+    max_len: int,
+    seed: int,
+) -> list[list[list[str]]]:
+    """The rounds of one continuation: for each kind of token (as in COLOURS) the pieces of text."""
     watched = Watched(ModelDrafter(draft))
     trace = Trace(watched)
     specSampling(
@@ -50,16 +65,16 @@ def rounds_of(prompt, target, draft, tokenizer, gamma, sampling, max_len, seed):
     return pieces_of(trace.rounds, tokenizer)
 
 
-def draw_rounds(prompt, rounds, path):
-    """One line a round: the guesses, what verification said of them, and the target's token."""
+def draw_rounds(prompt: str, rounds: Sequence[Sequence[Sequence[str]]], path: Path) -> None:
+    """Draw one line for each round: the guesses, which were accepted, and the target's token."""
     figure, axes = plt.subplots(figsize=(9, 0.36 * len(rounds) + 1.3), dpi=120)
     axes.axis("off")
     axes.set(xlim=(0, 90), ylim=(len(rounds) + 0.6, -2.2))
-    asis = {"va": "center", "parse_math": False}  # a "$" is one
-    axes.text(0, -1.7, "prompt:  " + visible(prompt.replace("\n", " ")), fontsize=9, style="italic", **asis)
+    verbatim = {"va": "center", "parse_math": False}  # matplotlib reads text between two "$" as mathematics.
+    axes.text(0, -1.7, "prompt:  " + visible(prompt.replace("\n", " ")), fontsize=9, style="italic", **verbatim)
     for y, kinds in enumerate(rounds):
-        axes.text(0, y, f"round {y}" if y else "prompt read", fontsize=8, color="#777777", va="center")
-        x = 11
+        axes.text(0, y, f"round {y}" if y else "prefill", fontsize=8, color="#777777", va="center")
+        x = 11.0
         for piece, kind in ((piece, kind) for kind, pieces in zip(COLOURS, kinds) for piece in pieces):
             shown = visible(piece.replace("\n", "\u21b5").replace(" ", "\u2423"))
             axes.text(
@@ -70,7 +85,7 @@ def draw_rounds(prompt, rounds, path):
                 family="monospace",
                 color="#999999" if kind == "rejected" else "black",
                 bbox={"boxstyle": "round,pad=0.25", "facecolor": COLOURS[kind], "edgecolor": "none"},
-                **asis,
+                **verbatim,
             )
             x += 0.98 * len(shown) + 1.6
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour) for colour in COLOURS.values()]
@@ -85,14 +100,17 @@ def draw_rounds(prompt, rounds, path):
     )
     path.parent.mkdir(exist_ok=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of characters that the font lacks: it draws boxes
+        warnings.simplefilter("ignore")  # matplotlib warns of each character that the font lacks. It draws a box.
         figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
 
 
-def main(argv=None):
+def command_line() -> Parser:
     parser = Parser(
-        prog="python -m scripts.drawRounds", allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.drawRounds",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     pair = default_pair()
     parser.add_argument("--target", type=text, default=pair[0])
@@ -103,9 +121,12 @@ def main(argv=None):
     parser.add_argument("--maxLen", type=whole(1), default=36)
     parser.add_argument("--seed", type=whole(0, (1 << 62) - 1), default=0)
     parser.add_argument("--out", type=path, default=ROOT / "figures" / "rounds.png")
+    return parser
 
-    def work():
-        args = parser.parse_args(argv)
+
+def main(argv: Sequence[str] | None = None) -> int:
+    def work() -> None:
+        args = command_line().parse_args(argv)
         sampling = Sampling(args.temperature)
         if args.out.suffix != ".png" or not os.path.isdir(os.path.dirname(os.path.abspath(args.out))):
             raise UserError(f"--out {args.out} must name a .png file in a folder that exists")

@@ -1,12 +1,14 @@
-"""The whole experiment at Pythia's true sizes, with random weights: a dry run of everything but the real weights.
+"""A dry run of the whole experiment at Pythia's true sizes, with random weights.
 
-    python tests/fullSize.py --folder /a/disk/with/14GB/free [--tokenizer tokenizer.json] [--sizes 70m 410m 2.8b]
+    python -m scripts.fullSize --folder /a/disk/with/14GB/free [--tokenizer tokenizer.json] [--sizes 70m 410m 2.8b]
 
-Writes checkpoints of exactly Pythia-70m's, -410m's and -2.8b's configurations (bfloat16) in the hub's layout, serves
-them on localhost, and runs downloadModel.py and test.py as a user would, in a copy of the project, printing time and
-peak memory of each step. Figures of random weights, whose distributions are all but uniform, say nothing of the real
-ones. Not part of `make test`.
+It writes checkpoints with exactly the configurations of Pythia-70m, -410m and -2.8b (bfloat16) in the hub's layout,
+serves them on localhost, and runs downloadModel.py and test.py as a user would, in a copy of the project. It prints the
+time and the peak memory of each step. Random weights give nearly uniform distributions, so its figures say nothing
+about the real weights. It is not part of `make test`.
 """
+
+from __future__ import annotations
 
 import argparse
 import multiprocessing
@@ -15,24 +17,25 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from localHub import LocalHub, Repository
 from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoTokenizer, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from benchmark.peers import configuration  # noqa: E402 - the project's modules are found now
+from benchmark.shapes import configuration
+from inputs.folders import ROOT
+from tests.localHub import LocalHub, Repository
 
 SIZES = ("70m", "410m", "2.8b")
 TOKENS = 50277  # entries of Pythia's tokenizer
 
 
-def write_tokenizer(folder, file):
-    """Pythia's tokenizer from its file; without one, the bundled tokenizer filled up to as many entries."""
+def write_tokenizer(folder: Path, file: Path | None) -> int:
+    """Save Pythia's tokenizer from its file, or else the bundled tokenizer filled up to as many entries. Returns the
+    number of entries."""
     if file:
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_file=str(file), bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>"
@@ -44,8 +47,9 @@ def write_tokenizer(folder, file):
     return len(tokenizer)
 
 
-def write_checkpoint(folder, size):
-    """Random weights under the names and in the shapes of the real ones; also a file of pickles that must not move."""
+def write_checkpoint(folder: Path, size: str) -> None:
+    """Save random weights with the names and shapes of the real ones, and a file of pickles that must not be
+    downloaded."""
     torch.manual_seed(0)
     with torch.device("meta"):
         shapes = {
@@ -70,12 +74,43 @@ def write_checkpoint(folder, size):
     )
 
 
-def step(what, command, folder, environment):
-    """Run a command in the copy of the project; print its time and peak resident memory (the pages of files it has
-    mapped, such as weights, count beside their copies)."""
-    print(f"\n$ {' '.join(map(str, command[1:]))}", flush=True)
+def make_repository(folder: Path, size: str, tokenizer: Path | None) -> Repository:
+    """A model's repository: made in `folder`, unless an earlier run left it there."""
+    if not (folder / "pytorch_model.bin").exists():  # It is written last.
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"tokenizer of {write_tokenizer(folder, tokenizer):,} entries", flush=True)
+        # In a process of its own: the memory this process has used would count in the peaks of all it starts.
+        process = multiprocessing.get_context("spawn").Process(target=write_checkpoint, args=(folder, size))
+        process.start()
+        process.join()
+    return Repository({file.name: file for file in folder.iterdir()})
+
+
+def copy_project(copy: Path) -> None:
+    """Copy the project without results, downloads and hidden files, and add a short text."""
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        downloads = Path(folder).name in ("models", "datasets")
+        return [
+            name
+            for name in names
+            if name.startswith(".")
+            or name in ("__pycache__", "results.jsonl", "results.txt")
+            or (downloads and not name.startswith(("bundled-", "sample", "README")))
+        ]
+
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(ROOT, copy, ignore=left_out)
+    lines = (ROOT / "datasets/sample/articles.raw").read_text().split("\n")
+    (copy / "short.raw").write_text("\n".join(lines[:24]))
+
+
+def step(what: str, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    """Run a Python script in `folder`, and print its time and its peak resident memory. Memory-mapped files, such as
+    weights, count there too, in addition to their copies."""
+    print(f"\n$ {' '.join(command)}", flush=True)
     start = time.monotonic()
-    process = subprocess.Popen(command, cwd=folder, env=environment)
+    process = subprocess.Popen([sys.executable, *command], cwd=folder, env=environment)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     seconds, memory = time.monotonic() - start, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -84,7 +119,21 @@ def step(what, command, folder, environment):
         sys.exit(f"{what} failed")
 
 
-def main():
+def run_steps(hub: LocalHub, sizes: Sequence[str], copy: Path, environment: Mapping[str, str]) -> None:
+    """Download the models, twice, and measure with the largest and the smallest."""
+    for what in ("first download", "second run, which moves nothing"):
+        hub.forget()
+        step(what, ["downloadModel.py", *hub.models], copy, environment)
+        print(f"# bytes of files moved: {hub.moved:,}")
+    step("list", ["downloadModel.py", "--list"], copy, environment)
+    pair = ["--target", f"pythia-{sizes[-1]}", "--draft", f"pythia-{sizes[0]}", "--offline"]
+    speed = ["test.py", "--speed", "--maxLen", "20", "--sentences", "2", "--repeats", "1", *pair]
+    step("speed", speed, copy, environment)
+    step("speed, compiled", [*speed, "--compile"], copy, environment)
+    step("perplexity", ["test.py", "--ppl", "--sentences", "2", "--dataset", "short.raw", *pair], copy, environment)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoints and the copy are written")
     parser.add_argument("--tokenizer", type=Path, help="Pythia's tokenizer.json (default: a stand-in of its size)")
@@ -92,46 +141,12 @@ def main():
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints there")
     args = parser.parse_args()
     made, copy = args.folder / "hub", args.folder / "project"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(
-        ROOT,
-        copy,
-        ignore=lambda folder, names: [
-            n
-            for n in names
-            if n.startswith(".")
-            or n in ("__pycache__", "results.jsonl", "results.txt")
-            or (Path(folder).name in ("models", "datasets") and not n.startswith(("bundled-", "sample", "README")))
-        ],
-    )
-    (copy / "short.raw").write_text("\n".join((ROOT / "datasets/sample/articles.raw").read_text().split("\n")[:24]))
+    copy_project(copy)
     with LocalHub() as hub:
         for size in args.sizes:
-            folder = made / f"pythia-{size}"
-            if not (folder / "pytorch_model.bin").exists():  # written last
-                folder.mkdir(parents=True, exist_ok=True)
-                print(f"tokenizer of {write_tokenizer(folder, args.tokenizer):,} entries", flush=True)
-                # In a process of its own: what this one has taken would count as the peak of all it starts.
-                process = multiprocessing.get_context("spawn").Process(target=write_checkpoint, args=(folder, size))
-                process.start()
-                process.join()
-            hub.models[f"EleutherAI/pythia-{size}"] = Repository({f.name: f for f in folder.iterdir()})
+            hub.models[f"EleutherAI/pythia-{size}"] = make_repository(made / f"pythia-{size}", size, args.tokenizer)
         environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(args.folder / "home")}
-        for what in ("first download", "second run, which moves nothing"):
-            hub.forget()
-            step(what, [sys.executable, "downloadModel.py", *hub.models], copy, environment)
-            print(f"# bytes of files moved: {hub.moved:,}")
-        step("list", [sys.executable, "downloadModel.py", "--list"], copy, environment)
-        pair = ["--target", f"pythia-{args.sizes[-1]}", "--draft", f"pythia-{args.sizes[0]}", "--offline"]
-        speed = [sys.executable, "test.py", "--speed", "--maxLen", "20", "--sentences", "2", "--repeats", "1", *pair]
-        step("speed", speed, copy, environment)
-        step("speed, compiled", [*speed, "--compile"], copy, environment)
-        step(
-            "perplexity",
-            [sys.executable, "test.py", "--ppl", "--sentences", "2", "--dataset", "short.raw", *pair],
-            copy,
-            environment,
-        )
+        run_steps(hub, args.sizes, copy, environment)
     if not args.keep:
         shutil.rmtree(args.folder)
 

@@ -39,7 +39,7 @@ def test_probabilities(sampling, shape):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(shape, generator=generator)
     logits[..., 5] = -torch.inf
-    found, wanted = both(lambda operators: operators.probabilities(logits, sampling, None))
+    found, wanted = both(lambda operators: operators.probabilities(logits, sampling))
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
     assert torch.equal(found > 0, wanted > 0)
 
@@ -49,9 +49,9 @@ def test_probabilities_with_ties(seed, size, sampling):
     """Few different values: tokens as probable as the last one kept are kept too."""
     logits = torch.randint(0, 4, (2, size), generator=torch.Generator().manual_seed(seed)).float()
     without_top_p = Sampling(sampling.temperature, sampling.top_k, 1.0)
-    found, wanted = both(lambda operators: operators.probabilities(logits, without_top_p, None))
+    found, wanted = both(lambda operators: operators.probabilities(logits, without_top_p))
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
-    found, _ = both(lambda operators: operators.probabilities(logits, sampling, None))
+    found, _ = both(lambda operators: operators.probabilities(logits, sampling))
     for row, value in ((r, v) for r in range(2) for v in logits[r].unique()):
         assert sampling == GREEDY or found[row][logits[row] == value].unique().numel() == 1
 
@@ -60,7 +60,7 @@ def test_what_is_no_number_is_not_hidden():
     for wrong in torch.nan, torch.inf:
         logits = torch.randn(2, 100)
         logits[1, 3] = wrong
-        p = KERNELS.probabilities(logits, Sampling(), None)
+        p = KERNELS.probabilities(logits, Sampling())
         assert p[0].isfinite().all() and p[1].isnan().all()
 
 
