@@ -1,1 +1,1 @@
-"""The benchmark (`python -m benchmark`): this project beside other engines and beside the memory limit."""
+"""The benchmark, `python -m benchmark`: this project's decoding beside other engines and beside the memory limit."""

@@ -1,240 +1,158 @@
-"""Where the time goes: this project's decoding beside `transformers`' own, and beside what memory allows.
+"""Where the time goes: this project's decoding beside `transformers`' own, and beside the memory limit.
 
-    python benchmark.py                                      the pair that test.py uses by default
-    python benchmark.py --shapes pythia-2.8b,pythia-70m      Pythia's true shapes with random weights, made in memory
+    python -m benchmark                                      the pair that test.py uses by default
+    python -m benchmark --shapes pythia-2.8b,pythia-70m      Pythia's true shapes with random weights, made in memory
 
-One process, everything in turn (A B C A B C ...) after a warm-up; medians with 95 % bootstrap intervals, ratios paired
-turn by turn. Written to benchmark.json and figures/benchmark.png, or benchmark-SHAPE.* with --shapes.
+One process measures everything in turn (A B C A B C ...) after a warm-up. Figures are medians with 95 % bootstrap
+intervals, and ratios are paired turn by turn. Results are written to benchmark.json and figures/benchmark.png, with
+--shapes to benchmark-SHAPE.json and figures/benchmark-SHAPE.png.
 """
 
+from __future__ import annotations
+
 import json
-import os
 import resource
-import shlex
 import sys
-import time
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
-from tqdm import tqdm
 
-from benchmark.parts import LARGE, PROMPT, WIDTHS, growth, limits, parts
-from benchmark.peers import SAMPLING, SHAPES, by_library, cache_free, random_model, synthetic, twin
-from benchmark.report import ALPHAS, picture, tables
-from decoding.rows import check_room
-from decoding.verification import block_rule, token_rule
+from benchmark.figure import draw
+from benchmark.forwards import LARGE, PROMPT, WIDTHS, growth, limits
+from benchmark.options import Options, parse
+from benchmark.parts import parts, tokens_of_rounds
+from benchmark.peers import twin
+from benchmark.progress import Progress
+from benchmark.rows import Library, Variants, samplers
+from benchmark.shapes import VOCABULARY, random_model, weights_of
+from benchmark.tables import tables
+from decoding.room import check_room
 from engine.cachedModel import CachedModel
-from experiments.machine import machine
-from experiments.speed import measure
-from inputs.commandLine import Parser, as_command, path, text, whole
-from inputs.hub import gigabytes
-from inputs.models import (
-    DTYPES,
-    HERE,
-    available_memory,
-    check_tokenizers,
-    default_pair,
-    find_model,
-    load_model,
-    load_tokenizer,
-    model_version,
-    outline,
-    pick_device,
-    pick_dtype,
-)
+from engine.compiling import compile_all
+from engine.graphs import Plan
+from experiments.runRecord import model_record, origin
+from experiments.speed import Measurement, measure
+from inputs.commandLine import as_command
+from inputs.devices import available_memory, pick_device, pick_dtype
+from inputs.files import gigabytes
+from inputs.models import DTYPES, find_model, load_model, model_version, outline
 from inputs.texts import load_corpora
-from methods.drafters import ModelDrafter
-from regrSampling import regrSampling
+from inputs.tokenizers import check_tokenizers, load_tokenizer
 from report.tables import WIDTH
-from specSampling import specSampling
 from utils import UserError
 
-USUAL, USUAL_SHAPES = {"maxLen": 200, "prompts": 5, "repeats": 3}, {"maxLen": 40, "prompts": 2, "repeats": 2}
+Loaded = tuple[dict[str, CachedModel], list[list[int]]]  # {role: model}, and the prompts as token ids
 
 
-def parse(argv):
-    parser = Parser(
-        prog="benchmark.py",
-        allow_abbrev=False,
-        description="Tokens per second beside transformers' own, "
-        "time beside what memory allows, growth with the context, and what sampling takes.",
-    )
-    parser.add_argument("--target", type=text, metavar="MODEL", help="the large model (default: as test.py)")
-    parser.add_argument("--draft", type=text, metavar="MODEL", help="the small model")
-    parser.add_argument(
-        "--shapes",
-        type=text,
-        metavar="TARGET,DRAFT",
-        help="random weights in two of these shapes instead: " + ", ".join(SHAPES),
-    )
-    parser.add_argument("--gamma", type=whole(1, 1000), default=3, metavar="N", help="tokens guessed in a round (3)")
-    for flag, value in USUAL.items():
-        parser.add_argument(
-            f"--{flag}", type=whole(1, 10_000), metavar="N", help=f"({value}; with --shapes {USUAL_SHAPES[flag]})"
+def load(options: Options, dtype: str, device: str) -> Loaded:
+    """The pair, and the prompts that it continues. Raises UserError if they do not fit each other, or the memory."""
+    most = max(options.max_len, tokens_of_rounds(options.gamma))
+    return load_shapes(options, dtype, device, most) if options.shapes else load_pair(options, dtype, device, most)
+
+
+def load_shapes(options: Options, dtype: str, device: str, most: int) -> Loaded:
+    """Models with random weights, and random prompts."""
+    weights = sum(map(weights_of, options.names.values()))
+    needed = weights * DTYPES[dtype].itemsize * (2 if options.compile else 1) + 3 * LARGE
+    free = available_memory(device)
+    if needed > free:
+        raise UserError(
+            f"{options.flags['shapes']} in {dtype} need about {gigabytes(needed)} and {device} has {gigabytes(free)} "
+            "free; use smaller shapes or --no-compile"
         )
-    parser.add_argument("--dtype", choices=list(DTYPES), help="(bfloat16 where the device computes in it)")
-    parser.add_argument("--device", type=text, help="cpu, cuda ... (cuda if there is one)")
-    parser.add_argument("--seed", type=whole(0, (1 << 62) - 1), default=0, metavar="N")
-    parser.add_argument("--out", type=path, default=HERE, metavar="FOLDER", help="(the project's folder)")
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled forwards out")
-    args = parser.parse_args(argv)
-    for flag, value in (USUAL_SHAPES if args.shapes else USUAL).items():
-        if getattr(args, flag) is None:
-            setattr(args, flag, value)
-    if not os.path.isdir(args.out):
-        raise UserError(f"--out {args.out} is not a folder")
-    if args.shapes is not None:
-        if args.target or args.draft:
-            raise UserError("--shapes names both models; leave out --target and --draft")
-        names = args.shapes.split(",")
-        for name in names:
-            if name not in SHAPES:
-                raise UserError(f"unknown shape {name!r}; known are: {', '.join(SHAPES)}")
-        if len(names) != 2:
-            raise UserError("--shapes takes two shapes, TARGET,DRAFT")
-    else:
-        pair = default_pair()
-        names = args.target or pair[0], args.draft or pair[1]
-    args.target, args.draft = names
-    return args
-
-
-def load(args, dtype, device):
-    """({role: CachedModel}, prompts): the pair, and token ids to continue."""
-    roles, names = {"target": args.target, "draft": args.draft}, (args.target, args.draft)
-    most = max(args.maxLen, 1 + 3 * (args.gamma + 1))  # a round of accepted guesses is timed too (`seconds_a_round`)
-    if args.shapes:
-        count = sum(12 * layers * hidden**2 + 2 * 50304 * hidden for hidden, layers, _ in map(SHAPES.get, names))
-        needed = count * DTYPES[dtype].itemsize * (1 if args.no_compile else 2) + 3 * LARGE
-        if needed > available_memory(device):
-            raise UserError(
-                f"{args.shapes} in {dtype} need about {gigabytes(needed)} and {device} has "
-                f"{gigabytes(available_memory(device))} free; use smaller shapes or --no-compile"
-            )
-        models = {
-            role: CachedModel(random_model(name, DTYPES[dtype], device, args.seed), name=name)
-            for role, name in roles.items()
-        }
-        generator = torch.Generator().manual_seed(args.seed)
-        prompts = torch.randint(50304, (args.prompts, PROMPT), generator=generator).tolist()
-        check_room(prompts, most, list(models.values()))
-    else:
-        tokenizer = load_tokenizer(args.target)
-        check_tokenizers(tokenizer, load_tokenizer(args.draft), names)
-        pairs = zip(*(corpus.passages(500) for corpus in load_corpora("sample")))
-        passages = [passage for pair in pairs for passage in pair]
-        prompts = [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[: args.prompts]]
-        args.prompts = len(prompts)  # no more than there are
-        check_room(prompts, most, [outline(find_model(name), tokenizer) for name in names])
-        models = {role: load_model(name, tokenizer, dtype, device) for role, name in roles.items()}
+    models = {
+        role: CachedModel(random_model(name, DTYPES[dtype], device, options.seed), name=name)
+        for role, name in options.names.items()
+    }
+    generator = torch.Generator().manual_seed(options.seed)
+    prompts = torch.randint(VOCABULARY, (options.prompts, PROMPT), generator=generator).tolist()
+    check_room(prompts, most, list(models.values()))
     return models, prompts
 
 
-def samplers(args, variants, library):
-    """{name: sampler} of every row of the first table."""
-    found, max_len, device = {}, args.maxLen, library["target"].device
-    rules = (
-        {f"synthetic {a}": synthetic(a) for a in ALPHAS}
-        if args.shapes
-        else {"speculative": token_rule, "block verification": block_rule}
-    )
-    for variant, models in variants.items():
-        target, drafter = models["target"], ModelDrafter(models["draft"])
-        found[f"plain, {variant}"] = lambda prompt, generator, target=target: regrSampling(
-            [prompt], target, max_len, SAMPLING, None, generator
-        )
-        for name, rule in rules.items():
-            found[f"{name}, {variant}"] = lambda prompt, generator, target=target, drafter=drafter, rule=rule: (
-                specSampling([prompt], target, drafter, max_len, args.gamma, SAMPLING, None, generator, verify=rule)
-            )
-    found["transformers"] = by_library(library["target"], max_len)
-    if args.shapes:
-        return found
-    static = {"cache_implementation": "static", "disable_compile": device.type == "cpu"}
-    try:
-        by_library(library["target"], 2, **static)([1, 2, 3], torch.Generator(device).manual_seed(0))
-        found["transformers, static cache"] = by_library(library["target"], max_len, **static)
-    except Exception as error:  # a cache of the library's that some models, devices and versions do not have
-        print("transformers, static cache is left out:", *str(error).split()[:30], file=sys.stderr)
-    found["transformers, assistant"] = by_library(library["target"], max_len, library["draft"], args.gamma)
-    found["transformers, assistant as it comes"] = by_library(library["target"], max_len, library["draft"])
-    vocabulary = variants["eager"]["target"].vocabulary
-    found["speculative, no cache"] = lambda prompt, generator: cache_free(
-        prompt, library["target"], library["draft"], max_len, args.gamma, generator, vocabulary=vocabulary
-    )
-    return found
+def load_pair(options: Options, dtype: str, device: str, most: int) -> Loaded:
+    """Trained models, and prompts from the bundled texts: as many as were asked for, or as there are."""
+    tokenizer = load_tokenizer(options.target)
+    check_tokenizers(tokenizer, load_tokenizer(options.draft), (options.target, options.draft))
+    pairs = zip(*(corpus.passages(500) for corpus in load_corpora("sample")))
+    passages = [passage for pair in pairs for passage in pair]
+    prompts = [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[: options.prompts]]
+    check_room(prompts, most, [outline(find_model(name), tokenizer) for name in options.names.values()])
+    return {role: load_model(name, tokenizer, dtype, device) for role, name in options.names.items()}, prompts
 
 
-def run(args, argv):
-    device = pick_device(args.device)
-    dtype = args.dtype or pick_dtype(device)
-    models, prompts = load(args, dtype, device)
-    versions = {
-        role: {
-            "name": getattr(args, role),
-            "parameters": model.parameters,
-            "version": "random weights" if args.shapes else model_version(getattr(args, role)),
-        }
-        for role, model in models.items()
+def compiled(models: dict[str, CachedModel], gamma: int) -> tuple[dict[str, CachedModel], list[float | None]]:
+    """The same models once more, compiled, and the seconds of each step of compiling; None where it failed."""
+    ready = {role: CachedModel(twin(model.model), model.vocabulary, model.name) for role, model in models.items()}
+    plans = {
+        "target": Plan(frozenset({*WIDTHS, gamma + 1}), frozenset({1})),
+        "draft": Plan(frozenset(WIDTHS), frozenset({1, gamma}), read=2),
     }
+    return ready, compile_all(ready, plans, gamma)
+
+
+def run(options: Options, argv: Sequence[str]) -> None:
+    """Load, measure, print, write."""
+    progress, device = Progress(), pick_device(options.device)
+    dtype = options.dtype or pick_dtype(device)
+    models, prompts = load(options, dtype, device)
     library = {role: twin(model.model) for role, model in models.items()}
     variants, took = {"eager": models}, None
-    if not args.no_compile:
-        graphs = {"target": ({*WIDTHS, args.gamma + 1}, {(1, 1)}), "draft": ({*WIDTHS}, {(2, 1), (2, args.gamma)})}
-        ready = {role: CachedModel(twin(model.model), model.vocabulary, model.name) for role, model in models.items()}
-        total = sum(map(len, sum(graphs.values(), ()))) + 1
-        with tqdm(total=total, desc="compiling", disable=None, leave=False) as bar:
-            took = [model.compile(*graphs[role], progress=bar.update) for role, model in ready.items()]
-            if None not in took:
-                took.append(ready["target"].compile_round(ready["draft"], 2, args.gamma))
-                bar.update()
-        if None not in took:  # else a line has said why
+    if options.compile:
+        progress.say("compiling")
+        ready, took = compiled(models, options.gamma)
+        if None not in took:  # Otherwise a line has said why.
             variants["compiled"] = ready
-    record = {
-        "command": shlex.join(argv),
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "device": device,
-        "dtype": dtype,
-        "flags": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-        "machine": machine(device),
-        "models": versions,
-        "compile_seconds": took,
-        "speed": [],
+    versions = {
+        role: model_record(name, "random weights" if options.shapes else model_version(name), models[role])
+        for role, name in options.names.items()
     }
-    timed = samplers(args, variants, library)
-    with tqdm(total=len(timed) * len(prompts) * args.repeats, desc="speed", disable=None, leave=False) as bar:
-        for line in measure(timed, prompts, args.repeats, args.seed, device, warm_up=1):
-            # generate says when it is done, not when it began to write
-            record["speed"].append(line | ({} if line["rounds"] else {"ttft": None, "tpot": None}))
-            bar.update()
-    record["forwards"], record["bandwidth"] = limits(variants, device)
-    record["parts"] = parts(variants, prompts[0], args.gamma, device, args.seed)
-    record["growth"] = growth(variants, device, args.seed)
+    record = origin(argv, options.flags | {"prompts": len(prompts)}, device, versions)
+    record |= {"dtype": dtype, "compile_seconds": took}
+    record["speed"] = speed(options, variants, library, prompts, device, progress)
+    record["forwards"], record["bandwidth"] = limits(variants, device, progress)
+    record["parts"] = parts(variants, prompts[0], options.gamma, device, options.seed, progress)
+    record["growth"] = growth(variants, device, options.seed, progress)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     record["peak_memory"] = peak * (1 if sys.platform == "darwin" else 1024)
     console = Console(width=WIDTH, markup=False, emoji=False, highlight=False)
     for piece in tables(record):
         console.print(piece)
-    name = f"benchmark-{args.target}" if args.shapes else "benchmark"
+    write(record, options)
+
+
+def speed(
+    options: Options, variants: Variants, library: Library, prompts: list[list[int]], device: str, progress: Progress
+) -> list[Measurement]:
+    """One line for each row, prompt and repeat, as `speed.measure` gives them."""
+    timed, lines = samplers(options, variants, library), []
+    with progress.phase("speed", len(timed) * len(prompts) * options.repeats) as advance:
+        for line in measure(timed, prompts, options.repeats, options.seed, device, warm_up=1):
+            # `generate` returns when the text is complete: the time of its first token is unknown.
+            lines.append(line if line["rounds"] else line | {"ttft": None, "tpot": None})
+            advance()
+    return lines
+
+
+def write(record: dict[str, Any], options: Options) -> None:
+    """Write the record and the figure."""
+    name = f"benchmark-{options.target}" if options.shapes else "benchmark"
     try:
-        picture(record, args.out / "figures" / f"{name}.png")
-        whole = json.loads(json.dumps(record), parse_constant=lambda _: None)  # JSON has no nan
-        (args.out / f"{name}.json").write_text(json.dumps(whole, ensure_ascii=False) + "\n", encoding="utf-8")
+        draw(record, options.out / "figures" / f"{name}.png")
+        valid = json.loads(json.dumps(record), parse_constant=lambda _: None)  # JSON has no nan.
+        (options.out / f"{name}.json").write_text(json.dumps(valid, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"the results cannot be written to {args.out} ({error.strerror or error})") from None
+        raise UserError(f"the results cannot be written to {options.out} ({error.strerror or error})") from None
     print(f"Written to {name}.json and figures/{name}.png.")
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-
-    return as_command(
-        "benchmark.py",
-        lambda: run(parse(argv), argv),
-        "Nothing was written.",
-        "use smaller models, a smaller --dtype, or --no-compile",
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` and return the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    smaller = "use smaller models, a smaller --dtype, or --no-compile"
+    return as_command("benchmark", lambda: run(parse(given), given), "Nothing was written.", smaller)
 
 
 if __name__ == "__main__":

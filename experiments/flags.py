@@ -19,8 +19,8 @@ def parser() -> Parser:
         description="Speculative decoding, measured: speed (TTFT, TPOT, throughput), perplexity, and every decoding "
         "method side by side. Results go to results.txt. README.md explains how to read them.",
     )
-    add_speed_modes(made.add_argument_group("what to measure: speed (the default is --speed --ppl)"))
-    add_other_modes(made.add_argument_group("what to measure or show beside speed"))
+    add_speed_modes(made.add_argument_group("modes that measure speed (the default is --speed --ppl)"))
+    add_other_modes(made.add_argument_group("other modes"))
     add_models(made.add_argument_group("models"))
     add_decoding(made.add_argument_group("how to guess and to verify"))
     add_contrastive(made.add_argument_group("contrastive decoding"))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.flagChecks import check_numbers, check_prompts, check_rerun
 from experiments.flags import parser
 from inputs.models import default_mid, default_pair
 from methods.catalogue import Decoding
@@ -264,14 +265,6 @@ def name_models(args: argparse.Namespace) -> None:
 # What cannot be right.
 
 
-def check_rerun(args: argparse.Namespace) -> None:
-    """Raise UserError if other flags stand beside --rerun."""
-    usual = vars(parser().parse_args([]))
-    for name, value in vars(args).items():
-        if name not in ("rerun", "out") and value != usual[name]:
-            raise UserError(f"--rerun takes its flags from the run; leave out --{name}")
-
-
 def check_modes(args: argparse.Namespace) -> None:
     """Settle what is measured if no flag says so. Raises UserError for modes that exclude each other."""
     if not any(getattr(args, mode) for mode in ALL_MODES):  # The default is both, but for one that is switched off.
@@ -284,34 +277,6 @@ def check_modes(args: argparse.Namespace) -> None:
         raise UserError("--tokens is a flag of --lossless; give both or neither")
     if args.lossless is not None and any(getattr(args, mode) for mode in ALL_MODES if mode != "lossless"):
         raise UserError("--lossless is a run of its own: leave out the other things to do")
-
-
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raise UserError for numbers that no single flag can refuse."""
-    if args.stride >= args.window:
-        raise UserError(f"--stride ({args.stride}) must be less than --window ({args.window})")
-    Sampling(args.contrastiveTemperature)
-    if args.temperature and len(args.temperature) > 1 and not args.sweep:
-        raise UserError("several temperatures are for --sweep; give one")
-    for temperature in args.temperature or [None]:
-        sampling_of(args).of("speed", temperature)
-
-
-def check_prompts(args: argparse.Namespace) -> None:
-    """Raise UserError for prompts that cannot be continued, and a page that cannot be written."""
-    given = [flag for flag in ("prompt", "question", "promptFile") if getattr(args, flag) is not None]
-    if len(given) > 1:
-        raise UserError(f"--{given[0]} and --{given[1]} both say what to continue; give one of them")
-    for flag in "prompt", "question":
-        text = getattr(args, flag)
-        if text is not None and not text.strip("\n"):
-            raise UserError(f"--{flag} is empty: give some text")
-        if text and text != text.encode(errors="replace").decode():
-            raise UserError(f"--{flag} is not text in this terminal's encoding: give UTF-8")
-    if args.html and not os.path.isdir(os.path.dirname(os.path.abspath(args.html))):
-        raise UserError(f"--html {args.html} is in no folder that exists")
-    if args.html and os.path.isdir(args.html):
-        raise UserError(f"--html {args.html} is a folder; name a file")
 
 
 def check_together(settings: Settings) -> None:

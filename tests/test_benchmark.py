@@ -9,7 +9,7 @@ from test_specSampling import near
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn, peers, rows, shapes, tables
+from benchmark import forwards, inTurn, peers, progress, rows, shapes, tables
 from benchmark.options import parse
 from benchmark.parts import works_of
 from engine.cachedModel import CachedModel
@@ -228,10 +228,10 @@ def test_only_compiled_parts_call_kernels(variants):
 
 def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys):
     now = 1000.0
-    monkeypatch.setattr(inTurn.time, "monotonic", lambda: now)
-    progress = inTurn.Progress()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    shown = progress.Progress()
     for phase in "first", "second":
-        with progress.phase(phase, 40) as advance:
+        with shown.phase(phase, 40) as advance:
             for _ in range(40):
                 now += 1
                 advance()

@@ -1,0 +1,51 @@
+"""`in_turn`: times functions side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+import torch
+
+from benchmark.progress import Progress
+from experiments.speed import quiet, synchronize
+
+Key = TypeVar("Key", bound=Hashable)
+Work = Callable[[], object]
+
+TURNS, BUDGET = (5, 40), 20.0  # The least and the most turns; seconds after which no new turn begins.
+WARM = 0.005  # seconds
+
+
+@torch.inference_mode()
+def in_turn(
+    works: Mapping[Key, Work], device: torch.device | str, what: str, progress: Progress
+) -> dict[Key, list[float]]:
+    """{name: [seconds, ...]} of the functions `works`, called in turn (A B C A B C ...).
+
+    A function that returns a float has timed itself. Before each call that counts, the function is called for WARM
+    seconds: in decoding, a forward follows others of its own model, but here the function before it has filled the
+    processor's caches.
+    """
+    seconds: dict[Key, list[float]] = {name: [] for name in works}
+    began = 0.0
+    with quiet(device), progress.phase(what, TURNS[1]) as advance:
+        for turn in range(-2, TURNS[1]):  # The first two turns warm up.
+            if turn == 0:
+                began = time.perf_counter()
+            for name, work in works.items():
+                start = time.perf_counter()
+                while time.perf_counter() - start < WARM:
+                    work()
+                    synchronize(device)
+                start = time.perf_counter()
+                own = work()
+                synchronize(device)
+                if turn >= 0:
+                    seconds[name].append(own if isinstance(own, float) else time.perf_counter() - start)
+            if turn >= 0:
+                advance()
+            if turn + 1 >= TURNS[0] and time.perf_counter() - began > BUDGET:
+                break
+    return seconds

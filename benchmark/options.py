@@ -1,0 +1,113 @@
+"""`Options`: the flags of the benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark.shapes import SHAPES
+from inputs.commandLine import Parser, path, text, whole
+from inputs.folders import ROOT
+from inputs.models import DTYPES, default_pair
+from utils import UserError
+
+USUAL = {"maxLen": 200, "prompts": 5, "repeats": 3}
+USUAL_SHAPES = {"maxLen": 40, "prompts": 2, "repeats": 2}  # with --shapes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the flags say.
+
+    target, draft: names of models, or of shapes if `shapes`. dtype, device: None for the default.
+    flags: the flags themselves, for the record.
+    """
+
+    target: str
+    draft: str
+    shapes: bool
+    gamma: int
+    max_len: int
+    prompts: int
+    repeats: int
+    dtype: str | None
+    device: str | None
+    seed: int
+    out: Path
+    compile: bool
+    flags: dict[str, object]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """{role: name of the model}."""
+        return {"target": self.target, "draft": self.draft}
+
+
+def parser() -> Parser:
+    """The parser of the benchmark's flags."""
+    made = Parser(
+        prog="python -m benchmark",
+        allow_abbrev=False,
+        description="Tokens per second beside transformers' own decoding, forwards beside the memory limit, "
+        "growth with the context, and the share of sampling.",
+    )
+    add = made.add_argument
+    add("--target", type=text, metavar="MODEL", help="the large model (default: as test.py)")
+    add("--draft", type=text, metavar="MODEL", help="the small model")
+    shapes = "random weights in two of these shapes instead: " + ", ".join(SHAPES)
+    add("--shapes", type=text, metavar="TARGET,DRAFT", help=shapes)
+    add("--gamma", type=whole(1, 1000), default=3, metavar="N", help="tokens guessed in a round (3)")
+    for flag, value in USUAL.items():
+        usual = f"({value}; with --shapes {USUAL_SHAPES[flag]})"
+        add(f"--{flag}", type=whole(1, 10_000), metavar="N", help=usual)
+    add("--dtype", choices=list(DTYPES), help="(bfloat16 if the device computes in it)")
+    add("--device", type=text, help="cpu, cuda ... (cuda if there is a GPU)")
+    add("--seed", type=whole(0, (1 << 62) - 1), default=0, metavar="N")
+    add("--out", type=path, default=ROOT, metavar="FOLDER", help="(the project's folder)")
+    add("--no-compile", action="store_true", help="leave out the compiled models")
+    return made
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The options that the flags `argv` say. Raises UserError for flags that cannot be right."""
+    args = parser().parse_args(argv)
+    for flag, value in (USUAL_SHAPES if args.shapes else USUAL).items():
+        if getattr(args, flag) is None:
+            setattr(args, flag, value)
+    if not os.path.isdir(args.out):
+        raise UserError(f"--out {args.out} is not a folder")
+    args.target, args.draft = models_of(args)
+    return Options(
+        target=args.target,
+        draft=args.draft,
+        shapes=args.shapes is not None,
+        gamma=args.gamma,
+        max_len=args.maxLen,
+        prompts=args.prompts,
+        repeats=args.repeats,
+        dtype=args.dtype,
+        device=args.device,
+        seed=args.seed,
+        out=args.out,
+        compile=not args.no_compile,
+        flags={key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+    )
+
+
+def models_of(args: argparse.Namespace) -> tuple[str, str]:
+    """The names of target and draft. Raises UserError for shapes that are unknown, or not two."""
+    if args.shapes is None:
+        pair = default_pair()
+        return args.target or pair[0], args.draft or pair[1]
+    if args.target or args.draft:
+        raise UserError("--shapes names both models; leave out --target and --draft")
+    names = args.shapes.split(",")
+    for name in names:
+        if name not in SHAPES:
+            raise UserError(f"unknown shape {name!r}; known are: {', '.join(SHAPES)}")
+    if len(names) != 2:
+        raise UserError("--shapes takes two shapes, TARGET,DRAFT")
+    return names[0], names[1]
