@@ -12,7 +12,7 @@ Group = argparse._ArgumentGroup
 
 
 def add_decoding(group: Group) -> None:
-    """How drafters guess and how guesses are verified."""
+    """How many tokens are guessed, and how guesses are verified."""
     group.add_argument(
         "--gamma",
         type=whole(1, 1000),
@@ -50,6 +50,10 @@ def add_decoding(group: Group) -> None:
         help="The rule that accepts guesses. token: one after the other. block: the guesses of a round together, which "
         "accepts at least as many on average. Default: token.",
     )
+
+
+def add_drafters(group: Group) -> None:
+    """The settings of drafters other than a whole draft model: cascade, lookup, and a restricted draft."""
     group.add_argument(
         "--gamma1",
         type=whole(1, 1000),

@@ -1,4 +1,4 @@
-"""What is wrong with the flags of `test.py` by themselves, before it is known what they measure."""
+"""Checks of the flags of `test.py` that need no other settings. settings.py checks what flags mean together."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.decodingFlags import Group, add_contrastive, add_decoding, add_sampling
+from experiments.decodingFlags import Group, add_contrastive, add_decoding, add_drafters, add_sampling
 from inputs.commandLine import Parser, path, text, whole
 from inputs.folders import ROOT
 from inputs.models import DTYPES
@@ -22,7 +22,9 @@ def parser() -> Parser:
     add_speed_modes(made.add_argument_group("modes that measure speed (the default is --speed --ppl)"))
     add_other_modes(made.add_argument_group("other modes"))
     add_models(made.add_argument_group("models"))
-    add_decoding(made.add_argument_group("how to guess and to verify"))
+    decoding = made.add_argument_group("how to guess and to verify")
+    add_decoding(decoding)
+    add_drafters(decoding)
     add_contrastive(made.add_argument_group("contrastive decoding"))
     add_sampling(made.add_argument_group("sampling"))
     add_prompts(made.add_argument_group("texts"))

@@ -157,7 +157,7 @@ def find_models(settings: Settings) -> dict[str, Path]:
     in_order = sorted(dict.fromkeys(named.values()), key=is_hub_id)  # A wrong name is found before a large download.
     found = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
     folders: dict[str, Path] = {role: found[name] for role, name in named.items()}
-    if used & {"contrastive", "speculativeContrastive"} and folders["target"] == folders["draft"]:
+    if any(METHODS[name].contrasts for name in used) and folders["target"] == folders["draft"]:
         raise UserError("contrastive decoding needs two models: --target and --draft are the same")
     return folders
 

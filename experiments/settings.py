@@ -12,7 +12,7 @@ from pathlib import Path
 from experiments.flagChecks import check_numbers, check_prompts, check_rerun
 from experiments.flags import parser
 from inputs.models import default_mid, default_pair
-from methods.catalogue import Decoding
+from methods.catalogue import METHODS, Decoding
 from methods.selection import check_roles, choose, choose_lossless, in_mode
 from utils import Sampling, UserError
 
@@ -262,7 +262,7 @@ def name_models(args: argparse.Namespace) -> None:
     args.target, args.draft = args.target or pair[0], args.draft or pair[1]
 
 
-# What cannot be right.
+# What cannot be right together.
 
 
 def check_modes(args: argparse.Namespace) -> None:
@@ -307,7 +307,7 @@ def check_draft_vocabulary(settings: Settings) -> None:
             "a draft restricted by --draftVocab has no perplexity: it gives most tokens none; leave out "
             "--ppl or --draftVocab"
         )
-    if settings.measuring.names & {"contrastive", "speculativeContrastive"}:
+    if any(METHODS[name].contrasts for name in settings.measuring.names):
         raise UserError(
             "contrastive decoding (in --contrastive, --diversity, --compare all) needs a draft that knows "
             "every token; leave it or --draftVocab out"

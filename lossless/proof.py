@@ -19,7 +19,7 @@ from inputs.devices import pick_dtype
 from lossless.evidence import Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES
 from lossless.scorer import Scorer, greedy_figures
-from methods.catalogue import Decoding, Models, Sampler, guesser
+from methods.catalogue import METHODS, Decoding, Models, Sampler, guesser
 from methods.selection import build, repeatable
 from regrSampling import regrSampling
 from utils import Sampling
@@ -101,7 +101,7 @@ class Proof:
         trial = self.trial
         with tqdm(total=len(trial.names) * trial.batches, desc="lossless", disable=None, leave=False) as bar:
             for name, sampler in build(trial.names, self.models, trial.decoding).items():
-                scorer = self.scorer(trial.sampling, "mid" if name == "cascade" else "draft")
+                scorer = self.scorer(trial.sampling, METHODS[name].guesser)
                 start, found = time.perf_counter(), None
                 for batch in range(trial.batches):
                     more = self.write(sampler, scorer, batch * trial.rows, trial.rows)

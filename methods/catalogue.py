@@ -76,6 +76,8 @@ class Method:
     graphs: f(decoding) -> the graphs worth making for each role.
     round: f(decoding) -> guesses in a round that is worth one graph (`CachedModel.compile_round`), or 0.
     lossless: its text is distributed as the target's. seeded: f(decoding) -> whether the seed fixes its tokens.
+    contrasts: it needs two different models that both know every token.
+    guesser: the role of the model whose distributions are the q of its guesses.
     modes: the modes of `test.py` that measure it. in_all: whether "all" methods include it.
     """
 
@@ -87,6 +89,8 @@ class Method:
     round: Callable[[Decoding], int] = field(default=lambda decoding: 0)
     lossless: bool = False
     seeded: Callable[[Decoding], bool] = field(default=lambda decoding: True)
+    contrasts: bool = False
+    guesser: str = "draft"
     modes: tuple[str, ...] = ()
     in_all: bool = True
 
@@ -341,6 +345,7 @@ CATALOGUE = (
         needs=("mid",),
         graphs=cascade_graphs,
         lossless=True,
+        guesser="mid",
         modes=("speedMulti",),
     ),
     Method(
@@ -349,6 +354,7 @@ CATALOGUE = (
         contrastive(False),
         needs=("draft",),
         graphs=contrastive_graphs,
+        contrasts=True,
         modes=("contrastive", "diversity"),
     ),
     Method(
@@ -357,6 +363,7 @@ CATALOGUE = (
         contrastive(True),
         needs=("draft",),
         graphs=speculative_contrastive_graphs,
+        contrasts=True,
         seeded=follows_no_clock,
         modes=("contrastive", "diversity"),
     ),
