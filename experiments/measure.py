@@ -15,7 +15,7 @@ from experiments import diversity, sweep
 from experiments.prepare import LoadedModels, Prepared
 from experiments.speed import Timed, digest, measure
 from inputs.escape import visible
-from methods.catalogue import Models, Sampler, guesser
+from methods.makers import Models, Sampler, guesser
 from methods.selection import build, repeatable
 from utils import GREEDY
 

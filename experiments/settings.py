@@ -12,7 +12,8 @@ from pathlib import Path
 from experiments.flagChecks import check_numbers, check_prompts, check_rerun
 from experiments.flags import parser
 from inputs.models import default_mid, default_pair
-from methods.catalogue import METHODS, Decoding
+from methods.catalogue import METHODS
+from methods.makers import Decoding
 from methods.selection import check_roles, choose, choose_lossless, in_mode
 from utils import Sampling, UserError
 

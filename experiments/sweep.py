@@ -17,7 +17,7 @@ from decoding.rounds import forward
 from engine.cachedModel import CachedModel
 from experiments import theory
 from experiments.speed import Measurement, interval, paired_ratios, quiet, summarize
-from methods.catalogue import Sampler, loop
+from methods.makers import Sampler, loop
 from specSampling import specSampling
 from utils import Sampling, seen_after
 

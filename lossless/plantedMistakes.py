@@ -20,7 +20,7 @@ from decoding.rounds import Guesses
 from decoding.rows import Rows
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
-from methods.catalogue import Sampler
+from methods.makers import Sampler
 from specSampling import specSampling
 from utils import Sampling, pick, residual
 

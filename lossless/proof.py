@@ -19,7 +19,8 @@ from inputs.devices import pick_dtype
 from lossless.evidence import Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES
 from lossless.scorer import Scorer, greedy_figures
-from methods.catalogue import METHODS, Decoding, Models, Sampler, guesser
+from methods.catalogue import METHODS
+from methods.makers import Decoding, Models, Sampler, guesser
 from methods.selection import build, repeatable
 from regrSampling import regrSampling
 from utils import Sampling

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from engine.graphs import Plan
-from methods.catalogue import METHODS, VARIED, Decoding, Method, Models, Plans, Sampler, Wrap, step_by_step
+from methods.catalogue import METHODS, Method
+from methods.makers import VARIED, Decoding, Models, Plans, Sampler, Wrap, step_by_step
 from utils import UserError
 
 

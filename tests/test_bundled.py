@@ -7,8 +7,8 @@ import PPL
 from inputs.models import DTYPES, load_model
 from inputs.texts import load_corpora
 from inputs.tokenizers import load_tokenizer
-from methods.catalogue import Decoding
 from methods.drafters import ModelDrafter
+from methods.makers import Decoding
 from methods.selection import build, choose_lossless
 from regrSampling import regrSampling
 from specSampling import specSampling

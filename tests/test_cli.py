@@ -15,7 +15,7 @@ from localHub import Repository
 
 from experiments import settings, sweep
 from inputs.tokenizers import load_tokenizer
-from methods import catalogue
+from methods import makers
 from methods.catalogue import METHODS
 from methods.selection import choose, choose_lossless, in_mode
 from utils import UserError
@@ -247,7 +247,7 @@ def test_a_device_out_of_memory_is_one_line(cli, flags, tmp_path, capsys, monkey
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\na lot")
 
-    monkeypatch.setattr(catalogue, "specSampling", full)
+    monkeypatch.setattr(makers, "specSampling", full)
     assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decoding.verification import RULES
 from inputs.commandLine import as_command
 from inputs.tokenizers import load_tokenizer
-from methods import catalogue
+from methods import makers
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
@@ -303,7 +303,7 @@ def test_whatever_says_that_memory_is_full_is_one_line(cli, flags, tmp_path, cap
     def full(*_, **__):
         raise error
 
-    monkeypatch.setattr(catalogue, "specSampling", full)
+    monkeypatch.setattr(makers, "specSampling", full)
     assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
     one_line(capsys, "out of memory")
 

@@ -14,7 +14,8 @@ from test_flags import TABLES, said
 from tqdm import tqdm
 
 from experiments import measure, rerun, settings
-from methods.catalogue import METHODS, Decoding
+from methods.catalogue import METHODS
+from methods.makers import Decoding
 from methods.selection import repeatable
 from utils import UserError
 

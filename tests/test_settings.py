@@ -5,7 +5,8 @@ import pytest
 from engine.graphs import Plan
 from experiments import flags, settings
 from methods import catalogue
-from methods.catalogue import Decoding, Method
+from methods.catalogue import Method
+from methods.makers import Decoding
 from methods.selection import build, choose, choose_lossless, plan_graphs, repeatable
 
 

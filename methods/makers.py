@@ -1,0 +1,215 @@
+"""How methods are made of models and settings, and which graphs are worth making for them: what the entries of
+catalogue.py refer to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from decoding.draftLength import Fixed
+from decoding.interfaces import Callback, Drafter, LengthRule, Model, VerificationRule
+from decoding.lengthRules import RULES as LENGTH_RULES
+from decoding.record import Record
+from decoding.verification import RULES as VERIFICATIONS
+from engine.graphs import Plan
+from methods.cascade import CascadeDrafter
+from methods.contrastive import Contrast
+from methods.drafters import ModelDrafter
+from methods.lookup import LookupDrafter
+from regrSampling import regrSampling
+from specSampling import specSampling
+from utils import Sampling
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How to guess and to verify, as the flags of `test.py` say; gamma None is the default of the draft-length rule.
+
+    lookup: the text so far guesses, instead of a draft model.
+    """
+
+    gamma: int | None = None
+    draft_length: str = "fixed"
+    draft_threshold: float = 0.4
+    target_threshold: float = 0.5
+    verification: str = "token"
+    gamma1: int = 4
+    gamma2: int = 4
+    ngram: int = 3
+    lookup: bool = False
+    plausibility: float = 0.1
+    amateur_temperature: float = 1.0
+    contrastive_temperature: float = 0.0
+
+
+class Sampler(Protocol):
+    """A method with its models: continues prefixes (lists of token ids); returns the new tokens and the records."""
+
+    def __call__(
+        self,
+        prefixes: Sequence[Sequence[int]],
+        max_len: int,
+        sampling: Sampling,
+        end_of_text: int | None = None,
+        generator: torch.Generator | None = None,
+        callback: Callback | None = None,
+    ) -> tuple[list[list[int]], list[Record]]: ...
+
+
+Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted
+Wrap = Callable[[Drafter], Drafter]
+Plans = dict[str, Plan]  # {role: the graphs worth making}
+
+
+# Plain decoding.
+
+
+def alone(role: str) -> Callable[[Models, Decoding, Wrap], Sampler]:
+    """One model without any other."""
+
+    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        return lambda prefixes, max_len, sampling, end_of_text=None, generator=None, callback=None: regrSampling(
+            prefixes, models[role], max_len, sampling, end_of_text, generator, callback
+        )
+
+    return make
+
+
+def one_token(role: str) -> Callable[[Decoding], Plans]:
+    """The graphs of `alone`."""
+    return lambda decoding: {role: Plan(draws=frozenset({1}))}
+
+
+# Speculative sampling.
+
+
+def length_rule(name: str, decoding: Decoding) -> LengthRule:
+    """The draft-length rule of that name, as the flags set it."""
+    options: dict[str, float] = {} if decoding.gamma is None else {"length": decoding.gamma}
+    if name == "draftConfidence":
+        options["threshold"] = decoding.draft_threshold
+    elif name == "targetConfidence":
+        options["threshold"] = decoding.target_threshold
+    return LENGTH_RULES[name](**options)
+
+
+def guesser(models: Models, decoding: Decoding) -> Drafter:
+    """The draft model, restricted if `--draftVocab` says so; or the text so far if `--draft lookup` does."""
+    if "restricted" in models:
+        return ModelDrafter(models["restricted"])
+    return ModelDrafter(models["draft"]) if "draft" in models else lookup(models, decoding)
+
+
+def lookup(models: Models, decoding: Decoding) -> Drafter:
+    """The text so far."""
+    return LookupDrafter(models["target"].vocabulary, decoding.ngram)
+
+
+def loop(target: Model, drafter: Drafter, length: LengthRule, verify: VerificationRule) -> Sampler:
+    """Speculative sampling with these parts."""
+    return lambda prefixes, max_len, sampling, end_of_text=None, generator=None, callback=None: specSampling(
+        prefixes, target, drafter, max_len, length, sampling, end_of_text, generator, callback, verify
+    )
+
+
+def speculative(
+    rule: str | None = None, verification: str | None = None, drafter: Callable[[Models, Decoding], Drafter] = guesser
+) -> Callable[[Models, Decoding, Wrap], Sampler]:
+    """Speculative sampling with this draft-length rule and verification rule; None: those of the flags."""
+
+    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        length = length_rule(rule or decoding.draft_length, decoding)
+        verify = VERIFICATIONS[verification or decoding.verification]
+        return loop(models["target"], wrap(drafter(models, decoding)), length, verify)
+
+    return make
+
+
+def step_by_step(plan: Plan) -> Plan:
+    """The graphs of forwards for a model that draws with the host's help after each token: no draw is one graph."""
+    return Plan(plan.widths | {1} | ({plan.read} if plan.draws else frozenset()), plan.draws, plan.read)
+
+
+VARIED = {"target": Plan(frozenset({2, 3, 5, 8, 11})), "draft": Plan(draws=frozenset({1, 2, 4, 8}), read=2)}
+
+
+def rounds_of(rule: str | None = None) -> Callable[[Decoding], Plans]:
+    """The graphs of `speculative` with this draft-length rule: of one size, or of a few sizes if the length varies."""
+
+    def graphs(decoding: Decoding) -> Plans:
+        name, gamma = rule or decoding.draft_length, decoding.gamma or 4
+        plans = {"target": Plan(frozenset({gamma + 1})), "draft": Plan(draws=frozenset({gamma}), read=2)}
+        if name != "fixed":
+            plans = {"target": plans["target"] | VARIED["target"], "draft": VARIED["draft"]}
+        return {role: step_by_step(plan) for role, plan in plans.items()} if name == "draftConfidence" else plans
+
+    return graphs
+
+
+def whole_rounds(rule: str | None = None) -> Callable[[Decoding], int]:
+    """Guesses of a round that is one graph: if the draft-length rule guesses one number of tokens or none."""
+
+    def count(decoding: Decoding) -> int:
+        steady = (rule or decoding.draft_length) in ("fixed", "targetConfidence") and not decoding.lookup
+        return (decoding.gamma or 4) if steady else 0
+
+    return count
+
+
+def follows_no_clock(decoding: Decoding) -> bool:
+    """The costAware rule follows the clock: its guesses differ from run to run, and the tokens with them."""
+    return decoding.draft_length != "costAware"
+
+
+# Cascades.
+
+
+def cascade(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+    """In each round the draft guesses gamma1 tokens for the mid model, and both together gamma2 for the target."""
+    verify = VERIFICATIONS[decoding.verification]
+    drafter = CascadeDrafter(models["mid"], guesser(models, decoding), Fixed(decoding.gamma1), verify)
+    return loop(models["target"], wrap(drafter), Fixed(decoding.gamma2), verify)
+
+
+def cascade_graphs(decoding: Decoding) -> Plans:
+    """The graphs of `cascade`. The mid model reads one token more than it scores."""
+    return {
+        "target": Plan(frozenset({decoding.gamma2 + 1})),
+        "mid": Plan(frozenset({decoding.gamma1 + 2})),
+        "draft": Plan(draws=frozenset({decoding.gamma1}), read=2),
+    }
+
+
+# Contrastive decoding.
+
+
+def contrastive(is_speculative: bool) -> Callable[[Models, Decoding, Wrap], Sampler]:
+    """Contrastive decoding. It has its own temperature, 0 in the paper, and ignores the other sampling flags."""
+
+    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        contrast = Contrast(models["target"], models["draft"], decoding.plausibility, decoding.amateur_temperature)
+        own = Sampling(decoding.contrastive_temperature, 0, 1.0)
+        if is_speculative:
+            length, verify = length_rule(decoding.draft_length, decoding), VERIFICATIONS[decoding.verification]
+            sampler = loop(contrast, wrap(ModelDrafter(models["draft"])), length, verify)
+        else:
+            sampler = alone("contrast")({"contrast": contrast}, decoding, wrap)
+        return lambda prefixes, max_len, _, end_of_text=None, generator=None, callback=None: sampler(
+            prefixes, max_len, own, end_of_text, generator, callback
+        )
+
+    return make
+
+
+def contrastive_graphs(decoding: Decoding) -> Plans:
+    """Both models read token by token."""
+    return {role: Plan(frozenset({1})) for role in ("target", "draft")}
+
+
+def speculative_contrastive_graphs(decoding: Decoding) -> Plans:
+    """Both models read each block of guesses, and the draft guesses."""
+    plans = rounds_of()(decoding)
+    return plans | {"draft": plans["draft"] | Plan(plans["target"].widths)}
