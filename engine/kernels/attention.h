@@ -3,6 +3,7 @@
 #include "numbers.h"
 
 constexpr int MANY = 5;          // Queries of a head in one pass: the registers have no room for more.
+constexpr long CHUNK = 16;       // From this many queries on it pays to pack the keys and values first.
 constexpr float NEVER = -1e30f;  // The score of a masked slot, one after the query's position.
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -274,6 +275,107 @@ static void attend(const at::Tensor& query, const at::Tensor& keys, const at::Te
     });
 }
 
+// x[count] -> e^(x - top) in x and, rounded to T, in y; returns the sum. top is the largest of x.
+template <typename T>
+static float softmax_numerators(float* x, long count, T* y) {
+    float top = NEVER, sum = 0;
+    // One loop for each step: the compiler does not vectorise them together.
+    for (long j = 0; j < count; j++) top = x[j] > top ? x[j] : top;
+#ifdef __AVX512F__
+    auto total = _mm512_setzero_ps();
+    for (long j = 0; j < count; j += 16) {
+        auto e = exponential(_mm512_sub_ps(_mm512_mask_loadu_ps(_mm512_set1_ps(2 * NEVER), first(count - j), x + j),
+                                           _mm512_set1_ps(top)));
+        total = _mm512_add_ps(total, e);
+        _mm512_mask_storeu_ps(x + j, first(count - j), e);
+    }
+    sum = _mm512_reduce_add_ps(total);
+#else
+    for (long j = 0; j < count; j++) x[j] = expf(x[j] - top > -80 ? x[j] - top : -80);
+    for (long j = 0; j < count; j++) sum += x[j];
+#endif
+    for (long j = 0; j < count; j++) narrow(x[j], y + j);
+    return sum;
+}
+
+// The slots [reach, D] of a head's keys, packed as the weight of a linear layer [reach, D] is: blocks of 32 slots,
+// [reach / 32][D / PAIR][32][PAIR]. The last block is filled with zeros.
+template <typename T>
+static void pack_keys(const T* keys, long reach, long D, std::vector<T>& packed) {
+    long blocks = (reach + SIDE - 1) / SIDE;
+    packed.assign(std::max(packed.size(), size_t(blocks * SIDE * D)), T(0));
+    for (long j = 0; j < reach; j++) {
+        T* to = packed.data() + (j / SIDE * D * SIDE) + j % SIDE * PAIR<T>;
+        for (long l = 0; l < D; l += PAIR<T>) std::memcpy(to + l * SIDE, keys + j * D + l, 4);
+    }
+}
+
+// The slots [reach, D] of a head's values, packed as the weight of a linear layer [D, reach] is: blocks of 32 numbers,
+// [D / 32][reach / PAIR][32][PAIR]. What is left of the last block and the last pair is filled with zeros.
+template <typename T>
+static void pack_values(const T* values, long reach, long D, std::vector<T>& packed) {
+    long even = (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>, blocks = (D + SIDE - 1) / SIDE;
+    packed.assign(std::max(packed.size(), size_t(blocks * SIDE * even)), T(0));
+    for (long block = 0; block < blocks; block++)
+        for (long j = 0; j < reach; j++) {
+            T* to = packed.data() + (block * even + j / PAIR<T> * PAIR<T>) * SIDE + j % PAIR<T>;
+            const T* from = values + j * D + block * SIDE;
+            for (long l = 0; l < std::min(SIDE, D - block * SIDE); l++) to[l * PAIR<T>] = from[l];
+        }
+}
+
+// `attend` for a chunk of a prompt. Many queries share the keys and values of a head, so these are packed once, and the
+// kernel of linear layers multiplies them: scores = queries times keys, out = softmax(scores) times values.
+template <typename T>
+static void attend_chunk(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                         const int64_t* positions, const at::Tensor& out, float scale) {
+    auto& kernel = multiply_in_use();
+    long heads = query.size(1), n = query.size(2), D = query.size(3), groups = keys.size(1), shared = heads / groups;
+    at::parallel_for(0, query.size(0) * groups, 1, [&](long from, long to) {
+        static thread_local std::vector<T> packed_keys, packed_values, weights;
+        static thread_local std::vector<float> scores;
+        float mixed[64][SIDE], total[64];
+        const long most = std::min(64l, kernel.most<T>());
+        for (long bg = from; bg < to; bg++) {
+            long b = bg / groups, cell = bg * keys.size(2) * D;
+            const int64_t* at = positions + b * n;
+            long whole = *std::max_element(at, at + n) + 1, even = (whole + PAIR<T> - 1) / PAIR<T> * PAIR<T>;
+            long width = (even + SIDE - 1) / SIDE * SIDE;
+            pack_keys(data<T>(keys) + cell, whole, D, packed_keys);
+            pack_values(data<T>(values) + cell, whole, D, packed_values);
+            scores.resize(std::max(scores.size(), size_t(most * width)));
+            weights.resize(std::max(weights.size(), size_t(most * width)));
+            for (long h = bg % groups * shared; h < (bg % groups + 1) * shared; h++)
+                for (long i = 0; i < n; i += most) {
+                    long many = std::min(most, n - i), reach = *std::max_element(at + i, at + i + many) + 1;
+                    long used = (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>;
+                    const T* x = data<T>(query) + b * query.stride(0) + h * query.stride(1) + i * query.stride(2);
+                    for (long j = 0; j < reach; j += SIDE)
+                        kernel.run(Job<T>{many, x, query.stride(2), packed_keys.data() + j * D, D, scores.data() + j,
+                                          width});
+                    for (long k = 0; k < many; k++) {
+                        float* s = scores.data() + k * width;
+                        T* w = weights.data() + k * width;
+                        long seen = at[i + k] + 1;
+                        for (long j = 0; j < seen; j++) s[j] *= scale;
+                        total[k] = softmax_numerators(s, seen, w);
+                        std::fill(w + seen, w + used, T(0));
+                    }
+                    for (long block = 0; block * SIDE < D; block++) {
+                        kernel.run(Job<T>{many, weights.data(), width, packed_values.data() + block * even * SIDE, used,
+                                          mixed[0]});
+                        for (long k = 0; k < many; k++) {
+                            T* to = (T*)out.data_ptr() + ((b * n + i + k) * heads + h) * D + block * SIDE;
+                            for (long l = 0; l < std::min(SIDE, D - block * SIDE); l++)
+                                narrow(mixed[k][l] / total[k], to + l);
+                        }
+                    }
+                }
+        }
+        kernel.done();
+    });
+}
+
 // x in the dtype of `kept`, with a contiguous last axis.
 static at::Tensor as_kept(const at::Tensor& x, const at::Tensor& kept) {
     auto y = x.to(kept.scalar_type());
@@ -306,6 +408,7 @@ static at::Tensor attend_slots(const at::Tensor& query, const at::Tensor& keys, 
     store(keys, at, kept_keys);
     store(values, at, kept_values);
     auto run = [&]<typename T>(T) {
+        if (q.size(2) >= CHUNK) return attend_chunk<T>(q, kept_keys, kept_values, data<int64_t>(at), out, float(scale));
 #define CASE(D) case D: return attend<T, D>(q, kept_keys, kept_values, data<int64_t>(at), out, float(scale));
         switch (q.size(3)) { CASE(8) CASE(16) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96) CASE(128) CASE(256) }
 #undef CASE

@@ -1,71 +1,12 @@
-// Linear layers applied to a few tokens. They take as long as it takes to read the weight, so each weight is read once.
+// Linear layers of a few tokens, or of a chunk of a prompt. Few tokens take as long as it takes to read the weight, so
+// each weight is read once, from one end to the other.
 //
 // The rows of a weight [out, in] are packed in blocks of 32: [out / 32][in / PAIR][32][PAIR]. The 32 outputs of a block
-// lie side by side in vector registers. A block is read from one end to the other while up to 12 tokens are multiplied
-// with it.
+// lie side by side in vector registers (multiply.cpp).
 
 #pragma once
+#include "multiply.h"
 #include "numbers.h"
-
-constexpr long SIDE = 32, MOST = 12;  // Outputs of a block; tokens multiplied with it in one pass.
-template <typename T> constexpr long PAIR = 4 / sizeof(T);  // One instruction multiplies a pair of 16-bit numbers.
-
-// M tokens x[M, in] times one block -> sums[M][32]. The accumulators stay in registers.
-template <int M>
-static void multiply(const float* x, const float* block, long in, float (*sums)[SIDE]) {
-    float acc[M][SIDE] = {};
-    for (long k = 0; k < in; k++, block += SIDE) {
-        ask_for(block, 2 * 64);
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < SIDE; j++) acc[m][j] += x[m * in + k] * block[j];
-    }
-    std::memcpy(sums, acc, sizeof acc);
-}
-
-template <int M>
-static void multiply(const bf16* x, const bf16* block, long in, float (*sums)[SIDE]) {
-#ifdef __AVX512BF16__
-    __m512 acc[M][2];
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
-    for (long k = 0; k < in; k += 2, block += 2 * SIDE) {
-        ask_for(block, 2 * 64);
-        auto low = (__m512bh)_mm512_loadu_si512(block), high = (__m512bh)_mm512_loadu_si512(block + SIDE);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
-            int pair;
-            std::memcpy(&pair, x + m * in + k, 4);
-            auto both = (__m512bh)_mm512_set1_epi32(pair);
-            acc[m][0] = _mm512_dpbf16_ps(acc[m][0], low, both);
-            acc[m][1] = _mm512_dpbf16_ps(acc[m][1], high, both);
-        }
-    }
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++) {
-        _mm512_storeu_ps(sums[m], acc[m][0]);
-        _mm512_storeu_ps(sums[m] + SIDE / 2, acc[m][1]);
-    }
-#else
-    float acc[M][SIDE] = {};
-    for (long k = 0; k < in; k += 2, block += 2 * SIDE) {
-        ask_for(block, 2 * 64);
-        for (int m = 0; m < M; m++) {
-            float first = wide(x[m * in + k]), second = wide(x[m * in + k + 1]);
-            for (int j = 0; j < SIDE; j++) acc[m][j] += first * wide(block[2 * j]) + second * wide(block[2 * j + 1]);
-        }
-    }
-    std::memcpy(sums, acc, sizeof acc);
-#endif
-}
-
-template <typename T>
-static void multiply(long tokens, const T* x, const T* block, long in, float (*sums)[SIDE]) {
-#define CASE(M) case M: return multiply<M>(x, block, in, sums);
-    switch (tokens) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-    }
-#undef CASE
-}
 
 // GELU, with erf by formula 7.1.26 of Abramowitz and Stegun, whose error is at most 1.5e-7.
 static inline float gelu_of(float x) {
@@ -91,20 +32,40 @@ static inline void finish(const float* sums, const T* bias, T* y, long count, bo
     std::memcpy(y, whole, count * sizeof(T));
 }
 
+// Multiplies all tokens with one block -> sums[tokens][SIDE]. One job takes all tokens if they are few. More tokens take
+// several jobs, which go through the block part by part, so that a part is read from memory once. The first two jobs
+// prefetch the next part, a half each, while they compute.
+template <typename T>
+static void through_block(const Multiply& kernel, const T* x, const T* block, long tokens, long in, float* sums) {
+    constexpr long PART = 64 << 10;  // Bytes: it stays in the second cache beside the tokens.
+    long jobs = (tokens + kernel.most<T>() - 1) / kernel.most<T>();
+    long depth = jobs == 1 ? in : PART / (SIDE * long(sizeof(T)));
+    for (long from = 0; from < in; from += depth)
+        for (long job = 0; job < jobs; job++) {
+            long first = tokens * job / jobs, last = tokens * (job + 1) / jobs;
+            Job<T> part{last - first, x + first * in + from, in, block + from * SIDE, std::min(depth, in - from),
+                        sums + first * SIDE};
+            part.add = from > 0;
+            if (jobs > 1) part.lines = job < 2, part.ahead = PART + 64 * job;
+            kernel.run(part);
+        }
+}
+
 template <typename T>
 static void linear(const T* x, const T* packed, const T* bias, T* y, long tokens, long in, long out, bool gelu) {
-    long passes = (tokens + MOST - 1) / MOST, blocks = (out + SIDE - 1) / SIDE;
-    long worthwhile = std::max(1l, 65536 / (in * SIDE * long(sizeof(T))));  // Blocks that are worth waking a thread.
-    at::parallel_for(0, blocks, worthwhile, [&](long first, long last) {
-        float sums[MOST][SIDE];
-        for (long b = first; b < last; b++)
-            for (long pass = 0; pass < passes; pass++) {
-                long from = tokens * pass / passes, to = tokens * (pass + 1) / passes;
-                multiply<T>(to - from, x + from * in, packed + b * in * SIDE, in, sums);
-                for (long m = from; m < to; m++)
-                    finish(sums[m - from], bias ? bias + b * SIDE : nullptr, y + m * out + b * SIDE,
-                           std::min(SIDE, out - b * SIDE), gelu);
-            }
+    auto& kernel = multiply_in_use();
+    long blocks = (out + SIDE - 1) / SIDE, most = kernel.most<T>();
+    long work = in * SIDE * long(sizeof(T)) * ((tokens + most - 1) / most);
+    at::parallel_for(0, blocks, std::max(1l, 65536 / work), [&](long first, long last) {  // Or it wakes no thread.
+        static thread_local std::vector<float> sums;
+        sums.resize(std::max(sums.size(), size_t(tokens * SIDE)));
+        for (long b = first; b < last; b++) {
+            through_block(kernel, x, packed + b * in * SIDE, tokens, in, sums.data());
+            for (long m = 0; m < tokens; m++)
+                finish(sums.data() + m * SIDE, bias ? bias + b * SIDE : nullptr, y + m * out + b * SIDE,
+                       std::min(SIDE, out - b * SIDE), gelu);
+        }
+        kernel.done();
     });
 }
 

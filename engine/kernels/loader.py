@@ -6,11 +6,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
+import platform
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -18,58 +22,130 @@ from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 HEAD_WIDTHS = (8, 16, 32, 48, 64, 80, 96, 128, 256)  # as in attention.h
-SOURCE = Path(__file__).with_name("kernels.cpp")  # It includes the headers beside it.
+FOLDER = Path(__file__).parent
+SOURCE = FOLDER / "kernels.cpp"  # It includes the headers beside it.
 TORCH = Path(torch.__file__).parent
-FLAGS = [
-    "-O3",
-    "-march=native",
-    "-mprefer-vector-width=512",
-    "-ffast-math",
-    "-std=c++20",
-    "-fPIC",
-    "-shared",
-    "-fopenmp",
-    "-DAT_PARALLEL_OPENMP=1",
-    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-]
+FLAGS = ["-O3", "-ffast-math", "-std=c++20", "-fPIC"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
+KINDS = {  # of processors, best first, with the flags that multiply.cpp is compiled with for them
+    "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "avx512bf16": [*AVX512, "-mavx512bf16"],
+    "avx512": AVX512,
+    "avx2": ["-mavx2", "-mfma"],
+    "plain": [],
+}
 
 
 @functools.cache
-def load() -> None:
+def load() -> ctypes.CDLL:
     """Make the operators `torch.ops.native`: linear, attend, stored, probabilities, pick, accept, accept_block.
 
-    Raises OSError or CalledProcessError if no compiler can build them.
+    Returns the library. Linear layers use the best kernel of KINDS that the processor, the compiler and the operating
+    system allow. A line says so if that is not the best one of the processor. Raises OSError or CalledProcessError if
+    no compiler can build the kernels.
     """
     compiler = os.environ.get("CXX", "g++")
-    path = library(compiler)
+    native = native_flags(compiler)
+    path = library(compiler, native)
     if not path.exists():
-        build(compiler, path)
-    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # Graphs are libraries of their own that call its C functions.
+        build(compiler, native, path)
+    # Graphs are libraries of their own that call its functions.
+    made = typed(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))
     torch.ops.load_library(path)
     torch.set_flush_denormal(False)  # A library built with -ffast-math switches it on, for the whole process.
     register_shapes()
+    for line in missing(made):
+        print(line, file=sys.stderr)
+    return made
 
 
-def library(compiler: str) -> Path:
+def typed(made: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, with the types of its C functions."""
+    made.use_kernel.restype, made.processor_has.restype, made.is_built.restype = ctypes.c_char_p, *[ctypes.c_bool] * 2
+    return made
+
+
+def missing(made: ctypes.CDLL) -> list[str]:
+    """A line for each kind of kernel that the processor has and that is better than the best one available."""
+    best, lines = made.use_kernel(None).decode(), []
+    for kind in itertools.takewhile(lambda kind: kind != best, KINDS):
+        if made.processor_has(kind.encode()):
+            who = "operating system refuses" if made.is_built(kind.encode()) else "compiler cannot build"
+            lines.append(f"linear layers use the kernel {best}, because the {who} {kind}")
+    return lines
+
+
+def use(kind: str | None = None) -> str:
+    """Use the kernel of that kind from now on; None: the best one. Returns the kind in use: the same as before if the
+    one asked for is not available."""
+    return load().use_kernel(kind and kind.encode()).decode()
+
+
+def native_flags(compiler: str) -> list[str]:
+    """The flags that let this compiler use everything that the processor at hand has."""
+    return [
+        flag for flag in ("-march=native", "-mcpu=native", "-mprefer-vector-width=512") if accepts(compiler, [flag])
+    ]
+
+
+def accepts(compiler: str, flags: list[str], text: str = "") -> bool:
+    """Whether the compiler compiles `text` with these flags. Raises OSError if there is no such compiler."""
+    command = [compiler, "-Werror", *flags, "-fsyntax-only", "-x", "c++", "-"]
+    return not subprocess.run(command, input=text.encode(), capture_output=True).returncode
+
+
+def library(compiler: str, native: list[str]) -> Path:
     """The file of the built library. Its name has a hash of everything the build depends on."""
-    target = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True).stdout
-    known = [part.read_bytes() for part in sorted(SOURCE.parent.glob("*.[ch]*"))]
-    known += [target, repr(FLAGS).encode(), torch.__version__.encode()]
+    macros = subprocess.run([compiler, *native, "-E", "-dM", "-x", "c++", os.devnull], capture_output=True).stdout
+    known = [part.read_bytes() for part in sorted(FOLDER.glob("*.[ch]*"))]
+    known += [macros, repr([FLAGS, KINDS, native]).encode(), torch.__version__.encode()]
     return Path(cache_dir()) / f"kernels-{hashlib.sha256(b''.join(known)).hexdigest()[:16]}.so"
 
 
-def build(compiler: str, path: Path) -> None:
-    """Compile the kernels; the library appears at `path` when it is complete."""
+def build(compiler: str, native: list[str], path: Path) -> None:
+    """Compile the kernels; the library appears at `path` when it is complete.
+
+    multiply.cpp is compiled once for each of KINDS. A kind whose flags the compiler does not know is left out.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
+
+        def compile_part(source: str, name: str, flags: list[str]) -> str:
+            command = [compiler, *FLAGS, *flags, "-c", "-o", f"{folder}/{name}.o", str(FOLDER / source)]
+            subprocess.run(command, check=True, capture_output=True)
+            return f"{folder}/{name}.o"
+
+        main = pool.submit(compile_part, "kernels.cpp", "kernels", [*native, *torch_flags(compiler)])
+        kinds = {
+            kind: pool.submit(compile_part, "multiply.cpp", kind, [f"-DKIND=of_{kind}", f'-DNAME="{kind}"', *flags])
+            for kind, flags in KINDS.items()
+        }
+        known = [kind for kind, part in kinds.items() if not part.exception()]
+        listed = "".join(f" USE(of_{kind})" for kind in known)
+        parts = [compile_part("choose.cpp", "choose", [f"-DKINDS(USE)={listed}"]), main.result()]
+        parts += [kinds[kind].result() for kind in known]
+        draft = f"{folder}/{path.name}"
+        subprocess.run([compiler, "-shared", "-o", draft, *parts, *links()], check=True, capture_output=True)
+        os.replace(draft, path)
+
+
+def torch_flags(compiler: str) -> list[str]:
+    """The flags for a source that includes torch's headers. Without OpenMP its loops run on one thread."""
+    openmp = ["-fopenmp"] if accepts(compiler, ["-fopenmp"], "#include <omp.h>") else []
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     includes = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
+    return ["-DAT_PARALLEL_OPENMP=1", *openmp, abi, *includes]
+
+
+def links() -> list[str]:
+    """The libraries to link with."""
+    libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
     # torch's own OpenMP: a second one would start threads of its own.
-    openmp = sorted((TORCH / "lib").glob("libgomp*"))[:1]
-    links = ["-nodefaultlibs", *map(str, openmp), "-lmvec", "-lm", "-lstdc++", "-lc", "-lgcc_s"] if openmp else []
-    links += [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
-    subprocess.run([compiler, *FLAGS, *includes, "-o", draft, str(SOURCE), *links], check=True, capture_output=True)
-    os.replace(draft, path)
+    openmp = list(map(str, [*(TORCH / "lib").glob("libgomp*"), *(TORCH / "lib").glob("lib?omp.dylib")]))[:1]
+    if sys.platform == "darwin" or not openmp:
+        return [*openmp, *libraries]
+    vector_functions = ["-lmvec"] if platform.machine() == "x86_64" else []
+    return ["-nodefaultlibs", *openmp, *vector_functions, "-lm", "-lstdc++", "-lc", "-lgcc_s", *libraries]
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 // Shared by all kernels: conversion of bfloat16, vector helpers, prefetch, and access to a tensor's memory.
 #pragma once
+#include "multiply.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -14,8 +16,6 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
-
-typedef uint16_t bf16;
 
 static inline float wide(float x) { return x; }
 static inline float wide(bf16 x) {

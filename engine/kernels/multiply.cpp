@@ -1,0 +1,166 @@
+// `Multiply` for one kind of processor. loader.py compiles this file once for each kind: KIND is its name, and the flags
+// say which instructions the kind has. Vectors are those of GCC and clang, which exist on every processor.
+#include "multiply.h"
+
+#include <algorithm>
+#include <cstring>
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, REGISTERS = 24;  // Bytes of a vector; registers that accumulators may take.
+#elif defined(__AVX__)
+constexpr int BYTES = 32, REGISTERS = 12;
+#elif defined(__aarch64__)
+constexpr int BYTES = 16, REGISTERS = 24;
+#else
+constexpr int BYTES = 16, REGISTERS = 8;
+#endif
+constexpr int LANES = BYTES / 4, VECTORS = SIDE / LANES, MOST = REGISTERS / VECTORS;
+
+typedef float Floats __attribute__((vector_size(BYTES)));
+typedef uint32_t Words __attribute__((vector_size(BYTES)));
+
+template <typename V> static inline V loaded(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+// The number or pair of numbers at x in every lane.
+static inline Words spread(const void* x) {
+    uint32_t word;
+    std::memcpy(&word, x, 4);
+    return word - Words{};
+}
+
+// sum + w * x in each lane, for one number a lane or for a pair.
+static inline Floats added(const float*, Floats sum, Words w, Words x) { return sum + (Floats)w * (Floats)x; }
+static inline Floats added(const bf16*, Floats sum, Words w, Words x) {
+#ifdef __AVX512BF16__
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
+#else
+    const uint32_t high = 0xffff0000;  // A bfloat16 number is the upper half of a float32 number.
+    return sum + (Floats)(w << 16) * (Floats)(x << 16) + (Floats)(w & high) * (Floats)(x & high);
+#endif
+}
+
+// The job of M tokens. All sums stay in registers. With few tokens there are several sums for each output, because one
+// would wait for itself.
+template <int M, typename T>
+static void by_vectors(const Job<T>& job) {
+    constexpr int WAYS = std::max(1, 8 / (M * VECTORS));
+    Floats acc[WAYS][M][VECTORS] = {};
+    const char* block = (const char*)job.block;
+    auto step = [&](long pair, int way) __attribute__((always_inline)) {
+        const char* here = block + pair * SIDE * 4;
+        for (int line = 0; line < job.lines; line++) __builtin_prefetch(here + job.ahead + 64 * line);
+        Words w[VECTORS];
+        for (int v = 0; v < VECTORS; v++) w[v] = loaded<Words>(here + v * BYTES);
+        for (int m = 0; m < M; m++) {
+            Words x = spread(job.x + m * job.stride + pair * PAIR<T>);
+            for (int v = 0; v < VECTORS; v++) acc[way][m][v] = added(job.x, acc[way][m][v], w[v], x);
+        }
+    };
+    long pair = 0, pairs = job.in / PAIR<T>;
+    for (; pair + WAYS <= pairs; pair += WAYS)
+        for (int way = 0; way < WAYS; way++) step(pair + way, way);
+    for (; pair < pairs; pair++) step(pair, 0);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            float* sums = job.sums + m * job.apart + v * LANES;
+            Floats sum = job.add ? loaded<Floats>(sums) : Floats{};
+            for (int way = 0; way < WAYS; way++) sum += acc[way][m][v];
+            std::memcpy(sums, &sum, BYTES);
+        }
+}
+
+template <typename T, int M = MOST>
+static void vectors(const Job<T>& job) {
+    if (job.tokens == M) return by_vectors<M>(job);
+    if constexpr (M > 1) vectors<T, M - 1>(job);
+}
+
+#ifdef __AMX_BF16__
+constexpr long ROWS = 16;          // Rows of a tile.
+constexpr long DEEP = 32;          // 16-bit numbers in a row of a tile: the part of `in` that one instruction multiplies.
+constexpr long TILED = 2 * ROWS;   // Tokens of a job.
+
+// Tiles 0 and 1 sum up the first 16 tokens, 2 and 3 the others; 4 and 5 hold their x, 6 and 7 the block.
+static void configure(long tokens) {
+    struct alignas(64) {
+        uint8_t palette = 1, start = 0, unused[14] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+    } shape;
+    uint8_t upper = std::min(tokens, ROWS), lower = std::max(tokens - ROWS, 1l);
+    uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, ROWS, ROWS};
+    for (int tile = 0; tile < 8; tile++) shape.rows[tile] = rows[tile], shape.bytes[tile] = 64;
+    _tile_loadconfig(&shape);
+}
+
+static void by_tiles(const Job<bf16>& job) {
+    const bf16 *x = job.x, *block = job.block;
+    const long from = job.stride * 2, to = job.apart * 4, wide = SIDE * 4;  // Bytes from row to row.
+    float* lower = job.sums + ROWS * job.apart;
+    bool two = job.tokens > ROWS;
+    configure(job.tokens);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    if (job.add) {
+        _tile_loadd(0, job.sums, to);
+        _tile_loadd(1, job.sums + ROWS, to);
+    }
+    if (job.add && two) {
+        _tile_loadd(2, lower, to);
+        _tile_loadd(3, lower + ROWS, to);
+    }
+    for (long k = 0; k + DEEP <= job.in; k += DEEP, block += DEEP * SIDE) {
+        for (int row = 0; row < ROWS; row++)
+            for (int line = 0; line < job.lines; line++)
+                __builtin_prefetch((const char*)block + row * wide + job.ahead + 64 * line);
+        _tile_loadd(4, x + k, from);
+        _tile_loadd(6, block, wide);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, block + SIDE, wide);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
+            _tile_loadd(5, x + ROWS * job.stride + k, from);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, job.sums, to);
+    _tile_stored(1, job.sums + ROWS, to);
+    if (two) {
+        _tile_stored(2, lower, to);
+        _tile_stored(3, lower + ROWS, to);
+    }
+}
+
+// What is left of `in` after whole tiles is done by vectors, and so is a single token.
+static void tiles(const Job<bf16>& job) {
+    long whole = job.in / DEEP * DEEP;
+    if (job.tokens == 1 || !whole) whole = 0;
+    else by_tiles(job);
+    if (whole == job.in) return;
+    for (long m = 0; m < job.tokens; m += MOST) {
+        Job<bf16> rest = job;
+        rest.tokens = std::min<long>(MOST, job.tokens - m);
+        rest.x += m * job.stride + whole, rest.block += whole * SIDE, rest.in -= whole;
+        rest.sums += m * job.apart, rest.add = whole || job.add;
+        vectors(rest);
+    }
+}
+
+static void done() { _tile_release(); }  // The operating system need not keep the tiles of this thread any more.
+extern const Multiply KIND = {NAME, MOST, TILED, vectors<float>, tiles, done};
+#else
+static void done() {}
+extern const Multiply KIND = {NAME, MOST, MOST, vectors<float>, vectors<bf16>, done};
+#endif

@@ -1,0 +1,39 @@
+// `Multiply`: the loop in which linear layers, and attention of many tokens, spend their time. Each kind of processor has
+// its own (multiply.cpp), and choose.cpp chooses one when the library is loaded. No header of torch is included here.
+#pragma once
+#include <cstdint>
+
+typedef uint16_t bf16;
+
+constexpr long SIDE = 32;                             // Outputs of a block.
+template <typename T> constexpr long PAIR = 4 / sizeof(T);  // Numbers in 4 bytes: 16-bit numbers are multiplied in pairs.
+
+// sums[tokens][SIDE] = x[tokens][in] times one block [in / PAIR][SIDE][PAIR] of a packed matrix. `in` is a multiple of
+// PAIR. Rows of x and of sums lie `stride` and `apart` numbers apart.
+template <typename T>
+struct Job {
+    long tokens;
+    const T* x;
+    long stride;
+    const T* block;
+    long in;
+    float* sums;
+    long apart = SIDE;
+    bool add = false;   // Adds to what `sums` holds.
+    long ahead = 4096;  // Bytes from what is read of the block to what is prefetched,
+    int lines = 2;      // and cache lines prefetched for each SIDE * 4 bytes that are read: 0, 1 or 2.
+};
+
+struct Multiply {
+    const char* name;
+    long most_floats, most_bf16;  // Tokens of one job.
+    void (*floats)(const Job<float>&);
+    void (*bf16s)(const Job<bf16>&);
+    void (*done)();  // Called by each thread after its last job.
+
+    void run(const Job<float>& job) const { floats(job); }
+    void run(const Job<bf16>& job) const { bf16s(job); }
+    template <typename T> long most() const { return sizeof(T) == 2 ? most_bf16 : most_floats; }
+};
+
+const Multiply& multiply_in_use();
