@@ -106,9 +106,20 @@ def forward(model: Model, tokens: Tensor, positions: Tensor) -> Tensor:
     return model.forward(tokens, positions)
 
 
+def read_prompt(model: Model, rows: Rows) -> Tensor:
+    """Prefill: read every row's prompt into the KV cache; float32 logits `[B, V]` after each prompt's end.
+
+    Shorter prompts are padded at the right. The padding is stale from the start: later tokens overwrite it.
+    """
+    model.reserve(len(rows.prompt), rows.capacity)
+    if use_graph(model, "prefill", len(rows.prompt)):
+        return model.graphs.prefill(rows.prompt, rows.prompt_lengths, model.cache)
+    return model.read_prompt(rows)
+
+
 def first_token(rows: Rows, model: Model, sampling: Sampling, generator: Generator | None = None) -> None:
-    """Prefill: read the prompts, draw the token after each and commit it."""
-    logits = model.read_prompt(rows)
+    """Read the prompts, draw the token after each and commit it."""
+    logits = read_prompt(model, rows)
     p = model.operators.probabilities(logits, sampling, rows.seen(model.vocabulary, sampling))
     u = torch.rand(p.shape[:-1], device=p.device, generator=generator)
     rows.commit_one(model.operators.pick(p, u))

@@ -61,6 +61,8 @@ class CachedModel:
             self.cache = SlotCache(self.model.config.num_hidden_layers, capacity, self._cache_dtype)
             self._shape = (rows, capacity)
             self._order = torch.arange(capacity, device=self.device)
+            if self.graphs:
+                self.graphs.allocate(self.cache, rows)
         return self.cache
 
     @torch.inference_mode()
@@ -102,11 +104,7 @@ class CachedModel:
         return logits[..., : self.vocabulary].float()
 
     def read_prompt(self, rows: Rows) -> Tensor:
-        """Prefill: read every row's prompt in one forward; float32 logits `[B, vocabulary]` after each prompt's end.
-
-        Shorter prompts are padded at the right. The padding is stale from the start: later tokens overwrite it.
-        """
-        self.reserve(len(rows.prompt), rows.capacity)
+        """Prefill in one eager forward, as `rounds.read_prompt`."""
         positions = torch.arange(rows.prompt.shape[1], device=self.device).repeat(len(rows.prompt), 1)
         return self.forward(rows.prompt, positions, keep=rows.prompt_lengths - 1)
 

@@ -43,6 +43,10 @@ def compile_model(
 
     def make() -> None:
         graphs = engine_for(model)
+        if plan.prefill:
+            graphs.add_prefill(rows)
+            if progress:
+                progress()
         for width in sorted(plan.widths):
             graphs.add_forward(rows, width)
             if progress:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import mark_dynamic
 from torch._inductor.compile_fx import compile_fx
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
@@ -34,6 +35,10 @@ OPTIONS = {
     "cpp.min_chunk_size": 16384,  # Waking a second thread costs more than most of these loops.
     "force_pointwise_cat": True,  # The halves of rotary embeddings are joined in one loop.
 }
+CHUNK = 256  # Tokens of a prompt that are read at once.
+# Sizes while compiling: of a chunk of a prompt, and of its tokens whose logits are needed. If they make a loop long enough,
+# Inductor shares it out over the threads.
+PREFILL, LAST = 173, 3
 CAPACITY = 67  # Slots while compiling (68 for a draft). No other size may equal it, or torch takes them for one symbol.
 
 
@@ -77,6 +82,35 @@ class CpuGraphs(Graphs):
         self.compile(Round(draft, self).work, (rows, read, count, draft), *inputs)
         self.rounds.add((draft, rows, read, count))
 
+    def allocate(self, cache: SlotCache, rows: int) -> None:
+        """See `Graphs`."""
+        cache.early_initialization(rows, *self.slot, self.cache_dtype, self.model.device)
+
+    def add_prefill(self, rows: int) -> None:
+        """See `Graphs`. One graph serves prompts of all lengths: the number of tokens is a symbol in it."""
+        tokens, positions = zeros(rows, PREFILL, PREFILL)
+        last = torch.zeros(LAST, dtype=torch.long)
+        for tensor, axis in ((tokens, 1), (positions, 1), (last, 0)):
+            mark_dynamic(tensor, axis)
+        self.compile(self.prefill_logits, (rows, "prefill"), tokens, positions, last)
+        super().add_prefill(rows)
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, cache: SlotCache) -> Tensor:
+        """See `Graphs`."""
+        self.used += 1
+        rows, longest = tokens.shape
+        graph, kept = self.graphs[(rows, "prefill")], keys_values(cache)
+        logits = torch.empty(rows, self.vocabulary)
+        for start in range(0, longest, CHUNK):
+            # Positions are clamped to the prompt: a graph reads two tokens at least, as its sizes are symbols.
+            at = torch.arange(start, max(min(start + CHUNK, longest), start + 2)).clamp_(max=longest - 1)
+            ends = ((start < lengths) & (lengths <= start + CHUNK)).nonzero()[:, 0]  # The rows that end in this chunk.
+            last, where = (lengths[ends] - 1 - start).unique(return_inverse=True)
+            positions = at.repeat(rows, 1)
+            found = graph(tokens[:, at], positions, pad(last, (0, max(2 - len(last), 0))), *kept)
+            logits[ends] = found[ends, where]
+        return logits
+
     def score_and_verify(
         self,
         block: Tensor,
@@ -119,14 +153,31 @@ class CpuGraphs(Graphs):
         """See `Graphs`."""
         return self.graphs[(*tokens.shape, len(u))](tokens, positions, u, as_tensor(sampling), *keys_values(cache))
 
-    def logits(self, tokens: Tensor, positions: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """The forward that is compiled. keys, values: the cache of each layer, `[B, heads, capacity, d]`."""
+    def prefill_logits(
+        self, tokens: Tensor, positions: Tensor, last: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        """The forward of a chunk of a prompt that is compiled; logits after the tokens `last[K]` alone."""
+        return self.logits(tokens, positions, keys, values, last)
+
+    def logits(
+        self, tokens: Tensor, positions: Tensor, keys: list[Tensor], values: list[Tensor], keep: int | Tensor = 0
+    ) -> Tensor:
+        """The forward that is compiled.
+
+        keys, values: the cache of each layer, `[B, heads, capacity, d]`. keep: int64 `[K]`, the tokens whose
+        logits are computed; 0: all.
+        """
         for kept in keys + values:  # They share one capacity, so that each call is checked once, not for each layer.
             torch._check(kept.shape[2] == keys[0].shape[2])
         cache = Cache(layers=[Slots(k, v, positions) for k, v in zip(keys, values)])
         mask = positions[:, None, None] == positions[:, None, :, None]  # Not used, but transformers takes 4 axes as is.
         logits = self.model(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
         ).logits
         return logits[..., : self.vocabulary].float()
 
@@ -152,7 +203,7 @@ class CpuGraphs(Graphs):
         code = function.__code__.replace(co_name="_".join(map(str, (work.__name__, *shape[:3]))))
         owner = work.__self__  # type: ignore[attr-defined]
         graph = torch.compile(
-            types.MethodType(types.FunctionType(code, globals()), owner),
+            types.MethodType(types.FunctionType(code, globals(), argdefs=function.__defaults__), owner),
             fullgraph=True,
             backend=self.backend,
             options={"guard_filter_fn": lambda guards: [False] * len(guards)},

@@ -24,18 +24,20 @@ class Plan:
     """The graphs worth making for one model.
 
     widths: tokens in the blocks it scores. draws: tokens it draws in sequence. read: tokens it reads before the first
-    of them.
+    of them. prefill: whether it reads prompts.
     """
 
     widths: frozenset[int] = frozenset()
     draws: frozenset[int] = frozenset()
     read: int = 1
+    prefill: bool = True
 
     def __or__(self, other: Plan) -> Plan:
-        return Plan(self.widths | other.widths, self.draws | other.draws, max(self.read, other.read))
+        read, prefill = max(self.read, other.read), self.prefill or other.prefill
+        return Plan(self.widths | other.widths, self.draws | other.draws, read, prefill)
 
     def __len__(self) -> int:
-        return len(self.widths) + len(self.draws)
+        return len(self.widths) + len(self.draws) + self.prefill
 
 
 class Graphs(ABC):
@@ -53,20 +55,32 @@ class Graphs(ABC):
         self.model, self.vocabulary, self.used = model, vocabulary, 0
         self.widths: dict[int, list[int]] = {}  # {rows: widths of blocks}
         self.draws: dict[int, tuple[int, list[int]]] = {}  # {rows: (tokens read, counts of tokens drawn)}
+        self.prefills: set[int] = set()  # {rows}
         self.rounds: set[tuple[Graphs, int, int, int]] = set()  # {(graphs of the draft, rows, tokens read, guesses)}
 
     def has(self, step: str, *shape: object) -> bool:
         """Whether there is a graph for a step of this shape.
 
-        "forward", "score_and_verify": rows, width of the block. "draw": rows, tokens read. "round": graphs of the
-        draft, rows, tokens read, guesses.
+        "prefill": rows. "forward", "score_and_verify": rows, width of the block. "draw": rows, tokens read. "round":
+        graphs of the draft, rows, tokens read, guesses.
         """
         if step == "round":
             return shape in self.rounds
+        if step == "prefill":
+            return shape[0] in self.prefills
         rows, width = shape
         if step == "draw":
             return rows in self.draws and width <= self.draws[rows][0]  # type: ignore[operator]
         return rows in self.widths and width <= self.widths[rows][-1]  # type: ignore[operator]
+
+    def allocate(self, cache: SlotCache, rows: int) -> None:
+        """Allocate the memory of a KV cache for `rows` rows, if a graph writes the first tokens into it. By default the
+        first eager forward allocates it."""
+        return
+
+    def add_prefill(self, rows: int) -> None:
+        """Make the graph that reads the prompts of a batch of `rows` rows, whatever their lengths."""
+        self.prefills.add(rows)
 
     def add_forward(self, rows: int, width: int) -> None:
         """Make the graph for blocks `[rows, width]`. On a GPU, graphs are captured at their first use."""
@@ -82,6 +96,11 @@ class Graphs(ABC):
         this model's forward that scores them. It saves host time between the two forwards, which a GPU's host has to
         spare: by default no graph is made."""
         return
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, cache: SlotCache) -> Tensor:
+        """Read prompts `tokens[B, n]` of `lengths[B]` tokens, padded at the right, into the cache; float32 logits
+        `[B, V]` after each prompt's end. The graph reads them in chunks."""
+        raise LookupError("this engine makes no graphs of prefill")
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """`CachedModel.forward` of a block: float32 logits `[B, n, V]`."""

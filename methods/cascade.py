@@ -9,7 +9,7 @@ import specSampling
 from decoding.draftLength import Fixed
 from decoding.interfaces import Drafter, LengthRule, Model, VerificationRule
 from decoding.record import Record
-from decoding.rounds import Guesses, no_guesses
+from decoding.rounds import Guesses, no_guesses, read_prompt
 from decoding.rows import Rows
 from decoding.verification import token_rule
 from utils import Sampling
@@ -57,7 +57,7 @@ class CascadeDrafter:
 
     def begin(self, rows: Rows) -> None:
         """Read the prompts."""
-        self.model.read_prompt(rows)
+        read_prompt(self.model, rows)
         self.inner = InnerRows(rows, self.model)
         self.drafter.begin(self.inner)
         self.length.begin(len(rows.tokens))

@@ -14,7 +14,8 @@ from torch.nn.functional import gelu
 
 from decoding.draftLength import Fixed
 from decoding.lengthRules import CostAware, DraftConfidence, TargetConfidence
-from decoding.rounds import PYTORCH, draw_tokens, forward
+from decoding.rounds import PYTORCH, draw_tokens, forward, read_prompt
+from decoding.rows import Rows
 from engine import cpuGraphs
 from engine.compiling import compile_model, compile_round
 from engine.graphs import Plan
@@ -40,7 +41,7 @@ def models():
     eager, target = helpers.tiny(), helpers.tiny()
     draft = near(eager, noise=0.1)
     assert compile_model(target, Plan(frozenset({5}), frozenset({1}))) > 0
-    assert compile_model(draft, Plan(frozenset({5}), frozenset({4}), read=2)) > 0
+    assert compile_model(draft, Plan(frozenset({5}), frozenset({4}), read=2, prefill=False)) > 0
     assert compile_round(target, draft, 4) > 0
     return eager, target, draft
 
@@ -80,6 +81,20 @@ def test_logits_are_eagers_whatever_the_width_the_length_and_what_was_there_befo
         block, at = torch.randint(61, (1, width), generator=generator), torch.arange(start, start + width)[None]
         wanted, found = (forward(model, block, at) for model in (eager, target))
         assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 7, 15, 16, 17, 40])
+def test_the_graph_of_prefill_reads_prompts_of_all_lengths(models, monkeypatch, prompt):
+    """In one chunk and in several, and into a cache that held another text before."""
+    monkeypatch.setattr(cpuGraphs, "CHUNK", 15)
+    eager, target, _ = models
+    text = torch.randint(61, (prompt,), generator=torch.Generator().manual_seed(prompt)).tolist()
+    used = target.graphs.used
+    wanted, found = (read_prompt(model, Rows([text], 9, [model])) for model in (eager, target))
+    assert target.graphs.used == used + 1
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    for ours, eagers in zip(target.cache.layers, eager.cache.layers):
+        torch.testing.assert_close(ours.keys[:, :, :prompt], eagers.keys[:, :, :prompt], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), GREEDY])
@@ -125,7 +140,7 @@ def test_a_round_is_one_graph_only_where_nothing_happens_inside_it(models):
 def test_as_many_graphs_as_widths_and_never_another(models):
     _, target, draft = models
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert made == 5
+    assert made == 6
     for maximum in (10, 40, 100):
         specSampling(PROMPTS[:1], target, ModelDrafter(draft), maximum, 4, Sampling(1, 0, 1))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
@@ -230,6 +245,19 @@ def test_gelu_is_torchs_for_every_number(models):
     torch.testing.assert_close(found, gelu(x), atol=1e-6, rtol=1e-6, equal_nan=True)
 
 
+def test_the_graph_of_prefill_reads_ragged_batches(models, monkeypatch):
+    """The rows end in different chunks."""
+    monkeypatch.setattr(cpuGraphs, "CHUNK", 15)
+    eager, target = models[0], helpers.tiny()
+    assert compile_model(target, Plan(), rows=3) > 0
+    texts = [torch.randint(61, (n,)).tolist() for n in (33, 2, 30)]
+    wanted, found = (read_prompt(model, Rows(texts, 9, [model])) for model in (eager, target))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert target.graphs.used == 1
+    again = read_prompt(target, Rows([text[::-1] for text in texts], 9, [target]))  # The mistake the check is for.
+    assert not torch.allclose(again, wanted, atol=1e-2)
+
+
 def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     loader.load.cache_clear()
@@ -254,7 +282,7 @@ from engine.graphs import Plan
 from regrSampling import regrSampling
 from utils import GREEDY
 eager, model = helpers.tiny(), helpers.tiny()
-assert compile_model(model, Plan(frozenset({5}))) > 0
+assert compile_model(model, Plan(frozenset({5}), prefill=False)) > 0
 assert regrSampling([[5, 9, 2]], model, 30, GREEDY)[0] == regrSampling([[5, 9, 2]], eager, 30, GREEDY)[0]
 print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 """

@@ -54,7 +54,7 @@ def test_draws_and_rounds_have_graphs_of_their_own():
 
 def test_plans_add_up():
     both = Plan(frozenset({5}), frozenset({1})) | Plan(frozenset({2, 5}), frozenset({4}), read=2)
-    assert both == Plan(frozenset({2, 5}), frozenset({1, 4}), read=2) and len(both) == 4
+    assert both == Plan(frozenset({2, 5}), frozenset({1, 4}), read=2) and len(both) == 5
 
 
 def test_both_engines_have_one_interface():
