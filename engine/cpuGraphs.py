@@ -36,8 +36,8 @@ OPTIONS = {
     "force_pointwise_cat": True,  # The halves of rotary embeddings are joined in one loop.
 }
 CHUNK = 256  # Tokens of a prompt that are read at once.
-# Sizes while compiling: of a chunk of a prompt, and of its tokens whose logits are needed. If they make a loop long enough,
-# Inductor shares it out over the threads.
+# Sizes while compiling: of a chunk of a prompt, and of its tokens whose logits are needed. Inductor shares out a loop
+# over the threads if these sizes make it long.
 PREFILL, LAST = 173, 3
 CAPACITY = 67  # Slots while compiling (68 for a draft). No other size may equal it, or torch takes them for one symbol.
 
