@@ -37,7 +37,7 @@ static inline void finish(const float* sums, const T* bias, T* y, long count, bo
 // prefetch the next part, a half each, while they compute.
 template <typename T>
 static void through_block(const Multiply& kernel, const T* x, const T* block, long tokens, long in, float* sums) {
-    constexpr long PART = 64 << 10;  // Bytes: it stays in the second cache beside the tokens.
+    constexpr long PART = 32 << 10;  // Bytes: it stays in the first cache beside the tokens.
     long jobs = (tokens + kernel.most<T>() - 1) / kernel.most<T>();
     long depth = jobs == 1 ? in : PART / (SIDE * long(sizeof(T)));
     for (long from = 0; from < in; from += depth)
