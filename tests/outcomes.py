@@ -11,7 +11,7 @@ import mistakes
 import pytest
 import torch
 
-from decoding import rounds, verification
+from decoding import blockVerification, rounds, verification
 from lossless import plantedMistakes
 from utils import Sampling
 
@@ -76,7 +76,7 @@ def every_outcome(run):
         outcomes = Outcomes(rows)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "rand", outcomes.rand)
-            for module in (rounds, verification, mistakes, plantedMistakes):
+            for module in (rounds, verification, blockVerification, mistakes, plantedMistakes):
                 patch.setattr(module, "pick", outcomes.draw)
             result = run(outcomes)
         if outcomes.count <= rows:
