@@ -46,7 +46,7 @@ def round_of(rule, p, q):
     gamma, vocabulary = len(q), q[0].shape[1]
 
     def run(outcomes):
-        drafts, given = torch.zeros(len(outcomes.index), 0, dtype=torch.long), []
+        drafts, given = torch.zeros(len(outcomes.weight), 0, dtype=torch.long), []
         for _ in range(gamma):
             given.append(at(q, drafts))
             guessed = given[-1].sum(1, keepdim=True) > 0
