@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 
 from decoding.draftLength import Fixed
 from decoding.interfaces import Callback, Drafter, LengthRule, Model, VerificationRule
-from decoding.record import Record, Watch
+from decoding.record import Record
 from decoding.rounds import first_token, score_and_verify
 from decoding.rows import Rows
 from decoding.verification import token_rule
@@ -40,7 +40,7 @@ def specSampling(
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback)
     first_token(rows, target, sampling, generator)
     drafter.begin(rows)
-    length.begin(len(rows.tokens))
+    length.begin(rows)
     while rows.remaining:
         advance(rows, target, drafter, length, sampling, verify, generator)
     return rows.tokens, rows.records
@@ -59,12 +59,11 @@ def advance(
 
     Returns p, float32 `[B, n + 1, V]`, and how many of the n guesses each row accepted, int64 `[B]`.
     """
-    watch = Watch(rows.device)
     # Choose gamma for each row. The last token a row may add needs no guess: the target draws it.
     gammas = [max(0, min(gamma, left - 1)) for gamma, left in zip(length.gammas(), rows.left)]
     # Draft x_1, ..., x_gamma from q_1, ..., q_gamma.
     guesses = drafter.draft(rows, max(gammas), sampling, generator, length).limited(gammas)
-    watch.mark()
+    length.drafted()
     # Score: p_1, ..., p_{gamma + 1} in one forward of the target. Verify: accept guesses, draw the token after them.
     u = torch.rand(len(gammas), guesses.drafts.shape[1] + 1, device=rows.device, generator=generator)
     p, accepted, token = score_and_verify(target, rows, guesses, u, sampling, verify)
@@ -74,5 +73,5 @@ def advance(
     if min(drafted.values()) < guesses.drafts.shape[1] and guesses.q.isnan().any():
         raise not_finite(drafter.models[0])
     # Learn how many tokens to guess in the next round.
-    length.learn(drafted, kept, lambda: p[torch.arange(len(p)), accepted, token].tolist(), watch.seconds)
+    length.learn(drafted, kept, lambda: p[torch.arange(len(p)), accepted, token].tolist())
     return p, accepted

@@ -1,18 +1,13 @@
-"""How many tokens to guess next: what a rule is, and the simplest one. The others are in lengthRules.py.
+"""How many tokens to guess next: the simplest rule. lengthRules.py has the others, and interfaces.py says what each
+method of a rule is for (`LengthRule`)."""
 
-A rule hears of a new batch by `begin(rows)`. Before each round, `gammas()` gives the most tokens to guess for each row.
-After each guess, `stop(q_x)` says which rows guess no further (None: the rule never asks). After the round,
-`learn(drafted, accepted, p_token, seconds)` reports what came of it. `timed` says whether drafting and scoring must be
-timed separately.
-
-A rule may look at committed tokens, past rounds and guesses already drawn. A guess once drawn is always submitted to
-verification. This keeps every rule lossless.
-"""
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from decoding.rows import Rows
 from utils import UserError
 
 
@@ -27,24 +22,15 @@ class Fixed:
             raise UserError(f"gamma must be 1 or more, not {length}")
         self.length = length
 
-    def begin(self, rows: int) -> None:
-        """A new batch of so many rows."""
-        self.lengths = [self.length] * rows
+    def begin(self, rows: Rows) -> None:
+        """See `LengthRule`, also for the other methods."""
+        self.lengths = [self.length] * len(rows.tokens)
 
     def gammas(self) -> Sequence[int]:
-        """Tokens to guess for each row."""
         return self.lengths
 
-    def learn(
-        self,
-        drafted: dict[int, int],
-        accepted: dict[int, int],
-        p_token: Callable[[], list[float]],
-        seconds: Callable[[], Sequence[float]],
-    ) -> None:
-        """Learn from a round.
+    def drafted(self) -> None:
+        return
 
-        drafted, accepted: {row: tokens guessed}, {row: guesses accepted}, of the rows that had not ended.
-        p_token: gives the target's probability of the token that each row drew last.
-        seconds: gives the seconds of drafting, and of the rest of the round.
-        """
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], p_token: Callable[[], list[float]]) -> None:
+        return

@@ -71,35 +71,49 @@ class Operators(Protocol):
 
 
 class LengthRule(Protocol):
-    """How many tokens to guess, see draftLength.py. timed: the rule needs drafting and scoring timed separately."""
+    """How many tokens to guess in each round (draftLength.py, lengthRules.py).
+
+    A rule may look at committed tokens, past rounds and guesses already drawn. A guess once drawn is always submitted
+    to verification. This keeps every rule lossless.
+
+    timed: the rule times drafting and scoring separately.
+    stop: `stop(q_x)` is asked after each guess, whose probability was `q_x[B]`: which rows guess no further, bool
+        `[B]`. None: the rule never asks.
+    """
 
     @property
     def timed(self) -> bool: ...
     @property
     def stop(self) -> Callable[[Tensor], Tensor] | None: ...
 
-    def begin(self, rows: int) -> None: ...
+    def begin(self, rows: Rows) -> None:
+        """A new batch."""
 
-    def gammas(self) -> Sequence[int]: ...
+    def gammas(self) -> Sequence[int]:
+        """A round begins: the most tokens to guess for each row."""
 
-    def learn(
-        self,
-        drafted: dict[int, int],
-        accepted: dict[int, int],
-        p_token: Callable[[], list[float]],
-        seconds: Callable[[], Sequence[float]],
-    ) -> None: ...
+    def drafted(self) -> None:
+        """The guesses of the round are drawn; next they are scored."""
+
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], p_token: Callable[[], list[float]]) -> None:
+        """Learn from a round.
+
+        drafted, accepted: {row: tokens guessed}, {row: guesses accepted}, of the rows that had not ended.
+        p_token: gives the target's probability of the token that each row drew last.
+        """
 
 
 class Drafter(Protocol):
-    """What guesses, see methods/drafters.py. models: the models that must read the rows."""
+    """What guesses (methods/drafters.py, lookup.py, cascade.py). models: the models that must read the rows."""
 
     @property
     def models(self) -> Sequence[Model]: ...
 
-    def begin(self, rows: Rows) -> None: ...
+    def begin(self, rows: Rows) -> None:
+        """A new batch: read the prompts."""
 
-    def rewind(self, count: int) -> None: ...
+    def rewind(self, count: int) -> None:
+        """Up to `count` of the last tokens read were replaced, in addition to those of the round before."""
 
     def draft(
         self,
@@ -108,4 +122,7 @@ class Drafter(Protocol):
         sampling: Sampling,
         generator: Generator | None = None,
         length: LengthRule | None = None,
-    ) -> Guesses: ...
+    ) -> Guesses:
+        """At most `gamma` guesses for each row, and the distributions that each was really drawn from. `length` may
+        stop a row's guessing early."""
+        ...

@@ -1,24 +1,22 @@
 """All draft-length rules by name: those that adapt to the text, and `CostAware`, which adapts to the machine too."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from decoding.draftLength import Fixed
 from decoding.interfaces import LengthRule
+from decoding.rows import Rows
+from decoding.watch import Watch
 from utils import UserError, check_share
 
 
 class Additive(Fixed):
     """One token more after a round accepted in full, else half as many, but at least `length` (the report's rule)."""
 
-    def learn(
-        self,
-        drafted: dict[int, int],
-        accepted: dict[int, int],
-        p_token: Callable[[], list[float]],
-        seconds: Callable[[], Sequence[float]],
-    ) -> None:
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], p_token: Callable[[], list[float]]) -> None:
         for row, guesses in drafted.items():
             if accepted[row] == guesses:
                 self.lengths[row] += 1
@@ -47,13 +45,7 @@ class TargetConfidence(Fixed):
         super().__init__(length)
         self.threshold = check_share("threshold", threshold)
 
-    def learn(
-        self,
-        drafted: dict[int, int],
-        accepted: dict[int, int],
-        p_token: Callable[[], list[float]],
-        seconds: Callable[[], Sequence[float]],
-    ) -> None:
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], p_token: Callable[[], list[float]]) -> None:
         confidence = p_token()
         for row in accepted:
             self.lengths[row] = self.length if confidence[row] >= self.threshold else 0
@@ -87,13 +79,16 @@ class CostAware:
         self.scored: float | None = None
         self.growth = 0.03  # of the cost of scoring with each guess
 
-    def begin(self, rows: int) -> None:
-        """A new batch of so many rows."""
-        self.count = rows
+    def begin(self, rows: Rows) -> None:
+        """See `LengthRule`, also for the other methods."""
+        self.count, self.device = len(rows.tokens), rows.device
 
     def gammas(self) -> Sequence[int]:
-        """Tokens to guess for each row."""
+        self.watch = Watch(self.device)
         return [self.choose()] * self.count
+
+    def drafted(self) -> None:
+        self.watch.mark()
 
     def choose(self) -> int:
         """The length of the next round."""
@@ -106,20 +101,13 @@ class CostAware:
         turn = self.rounds // self.PROBE % 4
         return (0, max(self.best - 1, 1), min(self.best + 1, self.longest), max(self.best, 1))[turn]
 
-    def learn(
-        self,
-        drafted: dict[int, int],
-        accepted: dict[int, int],
-        p_token: Callable[[], list[float]],
-        seconds: Callable[[], Sequence[float]],
-    ) -> None:
-        """As `Fixed.learn`."""
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], p_token: Callable[[], list[float]]) -> None:
         for i in range(self.longest):  # A position that is no longer tested falls back on the one before it, in time.
             reached = [row for row, taken in accepted.items() if taken >= i and drafted[row] > i]
             passed = sum(accepted[row] > i for row in reached)
             self.tested[i] = self.MEMORY * self.tested[i] + len(reached) / len(accepted)
             self.passed[i] = self.MEMORY * self.passed[i] + passed / len(accepted)
-        drafting, scoring = seconds()
+        drafting, scoring = self.watch.seconds()
         self.learn_costs(max(drafted.values()), drafting, scoring)
         if self.rounds % 4 == 0:  # The search costs a hundredth of a round.
             self.best = max(range(self.longest + 1), key=self.rate)

@@ -9,9 +9,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from decoding.interfaces import Operators
 from decoding.rounds import PYTORCH
 from decoding.rows import Rows
-from engine import attention
 from engine.graphs import Graphs
-from engine.kvCache import SlotCache
+from engine.kvCache import ATTENTION, SlotCache, cache_dtype
 
 
 def context_of(config: PretrainedConfig) -> int:
@@ -23,7 +22,7 @@ class CachedModel:
     """A causal language model whose KV cache is addressed by position.
 
     model: any transformers causal LM that takes a 4-D mask and explicit positions (tested: GPT-NeoX, Llama, GPT-2, OPT,
-        Qwen2). Its attention is set to that of engine/attention.py.
+        Qwen2). Its attention is set to that of engine/kvCache.py.
     vocabulary: logits are cut to this many entries, the tokenizer's size: sizes of one family pad it differently.
     name: what messages and records call it.
     """
@@ -34,7 +33,7 @@ class CachedModel:
         self.name = name
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(ATTENTION)
         self.context = context_of(model.config)
         self.forwards = 0  # eager forwards so far
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -42,7 +41,7 @@ class CachedModel:
         self.operators: Operators = PYTORCH
         self.cache: SlotCache | None = None
         self._shape: tuple[int, int] | None = None
-        self._cache_dtype = attention.cache_dtype(model)
+        self._cache_dtype = cache_dtype(model)
         # On a CPU, attention costs as much as it reads, so it reads only slots that some row has reached. On a GPU it
         # costs little beside the weights, and finding the highest position would be a host sync.
         self._reads_filled = self.device.type == "cpu"

@@ -21,12 +21,11 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from decoding.interfaces import VerificationRule
 from decoding.rounds import steps, verify_logits
-from engine.attention import Whole
 from engine.graphs import Graphs
 from engine.kernels import loader
 from engine.kernels.operators import Kernels, as_tensor
 from engine.kernels.packedLinear import pack
-from engine.kvCache import SlotCache
+from engine.kvCache import SlotCache, Whole
 from utils import Sampling
 
 OPTIONS = {

@@ -60,7 +60,7 @@ class CascadeDrafter:
         read_prompt(self.model, rows)
         self.inner = InnerRows(rows, self.model)
         self.drafter.begin(self.inner)
-        self.length.begin(len(rows.tokens))
+        self.length.begin(rows)
         self.behind = 1
 
     def rewind(self, count: int) -> None:

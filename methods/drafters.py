@@ -1,13 +1,5 @@
-"""What a drafter is, and `ModelDrafter`: a smaller model guesses the target's next tokens.
-
-lookup.py and cascade.py have the other drafters.
-
-A drafter has `models`, the models that must read the rows. `begin(rows)` is called once, and `draft(rows, gamma,
-sampling, generator, length)` in each round. That returns at most `gamma` guesses `[B, n]` and the distributions q
-`[B, n, V]` that each guess was really drawn from; if a row has no guess, q is 0. `length` is the draft-length rule,
-which may stop a row's guessing early (decoding/draftLength.py). `rewind(n)` says that up to n of the last tokens it has
-read were replaced, in addition to those of the round before.
-"""
+"""`ModelDrafter`: a smaller model guesses the target's next tokens. lookup.py and cascade.py have the other drafters,
+and decoding/interfaces.py says what each method of a drafter is for (`Drafter`)."""
 
 from torch import Generator
 

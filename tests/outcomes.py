@@ -1,9 +1,9 @@
 """Chance taken apart: every outcome of a random computation, each in a row of one batch, with its exact probability.
 
-Chance decides in two ways: a token is drawn, and a uniform number is compared with a threshold. Here
-both are decided by the number of the row, read as digits (a token is a digit of base V, a comparison one of base 2),
-and the row's weight is multiplied by the probability of what was decided. The functions under test are the real ones;
-their output distribution is a sum of weights, without sampling noise.
+Chance decides in two ways: a token is drawn, and a uniform number is compared with a threshold. Here each row of the
+batch brings its decisions along as digits (a token is a digit of base V, a comparison one of base 2), and the row's
+weight is multiplied by the probability of what was decided. The functions under test are the real ones; their output
+distribution is a sum of weights, without sampling noise.
 """
 
 import helpers
@@ -11,28 +11,34 @@ import mistakes
 import pytest
 import torch
 
-from decoding import rounds, verification
+from decoding import blockVerification, rounds, verification
 from lossless import plantedMistakes
 from utils import Sampling
 
 
 class Outcomes:
-    """rows: the size of the batch; weight: float64 `[rows]`; count: how many outcomes there are so far."""
+    """digits: int64 `[rows, n]`, the first n decisions of each row; all later ones are 0. weight: float64 `[rows]`.
+    known: the weight after these n decisions. choices: among how many each decision was made so far."""
 
-    def __init__(self, rows):
-        self.index, self.weight, self.count = torch.arange(rows), torch.ones(rows, dtype=torch.float64), 1
+    def __init__(self, digits):
+        self.digits, self.choices = digits, []
+        self.weight = self.known = torch.ones(len(digits), dtype=torch.float64)
 
     def choose(self, choices):
-        """The next digit of each row, int64 `[rows]`."""
-        chosen = self.index // self.count % choices
-        self.count *= choices
-        return chosen
+        """The next decision of each row, int64 `[rows]`."""
+        self.choices.append(choices)
+        at = len(self.choices) - 1
+        if at < self.digits.shape[1]:
+            return self.digits[:, at].clamp(max=choices - 1)
+        if at == self.digits.shape[1]:
+            self.known = self.weight
+        return self.digits.new_zeros(len(self.digits))
 
     def draw(self, probs, *chance):
         """In the place of `utils.draw` and `utils.pick`, for `probs[rows, V]`."""
         token, probs = self.choose(probs.shape[-1]), probs.double()
         # A row that cannot come about may have nothing to draw from; a row that can must not: its weight would be lost.
-        self.weight *= probs.gather(-1, token[:, None])[:, 0] / probs.sum(-1).clamp(min=1e-300)
+        self.weight = self.weight * probs.gather(-1, token[:, None])[:, 0] / probs.sum(-1).clamp(min=1e-300)
         return token
 
     def rand(self, *shape, **how):
@@ -61,28 +67,46 @@ class Uniform:
     def __lt__(self, bound):
         bound = bound.double()
         chance = torch.where(self.scale > bound, bound / self.scale, (bound > 0).double())
-        # The first row rejects everything: with it a loop takes as many rounds as it can.
-        below = [self.outcomes.choose(2) for _ in range(self.shape[1])]
-        below = torch.stack(below, 1).bool() if below else torch.zeros_like(chance, dtype=torch.bool)
-        self.outcomes.weight *= torch.where(below, chance, 1 - chance).prod(1)
+        # 0 rejects: what is not decided yet makes a loop take as many rounds as it can.
+        below = torch.zeros_like(chance, dtype=torch.bool)
+        for i in range(self.shape[1]):
+            below[:, i] = self.outcomes.choose(2).bool()
+            self.outcomes.weight = self.outcomes.weight * torch.where(below[:, i], chance[:, i], 1 - chance[:, i])
         return below
 
 
+BATCH = 1 << 11  # Outcomes are split by further decisions until there are so many.
+
+
 def every_outcome(run):
-    """`run(outcomes)`, where the batch has as many rows as there are outcomes, and the probability of each row's,
-    float64 `[rows]`."""
-    rows = 1
-    while True:
-        outcomes = Outcomes(rows)
+    """`run(outcomes)`, where the batch has one row for each outcome, and the probability of each row's, float64
+    `[rows]`.
+
+    Decisions are added in several runs. After each run, rows whose probability is 0 are left out."""
+    digits, choices = torch.zeros(1, 0, dtype=torch.long), []
+    for _ in range(100):
+        outcomes = Outcomes(digits)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "rand", outcomes.rand)
-            for module in (rounds, verification, mistakes, plantedMistakes):
+            for module in (rounds, verification, blockVerification, mistakes, plantedMistakes):
                 patch.setattr(module, "pick", outcomes.draw)
             result = run(outcomes)
-        if outcomes.count <= rows:
-            return result, outcomes.weight * (outcomes.index < outcomes.count)
-        rows = outcomes.count
-        assert rows < 1 << 19, "too many outcomes for the memory"
+        if outcomes.choices == choices:
+            return result, outcomes.weight
+        # How many decisions there are depends on the rows of the batch. Up to `same` they are those of the run before.
+        same = next((i for i, pair in enumerate(zip(choices, outcomes.choices)) if pair[0] != pair[1]), len(choices))
+        if same == len(choices):
+            digits = digits[outcomes.known != 0]
+        else:
+            digits = digits[:, :same].unique(dim=0) if same else digits[:1, :0]
+        choices = outcomes.choices[:same]
+        for base in outcomes.choices[same:]:
+            digits = torch.cat([digits.repeat_interleave(base, 0), torch.arange(base).repeat(len(digits))[:, None]], 1)
+            choices = [*choices, base]
+            if len(digits) >= BATCH:
+                break
+        assert len(digits) < 1 << 19, "too many outcomes for the memory"
+    raise AssertionError("the number of decisions does not settle")
 
 
 def number(texts, vocabulary):

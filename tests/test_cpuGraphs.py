@@ -17,6 +17,7 @@ from decoding.lengthRules import CostAware, DraftConfidence, TargetConfidence
 from decoding.rounds import PYTORCH, draw_tokens, forward, read_prompt
 from decoding.rows import Rows
 from engine import cpuGraphs
+from engine.cachedModel import CachedModel
 from engine.compiling import compile_model, compile_round
 from engine.graphs import Plan
 from engine.kernels import loader, packedLinear
@@ -30,6 +31,25 @@ from utils import GREEDY, Sampling, probabilities
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs for a CPU")
 
 
+def two_layers():
+    """A target of two layers; the second one adds little, so that a draft without it guesses well."""
+    target = helpers.tiny()
+    last = target.model.gpt_neox.layers[1]
+    with torch.no_grad():
+        for output in last.attention.dense, last.mlp.dense_4h_to_h:
+            output.weight.mul_(0.1)
+            output.bias.mul_(0.1)
+    return target
+
+
+def first_layer(target):
+    """A draft like `target`, of one layer: the more layers, the longer its graphs are compiled."""
+    model = near(target, noise=0.1).model
+    del model.gpt_neox.layers[1]
+    model.config.num_hidden_layers = 1
+    return CachedModel(model, target.vocabulary, "draft")
+
+
 @pytest.fixture(scope="module")
 def models():
     """(eager target, compiled target, compiled draft); as few graphs as the tests need, since each takes seconds."""
@@ -38,8 +58,8 @@ def models():
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no C++ compiler")
     torch._dynamo.utils.counters.clear()
-    eager, target = helpers.tiny(), helpers.tiny()
-    draft = near(eager, noise=0.1)
+    eager, target = two_layers(), two_layers()
+    draft = first_layer(eager)
     assert compile_model(target, Plan(frozenset({5}), frozenset({1}))) > 0
     assert compile_model(draft, Plan(frozenset({5}), frozenset({4}), read=2, prefill=False)) > 0
     assert compile_round(target, draft, 4) > 0
@@ -62,7 +82,7 @@ SAMPLERS = {
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_writes_with_graphs_what_it_writes_without(models, name):
     eager, target, draft = models
-    plain = near(eager, noise=0.1)
+    plain = first_layer(eager)
     for prompt in PROMPTS:
         forwards = target.graphs.used
         assert SAMPLERS[name](target, draft, prompt)[0] == SAMPLERS[name](eager, plain, prompt)[0]
@@ -150,13 +170,13 @@ def test_kernels_belong_to_the_compiled_model(models, monkeypatch):
     """Eager decoding is pure PyTorch, even where another model of the process was compiled."""
     eager, target, draft = models
     assert eager.operators is PYTORCH and target.operators is draft.operators is not PYTORCH
-    wanted = specSampling(PROMPTS[:1], eager, ModelDrafter(near(eager, noise=0.1)), 20, 4, GREEDY)[0]
+    wanted = specSampling(PROMPTS[:1], eager, ModelDrafter(first_layer(eager)), 20, 4, GREEDY)[0]
     for name in loader.SHAPES | {"accept": None, "accept_block": None}:
         monkeypatch.setattr(torch.ops.native, name, lambda *args: pytest.fail("a kernel was called"))
-    assert specSampling(PROMPTS[:1], eager, ModelDrafter(near(eager, noise=0.1)), 20, 4, GREEDY)[0] == wanted
+    assert specSampling(PROMPTS[:1], eager, ModelDrafter(first_layer(eager)), 20, 4, GREEDY)[0] == wanted
     with pytest.raises(pytest.fail.Exception):  # The mistake that the check is for.
         monkeypatch.setattr(eager, "operators", target.operators)
-        specSampling(PROMPTS[:1], eager, ModelDrafter(near(eager, noise=0.1)), 20, 4, GREEDY)
+        specSampling(PROMPTS[:1], eager, ModelDrafter(first_layer(eager)), 20, 4, GREEDY)
 
 
 def test_batches_without_a_graph_of_their_size_are_read_eagerly(models):
@@ -277,6 +297,7 @@ def test_heads_without_a_kernel_stay_eager(models, monkeypatch, capsys):
 
 SCRIPT = """
 import helpers, torch
+from engine.cachedModel import CachedModel
 from engine.compiling import compile_model, compile_round
 from engine.graphs import Plan
 from regrSampling import regrSampling

@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -16,26 +17,31 @@ from specSampling import specSampling
 from utils import Sampling
 
 
+def rows(count):
+    """What a rule must know of a new batch."""
+    return SimpleNamespace(tokens=[[] for _ in range(count)], device="cpu")
+
+
 def tell(rule, drafted, accepted, p_token=None):
-    rule.learn(dict(enumerate(drafted)), dict(enumerate(accepted)), lambda: p_token, lambda: (0.5, 0.5))
+    rule.learn(dict(enumerate(drafted)), dict(enumerate(accepted)), lambda: p_token)
 
 
 def test_additive_grows_by_one_and_halves_row_by_row():
     rule = Additive(4)
-    rule.begin(2)
+    rule.begin(rows(2))
     assert rule.gammas() == [4, 4]
     for _ in range(5):
         tell(rule, rule.gammas(), [rule.gammas()[0], 0])
     assert rule.gammas() == [9, 4]
     tell(rule, [9, 4], [8, 4])
     assert rule.gammas() == [4, 5]
-    rule.begin(1)
+    rule.begin(rows(1))
     assert rule.gammas() == [4]
 
 
 def test_target_confidence_guesses_again_once_the_target_is_sure():
     rule = TargetConfidence(3, 0.5)
-    rule.begin(2)
+    rule.begin(rows(2))
     tell(rule, [3, 3], [1, 0], [0.49, 0.5])
     assert rule.gammas() == [0, 3]
     tell(rule, [0, 3], [0, 2], [0.9, 0.1])
@@ -72,7 +78,7 @@ def simulate(rule, alpha, price, cost, tokens=4000, seed=0, drift=0.5):
     """Tokens per second of a rule in a world where guesses pass with `alpha`, a round costs 1 + price * gamma, one
     without guesses `cost`, the clock is noisy, and the machine now faster, now slower."""
     rng = random.Random(seed)
-    rule.begin(1)
+    rule.begin(rows(1))
     made, seconds = 0, 0.0
     while made < tokens:
         gamma = rule.gammas()[0]
@@ -83,7 +89,8 @@ def simulate(rule, alpha, price, cost, tokens=4000, seed=0, drift=0.5):
             (1 + drift * math.sin(made / 200)) * rng.uniform(0.95, 1.1) * (20 if rng.random() < 0.003 else 1)
             for _ in range(2)
         ]
-        rule.learn({0: gamma}, {0: accepted}, None, lambda: (drafting * noise[0], scoring * noise[1]))
+        rule.watch = SimpleNamespace(seconds=lambda: (drafting * noise[0], scoring * noise[1]))
+        rule.learn({0: gamma}, {0: accepted}, None)
     return made / seconds
 
 
@@ -110,6 +117,29 @@ def test_cost_aware_follows_a_change():
     before = rule.best
     simulate(rule, 0.1, 0.3, 1.0)
     assert before > 4 and rule.best <= 1
+
+
+def test_cost_aware_times_drafting_apart_from_the_rest_of_the_round(monkeypatch):
+    """By a clock that only drafting and scoring move."""
+    clock, learnt = [0.0], []
+    monkeypatch.setattr("decoding.watch.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    class Spy(CostAware):
+        def learn_costs(self, guesses, drafting, scoring):
+            learnt.append((drafting, scoring))
+            super().learn_costs(guesses, drafting, scoring)
+
+    def takes(seconds, work):
+        def slower(*args, **options):
+            clock[0] += seconds
+            return work(*args, **options)
+
+        return slower
+
+    target, drafter = helpers.tiny(), ModelDrafter(helpers.tiny(seed=1))
+    drafter.draft, target.forward = takes(1.0, drafter.draft), takes(10.0, target.forward)
+    specSampling(PROMPTS[:1], target, drafter, 20, Spy(4))
+    assert len(learnt) > 3 and set(learnt) == {(1.0, 10.0)}
 
 
 def test_what_makes_no_sense_is_refused():

@@ -99,7 +99,10 @@ def test_the_engine_does_not_show_in_the_algorithm():
     """The loop, the drafters and the rules know nothing of graphs, captures or kernels."""
     words = re.compile(r"graphs?\b|kernel|compil|captur(?!ed in a CUDA graph)", re.I)
     algorithm = [ROOT / "specSampling.py", ROOT / "regrSampling.py", *(ROOT / "methods").glob("*.py")]
-    algorithm += [ROOT / "decoding" / f"{name}.py" for name in ("draftLength", "lengthRules", "rows", "record")]
+    algorithm += [
+        ROOT / "decoding" / f"{name}.py"
+        for name in ("draftLength", "lengthRules", "rows", "record", "blockVerification")
+    ]
     planning = {
         "catalogue.py",
         "makers.py",
@@ -144,6 +147,7 @@ def test_no_function_is_long():
 ELSEWHERE = {  # modules that are proved by the tests of another one
     "room": "rows",
     "rounds": "graphs",
+    "blockVerification": "verification",
     "interfaces": "structure",
     "lengthRules": "draftLength",
     "compiling": "cpuGraphs",

@@ -16,7 +16,7 @@ from mistakes import (
 )
 from outcomes import every_outcome, number
 
-from decoding import verification
+from decoding import blockVerification, verification
 from decoding.verification import RULES, block_rule, token_rule
 
 
@@ -46,7 +46,7 @@ def round_of(rule, p, q):
     gamma, vocabulary = len(q), q[0].shape[1]
 
     def run(outcomes):
-        drafts, given = torch.zeros(len(outcomes.index), 0, dtype=torch.long), []
+        drafts, given = torch.zeros(len(outcomes.weight), 0, dtype=torch.long), []
         for _ in range(gamma):
             given.append(at(q, drafts))
             guessed = given[-1].sum(1, keepdim=True) > 0
@@ -146,7 +146,8 @@ def test_a_planted_mistake_is_caught(mistake):
 
 @pytest.mark.parametrize("rule", RULES.values())
 def test_a_residual_that_is_p_is_caught(rule, monkeypatch):
-    monkeypatch.setattr(verification, "residual", lambda p, q: p)
+    for module in verification, blockVerification:
+        monkeypatch.setattr(module, "residual", lambda p, q: p)
     assert error(rule, *softmaxes()) > 1e-3
 
 

@@ -2,7 +2,7 @@
 
 import time
 
-from decoding.record import Watch
+from decoding.watch import Watch
 
 
 def test_laps_are_those_of_the_clock(monkeypatch):
