@@ -57,14 +57,18 @@ static void by_vectors(const Job<T>& job) {
         const char* here = block + pair * SIDE * 4;
         for (int line = 0; line < job.lines; line++) __builtin_prefetch(here + job.ahead + 64 * line);
         Words w[VECTORS];
+#pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) w[v] = loaded<Words>(here + v * BYTES);
+#pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             Words x = spread(job.x + m * job.stride + pair * PAIR<T>);
+#pragma GCC unroll 8
             for (int v = 0; v < VECTORS; v++) acc[way][m][v] = added(job.x, acc[way][m][v], w[v], x);
         }
     };
     long pair = 0, pairs = job.in / PAIR<T>;
     for (; pair + WAYS <= pairs; pair += WAYS)
+#pragma GCC unroll 8
         for (int way = 0; way < WAYS; way++) step(pair + way, way);
     for (; pair < pairs; pair++) step(pair, 0);
 #pragma GCC unroll 12
@@ -73,6 +77,7 @@ static void by_vectors(const Job<T>& job) {
         for (int v = 0; v < VECTORS; v++) {
             float* sums = job.sums + m * job.apart + v * LANES;
             Floats sum = job.add ? loaded<Floats>(sums) : Floats{};
+#pragma GCC unroll 8
             for (int way = 0; way < WAYS; way++) sum += acc[way][m][v];
             std::memcpy(sums, &sum, BYTES);
         }
