@@ -19,7 +19,8 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
     """Write the model with the library's own converter."""
     model = AutoModelForCausalLM.from_pretrained(weights.folder, dtype=torch.float32)
     model.resize_token_embeddings(weights.vocabulary)
-    model.config.rotary_pct = weights.rotary / weights.head  # The converter looks for it here.
+    # The converter looks for these where older versions of transformers had them.
+    model.config.rotary_pct, model.embed_out = weights.rotary / weights.head, model.get_output_embeddings()
     specification = GPTNeoXLoader().get_model_spec(model)
     specification.register_vocabulary([word(token) for token in range(weights.vocabulary)])
     specification.config.bos_token = specification.config.eos_token = specification.config.unk_token = word(0)

@@ -34,5 +34,7 @@ class Weights:
             self.files |= dict.fromkeys(opened.keys(), opened)
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.files and name == "embed_out.weight":
+            name = "lm_head.weight"  # as newer versions of transformers call it
         found = self.files[name].get_tensor(name).float().numpy()
-        return found[: self.vocabulary] if name in ("gpt_neox.embed_in.weight", "embed_out.weight") else found
+        return found[: self.vocabulary] if name in ("gpt_neox.embed_in.weight", "embed_out.weight", "lm_head.weight") else found
