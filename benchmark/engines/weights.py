@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+EMBEDDINGS = ("gpt_neox.embed_in.weight", "embed_out.weight", "lm_head.weight")
+
 
 class Weights:
     """The model in `folder`: `weights[name]` is a float32 array. Rows of the embeddings past `vocabulary` are cut off.
@@ -37,4 +39,4 @@ class Weights:
         if name not in self.files and name == "embed_out.weight":
             name = "lm_head.weight"  # as newer versions of transformers call it
         found = self.files[name].get_tensor(name).float().numpy()
-        return found[: self.vocabulary] if name in ("gpt_neox.embed_in.weight", "embed_out.weight", "lm_head.weight") else found
+        return found[: self.vocabulary] if name in EMBEDDINGS else found
