@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from benchmark.engines.catalogue import BITS, Row
 from benchmark.peers import SAMPLING
-from lossless.evidence import TESTS, Evidence, seen_by
+from lossless.evidence import TESTS, seen_by
 from lossless.scorer import Scorer
 from utils import GREEDY
 
@@ -98,14 +98,12 @@ class Checker:
         if self.draft is None:
             return None
         scorer = Scorer(self.target, self.draft, SAMPLING, self.seed, unit(row))  # type: ignore[arg-type]
-        found: Evidence | None = None
-        for number in range(TEXTS):
-            prompt = prompts[number % len(prompts)]
-            text = write(prompt, TEXT_TOKENS, SAMPLING.temperature, self.seed + 7919 * (number + 1))
-            more = scorer.evidence([prompt], [text])
-            found = found + more if found else more
-        assert found is not None
-        figures = found.figures()
+        chosen = [prompts[number % len(prompts)] for number in range(TEXTS)]
+        texts = [
+            write(prompt, TEXT_TOKENS, SAMPLING.temperature, self.seed + 7919 * number)
+            for number, prompt in enumerate(chosen, 1)
+        ]
+        figures = scorer.evidence(chosen, texts).figures()
         return figures | {"seen_by": seen_by(figures, self.limit)}
 
 

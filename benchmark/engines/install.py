@@ -6,6 +6,7 @@ with a line. Of llama-cpp-python only the source of llama.cpp is used: its serve
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -72,7 +73,7 @@ def build_server(requirement: str) -> None:
         (source,) = Path(folder).glob("*/vendor/llama.cpp")
         build = str(Path(folder) / "build")
         run(["cmake", "-S", str(source), "-B", build, *(f"-D{name}={value}" for name, value in OPTIONS.items())])
-        run(["cmake", "--build", build, "--target", "llama-server", "--parallel"])
+        run(["cmake", "--build", build, "--target", "llama-server", "--parallel", str(os.cpu_count() or 1)])
         shutil.copy(Path(build) / "bin" / "llama-server", SERVER)
 
 
