@@ -1,10 +1,11 @@
 # `make run`: from a fresh clone to results.txt. `make test`: the test suite. `make check`: style, types and tests.
-# `make bench`: the benchmark. `make docs`: renders the figures in README.md and docs/ from their records.
+# `make bench`: the benchmark. `make bench-peers`: the same beside other engines, which it installs into .peers/ first
+# (minutes; llama.cpp is compiled). `make docs`: renders the figures in README.md and docs/ from their records.
 # Each makes .venv first if it is not there.
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test style check bench docs clean
+.PHONY: run test style check bench bench-peers docs clean
 
 run: .venv/installed
 	$(VENV) test.py
@@ -22,6 +23,10 @@ check: style test
 bench: .venv/installed
 	$(VENV) -m benchmark
 
+bench-peers: .venv/installed
+	$(VENV) -m benchmark.engines.install
+	$(VENV) -m benchmark --peers
+
 docs: .venv/installed
 	$(VENV) -m scripts.renderDocs
 
@@ -32,4 +37,4 @@ docs: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .coverage .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ tests/__pycache__
+	rm -rf .venv .peers .coverage .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ tests/__pycache__

@@ -2,6 +2,7 @@
 
     python -m benchmark                                      the pair that test.py uses by default
     python -m benchmark --shapes pythia-2.8b,pythia-70m      Pythia's true shapes with random weights, made in memory
+    python -m benchmark --peers                              other engines too; make bench-peers installs them first
 
 One process measures everything in turn (A B C A B C ...) after a warm-up. Figures are medians with 95 % bootstrap
 intervals, and ratios are paired turn by turn. Results are written to benchmark.json and figures/benchmark.png, with
@@ -19,11 +20,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmark.engines.prepare import Peer
+from benchmark.engines.sources import start
 from benchmark.figure import draw
 from benchmark.forwards import LARGE, PROMPT, WIDTHS, growth, limits
 from benchmark.options import Options, parse
 from benchmark.parts import parts, tokens_of_rounds
 from benchmark.peers import twin
+from benchmark.prefill import prefill
 from benchmark.progress import Progress
 from benchmark.rows import Library, Variants, samplers
 from benchmark.shapes import VOCABULARY, random_model, weights_of
@@ -99,41 +103,56 @@ def run(options: Options, argv: Sequence[str]) -> None:
     dtype = options.dtype or pick_dtype(device)
     models, prompts = load(options, dtype, device)
     library = {role: twin(model.model) for role, model in models.items()}
-    variants, took = {"eager": models}, None
-    if options.compile:
-        progress.say("compiling")
-        ready, took = compiled(models, options.gamma)
-        if None not in took:  # Otherwise a line has said why.
-            variants["compiled"] = ready
-    versions = {
-        role: model_record(name, "random weights" if options.shapes else model_version(name), models[role])
-        for role, name in options.names.items()
-    }
-    record = origin(argv, options.flags | {"prompts": len(prompts)}, device, versions)
-    record |= {"dtype": dtype, "compile_seconds": took}
-    record["speed"] = speed(options, variants, library, prompts, device, progress)
+    peers = start(options, models, library, prompts, dtype, device, progress)
+    try:
+        variants, took = {"eager": models}, None
+        if options.compile:
+            progress.say("compiling")
+            ready, took = compiled(models, options.gamma)
+            if None not in took:  # Otherwise a line has said why.
+                variants["compiled"] = ready
+        versions = {
+            role: model_record(name, "random weights" if options.shapes else model_version(name), models[role])
+            for role, name in options.names.items()
+        }
+        record = origin(argv, options.flags | {"prompts": len(prompts)}, device, versions)
+        record |= {"dtype": dtype, "compile_seconds": took}
+        record["speed"] = speed(options, variants, library, prompts, device, progress, peers)
+    finally:
+        for peer in peers:
+            peer.close()
+    record["peers"] = [peer.line() for peer in peers]
     record["forwards"], record["bandwidth"] = limits(variants, device, progress)
     record["parts"] = parts(variants, prompts[0], options.gamma, device, options.seed, progress)
+    record["prefill"] = prefill(variants, device, options.seed, progress)
     record["growth"] = growth(variants, device, options.seed, progress)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     record["peak_memory"] = peak * (1 if sys.platform == "darwin" else 1024)
-    console = Console(width=WIDTH, markup=False, emoji=False, highlight=False)
+    console = Console(width=WIDTH + (15 if peers else 0), markup=False, emoji=False, highlight=False)
     for piece in tables(record):
         console.print(piece)
     write(record, options)
 
 
 def speed(
-    options: Options, variants: Variants, library: Library, prompts: list[list[int]], device: str, progress: Progress
+    options: Options,
+    variants: Variants,
+    library: Library,
+    prompts: list[list[int]],
+    device: str,
+    progress: Progress,
+    peers: Sequence[Peer] = (),
 ) -> list[Measurement]:
-    """One line for each row, prompt and repeat, as `speed.measure` gives them."""
-    timed, lines = samplers(options, variants, library), []
+    """One line for each row, prompt and repeat, as `speed.measure` gives them. A peer that fails has none."""
+    timed = samplers(options, variants, library)
+    timed |= {peer.row.name: peer.sampler for peer in peers if peer.failed is None}
+    lines = []
     with progress.phase("speed", len(timed) * len(prompts) * options.repeats) as advance:
         for line in measure(timed, prompts, options.repeats, options.seed, device, warm_up=1):
-            # `generate` returns when the text is complete: the time of its first token is unknown.
-            lines.append(line if line["rounds"] else line | {"ttft": None, "tpot": None})
+            lines.append(line)
             advance()
-    return lines
+    failed = {peer.row.name for peer in peers if peer.failed}
+    return [line for line in lines if line["method"] not in failed]
 
 
 def write(record: dict[str, Any], options: Options) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import matplotlib
 
-from benchmark.forwards import WIDTHS
 from experiments.speed import interval, summarize
 
 matplotlib.use("Agg")
@@ -68,10 +67,11 @@ def draw_limits(axes: plt.Axes, record: dict[str, Any]) -> None:
             colour = "#2c3e50" if role == "target" else "#d98c3f"
             axes.plot(range(len(own)), middle, style, color=colour, markersize=5, label=f"{role}, {variant}")
             axes.fill_between(range(len(own)), low, high, color=colour, alpha=0.12, linewidth=0)
+    widths = sorted({line["tokens"] for line in record["forwards"]})
     axes.axhline(100, color="#999999", linewidth=0.8, linestyle=":")
     axes.set(
-        xticks=range(len(WIDTHS)),
-        xticklabels=WIDTHS,
+        xticks=range(len(widths)),
+        xticklabels=widths,
         xlabel="tokens scored at once",
         ylim=(0, None),
         ylabel="% of the limit",

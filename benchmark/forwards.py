@@ -17,7 +17,7 @@ from engine.cachedModel import CachedModel
 
 Line = dict[str, Any]  # one measurement of the record
 
-WIDTHS, CONTEXTS = (1, 2, 5, 9, 17), (64, 256, 1024, 2000)  # tokens scored at once; tokens before a drawn one
+WIDTHS, CONTEXTS = (1, 2, 5, 9, 17, 32), (64, 256, 1024, 2000)  # tokens scored at once; tokens before a drawn one
 PROMPT = 64  # tokens
 LARGE = 512 << 20  # Bytes: more than any processor's cache holds.
 WAYS = 3  # of reading a buffer

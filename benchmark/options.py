@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmark.engines.catalogue import ENGINES
 from benchmark.shapes import SHAPES
 from inputs.commandLine import Parser, path, text, whole
 from inputs.folders import ROOT
 from inputs.models import DTYPES, default_pair
 from utils import UserError
 
-USUAL = {"maxLen": 200, "prompts": 5, "repeats": 3}
-USUAL_SHAPES = {"maxLen": 40, "prompts": 2, "repeats": 2}  # with --shapes
+# Texts so long that the first token is under a tenth of the time.
+USUAL = {"maxLen": 300, "prompts": 5, "repeats": 3}
+USUAL_SHAPES = {"maxLen": 64, "prompts": 2, "repeats": 2}  # with --shapes
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Options:
     """What the flags say.
 
     target, draft: names of models, or of shapes if `shapes`. dtype, device: None for the default.
-    flags: the flags themselves, for the record.
+    peers: names of the other engines to time. flags: the flags themselves, for the record.
     """
 
     target: str
@@ -38,6 +40,7 @@ class Options:
     seed: int
     out: Path
     compile: bool
+    peers: tuple[str, ...]
     flags: dict[str, object]
 
     @property
@@ -68,6 +71,8 @@ def parser() -> Parser:
     add("--seed", type=whole(0, (1 << 62) - 1), default=0, metavar="N")
     add("--out", type=path, default=ROOT, metavar="FOLDER", help="(the project's folder)")
     add("--no-compile", action="store_true", help="leave out the compiled models")
+    engines = f"time other engines too; after `make bench-peers` all of {', '.join(ENGINES)}, or those named"
+    add("--peers", type=text, nargs="?", const=",".join(ENGINES), metavar="ENGINE,...", help=engines)
     return made
 
 
@@ -93,8 +98,18 @@ def parse(argv: Sequence[str]) -> Options:
         seed=args.seed,
         out=args.out,
         compile=not args.no_compile,
+        peers=peers_of(args),
         flags={key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
     )
+
+
+def peers_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The names of the engines. Raises UserError for an unknown one."""
+    names = tuple(args.peers.split(",")) if args.peers else ()
+    for name in names:
+        if name not in ENGINES:
+            raise UserError(f"unknown engine {name!r}; known are: {', '.join(ENGINES)}")
+    return names
 
 
 def models_of(args: argparse.Namespace) -> tuple[str, str]:

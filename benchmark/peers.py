@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from decoding.record import Record
 from decoding.verification import token_rule
@@ -30,6 +31,22 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     other = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     other.set_attn_implementation("sdpa")
     return other
+
+
+class Times(BaseStreamer):
+    """Notes when `generate` has new tokens on the host: after each forward of the target."""
+
+    def __init__(self) -> None:
+        self.start, self.record = time.perf_counter(), Record()
+        self.prompt = True  # The library passes the prompt first.
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt:
+            self.record.add(time.perf_counter() - self.start, value.numel(), 0, 0)
+        self.prompt = False
+
+    def end(self) -> None:
+        pass
 
 
 def by_library(
@@ -49,7 +66,7 @@ def by_library(
             config.num_assistant_tokens, config.assistant_confidence_threshold = gamma, 0.0 if gamma else None
             config.num_assistant_tokens_schedule = "constant" if gamma else None
         torch.manual_seed(generator.initial_seed())
-        start, tokens = time.perf_counter(), torch.tensor([prompt], device=model.device)
+        times, tokens = Times(), torch.tensor([prompt], device=model.device)
         made = model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
@@ -59,9 +76,10 @@ def by_library(
             top_p=SAMPLING.top_p,
             top_k=SAMPLING.top_k,
             assistant_model=assistant,
+            streamer=times,
             **options,
         )[0, len(prompt) :].tolist()
-        return [made], [Record([time.perf_counter() - start], [len(made)], [0], [0])]
+        return [made], [times.record]
 
     return sampler
 

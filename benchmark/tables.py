@@ -9,7 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmark.forwards import LARGE, PROMPT, WIDTHS
+from benchmark.engines.check import verdict
+from benchmark.forwards import LARGE, PROMPT
 from benchmark.peers import SAMPLING
 from benchmark.rows import ALPHAS
 from experiments import theory
@@ -35,10 +36,17 @@ def tables(record: Record) -> Iterator[RenderableType]:
     """Everything that is printed."""
     yield plain(heading(record))
     yield speed_table(record)
+    method, share = longest_prefill(record["speed"])
     yield Text(
-        "TTFT: time to the first token. TPOT: time for each token after it. transformers returns all tokens at once, "
-        "so both are unknown."
+        "TTFT: time to the first token. TPOT: time for each token after it. The first token took at most "
+        f"{100 * share:.1f} % of a row's time ({method})."
     )
+    if record["peers"]:
+        yield Text(
+            "text: whether an engine's sampled text is distributed as the target's own, by the tests of test.py "
+            "--lossless, and which of them told."
+        )
+        yield from (Text(f"{method}: {words}") for method, words in texts_of(record).items() if " " in words)
     if record["flags"]["shapes"]:
         yield synthetic_table(record)
         yield Text(
@@ -48,6 +56,7 @@ def tables(record: Record) -> Iterator[RenderableType]:
         )
     yield forwards_table(record)
     yield Text(bandwidths(record))
+    yield prefill_table(record)
     yield growth_table(record)
     yield round_table(record)
     peak = gigabytes(record["peak_memory"])
@@ -75,13 +84,30 @@ def cell(figures: Interval, scale: float = 1.0) -> str:
     return span(figures, scale) if figures[0] == figures[0] else ""
 
 
+def longest_prefill(lines: Sequence[dict[str, Any]]) -> tuple[str, float]:
+    """The row whose first token takes the largest share of its time, and that share."""
+    shares = {
+        method: interval([m["ttft"] / m["seconds"] for m in lines if m["method"] == method])[0]
+        for method in dict.fromkeys(m["method"] for m in lines)
+    }
+    return max(shares.items(), key=lambda each: each[1])
+
+
+def texts_of(record: Record) -> dict[str, str]:
+    """{row: what is known of its text} of the other engines' rows."""
+    return {
+        peer["method"]: f"left out: {peer['failed']}" if peer["failed"] else verdict(peer["lossless"])
+        for peer in record.get("peers", ())
+    }
+
+
 def speed_table(record: Record) -> Table:
     """One row for each sampler."""
-    flags, lines = record["flags"], record["speed"]
+    flags, lines, texts = record["flags"], record["speed"], texts_of(record)
     table = grid(
         f"Tokens per second: {flags['prompts']} prompts of {PROMPT} tokens, maxLen {flags['maxLen']}, gamma "
         f"{flags['gamma']}, temperature {SAMPLING.temperature}, top_p {SAMPLING.top_p}",
-        SPEED_COLUMNS,
+        SPEED_COLUMNS + ["text"] * bool(texts),
     )
     beside_library = {row["method"]: row["speedup"] for row in summarize(lines, "transformers")}
     for row in summarize(lines, "plain, eager"):
@@ -95,7 +121,10 @@ def speed_table(record: Record) -> Table:
             cell(row["tpot"], 1e3),
             f"{row['alpha']:.3f}" if guesses else "",
             span(row["tokens_per_round"][:1] * 3) if guesses else "",
+            *([texts.get(row["method"], "").split(":")[0]] if texts else []),
         )
+    for method in (peer["method"] for peer in record["peers"] if peer["failed"]):
+        table.add_row(method, *[""] * (len(SPEED_COLUMNS) - 1), "left out")
     return table
 
 
@@ -154,7 +183,7 @@ def forwards_table(record: Record) -> Table:
         ["", "tokens", "MB", *(f"{variant}\n{what}" for variant in variants for what in ("ms", "of one", "% limit"))],
     )
     for role in ("target", "draft"):
-        for n in WIDTHS:
+        for n in sorted({tokens for _, _, tokens in lines}):
             cells = []
             for variant in variants:
                 line = lines[role, variant, n]
@@ -175,6 +204,23 @@ def bandwidths(record: Record) -> str:
         f"{speeds['memory']} for a buffer of {LARGE >> 20} MB. A small model's weights may stay in the processor's "
         "cache, so the limit of a forward is the reading of as many bytes, in the same turn."
     )
+
+
+def prefill_table(record: Record) -> Table:
+    """One row for each length of the prompt."""
+    variants = variants_of(record["prefill"])
+    table = grid(
+        "Time to the first token after a prompt of so many tokens",
+        ["prompt", *(f"{variant}\n{what}" for variant in variants for what in ("ms", "ms a token"))],
+    )
+    seconds = {(line["variant"], line["tokens"]): line["seconds"] for line in record["prefill"]}
+    for length in sorted({tokens for _, tokens in seconds}):
+        cells = []
+        for variant in variants:
+            took = interval(seconds[variant, length])
+            cells += [span(took, 1e3), span(took[:1] * 3, 1e3 / length)]
+        table.add_row(str(length), *cells)
+    return table
 
 
 def growth_table(record: Record) -> Table:

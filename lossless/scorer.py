@@ -40,10 +40,18 @@ class Scorer:
     target: its `score` uses no KV cache, so a stale slot in the sampler's cache shows.
     order: the model whose distributions are q in the order of the vocabulary (evidence.py). If None, the most probable
         tokens come first.
+    unit: the unit roundoff of the arithmetic that wrote the texts, if it is not that of the target's dtype.
     """
 
-    def __init__(self, target: CachedModel, order: CachedModel | None, sampling: Sampling, seed: int = 0) -> None:
-        self.target, self.order, self.sampling = target, order, sampling
+    def __init__(
+        self,
+        target: CachedModel,
+        order: CachedModel | None,
+        sampling: Sampling,
+        seed: int = 0,
+        unit: float | None = None,
+    ) -> None:
+        self.target, self.order, self.sampling, self.unit = target, order, sampling, unit
         self.random = np.random.default_rng(seed)
 
     @torch.inference_mode()
@@ -102,7 +110,7 @@ class Scorer:
 
         If a logit changes by d, the share s of the tokens above the cut changes by at most s (1 - s) d.
         """
-        d = rounding(self.target, logits)
+        d = rounding(self.target, logits, self.unit)
         raised = logits.scatter_add(-1, x, d)
         top_p, temperature = self.sampling.top_p, self.sampling.temperature or 1
         kept = []
@@ -126,7 +134,7 @@ class Scorer:
             scores = probabilities(logits, penalty, batch.seen).log()  # Logits after the penalty, minus a constant.
             gap = scores.amax(-1) - scores.gather(-1, batch.x)[..., 0]
             is_argmax = scores.argmax(-1) == batch.x[..., 0]
-            found.append((gap, rounding(self.target, logits)[..., 0], is_argmax))
+            found.append((gap, rounding(self.target, logits, self.unit)[..., 0], is_argmax))
         gaps, limits, argmaxes = (torch.cat(each).cpu() for each in zip(*found))
         return gaps, limits, argmaxes
 
@@ -141,8 +149,10 @@ def at_places(tensor: Tensor, at: Tensor) -> Tensor:
     return tensor.gather(1, at.expand(-1, -1, tensor.shape[-1]))
 
 
-def rounding(model: CachedModel, logits: Tensor) -> Tensor:
+def rounding(model: CachedModel, logits: Tensor, unit: float | None = None) -> Tensor:
     """How much the difference of two logits can change if it is computed another way in the model's dtype, `[..., 1]`.
+
+    unit: the unit roundoff, if it is not that of the dtype.
 
     The residual stream of a model with L layers is a sum of 2 L parts. Each part is rounded by the dtype's unit
     roundoff. Each is computed from sums of d products in float32, whose error grows as sqrt(d). Independent errors add
@@ -152,8 +162,8 @@ def rounding(model: CachedModel, logits: Tensor) -> Tensor:
     estimate, but a few large numbers make its tails heavy: the largest error was 6.6 of it.
     """
     config = model.model.config.get_text_config()
-    unit, accumulated = (torch.finfo(dtype).eps / 2 for dtype in (model.dtype, torch.float32))
-    relative = (2 * config.num_hidden_layers) ** 0.5 * (unit + config.hidden_size**0.5 * accumulated)
+    own, accumulated = (torch.finfo(dtype).eps / 2 for dtype in (model.dtype, torch.float32))
+    relative = (2 * config.num_hidden_layers) ** 0.5 * ((unit or own) + config.hidden_size**0.5 * accumulated)
     return 8 * relative * logits.std(-1, keepdim=True)
 
 

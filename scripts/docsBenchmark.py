@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isnan
+from typing import Any
 
-from benchmark.tables import predict, variants_of
+from benchmark.tables import predict, texts_of, variants_of
 from benchmark.tables import ratio as paired
 from experiments.speed import interval, paired_ratios, summarize
 from scripts.docsRecords import BENCHMARKS, Record, Records
@@ -118,98 +119,142 @@ def best(records: Records, language: str) -> str:
     return f"{lines}\n\n{' '.join(sources)}"
 
 
-def speed(name: str) -> Render:
+def each_machine(name: str, show: Callable[[Record], str]) -> Render:
+    """A block with what `show` gives for the benchmark's record of each machine. Two or more are named."""
+
+    def render(records: Records, language: str) -> str:
+        found = list(records.benchmarks(name).values())
+        if len(found) == 1:
+            return show(found[0])
+        return "\n\n".join(f"**{machine_of(record)}**\n\n{show(record)}" for record in found)
+
+    return render
+
+
+def machine_of(record: Record) -> str:
+    """The machine of a record."""
+    machine = record["machine"]
+    return f"{machine['processor']}, {machine['threads']} threads"
+
+
+def all_rows(name: str) -> Render:
+    """Every row of a benchmark. With two machines or more, first side by side: throughput, TTFT and TPOT."""
+
+    def render(records: Records, language: str) -> str:
+        found = list(records.benchmarks(name).values())
+        tables = each_machine(name, speed)(records, language)
+        return tables if len(found) == 1 else f"{side_by_side(found)}\n\n{tables}"
+
+    return render
+
+
+def side_by_side(found: list[Record]) -> str:
+    """One row for each method, three columns for each machine."""
+    methods = dict.fromkeys(line["method"] for record in found for line in record["speed"])
+    cells: dict[str, list[str]] = {method: [] for method in methods}
+    for record in found:
+        rows = {row["method"]: row for row in summarize(record["speed"], "plain, eager")}
+        for method, own in cells.items():
+            own += figures_of(rows[method]) if method in rows else [""] * 3
+    whats = ("tokens/s", "TTFT, ms", "TPOT, ms")
+    columns = ["", *(f"{machine_of(record)}: {what}" for record in found for what in whats)]
+    return table(columns, [[NAMES.get(method, method), *own] for method, own in cells.items()])
+
+
+def figures_of(row: dict[str, Any]) -> list[str]:
+    """Throughput, TTFT and TPOT of a row. An old record may not have all."""
+    return [cell(row["throughput"])] + [
+        "" if isnan(times[0]) else cell(times[:1] * 3, 1e3) for times in (row["ttft"], row["tpot"])
+    ]
+
+
+def speed(record: Record) -> str:
     """Every row of a benchmark."""
-
-    def render(records: Records, language: str) -> str:
-        record = records.benchmark(name)
-        theirs = {row["method"]: row["speedup"] for row in summarize(record["speed"], "transformers")}
-        rows = []
-        for row in summarize(record["speed"], "plain, eager"):
-            guesses = bool(row["acceptance_by_position"])
-            cells = [NAMES.get(row["method"], row["method"])]
-            cells += [cell(figures) for figures in (row["throughput"], theirs[row["method"]], row["speedup"])]
-            for times in row["ttft"], row["tpot"]:
-                cells.append("" if isnan(times[0]) else cell(times[:1] * 3, 1e3))
-            cells.append(f"{row['alpha']:.3f}" if guesses else "")
-            rows.append([*cells, cell(row["tokens_per_round"][:1] * 3) if guesses else ""])
-        columns = ["", "tokens/s", "of `generate`", "of plain, eager", "TTFT, ms", "TPOT, ms", "alpha"]
-        return f"{table([*columns, 'tokens per round'], rows)}\n\n{conditions(record)}"
-
-    return render
+    theirs = {row["method"]: row["speedup"] for row in summarize(record["speed"], "transformers")}
+    texts, rows = texts_of(record), []
+    for row in summarize(record["speed"], "plain, eager"):
+        guesses = bool(row["acceptance_by_position"])
+        throughput, *times = figures_of(row)
+        cells = [NAMES.get(row["method"], row["method"]), throughput]
+        cells += [*(cell(figures) for figures in (theirs[row["method"]], row["speedup"])), *times]
+        cells += [f"{row['alpha']:.3f}" if guesses else "", cell(row["tokens_per_round"][:1] * 3) if guesses else ""]
+        rows.append(cells + [texts.get(row["method"], "")] * bool(texts))
+    columns = ["", "tokens/s", "of `generate`", "of plain, eager", "TTFT, ms", "TPOT, ms", "alpha", "tokens per round"]
+    for peer in record.get("peers", ()):
+        if peer["failed"]:
+            rows.append([peer["method"], *[""] * (len(columns) - 1), texts[peer["method"]]])
+    return f"{table(columns + ['text'] * bool(texts), rows)}\n\n{conditions(record)}"
 
 
-def forwards(name: str) -> Render:
+def forwards(record: Record) -> str:
     """What a forward of several tokens takes, beside reading its bytes."""
-
-    def render(records: Records, language: str) -> str:
-        record = records.benchmark(name)
-        found = {(m["role"], m["variant"], m["tokens"]): m for m in record["forwards"]}
-        kinds, rows = variants_of(record["forwards"]), []
-        for role in ("target", "draft"):
-            for n in sorted({tokens for _, _, tokens in found}):
-                cells = [role, str(n), f"{found[role, kinds[0], n]['bytes'] / 1e6:,.0f}"]
-                for kind in kinds:
-                    m, one = found[role, kind, n], found[role, kind, 1]
-                    cells += [
-                        cell(interval(m["seconds"])[:1] * 3, 1e3),
-                        f"{paired(m['seconds'], one['seconds'])[0]:.2f}",
-                        cell(interval(m["share"]), 100),
-                    ]
-                rows.append(cells)
-        whats = ("ms", "of one token", "% of the limit")
-        columns = ["", "tokens", "MB read", *(f"{kind}: {what}" for kind in kinds for what in whats)]
-        reads = {what: interval(speeds)[0] / 1e9 for what, speeds in record["bandwidth"].items()}
-        memory = (
-            f"Memory was read at {reads['memory']:.1f} GB/s, as many bytes as the target's forward at "
-            f"{reads['target']:.1f} GB/s, as the draft's at {reads['draft']:.1f} GB/s. The process took at most "
-            f"{record['peak_memory'] / 1e9:.1f} GB."
-        )
-        return f"{table(columns, rows)}\n\n{memory} {benchmark_source(record)}"
-
-    return render
-
-
-def context(name: str) -> Render:
-    """What a token takes after a long context."""
-
-    def render(records: Records, language: str) -> str:
-        record = records.benchmark(name)
-        found = {(m["variant"], m["context"]): m["seconds"] for m in record["growth"]}
-        contexts, kinds = sorted({each for _, each in found}), variants_of(record["forwards"])
-        rows = []
-        for each in contexts:
-            cells = [str(each)]
+    found = {(m["role"], m["variant"], m["tokens"]): m for m in record["forwards"]}
+    kinds, rows = variants_of(record["forwards"]), []
+    for role in ("target", "draft"):
+        for n in sorted({tokens for _, _, tokens in found}):
+            cells = [role, str(n), f"{found[role, kinds[0], n]['bytes'] / 1e6:,.0f}"]
             for kind in kinds:
-                own = found[kind, each]
-                cells += [cell(interval(own), 1e3), cell(paired(own, found[kind, contexts[0]]))]
+                m, one = found[role, kind, n], found[role, kind, 1]
+                cells += [
+                    cell(interval(m["seconds"])[:1] * 3, 1e3),
+                    f"{paired(m['seconds'], one['seconds'])[0]:.2f}",
+                    cell(interval(m["share"]), 100),
+                ]
             rows.append(cells)
-        columns = ["tokens before it", *(f"{kind}: {what}" for kind in kinds for what in ("ms", "of the first row"))]
-        return f"{table(columns, rows)}\n\n{benchmark_source(record)}"
+    whats = ("ms", "of one token", "% of the limit")
+    columns = ["", "tokens", "MB read", *(f"{kind}: {what}" for kind in kinds for what in whats)]
+    reads = {what: interval(speeds)[0] / 1e9 for what, speeds in record["bandwidth"].items()}
+    memory = (
+        f"Memory was read at {reads['memory']:.1f} GB/s, as many bytes as the target's forward at "
+        f"{reads['target']:.1f} GB/s, as the draft's at {reads['draft']:.1f} GB/s. The process took at most "
+        f"{record['peak_memory'] / 1e9:.1f} GB."
+    )
+    return f"{table(columns, rows)}\n\n{memory} {benchmark_source(record)}"
 
-    return render
+
+def lengths(record: Record, what: str, key: str, named: str, second: str) -> str:
+    """A table of times that grow with a length. what: the measurements in the record. key: their length, and `named` in
+    words. second: what stands beside the milliseconds: "of the first row" or "ms a token"."""
+    if what not in record:
+        return "This record is older than the table."
+    found = {(m["variant"], m[key]): m["seconds"] for m in record[what]}
+    steps, kinds, rows = sorted({each for _, each in found}), variants_of(record[what]), []
+    for each in steps:
+        cells = [str(each)]
+        for kind in kinds:
+            own = found[kind, each]
+            share = paired(own, found[kind, steps[0]])
+            cells += [cell(interval(own), 1e3)]
+            cells += [cell(share) if second != "ms a token" else cell(interval(own)[:1] * 3, 1e3 / each)]
+        rows.append(cells)
+    columns = [named, *(f"{kind}: {words}" for kind in kinds for words in ("ms", second))]
+    return f"{table(columns, rows)}\n\n{benchmark_source(record)}"
 
 
-def parts(name: str) -> Render:
+def context(record: Record) -> str:
+    """What a token takes after a long context."""
+    return lengths(record, "growth", "context", "tokens before it", "of the first row")
+
+
+def prefill(record: Record) -> str:
+    """What the first token takes after a long prompt."""
+    return lengths(record, "prefill", "tokens", "tokens of the prompt", "ms a token")
+
+
+def parts(record: Record) -> str:
     """The parts of a round in which all guesses are accepted."""
-
-    def render(records: Records, language: str) -> str:
-        record = records.benchmark(name)
-        seconds = {(m["variant"], m["part"]): m["seconds"] for m in record["parts"]}
-        names = ("plain step", "draft step", "scoring", "round", "sampling")
-        rows = []
-        for kind in variants_of(record["forwards"]):
-            share = paired(seconds[kind, "sampling"], seconds[kind, "round"])
-            rows.append([kind, *(cell(interval(seconds[kind, part]), 1e3) for part in names), cell(share, 100)])
-        columns = ["", *(f"{part}, ms" for part in names), "sampling, % of the round"]
-        return f"{table(columns, rows)}\n\n{benchmark_source(record)}"
-
-    return render
+    seconds = {(m["variant"], m["part"]): m["seconds"] for m in record["parts"]}
+    names = ("plain step", "draft step", "scoring", "round", "sampling")
+    rows = []
+    for kind in variants_of(record["forwards"]):
+        share = paired(seconds[kind, "sampling"], seconds[kind, "round"])
+        rows.append([kind, *(cell(interval(seconds[kind, part]), 1e3) for part in names), cell(share, 100)])
+    columns = ["", *(f"{part}, ms" for part in names), "sampling, % of the round"]
+    return f"{table(columns, rows)}\n\n{benchmark_source(record)}"
 
 
-def theory(records: Records, language: str) -> str:
+def theory(record: Record) -> str:
     """Synthetic acceptance beside theory."""
-    record = records.benchmark(SHAPES)
     rows = [
         [
             row["variant"],
@@ -235,17 +280,17 @@ def over(method: str, baseline: Callable[[Record], str]) -> Render:
     return render
 
 
+TABLES = {"forwards": forwards, "prefill": prefill, "context": context, "round": parts}
 BLOCKS: dict[str, Render] = {
     "best": best,
-    "speed": speed(PAIR),
-    "forwards": forwards(PAIR),
-    "context": context(PAIR),
-    "round": parts(PAIR),
-    "pythia-speed": speed(SHAPES),
-    "pythia-theory": theory,
-    "pythia-forwards": forwards(SHAPES),
-    "pythia-context": context(SHAPES),
-    "pythia-round": parts(SHAPES),
+    "speed": all_rows(PAIR),
+    "pythia-speed": all_rows(SHAPES),
+    **{
+        prefix + block: each_machine(name, show)
+        for prefix, name in (("", PAIR), ("pythia-", SHAPES))
+        for block, show in TABLES.items()
+    },
+    "pythia-theory": each_machine(SHAPES, theory),
     "over-assisted": over("speculative", best_assisted),
     "over-no-cache": over("speculative", lambda record: "speculative, no cache"),
     "over-plain": over("speculative", lambda record: f"plain, {variant_of(record)}"),

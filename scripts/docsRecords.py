@@ -15,11 +15,17 @@ Record = dict[str, Any]
 BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b")  # files that `python -m benchmark` writes
 
 
+def on_machine(name: str, machine: str | None) -> str:
+    """What a benchmark's record is called: without a machine it is the one that figures in running text come from."""
+    return f"{name}-{machine}" if machine else name
+
+
 class Records:
     """The records of the project in the folder `root`.
 
     index.json names runs: {"compare": "0a37afb3", ...}. results.jsonl holds these runs, in the format that test.py
-    writes. benchmark*.json are the records of the benchmark. Records with the same content are equal.
+    writes. benchmark*.json are the records of the benchmark: benchmark.json is the first machine's,
+    benchmark-MACHINE.json another's. Records with the same content are equal.
     """
 
     def __init__(self, root: Path) -> None:
@@ -61,6 +67,13 @@ class Records:
     def benchmark(self, name: str = "benchmark") -> Record:
         """The record of a benchmark. Raises UserError if there is none."""
         return read_json(self.folder / f"{name}.json")
+
+    def benchmarks(self, name: str) -> dict[str, Record]:
+        """{file without .json: the record of a benchmark} of every machine, the first one first. Raises UserError if
+        that is missing."""
+        others = [path.stem for path in sorted(self.folder.glob(f"{name}-*.json"))]
+        longer = tuple(each for each in BENCHMARKS if len(each) > len(name))  # "benchmark" begins all names.
+        return {each: self.benchmark(each) for each in (name, *(o for o in others if not o.startswith(longer or "-")))}
 
 
 def read_json(path: Path) -> Record:

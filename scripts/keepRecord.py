@@ -2,8 +2,10 @@
 
     python -m scripts.keepRecord compare 0a37afb3 --from FOLDER     a run of FOLDER/results.jsonl, as "compare"
     python -m scripts.keepRecord benchmark --from FOLDER            FOLDER/benchmark*.json
+    python -m scripts.keepRecord benchmark --from FOLDER --machine NAME     the same, of a second machine
 
-A run replaces the one that was kept under its name. results.txt is rendered from the runs that are kept.
+A record replaces the one that was kept under its name. results.txt is rendered from the runs that are kept. The
+benchmark's tables show all machines; figures in running text are those of the record without a machine's name.
 `python -m scripts.renderDocs` then writes the documentation and draws its pictures.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -22,7 +25,7 @@ from inputs.files import replace_file
 from inputs.folders import ROOT
 from report.results import Results
 from scripts.docsPictures import PICTURES
-from scripts.docsRecords import BENCHMARKS, Record, Records, read_json
+from scripts.docsRecords import BENCHMARKS, Record, Records, on_machine, read_json
 from utils import UserError
 
 
@@ -84,15 +87,23 @@ def show_runs(root: Path) -> None:
     store.render()
 
 
-def keep_benchmarks(folder: Path, root: Path) -> list[str]:
-    """Copy the benchmark's records of a folder into docs/records/; returns their names."""
+def machine_name(value: str) -> str:
+    """A name that a file's name can hold."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.]*", value):
+        raise argparse.ArgumentTypeError("takes small letters, digits and dots")
+    return value
+
+
+def keep_benchmarks(folder: Path, root: Path, machine: str | None = None) -> list[str]:
+    """Copy the benchmark's records of a folder into docs/records/; returns their names there."""
     names = [name for name in BENCHMARKS if (folder / f"{name}.json").exists()]
     if not names:
         raise UserError(f"{folder} has neither of {', '.join(f'{name}.json' for name in BENCHMARKS)}")
-    for name in names:
+    kept = {name: on_machine(name, machine) for name in names}
+    for name, as_name in kept.items():
         record = without_places(read_json(folder / f"{name}.json"))
-        replace_file(root / "docs" / "records" / f"{name}.json", json.dumps(record, ensure_ascii=False) + "\n")
-    return names
+        replace_file(root / "docs" / "records" / f"{as_name}.json", json.dumps(record, ensure_ascii=False) + "\n")
+    return list(kept.values())
 
 
 def work(root: Path, argv: Sequence[str] | None) -> int:
@@ -108,11 +119,16 @@ def work(root: Path, argv: Sequence[str] | None) -> int:
     parser.add_argument(
         "--from", dest="folder", type=path, default=ROOT, metavar="FOLDER", help="(the project's folder)"
     )
+    parser.add_argument(
+        "--machine", type=machine_name, metavar="NAME", help="keep the benchmark beside another machine's"
+    )
     args = parser.parse_args(argv)
+    if args.machine and args.name != "benchmark":
+        raise UserError("--machine is for the benchmark")
     if args.name == "benchmark":
         if args.run:
             raise UserError("the benchmark's records are whole files: leave out RUN")
-        print(f"Kept: {', '.join(keep_benchmarks(args.folder, root))}")
+        print(f"Kept: {', '.join(keep_benchmarks(args.folder, root, args.machine))}")
     elif not args.run:
         raise UserError(f"name the run to keep as {args.name!r}, or 1 for the newest")
     else:

@@ -36,9 +36,9 @@ def records_table(records: Records, language: str) -> str:
     for name in records.index:
         run, _ = records.run(name)
         found.append((name, f"run `{run['run']}` in results.jsonl", command_of(run), run))
-    for name in BENCHMARKS:
-        record = records.benchmark(name)
-        found.append((name, f"{name}.json", f"python -m benchmark {record['command']}".rstrip(), record))
+    for benchmark in BENCHMARKS:
+        for name, record in records.benchmarks(benchmark).items():
+            found.append((name, f"{name}.json", f"python -m benchmark {record['command']}".rstrip(), record))
     rows = []
     for name, place, command, record in found:
         made_on = record["machine"]

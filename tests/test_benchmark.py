@@ -9,7 +9,7 @@ from test_specSampling import near
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn, peers, progress, rows, shapes, tables
+from benchmark import forwards, inTurn, peers, prefill, progress, rows, shapes, tables
 from benchmark.options import parse
 from benchmark.parts import works_of
 from engine.cachedModel import CachedModel
@@ -74,9 +74,9 @@ def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys, mo
     assert (tmp_path / "figures" / "benchmark.png").stat().st_size > 10_000
     columns = {column.header: list(column.cells) for column in tables.speed_table(record).columns}
     for figure in "ttft", "tpot":
-        unknown = [row.startswith("transformers") for row in ROWS]
-        assert [line[figure] is None for line in record["speed"]] == unknown * 2
-        assert [cell == "" for cell in columns[f"{figure.upper()}\nms"]] == unknown
+        assert all(0 < line[figure] < line["seconds"] for line in record["speed"])
+        assert all(columns[f"{figure.upper()}\nms"])
+    assert [(m["variant"], m["tokens"]) for m in record["prefill"]] == [("eager", n) for n in (16, 64, 255)]
 
 
 def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsys):
@@ -130,6 +130,32 @@ def test_a_twin_shares_weights_and_keeps_the_librarys_attention():
     assert all(a is b for a, b in zip(ours.model.parameters(), other.parameters()))
 
 
+@pytest.mark.parametrize("gamma", [None, 3])
+def test_the_librarys_tokens_are_timed_as_they_come(gamma):
+    """Not all at the end: a text's record has a time for each forward of the target."""
+    target = helpers.tiny()
+    assistant = None if gamma is None else helpers.tiny(seed=1).model
+    sampler = peers.by_library(target.model, 20, assistant, gamma)
+    (tokens,), (record,) = sampler([5, 9, 2], torch.Generator().manual_seed(0))
+    assert len(tokens) == record.tokens == 20
+    assert len(record.times) > 1 and record.times == sorted(set(record.times))
+    assert gamma or len(record.times) == 20
+    assert max(record.committed) <= (gamma or 0) + 1
+
+
+def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
+    """By the model's own prefill, once for each call, with a KV cache of one size."""
+    target, read = helpers.tiny(), []
+    own = target.read_prompt
+    monkeypatch.setattr(
+        target, "read_prompt", lambda rows: read.append((rows.lengths.tolist(), rows.capacity)) or own(rows)
+    )
+    monkeypatch.setattr(prefill, "LENGTHS", (4, 9, 500))
+    lines = prefill.prefill({"eager": {"target": target}}, "cpu", 0, progress.Progress())
+    assert [line["tokens"] for line in lines] == [4, 9, 127] and all(len(line["seconds"]) == 2 for line in lines)
+    assert {tuple(lengths) for lengths, _ in read} == {(4,), (9,), (127,)} and {size for _, size in read} == {128}
+
+
 def test_without_a_cache_greedy_is_plain_decoding():
     target, draft = helpers.tiny(), helpers.tiny(seed=1)
     for model in (draft, near(target, noise=0.1)):
@@ -166,6 +192,7 @@ def test_the_synthetic_rule_accepts_at_its_rate(alpha):
         "--shapes pythia-1m,pythia-70m",
         "--shapes pythia-70m,pythia-70m --target bundled-target",
         "--maxLen 10000",
+        "--peers nobody",
     ],
 )
 def test_a_wrong_flag_is_one_line(wrong, tmp_path, monkeypatch, capsys):
@@ -219,11 +246,12 @@ def test_only_compiled_parts_call_kernels(variants):
         works = works_of(models["target"], models["draft"], [5, 9, 2], 3, generator)
         forwards.fill(models["target"], 3, 20)
         works["forward"] = forwards.forward(models["target"], 5, 3)
+        works["prompt"] = prefill.first(models["target"], 9, 9, generator)
         for part, work in works.items():
             with KernelCalls() as calls, torch.inference_mode():
                 work()
             called[variant, part] = calls.count > 0
-    assert called == {(variant, part): variant == "compiled" for variant, part in called} and len(called) == 12
+    assert called == {(variant, part): variant == "compiled" for variant, part in called} and len(called) == 14
 
 
 def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys):

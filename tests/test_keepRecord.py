@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from conftest import ROOT
 from test_docs import copied, read
 
 from report.results import Results
@@ -67,3 +68,26 @@ def test_the_benchmarks_records_are_kept_without_places(copy, tmp_path):
     stamp = stamp_of(copy / "figures/benchmark.png")
     assert {"docs/speed.md", "figures/benchmark.png"} <= set(renderDocs.render(copy))
     assert stamp_of(copy / "figures/benchmark.png") != stamp
+
+
+def test_a_second_machine_stands_beside_the_first(copy, tmp_path, capsys):
+    records = renderDocs.Records(copy)
+    first = records.benchmark()
+    before = {name: len(read(copy / "docs/speed.md").split(name)) for name in ("AMD EPYC", "Intel Xeon")}
+    for name in "benchmark", "benchmark-pythia-2.8b":
+        other = records.benchmark(name)
+        other = other | {"machine": other["machine"] | {"processor": "Intel Xeon"}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(other))
+    assert keepRecord.main(["benchmark", "--from", str(tmp_path), "--machine", "xeon"], copy) == 0
+    after = renderDocs.Records(copy)
+    assert after.benchmark() == first  # Figures in running text are still the first machine's.
+    assert list(after.benchmarks("benchmark")) == ["benchmark", "benchmark-xeon"]
+    assert list(after.benchmarks("benchmark-pythia-2.8b")) == ["benchmark-pythia-2.8b", "benchmark-pythia-2.8b-xeon"]
+    assert {"docs/speed.md", "docs/records/README.md"} <= set(renderDocs.render(copy))
+    shown = read(copy / "docs/speed.md")
+    assert before["Intel Xeon"] == 1 and len(shown.split("**Intel Xeon, 2 threads**")) > 5
+    assert "| AMD EPYC, 2 threads: TTFT, ms | " in shown and "| Intel Xeon, 2 threads: TTFT, ms |" in shown
+    assert read(copy / "README.md") == read(ROOT / "README.md")
+    assert renderDocs.main(["--check"], copy) == 0, capsys.readouterr().out
+    for wrong in (["benchmark", "--machine", "../xeon"], ["first", "1", "--machine", "xeon"]):
+        assert keepRecord.main([*wrong, "--from", str(tmp_path)], copy) == 2

@@ -1,0 +1,124 @@
+"""What an engine's texts are checked against: the target in float32, whatever dtype the benchmark runs in.
+
+A row is timed only if its greedy text is the target's argmax, up to rounding: otherwise the conversion is wrong. Its
+sampled text is tested for losslessness with the statistics of `test.py --lossless` (lossless/evidence.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from benchmark.engines.catalogue import BITS, Row
+from benchmark.peers import SAMPLING
+from lossless.evidence import TESTS, seen_by
+from lossless.scorer import Scorer
+from utils import GREEDY
+
+GREEDY_TOKENS, TEXTS, TEXT_TOKENS = 50, 40, 100  # of the greedy text of each prompt; drawn texts, and of each of them
+Write = Callable[[list[int], int, float, int], list[int]]  # (prompt, count, temperature, seed) -> the new tokens
+
+
+class InFloat32:
+    """A model whose `score` computes in float32, one module at a time, so that no second copy of the weights is needed.
+
+    Has what `Scorer` asks of a `CachedModel`. dtype: the one the texts were written in, for the rounding to allow.
+    """
+
+    def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
+        self.model, self.vocabulary = model, vocabulary
+        self.device, self.dtype = model.device, model.dtype
+        self.leaves = [module for module in model.modules() if not list(module.children())]
+
+    @torch.inference_mode()
+    def score(self, tokens: Tensor) -> Tensor:
+        """Logits after each token: int64 `[B, n]` -> float32 `[B, n, V]`."""
+        hooks = [hook for leaf in self.leaves for hook in widened(leaf)]
+        try:
+            return self.model(input_ids=tokens, use_cache=False).logits[..., : self.vocabulary].float()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def widened(module: nn.Module) -> list[Any]:
+    """Hooks that give a module float32 weights while it runs. Afterwards it has its own weights again, and not copies
+    of them: others share them."""
+    own: dict[str, Tensor] = {}
+
+    def widen(module: nn.Module, *given: object) -> None:
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                own[name] = weight
+                module._parameters[name] = nn.Parameter(weight.float(), requires_grad=False)
+
+    def restore(module: nn.Module, *given: object) -> None:
+        module._parameters.update(own)
+
+    return [module.register_forward_pre_hook(widen), module.register_forward_hook(restore, always_call=True)]
+
+
+class Checker:
+    """Checks the rows of a run.
+
+    target, draft: in float32. draft: None if sampled texts are not to be tested. limit: the p-value below which a test
+    fails.
+    """
+
+    def __init__(self, target: InFloat32, draft: InFloat32 | None, limit: float, seed: int) -> None:
+        self.target, self.draft, self.limit, self.seed = target, draft, limit, seed
+
+    def greedy(self, row: Row, write: Write, prompts: Sequence[list[int]]) -> dict[str, Any]:
+        """The figures of greedy texts: tokens, those that are not the argmax, and those that rounding does not
+        explain. Raises ValueError if there are any of these."""
+        texts = [write(prompt, GREEDY_TOKENS, 0.0, self.seed) for prompt in prompts]
+        scorer = Scorer(self.target, None, GREEDY, self.seed, unit(row))  # type: ignore[arg-type]
+        gap, limit, is_argmax = scorer.logit_gaps(prompts, texts)
+        beyond = gap > limit
+        figures = {
+            "tokens": gap.numel(),
+            "near_ties": int((~is_argmax & ~beyond).sum()),
+            "beyond": int(beyond.sum()),
+            "largest_gap": float(gap.max()),
+            "allowed": float(limit.max()),
+        }
+        if figures["beyond"]:
+            raise ValueError(
+                f"not timed: {figures['beyond']} of {figures['tokens']} greedy tokens are not the target's; the "
+                f"largest logit gap is {figures['largest_gap']:.2g}, and rounding explains {figures['allowed']:.2g}"
+            )
+        return figures
+
+    def sampled(self, row: Row, write: Write, prompts: Sequence[list[int]]) -> dict[str, Any] | None:
+        """The figures of drawn texts, and "seen_by": the tests that tell them from the target's own."""
+        if self.draft is None:
+            return None
+        scorer = Scorer(self.target, self.draft, SAMPLING, self.seed, unit(row))  # type: ignore[arg-type]
+        chosen = [prompts[number % len(prompts)] for number in range(TEXTS)]
+        texts = [
+            write(prompt, TEXT_TOKENS, SAMPLING.temperature, self.seed + 7919 * number)
+            for number, prompt in enumerate(chosen, 1)
+        ]
+        figures = scorer.evidence(chosen, texts).figures()
+        return figures | {"seen_by": seen_by(figures, self.limit)}
+
+
+def unit(row: Row) -> float:
+    """The unit roundoff of a row's precision."""
+    return 2.0 ** -BITS[row.precision]
+
+
+def verdict(figures: dict[str, Any] | None) -> str:
+    """What is said of a row's sampled texts."""
+    if figures is None:
+        return ""
+    if not figures["seen_by"]:
+        return "lossless"
+    told = [TESTS[name] for name in figures["seen_by"]]
+    if figures["impossible"]:
+        told[-1] += f" {100 * figures['impossible'] / figures['tokens']:.0f} %"
+    return f"not lossless: {', '.join(told)}"

@@ -1,0 +1,96 @@
+"""Install the engines of the optional rows: `python -m benchmark.engines.install`.
+
+They go into .peers/ and not into .venv, whose libraries stay as they are. An engine that does not install is left out
+with a line. Of llama-cpp-python only the source of llama.cpp is used: its server is compiled, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from benchmark.engines.catalogue import FOLDER, SERVER, SITE
+from benchmark.engines.client import one_line
+from inputs.folders import ROOT
+
+REQUIREMENTS = ROOT / "requirements-peers.txt"
+SOURCE = "llama-cpp-python"
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+OPTIONS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "BUILD_SHARED_LIBS": "OFF",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_UI": "OFF",
+    "LLAMA_USE_PREBUILT_UI": "OFF",  # It would be downloaded.
+    "LLAMA_OPENSSL": "OFF",
+}
+
+
+def requirements(text: str) -> list[list[str]]:
+    """The groups of requirements, one for each engine. An empty line ends a group."""
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    groups = [group.split("\n") for group in re.split(r"\n{2,}", "\n".join(lines).strip())]
+    return [[line for line in group if line] for group in groups if any(group)]
+
+
+def run(command: list[str]) -> None:
+    """Run a command. Raises RuntimeError with the last line that it printed, if it fails."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode:
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        raise RuntimeError((lines or ["no message"])[-1])
+
+
+def install(group: list[str], stamp: Path) -> None:
+    """Install one engine, unless these very versions are there."""
+    wanted = "\n".join(group)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    if group[0].startswith(SOURCE):
+        build_server(group[0])
+    else:
+        # Without their dependencies: .venv has these, and another torch must not come with them.
+        run([*PIP, "install", "--no-deps", "--upgrade", "--target", str(SITE), *group])
+    stamp.write_text(wanted)
+
+
+def build_server(requirement: str) -> None:
+    """Compile llama-server from the source that the package brings."""
+    if not shutil.which("cmake"):
+        raise RuntimeError("cmake is needed to compile llama.cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        run([*PIP, "download", "--no-deps", "--no-binary", SOURCE, "--dest", folder, requirement])
+        (archive,) = Path(folder).glob("*.tar.gz")
+        with tarfile.open(archive) as opened:
+            opened.extractall(folder, filter="data")
+        (source,) = Path(folder).glob("*/vendor/llama.cpp")
+        build = str(Path(folder) / "build")
+        run(["cmake", "-S", str(source), "-B", build, *(f"-D{name}={value}" for name, value in OPTIONS.items())])
+        run(["cmake", "--build", build, "--target", "llama-server", "--parallel", str(os.cpu_count() or 1)])
+        shutil.copy(Path(build) / "bin" / "llama-server", SERVER)
+
+
+def main() -> int:
+    """Install all engines; returns 1 if none could be installed."""
+    FOLDER.mkdir(exist_ok=True)
+    groups, failed = requirements(REQUIREMENTS.read_text(encoding="utf-8")), 0
+    for group in groups:
+        name = group[0].split("==")[0]
+        print(f"installing {name} ...", flush=True)
+        try:
+            install(group, FOLDER / f"{name}.txt")
+        except (RuntimeError, OSError, ValueError) as error:
+            failed += 1
+            print(f"{name} is left out: {one_line(str(error))}", file=sys.stderr)
+    return int(failed == len(groups))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

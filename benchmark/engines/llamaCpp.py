@@ -1,0 +1,147 @@
+"""llama.cpp: its server, in a process of its own."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from benchmark.engines.catalogue import SERVER, Answer, Asked, Load
+from benchmark.engines.weights import Weights
+
+NAMES = {  # of the weights of a layer
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
+WAIT = 600  # seconds for the server to load a model, and to write a text
+
+
+def convert(weights: Weights, folder: Path, bits: int) -> None:
+    """Write model.gguf."""
+    writer = gguf.GGUFWriter(folder / "model.gguf", "gptneox")
+    writer.add_context_length(weights.context)
+    writer.add_embedding_length(weights.hidden)
+    writer.add_block_count(weights.layers)
+    writer.add_feed_forward_length(weights.config["intermediate_size"])
+    writer.add_rope_dimension_count(weights.rotary)
+    writer.add_rope_freq_base(weights.theta)
+    writer.add_head_count(weights.heads)
+    writer.add_parallel_residual(weights.config["use_parallel_residual"])
+    writer.add_layer_norm_eps(weights.epsilon)
+    writer.add_vocab_size(weights.vocabulary)
+    # The only kind of vocabulary that has pieces and yet no token that ends a text.
+    writer.add_tokenizer_model("rwkv")
+    writer.add_token_list([f"t{token}" for token in range(weights.vocabulary)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * weights.vocabulary)
+    add(writer, "token_embd.weight", weights["gpt_neox.embed_in.weight"], bits)
+    add(writer, "output.weight", weights["embed_out.weight"], bits)
+    for part in ("weight", "bias"):
+        add(writer, f"output_norm.{part}", weights[f"gpt_neox.final_layer_norm.{part}"], bits)
+        for layer in range(weights.layers):
+            for name, other in NAMES.items():
+                weight = weights[f"gpt_neox.layers.{layer}.{name}.{part}"]
+                if other == "attn_qkv":  # By head, each with q, k and v -> all of q, all of k, all of v.
+                    grouped = weight.reshape(weights.heads, 3, weights.head, *weight.shape[1:])
+                    weight = grouped.swapaxes(0, 1).reshape(weight.shape)
+                add(writer, f"blk.{layer}.{other}.{part}", weight, bits)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add(writer: gguf.GGUFWriter, name: str, weight: np.ndarray, bits: int) -> None:
+    """Add a weight: a matrix in `bits` bits, anything else in float32."""
+    if weight.ndim == 1:
+        writer.add_tensor(name, np.ascontiguousarray(weight))
+    elif bits == 16:
+        writer.add_tensor(name, weight.astype(np.float16))
+    else:
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
+
+
+class Engine:
+    """A server, and the connection to it."""
+
+    version = "llama.cpp server of llama-cpp-python"
+
+    def __init__(self, load: Load) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        # fmt: off
+        command = [
+            str(SERVER), "--model", str(load.target / "model.gguf"), "--host", "127.0.0.1", "--port", str(port),
+            "--threads", str(load.threads), "--threads-batch", str(load.threads), "--parallel", "1",
+            "--ctx-size", str(load.context), "--cache-ram", "0", "--no-warmup", "--offline", "--log-disable",
+        ]
+        if load.draft:
+            command += [
+                "--model-draft", str(load.draft / "model.gguf"), "--spec-type", "draft-simple",
+                "--spec-draft-n-max", str(load.gamma), "--spec-draft-n-min", "0", "--spec-draft-p-min", "0",
+                "--threads-draft", str(load.threads),
+            ]
+        if load.alpha:  # Each rate is that of a guess and of all before it.
+            command += ["--spec-synth-rates", ",".join(str(load.alpha**i) for i in range(1, load.gamma + 1))]
+        # fmt: on
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.port = port
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the model is loaded."""
+        end = time.monotonic() + WAIT
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"llama-server ended with exit code {self.process.returncode}")
+            try:
+                if self.request("GET", "/health")[0] == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.2)
+        raise RuntimeError("llama-server did not load the model in time")
+
+    def request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """(status, answer) of a request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
+        try:
+            connection.request(
+                method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"}
+            )
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def generate(self, asked: Asked) -> Answer:
+        """Continue one prompt. The times are by the server's own clock: an HTTP request is no part of decoding."""
+        body = {
+            "prompt": asked.prompt,
+            "n_predict": asked.count,
+            "cache_prompt": False,
+            "return_tokens": True,
+            "samplers": ["temperature", "top_p"] if asked.temperature else ["top_k"],
+            "temperature": asked.temperature,
+            "top_p": asked.top_p if asked.temperature else 1.0,
+            "top_k": 0 if asked.temperature else 1,
+            "seed": asked.seed % (1 << 32),
+        }
+        status, answer = self.request("POST", "/completion", body)
+        if status != 200:
+            raise RuntimeError(f"llama-server answered {status}: {answer}")
+        first, rest = (answer["timings"][f"{part}_ms"] / 1e3 for part in ("prompt", "predicted"))
+        tokens = answer["tokens"]
+        return tokens, [(first, 1), (first + rest, len(tokens) - 1)]

@@ -1,0 +1,234 @@
+"""The benchmark's other engines, with engines that only pretend: which row is timed, and what is said of its text."""
+
+import json
+import sys
+import time
+from functools import partial
+
+import helpers
+import psutil
+import pytest
+import torch
+
+from benchmark import __main__ as benchmark
+from benchmark import forwards, inTurn, shapes, tables
+from benchmark.engines import catalogue, check, client, install, prepare, sources
+from benchmark.engines.client import Child, PeerError
+from benchmark.engines.weights import Weights
+from benchmark.progress import Progress
+from engine.cachedModel import CachedModel
+from inputs.models import load_model
+from inputs.tokenizers import load_tokenizer
+from regrSampling import regrSampling
+from utils import GREEDY, Sampling
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch, tmp_path):
+    monkeypatch.setattr(inTurn, "TURNS", (2, 2))
+    monkeypatch.setattr(forwards, "LARGE", 1 << 20)
+    monkeypatch.setattr(forwards, "CONTEXTS", (64,))
+    for name, value in {"GREEDY_TOKENS": 6, "TEXTS": 4, "TEXT_TOKENS": 25}.items():
+        monkeypatch.setattr(check, name, value)
+    for module in prepare, sources:
+        monkeypatch.setattr(module, "MODELS", tmp_path / "peers")
+
+
+class Pretender:
+    """Stands for the process of an engine. Its texts are the target's own but for a planted fault:
+
+    greedy: greedy text is the draft's, as after a wrong conversion. sampled: drawn text is the draft's. load: it does
+    not load. late: it fails at its last text.
+    """
+
+    def __init__(self, models, faults):
+        self.models, self.faults, self.closed, self.left = models, faults, False, None
+
+    def ask(self, do, **asked):
+        if do == "convert":
+            return {}
+        if do == "load":
+            self.fault = self.faults.get((asked["module"], asked["draft"] is not None))
+            if self.fault == "load":
+                raise PeerError("the library is missing")
+            return {"version": "1.0"}
+        greedy = not asked["temperature"]
+        if self.fault == "late" and asked["count"] == 7:
+            raise PeerError("out of memory")
+        wrong = self.fault == "greedy" if greedy else self.fault == "sampled"
+        sampling = GREEDY if greedy else Sampling(asked["temperature"], 0, asked["top_p"])
+        generator = torch.Generator().manual_seed(asked["seed"])
+        model = self.models["draft" if wrong else "target"]
+        (text,), (record,) = regrSampling([asked["prompt"]], model, asked["count"], sampling, None, generator)
+        return {"tokens": text, "times": [[when, 1] for when in record.times]}
+
+    def close(self):
+        self.closed = True
+
+    __enter__ = lambda self: self  # noqa: E731
+    __exit__ = lambda self, *failure: self.close()  # noqa: E731
+
+
+def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeypatch, capsys):
+    tokenizer = load_tokenizer(pair_folder / "target")
+    models = {role: load_model(pair_folder / role, tokenizer, "float32", "cpu") for role in ("target", "draft")}
+    faults = {
+        ("openvinoGenai", True): "sampled",
+        ("llamaCpp", True): "late",
+        ("cTranslate", False): "greedy",
+        ("openvinoGenai", False): "load",
+    }
+    made = []
+
+    def pretend():
+        made.append(Pretender(models, faults))
+        return made[-1]
+
+    monkeypatch.setattr(benchmark, "start", partial(sources.start, make_child=pretend))
+    names = [word for role in models for word in (f"--{role}", str(pair_folder / role))]
+    flags = "--maxLen 7 --prompts 2 --repeats 1 --dtype float32 --device cpu --no-compile --peers --out"
+    assert benchmark.main([*names, *flags.split(), str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "benchmark.json").read_text())
+    said = tables.texts_of(record)
+    expected = {  # how what is said of a row begins
+        "OpenVINO, float32": "left out: the library is missing",
+        "OpenVINO, float32, speculative": "not lossless: ",
+        "OpenVINO, int8 (quantised)": "left out: the library is missing",
+        "llama.cpp, float16": "lossless",
+        "llama.cpp, float16, speculative": "left out: out of memory",
+        "llama.cpp, int8 (quantised)": "lossless",
+        "CTranslate2, float32": "left out: not timed: ",
+        "CTranslate2, int8 (quantised)": "left out: not timed: ",
+    }
+    assert list(said) == list(expected)
+    assert all(said[name].startswith(words) for name, words in expected.items()), said
+    assert "impossible tokens" in said["OpenVINO, float32, speculative"]
+    timed = {line["method"] for line in record["speed"]}
+    assert timed & set(said) == {name for name, words in expected.items() if not words.startswith("left out")}
+    assert all(0 < line["ttft"] < line["seconds"] for line in record["speed"])
+    shown = capsys.readouterr().out
+    assert "OpenVINO, float32: left out: the library is missing" in shown
+    assert all(child.closed for child in made)
+
+
+def test_what_does_not_fit_says_so(tmp_path):
+    huge = prepare.Source(lambda: tmp_path, tmp_path, 1 << 50, 61)
+    row = catalogue.rows("float32")[0]
+    checker = check.Checker(None, None, 1e-3, 0)
+    progress = Progress()
+    (peer,) = prepare.prepare([row], {"target": huge}, checker, [[1]], 5, 3, progress, lambda: pytest.fail("started"))
+    assert peer.failed.startswith("converting needs about ") and "of memory" in peer.failed
+
+
+def test_a_text_of_another_length_is_refused():
+    child = Pretender({}, {})
+    child.ask = lambda do, **asked: {"tokens": [1, 2], "times": [[0.1, 1], [0.2, 1]]}
+    peer = prepare.Peer(catalogue.rows("float32")[0], 3)
+    peer.child = child
+    with pytest.raises(PeerError, match="wrote 2 tokens, and 3 were asked for"):
+        peer.write([1], 3, 0.0, 0)
+
+
+ENGINE = """
+import os, sys
+from types import SimpleNamespace
+from benchmark.engines import worker
+class Engine:
+    version = "1"
+    def __init__(self, load):
+        print("noise")
+        os.write(1, b"more noise\\n")
+    def generate(self, asked):
+        if asked.seed == 1:
+            raise ValueError("two\\nlines")
+        if asked.seed == 2:
+            sys.exit(print("the last words", file=sys.stderr) or 3)
+        return asked.prompt[: asked.count], [(0.5, asked.count)]
+worker.importlib.import_module = lambda name: SimpleNamespace(Engine=Engine)
+worker.main()
+"""
+LOAD = {"target": "t", "draft": None, "precision": "int8", "threads": 1, "gamma": 3, "context": 9, "alpha": None}
+
+
+def wait_for(condition):
+    """Whether a condition comes true in time."""
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_child_answers_between_noise_and_stops_when_idle():
+    with Child([sys.executable, "-c", ENGINE]) as child:
+        assert child.ask("load", module="any", **LOAD) == {"version": "1"}
+        own = psutil.Process(child.process.pid)
+        assert wait_for(lambda: own.status() == psutil.STATUS_STOPPED)
+        asked = {"prompt": [5, 6, 7], "count": 2, "temperature": 0.0, "top_p": 1.0}
+        assert child.ask("generate", seed=0, **asked) == {"tokens": [5, 6], "times": [[0.5, 2]]}
+        with pytest.raises(PeerError, match="^ValueError: two lines$"):
+            child.ask("generate", seed=1, **asked)
+        with pytest.raises(PeerError, match="exit code 3: the last words"):
+            child.ask("generate", seed=2, **asked)
+    assert not own.is_running()
+
+
+def test_a_child_that_does_not_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr(client, "WAIT", 0.2)
+    with (
+        Child([sys.executable, "-c", "import time; time.sleep(60)"]) as child,
+        pytest.raises(PeerError, match="within"),
+    ):
+        child.ask("load")
+    assert child.process.poll() is not None
+
+
+def test_in_float32_is_what_a_float32_copy_computes():
+    model = helpers.tiny().model.to(torch.bfloat16)
+    copy = CachedModel(helpers.tiny().model, 61)
+    copy.model.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
+    weights = [id(weight) for weight in model.parameters()]
+    tokens = torch.randint(0, 61, (2, 9))
+    torch.testing.assert_close(check.InFloat32(model, 61).score(tokens), copy.score(tokens), rtol=1e-4, atol=1e-4)
+    assert weights == [id(weight) for weight in model.parameters()]
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+def test_weights_are_read_and_cut(tmp_path, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", (32, 2, 4))
+    model = shapes.random_model("tiny", torch.bfloat16, "cpu", 0)
+    model.save_pretrained(tmp_path)
+    weights = Weights(tmp_path, 100)
+    assert (weights.layers, weights.heads, weights.head, weights.rotary) == (2, 4, 8, 2)
+    for name, weight in model.state_dict().items():
+        cut = weight[:100] if name.endswith(("embed_in.weight", "embed_out.weight", "lm_head.weight")) else weight
+        name = name.replace("lm_head", "embed_out")
+        torch.testing.assert_close(torch.from_numpy(weights[name]), cut.float())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(ValueError, match="llama"):
+        Weights(tmp_path, 100)
+
+
+def test_an_engine_that_does_not_install_is_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(install, "FOLDER", tmp_path)
+    commands = []
+
+    def run(command):
+        commands.append(command)
+        if any("ctranslate2" in word for word in command):
+            raise RuntimeError("no matching distribution")
+
+    monkeypatch.setattr(install, "run", run)
+    monkeypatch.setattr(install, "build_server", lambda requirement: commands.append([requirement]))
+    groups = install.requirements(install.REQUIREMENTS.read_text())
+    assert [group[0].split("==")[0] for group in groups] == [
+        "openvino-genai",
+        "llama-cpp-python",
+        "ctranslate2",
+        "gguf",
+    ]
+    assert install.main() == 0
+    captured = capsys.readouterr()
+    assert captured.err == "ctranslate2 is left out: no matching distribution\n"
+    assert len(commands) == 4 and all("--no-deps" in command for command in commands if len(command) > 1)
+    assert install.main() == 0 and len(commands) == 5  # Only what failed is tried again.
