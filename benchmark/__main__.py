@@ -23,7 +23,7 @@ from benchmark.figure import draw
 from benchmark.forwards import LARGE, PROMPT, WIDTHS, growth, limits
 from benchmark.options import Options, parse
 from benchmark.parts import parts, tokens_of_rounds
-from benchmark.peers import twin
+from benchmark.peers import library_twin
 from benchmark.progress import Progress
 from benchmark.rows import Library, Variants, samplers
 from benchmark.shapes import VOCABULARY, random_model, weights_of
@@ -32,6 +32,7 @@ from decoding.room import check_room
 from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
 from engine.graphs import Plan
+from engine.twins import twin
 from experiments.runRecord import model_record, origin
 from experiments.speed import Measurement, measure
 from inputs.commandLine import as_command
@@ -98,7 +99,7 @@ def run(options: Options, argv: Sequence[str]) -> None:
     progress, device = Progress(), pick_device(options.device)
     dtype = options.dtype or pick_dtype(device)
     models, prompts = load(options, dtype, device)
-    library = {role: twin(model.model) for role, model in models.items()}
+    library = {role: library_twin(model.model) for role, model in models.items()}
     variants, took = {"eager": models}, None
     if options.compile:
         progress.say("compiling")

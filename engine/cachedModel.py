@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from decoding.interfaces import Operators
 from decoding.rounds import PYTORCH
 from decoding.rows import Rows
-from engine import attention
+from engine.attention import NAME, cache_dtype
 from engine.graphs import Graphs
 from engine.kvCache import SlotCache
 
@@ -34,7 +34,7 @@ class CachedModel:
         self.name = name
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(NAME)
         self.context = context_of(model.config)
         self.forwards = 0  # eager forwards so far
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -42,7 +42,7 @@ class CachedModel:
         self.operators: Operators = PYTORCH
         self.cache: SlotCache | None = None
         self._shape: tuple[int, int] | None = None
-        self._cache_dtype = attention.cache_dtype(model)
+        self._cache_dtype = cache_dtype(model)
         # On a CPU, attention costs as much as it reads, so it reads only slots that some row has reached. On a GPU it
         # costs little beside the weights, and finding the highest position would be a host sync.
         self._reads_filled = self.device.type == "cpu"
