@@ -2,8 +2,8 @@
 
     model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True, assistant_model=draft, gamma=4)
 
-FOLDER is the folder that holds `custom_generate/`, or its id on the hub. transformers copies this file elsewhere, with the
-files beside it that it imports. In the project's own folder there are none: then the project must be on Python's path.
+FOLDER is the folder that holds `custom_generate/`, or its id on the hub. transformers copies this file elsewhere, with
+the files beside it that it imports. The project's own folder has none, so there the project must be on Python's path.
 `python -m scripts.packGenerate FOLDER` writes a folder that needs nothing else.
 """
 

@@ -183,6 +183,9 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "fullSize": "downloadModel",
     "training": "trainBundled",
     "keepRecord": "docs",
+    "generateArguments": "customGenerate",
+    "twins": "customGenerate",
+    "packGenerate": "customGenerate",
     "test": "cli",
 }
 
