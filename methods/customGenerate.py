@@ -67,7 +67,8 @@ def speculative(
         streamer: Any = None,
         **inputs: Any,
     ) -> Tensor | SpeculativeOutput:
-        streamer = streamer or not_handed_on(inspect.currentframe())
+        kept_back = not_handed_on(inspect.currentframe())
+        streamer = kept_back if streamer is None else streamer
         check_settings(generation_config, inputs)
         prompts, padding = unpadded(input_ids, inputs)
         sampling = as_sampling(logits_processor, padding, generation_config.do_sample)

@@ -38,6 +38,7 @@ HONOURED: dict[str, Sequence[object]] = {
     "use_cache": (None, True),
     "cache_implementation": (None, "dynamic"),
     "prefill_chunk_size": (None,),
+    "min_new_tokens": (None, 0),
     "output_scores": (None, False),
     "output_logits": (None, False),
     "output_attentions": (None, False),
@@ -65,7 +66,7 @@ def check_settings(config: GenerationConfig, inputs: dict[str, Any]) -> None:
         if value not in values:
             refuse(f"{name}={value!r}")
     for name, value in inputs.items():
-        if name not in INPUTS and value is not None:
+        if name not in INPUTS and value is not None and value is not False:
             refuse(f"the input {name}")
     cache = inputs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):

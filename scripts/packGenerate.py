@@ -1,7 +1,7 @@
 """Writes FOLDER/custom_generate/ with everything that `generate(custom_generate=FOLDER)` of transformers needs.
 
-The folder works without this project, and on the hub. transformers loads generate.py and what that imports from the same
-folder. So the modules of this project that it needs are copied beside it, and their imports are rewritten.
+The folder works without this project, and on the hub. transformers loads generate.py and what that imports from the
+same folder. So the modules of this project that it needs are copied beside it, and their imports are rewritten.
 """
 
 from __future__ import annotations
