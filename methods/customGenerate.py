@@ -2,14 +2,13 @@
 
     model.generate(**inputs, custom_generate=speculative(draft), max_new_tokens=200, do_sample=True, top_p=0.9)
 
-`generate` prepares its arguments as always. Where its own loop would run, it calls the function that `speculative`
+`generate` prepares its arguments as always. Where its own loop would run, it calls what `speculative`
 returned. generateArguments.py reads what `generate` prepared, and refuses what this sampler cannot honour.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from decoding.interfaces import LengthRule
+from decoding.interfaces import LengthRule, VerificationRule
 from decoding.record import Record
 from decoding.verification import RULES
 from engine.cachedModel import CachedModel
@@ -38,7 +37,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 def speculative(
     draft: PreTrainedModel, gamma: int | LengthRule = 4, verify: str = "token", vocabulary: int | None = None
-) -> Callable[..., Any]:
+) -> Speculative:
     """Speculative sampling, as a `custom_generate` for `model.generate`.
 
     draft: a smaller model with the same tokenizer, on the same device. Neither model is changed.
@@ -57,8 +56,20 @@ def speculative(
         raise ValueError(f"verify must be one of {', '.join(RULES)}, not {verify!r}")
     if isinstance(gamma, int) and gamma < 1:
         raise ValueError(f"gamma must be 1 or more, not {gamma}")
+    return Speculative(draft, gamma, RULES[verify], vocabulary)
 
-    def decode(
+
+@dataclass(frozen=True, repr=False)
+class Speculative:
+    """What `speculative` returns: the decoding loop, called by `generate` with what it prepared."""
+
+    draft: PreTrainedModel
+    gamma: int | LengthRule
+    verify: VerificationRule
+    vocabulary: int | None
+
+    def __call__(
+        self,
         model: PreTrainedModel,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
@@ -67,13 +78,14 @@ def speculative(
         streamer: Any = None,
         **inputs: Any,
     ) -> Tensor | SpeculativeOutput:
+        """`input_ids[B, L]` and the new tokens of each row, `[B, L + n]`, padded at the right."""
         kept_back = not_handed_on(inspect.currentframe())
         streamer = kept_back if streamer is None else streamer
         check_settings(generation_config, inputs)
         prompts, padding = unpadded(input_ids, inputs)
         sampling = as_sampling(logits_processor, padding, generation_config.do_sample)
         stop = Stop(input_ids, stopping_criteria, generation_config)
-        check_models(model, draft, stop.max_length, vocabulary)
+        check_models(model, self.draft, stop.max_length, self.vocabulary)
         if streamer is not None and len(prompts) > 1:
             refuse(f"a streamer for a batch of {len(prompts)} rows")
 
@@ -84,14 +96,14 @@ def speculative(
         try:
             tokens, records = specSampling(
                 prompts,
-                CachedModel(kept_twin(model), vocabulary, "the model"),
-                ModelDrafter(CachedModel(kept_twin(draft), vocabulary, "the draft")),
+                CachedModel(kept_twin(model), self.vocabulary, "the model"),
+                ModelDrafter(CachedModel(kept_twin(self.draft), self.vocabulary, "the draft")),
                 stop.max_length - input_ids.shape[1],
-                gamma,
+                self.gamma,
                 sampling,
                 stop.ends,
                 callback=None if streamer is None else stream,
-                verify=RULES[verify],
+                verify=self.verify,
             )
         except UserError as error:
             raise ValueError(str(error).replace("maxLen", "max_new_tokens")) from None
@@ -102,11 +114,9 @@ def speculative(
             return SpeculativeOutput(sequences=sequences, records=records)
         return sequences
 
-    return decode
-
 
 def not_handed_on(frame: Any) -> Any:
-    """The streamer given to the `generate` that called the function of `frame`, or None.
+    """The streamer given to the `generate` that made the call of `frame`, or None.
 
     transformers (5.17 to 5.23) hands neither `streamer`, `assistant_model` nor `synced_gpus` on to a callable. If the
     streamer were ignored, whoever reads from it would wait forever. So they are looked up where they are: among the

@@ -17,6 +17,7 @@ from mistakes import always_accept
 from outcomes import largest_error, small
 from test_specSampling import near
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -34,6 +35,7 @@ from transformers import (
 
 from decoding.lengthRules import DraftConfidence
 from decoding.verification import RULES
+from engine import attention
 from engine.twins import kept_twin
 from methods import customGenerate, generateArguments
 from methods.customGenerate import speculative
@@ -344,7 +346,7 @@ def test_a_streamer_hears_the_prompt_each_token_and_the_end(target, draft):
     target.generate(**arguments, streamer=theirs)
     assert ours.heard == theirs.heard and len(ours.heard) == 14
     with pytest.raises(ValueError, match="a streamer for a batch of 3 rows"):
-        target.generate(**batch(ROWS), **GREEDY, streamer=Heard(), custom_generate=speculative(draft))
+        target.generate(**batch(ROWS), **GREEDY, max_new_tokens=5, streamer=Heard(), custom_generate=speculative(draft))
 
 
 def test_the_text_streamers_of_transformers_work(pair_folder, capsys):
@@ -444,7 +446,8 @@ def test_other_refusals(target, draft):
 
 @pytest.fixture
 def modules(monkeypatch, tmp_path):
-    """Where transformers keeps the code that it loads: a folder of this test."""
+    """Where transformers keeps the code that it loads: a folder of this test. What that code registers is undone."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, attention.sdpa_in_cache_dtype)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
