@@ -112,21 +112,21 @@ class AfterSum(StoppingCriteria):
     [
         {"max_length": 21},  # of the padded prompt and the new tokens, for all rows
         {"max_length": 10},  # one new token
-        {"eos_token_id": 4},
-        {"eos_token_id": [4, 18, 33, 6]},
-        {"eos_token_id": 60, "pad_token_id": 7, "stopping_criteria": [AfterSum()]},
+        {"ends": 1},
+        {"ends": 3},
+        {"ends": 1, "pad_token_id": 7, "stopping_criteria": [AfterSum()]},
         {"repetition_penalty": 1.5},
         {"max_time": 0.0, "max_new_tokens": 1},
         {"num_return_sequences": 1, "max_new_tokens": 7, "temperature": 0.3, "top_k": 7},  # do_sample decides
     ],
-    ids=str,
+    ids=["max_length", "one token", "one id", "several ids", "a criterion", "a penalty", "max_time", "ignored filters"],
 )
 def test_rows_end_where_those_of_generate_alone_end(target, draft, how):
-    if "eos_token_id" in how:  # ids that the texts have
-        text = target.generate(**batch(ROWS), **GREEDY, max_new_tokens=30)[:, 9:]
-        ends = [text[0, 8].item(), text[1, 15].item(), text[2, 3].item(), 60]
-        how = how | {"eos_token_id": ends[0] if isinstance(how["eos_token_id"], int) else ends}
     arguments = batch(ROWS) | GREEDY | {"max_new_tokens": None if "max_length" in how else 30} | how
+    if ends := arguments.pop("ends", 0):  # so many ids that the texts have
+        text = target.generate(**batch(ROWS), **GREEDY, max_new_tokens=30)[:, 9:]
+        ids = [text[0, 8].item(), text[1, 15].item(), text[2, 3].item()]
+        arguments["eos_token_id"] = ids[:ends] if ends > 1 else ids[0]
     alone = target.generate(**arguments)
     assert target.generate(**arguments, custom_generate=speculative(draft)).tolist() == alone.tolist()
 
