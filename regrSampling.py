@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Generator
 
-from decoding.interfaces import Callback, Model
+from decoding.interfaces import Callback, EndOfText, Model
 from decoding.record import Record
 from decoding.rounds import draw_tokens, first_token
 from decoding.rows import Rows
@@ -18,13 +18,14 @@ def regrSampling(
     target: Model,
     max_len: int = 200,
     sampling: Sampling = Sampling(),
-    end_of_text: int | None = None,
+    end_of_text: EndOfText = None,
     generator: Generator | None = None,
     callback: Callback | None = None,
 ) -> tuple[list[list[int]], list[Record]]:
     """Continue each of `prefixes` (lists of token ids, of any lengths) with `target`, a `CachedModel`.
 
-    max_len: new tokens at most. end_of_text: the id that ends a row. generator: on the model's device.
+    max_len: new tokens at most. end_of_text: the id that ends a row, or a function (`Rows`).
+    generator: on the model's device.
     callback: called as `callback(row, tokens, guessed)` when a row has grown; the first `guessed` tokens are accepted
         guesses (here none).
     Returns the new tokens of each row and a `Record` of each row. Raises UserError as `Rows` does.

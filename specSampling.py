@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor
 
 from decoding.draftLength import Fixed
-from decoding.interfaces import Callback, Drafter, LengthRule, Model, VerificationRule
+from decoding.interfaces import Callback, Drafter, EndOfText, LengthRule, Model, VerificationRule
 from decoding.record import Record
 from decoding.rounds import first_token, score_and_verify
 from decoding.rows import Rows
@@ -23,7 +23,7 @@ def specSampling(
     max_len: int = 200,
     gamma: int | LengthRule = 4,
     sampling: Sampling = Sampling(),
-    end_of_text: int | None = None,
+    end_of_text: EndOfText = None,
     generator: Generator | None = None,
     callback: Callback | None = None,
     verify: VerificationRule = token_rule,

@@ -26,7 +26,7 @@ from benchmark.figure import draw
 from benchmark.forwards import LARGE, PROMPT, WIDTHS, growth, limits
 from benchmark.options import Options, parse
 from benchmark.parts import parts, tokens_of_rounds
-from benchmark.peers import twin
+from benchmark.peers import library_twin
 from benchmark.prefill import prefill
 from benchmark.progress import Progress
 from benchmark.rows import Library, Variants, samplers
@@ -36,6 +36,7 @@ from decoding.room import check_room
 from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
 from engine.graphs import Plan
+from engine.twins import twin
 from experiments.runRecord import model_record, origin
 from experiments.speed import Measurement, measure
 from inputs.commandLine import as_command
@@ -102,7 +103,7 @@ def run(options: Options, argv: Sequence[str]) -> None:
     progress, device = Progress(), pick_device(options.device)
     dtype = options.dtype or pick_dtype(device)
     models, prompts = load(options, dtype, device)
-    library = {role: twin(model.model) for role, model in models.items()}
+    library = {role: library_twin(model.model) for role, model in models.items()}
     peers = start(options, models, library, prompts, dtype, device, progress)
     try:
         variants, took = {"eager": models}, None

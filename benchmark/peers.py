@@ -6,7 +6,6 @@ Samplers are f(prompt, generator) -> (tokens, records), as `speed.measure` takes
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from decoding.record import Record
 from decoding.verification import token_rule
+from engine.twins import twin
 from experiments.speed import Timed
 from utils import Sampling, draw, probabilities
 
@@ -25,10 +25,9 @@ SAMPLING = Sampling()  # of all rows
 Generated = tuple[list[list[int]], list[Record]]  # the new tokens of one prompt and its record, each in a list of one
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A second model that shares the weights and has `transformers`' own attention. What is set or replaced in one of
-    the two does not change the other."""
-    other = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+def library_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A twin with `transformers`' own attention."""
+    other = twin(model)
     other.set_attn_implementation("sdpa")
     return other
 

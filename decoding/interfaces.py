@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 VerificationRule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # callback(row, tokens, guessed): a row has grown by `tokens`; the first `guessed` of them are accepted guesses.
 Callback = Callable[[int, list[int], int], None]
+# The id that ends a row, or ends(row, token): whether a row ends at the token it has grown by. Each is asked once.
+EndOfText = int | Callable[[int, int], bool] | None
 
 
 class Reader(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decoding.interfaces import Callback, Model
+from decoding.interfaces import Callback, EndOfText, Model
 from decoding.record import Record
 from decoding.room import check_room
 from utils import Sampling, not_finite
@@ -18,7 +18,8 @@ class Rows:
     """A batch of prefixes of different lengths, and the tokens generated after each.
 
     prefixes: lists of token ids (or an int tensor `[B, L]`). Every row gets at most `max_len` more tokens. It ends
-        early at `end_of_text`, which is kept as its last token.
+        early at `end_of_text`, which is kept as its last token. That is an id, or a function `ends(row, token)` that is
+        asked for each token in turn.
     models: the models that will read the rows. The first is the target, whose tokens the rows grow by. The shortest
         context and the smallest vocabulary among them are the limits.
     callback: called as `callback(row, tokens, guessed)` when a row has grown; the first `guessed` tokens are accepted
@@ -35,7 +36,7 @@ class Rows:
         prefixes: Sequence[Sequence[int]],
         max_len: int,
         models: Sequence[Model],
-        end_of_text: int | None = None,
+        end_of_text: EndOfText = None,
         callback: Callback | None = None,
     ) -> None:
         self.start = time.perf_counter()
@@ -134,11 +135,15 @@ class Rows:
         if tokens[accepted] >= self.target.vocabulary:
             raise not_finite(self.target)
         tokens = tokens[: min(accepted + 1, self.max_len - len(self.tokens[row]))]
-        if self.end_of_text in tokens:
-            tokens = tokens[: tokens.index(self.end_of_text) + 1]
+        end = next((i for i, token in enumerate(tokens) if self.ends(row, token)), None)
+        tokens = tokens if end is None else tokens[: end + 1]
         self.tokens[row] += tokens
         self._lengths[row] += len(tokens)
-        self.ended[row] = len(self.tokens[row]) == self.max_len or tokens[-1] == self.end_of_text
+        self.ended[row] = len(self.tokens[row]) == self.max_len or end is not None
         self.records[row].add(now, len(tokens), drafted, accepted)
         if self.callback:
             self.callback(row, tokens, min(accepted, len(tokens)))
+
+    def ends(self, row: int, token: int) -> bool:
+        """Whether the row ends at this token."""
+        return self.end_of_text(row, token) if callable(self.end_of_text) else token == self.end_of_text

@@ -82,7 +82,7 @@ def sdpa_in_cache_dtype(
     module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' "sdpa" in the dtype of `key` and `value`; the result has the dtype of `query[B, heads, n, d]`."""
-    if isinstance(key, Whole):
+    if not isinstance(key, Tensor):  # It is a `Whole`.
         attended = torch.ops.native.attend(
             query, key.states, value.states, key.positions, key.kept, value.kept, kwargs["scaling"]
         )

@@ -21,6 +21,7 @@ WIDTH = 119  # characters of a line of the layout
 # Folders without code, and what the layout says of them.
 OTHERS = {
     "docs/ tests/": "the documentation, in docs/records/ the record of each figure in it; the test suite",
+    "custom_generate/": "what `generate` of transformers loads by the folder's name",
     "models/ datasets/": "the bundled models and sample texts, and what you download",
     "results.txt": "the tables of every run, newest first",
 }
@@ -42,6 +43,7 @@ CHINESE_LAYOUT = {
     "benchmark/": "与 transformers 和内存带宽上限的对比（`python -m benchmark`）",
     "scripts/": "维护者的工具：训练自带模型、画图、生成文档",
     "docs/ tests/": "文档，docs/records/ 是其中每个数字的原始记录；测试",
+    "custom_generate/": "transformers 的 `generate` 按文件夹名加载的入口",
     "models/ datasets/": "自带的模型和样例文本，以及下载的模型和文本",
     "results.txt": "每次运行的表格，最新的在最前",
 }

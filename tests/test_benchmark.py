@@ -125,7 +125,7 @@ def test_a_random_model_computes_what_one_made_the_usual_way_does(monkeypatch):
 
 def test_a_twin_shares_weights_and_keeps_the_librarys_attention():
     ours = helpers.tiny()
-    other = peers.twin(ours.model)
+    other = peers.library_twin(ours.model)
     assert other.config._attn_implementation == "sdpa" != ours.model.config._attn_implementation
     assert all(a is b for a, b in zip(ours.model.parameters(), other.parameters()))
 
@@ -229,7 +229,7 @@ def variants():
 def test_only_compiled_rows_call_kernels(variants, flags):
     """Although the kernels are loaded in this process."""
     options = parse(["--maxLen", "9", *flags])
-    library = {role: peers.twin(model.model) for role, model in variants["eager"].items()}
+    library = {role: peers.library_twin(model.model) for role, model in variants["eager"].items()}
     called = {}
     for name, sampler in rows.samplers(options, variants, library).items():
         with KernelCalls() as calls:

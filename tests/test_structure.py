@@ -187,6 +187,9 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "fullSize": "downloadModel",
     "training": "trainBundled",
     "keepRecord": "docs",
+    "generateArguments": "customGenerate",
+    "twins": "customGenerate",
+    "packGenerate": "customGenerate",
     "test": "cli",
 }
 

@@ -1,0 +1,525 @@
+"""Speculative sampling inside `generate` of transformers: the same greedy texts, the same distributions, the same
+arguments, or a ValueError that names what is not honoured."""
+
+import ast
+import gc
+import re
+import sys
+import threading
+import weakref
+
+import helpers
+import pytest
+import torch
+from conftest import ROOT
+from localHub import Repository
+from mistakes import always_accept
+from outcomes import largest_error, small
+from test_specSampling import near
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    MinLengthLogitsProcessor,
+    MistralConfig,
+    MistralForCausalLM,
+    StoppingCriteria,
+    T5Config,
+    T5ForConditionalGeneration,
+    TemperatureLogitsWarper,
+    TextIteratorStreamer,
+    TextStreamer,
+    TopPLogitsWarper,
+)
+
+from decoding.lengthRules import DraftConfidence
+from decoding.verification import RULES
+from engine.kvCache import ATTENTION, sdpa_in_cache_dtype
+from engine.twins import kept_twin
+from methods import customGenerate, generateArguments
+from methods.customGenerate import speculative
+from methods.generateArguments import as_sampling, unpadded
+from scripts import packGenerate
+from utils import Sampling, probabilities, seen_after
+
+ROWS = [[5, 9, 2, 7], [3, 3, 8, 1, 40, 22, 17, 60, 2], [11]]
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+FREE = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None, "pad_token_id": 0}
+
+
+def batch(rows):
+    """Rows of tokens as a left-padded batch."""
+    width = max(map(len, rows))
+    padded = [[0] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+
+
+def plain(model):
+    """A model as a user has it: with the attention of transformers."""
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def tiny(family="gpt_neox", **how):
+    return plain(helpers.tiny(family, **how).model)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def draft():
+    """It agrees with the target often, but not always."""
+    return plain(near(helpers.tiny()).model)
+
+
+# Greedy texts.
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one row", "three ragged rows"])
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_greedy_texts_are_those_of_generate_alone(family, rows):
+    model, guesser, inputs = tiny(family), tiny(family, seed=1, layers=1), batch(rows)
+    alone = model.generate(**inputs, **GREEDY, max_new_tokens=24)
+    for verify in RULES:
+        ours = model.generate(
+            **inputs, **GREEDY, max_new_tokens=24, custom_generate=speculative(guesser, 3, verify=verify)
+        )
+        assert ours.tolist() == alone.tolist()
+
+
+def test_so_they_are_with_a_draft_that_is_often_right(target, draft):
+    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 40, "return_dict_in_generate": True}
+    ours = target.generate(**arguments, custom_generate=speculative(draft))
+    assert ours.sequences.tolist() == target.generate(**arguments).sequences.tolist()
+    accepted = {count for record in ours.records for count in record.accepted}
+    assert 0 in accepted and max(accepted) == 4  # Rounds of every kind took place.
+
+
+class AfterSum(StoppingCriteria):
+    """A row ends when the sum of its tokens is a multiple of 5: this is decided in the middle of rounds, too."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.sum(1) % 5 == 0
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"max_length": 21},  # of the padded prompt and the new tokens, for all rows
+        {"max_length": 10},  # one new token
+        {"ends": 1},
+        {"ends": 3},
+        {"ends": 1, "pad_token_id": 7, "stopping_criteria": [AfterSum()]},
+        {"repetition_penalty": 1.5},
+        {"max_time": 0.0, "max_new_tokens": 1},
+        {"num_return_sequences": 1, "max_new_tokens": 7, "temperature": 0.3, "top_k": 7},  # do_sample decides
+    ],
+    ids=["max_length", "one token", "one id", "several ids", "a criterion", "a penalty", "max_time", "ignored filters"],
+)
+def test_rows_end_where_those_of_generate_alone_end(target, draft, how):
+    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": None if "max_length" in how else 30} | how
+    if ends := arguments.pop("ends", 0):  # so many ids that the texts have
+        text = target.generate(**batch(ROWS), **GREEDY, max_new_tokens=30)[:, 9:]
+        ids = [text[0, 8].item(), text[1, 15].item(), text[2, 3].item()]
+        arguments["eos_token_id"] = ids[:ends] if ends > 1 else ids[0]
+    alone = target.generate(**arguments)
+    assert target.generate(**arguments, custom_generate=speculative(draft)).tolist() == alone.tolist()
+
+
+def test_a_prompt_without_a_mask_is_read_as_generate_reads_it(target, draft):
+    prompt = torch.tensor([[0, 0, 5, 9], [1, 2, 3, 4]])  # transformers takes the zeros for padding.
+    arguments = GREEDY | {"max_new_tokens": 20}
+    alone = target.generate(prompt, **arguments)
+    assert target.generate(prompt, **arguments, custom_generate=speculative(draft)).tolist() == alone.tolist()
+
+
+def test_a_rule_may_choose_how_many_tokens_to_guess(target, draft):
+    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 30}
+    ours = target.generate(**arguments, custom_generate=speculative(draft, DraftConfidence(6, 0.4)))
+    assert ours.tolist() == target.generate(**arguments).tolist()
+
+
+def test_vocabularies_of_one_tokenizer_may_be_padded_differently(target):
+    wider = tiny(seed=1, vocabulary=64)
+    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 20}
+    with pytest.raises(ValueError, match="61 entries and the draft's 64: they must share one tokenizer"):
+        target.generate(**arguments, custom_generate=speculative(wider))
+    ours = target.generate(**arguments, custom_generate=speculative(wider, vocabulary=61))
+    assert ours.tolist() == target.generate(**arguments).tolist()
+
+
+# Distributions.
+
+FILTERS = [
+    {"temperature": 0.7},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.7, "temperature": 0.6, "top_k": 12, "top_p": 0.7, "eos_token_id": [1, 2]},
+]
+
+
+def prepared(model, **arguments):
+    """What `generate` hands to a callable."""
+
+    def keep(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
+        return input_ids, logits_processor, inputs
+
+    return model.generate(**arguments, max_new_tokens=5, custom_generate=keep)
+
+
+def difference(model, arguments, logits, changed=None):
+    """The largest difference between our probabilities and those of transformers' own processors. Its release 5.17
+    penalises the token that pads; nothing is compared there."""
+    input_ids, processors, inputs = prepared(model, **batch(ROWS), **FREE | arguments)
+    prompts, padding = unpadded(input_ids, inputs)
+    sampling = changed or as_sampling(processors, padding, True)
+    seen = torch.stack([seen_after(torch.zeros(1, 61).bool(), torch.tensor([row]))[0, -1] for row in prompts])
+    wanted = processors(input_ids, logits.clone()).softmax(-1)
+    return (probabilities(logits, sampling, seen) - wanted).abs().max().item()
+
+
+@pytest.mark.parametrize("arguments", FILTERS, ids=str)
+def test_filters_give_the_probabilities_of_transformers_own(target, arguments):
+    logits = 4 * torch.randn(3, 61, generator=torch.Generator().manual_seed(0))
+    logits[:, 0] = -torch.inf  # the token that pads
+    assert difference(target, arguments, logits) < 1e-6
+    assert difference(target, arguments, logits, Sampling(1.0, 0, 1.0)) > 1e-3  # A filter that is lost is seen.
+
+
+def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=None, length=4, vocabulary=3, **arguments):
+    """The largest difference between the probability of a text that `generate` draws and the target's."""
+    model, guesser = small(2, vocabulary)
+    plain(model.model), plain(guesser.model)
+
+    def sample(rows):
+        inputs = batch(rows) | FREE | {"max_new_tokens": length} | arguments
+        made = model.model.generate(**inputs, custom_generate=speculative(guesser.model, 2))
+        return made[:, inputs["input_ids"].shape[1] :].tolist()
+
+    return largest_error(sample, model, length, sampling or Sampling(1.0, 0, 1.0), prefixes=prefixes)
+
+
+def test_texts_have_the_targets_probabilities():
+    assert error(vocabulary=2) < 1e-6
+
+
+def test_so_they_have_with_filters_and_a_penalty():
+    arguments = {"repetition_penalty": 1.5, "top_p": 0.95}
+    assert error(((1, 0, 0, 1), (1,)), Sampling(1.0, 0, 0.95, 1.5), vocabulary=2, **arguments) < 1e-6
+
+
+@pytest.mark.parametrize("mistake", ["accepts all", "reads padding", "loses a filter"])
+def test_a_planted_mistake_is_caught(monkeypatch, mistake):
+    if mistake == "accepts all":
+        monkeypatch.setitem(RULES, "token", always_accept)
+    elif mistake == "reads padding":
+        monkeypatch.setattr(customGenerate, "unpadded", lambda ids, inputs: (ids.tolist(), (ids < 0).sum(1)))
+    else:
+        monkeypatch.setattr(customGenerate, "as_sampling", lambda *given: Sampling(1.0, 0, 1.0))
+    filters = {"top_k": 2} if mistake == "loses a filter" else {}
+    assert error(sampling=Sampling(1.0, filters.get("top_k", 0), 1.0), length=3, **filters) > 1e-2
+
+
+@pytest.mark.parametrize("verify", RULES)
+def test_many_texts_of_one_prompt_are_distributed_as_the_targets(verify):
+    """With the random numbers of a run instead of every outcome, and an end of text in the middle of rounds."""
+    model, guesser = small(2, 5)
+    plain(model.model), plain(guesser.model)
+    torch.manual_seed(0)
+    arguments = FREE | {"eos_token_id": [3, 4], "top_k": 4, "temperature": 0.9, "max_new_tokens": 4}
+    custom = speculative(guesser.model, 3, verify)
+    texts = model.model.generate(
+        torch.tensor([[1, 2]]), **arguments, num_return_sequences=helpers.DRAWS // 6, custom_generate=custom
+    )[:, 2:]
+    joint = helpers.joint_distribution(model, [1, 2], 4, Sampling(0.9, 4, 1.0)).clone()
+    for step in range(3):  # What follows an end of text is padding.
+        for end in (3, 4):
+            after = joint.movedim(step, 0)[end]
+            rest = tuple(range(step, 3))
+            first = after.sum(rest, keepdim=True)
+            after.zero_()
+            after[(slice(None),) * step + (slice(0, 1),) * len(rest)] = first
+    assert helpers.chi_square(texts, joint, 5) > 1e-4
+    wrong = texts.clone()
+    wrong[: len(wrong) // 50, 1] = 1
+    assert helpers.chi_square(wrong, joint, 5) < 1e-6
+
+
+def test_a_seed_repeats_a_text(target, draft):
+    def text(seed):
+        torch.manual_seed(seed)
+        return target.generate(**batch(ROWS), **FREE, max_new_tokens=20, custom_generate=speculative(draft)).tolist()
+
+    assert text(3) == text(3) != text(4)
+    many = target.generate(
+        torch.tensor([[5, 9]]),
+        **FREE,
+        max_new_tokens=12,
+        num_return_sequences=4,
+        custom_generate=speculative(draft, verify="block"),
+    )
+    assert many.shape == (4, 14) and len(set(map(tuple, many.tolist()))) == 4
+
+
+# The models of the user.
+
+
+def test_neither_model_is_changed(target, draft):
+    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 20}
+    target.train()
+    before = target.eval().generate(**arguments)
+    states = [(repr(each.config), repr(each.generation_config), set(vars(each))) for each in (target, draft)]
+    target.train()
+    ours = target.generate(**arguments, custom_generate=speculative(draft))
+    assert all(module.training for module in target.modules())
+    target.eval()
+    assert [(repr(each.config), repr(each.generation_config), set(vars(each))) for each in (target, draft)] == states
+    assert target.config._attn_implementation == draft.config._attn_implementation == "sdpa"
+    assert target.generate(**arguments).tolist() == before.tolist() == ours.tolist()
+
+
+def test_the_twin_of_a_model_is_kept_and_follows_it(draft):
+    model, arguments = tiny(seed=5), batch(ROWS) | GREEDY | {"max_new_tokens": 12}
+
+    def both(model):
+        ours = model.generate(**arguments, custom_generate=speculative(draft))
+        return ours.tolist(), model.generate(**arguments).tolist()
+
+    ours, alone = both(model)
+    first = kept_twin(model)
+    assert ours == alone and kept_twin(model) is first
+    with torch.no_grad():
+        model.get_output_embeddings().weight.neg_()  # in place
+    changed, alone = both(model)
+    assert changed == alone != ours and kept_twin(model) is first
+    model.set_input_embeddings(torch.nn.Embedding.from_pretrained(draft.get_input_embeddings().weight.flip(0)))
+    again, alone = both(model)
+    assert again == alone != changed and kept_twin(model) is not first
+    gone = weakref.ref(model)
+    del model, first
+    gc.collect()
+    assert gone() is None
+
+
+def test_calls_at_the_same_time_do_not_disturb_each_other(target, draft):
+    custom, results = speculative(draft), {}
+
+    def run(row):
+        results[row] = target.generate(**batch([ROWS[row]]), **GREEDY, max_new_tokens=30, custom_generate=custom)
+
+    threads = [threading.Thread(target=run, args=(row,)) for row in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for row in range(3):
+        alone = target.generate(**batch([ROWS[row]]), **GREEDY, max_new_tokens=30)
+        assert results[row].tolist() == alone.tolist()
+
+
+# Streamers.
+
+
+class Heard:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.heard = []
+
+    def put(self, value):
+        self.heard.append(value.tolist())
+
+    def end(self):
+        self.heard.append("end")
+
+
+def test_a_streamer_hears_the_prompt_each_token_and_the_end(target, draft):
+    ours, theirs, arguments = Heard(), Heard(), batch(ROWS[:1]) | GREEDY | {"max_new_tokens": 12}
+    target.generate(**arguments, streamer=ours, custom_generate=speculative(draft))
+    target.generate(**arguments, streamer=theirs)
+    assert ours.heard == theirs.heard and len(ours.heard) == 14
+    with pytest.raises(ValueError, match="a streamer for a batch of 3 rows"):
+        target.generate(**batch(ROWS), **GREEDY, max_new_tokens=5, streamer=Heard(), custom_generate=speculative(draft))
+
+
+def test_the_text_streamers_of_transformers_work(pair_folder, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(pair_folder / "target")
+    model, guesser = (AutoModelForCausalLM.from_pretrained(pair_folder / name) for name in ("target", "draft"))
+    inputs = tokenizer("The ship", return_tensors="pt")
+    arguments = inputs | {"do_sample": False, "max_new_tokens": 12, "custom_generate": speculative(guesser)}
+    text = tokenizer.decode(model.generate(**arguments)[0, inputs["input_ids"].shape[1] :])
+    capsys.readouterr()
+    model.generate(**arguments, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    assert capsys.readouterr().out == text + "\n"
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    thread = threading.Thread(target=model.generate, kwargs=arguments | {"streamer": streamer})
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    assert "".join(pieces) == text and len(pieces) > 2
+
+
+# What cannot be honoured.
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"past_key_values": DynamicCache()}, "past_key_values of your own"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores=True"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states=True"),
+        ({"min_new_tokens": 3, "eos_token_id": 1}, "min_new_tokens=3"),
+        ({"min_length": 9, "eos_token_id": 1}, "MinLengthLogitsProcessor"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
+        ({"bad_words_ids": [[3]]}, "NoBadWordsLogitsProcessor"),
+        ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [1]}, "PrefixConstrainedLogitsProcessor"),
+        ({"logits_processor": [MinLengthLogitsProcessor(2, 1)]}, "MinLengthLogitsProcessor"),
+        (
+            {"logits_processor": [TopPLogitsWarper(0.9)], "do_sample": True, "temperature": 0.5, "top_k": 0},
+            "TemperatureLogitsWarper after TopPLogitsWarper",
+        ),
+        ({"logits_processor": [TopPLogitsWarper(0.9, min_tokens_to_keep=3)]}, "min_tokens_to_keep"),
+        ({"logits_processor": [TemperatureLogitsWarper(1e-6)], "do_sample": True}, "temperature must be 0"),
+        ({"position_ids": torch.arange(4)[None] + 3}, "position_ids of your own"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "pad on the left"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"max_new_tokens": 200}, "exceed the context of the"),
+        ({"max_new_tokens": 200}, "max_new_tokens 200"),
+        ({"input_ids": torch.tensor([[5, 99]])}, "a token outside the models' vocabulary of 61"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_honoured_is_refused_by_name(target, draft, arguments, words):
+    with pytest.raises(ValueError) as refused:
+        target.generate(
+            **{"input_ids": torch.tensor([ROWS[0]])} | GREEDY | {"max_new_tokens": 5} | arguments,
+            custom_generate=speculative(draft),
+        )
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_other_refusals(target, draft):
+    def refused(words, model=target, assistant=None, arguments=(), **how):
+        with pytest.raises(ValueError, match=words):
+            model.generate(
+                **{"input_ids": torch.tensor([ROWS[0]])} | GREEDY | {"max_new_tokens": 9} | dict(arguments),
+                custom_generate=speculative(assistant or draft, **how),
+            )
+
+    refused("gamma must be 1 or more", gamma=0)
+    refused("verify must be one of token, block, not 'blocks'", verify="blocks")
+    refused("the draft must be a transformers model, not a str", assistant="gpt2")
+    refused(r"vocabulary must lie in \[1, 61\]", vocabulary=62)
+    refused("assistant_model beside the draft", arguments={"assistant_model": draft})
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    windowed = MistralForCausalLM(
+        MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=8)
+    )
+    refused("a draft with layers that do not attend to the whole text", assistant=windowed)
+    refused("a model with layers that do not attend to the whole text", model=windowed)
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=2))
+    refused("a draft of type T5ForConditionalGeneration", assistant=t5)
+    with pytest.raises(ValueError, match="stopping_criteria for a batch without a pad_token_id"):
+        target.generate(
+            **batch(ROWS) | GREEDY | {"pad_token_id": None},
+            stopping_criteria=[AfterSum()],
+            custom_generate=speculative(draft),
+        )
+    draft.peft_config = {"default": None}
+    refused("a draft with adapters")
+    del draft.peft_config
+
+
+# The folder.
+
+
+@pytest.fixture
+def modules(monkeypatch, tmp_path):
+    """Where transformers keeps the code that it loads: a folder of this test. What that code registers is undone."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION, sdpa_in_cache_dtype)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path / "modules"
+    for name in set(sys.modules) - before:
+        if name.startswith("transformers_modules"):
+            del sys.modules[name]
+
+
+def test_the_projects_folder_is_loaded_by_its_path(target, draft, modules):
+    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 20}
+    loaded = {"custom_generate": str(ROOT), "trust_remote_code": True}
+    ours = target.generate(**arguments, **loaded, assistant_model=draft, gamma=3, verify="block")
+    assert ours.tolist() == target.generate(**arguments).tolist()
+    for given, words in (
+        ({}, "needs a draft: give a smaller model as assistant_model"),
+        ({"assistant_model": draft, "assistant_tokenizer": 1}, "does not support assistant_tokenizer"),
+        ({"assistant_model": draft, "num_beams": 2}, "does not support num_beams=2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            target.generate(**arguments, **loaded, **given)
+
+
+def test_a_packed_folder_is_loaded_by_its_path_and_from_the_hub(target, draft, modules, hub, tmp_path, monkeypatch):
+    assert packGenerate.main([str(tmp_path / "packed")]) == 0
+    folder = tmp_path / "packed" / "custom_generate"
+    own = {file.stem for file in ROOT.glob("*.py")} | {file.parent.name for file in ROOT.glob("*/__init__.py")}
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not own & {name.split(".")[0] for name in names}, file
+    hub.models["some/speculative"] = Repository(
+        {f"custom_generate/{file.name}": file.read_bytes() for file in folder.iterdir()}
+    )
+    arguments = batch(ROWS[:1]) | GREEDY | {"max_new_tokens": 20}
+    for place in (str(tmp_path / "packed"), "some/speculative"):
+        streamer = Heard()
+        ours = target.generate(
+            **arguments, custom_generate=place, trust_remote_code=True, assistant_model=draft, streamer=streamer
+        )
+        assert ours.tolist() == target.generate(**arguments).tolist() and streamer.heard[-1] == "end"
+    loaded = {str(module.__file__) for name, module in sys.modules.items() if name.endswith(".customGenerate")}
+    assert sum(file.startswith(str(modules)) for file in loaded) == 2  # the copies, not the project's own
+
+
+def test_a_model_that_comes_with_the_folder_uses_it(draft, modules, tmp_path):
+    tiny().save_pretrained(tmp_path / "model")
+    assert packGenerate.main([str(tmp_path / "model")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    arguments = GREEDY | {"max_new_tokens": 20}
+    ours = model.generate(torch.tensor([ROWS[0]]), **arguments, assistant_model=draft, return_dict_in_generate=True)
+    assert ours.records[0].alpha > 0.2
+    assert ours.sequences.tolist() == type(model).generate(model, torch.tensor([ROWS[0]]), **arguments).tolist()
+
+
+def test_packing_does_not_overwrite(tmp_path, capsys):
+    (tmp_path / "custom_generate").mkdir()
+    assert packGenerate.main([str(tmp_path)]) == 2
+    assert re.search("exists already; name another folder", capsys.readouterr().err)
+
+
+def test_the_example_of_the_library_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.S)
+    (example,) = [block for block in blocks if "custom_generate=speculative(" in block]
+    exec(compile(example, "docs/library.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 100
+
+
+def test_every_setting_that_is_refused_is_one_of_transformers():
+    """A name that transformers has dropped would be checked for nothing."""
+    from transformers import GenerationConfig
+
+    known = set(vars(GenerationConfig())) | {"num_beam_groups", "constraints", "force_words_ids", "use_mtp"}
+    assert set(generateArguments.HONOURED) <= known
