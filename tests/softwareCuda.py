@@ -516,11 +516,13 @@ def numbered(value: object) -> object:
 
 def make_tensor(data: object, *, dtype=None, device=None, pin_memory: bool = False, requires_grad: bool = False):
     """`torch.tensor`. On a device it makes the host wait: it copies from memory that is not pinned."""
+    if device is not None and MACHINE.device(device) is None:
+        return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
     made = torch.tensor(data, dtype=dtype, requires_grad=requires_grad)
     if pin_memory:
         made = made.clone()
         made.pinned = True
-    return made if device is None or MACHINE.device(device) is None else made.to(MACHINE.device(device))
+    return made if device is None else made.to(MACHINE.device(device))
 
 
 class Operators(TorchDispatchMode):

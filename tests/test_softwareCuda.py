@@ -14,6 +14,8 @@ import torch
 from helpers import FULL
 
 import specSampling as loop
+from benchmark import __main__ as benchmark
+from benchmark import forwards, inTurn
 from decoding.rows import Rows
 from engine import cudaGraphs
 from engine.cachedModel import CachedModel
@@ -131,6 +133,18 @@ def test_a_round_has_one_host_sync(gpu, name, engine, monkeypatch):
     assert {what for what, _ in gpu.syncs} <= {"copy to the host", "_local_scalar_dense"}
     ended = 2  # Rows end, and their state is copied; ragged guesses are, too.
     assert len(gpu.copies) <= 2 * count + ended + 6
+
+
+def test_prompts_of_one_length_are_read_by_a_graph(gpu, monkeypatch):
+    """In pieces: of two whole ones, of one and a part, of a part. The first prompt allocates the cache."""
+    monkeypatch.setattr(cudaGraphs, "PIECE", 3)
+    made, cpu = on_gpu("recorded", "fixed", 1), models("cpu")
+    for prompt in FIRST[0] + [7], FIRST[0] + [7], FIRST[0], FIRST[1]:
+        forwards = [model.forwards for model in made.values()]
+        text = sampler("fixed", made)([prompt], 18 - len(prompt), GREEDY)[0]
+        assert text == regrSampling([prompt], cpu["target"], 18 - len(prompt), GREEDY)[0]
+        eager = [model.forwards - before for model, before in zip(made.values(), forwards)]
+        assert sum(eager) == 0 or max(forwards) == 0
 
 
 # Planted mistakes. Each of them works on a CPU.
@@ -326,18 +340,33 @@ def test_a_recorded_run_and_its_repetition(on_device, cli, flags, tmp_path, caps
 COMMANDS = {
     "ppl": ["--ppl"],
     "speed": ["--speed", "--compile"],
-    "all": ["--compare", "all", "--compile"],
-    "lossless": ["--lossless", "all", "--tokens", "4000", "--rows", "32", "--compile"],
-    "sweep": ["--sweep", "--compile"],
-    "diversity": ["--diversity"],
-    "show": ["--show", "speculative", "--compile"],
+    "all": ["--compare", "all", "--compile", "--maxLen", "6"],
+    "lossless": ["--lossless", "fixed,draftConfidence,lookup", "--tokens", "500", "--compile"],
+    "sweep": ["--sweep", "--compile", "--sentences", "1", "--maxLen", "6"],
+    "diversity": ["--diversity", "--prompt", "The lamp", "--maxLen", "6", "--repeats", "2"],
+    "show": ["--show", "--compile"],
 }
+KINDS = {"ppl": "ppl_text", "all": "speed", "show": None}  # of the lines they write
 
 
 @pytest.mark.skipif(not FULL, reason="FULL=1: minutes")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_mode_runs(on_device, tmp_path, command):
     assert on_device(*COMMANDS[command]) == 0
+    kind = KINDS.get(command, command)
+    assert kind is None or kind in {line["kind"] for line in lines_of(tmp_path)}
+
+
+@pytest.mark.skipif(not FULL, reason="FULL=1: a minute")
+def test_the_benchmark_runs(gpu, pair_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(inTurn, "TURNS", (1, 1))
+    monkeypatch.setattr(forwards, "LARGE", 1 << 20)
+    monkeypatch.setattr(forwards, "CONTEXTS", (64, 128))
+    flags = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--out", tmp_path]
+    flags += ["--maxLen", 6, "--prompts", 1, "--repeats", 1, "--dtype", "float32", "--device", "cuda"]
+    assert benchmark.main([str(flag) for flag in flags]) == 0
+    methods = {line["method"] for line in json.loads((tmp_path / "benchmark.json").read_text())["speed"]}
+    assert {"speculative, eager", "speculative, compiled", "transformers"} <= methods
 
 
 def test_full_memory_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
