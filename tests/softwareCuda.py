@@ -432,6 +432,8 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.tensor:
             return make_tensor(*args, **kwargs)
+        if func is torch.as_tensor and not isinstance(args[0], torch.Tensor):
+            return make_tensor(*args, **kwargs)
         if func is torch.Tensor.pin_memory:
             if MACHINE.recording is not None:
                 raise RuntimeError("CUDA error: pinned memory is allocated during a capture")
@@ -465,7 +467,8 @@ def by_index(tensor: OnDevice, index: object, *value: object) -> torch.Tensor | 
         if part is None:
             view = view.unsqueeze(len(at))
         elif isinstance(part, slice):
-            view = aten.slice(view, len(at), part.start, part.stop, 1 if part.step is None else part.step)
+            bounds = [int(end) if isinstance(end, torch.Tensor) else end for end in (part.start, part.stop)]
+            view = aten.slice(view, len(at), *bounds, 1 if part.step is None else part.step)
         elif isinstance(part, int) and not isinstance(part, bool):
             view = view.select(len(at), part)
             continue
