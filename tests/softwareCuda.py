@@ -458,24 +458,23 @@ class Functions(TorchFunctionMode):
 def by_index(tensor: OnDevice, index: object, *value: object) -> torch.Tensor | None:
     """`tensor[index]`, or `tensor[index] = value`."""
     parts = index if isinstance(index, tuple) else (index,)
-    taken = sum(part is not None and part is not Ellipsis for part in parts)
+    taken = sum(dims_of(part) for part in parts)
     whole = (slice(None),) * (tensor.dim() - taken)
     where = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
     parts = (*parts, *whole) if where is None else (*parts[:where], *whole, *parts[where + 1 :])
-    view, at = tensor, []
+    view, dim, at = tensor, 0, []  # `at`: what `aten.index` takes, for each dimension but those of whole masks
     for part in parts:
+        if isinstance(part, int) and not isinstance(part, bool):
+            view = view.select(dim, part)
+            continue
         if part is None:
-            view = view.unsqueeze(len(at))
+            view = view.unsqueeze(dim)
         elif isinstance(part, slice):
-            bounds = [int(end) if isinstance(end, torch.Tensor) else end for end in (part.start, part.stop)]
-            view = aten.slice(view, len(at), *bounds, 1 if part.step is None else part.step)
-        elif isinstance(part, int) and not isinstance(part, bool):
-            view = view.select(len(at), part)
-            continue
-        else:
-            at.append(part if isinstance(part, torch.Tensor) else make_tensor(part, device=tensor.device))
-            continue
-        at.append(None)
+            bounds = [number_of(end) if isinstance(end, OnDevice) else end for end in (part.start, part.stop)]
+            view = aten.slice(view, dim, *bounds, 1 if part.step is None else part.step)
+        kept = part is None or isinstance(part, slice)
+        at.append(None if kept else part if isinstance(part, torch.Tensor) else make_tensor(part, device=tensor.device))
+        dim += 1 if kept else dims_of(part)
     chosen = any(part is not None for part in at)
     if not value:
         return aten.index(view, at) if chosen else view
@@ -484,6 +483,13 @@ def by_index(tensor: OnDevice, index: object, *value: object) -> torch.Tensor | 
         aten.index_put_(view, at, given)
     else:
         aten.copy_(view, given)
+
+
+def dims_of(part: object) -> int:
+    """How many dimensions a part of an index takes."""
+    if part is None or part is Ellipsis:
+        return 0
+    return part.dim() if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1
 
 
 def number_of(tensor: OnDevice) -> object:

@@ -274,6 +274,30 @@ def test_syncs_are_counted_with_their_lines(gpu):
     assert start.elapsed_time(end) >= 0
 
 
+def test_indices_are_those_of_torch(gpu):
+    here = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    mask, i, j = here[..., 0] > 0, torch.tensor([0, 2]), torch.tensor([1, 3])
+    indices = [
+        lambda m, i, j: m,
+        lambda m, i, j: (i, slice(None), None),
+        lambda m, i, j: (i, j),
+        lambda m, i, j: (..., j),
+        lambda m, i, j: (1, m[1]),
+        lambda m, i, j: (slice(None), slice(-2, None), 1),
+        lambda m, i, j: (None, ..., 2),
+        lambda m, i, j: [0, 2],
+        lambda m, i, j: (slice(None), slice(1, j[1])),
+    ]
+    there, *named = (each.to("cuda") for each in (here, mask, i, j))
+    for index in indices:
+        ours, theirs = index(*named), index(mask, i, j)
+        assert torch.equal(there[ours].cpu(), here[theirs])
+        changed, wanted = there.clone(), here.clone()
+        changed[ours], wanted[theirs] = 2.0, 2.0
+        changed[ours], wanted[theirs] = there[ours] * 3, here[theirs] * 3
+        assert torch.equal(changed.cpu(), wanted)
+
+
 def test_a_graph_computes_when_it_is_replayed(gpu):
     given, sums = torch.tensor([1.0, 2.0], device="cuda"), torch.zeros(2, device="cuda")
     graph = torch.cuda.CUDAGraph()
