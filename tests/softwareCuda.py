@@ -247,11 +247,14 @@ def dispatch(func, args: tuple, kwargs: dict) -> object:
     if target is None:
         return result
     written, shares = writes(func)
+    # In inference mode a view of a tensor from outside of it is no inference tensor either.
+    outside = shares and any(isinstance(each, OnDevice) and not each.is_inference() for each in given)
     if written:
         returned = [args[i] if i < len(args) else kwargs[name] for i, name in written]
         count = len(func._schema.returns)
         return None if count == 0 else returned[0] if count == 1 else tuple(returned)
-    return on_device(result, target, shares)
+    with torch.inference_mode(False) if outside else contextlib.nullcontext():
+        return on_device(result, target, shares)
 
 
 def on_device(result: object, device: torch.device, shares: bool) -> object:
