@@ -1,17 +1,21 @@
 # `make run`: from a fresh clone to results.txt. `make test`: the test suite. `make check`: style, types and tests.
+# `make test-cuda`: the GPU's code on a software CUDA device, every method and mode.
 # `make bench`: the benchmark. `make bench-peers`: the same beside other engines, which it installs into .peers/ first
 # (minutes; llama.cpp is compiled). `make docs`: renders the figures in README.md and docs/ from their records.
 # Each makes .venv first if it is not there.
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test style check bench bench-peers docs clean
+.PHONY: run test test-cuda style check bench bench-peers docs clean
 
 run: .venv/installed
 	$(VENV) test.py
 
 test: .venv/installed
 	$(VENV) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --cov=.
+
+test-cuda: .venv/installed
+	FULL=1 $(VENV) -m pytest tests/test_softwareCuda.py
 
 style: .venv/installed
 	$(VENV) -m ruff check

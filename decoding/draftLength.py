@@ -15,6 +15,7 @@ class Fixed:
     """Always `length` tokens."""
 
     stop: Callable[[Tensor], Tensor] | None = None
+    sure: Callable[[Tensor], Tensor] | None = None
     timed = False
 
     def __init__(self, length: int = 4) -> None:
@@ -32,5 +33,5 @@ class Fixed:
     def drafted(self) -> None:
         return
 
-    def learn(self, drafted: dict[int, int], accepted: dict[int, int], p_token: Callable[[], list[float]]) -> None:
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         return

@@ -53,7 +53,7 @@ class Model(Protocol):
     operators: Operators
     cache: Any
 
-    def reserve(self, rows: int, capacity: int) -> Any: ...
+    def reserve(self, rows: int, capacity: int) -> object: ...
 
     def read_prompt(self, rows: Rows) -> Tensor: ...
 
@@ -87,6 +87,8 @@ class LengthRule(Protocol):
     def timed(self) -> bool: ...
     @property
     def stop(self) -> Callable[[Tensor], Tensor] | None: ...
+    @property
+    def sure(self) -> Callable[[Tensor], Tensor] | None: ...
 
     def begin(self, rows: Rows) -> None:
         """A new batch."""
@@ -97,11 +99,11 @@ class LengthRule(Protocol):
     def drafted(self) -> None:
         """The guesses of the round are drawn; next they are scored."""
 
-    def learn(self, drafted: dict[int, int], accepted: dict[int, int], p_token: Callable[[], list[float]]) -> None:
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         """Learn from a round.
 
         drafted, accepted: {row: tokens guessed}, {row: guesses accepted}, of the rows that had not ended.
-        p_token: gives the target's probability of the token that each row drew last.
+        sure: {row: what `sure` said of the token that the target drew last}, if the rule has a `sure`.
         """
 
 

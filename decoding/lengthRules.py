@@ -16,7 +16,7 @@ from utils import UserError, check_share
 class Additive(Fixed):
     """One token more after a round accepted in full, else half as many, but at least `length` (the report's rule)."""
 
-    def learn(self, drafted: dict[int, int], accepted: dict[int, int], p_token: Callable[[], list[float]]) -> None:
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         for row, guesses in drafted.items():
             if accepted[row] == guesses:
                 self.lengths[row] += 1
@@ -45,10 +45,13 @@ class TargetConfidence(Fixed):
         super().__init__(length)
         self.threshold = check_share("threshold", threshold)
 
-    def learn(self, drafted: dict[int, int], accepted: dict[int, int], p_token: Callable[[], list[float]]) -> None:
-        confidence = p_token()
-        for row in accepted:
-            self.lengths[row] = self.length if confidence[row] >= self.threshold else 0
+    def sure(self, p_x: Tensor) -> Tensor:
+        """p_x: float32 `[B]`, the target's probability of the token each row drew last. Returns bool `[B]`."""
+        return p_x >= self.threshold
+
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
+        for row, is_sure in sure.items():
+            self.lengths[row] = self.length if is_sure else 0
 
 
 class CostAware:
@@ -61,6 +64,7 @@ class CostAware:
     """
 
     stop: Callable[[Tensor], Tensor] | None = None
+    sure: Callable[[Tensor], Tensor] | None = None
     timed = True
     MEMORY, PROBE = 0.995, 32  # Weight of the past in each round; one round in PROBE tries another length.
     RECENT = 0.9  # Weight of the past in the costs.
@@ -101,7 +105,7 @@ class CostAware:
         turn = self.rounds // self.PROBE % 4
         return (0, max(self.best - 1, 1), min(self.best + 1, self.longest), max(self.best, 1))[turn]
 
-    def learn(self, drafted: dict[int, int], accepted: dict[int, int], p_token: Callable[[], list[float]]) -> None:
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         for i in range(self.longest):  # A position that is no longer tested falls back on the one before it, in time.
             reached = [row for row, taken in accepted.items() if taken >= i and drafted[row] > i]
             passed = sum(accepted[row] > i for row in reached)

@@ -4,6 +4,7 @@ A rule is a pure function of p, q, the drafts and uniform random numbers u. It m
 must not synchronise with the host or keep state. If it must, set `verify.waits = True`.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,6 +31,12 @@ def token_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor,
     q = F.pad(q, (0, 0, 0, 1))
     at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
     return accepted, pick(residual(p.gather(1, at)[:, 0], q.gather(1, at)[:, 0]), u[:, -1])
+
+
+def drawn_with(p: Tensor, accepted: Tensor, token: Tensor) -> Tensor:
+    """The target's probability of the token after the accepted drafts, float32 `[B]`; 0 or nan if p was nan."""
+    rows = torch.arange(len(p), device=p.device)
+    return p[rows, accepted, token.clamp(max=p.shape[-1] - 1)]
 
 
 RULES: dict[str, VerificationRule] = {"token": token_rule, "block": block_rule}

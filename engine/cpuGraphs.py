@@ -8,7 +8,7 @@ positions. One graph serves every round and every text. torch keeps it on the di
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class CpuGraphs(Graphs):
     """
 
     operators = Kernels()
+    ragged = True
 
     def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
         loader.load()
@@ -94,17 +95,17 @@ class CpuGraphs(Graphs):
         self.compile(self.prefill_logits, (rows, "prefill"), tokens, positions, last)
         super().add_prefill(rows)
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, cache: SlotCache) -> Tensor:
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: SlotCache) -> Tensor:
         """See `Graphs`."""
         self.used += 1
-        rows, longest = tokens.shape
+        (rows, longest), ended = tokens.shape, torch.tensor(lengths)
         graph, kept = self.graphs[(rows, "prefill")], keys_values(cache)
         logits = torch.empty(rows, self.vocabulary)
         for start in range(0, longest, CHUNK):
             # Positions are clamped to the prompt: a graph reads two tokens at least, as its sizes are symbols.
             at = torch.arange(start, max(min(start + CHUNK, longest), start + 2)).clamp_(max=longest - 1)
-            ends = ((start < lengths) & (lengths <= start + CHUNK)).nonzero()[:, 0]  # The rows that end in this chunk.
-            last, where = (lengths[ends] - 1 - start).unique(return_inverse=True)
+            ends = ((start < ended) & (ended <= start + CHUNK)).nonzero()[:, 0]  # The rows that end in this chunk.
+            last, where = (ended[ends] - 1 - start).unique(return_inverse=True)
             positions = at.repeat(rows, 1)
             found = graph(tokens[:, at], positions, pad(last, (0, max(2 - len(last), 0))), *kept)
             logits[ends] = found[ends, where]

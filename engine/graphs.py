@@ -7,6 +7,7 @@ round, so the shapes must be few: narrower blocks are padded to the next width, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,7 @@ class Graphs(ABC):
     used: how many times a graph was used.
     """
 
+    ragged = False  # Whether its prefill reads prompts of different lengths.
     cache_dtype: torch.dtype
     operators: Operators = PYTORCH
 
@@ -61,14 +63,14 @@ class Graphs(ABC):
     def has(self, step: str, *shape: object) -> bool:
         """Whether there is a graph for a step of this shape.
 
-        "prefill": rows. "forward", "score_and_verify": rows, width of the block. "draw": rows, tokens read. "round":
-        graphs of the draft, rows, tokens read, guesses.
+        "prefill": rows, how many different lengths their prompts have. "forward", "score_and_verify": rows, width of
+        the block. "draw": rows, tokens read. "round": graphs of the draft, rows, tokens read, guesses.
         """
         if step == "round":
             return shape in self.rounds
-        if step == "prefill":
-            return shape[0] in self.prefills
         rows, width = shape
+        if step == "prefill":
+            return rows in self.prefills and (self.ragged or width == 1)
         if step == "draw":
             return rows in self.draws and width <= self.draws[rows][0]  # type: ignore[operator]
         return rows in self.widths and width <= self.widths[rows][-1]  # type: ignore[operator]
@@ -97,9 +99,9 @@ class Graphs(ABC):
         spare: by default no graph is made."""
         return
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, cache: SlotCache) -> Tensor:
-        """Read prompts `tokens[B, n]` of `lengths[B]` tokens, padded at the right, into the cache; float32 logits
-        `[B, V]` after each prompt's end. The graph reads them in chunks."""
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: SlotCache) -> Tensor:
+        """Read prompts `tokens[B, n]` of these lengths, padded at the right, into the cache; float32 logits `[B, V]`
+        after each prompt's end. The graph reads them in chunks."""
         raise LookupError("this engine makes no graphs of prefill")
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:

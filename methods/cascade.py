@@ -9,7 +9,7 @@ import specSampling
 from decoding.draftLength import Fixed
 from decoding.interfaces import Drafter, LengthRule, Model, VerificationRule
 from decoding.record import Record
-from decoding.rounds import Guesses, no_guesses, read_prompt
+from decoding.rounds import Guesses, no_guesses, prefill
 from decoding.rows import Rows
 from decoding.verification import token_rule
 from utils import Sampling
@@ -29,14 +29,15 @@ class InnerRows(Rows):
         """Take over the committed tokens of `outer` and forget those committed here beyond them. unread: how many
         before the last one this target has not read."""
         self.sequence.copy_(outer.sequence)
-        self.lengths, self._lengths, self.ended = outer.lengths, list(outer._lengths), list(outer.ended)
+        self.lengths, self.going = outer.lengths, outer.going
+        self.texts, self.ended = [list(text) for text in outer.texts], list(outer.ended)
         self.tokens = [[] for _ in outer.tokens]
         self.unread = unread
 
     def ahead_of(self, outer: Rows) -> int:
         """Tokens committed here beyond `outer`, in the row that has fewest and has not ended."""
         return min(
-            ours - theirs for ours, theirs, ended in zip(self._lengths, outer._lengths, outer.ended) if not ended
+            len(ours) - len(theirs) for ours, theirs, ended in zip(self.texts, outer.texts, outer.ended) if not ended
         )
 
 
@@ -57,7 +58,7 @@ class CascadeDrafter:
 
     def begin(self, rows: Rows) -> None:
         """Read the prompts."""
-        read_prompt(self.model, rows)
+        prefill(self.model, rows)
         self.inner = InnerRows(rows, self.model)
         self.drafter.begin(self.inner)
         self.length.begin(rows)

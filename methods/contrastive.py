@@ -10,7 +10,7 @@ import math
 from torch import Tensor
 
 from decoding.interfaces import Model
-from decoding.rounds import forward, read_prompt
+from decoding.rounds import forward, prefill
 from decoding.rows import Rows
 from utils import UserError, check_share
 
@@ -44,11 +44,13 @@ class Contrast:
         return self.scores(forward(self.expert, tokens, positions), forward(self.amateur, tokens, positions))
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Each model reserves its own KV cache when it reads the prompts."""
+        """As `CachedModel.reserve`, of both models."""
+        self.expert.reserve(rows, capacity)
+        self.amateur.reserve(rows, capacity)
 
     def read_prompt(self, rows: Rows) -> Tensor:
         """As `CachedModel.read_prompt`: scores `[B, vocabulary]` after each row's prompt."""
-        return self.scores(read_prompt(self.expert, rows), read_prompt(self.amateur, rows))
+        return self.scores(prefill(self.expert, rows), prefill(self.amateur, rows))
 
     def score(self, tokens: Tensor) -> Tensor:
         """As `CachedModel.score`: scores `[B, n, vocabulary]` without the caches."""

@@ -4,7 +4,7 @@ and decoding/interfaces.py says what each method of a drafter is for (`Drafter`)
 from torch import Generator
 
 from decoding.interfaces import LengthRule, Model
-from decoding.rounds import Guesses, guess, no_guesses, read_prompt
+from decoding.rounds import Guesses, guess, no_guesses, prefill
 from decoding.rows import Rows
 from utils import Sampling
 
@@ -18,7 +18,7 @@ class ModelDrafter:
 
     def begin(self, rows: Rows) -> None:
         """Read the prompts."""
-        read_prompt(self.model, rows)
+        prefill(self.model, rows)
         self.behind = 1
 
     def rewind(self, count: int) -> None:

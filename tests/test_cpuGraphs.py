@@ -14,7 +14,7 @@ from torch.nn.functional import gelu
 
 from decoding.draftLength import Fixed
 from decoding.lengthRules import CostAware, DraftConfidence, TargetConfidence
-from decoding.rounds import PYTORCH, draw_tokens, forward, read_prompt
+from decoding.rounds import PYTORCH, draw_tokens, forward, prefill
 from decoding.rows import Rows
 from engine import cpuGraphs
 from engine.cachedModel import CachedModel
@@ -110,7 +110,7 @@ def test_the_graph_of_prefill_reads_prompts_of_all_lengths(models, monkeypatch, 
     eager, target, _ = models
     text = torch.randint(61, (prompt,), generator=torch.Generator().manual_seed(prompt)).tolist()
     used = target.graphs.used
-    wanted, found = (read_prompt(model, Rows([text], 9, [model])) for model in (eager, target))
+    wanted, found = (prefill(model, Rows([text], 9, [model])) for model in (eager, target))
     assert target.graphs.used == used + 1
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     for ours, eagers in zip(target.cache.layers, eager.cache.layers):
@@ -271,10 +271,10 @@ def test_the_graph_of_prefill_reads_ragged_batches(models, monkeypatch):
     eager, target = models[0], helpers.tiny()
     assert compile_model(target, Plan(), rows=3) > 0
     texts = [torch.randint(61, (n,)).tolist() for n in (33, 2, 30)]
-    wanted, found = (read_prompt(model, Rows(texts, 9, [model])) for model in (eager, target))
+    wanted, found = (prefill(model, Rows(texts, 9, [model])) for model in (eager, target))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     assert target.graphs.used == 1
-    again = read_prompt(target, Rows([text[::-1] for text in texts], 9, [target]))  # The mistake the check is for.
+    again = prefill(target, Rows([text[::-1] for text in texts], 9, [target]))  # The mistake the check is for.
     assert not torch.allclose(again, wanted, atol=1e-2)
 
 

@@ -22,8 +22,9 @@ def rows(count):
     return SimpleNamespace(tokens=[[] for _ in range(count)], device="cpu")
 
 
-def tell(rule, drafted, accepted, p_token=None):
-    rule.learn(dict(enumerate(drafted)), dict(enumerate(accepted)), lambda: p_token)
+def tell(rule, drafted, accepted, p_token=()):
+    sure = rule.sure(torch.tensor(p_token)).tolist() if p_token else []
+    rule.learn(dict(enumerate(drafted)), dict(enumerate(accepted)), dict(enumerate(sure)))
 
 
 def test_additive_grows_by_one_and_halves_row_by_row():
@@ -90,7 +91,7 @@ def simulate(rule, alpha, price, cost, tokens=4000, seed=0, drift=0.5):
             for _ in range(2)
         ]
         rule.watch = SimpleNamespace(seconds=lambda: (drafting * noise[0], scoring * noise[1]))
-        rule.learn({0: gamma}, {0: accepted}, None)
+        rule.learn({0: gamma}, {0: accepted}, {})
     return made / seconds
 
 
