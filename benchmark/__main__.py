@@ -95,7 +95,7 @@ def compiled(models: dict[str, CachedModel], gamma: int) -> tuple[dict[str, Cach
         "target": Plan(frozenset({*WIDTHS, gamma + 1}), frozenset({1})),
         "draft": Plan(frozenset(WIDTHS), frozenset({1, gamma}), read=2),
     }
-    return ready, compile_all(ready, plans, gamma)
+    return ready, compile_all(ready, plans, {gamma})
 
 
 def run(options: Options, argv: Sequence[str]) -> None:

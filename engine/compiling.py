@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from tqdm import tqdm
@@ -75,17 +75,19 @@ def compile_round(target: CachedModel, draft: CachedModel, count: int, rows: int
 
 
 def compile_all(
-    models: dict[str, CachedModel], plans: dict[str, Plan], guesses: int, rows: int = 1
+    models: dict[str, CachedModel], plans: dict[str, Plan], rounds: Iterable[int] = (), rows: int = 1
 ) -> list[float | None]:
     """Make the graphs of all `models`, {role: model}, with a progress bar. A restricted draft gets the draft's plan.
 
-    guesses: of a round that is worth one graph; 0: none. Returns the seconds of each step, None where it failed.
+    rounds: numbers of guesses whose rounds are worth one graph each. Returns the seconds of each step, None where it
+    failed.
     """
+    rounds = sorted(rounds)
     own = {role: plans.get("draft" if role == "restricted" else role, Plan()) for role in models}
-    with tqdm(total=sum(map(len, own.values())) + (guesses > 0), desc="compiling", disable=None, leave=False) as bar:
+    with tqdm(total=sum(map(len, own.values())) + len(rounds), desc="compiling", disable=None, leave=False) as bar:
         took = [compile_model(model, own[role], rows, bar.update) for role, model in models.items()]
         draft = models.get("restricted") or models.get("draft")
-        if guesses and draft and None not in took:
+        for guesses in rounds if draft and None not in took else ():
             took.append(compile_round(models["target"], draft, guesses, rows))
             bar.update()
     return took

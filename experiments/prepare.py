@@ -164,13 +164,13 @@ def find_models(settings: Settings) -> dict[str, Path]:
 
 def compile_models(models: LoadedModels, settings: Settings) -> None:
     """Make the graphs that the methods are worth, and say how long it took. No measurement includes it."""
-    plans, guesses = plan_graphs(
+    plans, rounds = plan_graphs(
         settings.measuring.names,
         settings.decoding,
         settings.sampling.repetition_penalty != 1,
         "sweep" in settings.measuring.groups,
     )
-    took = compile_all(models, plans, guesses, settings.rows)
+    took = compile_all(models, plans, rounds, settings.rows)
     seconds = [each for each in took if each is not None]
     if len(seconds) == len(took):
         print(f"Compiled in {sum(seconds):.0f} s; the graphs are kept for the next time.")

@@ -37,7 +37,7 @@ class Method:
     make: f(models, decoding, wrap) -> sampler; wrap: wraps the drafter, to watch it.
     needs: roles it needs beside the target.
     graphs: f(decoding) -> the graphs worth making for each role.
-    round: f(decoding) -> guesses in a round that is worth one graph (`CachedModel.compile_round`), or 0.
+    rounds: f(decoding) -> numbers of guesses whose rounds are worth one graph each (`compiling.compile_round`).
     lossless: its text is distributed as the target's. seeded: f(decoding) -> whether the seed fixes its tokens.
     contrasts: it needs two different models that both know every token.
     guesser: the role of the model whose distributions are the q of its guesses.
@@ -49,7 +49,7 @@ class Method:
     make: Callable[[Models, Decoding, Wrap], Sampler]
     needs: tuple[str, ...] = ()
     graphs: Callable[[Decoding], Plans] = field(default=lambda decoding: {})
-    round: Callable[[Decoding], int] = field(default=lambda decoding: 0)
+    rounds: Callable[[Decoding], frozenset[int]] = field(default=lambda decoding: frozenset())
     lossless: bool = False
     seeded: Callable[[Decoding], bool] = field(default=lambda decoding: True)
     contrasts: bool = False
@@ -90,7 +90,7 @@ CATALOGUE = (
         "speculative sampling as the flags say",
         speculative(),
         graphs=rounds_of(),
-        round=whole_rounds(),
+        rounds=whole_rounds(),
         lossless=True,
         seeded=follows_no_clock,
         modes=("speed", "speedMulti", "diversity"),
@@ -101,7 +101,7 @@ CATALOGUE = (
         "gamma guesses each round",
         speculative("fixed"),
         graphs=rounds_of("fixed"),
-        round=whole_rounds("fixed"),
+        rounds=whole_rounds("fixed"),
         lossless=True,
     ),
     Method(
@@ -124,7 +124,7 @@ CATALOGUE = (
         "guesses only while the target is sure",
         speculative("targetConfidence"),
         graphs=rounds_of("targetConfidence"),
-        round=whole_rounds("targetConfidence"),
+        rounds=whole_rounds("targetConfidence"),
         lossless=True,
     ),
     Method(
@@ -140,7 +140,7 @@ CATALOGUE = (
         "block verification",
         speculative("fixed", "block"),
         graphs=rounds_of("fixed"),
-        round=whole_rounds("fixed"),
+        rounds=whole_rounds("fixed"),
         lossless=True,
     ),
     Method(

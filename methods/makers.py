@@ -133,7 +133,11 @@ def step_by_step(plan: Plan) -> Plan:
     return Plan(plan.widths | {1} | ({plan.read} if plan.draws else frozenset()), plan.draws, plan.read)
 
 
-VARIED = {"target": Plan(frozenset({2, 3, 5, 8, 11})), "draft": Plan(draws=frozenset({1, 2, 4, 8}), read=2)}
+# For guesses of varying number: widths and draws of their own for the lengths of `CostAware`.
+VARIED = {
+    "target": Plan(frozenset(length + 1 for length in CostAware.LENGTHS if length)),
+    "draft": Plan(draws=frozenset({1, 2, 3, 4, 6}), read=2),
+}
 
 
 def rounds_of(rule: str | None = None) -> Callable[[Decoding], Plans]:
@@ -149,14 +153,16 @@ def rounds_of(rule: str | None = None) -> Callable[[Decoding], Plans]:
     return graphs
 
 
-def whole_rounds(rule: str | None = None) -> Callable[[Decoding], int]:
-    """Guesses of a round that is one graph: if the draft-length rule guesses one number of tokens or none."""
+def whole_rounds(rule: str | None = None) -> Callable[[Decoding], frozenset[int]]:
+    """Guesses of the rounds that are one graph each: where the draft-length rule guesses few different numbers."""
 
-    def count(decoding: Decoding) -> int:
-        steady = (rule or decoding.draft_length) in ("fixed", "targetConfidence") and not decoding.lookup
-        return (decoding.gamma or 4) if steady else 0
+    def counts(decoding: Decoding) -> frozenset[int]:
+        name = rule or decoding.draft_length
+        if decoding.lookup or name not in ("fixed", "targetConfidence", "costAware"):
+            return frozenset()
+        return frozenset({2, 3, 4}) if name == "costAware" else frozenset({decoding.gamma or 4})
 
-    return count
+    return counts
 
 
 def follows_no_clock(decoding: Decoding) -> bool:

@@ -67,8 +67,8 @@ def repeatable(name: str, decoding: Decoding) -> bool:
     return name not in METHODS or METHODS[name].seeded(decoding)
 
 
-def plan_graphs(names: Iterable[str], decoding: Decoding, penalised: bool, sweep: bool) -> tuple[Plans, int]:
-    """The graphs worth making for each role, and the guesses of a round that is worth one graph (0: none).
+def plan_graphs(names: Iterable[str], decoding: Decoding, penalised: bool, sweep: bool) -> tuple[Plans, frozenset[int]]:
+    """The graphs worth making for each role, and the numbers of guesses whose rounds are worth one graph each.
 
     penalised: with a repetition penalty, tokens are drawn one by one. sweep: over gamma; each is measured alike, so no
     round is one graph.
@@ -80,8 +80,8 @@ def plan_graphs(names: Iterable[str], decoding: Decoding, penalised: bool, sweep
             plans[role] = plans.get(role, Plan()) | plan
     if penalised:
         plans = {role: step_by_step(plan) for role, plan in plans.items()}
-    guesses = max((method.round(decoding) for method in methods), default=0)
-    return plans, 0 if penalised or sweep else guesses
+    rounds = frozenset().union(*(method.rounds(decoding) for method in methods))
+    return plans, frozenset() if penalised or sweep else rounds
 
 
 def build(

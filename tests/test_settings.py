@@ -65,7 +65,7 @@ def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
         lambda models, decoding, wrap: models["target"],
         needs=("draft",),
         graphs=lambda decoding: {"target": Plan(frozenset({decoding.gamma or 17}))},
-        round=lambda decoding: 17,
+        rounds=lambda decoding: frozenset({17}),
         lossless=True,
         seeded=lambda decoding: decoding.verification != "block",
         modes=("speed",),
@@ -79,6 +79,6 @@ def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
     assert "toy" not in choose("all", ())
     helps = {action.dest: action.help for action in flags.parser()._actions}
     assert "toy (an example of a method)" in helps["compare"] and "toy" in helps["lossless"]
-    assert plan_graphs(["toy"], Decoding(), False, False) == ({"target": Plan(frozenset({17}))}, 17)
+    assert plan_graphs(["toy"], Decoding(), False, False) == ({"target": Plan(frozenset({17}))}, frozenset({17}))
     assert repeatable("toy", Decoding()) and not repeatable("toy", Decoding(verification="block"))
     assert build(["toy"], {"target": 42}, Decoding()) == {"toy": 42}

@@ -61,8 +61,8 @@ def on_gpu(engine, name, rows=2, penalised=False, vocabulary=MANY):
     """The models on the software device, recorded as `--compile` does for this method, or not."""
     made = models("cuda", vocabulary)
     if engine == "recorded":
-        plans, guesses = plan_graphs([name], DECODING, penalised, False)
-        assert None not in compile_all(made, plans, guesses, rows)
+        plans, rounds = plan_graphs([name], DECODING, penalised, False)
+        assert None not in compile_all(made, plans, rounds, rows)
     return made
 
 
