@@ -12,6 +12,7 @@ import torch
 from decoding.draftLength import Fixed
 from decoding.interfaces import Callback, Drafter, LengthRule, Model, VerificationRule
 from decoding.lengthRules import RULES as LENGTH_RULES
+from decoding.lengthRules import CostAware
 from decoding.record import Record
 from decoding.verification import RULES as VERIFICATIONS
 from engine.graphs import Plan
