@@ -15,8 +15,9 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
 from engine.restrictedModel import RestrictedModel
 from experiments import diversity
+from experiments.processes import ALONE, Processes
 from experiments.settings import Settings
-from inputs.devices import pick_device, pick_dtype
+from inputs.devices import pick_dtype
 from inputs.models import find_model, load_model, outline
 from inputs.prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
 from inputs.texts import Corpus, load_corpora
@@ -30,7 +31,7 @@ LoadedModels = dict[str, CachedModel]  # {role: model}; roles: target, draft, mi
 
 @dataclass
 class Prepared:
-    """What a run needs, its models not loaded yet.
+    """What a run needs, its models not loaded yet. processes: those that share the work.
 
     dtype, text_dtype: of the models that are timed, and of those that perplexity, diversity and losslessness are
         measured with. folders: {role: model folder}.
@@ -40,6 +41,7 @@ class Prepared:
     """
 
     settings: Settings
+    processes: Processes
     device: str
     dtype: str
     text_dtype: str
@@ -64,6 +66,20 @@ class Prepared:
             models["restricted"] = RestrictedModel(models["draft"], self.frequent)
         return models
 
+    @property
+    def idle(self) -> str:
+        """A line that says that there are more processes than work, if there are."""
+        settings, shares = self.settings, [len(passages) for _, passages in self.texts]
+        for mode in settings.measuring.modes:
+            if mode == "lossless":
+                shares.append(-(-settings.tokens // (settings.rows * settings.sampling.max_len_of(mode))))
+            elif mode == "diversity":
+                shares.append(settings.measuring.repeats_of(mode))
+            else:
+                shares += map(len, self.prompts.values())
+        most, count = max(shares), self.processes.count
+        return f"{count} processes for {most} texts: {count - most} of them idle.\n" if count > most else ""
+
     def load_first(self) -> LoadedModels:
         """The models of what comes first: compiled if the flags say so and text is generated."""
         timed = bool(self.settings.measuring.timed or self.settings.measuring.played)
@@ -78,16 +94,18 @@ def continues(settings: Settings) -> bool:
     return bool(set(settings.measuring.modes) - {"diversity"})
 
 
-def prepare(settings: Settings) -> Prepared:
+def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     """Find and check what the settings name. Raises UserError for what cannot be used."""
     measuring, texts = settings.measuring, settings.texts
-    device = pick_device(settings.models.device)
+    if measuring.played and processes.count > 1:
+        raise UserError("--show and --html play one text, in one process: start test.py without accelerate launch")
+    device = processes.own_device(settings.models.device)
     corpora = []
     if measuring.ppl or (texts.from_corpora and continues(settings)):
         corpora = load_corpora(texts.dataset, texts.books)
         check_passages(corpora, texts.dataset, texts.sentence_limit)
     given = None if texts.from_corpora else read_prompts(texts.prompt, texts.question, texts.prompt_file)
-    folders = find_models(settings)
+    folders = processes.in_turn(lambda: find_models(settings))
     tokenizer = load_tokenizer(folders["target"])
     for folder in folders.values():
         check_tokenizers(tokenizer, load_tokenizer(folder), (folders["target"].name, folder.name))
@@ -117,8 +135,9 @@ def prepare(settings: Settings) -> Prepared:
     passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
     window = min(texts.window, context)
     draft_vocab = settings.models.draft_vocab
-    return Prepared(
+    found = Prepared(
         settings,
+        processes,
         device,
         settings.models.dtype or pick_dtype(device),
         settings.models.dtype or "float32",
@@ -132,6 +151,8 @@ def prepare(settings: Settings) -> Prepared:
         max(most, texts.window if measuring.ppl else 0),
         most_frequent(draft_vocab, tokenizer) if draft_vocab else None,
     )
+    print(end=found.idle)
+    return found
 
 
 def scored_texts(

@@ -43,12 +43,18 @@ class Scorer:
     """
 
     def __init__(self, target: CachedModel, order: CachedModel | None, sampling: Sampling, seed: int = 0) -> None:
-        self.target, self.order, self.sampling = target, order, sampling
+        self.target, self.order, self.sampling, self.seed = target, order, sampling, seed
         self.random = np.random.default_rng(seed)
 
     @torch.inference_mode()
-    def evidence(self, prompts: Texts, texts: Texts) -> Evidence:
-        """`Evidence` of the `texts` that a sampler wrote after `prompts`. All texts have the same length."""
+    def evidence(self, prompts: Texts, texts: Texts, first: int | None = None) -> Evidence:
+        """`Evidence` of the `texts` that a sampler wrote after `prompts`. All texts have the same length.
+
+        first: the number of the first text. It decides the random numbers v, whoever scored the texts before. None: v
+        follow those of the texts that this scorer scored before.
+        """
+        if first is not None:
+            self.random = np.random.Generator(np.random.PCG64(self.seed).advance(first * len(texts[0])))
         length = max(map(len, prompts)) + len(texts[0])
         rows = max(1, ELEMENTS // (length * self.target.vocabulary))
         parts = [

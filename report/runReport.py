@@ -61,3 +61,7 @@ def heading(run: Line, finished: bool) -> Iterator[RenderableType]:
         f"{machine['processor']}, {machine['threads']} threads, {run['device']}; torch {machine['torch']}, "
         f"transformers {machine['transformers']}; seed {flags['seed']}"
     )
+    if processes := run.get("processes"):
+        where = [f"{process['host']} {process['device']}" for process in processes]
+        counts = [f"{count} on {each}" if (count := where.count(each)) > 1 else each for each in dict.fromkeys(where)]
+        yield plain(f"{len(processes)} processes: {', '.join(counts)}")
