@@ -10,13 +10,20 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
+import accelerate.state  # noqa: F401 - so that no fork has to import it
+import helpers
 import pytest
 from conftest import ROOT, refused
 
+from decoding.verification import token_rule
 from experiments import processes as sharing
+from experiments import sweep
 from experiments.processes import ALONE, Processes
-from utils import UserError
+from experiments.runRecord import devices
+from methods.drafters import ModelDrafter
+from utils import Sampling, UserError
 
 
 class QueueLink:
@@ -179,10 +186,6 @@ def test_accelerate_that_starts_one_process_is_told(monkeypatch, capsys):
 
 
 def test_a_mixture_of_devices_is_refused():
-    from types import SimpleNamespace
-
-    from experiments.runRecord import devices
-
     here = {"processor": "NVIDIA A", "torch": "2", "transformers": "5", "numpy": "2", "threads": 1}
 
     def record(processes, **differs):
@@ -211,6 +214,17 @@ def test_a_mixture_of_devices_is_refused():
     ):
         said = of_two(**differs)
         assert said[0] == said[1] and word in said[0] and "\n" not in said[0]
+
+
+def test_alpha_by_overlap_is_the_same_for_any_number_of_processes():
+    pairs = [(helpers.tiny(), ModelDrafter(helpers.tiny(seed=1, layers=1))) for _ in range(2)]
+
+    def alpha(processes):
+        target, drafter = pairs[processes.index]
+        given = target, drafter, Sampling(), token_rule, 9, 0
+        return sweep.overlap_alpha([[5, 9], [7], [3, 3]], *given, processes.mapped)
+
+    assert everywhere(group(2)[0], alpha) == [alpha(ALONE)] * 2
 
 
 # Over gloo. A process is a fork of this one, so that it need not import torch again.
@@ -281,9 +295,8 @@ def figures_of(folder):
 @pytest.mark.parametrize(
     "work, counts",
     [
-        ("--compare all --ppl --diversity --sentences 3 --repeats 2", (1, 2, 3)),
-        ("--sweep --sentences 3 --maxLen 4", (1, 2)),
-        ("--lossless block,additive --tokens 50 --maxLen 6 --sentences 4", (1, 2)),
+        ("--compare block --ppl --diversity --sentences 3 --repeats 1", (1, 2, 3)),
+        ("--lossless block,additive --tokens 25 --maxLen 6 --sentences 4", (1, 2)),
     ],
 )
 def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, flags, tmp_path, work, counts):
@@ -301,7 +314,7 @@ def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, f
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_run_with_one_line_that_names_it(cli, flags, tmp_path, victim):
-    work = [*flags, "--compare", "all", "--repeats", "10000"]
+    work = [*flags, "--compare", "block", "--repeats", "10000"]
     children, logs = launch(cli, work, tmp_path / "run", 2)
 
     def theirs():
