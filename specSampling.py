@@ -11,7 +11,7 @@ from decoding.interfaces import Callback, Drafter, LengthRule, Model, Verificati
 from decoding.record import Record, Watch
 from decoding.rounds import first_token, score_and_verify
 from decoding.rows import Rows
-from decoding.verification import token_rule
+from decoding.verification import drawn_with, token_rule
 from utils import Sampling, not_finite
 
 
@@ -68,11 +68,11 @@ def advance(
     # Score: p_1, ..., p_{gamma + 1} in one forward of the target. Verify: accept guesses, draw the token after them.
     u = torch.rand(len(gammas), guesses.drafts.shape[1] + 1, device=rows.device, generator=generator)
     p, accepted, token = score_and_verify(target, rows, guesses, u, sampling, verify)
-    # Commit the accepted guesses and the token after them.
-    drafted, kept = rows.commit(guesses.drafts, accepted, token, guesses.of_drafts() > 0)
-    # A guess from a q of nan counts as none. The check synchronises, so it is made only where guesses are missing.
-    if min(drafted.values()) < guesses.drafts.shape[1] and guesses.q.isnan().any():
+    sure = length.sure(drawn_with(p, accepted, token)) if length.sure else None
+    # Commit the accepted guesses and the token after them. Here the host waits for the device, once in the round.
+    drafted, kept, were_sure = rows.commit(guesses.drafts, accepted, token, guesses.counts(), sure)
+    if min(drafted.values()) < 0:
         raise not_finite(drafter.models[0])
     # Learn how many tokens to guess in the next round.
-    length.learn(drafted, kept, lambda: p[torch.arange(len(p)), accepted, token].tolist(), watch.seconds)
+    length.learn(drafted, kept, were_sure, watch.seconds)
     return p, accepted

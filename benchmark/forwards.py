@@ -29,7 +29,7 @@ def fill(model: CachedModel, length: int, capacity: int) -> None:
     model.reserve(1, capacity)
     for start in range(0, length, 256):  # In pieces, so that the logits stay small.
         at = torch.arange(start, min(start + 256, length), device=model.device)[None]
-        model.forward(at % model.vocabulary, at, keep=torch.tensor([at.shape[1] - 1], device=model.device))
+        model.forward(at % model.vocabulary, at, keep=[at.shape[1] - 1] * len(at))
 
 
 def forward(model: CachedModel, count: int, start: int) -> Callable[[], Tensor]:

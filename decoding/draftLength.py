@@ -1,8 +1,9 @@
 """How many tokens to guess next: what a rule is, and the simplest one. The others are in lengthRules.py.
 
 A rule hears of a new batch by `begin(rows)`. Before each round, `gammas()` gives the most tokens to guess for each row.
-After each guess, `stop(q_x)` says which rows guess no further (None: the rule never asks). After the round,
-`learn(drafted, accepted, p_token, seconds)` reports what came of it. `timed` says whether drafting and scoring must be
+After each guess, `stop(q_x)` says which rows guess no further (None: the rule never asks). After scoring, `sure(p_x)`
+says of which rows the target is sure (None: the rule never asks). Both compute on the device. After the round,
+`learn(drafted, accepted, sure, seconds)` reports what came of it. `timed` says whether drafting and scoring must be
 timed separately.
 
 A rule may look at committed tokens, past rounds and guesses already drawn. A guess once drawn is always submitted to
@@ -20,6 +21,7 @@ class Fixed:
     """Always `length` tokens."""
 
     stop: Callable[[Tensor], Tensor] | None = None
+    sure: Callable[[Tensor], Tensor] | None = None
     timed = False
 
     def __init__(self, length: int = 4) -> None:
@@ -39,12 +41,12 @@ class Fixed:
         self,
         drafted: dict[int, int],
         accepted: dict[int, int],
-        p_token: Callable[[], list[float]],
+        sure: dict[int, bool],
         seconds: Callable[[], Sequence[float]],
     ) -> None:
         """Learn from a round.
 
         drafted, accepted: {row: tokens guessed}, {row: guesses accepted}, of the rows that had not ended.
-        p_token: gives the target's probability of the token that each row drew last.
+        sure: {row: what `sure` said of the token that the target drew last}, if the rule has a `sure`.
         seconds: gives the seconds of drafting, and of the rest of the round.
         """

@@ -75,6 +75,8 @@ class LengthRule(Protocol):
     def timed(self) -> bool: ...
     @property
     def stop(self) -> Callable[[Tensor], Tensor] | None: ...
+    @property
+    def sure(self) -> Callable[[Tensor], Tensor] | None: ...
 
     def begin(self, rows: int) -> None: ...
 
@@ -84,7 +86,7 @@ class LengthRule(Protocol):
         self,
         drafted: dict[int, int],
         accepted: dict[int, int],
-        p_token: Callable[[], list[float]],
+        sure: dict[int, bool],
         seconds: Callable[[], Sequence[float]],
     ) -> None: ...
 

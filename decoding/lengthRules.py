@@ -16,7 +16,7 @@ class Additive(Fixed):
         self,
         drafted: dict[int, int],
         accepted: dict[int, int],
-        p_token: Callable[[], list[float]],
+        sure: dict[int, bool],
         seconds: Callable[[], Sequence[float]],
     ) -> None:
         for row, guesses in drafted.items():
@@ -47,16 +47,19 @@ class TargetConfidence(Fixed):
         super().__init__(length)
         self.threshold = check_share("threshold", threshold)
 
+    def sure(self, p_x: Tensor) -> Tensor:
+        """p_x: float32 `[B]`, the target's probability of the token each row drew last. Returns bool `[B]`."""
+        return p_x >= self.threshold
+
     def learn(
         self,
         drafted: dict[int, int],
         accepted: dict[int, int],
-        p_token: Callable[[], list[float]],
+        sure: dict[int, bool],
         seconds: Callable[[], Sequence[float]],
     ) -> None:
-        confidence = p_token()
-        for row in accepted:
-            self.lengths[row] = self.length if confidence[row] >= self.threshold else 0
+        for row, is_sure in sure.items():
+            self.lengths[row] = self.length if is_sure else 0
 
 
 class CostAware:
@@ -69,6 +72,7 @@ class CostAware:
     """
 
     stop: Callable[[Tensor], Tensor] | None = None
+    sure: Callable[[Tensor], Tensor] | None = None
     timed = True
     MEMORY, PROBE = 0.995, 32  # Weight of the past in each round; one round in PROBE tries another length.
     RECENT = 0.9  # Weight of the past in the costs.
@@ -110,7 +114,7 @@ class CostAware:
         self,
         drafted: dict[int, int],
         accepted: dict[int, int],
-        p_token: Callable[[], list[float]],
+        sure: dict[int, bool],
         seconds: Callable[[], Sequence[float]],
     ) -> None:
         """As `Fixed.learn`."""

@@ -73,14 +73,15 @@ class Record:
 
 
 class Watch:
-    """Laps of work on a device. On a GPU, CUDA events record the times; the host reads them after the sync that a round
-    has anyway."""
+    """Laps of work on a device, the last of which ends with a host sync. On a GPU, CUDA events record when the laps
+    before it ended: no lap makes the host wait."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.on_gpu = torch.device(device).type == "cuda"
         self.events: list[torch.cuda.Event] = []
-        self.times: list[float] = []
-        self.mark()
+        self.times = [time.perf_counter()]
+        if self.on_gpu:
+            self.mark()
 
     def mark(self) -> None:
         """End a lap."""
@@ -91,9 +92,7 @@ class Watch:
             self.times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Seconds of each lap; the last one ends now."""
-        self.mark()
-        if self.on_gpu:
-            self.events[-1].synchronize()
-            return [a.elapsed_time(b) / 1000 for a, b in zip(self.events, self.events[1:])]
-        return [b - a for a, b in zip(self.times, self.times[1:])]
+        """Seconds of each lap; the last one ends now, after the host has read a result of it."""
+        times = [*self.times, time.perf_counter()]
+        laps = [a.elapsed_time(b) / 1000 for a, b in zip(self.events, self.events[1:])]
+        return [*laps, times[-1] - times[0] - sum(laps)] if self.on_gpu else [b - a for a, b in zip(times, times[1:])]

@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor
 
 from decoding.interfaces import LengthRule, Model, Operators, VerificationRule
-from decoding.rows import Rows
+from decoding.rows import Rows, upload
 from utils import Sampling, pick, probabilities, seen_after
 
 
@@ -57,13 +57,17 @@ class Guesses:
         """q of each draft, float32 `[B, n]`; 0 where a row has no guess."""
         return self.q.gather(-1, self.drafts[..., None])[..., 0]
 
+    def counts(self) -> Tensor:
+        """How many guesses each row has, int64 `[B]`; -1 if one was drawn from a q of nan."""
+        return (self.of_drafts() > 0).sum(1).masked_fill_(self.q.sum((1, 2)).isnan(), -1)
+
     def limited(self, gammas: Sequence[int]) -> Guesses:
         """The same guesses, where row i keeps only the first `gammas[i]`: q is 0 beyond them."""
         count = self.drafts.shape[1]
         if min(gammas) >= count:
             return self
         device = self.drafts.device
-        kept = torch.arange(count, device=device) < torch.tensor(gammas, device=device)[:, None]
+        kept = torch.arange(count, device=device) < upload(gammas, device)[:, None]
         return Guesses(self.drafts, self.q * kept[..., None], self.p)
 
 
@@ -91,7 +95,7 @@ def use_graph(
         and model.cache.allocated  # and its cache has memory: a prompt was read.
         and seen is None  # No repetition penalty: a graph is not given the tokens seen so far.
         and not getattr(verify, "waits", False)  # The verification rule does not synchronise with the host.
-        and (length is None or length.stop is None)  # The host has no say after each guess,
+        and (length is None or length.stop is None)  # The host has no say between the guesses,
         and not (step == "round" and length and length.timed)  # and does not time the parts of a round.
         and unread == 0  # The target has read everything up to the last committed token.
         and model.graphs.has(step, *shape)  # There is a graph for this shape.
@@ -145,22 +149,24 @@ def draw_tokens(
     sampling: Sampling,
     generator: Generator | None = None,
     seen: Tensor | None = None,
-    length: LengthRule | None = None,
-    going: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Read a block, draw the token after it, read that token, and so on until `count` tokens are drawn.
 
     tokens: int64 `[B, w]`. positions: int64 `[B, w + count - 1]`, of the block and of all drawn tokens but the last,
         which is not read.
     seen: `Rows.seen` up to the block's end, if `sampling` has a repetition penalty.
-    length, going: if the draft-length rule has a `stop`, it is asked after each token. going, bool `[B]`: the rows that
-        draw at all. Drawing ends when no row goes on; where a row has stopped, its distributions are 0.
-    Returns the tokens `[B, n]` and the distributions `[B, n, V]` they were drawn from; n is `count` unless stopped.
+    Returns the tokens `[B, count]` and the distributions `[B, count, V]` they were drawn from.
     """
     u = torch.rand(count, len(tokens), device=tokens.device, generator=generator)
-    if use_graph(model, "draw", *tokens.shape, seen=seen, length=length):
+    return draw_by(u, model, tokens, positions, sampling, seen)
+
+
+def draw_by(
+    u: Tensor, model: Model, tokens: Tensor, positions: Tensor, sampling: Sampling, seen: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`draw_tokens` with the uniform numbers `u[count, B]`."""
+    if use_graph(model, "draw", *tokens.shape, seen=seen):
         return model.graphs.draw(tokens, positions, u, sampling, model.cache)
-    stop = length and length.stop
     drawn, distributions = [], []
 
     def read(tokens: Tensor, at: Tensor) -> Tensor:
@@ -171,14 +177,46 @@ def draw_tokens(
 
     for x, q in steps(read, distribution, model.operators.pick, tokens, positions, u):
         drawn.append(x)
-        distributions.append(q * going[:, None] if stop and going is not None else q)
-        if stop and going is not None:
-            going = going & ~stop(distributions[-1].gather(1, x[:, None])[:, 0])
-            if not going.any():
-                break
+        distributions.append(q)
         after = seen_after(seen, x[:, None])
         seen = None if after is None else after[:, 0]
     return torch.stack(drawn, 1), torch.stack(distributions, 1)
+
+
+@torch.inference_mode()
+def draw_while(
+    going: Tensor,
+    stop: Callable[[Tensor], Tensor],
+    model: Model,
+    tokens: Tensor,
+    positions: Tensor,
+    count: int,
+    sampling: Sampling,
+    generator: Generator | None = None,
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`draw_tokens` until a draft-length rule has stopped every row, after at most `count` tokens.
+
+    going: bool `[B]`, the rows that draw at all. stop: see draftLength.py. Where a row has stopped, its distributions
+    are 0. Whether all rows have stopped is a host sync, so on a GPU it is asked only after every second token.
+    """
+    u = torch.rand(count, len(tokens), device=tokens.device, generator=generator)
+    piece = 1 if tokens.device.type == "cpu" else 2
+    drawn: list[Tensor] = []
+    distributions: list[Tensor] = []
+    while len(distributions) < count and (not drawn or going.any()):
+        numbers = u[len(distributions) : len(distributions) + piece]
+        reach = tokens.shape[1] + len(numbers) - 1
+        x, q = draw_by(numbers, model, tokens, positions[:, :reach], sampling, seen)
+        x = x.clamp(max=q.shape[-1] - 1)  # as in `steps`
+        for each, its_q in zip(x.unbind(1), q.unbind(1)):
+            distributions.append(its_q * going[:, None])
+            going = going & ~stop(distributions[-1].gather(1, each[:, None])[:, 0])
+        after = seen_after(seen, x)
+        seen = None if after is None else after[:, -1]
+        drawn.append(x)
+        tokens, positions = x[:, -1:], positions[:, reach:]
+    return torch.cat(drawn, 1), torch.stack(distributions, 1)
 
 
 @torch.inference_mode()
@@ -198,8 +236,8 @@ def guess(
     if use_graph(target, "round", model.graphs, *shape, seen=seen, length=length, unread=rows.unread):
         u = torch.rand(count, len(tokens), device=rows.device, generator=generator)
         return Guesses(*target.graphs.round(model.graphs, tokens, positions, u, sampling, model.cache, target.cache))
-    going = torch.tensor([not ended for ended in rows.ended], device=rows.device) if length and length.stop else None
-    drafts, q = draw_tokens(model, tokens, positions[:, :-1], count, sampling, generator, seen, length, going)
+    given = model, tokens, positions[:, :-1], count, sampling, generator, seen
+    drafts, q = draw_while(rows.going, length.stop, *given) if length and length.stop else draw_tokens(*given)
     return Guesses(drafts.clamp_(max=model.vocabulary - 1), q)  # A guess from nan is no token: `advance` reports it.
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,12 @@ from decoding.interfaces import Callback, Model
 from decoding.record import Record
 from decoding.room import check_room
 from utils import Sampling, not_finite
+
+
+def upload(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Lists of numbers as a tensor on `device`. The copy to a GPU is asynchronous, from pinned memory: no host sync."""
+    made = torch.tensor(values)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 class Rows:
@@ -25,7 +32,8 @@ class Rows:
         guesses, the rest is the target's own.
     Raises UserError before any work if a prefix is empty, holds an unknown token or leaves no room for `max_len`.
 
-    lengths: int64 `[B]`, committed tokens of each row.
+    texts, ended: the committed tokens of each row and whether it has ended, on the host.
+    lengths, going: int64 and bool `[B]`, committed tokens of each row and whether it goes on, on the device.
     unread: how many committed tokens before each row's last one the target has not read yet. Always 0, except in a
         cascade, where other models extend the rows.
     """
@@ -45,15 +53,15 @@ class Rows:
         self.target, self.device = models[0], models[0].device
         longest = max(map(len, texts))
         self.capacity = longest + max_len
-        self.prompt = torch.tensor([text + [text[-1]] * (longest - len(text)) for text in texts], device=self.device)
+        self.prompt = upload([text + [text[-1]] * (longest - len(text)) for text in texts], self.device)
         # One column more than a row can fill. Guesses past a row's end are written there and never read.
         self.sequence = self.prompt.new_zeros(len(texts), self.capacity + 1)
         self.sequence[:, :longest] = self.prompt
-        self._lengths = [len(text) for text in texts]
-        self.lengths = self.prompt_lengths = torch.tensor(self._lengths, device=self.device)
+        self.texts, self.prompt_lengths = texts, [len(text) for text in texts]
         self.tokens: list[list[int]] = [[] for _ in texts]
         self.records = [Record() for _ in texts]
         self.ended = [False for _ in texts]
+        self.lengths, self.going = self.state()
         self.unread = 0
         self._offsets: dict[tuple[int, int], Tensor] = {}
 
@@ -61,8 +69,8 @@ class Rows:
     def left(self) -> list[int]:
         """Tokens each row may still add: 0 if it has ended, or if it is out of room while it guesses for others."""
         return [
-            0 if ended else min(self.max_len - len(tokens), self.capacity - length)
-            for tokens, length, ended in zip(self.tokens, self._lengths, self.ended)
+            0 if ended else min(self.max_len - len(tokens), self.capacity - len(text))
+            for tokens, text, ended in zip(self.tokens, self.texts, self.ended)
         ]
 
     @property
@@ -105,28 +113,38 @@ class Rows:
         self.commit(token[:, None][:, :0], torch.zeros_like(token), token)
 
     def commit(
-        self, drafts: Tensor, accepted: Tensor, token: Tensor, guessed: Tensor | None = None
-    ) -> tuple[dict[int, int], dict[int, int]]:
+        self, drafts: Tensor, accepted: Tensor, token: Tensor, counts: Tensor | None = None, sure: Tensor | None = None
+    ) -> tuple[dict[int, int], dict[int, int], dict[int, bool]]:
         """Add the first `accepted[B]` of `drafts[B, g]` and then `token[B]` to each row that has not ended.
 
-        guessed: bool `[B, g]`, which of the drafts are a row's own guesses (None: all). This is the host sync of a
-        round. Returns {row: drafted}, {row: accepted} of the rows that had not ended. Raises UserError if the token is
-        none, because the target's distribution was nan.
+        counts: int64 `[B]`, how many of the drafts are a row's own guesses (None: all). sure: `[B]`, what the
+        draft-length rule wants to know, if anything. The host reads all of it at once: the host sync of a round.
+        Returns {row: count}, {row: accepted}, {row: sure} of the rows that had not ended. Raises UserError if the token
+        is none, because the target's distribution was nan.
         """
         fresh = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
         where = self.lengths[:, None] + self.offsets(0, fresh.shape[1])
         self.sequence.scatter_(1, where.clamp_(max=self.capacity), fresh)
-        guessed = torch.ones_like(drafts) if guessed is None else guessed
-        host = torch.cat([fresh, guessed, accepted[:, None]], 1).tolist()
-        now, width = time.perf_counter() - self.start, fresh.shape[1]
-        drafted, kept = {}, {}
+        self.lengths = self.lengths + (accepted + 1) * self.going
+        counts = torch.full_like(accepted, drafts.shape[1]) if counts is None else counts
+        columns = [accepted, counts] if sure is None else [accepted, counts, sure]
+        host = torch.cat([fresh, torch.stack(columns, 1)], 1).tolist()
+        now, before, width = time.perf_counter() - self.start, sum(self.ended), fresh.shape[1]
+        drafted, kept, were_sure = {}, {}, {}
         for row, values in enumerate(host):
             if not self.ended[row]:
-                drafted[row], kept[row] = sum(values[width:-1]), values[-1]
+                kept[row], drafted[row] = values[width : width + 2]
+                were_sure[row] = bool(values[-1]) and sure is not None
                 self.grow(row, values[:width], drafted[row], kept[row], now)
-        self.lengths = torch.tensor(self._lengths, device=self.device)
+        if sum(self.ended) > before:  # A row that ends may keep less than was added.
+            self.lengths, self.going = self.state()
         self.unread = 0
-        return drafted, kept
+        return drafted, kept, were_sure
+
+    def state(self) -> tuple[Tensor, Tensor]:
+        """`lengths` and `going`, from what the host knows."""
+        state = upload([[len(text) for text in self.texts], [not ended for ended in self.ended]], self.device)
+        return state[0], state[1].bool()
 
     def grow(self, row: int, tokens: list[int], drafted: int, accepted: int, now: float) -> None:
         """Record that a row grew by the first `accepted` of `tokens` and the one after them, `now` seconds after the
@@ -137,7 +155,7 @@ class Rows:
         if self.end_of_text in tokens:
             tokens = tokens[: tokens.index(self.end_of_text) + 1]
         self.tokens[row] += tokens
-        self._lengths[row] += len(tokens)
+        self.texts[row] += tokens
         self.ended[row] = len(self.tokens[row]) == self.max_len or tokens[-1] == self.end_of_text
         self.records[row].add(now, len(tokens), drafted, accepted)
         if self.callback:

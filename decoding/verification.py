@@ -57,4 +57,10 @@ def block_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor,
     return accepted, pick(residual(weighted.gather(1, at)[:, 0], q.gather(1, at)[:, 0]), u[:, -1])
 
 
+def drawn_with(p: Tensor, accepted: Tensor, token: Tensor) -> Tensor:
+    """The target's probability of the token after the accepted drafts, float32 `[B]`; 0 or nan if p was nan."""
+    rows = torch.arange(len(p), device=p.device)
+    return p[rows, accepted, token.clamp(max=p.shape[-1] - 1)]
+
+
 RULES: dict[str, VerificationRule] = {"token": token_rule, "block": block_rule}

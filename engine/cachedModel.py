@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decoding.interfaces import Operators
 from decoding.rounds import PYTORCH
-from decoding.rows import Rows
+from decoding.rows import Rows, upload
 from engine import attention
 from engine.graphs import Graphs
 from engine.kvCache import SlotCache
@@ -70,7 +72,7 @@ class CachedModel:
         positions: Tensor,
         slots: Tensor | None = None,
         mask: Tensor | None = None,
-        keep: Tensor | None = None,
+        keep: Sequence[int] | None = None,
     ) -> Tensor:
         """Read a block of tokens eagerly and return the logits after each.
 
@@ -78,7 +80,7 @@ class CachedModel:
             the slots `<=` its own position.
         slots `[B, n]` and mask (bool `[B, n, capacity]`): needed where a slot is not a position, as in a tree of
             guesses. There siblings share a position, not a slot, and a node attends to its ancestors.
-        keep: int64 `[B]`, the index of one token of the block in each row; only its logits are computed.
+        keep: the index of one token of the block in each row; only its logits are computed.
         Returns float32 logits `[B, n, vocabulary]`, or `[B, vocabulary]` with `keep`.
         """
         assert self.cache is not None, "call `reserve` first"
@@ -87,18 +89,19 @@ class CachedModel:
             reach = int(positions.max()) + 1 if self._reads_filled else None
             mask = self._order[:reach] <= positions[..., None]
         self.cache.address(positions if slots is None else slots, reach)
-        kept, where = (0, None) if keep is None else keep.unique(return_inverse=True)
+        kept = sorted(set(keep or ()))
         logits = self.model(
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask[:, None],
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=kept,
+            logits_to_keep=upload(kept, self.device) if kept else 0,
         ).logits
         self.forwards += 1
         if keep is not None:
-            logits = logits[torch.arange(len(tokens), device=self.device), where]
+            own = upload([[kept.index(each)] for each in keep], self.device)
+            logits = logits.gather(1, own[..., None].expand(-1, 1, logits.shape[-1]))[:, 0]
         return logits[..., : self.vocabulary].float()
 
     def read_prompt(self, rows: Rows) -> Tensor:
@@ -108,7 +111,7 @@ class CachedModel:
         """
         self.reserve(len(rows.prompt), rows.capacity)
         positions = torch.arange(rows.prompt.shape[1], device=self.device).repeat(len(rows.prompt), 1)
-        return self.forward(rows.prompt, positions, keep=rows.prompt_lengths - 1)
+        return self.forward(rows.prompt, positions, keep=[length - 1 for length in rows.prompt_lengths])
 
     @torch.inference_mode()
     def score(self, tokens: Tensor) -> Tensor:

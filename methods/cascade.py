@@ -29,14 +29,15 @@ class InnerRows(Rows):
         """Take over the committed tokens of `outer` and forget those committed here beyond them. unread: how many
         before the last one this target has not read."""
         self.sequence.copy_(outer.sequence)
-        self.lengths, self._lengths, self.ended = outer.lengths, list(outer._lengths), list(outer.ended)
+        self.lengths, self.going = outer.lengths, outer.going
+        self.texts, self.ended = [list(text) for text in outer.texts], list(outer.ended)
         self.tokens = [[] for _ in outer.tokens]
         self.unread = unread
 
     def ahead_of(self, outer: Rows) -> int:
         """Tokens committed here beyond `outer`, in the row that has fewest and has not ended."""
         return min(
-            ours - theirs for ours, theirs, ended in zip(self._lengths, outer._lengths, outer.ended) if not ended
+            len(ours) - len(theirs) for ours, theirs, ended in zip(self.texts, outer.texts, outer.ended) if not ended
         )
 
 

@@ -7,7 +7,7 @@ from torch import Generator
 
 from decoding.interfaces import LengthRule, Model
 from decoding.rounds import Guesses, no_guesses
-from decoding.rows import Rows
+from decoding.rows import Rows, upload
 from utils import Sampling, UserError
 
 
@@ -38,15 +38,12 @@ class LookupDrafter:
         length: LengthRule | None = None,
     ) -> Guesses:
         """As many guesses as the row with most has."""
-        texts = [text[:end] for text, end in zip(rows.sequence.tolist(), rows.lengths.tolist())]
-        guesses = [[] if ended else self.after(text)[:gamma] for text, ended in zip(texts, rows.ended)]
+        guesses = [[] if ended else self.after(text)[:gamma] for text, ended in zip(rows.texts, rows.ended)]
         width = max(map(len, guesses))
         if width == 0:
             return no_guesses(rows, self.vocabulary)
-        drafts = torch.tensor(
-            [each + text[-1:] * (width - len(each)) for each, text in zip(guesses, texts)], device=rows.device
-        )
-        own = torch.tensor([[i < len(each) for i in range(width)] for each in guesses], device=rows.device)
+        padded = upload([each + [-1] * (width - len(each)) for each in guesses], rows.device)
+        own, drafts = padded >= 0, padded.clamp(min=0)
         return Guesses(drafts, torch.nn.functional.one_hot(drafts, self.vocabulary) * own[..., None].float())
 
     def after(self, text: list[int]) -> list[int]:

@@ -144,7 +144,7 @@ def rounds_of(rule: str | None = None) -> Callable[[Decoding], Plans]:
         plans = {"target": Plan(frozenset({gamma + 1})), "draft": Plan(draws=frozenset({gamma}), read=2)}
         if name != "fixed":
             plans = {"target": plans["target"] | VARIED["target"], "draft": VARIED["draft"]}
-        return {role: step_by_step(plan) for role, plan in plans.items()} if name == "draftConfidence" else plans
+        return plans
 
     return graphs
 

@@ -53,6 +53,8 @@ class Uniform:
     def __getitem__(self, at):
         if at == (slice(None), slice(None, -1)):
             return Uniform(self.outcomes, (self.shape[0], self.shape[1] - 1), self.scale)
+        if isinstance(at, slice):
+            return Uniform(self.outcomes, (len(range(*at.indices(self.shape[0]))), *self.shape[1:]), self.scale)
         return None
 
     def __mul__(self, scale):

@@ -193,7 +193,7 @@ def test_kept_logits_are_those_of_the_named_tokens():
     model = model_of("gpt_neox")
     model.reserve(3, 32)
     tokens, positions = torch.randint(0, 61, (3, 7)), torch.arange(7).repeat(3, 1)
-    whole, keep = model.forward(tokens, positions), torch.tensor([6, 2, 2])
+    whole, keep = model.forward(tokens, positions), [6, 2, 2]
     torch.testing.assert_close(model.forward(tokens, positions, keep=keep), whole[torch.arange(3), keep])
 
 

@@ -87,7 +87,7 @@ def judged(models, rows, n, behind, sampling, rule):
         for model in models:
             model.reserve(rows, 20)
             if not turn:
-                model.forward(prompts, torch.arange(5).expand(rows, 5), keep=torch.tensor([4] * rows))
+                model.forward(prompts, torch.arange(5).expand(rows, 5), keep=[4] * rows)
             found.append(score_block(model, block, positions, q, u, sampling, rule))
         yield found
 

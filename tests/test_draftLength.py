@@ -16,8 +16,9 @@ from specSampling import specSampling
 from utils import Sampling
 
 
-def tell(rule, drafted, accepted, p_token=None):
-    rule.learn(dict(enumerate(drafted)), dict(enumerate(accepted)), lambda: p_token, lambda: (0.5, 0.5))
+def tell(rule, drafted, accepted, p_token=()):
+    sure = rule.sure(torch.tensor(p_token)).tolist() if p_token else []
+    rule.learn(dict(enumerate(drafted)), dict(enumerate(accepted)), dict(enumerate(sure)), lambda: (0.5, 0.5))
 
 
 def test_additive_grows_by_one_and_halves_row_by_row():
@@ -83,7 +84,7 @@ def simulate(rule, alpha, price, cost, tokens=4000, seed=0, drift=0.5):
             (1 + drift * math.sin(made / 200)) * rng.uniform(0.95, 1.1) * (20 if rng.random() < 0.003 else 1)
             for _ in range(2)
         ]
-        rule.learn({0: gamma}, {0: accepted}, None, lambda: (drafting * noise[0], scoring * noise[1]))
+        rule.learn({0: gamma}, {0: accepted}, {}, lambda: (drafting * noise[0], scoring * noise[1]))
     return made / seconds
 
 

@@ -1,0 +1,595 @@
+"""A CUDA device made of software, to run the GPU's code where there is no GPU.
+
+`with softwareCuda.machine() as gpu:` gives `torch` devices `cuda:0`, `cuda:1`, ... Their tensors (`OnDevice`)
+compute on the CPU, but refuse what CUDA refuses, and `gpu` counts what CUDA makes the host wait for:
+
+- Operators that mix devices raise, but for 0-dimensional CPU tensors. So do `.numpy()`, and generators of a CPU.
+- `gpu.syncs` lists each host sync with the line that caused it; `gpu.copies` the asynchronous copies to the device.
+- A CUDA graph records operators and runs them again on the same memory. During a capture nothing is computed: what it
+  wrote to older memory is undone, and its own results hold nan and -1 until they are replayed. A sync, a random draw,
+  pinned memory and `torch.cuda.empty_cache` raise. Memory that was freed after a capture is nan and -1 for its replays.
+- `gpu.memory` is the size of each device's memory; more raises `torch.OutOfMemoryError`.
+
+It says nothing of a GPU's speed, of its kernels' rounding, of streams that overlap, or of operators that CUDA cannot
+capture for other reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+import weakref
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch._dynamo  # noqa: F401 - imported by a mode's first call, it would find the replaced functions
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+aten = torch.ops.aten
+KIND = "cuda"
+ROOT = str(Path(__file__).resolve().parent.parent)
+LIBRARIES = "site-packages"
+MEMORY = 16 << 30  # bytes of each device
+
+# Operators whose result, or its size, the host must know.
+WAITING = {
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+}
+COPYING = {aten._to_copy.default, aten.copy_.default}
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+# Operators made of others, none of which is a sync: one call instead of a dozen.
+WHOLE = {
+    aten.linear.default,
+    aten.matmul.default,
+    aten.reshape.default,
+    aten.layer_norm.default,
+    aten.softmax.int,
+    aten.scaled_dot_product_attention.default,
+}
+DROPPING = {"scaled_dot_product_attention", "dropout"}  # They draw in training only.
+RESHAPING = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_"}  # in place
+
+
+class Machine:
+    """The devices, and what happened on them.
+
+    syncs, copies: (what, "file:line" of the project) of each host sync, and of each asynchronous copy to a device.
+    done: work up to this number is known to be complete; queued: work so far. recording: the graph being captured.
+    """
+
+    def __init__(self, count: int, memory: int) -> None:
+        self.count, self.memory, self.used = count, memory, Counter()
+        self.syncs: list[tuple[str, str]] = []
+        self.copies: list[tuple[str, str]] = []
+        self.queued = self.done = 0
+        self.recording: Graph | None = None
+
+    def sync(self, what: str) -> None:
+        """The host waits for the device."""
+        if self.recording is not None:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what}, {line()})")
+        self.syncs.append((what, line()))
+        self.done = self.queued
+
+    def forget(self) -> None:
+        """Empty the lists."""
+        self.syncs.clear()
+        self.copies.clear()
+
+    def allocate(self, tensor: torch.Tensor, device: torch.device) -> None:
+        """Count the memory of a new tensor. It counts as free when `tensor` is gone."""
+        size = tensor.nbytes
+        if size > self.memory - self.used[device.index]:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes ({device})")
+        self.used[device.index] += size
+        weakref.finalize(tensor, self.used.subtract, {device.index: size}).atexit = False
+
+    def device(self, given: object) -> torch.device | None:
+        """The software device that `given` names, with its number; None if it names none."""
+        if given is None:
+            return None
+        device = torch.device(KIND, given) if isinstance(given, int) else torch.device(given)
+        if device.type != KIND:
+            return None
+        index = device.index or 0
+        if index >= self.count:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        return torch.device(KIND, index)
+
+
+MACHINE: Machine | None = None
+
+
+def line() -> str:
+    """Where the project, or else a test, called what happens now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(ROOT) and LIBRARIES not in file and file != __file__:
+            return f"{file[len(ROOT) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"
+
+
+class Memory:
+    """Alive as long as a tensor of a device uses the memory that it stands for."""
+
+
+HELD: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()  # {address: memory}
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a software device; `inner` is the CPU tensor that holds its numbers."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, device: torch.device) -> OnDevice:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=device,
+        )
+        made.inner = inner
+        address = inner.untyped_storage().data_ptr()
+        made.memory = HELD.get(address) or HELD.setdefault(address, Memory())
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return dispatch(func, args, kwargs or {})
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def numpy(self, **options: object) -> None:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu() first")
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def __array__(self, *args: object) -> None:
+        self.numpy()
+
+    def __repr__(self, **options: object) -> str:
+        return f"OnDevice({self.inner}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict) -> OnDevice:
+        made = OnDevice(self.inner.clone(), self.device)
+        return torch.nn.Parameter(made, self.requires_grad) if isinstance(self, torch.nn.Parameter) else made
+
+
+class Generator(torch._C.Generator):
+    """A generator that knows its software device. Its numbers are the CPU's."""
+
+    def __new__(cls, device: object = "cpu") -> Generator:
+        made = super().__new__(cls, "cpu")
+        made.where = MACHINE.device(device) or torch.device("cpu")
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return self.where
+
+
+@functools.cache
+def writes(func: object) -> tuple[list[tuple[int, str]], bool]:
+    """The arguments that an operator writes to, and whether its results may share memory with its arguments."""
+    schema = func._schema
+    written = [
+        (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return written, any(result.alias_info is not None for result in schema.returns)
+
+
+@functools.cache
+def is_made_of_others(func: object) -> bool:
+    """Whether torch computes an operator by others, which may be syncs. In inference mode it arrives as a whole."""
+    return func not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+
+
+def inner(value: object, found: list[torch.Tensor]) -> object:
+    """`value` with CPU tensors for its tensors; `found` gets all of these tensors as they are."""
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return value.inner if isinstance(value, OnDevice) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(inner(each, found) for each in value)
+    return value
+
+
+def tensors(value: object) -> list[torch.Tensor]:
+    """The tensors of a result."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [each for part in value for each in tensors(part)] if isinstance(value, (list, tuple)) else []
+
+
+def dispatch(func, args: tuple, kwargs: dict) -> object:
+    """Every operator comes here."""
+    named = kwargs.get("device")
+    if is_made_of_others(func):
+        if MACHINE.device(named) or any(isinstance(each, OnDevice) for each in tensors(list(args))):
+            with Operators():
+                return func.decompose(*args, **kwargs)
+        return func(*args, **kwargs)
+    given: list[torch.Tensor] = []
+    own_args = tuple(inner(arg, given) for arg in args)
+    own_kwargs = {name: inner(arg, given) for name, arg in kwargs.items()}
+    devices = {each.device for each in given if isinstance(each, OnDevice)}
+    target = MACHINE.device(named) if named is not None else next(iter(devices), None)
+    if not devices and target is None:
+        return func(*args, **kwargs)
+    check(func, given, devices, named, kwargs)
+    if named is not None:
+        own_kwargs["device"] = torch.device("cpu")
+    own_kwargs.pop("pin_memory", None)
+    MACHINE.queued += 1
+    result = perform(func, own_args, own_kwargs)
+    if target is None:
+        return result
+    written, shares = writes(func)
+    if written:
+        returned = [args[i] if i < len(args) else kwargs[name] for i, name in written]
+        count = len(func._schema.returns)
+        return None if count == 0 else returned[0] if count == 1 else tuple(returned)
+    return on_device(result, target, shares)
+
+
+def on_device(result: object, device: torch.device, shares: bool) -> object:
+    """The results of an operator as tensors of the device."""
+    if isinstance(result, torch.Tensor):
+        if not shares and MACHINE.recording is None:
+            MACHINE.allocate(result, device)
+        return OnDevice(result, device)
+    if isinstance(result, (list, tuple)):
+        return type(result)(on_device(each, device, shares) for each in result)
+    return result
+
+
+def check(func, given: list[torch.Tensor], devices: set, named: object, kwargs: dict) -> None:
+    """Raise where CUDA raises, and count syncs."""
+    name = func._schema.name.split("::")[1]
+    if name in RESHAPING:
+        raise NotImplementedError(f"{name} of a software device")
+    if func in COPYING:
+        check_copy(func, given, named, kwargs)
+    else:
+        off = [each for each in given if not isinstance(each, OnDevice)]
+        if devices and func in INDEXING and isinstance(given[0], OnDevice):
+            if any(each.dim() for each in off):
+                MACHINE.sync("an index on the CPU")
+            off = []
+        if len(devices) > 1 or (devices and any(each.dim() for each in off)):
+            where = sorted({str(each.device) for each in given})
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found {where} ({name}, {line()})")
+    draws = torch.Tag.nondeterministic_seeded in func.tags and name not in DROPPING
+    if MACHINE.recording is not None and draws:
+        raise RuntimeError("Attempt to draw during a capture from a generator that is not registered with its graph")
+    if func in WAITING and devices and not (name == "repeat_interleave" and kwargs.get("output_size") is not None):
+        MACHINE.sync(name)
+    if func in INDEXING and any(each.dtype in (torch.bool, torch.uint8) for each in given[1:] if devices):
+        MACHINE.sync("an index by a mask")
+
+
+def check_copy(func, given: list[torch.Tensor], named: object, kwargs: dict) -> None:
+    """Count a copy between the host and a device."""
+    source = given[-1]
+    target = given[0].device if func is aten.copy_.default else torch.device(named) if named else source.device
+    if KIND not in (source.device.type, target.type) or source.device.type == target.type:
+        return
+    if target.type == KIND and kwargs.get("non_blocking") and getattr(source, "pinned", False):
+        MACHINE.copies.append(("copy to the device", line()))
+    elif func is not aten.copy_.default or target.type == "cpu" or source.dim():
+        MACHINE.sync("copy to the host" if target.type == "cpu" else "copy to the device")
+
+
+def perform(func, args: tuple, kwargs: dict) -> object:
+    """The operator on CPU tensors; recorded during a capture."""
+    graph = MACHINE.recording
+    if graph is None:
+        return func(*args, **kwargs)
+    for i, name in writes(func)[0]:
+        for each in tensors(args[i] if i < len(args) else kwargs[name]):
+            graph.before_writing(each)
+    result = func(*args, **kwargs)
+    graph.record(func, args, kwargs, result)
+    return result
+
+
+class Graph:
+    """`torch.cuda.CUDAGraph`: the operators of a capture, run again on the same memory by `replay`."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self.tape: list[tuple] = []
+        self.made: dict[int, torch.Tensor] = {}  # {address: a tensor made in the capture}
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # {address: memory written to, what it held}
+        self.read: dict[int, tuple[weakref.ref[Memory], torch.Tensor]] = {}  # {address: older memory, a tensor in it}
+
+    def before_writing(self, tensor: torch.Tensor) -> None:
+        """Older memory gets back what it held, when the capture ends."""
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self.made and address not in self.kept:
+            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            self.kept[address] = whole, whole.clone()
+
+    def record(self, func, args: tuple, kwargs: dict, result: object) -> None:
+        """One more operator."""
+        for each in tensors(args) + tensors(list(kwargs.values())):
+            address = each.untyped_storage().data_ptr()
+            if address not in self.made and address in HELD:
+                self.read[address] = weakref.ref(HELD[address]), each
+        shares = writes(func)[1]
+        for each in tensors(result):
+            if not shares:
+                self.made[each.untyped_storage().data_ptr()] = each
+        self.tape.append((func, args, kwargs, result))
+
+    def end(self) -> None:
+        """The capture ends: nothing was computed."""
+        for whole, held in self.kept.values():
+            whole.copy_(held)
+        self.kept.clear()
+        for each in self.made.values():
+            poison(each)
+
+    def replay(self) -> None:
+        """Run the operators again."""
+        if MACHINE.recording is not None:
+            raise RuntimeError("CUDA error: a graph is replayed during a capture")
+        MACHINE.queued += 1
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
+            self.lose_freed()
+            for func, args, kwargs, result in self.tape:
+                for kept, new in zip(tensors(result), tensors(func(*args, **kwargs))):
+                    if kept.data_ptr() != new.data_ptr():
+                        kept.copy_(new)
+
+    def lose_freed(self) -> None:
+        """What only the tape still refers to was freed, and may hold anything."""
+        for memory, tensor in self.read.values():
+            if memory() is None:
+                poison(tensor)
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill with what no result is: nan, -1, True."""
+    tensor.fill_(float("nan") if tensor.is_floating_point() else True if tensor.dtype == torch.bool else -1)
+
+
+@contextlib.contextmanager
+def capture(graph: Graph, *args: object, **options: object):
+    """`torch.cuda.graph`."""
+    if MACHINE.recording is not None:
+        raise RuntimeError("CUDA error: a capture inside a capture")
+    MACHINE.sync("torch.cuda.graph")  # It synchronises before a capture begins.
+    MACHINE.recording = graph
+    try:
+        yield
+    finally:
+        MACHINE.recording = None
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
+            graph.end()
+
+
+class Stream:
+    """`torch.cuda.Stream`: work on it is done at once."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        pass
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        MACHINE.sync("Stream.synchronize")
+
+
+class Event:
+    """`torch.cuda.Event`. Its time can be read when the host knows that it has passed."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self.number = self.time = None
+
+    def record(self, *args: object) -> None:
+        MACHINE.queued += 1
+        self.number, self.time = MACHINE.queued, time.perf_counter()
+
+    def query(self) -> bool:
+        return self.number is not None and self.number <= MACHINE.done
+
+    def synchronize(self) -> None:
+        MACHINE.sync("Event.synchronize")
+
+    def elapsed_time(self, later: Event) -> float:
+        if not (self.query() and later.query()):
+            raise RuntimeError("CUDA error: device not ready (an event was read before a sync)")
+        return (later.time - self.time) * 1e3
+
+
+class Functions(TorchFunctionMode):
+    """What is decided before an operator is called: generators, pinned memory, `torch.tensor`."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.tensor:
+            return make_tensor(*args, **kwargs)
+        if func is torch.Tensor.pin_memory:
+            if MACHINE.recording is not None:
+                raise RuntimeError("CUDA error: pinned memory is allocated during a capture")
+            made = args[0].clone()
+            made.pinned = True
+            return made
+        # "cuda" without a number: torch would ask a library that is not there.
+        args = tuple(numbered(arg) for arg in args) if func is torch.Tensor.to else args
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": numbered(torch.device(kwargs["device"]))}
+        if func in INSTEAD and isinstance(args[0], OnDevice):
+            return INSTEAD[func](*args, **kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None:
+            drawn = kwargs.get("device") or next((each.device for each in tensors(list(args))), "cpu")
+            wanted, got = torch.device(drawn).type, generator.device.type
+            if wanted != got:
+                raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{got}'")
+        return func(*args, **kwargs)
+
+
+def by_index(tensor: OnDevice, index: object, *value: object) -> torch.Tensor | None:
+    """`tensor[index]`, or `tensor[index] = value`."""
+    parts = index if isinstance(index, tuple) else (index,)
+    taken = sum(part is not None and part is not Ellipsis for part in parts)
+    whole = (slice(None),) * (tensor.dim() - taken)
+    where = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
+    parts = (*parts, *whole) if where is None else (*parts[:where], *whole, *parts[where + 1 :])
+    view, at = tensor, []
+    for part in parts:
+        if part is None:
+            view = view.unsqueeze(len(at))
+        elif isinstance(part, slice):
+            view = aten.slice(view, len(at), part.start, part.stop, 1 if part.step is None else part.step)
+        elif isinstance(part, int) and not isinstance(part, bool):
+            view = view.select(len(at), part)
+            continue
+        else:
+            at.append(part if isinstance(part, torch.Tensor) else make_tensor(part, device=tensor.device))
+            continue
+        at.append(None)
+    chosen = any(part is not None for part in at)
+    if not value:
+        return aten.index(view, at) if chosen else view
+    given = value[0] if isinstance(value[0], torch.Tensor) else torch.tensor(value[0], dtype=tensor.dtype)
+    if chosen:
+        aten.index_put_(view, at, given)
+    else:
+        aten.copy_(view, given)
+
+
+def number_of(tensor: OnDevice) -> object:
+    """The number of a tensor that has one."""
+    return aten._local_scalar_dense(tensor.reshape(()))
+
+
+# Methods that ask a library for the device before they call an operator. There is no library.
+INSTEAD = {
+    torch.Tensor.__getitem__: by_index,
+    torch.Tensor.__setitem__: by_index,
+    torch.Tensor.copy_: lambda tensor, source, non_blocking=False: aten.copy_(tensor, source, non_blocking),
+    torch.Tensor.contiguous: lambda tensor: (
+        tensor if tensor.is_contiguous() else aten.clone(tensor, memory_format=torch.contiguous_format)
+    ),
+    torch.Tensor.__invert__: lambda tensor: aten.bitwise_not(tensor),
+    torch.Tensor.item: number_of,
+    torch.Tensor.__bool__: lambda tensor: bool(number_of(tensor)),
+    torch.Tensor.__int__: lambda tensor: int(number_of(tensor)),
+    torch.Tensor.__index__: lambda tensor: int(number_of(tensor)),
+    torch.Tensor.__float__: lambda tensor: float(number_of(tensor)),
+    torch.Tensor.tolist: lambda tensor: tensor.to("cpu").tolist(),
+    torch.Tensor.cpu: lambda tensor: tensor.to("cpu"),
+    torch.Tensor.nonzero: lambda tensor: aten.nonzero(tensor),
+}
+
+
+def numbered(value: object) -> object:
+    """The number added to a software device that has none; anything else as it is."""
+    given = isinstance(value, torch.device) or (isinstance(value, str) and value.split(":")[0] == KIND)
+    return MACHINE.device(value) or value if given else value
+
+
+def make_tensor(data: object, *, dtype=None, device=None, pin_memory: bool = False, requires_grad: bool = False):
+    """`torch.tensor`. On a device it makes the host wait: it copies from memory that is not pinned."""
+    made = torch.tensor(data, dtype=dtype, requires_grad=requires_grad)
+    if pin_memory:
+        made = made.clone()
+        made.pinned = True
+    return made if device is None or MACHINE.device(device) is None else made.to(MACHINE.device(device))
+
+
+class Operators(TorchDispatchMode):
+    """Catches the operators that no tensor of a device takes part in, like `torch.zeros(..., device="cuda")`."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return dispatch(func, args, kwargs or {})
+
+
+def replacements(own: Machine) -> dict[str, object]:
+    """What `torch.cuda` offers meanwhile."""
+
+    def nothing(*args: object, **options: object) -> None:
+        pass
+
+    def empty_cache() -> None:
+        if own.recording is not None:
+            raise RuntimeError("CUDA error: memory is freed during a capture")
+
+    return {
+        "_lazy_init": nothing,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: own.count,
+        "current_device": lambda: 0,
+        "set_device": nothing,
+        "synchronize": lambda *device: own.sync("torch.cuda.synchronize"),
+        "is_bf16_supported": lambda *args, **options: True,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda *device: Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "get_device_name": lambda *device: "a GPU made of software",
+        "get_device_capability": lambda *device: (8, 0),
+        "get_device_properties": lambda *device: SimpleNamespace(
+            total_memory=own.memory, major=8, minor=0, name="software"
+        ),
+        "mem_get_info": lambda device=0: (own.memory - own.used[own.device(device).index], own.memory),
+        "empty_cache": empty_cache,
+        "manual_seed": nothing,
+        "manual_seed_all": nothing,
+        "memory_allocated": lambda device=0: own.used[own.device(device).index],
+        "max_memory_allocated": lambda device=0: own.used[own.device(device).index],
+        "reset_peak_memory_stats": nothing,
+    }
+
+
+@contextlib.contextmanager
+def machine(count: int = 1, memory: int = MEMORY):
+    """`torch` with `count` software devices of `memory` bytes each; gives the `Machine`."""
+    global MACHINE
+    before, MACHINE = MACHINE, Machine(count, memory)
+    real, overwrite = torch.Generator, torch.__future__.set_overwrite_module_params_on_conversion
+    users = [each for each in list(sys.modules.values()) if vars(each).get("Generator") is real]
+    with contextlib.ExitStack() as stack:
+        for name, new in replacements(MACHINE).items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, new))
+        for module in users:
+            stack.enter_context(mock.patch.object(module, "Generator", Generator))
+        # transformers would load weights in threads of its own, which no mode sees.
+        stack.enter_context(mock.patch.dict("os.environ", HF_DEACTIVATE_ASYNC_LOAD="1"))
+        # `Module.to` would put a tensor of a device into a parameter that is none.
+        stack.callback(overwrite, torch.__future__.get_overwrite_module_params_on_conversion())
+        overwrite(True)
+        stack.enter_context(Operators())
+        stack.enter_context(Functions())
+        try:
+            yield MACHINE
+        finally:
+            MACHINE = before

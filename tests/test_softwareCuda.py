@@ -1,0 +1,358 @@
+"""The GPU's code on a software CUDA device (softwareCuda.py): every method, eager and recorded by CUDA graphs.
+
+The whole matrix takes minutes: `make test-cuda`, or FULL=1 in the environment. The suite runs a part of it.
+"""
+
+import contextlib
+import json
+from collections import Counter
+
+import helpers
+import pytest
+import softwareCuda
+import torch
+from helpers import FULL
+
+import specSampling as loop
+from decoding.rows import Rows
+from engine import cudaGraphs
+from engine.cachedModel import CachedModel
+from engine.compiling import compile_all
+from methods.catalogue import METHODS
+from methods.contrastive import Contrast
+from methods.makers import Decoding
+from methods.selection import build, plan_graphs
+from regrSampling import regrSampling
+from utils import GREEDY, Sampling
+
+DRAWS = 20_000
+FREE = Sampling(1.0, 0, 1.0)
+PENALISED = Sampling(0.0, 0, 1.0, 1.3)
+DECODING = Decoding(gamma=3, gamma1=2, gamma2=3, contrastive_temperature=0.0)
+ENGINES = ("eager", "recorded")
+FEW, MANY = 5, 41  # tokens in a vocabulary: of drawn texts, so that all can be counted, and of greedy ones
+# Ragged prompts; a second text in the same cache; a longer cache; the first again, in the longer cache.
+FIRST, SECOND = [[1, 30, 3, 24, 2], [3, 11]], [[40, 4, 0, 1, 22], [22, 10, 1, 4]]
+TEXTS = ((FIRST, 10), (SECOND, 10), (SECOND, 16), (FIRST, 10))
+
+
+@pytest.fixture
+def gpu():
+    with softwareCuda.machine(2) as machine:
+        yield machine
+
+
+def models(device, vocabulary=MANY):
+    """{role: model}: a target, and two models that often agree with it."""
+    made = {}
+    for role, noise in ("target", 0.0), ("draft", 0.4), ("mid", 0.2):
+        model = helpers.tiny(vocabulary=vocabulary, layers=1).model
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(noise * weight.std().nan_to_num() * torch.randn_like(weight))
+        made[role] = CachedModel(model.to(device), vocabulary, role)
+    return made
+
+
+def on_gpu(engine, name, rows=2, penalised=False, vocabulary=MANY):
+    """The models on the software device, recorded as `--compile` does for this method, or not."""
+    made = models("cuda", vocabulary)
+    if engine == "recorded":
+        plans, guesses = plan_graphs([name], DECODING, penalised, False)
+        assert None not in compile_all(made, plans, guesses, rows)
+    return made
+
+
+def sampler(name, made, decoding=DECODING):
+    return build([name], made, decoding)[name]
+
+
+def every(*full, suite=()):
+    """Cells of the matrix: all of them with FULL, else those of `suite`."""
+    cells = [(name, engine) for name in METHODS for engine in ENGINES] if FULL else suite
+    return pytest.mark.parametrize("name, engine", cells)
+
+
+PART = [("fixed", "recorded"), ("draftConfidence", "eager"), ("cascade", "recorded"), ("lookup", "recorded")]
+
+
+@every(suite=PART)
+def test_greedy_texts_are_those_of_the_cpu(gpu, name, engine):
+    """Ragged batches, a second text in the same cache, a longer cache, and a repetition penalty."""
+    cpu = models("cpu")
+    for sampling in (GREEDY, PENALISED):
+        made = on_gpu(engine, name, penalised=sampling is PENALISED)
+        write, wanted = sampler(name, made), sampler(name, cpu)
+        for prompts, length in TEXTS if sampling is GREEDY or FULL else TEXTS[:1]:
+            texts = write(prompts, length, sampling)[0]
+            assert texts == wanted(prompts, length, sampling)[0]
+            if METHODS[name].lossless:
+                assert texts == regrSampling(prompts, cpu["target"], length, sampling)[0]
+        replayed = [model.graphs.used for model in made.values() if model.graphs]
+        assert (engine == "recorded") == bool(sum(replayed))
+
+
+@every(suite=[("block", "recorded"), ("targetConfidence", "eager")])
+def test_drawn_texts_have_the_right_distribution(gpu, name, engine):
+    made, prompt, length = on_gpu(engine, name, DRAWS, vocabulary=FEW), [1, 2, 3], 3
+    decoding = Decoding(gamma=2, gamma1=1, gamma2=2, contrastive_temperature=1.0)
+    generator = torch.Generator("cuda").manual_seed(0)
+    texts, _ = sampler(name, made, decoding)([prompt] * DRAWS, length, FREE, None, generator)
+    cpu = models("cpu", FEW)
+    source = cpu["target"] if METHODS[name].lossless else cpu.get(name, Contrast(cpu["target"], cpu["draft"]))
+    joint = helpers.joint_distribution(source, prompt, length, FREE)
+    assert helpers.chi_square(texts, joint, FEW) > 1e-4
+
+
+# At most so many host syncs of one round, beside those of the rounds inside it.
+SYNCS = {"draftConfidence": 1 + (DECODING.gamma - 1) // 2}
+
+
+@every(suite=[(name, "recorded") for name in ("additive", "costAware", "targetConfidence", "lookup", "cascade")])
+def test_a_round_has_one_host_sync(gpu, name, engine, monkeypatch):
+    """As many as rounds, and one for the prefill; where each is, and no copy to the device that waits."""
+    made, rounds, advance = on_gpu(engine, name), Counter(), loop.advance
+
+    def counted(*given):
+        rounds["all"] += 1
+        return advance(*given)
+
+    monkeypatch.setattr(loop, "advance", counted)
+    write = sampler(name, made)
+    for prompts in FIRST, SECOND:  # The first text makes the captures, which synchronise.
+        rounds.clear()
+        gpu.forget()
+        _, records = write(prompts, 12, GREEDY)
+    count = rounds["all"] or max(len(record.times) for record in records) - 1
+    places = Counter(place.split(":")[0] for _, place in gpu.syncs)
+    assert places.pop("decoding/rows.py") == count + 1
+    assert sum(places.values()) <= count * (SYNCS.get(name, 1) - 1)
+    assert {what for what, _ in gpu.syncs} <= {"copy to the host", "_local_scalar_dense"}
+    ended = 2  # Rows end, and their state is copied; ragged guesses are, too.
+    assert len(gpu.copies) <= 2 * count + ended + 6
+
+
+# Planted mistakes. Each of them works on a CPU.
+
+
+def text_of(name="fixed", engine="recorded"):
+    write = sampler(name, on_gpu(engine, name))
+    return [write(prompts, 10, GREEDY)[0] for prompts in (FIRST, SECOND)]
+
+
+def right():
+    return [regrSampling(prompts, models("cpu")["target"], 10, GREEDY)[0] for prompts in (FIRST, SECOND)]
+
+
+def test_a_tensor_left_on_the_cpu_is_caught(gpu, monkeypatch):
+    monkeypatch.setattr(Rows, "offsets", lambda self, first, count: torch.arange(first, first + count))
+    with pytest.raises(RuntimeError, match="same device.*rows.py"):
+        text_of()
+
+
+def test_a_sync_inside_a_capture_is_caught(gpu, monkeypatch):
+    pick = cudaGraphs.pick
+
+    def waiting(probs, u):
+        assert probs.sum().item() > 0
+        return pick(probs, u)
+
+    monkeypatch.setattr(cudaGraphs, "pick", waiting)
+    with pytest.raises(RuntimeError, match="capturing .*test_softwareCuda.py"):
+        text_of()
+
+
+def test_a_value_baked_into_a_recording_is_caught(gpu, monkeypatch):
+    """Where the first text's tokens went is where all go: a replay must read the positions again."""
+    logits, kept = cudaGraphs.CudaGraphs.logits, {}
+
+    def baked(self, tokens, positions, cache, *rest):
+        with contextlib.nullcontext() if softwareCuda.MACHINE.recording else torch.inference_mode():
+            first = kept.setdefault((id(self), positions.shape, id(cache)), positions.clone())
+        return logits(self, tokens, first, cache, *rest)
+
+    assert text_of() == right()
+    monkeypatch.setattr(cudaGraphs.CudaGraphs, "logits", baked)
+    assert text_of() != right()
+
+
+def test_a_result_that_is_not_computed_again_is_caught(gpu, monkeypatch):
+    """Nothing is replayed: what the capture left are nan and -1."""
+    capture = cudaGraphs.capture
+
+    def once(inputs, work):
+        own, again, results = capture(inputs, work)
+        return own, lambda: None, results
+
+    monkeypatch.setattr(cudaGraphs, "capture", once)
+    with pytest.raises(Exception, match="not finite|index|range"):
+        assert text_of() == right(), "a text that is not finite"
+
+
+def test_a_wait_in_every_round_is_counted(gpu, monkeypatch):
+    commit = Rows.commit
+
+    def slow(self, drafts, accepted, *rest):
+        assert accepted.max() >= 0
+        return commit(self, drafts, accepted, *rest)
+
+    monkeypatch.setattr(Rows, "commit", slow)
+    with pytest.raises(AssertionError):
+        write = sampler("fixed", on_gpu("eager", "fixed"))
+        _, records = write(FIRST, 10, GREEDY)
+        assert len(gpu.syncs) == max(len(record.times) for record in records)
+
+
+# The device itself.
+
+
+def test_tensors_modules_and_generators_say_where_they_are(gpu):
+    assert str(torch.zeros(2, device="cuda").device) == "cuda:0" and torch.ones(1, device="cuda:1").is_cuda
+    assert str(torch.nn.Linear(2, 2).to("cuda").weight.device) == "cuda:0"
+    assert str(torch.Generator("cuda").device) == "cuda:0" and str(torch.Generator().device) == "cpu"
+    assert torch.zeros(1).device.type == "cpu"
+    with pytest.raises(RuntimeError, match="ordinal"):
+        torch.zeros(1, device="cuda:2")
+
+
+def test_what_cuda_refuses_is_refused(gpu):
+    there, here, other = torch.arange(3.0, device="cuda"), torch.arange(3.0), torch.arange(3.0, device="cuda:1")
+    for wrong in (lambda: there + here, lambda: there + other, lambda: torch.cat([there, here])):
+        with pytest.raises(RuntimeError, match="same device"):
+            wrong()
+    assert (there + torch.tensor(2.0)).tolist() == [2.0, 3.0, 4.0]  # A 0-dimensional CPU tensor is a number.
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    for generator, device in (torch.Generator(), "cuda"), (torch.Generator("cuda"), "cpu"):
+        with pytest.raises(RuntimeError, match="generator"):
+            torch.rand(2, device=device, generator=generator)
+
+
+def test_syncs_are_counted_with_their_lines(gpu):
+    there = torch.arange(6, device="cuda")
+    one_by_one = [
+        lambda: there.sum().item(),
+        lambda: there.tolist(),
+        lambda: there.cpu(),
+        lambda: there[there > 3],
+        lambda: there.nonzero(),
+        lambda: there.unique(),
+        lambda: bool((there > 3).any()),
+        lambda: torch.tensor([1, 2], device="cuda"),
+        lambda: there[torch.tensor([1, 2])],
+        lambda: torch.cuda.synchronize(),
+    ]
+    for i, work in enumerate(one_by_one):
+        work()
+        assert len(gpu.syncs) == i + 1, i
+    assert all(place.startswith("tests/test_softwareCuda.py:") for _, place in gpu.syncs)
+    gpu.forget()
+    torch.tensor([1, 2]).pin_memory().to("cuda", non_blocking=True)
+    there[1:4].add_(1).clamp_(max=3)[None, :].gather(1, there[:1][None])
+    assert gpu.syncs == [] and len(gpu.copies) == 1
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    end.record()
+    with pytest.raises(RuntimeError, match="not ready"):
+        start.elapsed_time(end)
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) >= 0
+
+
+def test_a_graph_computes_when_it_is_replayed(gpu):
+    given, sums = torch.tensor([1.0, 2.0], device="cuda"), torch.zeros(2, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = given * 2
+        sums += doubled
+        count = (given > 0).sum()
+    assert doubled.isnan().all() and count.tolist() == -1 and sums.tolist() == [0.0, 0.0]
+    given.copy_(torch.tensor([3.0, -4.0]))
+    graph.replay()
+    assert doubled.tolist() == [6.0, -8.0] and count.tolist() == 1 and sums.tolist() == [6.0, -8.0]
+    graph.replay()
+    assert sums.tolist() == [12.0, -16.0]
+
+
+def test_what_a_capture_forbids_raises(gpu):
+    given = torch.ones(2, device="cuda")
+    forbidden = [
+        lambda: given.sum().item(),
+        lambda: torch.rand(2, device="cuda"),
+        lambda: torch.tensor([1.0], device="cuda"),
+        lambda: torch.tensor([1.0]).pin_memory(),
+        lambda: torch.cuda.empty_cache(),
+        lambda: torch.cuda.synchronize(),
+    ]
+    for work in forbidden:
+        with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            work()
+
+
+def test_memory_that_was_freed_after_a_capture_is_caught(gpu):
+    graph = torch.cuda.CUDAGraph()
+    given, kept = torch.ones(2, device="cuda"), torch.ones(2, device="cuda")
+    with torch.cuda.graph(graph):
+        total = given + kept
+    graph.replay()
+    assert total.tolist() == [2.0, 2.0]
+    del given
+    graph.replay()
+    assert total.isnan().all()
+
+
+# The command lines on it.
+
+
+@pytest.fixture
+def on_device(gpu, cli, flags, tmp_path):
+    """f(flags) -> exit code of test.py on the software device."""
+    return lambda *more: cli.main([*flags, "--out", str(tmp_path), "--device", "cuda", "--dtype", "float32", *more])
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_recorded_run_and_its_repetition(on_device, cli, flags, tmp_path, capsys):
+    short = "--compare", "fixed,lookup", "--maxLen", "6"
+    assert on_device(*short, "--compile") == 0
+    found = [line for line in lines_of(tmp_path) if line["kind"] == "speed"]
+    assert {line["method"] for line in found} == {"target", "fixed", "lookup"}
+    assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0
+
+
+COMMANDS = {
+    "ppl": ["--ppl"],
+    "speed": ["--speed", "--compile"],
+    "all": ["--compare", "all", "--compile"],
+    "lossless": ["--lossless", "all", "--tokens", "4000", "--rows", "32", "--compile"],
+    "sweep": ["--sweep", "--compile"],
+    "diversity": ["--diversity"],
+    "show": ["--show", "speculative", "--compile"],
+}
+
+
+@pytest.mark.skipif(not FULL, reason="FULL=1: minutes")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_mode_runs(on_device, tmp_path, command):
+    assert on_device(*COMMANDS[command]) == 0
+
+
+def test_full_memory_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
+    """Too little for the models, then too little in the middle of a run."""
+    given = [*flags, "--out", str(tmp_path), "--device", "cuda", "--speed"]
+    with softwareCuda.machine(1, 1 << 20):
+        assert cli.main(given) == 2
+    assert "cuda has" in capsys.readouterr().err
+    advance = loop.advance
+
+    def full(*how):
+        softwareCuda.MACHINE.memory = 0
+        return advance(*how)
+
+    monkeypatch.setattr(loop, "advance", full)
+    with softwareCuda.machine(1):
+        assert cli.main(given) == 2
+    assert "out of memory" in capsys.readouterr().err
