@@ -24,7 +24,8 @@ ROWS = 256  # Positions whose distributions are computed at a time. It bounds th
 
 
 class Scorer(Protocol):
-    """What perplexity needs of a model. score(tokens `[1, n]`): the logits after each token, float32 `[1, n, V]`."""
+    """What perplexity needs of a model. score(tokens `[1, n]`): the logits after each token, float32 `[1, n, V]`, where
+    the tokens are."""
 
     name: str
     device: Any
@@ -57,12 +58,13 @@ def token_log_probs(tokens: Tensor, target: Scorer, draft: Scorer | None = None)
     Returns float32 `[n - 1]` on the host for "target" and, with a draft, for "draft" and "speculative" (the sampler of
     both). Raises UserError for a model whose logits are not finite.
     """
-    scores = [model.score(tokens[None].to(model.device))[0, :-1] for model in (target, draft) if model is not None]
+    tokens = tokens.to(target.device)
+    scores = [model.score(tokens[None])[0, :-1] for model in (target, draft) if model is not None]
     roles = ("target",) if draft is None else ("target", "draft", "speculative")
     pieces: dict[str, list[Tensor]] = {role: [] for role in roles}
     for start in range(0, len(tokens) - 1, ROWS):
         log_probs = [s[start : start + ROWS].log_softmax(-1) for s in scores]
-        following = tokens[start + 1 : start + 1 + len(log_probs[0])].to(log_probs[0].device)
+        following = tokens[start + 1 : start + 1 + len(log_probs[0])]
         for role, distribution in zip(roles, log_probs):
             pieces[role].append(distribution.gather(-1, following[:, None])[:, 0])
         if draft is not None:

@@ -33,6 +33,7 @@ LoadedModels = dict[str, CachedModel]  # {role: model}; roles: target, draft, mi
 class Prepared:
     """What a run needs, its models not loaded yet. processes: those that share the work.
 
+    draft_device: of the draft. device: of the other models.
     dtype, text_dtype: of the models that are timed, and of those that perplexity, diversity and losslessness are
         measured with. folders: {role: model folder}.
     prompts: {length: prompts}, token ids. article: the prompts of --diversity.
@@ -43,6 +44,7 @@ class Prepared:
     settings: Settings
     processes: Processes
     device: str
+    draft_device: str
     dtype: str
     text_dtype: str
     folders: dict[str, Path]
@@ -57,11 +59,11 @@ class Prepared:
 
     def load(self, dtype: str) -> LoadedModels:
         """The models in that dtype."""
-        spread = self.settings.models.device == "auto"
-        models = {
-            role: load_model(folder, self.tokenizer, dtype, self.device, self.tokens, spread)
-            for role, folder in self.folders.items()
-        }
+        models = {}
+        for role, folder in self.folders.items():
+            device = self.draft_device if role == "draft" else self.device
+            spread = self.settings.models.device == "auto" and device == self.device
+            models[role] = load_model(folder, self.tokenizer, dtype, device, self.tokens, spread)
         if self.frequent is not None:
             models["restricted"] = RestrictedModel(models["draft"], self.frequent)
         return models
@@ -69,16 +71,15 @@ class Prepared:
     @property
     def idle(self) -> str:
         """A line that says that there are more processes than work, if there are."""
-        settings, shares = self.settings, [len(passages) for _, passages in self.texts]
-        for mode in settings.measuring.modes:
+        shares = [max(len(passages), sum(map(len, passages)) // self.stride) for _, passages in self.texts]  # windows
+        for mode in self.settings.measuring.modes:
             if mode == "lossless":
-                shares.append(-(-settings.tokens // (settings.rows * settings.sampling.max_len_of(mode))))
-            elif mode == "diversity":
-                shares.append(settings.measuring.repeats_of(mode))
-            else:
-                shares += map(len, self.prompts.values())
+                return ""  # Planted mistakes are shared out too.
+            shares += (
+                [self.settings.measuring.repeats_of(mode)] if mode == "diversity" else map(len, self.prompts.values())
+            )
         most, count = max(shares), self.processes.count
-        return f"{count} processes for {most} texts: {count - most} of them idle.\n" if count > most else ""
+        return f"More processes ({count}) than texts ({most}): {count - most} idle.\n" if count > most else ""
 
     def load_first(self) -> LoadedModels:
         """The models of what comes first: compiled if the flags say so and text is generated."""
@@ -97,9 +98,7 @@ def continues(settings: Settings) -> bool:
 def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     """Find and check what the settings name. Raises UserError for what cannot be used."""
     measuring, texts = settings.measuring, settings.texts
-    if measuring.played and processes.count > 1:
-        raise UserError("--show and --html play one text, in one process: start test.py without accelerate launch")
-    device = processes.own_device(settings.models.device)
+    device, draft_device, dtype = where_to_run(settings, processes)
     corpora = []
     if measuring.ppl or (texts.from_corpora and continues(settings)):
         corpora = load_corpora(texts.dataset, texts.books)
@@ -139,7 +138,8 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         settings,
         processes,
         device,
-        settings.models.dtype or pick_dtype(device),
+        draft_device,
+        dtype,
         settings.models.dtype or "float32",
         folders,
         tokenizer,
@@ -153,6 +153,19 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     )
     print(end=found.idle)
     return found
+
+
+def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, str]:
+    """The device, the draft's device, and the dtype of what is timed. Raises UserError for what cannot be used."""
+    choice = settings.models
+    if settings.measuring.played and processes.count > 1:
+        raise UserError("--show and --html play one text, in one process: start test.py without accelerate launch")
+    device = processes.own_device(choice.device)
+    draft_device = processes.own_draft_device(choice.draft_device) or device
+    dtype = choice.dtype or pick_dtype(device)
+    if dtype == "bfloat16" and "mps" in (device, draft_device):
+        raise UserError("bfloat16 is not for mps: use --dtype float16 or float32")
+    return device, draft_device, dtype
 
 
 def scored_texts(

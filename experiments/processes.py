@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from inputs.devices import pick_device
+from inputs.devices import check_device, pick_device
 from inputs.escape import one_line
 from utils import UserError
 
@@ -163,6 +163,14 @@ class Processes:
         if gpus and self.local >= gpus:
             raise UserError(f"this machine has {gpus} GPUs: start at most {gpus} processes on it (--num_processes)")
         return pick_device(f"cuda:{self.local}")
+
+    def own_draft_device(self, name: str | None) -> str | None:
+        """The device of the draft if `--draftDevice` says `name`. Raises UserError if it cannot be used."""
+        if name is not None:
+            if self.count > 1 and name != "cpu":
+                raise UserError(f"--draftDevice {name} is for one process; several take cpu, or leave it out")
+            check_device(name)
+        return name
 
     # How processes end.
 

@@ -22,6 +22,8 @@ def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) ->
         role: model_record(folder.name, model_version(folder), models[role])
         for role, folder in prepared.folders.items()
     }
+    if prepared.settings.models.draft_device and "draft" in versions:
+        versions["draft"] |= {"device": prepared.draft_device, "processor": machine(prepared.draft_device)["processor"]}
     named = {"kind": "run", "run": uuid.uuid4().hex[:8], "folder": os.getcwd()}
     if prepared.processes.count == 1:
         return named | origin(argv, prepared.settings.flags, prepared.device, versions)

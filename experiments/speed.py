@@ -40,8 +40,11 @@ def quiet(device: torch.device | str) -> Iterator[None]:
 
 def synchronize(device: torch.device | str) -> None:
     """Wait until a GPU has done all work it was given."""
-    if torch.device(device).type == "cuda":
+    kind = torch.device(device).type
+    if kind == "cuda":
         torch.cuda.synchronize(device)
+    elif kind == "mps":
+        torch.mps.synchronize()
 
 
 def digest(tokens: Sequence[Any]) -> str:

@@ -85,7 +85,7 @@ class Scorer:
             impossible[lost] = ~self.cut_by_rounding(logits[lost], x[lost], None if seen is None else seen[lost])
         u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
         fields = u, -log.gather(-1, x)[..., 0], entropy, variance, impossible
-        return Evidence(*(field.double().cpu().numpy() for field in fields))
+        return Evidence(*(field.cpu().double().numpy() for field in fields))
 
     def batch(self, prompts: Texts, texts: Texts) -> Batch:
         """The `Batch` of these texts."""

@@ -56,7 +56,8 @@ def heading(run: Line, finished: bool) -> Iterator[RenderableType]:
     yield plain(f"Run {run['run']} of {run['time']}" + ("" if finished else ", not finished"))
     yield plain("python test.py " + run["command"])
     for role, model in run["models"].items():
-        yield plain(f"{role}: {model['name']}, {model['parameters'] / 1e6:,.1f} M parameters, {model['version']}")
+        own = f", on {model['device']} ({model['processor']})" if "device" in model else ""
+        yield plain(f"{role}: {model['name']}, {model['parameters'] / 1e6:,.1f} M parameters, {model['version']}{own}")
     yield plain(
         f"{machine['processor']}, {machine['threads']} threads, {run['device']}; torch {machine['torch']}, "
         f"transformers {machine['transformers']}; seed {flags['seed']}"
