@@ -1,16 +1,20 @@
 # `make run`: from a fresh clone to results.txt. `make test`: the test suite. `make check`: style, types and tests.
 # `make bench`: the benchmark. `make docs`: renders the figures in README.md and docs/ from their records.
+# `make test-cuda`: the GPU's code on a software CUDA device, every method and mode.
 # Each makes .venv first if it is not there.
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test style check bench docs clean
+.PHONY: run test test-cuda style check bench docs clean
 
 run: .venv/installed
 	$(VENV) test.py
 
 test: .venv/installed
 	$(VENV) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --cov=.
+
+test-cuda: .venv/installed
+	FULL=1 $(VENV) -m pytest tests/test_softwareCuda.py
 
 style: .venv/installed
 	$(VENV) -m ruff check

@@ -2,7 +2,8 @@
 
 | step | function |
 |---|---|
-| read the prompt, draw the first token | `first_token` |
+| read the prompts | `prefill` |
+| the same, and draw the first token | `first_token` |
 | draw n tokens in sequence | `draw_tokens` |
 | guess: the same, by a draft model | `guess` |
 | score guesses with one forward, and verify them | `score_and_verify` |
@@ -91,6 +92,7 @@ def use_graph(
     verify: VerificationRule | None = None,
     length: LengthRule | None = None,
     unread: int = 0,
+    ends: Sequence[int] = (),
 ) -> bool:
     """Whether a graph computes this step of `model`. If any line is false, the step is computed eagerly.
 
@@ -103,6 +105,7 @@ def use_graph(
         and not getattr(verify, "waits", False)  # The verification rule does not synchronise with the host.
         and (length is None or length.stop is None)  # The host has no say between the guesses,
         and not (step == "round" and length and length.timed)  # and does not time the parts of a round.
+        and len(set(ends)) < 2  # Prompts end at one position.
         and unread == 0  # The target has read everything up to the last committed token.
         and model.graphs.has(step, *shape)  # There is a graph for this shape.
     )
@@ -116,9 +119,18 @@ def forward(model: Model, tokens: Tensor, positions: Tensor) -> Tensor:
     return model.forward(tokens, positions)
 
 
+@torch.inference_mode()
+def prefill(model: Model, rows: Rows) -> Tensor:
+    """Read every row's prompt: float32 logits `[B, V]` after each."""
+    model.reserve(len(rows.prompt), rows.capacity)
+    if use_graph(model, "prefill", *rows.prompt.shape, ends=rows.prompt_lengths):
+        return model.graphs.prefill(rows.prompt.to(model.device), model.cache)
+    return model.read_prompt(rows)
+
+
 def first_token(rows: Rows, model: Model, sampling: Sampling, generator: Generator | None = None) -> None:
     """Prefill: read the prompts, draw the token after each and commit it."""
-    logits = model.read_prompt(rows)
+    logits = prefill(model, rows)
     p = model.operators.probabilities(logits, sampling, rows.seen(model.vocabulary, sampling))
     u = uniform(*p.shape[:-1], device=p.device, generator=generator)
     rows.commit_one(model.operators.pick(p, u))

@@ -45,6 +45,8 @@ def compile_model(
 
     def make() -> None:
         graphs = engine_for(model)
+        if len(plan):
+            graphs.add_prefill(rows)
         for width in sorted(plan.widths):
             graphs.add_forward(rows, width)
             if progress:

@@ -1,5 +1,5 @@
 """`CudaGraphs`: on a GPU, the forward of a few tokens is captured as a CUDA graph, once for each shape `[B, n]`, and
-replayed. So are a sequence of draws, and the scoring of a block with its verification.
+replayed. So are a sequence of draws, the scoring of a block with its verification, and a piece of a prompt.
 
 A replay costs the host one call instead of one for each of hundreds of kernels. A captured graph reads and writes fixed
 memory: inputs are copied into tensors of its own, and a new cache needs new captures.
@@ -18,6 +18,8 @@ from engine.graphs import Graphs
 from engine.kvCache import SlotCache
 from utils import Sampling, pick, probabilities
 
+PIECE = 64  # tokens of a prompt that are read at once; a prompt of any length is read in pieces by one graph
+
 Work = Callable[..., Sequence[Tensor]]
 Capture = tuple[list[Tensor], Callable[[], object], Sequence[Tensor]]
 
@@ -30,6 +32,24 @@ class CudaGraphs(Graphs):
         self.cache_dtype = model.dtype
         self.captures: dict[tuple[object, ...], Capture] = {}
         self.cache: SlotCache | None = None
+
+    def add_prefill(self, rows: int) -> None:
+        """See `Graphs`."""
+        self.prefills.add(rows)
+
+    def prefill(self, tokens: Tensor, cache: SlotCache) -> Tensor:
+        """See `Graphs`. The last piece is padded with the last token, at the same position."""
+
+        def work(tokens: Tensor, positions: Tensor, last: Tensor) -> Sequence[Tensor]:
+            return (self.logits(tokens, positions, cache, last),)
+
+        self.used += 1
+        rows, length = tokens.shape
+        for start in range(0, length, PIECE):
+            at = torch.arange(start, start + PIECE, device=tokens.device).clamp_(max=length - 1)
+            last = torch.arange(min(PIECE, length - start) - 1, PIECE, device=tokens.device)[:1]
+            logits = self.replay((rows, "prefill"), (tokens[:, at], at.expand(rows, -1), last), cache, work)[0]
+        return logits[:, 0]
 
     def score_and_verify(
         self,
@@ -78,13 +98,18 @@ class CudaGraphs(Graphs):
         drafts, q = self.replay((*tokens.shape, len(u), sampling), (tokens, positions, u), cache, work)
         return drafts, q
 
-    def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        """The forward that is captured; attention reads all slots."""
+    def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache, keep: Tensor | int = 0) -> Tensor:
+        """The forward that is captured; attention reads all slots. keep: which logits are computed, 0: all."""
         cache.address(positions)
         slots = torch.arange(cache.capacity, device=tokens.device)
         mask = (slots <= positions[..., None])[:, None]
         logits = self.model(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
         ).logits
         return logits[..., : self.vocabulary].float()
 

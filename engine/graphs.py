@@ -53,17 +53,20 @@ class Graphs(ABC):
         self.model, self.vocabulary, self.used = model, vocabulary, 0
         self.widths: dict[int, list[int]] = {}  # {rows: widths of blocks}
         self.draws: dict[int, tuple[int, list[int]]] = {}  # {rows: (tokens read, counts of tokens drawn)}
+        self.prefills: set[int] = set()  # rows
         self.rounds: set[tuple[Graphs, int, int, int]] = set()  # {(graphs of the draft, rows, tokens read, guesses)}
 
     def has(self, step: str, *shape: object) -> bool:
         """Whether there is a graph for a step of this shape.
 
         "forward", "score_and_verify": rows, width of the block. "draw": rows, tokens read. "round": graphs of the
-        draft, rows, tokens read, guesses.
+        draft, rows, tokens read, guesses. "prefill": rows, tokens of their prompts.
         """
         if step == "round":
             return shape in self.rounds
         rows, width = shape
+        if step == "prefill":
+            return rows in self.prefills
         if step == "draw":
             return rows in self.draws and width <= self.draws[rows][0]  # type: ignore[operator]
         return rows in self.widths and width <= self.widths[rows][-1]  # type: ignore[operator]
@@ -82,6 +85,14 @@ class Graphs(ABC):
         this model's forward that scores them. It saves host time between the two forwards, which a GPU's host has to
         spare: by default no graph is made."""
         return
+
+    def add_prefill(self, rows: int) -> None:
+        """Make the graph that reads prompts of one length, of so many rows. By default no graph is made."""
+        return
+
+    def prefill(self, tokens: Tensor, cache: SlotCache) -> Tensor:
+        """`CachedModel.read_prompt` of prompts of one length: `tokens[B, n]` -> float32 logits `[B, vocabulary]`."""
+        raise LookupError("this engine makes no graphs of prefills")
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """`CachedModel.forward` of a block: float32 logits `[B, n, V]`."""

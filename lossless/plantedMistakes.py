@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from decoding.interfaces import Callback, Drafter, LengthRule, VerificationRule
 from decoding.record import Record
 from decoding.rounds import Guesses
-from decoding.rows import Rows
+from decoding.rows import Rows, upload
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from methods.makers import Sampler
@@ -86,11 +86,11 @@ class StaleSlot(CachedModel):
         positions: Tensor,
         slots: Tensor | None = None,
         mask: Tensor | None = None,
-        keep: Tensor | None = None,
+        keep: Sequence[int] | None = None,
     ) -> Tensor:
         """As `CachedModel.forward`, but the first token's slot keeps its old content if it was written before."""
         if keep is not None:  # prefill
-            self.highest = keep[:, None]
+            self.highest = upload([[last] for last in keep], self.device)
             return super().forward(tokens, positions, slots, mask, keep)
         assert self.cache is not None
         first = positions[:, :1]

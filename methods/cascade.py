@@ -9,7 +9,7 @@ import specSampling
 from decoding.draftLength import Fixed
 from decoding.interfaces import Drafter, LengthRule, Model, VerificationRule
 from decoding.record import Record
-from decoding.rounds import Guesses, no_guesses
+from decoding.rounds import Guesses, no_guesses, prefill
 from decoding.rows import Rows
 from decoding.verification import token_rule
 from utils import Sampling
@@ -58,7 +58,7 @@ class CascadeDrafter:
 
     def begin(self, rows: Rows) -> None:
         """Read the prompts."""
-        self.model.read_prompt(rows)
+        prefill(self.model, rows)
         self.inner = InnerRows(rows, self.model)
         self.drafter.begin(self.inner)
         self.length.begin(len(rows.tokens))

@@ -10,7 +10,7 @@ import math
 from torch import Tensor
 
 from decoding.interfaces import Model
-from decoding.rounds import forward
+from decoding.rounds import forward, prefill
 from decoding.rows import Rows
 from utils import UserError, check_share
 
@@ -44,9 +44,14 @@ class Contrast:
         there = tokens.to(self.amateur.device), positions.to(self.amateur.device)
         return self.scores(forward(self.expert, tokens, positions), forward(self.amateur, *there))
 
+    def reserve(self, rows: int, capacity: int) -> None:
+        """As `CachedModel.reserve`, of both models."""
+        self.expert.reserve(rows, capacity)
+        self.amateur.reserve(rows, capacity)
+
     def read_prompt(self, rows: Rows) -> Tensor:
         """As `CachedModel.read_prompt`: scores `[B, vocabulary]` after each row's prompt."""
-        return self.scores(self.expert.read_prompt(rows), self.amateur.read_prompt(rows))
+        return self.scores(prefill(self.expert, rows), prefill(self.amateur, rows))
 
     def score(self, tokens: Tensor) -> Tensor:
         """As `CachedModel.score`: scores `[B, n, vocabulary]` without the caches."""

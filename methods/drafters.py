@@ -12,7 +12,7 @@ read were replaced, in addition to those of the round before.
 from torch import Generator
 
 from decoding.interfaces import LengthRule, Model
-from decoding.rounds import Guesses, guess, no_guesses
+from decoding.rounds import Guesses, guess, no_guesses, prefill
 from decoding.rows import Rows
 from utils import Sampling
 
@@ -26,7 +26,7 @@ class ModelDrafter:
 
     def begin(self, rows: Rows) -> None:
         """Read the prompts."""
-        self.model.read_prompt(rows)
+        prefill(self.model, rows)
         self.behind = 1
 
     def rewind(self, count: int) -> None:

@@ -247,11 +247,14 @@ def dispatch(func, args: tuple, kwargs: dict) -> object:
     if target is None:
         return result
     written, shares = writes(func)
+    # In inference mode a view of a tensor from outside of it is no inference tensor either.
+    outside = shares and any(isinstance(each, OnDevice) and not each.is_inference() for each in given)
     if written:
         returned = [args[i] if i < len(args) else kwargs[name] for i, name in written]
         count = len(func._schema.returns)
         return None if count == 0 else returned[0] if count == 1 else tuple(returned)
-    return on_device(result, target, shares)
+    with torch.inference_mode(False) if outside else contextlib.nullcontext():
+        return on_device(result, target, shares)
 
 
 def on_device(result: object, device: torch.device, shares: bool) -> object:
@@ -432,6 +435,8 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.tensor:
             return make_tensor(*args, **kwargs)
+        if func is torch.as_tensor and not isinstance(args[0], torch.Tensor):
+            return make_tensor(*args, **kwargs)
         if func is torch.Tensor.pin_memory:
             if MACHINE.recording is not None:
                 raise RuntimeError("CUDA error: pinned memory is allocated during a capture")
@@ -456,23 +461,23 @@ class Functions(TorchFunctionMode):
 def by_index(tensor: OnDevice, index: object, *value: object) -> torch.Tensor | None:
     """`tensor[index]`, or `tensor[index] = value`."""
     parts = index if isinstance(index, tuple) else (index,)
-    taken = sum(part is not None and part is not Ellipsis for part in parts)
+    taken = sum(dims_of(part) for part in parts)
     whole = (slice(None),) * (tensor.dim() - taken)
     where = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
     parts = (*parts, *whole) if where is None else (*parts[:where], *whole, *parts[where + 1 :])
-    view, at = tensor, []
+    view, dim, at = tensor, 0, []  # `at`: what `aten.index` takes, for each dimension but those of whole masks
     for part in parts:
+        if isinstance(part, int) and not isinstance(part, bool):
+            view = view.select(dim, part)
+            continue
         if part is None:
-            view = view.unsqueeze(len(at))
+            view = view.unsqueeze(dim)
         elif isinstance(part, slice):
-            view = aten.slice(view, len(at), part.start, part.stop, 1 if part.step is None else part.step)
-        elif isinstance(part, int) and not isinstance(part, bool):
-            view = view.select(len(at), part)
-            continue
-        else:
-            at.append(part if isinstance(part, torch.Tensor) else make_tensor(part, device=tensor.device))
-            continue
-        at.append(None)
+            bounds = [number_of(end) if isinstance(end, OnDevice) else end for end in (part.start, part.stop)]
+            view = aten.slice(view, dim, *bounds, 1 if part.step is None else part.step)
+        kept = part is None or isinstance(part, slice)
+        at.append(None if kept else part if isinstance(part, torch.Tensor) else make_tensor(part, device=tensor.device))
+        dim += 1 if kept else dims_of(part)
     chosen = any(part is not None for part in at)
     if not value:
         return aten.index(view, at) if chosen else view
@@ -481,6 +486,13 @@ def by_index(tensor: OnDevice, index: object, *value: object) -> torch.Tensor | 
         aten.index_put_(view, at, given)
     else:
         aten.copy_(view, given)
+
+
+def dims_of(part: object) -> int:
+    """How many dimensions a part of an index takes."""
+    if part is None or part is Ellipsis:
+        return 0
+    return part.dim() if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1
 
 
 def number_of(tensor: OnDevice) -> object:
@@ -516,11 +528,13 @@ def numbered(value: object) -> object:
 
 def make_tensor(data: object, *, dtype=None, device=None, pin_memory: bool = False, requires_grad: bool = False):
     """`torch.tensor`. On a device it makes the host wait: it copies from memory that is not pinned."""
+    if device is not None and MACHINE.device(device) is None:
+        return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
     made = torch.tensor(data, dtype=dtype, requires_grad=requires_grad)
     if pin_memory:
         made = made.clone()
         made.pinned = True
-    return made if device is None or MACHINE.device(device) is None else made.to(MACHINE.device(device))
+    return made if device is None else made.to(MACHINE.device(device))
 
 
 class Operators(TorchDispatchMode):

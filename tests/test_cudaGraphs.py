@@ -1,12 +1,11 @@
-"""What is captured on a GPU, run again without one."""
+"""What is captured on a GPU, run again without one. What a capture forbids, and the distribution of texts, are in
+test_softwareCuda.py."""
 
 import itertools
 
 import helpers
 import pytest
 import torch
-from helpers import DRAWS
-from outcomes import small
 from test_specSampling import FREE, PROMPTS, near
 
 from decoding.draftLength import Fixed
@@ -126,19 +125,6 @@ def test_tokens_filled_in_that_count_as_guesses_are_caught(rule, monkeypatch):
     pad = cudaGraphs.pad
     monkeypatch.setattr(cudaGraphs, "pad", lambda x, by: pad(x, by, value=0.1 if len(by) == 4 else 0.0))
     assert unlike(any_width(), rule)
-
-
-@pytest.mark.parametrize("rule", RULES.values())
-def test_texts_of_recorded_rounds_are_distributed_as_the_targets(rule):
-    """Rounds of two, one and no guesses, of which those of one are filled up."""
-    (target, draft), prefix = small(2, 6), [1, 2, 3]
-    target = captured(target, (1, 3), rows=DRAWS)
-    tokens, _ = specSampling(
-        [prefix] * DRAWS, target, ModelDrafter(draft), 4, 2, FREE, None, torch.Generator().manual_seed(0), None, rule
-    )
-    joint = helpers.joint_distribution(target, prefix, 4, FREE).sum(0)
-    assert helpers.chi_square([text[1:] for text in tokens], joint, 6) > 1e-4
-    assert len(target.graphs.captures) == 2
 
 
 @pytest.mark.parametrize("counts", [(1,), (4,), (1, 2, 4), (3, 5)])

@@ -15,6 +15,8 @@ from helpers import FULL
 
 import PPL
 import specSampling as loop
+from benchmark import __main__ as benchmark
+from benchmark import forwards, inTurn
 from decoding.rows import Rows
 from engine import cudaGraphs
 from engine.cachedModel import CachedModel
@@ -94,7 +96,7 @@ def test_greedy_texts_are_those_of_the_cpu(gpu, name, engine):
         assert (engine == "recorded") == bool(sum(replayed))
 
 
-@every(suite=[("block", "recorded"), ("targetConfidence", "eager")])
+@every(suite=[("fixed", "recorded"), ("block", "recorded")])
 def test_drawn_texts_have_the_right_distribution(gpu, name, engine):
     made, prompt, length = on_gpu(engine, name, DRAWS, vocabulary=FEW), [1, 2, 3], 3
     decoding = Decoding(gamma=2, gamma1=1, gamma2=2, contrastive_temperature=1.0)
@@ -162,6 +164,18 @@ def test_perplexity_with_a_draft_on_a_device_of_its_own(gpu):
     text = FIRST[0] * 4
     wanted, found = (PPL.perplexities(text, each["target"], each["draft"]) for each in (cpu, mixed))
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_prompts_of_one_length_are_read_by_a_graph(gpu, monkeypatch):
+    """In pieces: of two whole ones, of one and a part, of a part. The first prompt allocates the cache."""
+    monkeypatch.setattr(cudaGraphs, "PIECE", 3)
+    made, cpu = on_gpu("recorded", "fixed", 1), models("cpu")
+    for prompt in FIRST[0] + [7], FIRST[0] + [7], FIRST[0], FIRST[1]:
+        forwards = [model.forwards for model in made.values()]
+        text = sampler("fixed", made)([prompt], 18 - len(prompt), GREEDY)[0]
+        assert text == regrSampling([prompt], cpu["target"], 18 - len(prompt), GREEDY)[0]
+        eager = [model.forwards - before for model, before in zip(made.values(), forwards)]
+        assert sum(eager) == 0 or max(forwards) == 0
 
 
 # Planted mistakes. Each of them works on a CPU.
@@ -291,6 +305,30 @@ def test_syncs_are_counted_with_their_lines(gpu):
     assert start.elapsed_time(end) >= 0
 
 
+def test_indices_are_those_of_torch(gpu):
+    here = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    mask, i, j = here[..., 0] > 0, torch.tensor([0, 2]), torch.tensor([1, 3])
+    indices = [
+        lambda m, i, j: m,
+        lambda m, i, j: (i, slice(None), None),
+        lambda m, i, j: (i, j),
+        lambda m, i, j: (..., j),
+        lambda m, i, j: (1, m[1]),
+        lambda m, i, j: (slice(None), slice(-2, None), 1),
+        lambda m, i, j: (None, ..., 2),
+        lambda m, i, j: [0, 2],
+        lambda m, i, j: (slice(None), slice(1, j[1])),
+    ]
+    there, *named = (each.to("cuda") for each in (here, mask, i, j))
+    for index in indices:
+        ours, theirs = index(*named), index(mask, i, j)
+        assert torch.equal(there[ours].cpu(), here[theirs])
+        changed, wanted = there.clone(), here.clone()
+        changed[ours], wanted[theirs] = 2.0, 2.0
+        changed[ours], wanted[theirs] = there[ours] * 3, here[theirs] * 3
+        assert torch.equal(changed.cpu(), wanted)
+
+
 def test_a_graph_computes_when_it_is_replayed(gpu):
     given, sums = torch.tensor([1.0, 2.0], device="cuda"), torch.zeros(2, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -347,28 +385,43 @@ def lines_of(folder):
 
 
 def test_a_recorded_run_and_its_repetition(on_device, cli, flags, tmp_path, capsys):
-    short = "--compare", "fixed,lookup", "--maxLen", "6"
+    short = "--compare", "fixed", "--maxLen", "6", "--sentences", "1"
     assert on_device(*short, "--compile") == 0
     found = [line for line in lines_of(tmp_path) if line["kind"] == "speed"]
-    assert {line["method"] for line in found} == {"target", "fixed", "lookup"}
+    assert {line["method"] for line in found} == {"target", "fixed"}
     assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0
 
 
 COMMANDS = {
     "ppl": ["--ppl"],
     "speed": ["--speed", "--compile"],
-    "all": ["--compare", "all", "--compile"],
-    "lossless": ["--lossless", "all", "--tokens", "4000", "--rows", "32", "--compile"],
-    "sweep": ["--sweep", "--compile"],
-    "diversity": ["--diversity"],
-    "show": ["--show", "speculative", "--compile"],
+    "all": ["--compare", "all", "--compile", "--maxLen", "6"],
+    "lossless": ["--lossless", "fixed,draftConfidence,lookup", "--tokens", "500", "--compile"],
+    "sweep": ["--sweep", "--compile", "--sentences", "1", "--maxLen", "6"],
+    "diversity": ["--diversity", "--prompt", "The lamp", "--maxLen", "6", "--repeats", "2"],
+    "show": ["--show", "--compile"],
 }
+KINDS = {"ppl": "ppl_text", "sweep": "costs", "all": "speed", "show": None}  # of the lines they write
 
 
 @pytest.mark.skipif(not FULL, reason="FULL=1: minutes")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_mode_runs(on_device, tmp_path, command):
     assert on_device(*COMMANDS[command]) == 0
+    kind = KINDS.get(command, command)
+    assert kind is None or kind in {line["kind"] for line in lines_of(tmp_path)}
+
+
+@pytest.mark.skipif(not FULL, reason="FULL=1: a minute")
+def test_the_benchmark_runs(gpu, pair_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(inTurn, "TURNS", (1, 1))
+    monkeypatch.setattr(forwards, "LARGE", 1 << 20)
+    monkeypatch.setattr(forwards, "CONTEXTS", (64, 128))
+    flags = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--out", tmp_path]
+    flags += ["--maxLen", 6, "--prompts", 1, "--repeats", 1, "--dtype", "float32", "--device", "cuda"]
+    assert benchmark.main([str(flag) for flag in flags]) == 0
+    methods = {line["method"] for line in json.loads((tmp_path / "benchmark.json").read_text())["speed"]}
+    assert {"speculative, eager", "speculative, compiled", "transformers"} <= methods
 
 
 def test_full_memory_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
