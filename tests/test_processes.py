@@ -321,7 +321,7 @@ def figures_of(folder):
     "work, counts",
     [
         ("--compare block --ppl --diversity --sentences 3 --repeats 1", (1, 2, 3)),
-        ("--lossless block,additive --tokens 25 --maxLen 6 --sentences 4", (1, 2)),
+        ("--lossless block --tokens 200 --maxLen 3 --sentences 4", (1, 2)),  # two batches
     ],
 )
 def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, flags, tmp_path, work, counts):
