@@ -9,7 +9,7 @@ float32 from log-softmax.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,11 +18,14 @@ from torch import Tensor
 
 from utils import UserError, not_finite
 
+Window = tuple[int, int, int]
+Mapping = Callable[..., Iterable[Any]]  # map(function, items), as the builtin
 ROWS = 256  # Positions whose distributions are computed at a time. It bounds the memory for large vocabularies.
 
 
 class Scorer(Protocol):
-    """What perplexity needs of a model. score(tokens `[1, n]`): the logits after each token, float32 `[1, n, V]`."""
+    """What perplexity needs of a model. score(tokens `[1, n]`): the logits after each token, float32 `[1, n, V]`, where
+    the tokens are."""
 
     name: str
     device: Any
@@ -55,12 +58,13 @@ def token_log_probs(tokens: Tensor, target: Scorer, draft: Scorer | None = None)
     Returns float32 `[n - 1]` on the host for "target" and, with a draft, for "draft" and "speculative" (the sampler of
     both). Raises UserError for a model whose logits are not finite.
     """
-    scores = [model.score(tokens[None].to(model.device))[0, :-1] for model in (target, draft) if model is not None]
+    tokens = tokens.to(target.device)
+    scores = [model.score(tokens[None])[0, :-1] for model in (target, draft) if model is not None]
     roles = ("target",) if draft is None else ("target", "draft", "speculative")
     pieces: dict[str, list[Tensor]] = {role: [] for role in roles}
     for start in range(0, len(tokens) - 1, ROWS):
         log_probs = [s[start : start + ROWS].log_softmax(-1) for s in scores]
-        following = tokens[start + 1 : start + 1 + len(log_probs[0])].to(log_probs[0].device)
+        following = tokens[start + 1 : start + 1 + len(log_probs[0])]
         for role, distribution in zip(roles, log_probs):
             pieces[role].append(distribution.gather(-1, following[:, None])[:, 0])
         if draft is not None:
@@ -138,12 +142,14 @@ def calculate_ppl_corpus(
     window: int = 1024,
     stride: int = 512,
     progress: Callable[[int], object] | None = None,
+    spread: Mapping = map,
 ) -> dict[str, CorpusPerplexity]:
     """The `CorpusPerplexity` of one text for each role of `token_log_probs`.
 
     The text is read in windows of `window` tokens, each `stride` tokens after the one before. Every token but the first
     is scored once, with at least `window - stride` tokens before it (fewer only at the start of the text).
-    progress: called with the number of tokens that each window scored.
+    progress: called with the number of tokens that each window scored. spread: applies a function to each window, in
+        order; several processes can share that (experiments/processes.py).
     """
     if not 1 <= stride < window:
         raise UserError(f"the stride ({stride}) must be at least 1 and less than the window ({window})")
@@ -154,15 +160,24 @@ def calculate_ppl_corpus(
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")
     size = {"words": len(text.split()), "bytes": len(text.encode())}
+    pieces = windows(len(tokens), window, stride)
+
+    def score(piece: Window) -> dict[str, float]:
+        """The negative log-likelihood of the tokens that are new in a window, in nats, for each role."""
+        start, scored, end = piece
+        found = token_log_probs(tokens[start:end], target, draft)
+        return {role: -log_probs[scored - end :].double().sum().item() for role, log_probs in found.items()}
+
     nll: dict[str, float] = {}
-    scored = 1
-    for start in range(0, len(tokens), stride):
-        end = min(start + window, len(tokens))
-        for role, log_probs in token_log_probs(tokens[start:end], target, draft).items():
-            nll[role] = nll.get(role, 0.0) - log_probs[scored - end :].double().sum().item()
+    for nats, (_, scored, end) in zip(spread(score, pieces), pieces):
+        nll = {role: nll.get(role, 0.0) + nats[role] for role in nats}
         if progress:
             progress(end - scored)
-        scored = end
-        if end == len(tokens):
-            break
     return {role: CorpusPerplexity(nats, len(tokens) - 1, **size) for role, nats in nll.items()}
+
+
+def windows(tokens: int, window: int, stride: int) -> list[Window]:
+    """The windows of a text of that many tokens: [(start, the first token that is new, end), ...]."""
+    starts = range(0, max(tokens - window, 0) + stride, stride)
+    ends = [min(start + window, tokens) for start in starts]
+    return list(zip(starts, [1, *ends], ends))

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from decoding.draftLength import Fixed
 from decoding.interfaces import Callback, Drafter, EndOfText, LengthRule, Model, VerificationRule
 from decoding.record import Record
-from decoding.rounds import first_token, score_and_verify
+from decoding.rounds import first_token, score_and_verify, uniform
 from decoding.rows import Rows
 from decoding.verification import drawn_with, token_rule
 from utils import Sampling, not_finite
@@ -65,7 +65,7 @@ def advance(
     guesses = drafter.draft(rows, max(gammas), sampling, generator, length).limited(gammas)
     length.drafted()
     # Score: p_1, ..., p_{gamma + 1} in one forward of the target. Verify: accept guesses, draw the token after them.
-    u = torch.rand(len(gammas), guesses.drafts.shape[1] + 1, device=rows.device, generator=generator)
+    u = uniform(len(gammas), guesses.drafts.shape[1] + 1, device=rows.device, generator=generator)
     p, accepted, token = score_and_verify(target, rows, guesses, u, sampling, verify)
     sure = length.sure(drawn_with(p, accepted, token)) if length.sure else None
     # Commit the accepted guesses and the token after them. Here the host waits for the device, once in the round.

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments import rerun
 from experiments.measure import Append, measure_diversity, measure_perplexity, measure_speed
 from experiments.prepare import LoadedModels, Prepared, prepare
+from experiments.processes import Processes, together
 from experiments.runRecord import run_record
 from experiments.settings import parse
 from inputs.commandLine import as_command
@@ -24,31 +25,35 @@ from report.results import Results
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code: 0, 1 for a "no", 2 for what cannot be done."""
     given = list(sys.argv[1:] if argv is None else argv)
+    kept = "What was measured is kept in results.txt."
     smaller = "use smaller models, a smaller --dtype, --maxLen or --window"
-    return as_command("test.py", lambda: work(given), "What was measured is kept in results.txt.", smaller)
+    return together(lambda work: as_command("test.py", work, kept, smaller), lambda processes: work(given, processes))
 
 
-def work(argv: Sequence[str]) -> int:
+def work(argv: Sequence[str], processes: Processes) -> int:
     """Parse, prepare, measure, report."""
     settings = parse(argv)
     if settings.rerun:
-        return repeat(settings.rerun, Results(settings.output.folder), argv)
-    prepared = prepare(settings)
+        return repeat(settings.rerun, Results(settings.output.folder), argv, processes)
+    prepared = prepare(settings, processes)
     if settings.measuring.played:
         play(prepared)
         return 0
     _, lines = run(prepared, argv)
-    return losslessReport.exit_code(lines) if "lossless" in settings.measuring.groups else 0
+    return losslessReport.exit_code(lines) if processes.first and "lossless" in settings.measuring.groups else 0
 
 
-def repeat(asked: str, store: Results, argv: Sequence[str]) -> int:
+def repeat(asked: str, store: Results, argv: Sequence[str], processes: Processes) -> int:
     """Run again what a record says, and compare. Returns 1 if something differs."""
     earlier, lines = rerun.choose(store, asked)
     folder = os.path.abspath(store.lines.parent)
     if os.path.isdir(earlier.get("folder", "")):
         os.chdir(earlier["folder"])  # Relative paths among its flags start there.
-    prepared = prepare(parse(rerun.arguments(earlier, folder)))
-    sentences, same = rerun.compare(earlier, lines, *run(prepared, argv, earlier))
+    prepared = prepare(parse(rerun.arguments(earlier, folder)), processes)
+    record, new = run(prepared, argv, earlier)
+    if not processes.first:
+        return 0
+    sentences, same = rerun.compare(earlier, lines, record, new)
     print(*sentences, sep="\n")
     return 0 if same else 1
 
@@ -57,9 +62,12 @@ def run(
     prepared: Prepared, argv: Sequence[str], earlier: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Measure what was asked for and write the results; earlier: the record of the run that this one repeats. Returns
-    the run's record and its lines."""
+    the run's record and its lines. Processes other than the first write nothing."""
     models = prepared.load_first()
     store, record = Results(prepared.settings.output.folder), run_record(prepared, models, argv)
+    if not prepared.processes.first:
+        measure(prepared, models, lambda **line: None, lambda of: None)
+        return record, []
     for line in rerun.changes(earlier, record) if earlier else ():
         print(line)
     store.append(**record)
@@ -68,8 +76,11 @@ def run(
     def append(**line: object) -> None:
         store.append(run=name, **line)
 
+    def picture(of: str) -> None:
+        append(kind="figure", of=of, file=figures.draw(of, store.run(name)[1], store.lines.parent, name))
+
     try:
-        measure(prepared, models, store, name, append)
+        measure(prepared, models, append, picture)
         append(kind="end")
     finally:
         try:
@@ -80,19 +91,17 @@ def run(
     return store.run(name)
 
 
-def measure(prepared: Prepared, models: LoadedModels, store: Results, name: str, append: Append) -> None:
-    """Everything the settings ask for. Models in another dtype are loaded after those before them are released."""
-    measuring, pictures = prepared.settings.measuring, store.lines.parent / "figures"
+def measure(prepared: Prepared, models: LoadedModels, append: Append, picture: Callable[[str], None]) -> None:
+    """Everything the settings ask for. Models in another dtype are loaded after those before them are released.
+    picture: draws the figure of a mode."""
+    measuring = prepared.settings.measuring
     for mode in measuring.timed:
         measure_speed(prepared, models, mode, append)
     if "sweep" in measuring.groups:
-        figure = figures.draw_sweep(store.run(name)[1], pictures / f"sweep-{name}.png")
-        append(kind="figure", of="sweep", file=f"figures/{figure.name}")
+        picture("sweep")
     if "lossless" in measuring.groups:
-        prove(prepared, models, append)
-        if any(line["kind"] == "lossless" for line in store.run(name)[1]):
-            figure = figures.draw_lossless(store.run(name)[1], pictures / f"lossless-{name}.png")
-            append(kind="figure", of="lossless", file=f"figures/{figure.name}")
+        if prove(prepared, models, append):
+            picture("lossless")
         models.clear()
         prove_greedy(prepared, append)  # in another dtype too
     other = prepared.settings.models.compile or prepared.dtype != prepared.text_dtype

@@ -37,6 +37,7 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
 from engine.graphs import Plan
 from engine.twins import twin
+from experiments.processes import Processes, together
 from experiments.runRecord import model_record, origin
 from experiments.speed import Measurement, measure
 from inputs.commandLine import as_command
@@ -172,7 +173,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     smaller = "use smaller models, a smaller --dtype, or --no-compile"
-    return as_command("benchmark", lambda: run(parse(given), given), "Nothing was written.", smaller)
+
+    def work(processes: Processes) -> int:
+        options = parse(given)
+        if processes.count > 1:
+            raise UserError("the benchmark measures in one process: start it without accelerate launch")
+        run(options, given)
+        return 0
+
+    return together(lambda work: as_command("benchmark", work, "Nothing was written.", smaller), work)
 
 
 if __name__ == "__main__":

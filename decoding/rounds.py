@@ -78,6 +78,12 @@ def no_guesses(rows: Rows, vocabulary: int) -> Guesses:
     return Guesses(drafts, torch.zeros(*drafts.shape, vocabulary, device=rows.device))
 
 
+def uniform(*shape: int, device: torch.device, generator: Generator | None = None) -> Tensor:
+    """Uniform numbers in [0, 1), float32, drawn on the generator's device: it may be another than `device`."""
+    drawn = torch.rand(*shape, device=device if generator is None else generator.device, generator=generator)
+    return drawn.to(device)
+
+
 def use_graph(
     model: Model,
     step: str,
@@ -119,7 +125,7 @@ def prefill(model: Model, rows: Rows) -> Tensor:
     """
     model.reserve(len(rows.prompt), rows.capacity)
     if use_graph(model, "prefill", len(rows.prompt), len(set(rows.prompt_lengths))):
-        return model.graphs.prefill(rows.prompt, rows.prompt_lengths, model.cache)
+        return model.graphs.prefill(rows.prompt.to(model.device), rows.prompt_lengths, model.cache)
     return model.read_prompt(rows)
 
 
@@ -127,7 +133,7 @@ def first_token(rows: Rows, model: Model, sampling: Sampling, generator: Generat
     """Prefill: read the prompts, draw the token after each and commit it."""
     logits = prefill(model, rows)
     p = model.operators.probabilities(logits, sampling, rows.seen(model.vocabulary, sampling))
-    u = torch.rand(p.shape[:-1], device=p.device, generator=generator)
+    u = uniform(*p.shape[:-1], device=p.device, generator=generator)
     rows.commit_one(model.operators.pick(p, u))
 
 
@@ -170,7 +176,7 @@ def draw_tokens(
     seen: `Rows.seen` up to the block's end, if `sampling` has a repetition penalty.
     Returns the tokens `[B, count]` and the distributions `[B, count, V]` they were drawn from.
     """
-    u = torch.rand(count, len(tokens), device=tokens.device, generator=generator)
+    u = uniform(count, len(tokens), device=tokens.device, generator=generator)
     return draw_by(u, model, tokens, positions, sampling, seen)
 
 
@@ -213,7 +219,7 @@ def draw_while(
     going: bool `[B]`, the rows that draw at all. stop: see draftLength.py. Where a row has stopped, its distributions
     are 0. Whether all rows have stopped is a host sync, so on a GPU it is asked only after every second token.
     """
-    u = torch.rand(count, len(tokens), device=tokens.device, generator=generator)
+    u = uniform(count, len(tokens), device=tokens.device, generator=generator)
     piece = 1 if tokens.device.type == "cpu" else 2
     drawn: list[Tensor] = []
     distributions: list[Tensor] = []
@@ -242,16 +248,21 @@ def guess(
     generator: Generator | None = None,
     length: LengthRule | None = None,
 ) -> Guesses:
-    """`count` guesses of a draft model for each row, after reading the last `read` committed tokens again."""
+    """`count` guesses of a draft model for each row, after reading the last `read` committed tokens again.
+
+    The draft may be on a device of its own. Then these tokens travel there, and the guesses and their q back.
+    """
     tokens, positions = rows.last(read, count)
     seen, target = rows.seen(model.vocabulary, sampling), rows.target
     shape = len(tokens), read, count
     if use_graph(target, "round", model.graphs, *shape, seen=seen, length=length, unread=rows.unread):
         u = torch.rand(count, len(tokens), device=rows.device, generator=generator)
         return Guesses(*target.graphs.round(model.graphs, tokens, positions, u, sampling, model.cache, target.cache))
-    given = model, tokens, positions[:, :-1], count, sampling, generator, seen
-    drafts, q = draw_while(rows.going, length.stop, *given) if length and length.stop else draw_tokens(*given)
-    return Guesses(drafts.clamp_(max=model.vocabulary - 1), q)  # A guess from nan is no token: `advance` reports it.
+    there, seen = model.device, None if seen is None else seen.to(model.device)
+    given = model, tokens.to(there), positions[:, :-1].to(there), count, sampling, generator, seen
+    drafts, q = draw_while(rows.going.to(there), length.stop, *given) if length and length.stop else draw_tokens(*given)
+    # A guess from nan is no token: `advance` reports it.
+    return Guesses(drafts.clamp_(max=model.vocabulary - 1).to(rows.device), q.to(rows.device))
 
 
 def score_and_verify(

@@ -18,7 +18,7 @@ from utils import Sampling, not_finite
 def upload(values: Sequence[Any], device: torch.device) -> Tensor:
     """Lists of numbers as a tensor on `device`. The copy to a GPU is asynchronous, from pinned memory: no host sync."""
     made = torch.tensor(values)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 class Rows:

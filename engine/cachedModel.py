@@ -108,9 +108,11 @@ class CachedModel:
     def read_prompt(self, rows: Rows) -> Tensor:
         """Prefill in one eager forward, as `rounds.read_prompt`."""
         positions = torch.arange(rows.prompt.shape[1], device=self.device).repeat(len(rows.prompt), 1)
-        return self.forward(rows.prompt, positions, keep=[length - 1 for length in rows.prompt_lengths])
+        return self.forward(rows.prompt.to(self.device), positions, keep=[length - 1 for length in rows.prompt_lengths])
 
     @torch.inference_mode()
     def score(self, tokens: Tensor) -> Tensor:
-        """Logits after each of `tokens[B, n]`, read from the start without the cache: float32 `[B, n, vocabulary]`."""
-        return self.model(input_ids=tokens, use_cache=False).logits[..., : self.vocabulary].float()
+        """Logits after each of `tokens[B, n]`, read from the start without the cache: float32 `[B, n, vocabulary]`, on
+        the device of `tokens`."""
+        logits = self.model(input_ids=tokens.to(self.device), use_cache=False).logits[..., : self.vocabulary].float()
+        return logits.to(tokens.device)

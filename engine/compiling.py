@@ -18,6 +18,8 @@ LARGE = 200_000_000  # parameters; the forward of a larger model takes tens of m
 
 def engine_for(model: CachedModel) -> Graphs:
     """The engine for the model's device, without graphs yet. Raises RuntimeError if there is none."""
+    if model.device.type not in ("cpu", "cuda"):
+        raise RuntimeError(f"there are no graphs on {model.device.type}")
     if len(set((getattr(model.model, "hf_device_map", None) or {}).values())) > 1:
         raise RuntimeError("it is spread over several devices")
     if model.device.type == "cuda":
@@ -87,7 +89,8 @@ def compile_all(
     with tqdm(total=sum(map(len, own.values())) + len(rounds), desc="compiling", disable=None, leave=False) as bar:
         took = [compile_model(model, own[role], rows, bar.update) for role, model in models.items()]
         draft = models.get("restricted") or models.get("draft")
-        for guesses in rounds if draft and None not in took else ():
+        together = draft is not None and draft.device == models["target"].device and None not in took
+        for guesses in rounds if together else ():
             took.append(compile_round(models["target"], draft, guesses, rows))
             bar.update()
     return took

@@ -134,13 +134,14 @@ def capture(inputs: Sequence[Tensor], work: Work) -> Capture:
                 kept.copy_(new)
 
         return own, again, results
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    device = own[0].device  # It need not be the current one: a draft can have a GPU of its own.
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):  # Warm-up: libraries choose kernels and allocate memory before the capture.
         for _ in range(3):
             work(*own)
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         results = work(*own)
     return own, graph.replay, results

@@ -166,7 +166,15 @@ def add_models(group: Group) -> None:
         "--device",
         type=text,
         help="cpu, cuda, cuda:1 and so on, or auto: a model too large for one GPU is spread over all GPUs and the "
-        "host's memory. Default: cuda if available, else cpu.",
+        "host's memory. mps is the GPU of an Apple computer (not tested on a real one). Default: cuda if available, "
+        "else cpu.",
+    )
+    group.add_argument(
+        "--draftDevice",
+        type=text,
+        metavar="DEVICE",
+        help="Put the draft on a device of its own: cpu, cuda:1 and so on. Only tokens, guesses and the guesses' "
+        "distributions travel between the two. Default: the target's device.",
     )
 
 

@@ -3,6 +3,7 @@ to `append` as it comes."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -52,7 +53,17 @@ def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: lis
         if mode == "sweep":
             drafter, verify = guesser(roles, decoding), VERIFICATIONS[decoding.verification]
             samplers |= sweep.samplers(models["target"], drafter, verify)
-            costs = sweep.costs(prompts, models["target"], drafter, sampling, verify, max_len, measuring.seed, device)
+            costs = sweep.costs(
+                prompts,
+                models["target"],
+                drafter,
+                sampling,
+                verify,
+                max_len,
+                measuring.seed,
+                device,
+                prepared.processes.mapped,
+            )
             append(kind="costs", **shown, **costs)
 
         def timed(sampler: Sampler) -> Timed:
@@ -60,7 +71,9 @@ def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: lis
 
         works = {name: timed(sampler) for name, sampler in samplers.items()}
         with tqdm(total=len(works) * len(prompts) * repeats, desc=mode, disable=None, leave=False) as bar:
-            for line in measure(works, prompts, repeats, measuring.seed, device):
+            own = prepared.processes.share(prompts)
+            lines = measure(works, prompts, repeats, measuring.seed, device, numbers=own)
+            for line in prepared.processes.merged(lines):
                 append(kind="speed", repeatable=repeatable(line["method"], decoding), **shown, **line)
                 bar.update()
 
@@ -79,14 +92,23 @@ def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) 
         else 1
         for name in runs
     }
-    with tqdm(total=sum(repeats.values()) * len(prompts), desc="diversity", disable=None, leave=False) as bar:
-        for name, (sampler, how) in runs.items():
-            each, written = [], []
-            for repeat in range(repeats[name]):
-                generator = torch.Generator(prepared.device).manual_seed(settings.measuring.seed + repeat)
-                texts, _ = sampler(prompts, max_len, how, tokenizer.eos_token_id, generator)
+
+    def write(batch: tuple[str, int]) -> tuple[list[list[int]], list[dict[str, float]]]:
+        """One text of each prompt by a method, and the figures of each."""
+        name, repeat = batch
+        sampler, how = runs[name]
+        generator = torch.Generator(prepared.device).manual_seed(settings.measuring.seed + repeat)
+        texts, _ = sampler(prompts, max_len, how, tokenizer.eos_token_id, generator)
+        return texts, [diversity.figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
+
+    batches = [(name, repeat) for name in runs for repeat in range(repeats[name])]
+    done = prepared.processes.mapped(write, batches)
+    with tqdm(total=len(batches) * len(prompts), desc="diversity", disable=None, leave=False) as bar:
+        for name, group in itertools.groupby(zip(done, batches), lambda pair: pair[1][0]):
+            each, written, sampling = [], [], runs[name][1]
+            for (texts, figures), _ in group:
                 written += texts
-                each += [diversity.figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
+                each += figures
                 bar.update(len(prompts))
             append(
                 kind="diversity",
@@ -112,8 +134,11 @@ def measure_perplexity(prepared: Prepared, models: LoadedModels, append: Append)
     for corpus, passages in prepared.texts:
         shown = visible(corpus.name, "")
         if passages:
-            bar = tqdm(passages, desc=f"perplexity per text, {shown}", disable=None, leave=False)
-            each = [PPL.perplexities(ids, models["target"], models["draft"]) for ids in bar]
+            scored = prepared.processes.mapped(
+                lambda ids: PPL.perplexities(ids, models["target"], models["draft"]), passages
+            )
+            title = f"perplexity per text, {shown}"
+            each = list(tqdm(scored, title, len(passages), disable=None, leave=False))
             append(
                 kind="ppl_text",
                 dtype=prepared.text_dtype,
@@ -137,7 +162,14 @@ def measure_corpus(prepared: Prepared, models: LoadedModels, name: str, document
     with tqdm(desc=f"corpus perplexity, {visible(name, '')}", unit=" tokens", disable=None, leave=False) as bar:
         parts = [
             PPL.calculate_ppl_corpus(
-                text, prepared.tokenizer, models["target"], models["draft"], window, stride, bar.update
+                text,
+                prepared.tokenizer,
+                models["target"],
+                models["draft"],
+                window,
+                stride,
+                bar.update,
+                prepared.processes.mapped,
             )
             for text in documents
         ]

@@ -15,8 +15,9 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
 from engine.restrictedModel import RestrictedModel
 from experiments import diversity
+from experiments.processes import ALONE, Processes
 from experiments.settings import Settings
-from inputs.devices import pick_device, pick_dtype
+from inputs.devices import pick_dtype
 from inputs.models import find_model, load_model, outline
 from inputs.prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
 from inputs.texts import Corpus, load_corpora
@@ -30,8 +31,9 @@ LoadedModels = dict[str, CachedModel]  # {role: model}; roles: target, draft, mi
 
 @dataclass
 class Prepared:
-    """What a run needs, its models not loaded yet.
+    """What a run needs, its models not loaded yet. processes: those that share the work.
 
+    draft_device: of the draft. device: of the other models.
     dtype, text_dtype: of the models that are timed, and of those that perplexity, diversity and losslessness are
         measured with. folders: {role: model folder}.
     prompts: {length: prompts}, token ids. article: the prompts of --diversity.
@@ -40,7 +42,9 @@ class Prepared:
     """
 
     settings: Settings
+    processes: Processes
     device: str
+    draft_device: str
     dtype: str
     text_dtype: str
     folders: dict[str, Path]
@@ -55,14 +59,27 @@ class Prepared:
 
     def load(self, dtype: str) -> LoadedModels:
         """The models in that dtype."""
-        spread = self.settings.models.device == "auto"
-        models = {
-            role: load_model(folder, self.tokenizer, dtype, self.device, self.tokens, spread)
-            for role, folder in self.folders.items()
-        }
+        models = {}
+        for role, folder in self.folders.items():
+            device = self.draft_device if role == "draft" else self.device
+            spread = self.settings.models.device == "auto" and device == self.device
+            models[role] = load_model(folder, self.tokenizer, dtype, device, self.tokens, spread)
         if self.frequent is not None:
             models["restricted"] = RestrictedModel(models["draft"], self.frequent)
         return models
+
+    @property
+    def idle(self) -> str:
+        """A line that says that there are more processes than work, if there are."""
+        shares = [max(len(passages), sum(map(len, passages)) // self.stride) for _, passages in self.texts]  # windows
+        for mode in self.settings.measuring.modes:
+            if mode == "lossless":
+                return ""  # Planted mistakes are shared out too.
+            shares += (
+                [self.settings.measuring.repeats_of(mode)] if mode == "diversity" else map(len, self.prompts.values())
+            )
+        most, count = max(shares), self.processes.count
+        return f"More processes ({count}) than texts ({most}): {count - most} idle.\n" if count > most else ""
 
     def load_first(self) -> LoadedModels:
         """The models of what comes first: compiled if the flags say so and text is generated."""
@@ -78,16 +95,16 @@ def continues(settings: Settings) -> bool:
     return bool(set(settings.measuring.modes) - {"diversity"})
 
 
-def prepare(settings: Settings) -> Prepared:
+def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     """Find and check what the settings name. Raises UserError for what cannot be used."""
     measuring, texts = settings.measuring, settings.texts
-    device = pick_device(settings.models.device)
+    device, draft_device, dtype = where_to_run(settings, processes)
     corpora = []
     if measuring.ppl or (texts.from_corpora and continues(settings)):
         corpora = load_corpora(texts.dataset, texts.books)
         check_passages(corpora, texts.dataset, texts.sentence_limit)
     given = None if texts.from_corpora else read_prompts(texts.prompt, texts.question, texts.prompt_file)
-    folders = find_models(settings)
+    folders = processes.in_turn(lambda: find_models(settings))
     tokenizer = load_tokenizer(folders["target"])
     for folder in folders.values():
         check_tokenizers(tokenizer, load_tokenizer(folder), (folders["target"].name, folder.name))
@@ -117,10 +134,12 @@ def prepare(settings: Settings) -> Prepared:
     passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
     window = min(texts.window, context)
     draft_vocab = settings.models.draft_vocab
-    return Prepared(
+    found = Prepared(
         settings,
+        processes,
         device,
-        settings.models.dtype or pick_dtype(device),
+        draft_device,
+        dtype,
         settings.models.dtype or "float32",
         folders,
         tokenizer,
@@ -132,6 +151,21 @@ def prepare(settings: Settings) -> Prepared:
         max(most, texts.window if measuring.ppl else 0),
         most_frequent(draft_vocab, tokenizer) if draft_vocab else None,
     )
+    print(end=found.idle)
+    return found
+
+
+def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, str]:
+    """The device, the draft's device, and the dtype of what is timed. Raises UserError for what cannot be used."""
+    choice = settings.models
+    if settings.measuring.played and processes.count > 1:
+        raise UserError("--show and --html play one text, in one process: start test.py without accelerate launch")
+    device = processes.own_device(choice.device)
+    draft_device = processes.own_draft_device(choice.draft_device) or device
+    dtype = choice.dtype or pick_dtype(device)
+    if dtype == "bfloat16" and "mps" in (device, draft_device):
+        raise UserError("bfloat16 is not for mps: use --dtype float16 or float32")
+    return device, draft_device, dtype
 
 
 def scored_texts(

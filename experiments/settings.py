@@ -60,7 +60,8 @@ class Measuring:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """Which models, and how they are loaded. draft "lookup": the text so far guesses; None: the default."""
+    """Which models, and how they are loaded. draft "lookup": the text so far guesses; None: the default, for
+    draft_device the target's device."""
 
     target: str
     draft: str
@@ -68,6 +69,7 @@ class ModelChoice:
     draft_vocab: int | None
     dtype: str | None
     device: str | None
+    draft_device: str | None
     compile: bool
     offline: bool
 
@@ -179,7 +181,15 @@ def parse(argv: Sequence[str]) -> Settings:
 def typed(args: argparse.Namespace) -> Settings:
     """The flags, sorted into settings."""
     models = ModelChoice(
-        args.target, args.draft, args.mid, args.draftVocab, args.dtype, args.device, args.compile, args.offline
+        args.target,
+        args.draft,
+        args.mid,
+        args.draftVocab,
+        args.dtype,
+        args.device,
+        args.draftDevice,
+        args.compile,
+        args.offline,
     )
     decoding = Decoding(
         gamma=args.gamma,
@@ -293,6 +303,10 @@ def check_together(settings: Settings) -> None:
                 raise UserError(f"--show and --html play one text and measure nothing; leave out --{mode}")
         if sum(bool(flags[mode]) for mode in ("speedNew", "speedMulti", "contrastive")) > 1:
             raise UserError("--show and --html play one method: of --speedNew, --speedMulti and --contrastive give one")
+    if settings.decoding.lookup and settings.models.draft_device:
+        raise UserError("--draft lookup is no model and needs no device; leave out --draftDevice")
+    if settings.models.draft_device == "auto":
+        raise UserError("--draftDevice auto: a draft is on one device; name it")
     if settings.decoding.lookup and settings.measuring.ppl:
         raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
     if settings.models.draft_vocab:

@@ -40,8 +40,11 @@ def quiet(device: torch.device | str) -> Iterator[None]:
 
 def synchronize(device: torch.device | str) -> None:
     """Wait until a GPU has done all work it was given."""
-    if torch.device(device).type == "cuda":
+    kind = torch.device(device).type
+    if kind == "cuda":
         torch.cuda.synchronize(device)
+    elif kind == "mps":
+        torch.mps.synchronize()
 
 
 def digest(tokens: Sequence[Any]) -> str:
@@ -56,21 +59,25 @@ def measure(
     seed: int,
     device: torch.device | str,
     warm_up: int = 2,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[Measurement]:
     """Time every method on every prompt, `repeats` times, interleaved (A B C A B C ...).
 
-    methods: {name: method}. warm_up: calls of each method that come first and do not count.
+    methods: {name: method}. warm_up: calls of each method that come first and do not count; they continue the longest
+        prompt, so that memory for all is allocated. numbers: of the prompts that are timed; None: all.
     Yields one dictionary for each timed text. The generator's seed depends only on the prompt and the repeat, so a
     method's tokens do not depend on which other methods run.
     """
-    for _ in range(warm_up):
+    numbers = range(len(prompts)) if numbers is None else numbers
+    for _ in range(warm_up if numbers else 0):
         for method in methods.values():
-            method(prompts[0], Generator(device).manual_seed(seed))
+            method(max(prompts, key=len), Generator(device).manual_seed(seed))
     gc.collect()
     gc.freeze()  # Otherwise each collection between measurements visits all of torch's objects: a quarter of a second.
     try:
         for repeat in range(repeats):
-            for index, prompt in enumerate(prompts):
+            for index in numbers:
+                prompt = prompts[index]
                 for name, method in methods.items():
                     generator = Generator(device).manual_seed(seed + 1_000_003 * repeat + index)
                     with quiet(device):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,13 @@ def costs(
     max_len: int,
     seed: int,
     device: str,
+    spread: Callable[..., Iterable[Any]] = map,
 ) -> dict[str, Any]:
-    """What theory needs beside the timed texts: {"alpha": `overlap_alpha`, "scoring": `scoring_costs`}."""
-    return {
-        "alpha": overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed),
-        "scoring": scoring_costs(prompts[0], target, sampling, device),
-    }
+    """What theory needs beside the timed texts: {"alpha": `overlap_alpha`, "scoring": `scoring_costs`}. spread: as in
+    `overlap_alpha`."""
+    (scoring,) = spread(lambda prompt: scoring_costs(prompt, target, sampling, device), prompts[:1])
+    alpha = overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed, spread)
+    return {"alpha": alpha, "scoring": scoring}
 
 
 def overlap_alpha(
@@ -54,25 +56,31 @@ def overlap_alpha(
     verify: VerificationRule,
     max_len: int,
     seed: int,
+    spread: Callable[..., Iterable[Any]] = map,
 ) -> float:
     """The acceptance rate, as the mean of `theory.overlap(p, q)` over the contexts in which a guess was tested.
 
     It is less noisy than counting accepted guesses: a context counts with its probability of acceptance, not with the
-    outcome of one draw. nan if no guess was tested.
+    outcome of one draw. nan if no guess was tested. spread: applies a function to each item, as the builtin `map`.
     """
-    found: list[Tensor] = []
     rule = target.operators.rule(verify)
 
-    def watched(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        accepted, token = rule(p, q, drafts, u)
-        found.append(theory.overlap(p[0, : q.shape[1]], q[0])[: int(accepted[0]) + 1].double())
-        return accepted, token
+    def overlaps(number: int) -> list[float]:
+        """Those of the contexts of one text."""
+        found: list[float] = []
 
-    watched.waits = True  # type: ignore[attr-defined]  # int() synchronises with the host.
-    generator = torch.Generator(device=target.device).manual_seed(seed)
-    for prompt in prompts:
-        specSampling([prompt], target, drafter, max_len, 4, sampling, generator=generator, verify=watched)
-    return torch.cat(found).mean().item() if found else float("nan")
+        def watched(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+            accepted, token = rule(p, q, drafts, u)
+            found.extend(theory.overlap(p[0, : q.shape[1]], q[0])[: int(accepted[0]) + 1].tolist())
+            return accepted, token
+
+        watched.waits = True  # type: ignore[attr-defined]  # int() synchronises with the host.
+        generator = torch.Generator(device=target.device).manual_seed(seed + number)
+        specSampling([prompts[number]], target, drafter, max_len, 4, sampling, generator=generator, verify=watched)
+        return found
+
+    found = [overlap for each in spread(overlaps, range(len(prompts))) for overlap in each]
+    return math.fsum(found) / len(found) if found else float("nan")
 
 
 @torch.inference_mode()

@@ -10,15 +10,24 @@ from utils import UserError
 
 
 def pick_device(name: str | None = None) -> str:
-    """The device to use: `name` if it can be used, or CUDA if there is a GPU, else the CPU. Raises UserError for other
-    kinds of devices: times are only right where the clock synchronises with the device."""
+    """The device to use: `name` if it can be used, or CUDA if there is a GPU, else the CPU. A GPU with a number becomes
+    torch's current one. Raises UserError for other kinds of devices: times are only right where the clock synchronises
+    with the device."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name == "auto":  # From there `load_model` may spread a model over several devices.
         return pick_device()
-    if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", name):
-        raise UserError(f"device {name!r} cannot be used: use --device cpu, cuda, cuda:1 and so on, or auto")
-    if name != "cpu" and not torch.cuda.is_available():
+    check_device(name)
+    if name.startswith("cuda:"):
+        torch.cuda.set_device(name)  # Streams and events are made on the current device.
+    return name
+
+
+def check_device(name: str) -> None:
+    """Raise UserError unless torch can compute on the device `name`."""
+    if not re.fullmatch("cpu|mps|cuda(:[0-9]{1,3})?", name):
+        raise UserError(f"device {name!r} cannot be used: use --device cpu, cuda, cuda:1 and so on, mps, or auto")
+    if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(
             "CUDA was asked for, but torch finds no CUDA device; use --device cpu, or install a CUDA build "
             "of torch and a driver"
@@ -26,13 +35,14 @@ def pick_device(name: str | None = None) -> str:
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r} cannot be used ({one_line(error)}); use --device cpu") from None
-    return name
+        raise UserError(f"device {name!r} cannot be used ({one_line(error)}); use cpu") from None
 
 
 def pick_dtype(device: str) -> str:
     """The default dtype of weights: bfloat16 if the device computes in it, else float16 on a GPU and float32 on a
     CPU."""
+    if device == "mps":
+        return "float16"
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
     # Other x86 processors compute in bfloat16 only by converting to float32 and back.

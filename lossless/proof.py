@@ -6,15 +6,19 @@ scorer.py). Each line of results is passed on as it comes.
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from experiments.measure import Append
 from experiments.prepare import LoadedModels, Prepared
+from experiments.processes import ALONE, Processes
 from inputs.devices import pick_dtype
 from lossless.evidence import Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES
@@ -61,13 +65,21 @@ class Trial:
 class Proof:
     """Tests whether methods are lossless.
 
-    models: in `dtype`. prompts: token ids, used in turn. append: takes each line of results by keywords.
+    models: in `dtype`. prompts: token ids, used in turn. append: takes each line of results by keywords. processes:
+        those that share the work.
     """
 
     def __init__(
-        self, trial: Trial, models: LoadedModels, prompts: Sequence[list[int]], device: str, dtype: str, append: Append
+        self,
+        trial: Trial,
+        models: LoadedModels,
+        prompts: Sequence[list[int]],
+        device: str,
+        dtype: str,
+        append: Append,
+        processes: Processes = ALONE,
     ) -> None:
-        self.trial, self.loaded, self.prompts = trial, models, prompts
+        self.trial, self.loaded, self.prompts, self.processes = trial, models, prompts, processes
         self.models: Models = dict(models)
         self.device, self.dtype, self.append = device, dtype, append
         self.limit = limit_of(len(trial.names))
@@ -91,7 +103,7 @@ class Proof:
         chosen = self.choose(first, count)
         generator = torch.Generator(self.device).manual_seed(self.trial.seed + 1_000_003 * first)
         texts, _ = sampler(chosen, self.trial.max_len, scorer.sampling, None, generator)
-        return scorer.evidence(chosen, texts)
+        return scorer.evidence(chosen, texts, first)
 
     def scorer(self, sampling: Sampling, order: str = "draft") -> Scorer:
         """The `Scorer` that orders the vocabulary by the model of role `order`."""
@@ -100,45 +112,55 @@ class Proof:
     def test_methods(self) -> None:
         """Test texts drawn by each method, at least `tokens` tokens."""
         trial = self.trial
-        with tqdm(total=len(trial.names) * trial.batches, desc="lossless", disable=None, leave=False) as bar:
-            for name, sampler in build(trial.names, self.models, trial.decoding).items():
-                scorer = self.scorer(trial.sampling, METHODS[name].guesser)
-                start, found = time.perf_counter(), None
-                for batch in range(trial.batches):
-                    more = self.write(sampler, scorer, batch * trial.rows, trial.rows)
-                    found = found + more if found else more
-                    bar.update()
-                assert found is not None
-                self.append(
-                    kind="lossless",
-                    method=name,
-                    **self.shown,
-                    seconds=time.perf_counter() - start,
-                    repeatable=repeatable(name, trial.decoding),
-                    **found.figures(),
-                )
+        samplers = build(trial.names, self.models, trial.decoding)
+        scorers = {name: self.scorer(trial.sampling, METHODS[name].guesser) for name in samplers}
+
+        def write(batch: tuple[str, int]) -> tuple[Evidence, float]:
+            """One batch of texts by a method, and the seconds it took."""
+            (name, number), start = batch, time.perf_counter()
+            found = self.write(samplers[name], scorers[name], number * trial.rows, trial.rows)
+            return found, time.perf_counter() - start
+
+        batches = [(name, number) for name in samplers for number in range(trial.batches)]
+        done = tqdm(self.processes.mapped(write, batches), "lossless", len(batches), disable=None, leave=False)
+        for name, group in itertools.groupby(zip(done, batches), lambda pair: pair[1][0]):
+            parts, seconds = zip(*(result for result, _ in group))
+            self.append(
+                kind="lossless",
+                method=name,
+                **self.shown,
+                seconds=math.fsum(seconds),
+                repeatable=repeatable(name, trial.decoding),
+                **sum(parts[1:], parts[0]).figures(),
+            )
 
     def find_mistakes(self) -> None:
-        """Test samplers with a planted mistake, on twice as many texts each time, until a test fails."""
-        trial = self.trial
-        most = trial.batches * trial.rows  # texts
-        for name, mistake in tqdm(MISTAKES.items(), desc="planted mistakes", disable=None, leave=False):
-            if name == "dropped guess" and "draft" not in self.models:
-                continue  # Guesses from the text so far have q = 1: none is ever dropped.
-            tested, drafter = mistake.tested(trial.sampling), guesser(self.models, trial.decoding)
-            gamma, threshold = trial.decoding.gamma or 4, trial.decoding.draft_threshold
-            sampler = mistake.sampler(self.loaded["target"], drafter, gamma, tested, threshold)
-            scorer = self.scorer(tested)
-            found = self.write(sampler, scorer, 0, min(FIRST, most))
-            while not (seen := seen_by(found.figures(), self.limit)) and len(found.u) < most:
-                done = len(found.u)
-                found += self.write(sampler, scorer, done, min(done, trial.rows, most - done))
-            line = found.figures() | {"mistake": name, "what": mistake.what, "seen_by": seen, "shown": name == SHOWN}
-            missing = min(-(-SHOWN_TOKENS // trial.max_len), most) - len(found.u)
-            if name == SHOWN and missing > 0:
-                found += self.write(sampler, scorer, len(found.u), missing)
-                line["counts"] = found.figures()["counts"]
+        """Test samplers with a planted mistake."""
+        # Guesses from the text so far have q = 1: none is ever dropped.
+        names = [name for name in MISTAKES if name != "dropped guess" or "draft" in self.models]
+        found = self.processes.mapped(self.find_mistake, names)
+        for line in tqdm(found, "planted mistakes", len(names), disable=None, leave=False):
             self.append(kind="power", **self.shown, **line)
+
+    def find_mistake(self, name: str) -> dict[str, Any]:
+        """The figures of a sampler with a planted mistake, tested on twice as many texts each time until a test
+        fails."""
+        trial, mistake = self.trial, MISTAKES[name]
+        most = trial.batches * trial.rows  # texts
+        tested, drafter = mistake.tested(trial.sampling), guesser(self.models, trial.decoding)
+        gamma, threshold = trial.decoding.gamma or 4, trial.decoding.draft_threshold
+        sampler = mistake.sampler(self.loaded["target"], drafter, gamma, tested, threshold)
+        scorer = self.scorer(tested)
+        found = self.write(sampler, scorer, 0, min(FIRST, most))
+        while not (seen := seen_by(found.figures(), self.limit)) and len(found.u) < most:
+            done = len(found.u)
+            found += self.write(sampler, scorer, done, min(done, trial.rows, most - done))
+        line = found.figures() | {"mistake": name, "what": mistake.what, "seen_by": seen, "shown": name == SHOWN}
+        missing = min(-(-SHOWN_TOKENS // trial.max_len), most) - len(found.u)
+        if name == SHOWN and missing > 0:
+            found += self.write(sampler, scorer, len(found.u), missing)
+            line["counts"] = found.figures()["counts"]
+        return line
 
     def compare_greedy(self) -> None:
         """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""
@@ -147,18 +169,18 @@ class Proof:
         count = min(self.trial.max_len, GREEDY_TOKENS)
         plain, _ = regrSampling(chosen, target, count, sampling)
         scorer = self.scorer(sampling)
-        self.append(kind="greedy", method="target", dtype=self.dtype, **greedy_figures(plain, plain, chosen, scorer))
-        names = [name for name in self.trial.names if name != "target"]
-        samplers = build(names, self.models, self.trial.decoding)
-        for name, sampler in tqdm(samplers.items(), desc="greedy", disable=None, leave=False):
-            texts, _ = sampler(chosen, count, sampling)
-            self.append(
-                kind="greedy",
-                method=name,
-                dtype=self.dtype,
-                repeatable=repeatable(name, self.trial.decoding),
-                **greedy_figures(texts, plain, chosen, scorer),
-            )
+        names = ["target", *(name for name in self.trial.names if name != "target")]
+        samplers = build(names[1:], self.models, self.trial.decoding)
+
+        def compare(name: str) -> dict[str, Any]:
+            """The figures of a method's texts."""
+            texts = plain if name == "target" else samplers[name](chosen, count, sampling)[0]
+            return greedy_figures(texts, plain, chosen, scorer)
+
+        found = tqdm(self.processes.mapped(compare, names), "greedy", len(names), disable=None, leave=False)
+        for figures, name in zip(found, names):
+            clocked = {} if name == "target" else {"repeatable": repeatable(name, self.trial.decoding)}
+            self.append(kind="greedy", method=name, dtype=self.dtype, **clocked, **figures)
 
 
 def proof_of(prepared: Prepared, models: LoadedModels, dtype: str, append: Append) -> Proof:
@@ -173,16 +195,20 @@ def proof_of(prepared: Prepared, models: LoadedModels, dtype: str, append: Appen
         settings.tokens,
         settings.measuring.seed,
     )
-    return Proof(trial, models, sum(prepared.prompts.values(), []), prepared.device, dtype, append)
+    prompts = sum(prepared.prompts.values(), [])
+    return Proof(trial, models, prompts, prepared.device, dtype, append, prepared.processes)
 
 
-def prove(prepared: Prepared, models: LoadedModels, append: Append) -> None:
-    """Test drawn texts, planted mistakes and greedy texts of the methods to be proved."""
+def prove(prepared: Prepared, models: LoadedModels, append: Append) -> bool:
+    """Test drawn texts, planted mistakes and greedy texts of the methods to be proved. Returns whether texts were
+    drawn."""
     proof = proof_of(prepared, models, prepared.text_dtype, append)
-    if proof.trial.sampling.temperature:
+    drawn = bool(proof.trial.sampling.temperature)
+    if drawn:
         proof.test_methods()
         proof.find_mistakes()
     proof.compare_greedy()
+    return drawn
 
 
 def prove_greedy(prepared: Prepared, append: Append) -> None:

@@ -51,12 +51,18 @@ class Scorer:
         seed: int = 0,
         unit: float | None = None,
     ) -> None:
-        self.target, self.order, self.sampling, self.unit = target, order, sampling, unit
+        self.target, self.order, self.sampling, self.seed, self.unit = target, order, sampling, seed, unit
         self.random = np.random.default_rng(seed)
 
     @torch.inference_mode()
-    def evidence(self, prompts: Texts, texts: Texts) -> Evidence:
-        """`Evidence` of the `texts` that a sampler wrote after `prompts`. All texts have the same length."""
+    def evidence(self, prompts: Texts, texts: Texts, first: int | None = None) -> Evidence:
+        """`Evidence` of the `texts` that a sampler wrote after `prompts`. All texts have the same length.
+
+        first: the number of the first text. It decides the random numbers v, whoever scored the texts before. None: v
+        follow those of the texts that this scorer scored before.
+        """
+        if first is not None:
+            self.random = np.random.Generator(np.random.PCG64(self.seed).advance(first * len(texts[0])))
         length = max(map(len, prompts)) + len(texts[0])
         rows = max(1, ELEMENTS // (length * self.target.vocabulary))
         parts = [
@@ -87,7 +93,7 @@ class Scorer:
             impossible[lost] = ~self.cut_by_rounding(logits[lost], x[lost], None if seen is None else seen[lost])
         u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
         fields = u, -log.gather(-1, x)[..., 0], entropy, variance, impossible
-        return Evidence(*(field.double().cpu().numpy() for field in fields))
+        return Evidence(*(field.cpu().double().numpy() for field in fields))
 
     def batch(self, prompts: Texts, texts: Texts) -> Batch:
         """The `Batch` of these texts."""

@@ -41,7 +41,8 @@ class Contrast:
         If the amateur also guesses, it has read most of the block before and writes the same values again. This one
         forward also gives the score after the last guess, so the bonus token is no special case.
         """
-        return self.scores(forward(self.expert, tokens, positions), forward(self.amateur, tokens, positions))
+        there = tokens.to(self.amateur.device), positions.to(self.amateur.device)
+        return self.scores(forward(self.expert, tokens, positions), forward(self.amateur, *there))
 
     def reserve(self, rows: int, capacity: int) -> None:
         """As `CachedModel.reserve`, of both models."""
@@ -59,6 +60,6 @@ class Contrast:
     def scores(self, expert: Tensor, amateur: Tensor) -> Tensor:
         """The paper's equations 2 and 3 for logits `[..., V]`: log p - log q, and -inf for tokens that are dropped."""
         log_p = expert[..., : self.vocabulary].log_softmax(-1)
-        log_q = (amateur[..., : self.vocabulary] / self.temperature).log_softmax(-1)
+        log_q = (amateur[..., : self.vocabulary].to(log_p.device) / self.temperature).log_softmax(-1)
         least = log_p.amax(-1, keepdim=True) + math.log(self.plausibility or 1e-300)
         return (log_p - log_q).masked_fill(log_p < least, -math.inf)

@@ -31,6 +31,12 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
+def draw(of: str, lines: Sequence[Line], folder: Path, run: str) -> str:
+    """Draw the figure of a run's mode, "sweep" or "lossless". Returns its path in the folder of the results."""
+    path = {"sweep": draw_sweep, "lossless": draw_lossless}[of](lines, folder / "figures" / f"{of}-{run}.png")
+    return path.relative_to(folder).as_posix()
+
+
 def draw_sweep(lines: Sequence[Line], path: Path) -> Path:
     """Draw tokens per second and seconds per text over gamma, one row of axes a temperature. Returns the path."""
     costs = of_kind(lines, "costs")

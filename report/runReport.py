@@ -56,8 +56,13 @@ def heading(run: Line, finished: bool) -> Iterator[RenderableType]:
     yield plain(f"Run {run['run']} of {run['time']}" + ("" if finished else ", not finished"))
     yield plain("python test.py " + run["command"])
     for role, model in run["models"].items():
-        yield plain(f"{role}: {model['name']}, {model['parameters'] / 1e6:,.1f} M parameters, {model['version']}")
+        own = f", on {model['device']} ({model['processor']})" if "device" in model else ""
+        yield plain(f"{role}: {model['name']}, {model['parameters'] / 1e6:,.1f} M parameters, {model['version']}{own}")
     yield plain(
         f"{machine['processor']}, {machine['threads']} threads, {run['device']}; torch {machine['torch']}, "
         f"transformers {machine['transformers']}; seed {flags['seed']}"
     )
+    if processes := run.get("processes"):
+        where = [f"{process['host']} {process['device']}" for process in processes]
+        counts = [f"{count} on {each}" if (count := where.count(each)) > 1 else each for each in dict.fromkeys(where)]
+        yield plain(f"{len(processes)} processes: {', '.join(counts)}")

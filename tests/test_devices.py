@@ -1,10 +1,18 @@
 """A device that cannot be used is refused with one line that names the remedy."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import refused
 
-from inputs.devices import pick_device
+from decoding.record import Watch
+from engine.compiling import engine_for
+from experiments import processes
+from experiments.prepare import where_to_run
+from experiments.settings import parse
+from experiments.speed import quiet
+from inputs.devices import pick_device, pick_dtype
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -20,3 +28,59 @@ def test_a_bad_device_name_is_refused(name):
     with refused("device", "--device cpu"):
         pick_device(name)
     assert pick_device("cpu") == "cpu"
+
+
+def test_the_gpu_of_an_apple_computer(monkeypatch):
+    """There is none here: what torch would be asked, and that no float64 and no bfloat16 gets there."""
+    waited = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("text"))
+    with quiet("mps"):
+        pass
+    assert waited == ["text"] * 2 and pick_dtype("mps") == "float16"
+    monkeypatch.setattr(torch.mps.event, "Event", Ticking)
+    watch = Watch("mps")
+    watch.mark()
+    assert watch.seconds()[0] == 0.25
+    with pytest.raises(RuntimeError, match="no graphs on mps"):
+        engine_for(SimpleNamespace(device=torch.device("mps")))
+    if not torch.backends.mps.is_available():
+        with refused("mps", "use cpu"):
+            pick_device("mps")
+
+
+class Ticking:
+    """An event, a quarter of a second after the one before."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 250.0
+
+
+def test_bfloat16_is_refused_on_mps(monkeypatch, flags):
+    monkeypatch.setattr(processes, "pick_device", lambda name: name or "cpu")
+    monkeypatch.setattr(processes, "check_device", lambda name: None)
+    for wrong in (["--device", "mps", "--dtype", "bfloat16"], ["--draftDevice", "mps", "--dtype", "bfloat16"]):
+        with refused("bfloat16", "mps", "--dtype float16"):
+            where_to_run(parse([*flags, *wrong]), processes.ALONE)
+    assert where_to_run(parse([*flags, "--device", "mps"]), processes.ALONE) == ("mps", "mps", "float16")
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (["--draftDevice", "cuda:7"], ["CUDA" if not torch.cuda.is_available() else "cuda:7"]),
+        (["--draftDevice", "gpu"], ["gpu"]),
+        (["--draftDevice", "auto"], ["auto", "one device"]),
+        (["--draftDevice", "cpu", "--draft", "lookup"], ["lookup", "--draftDevice"]),
+    ],
+)
+def test_a_device_that_no_draft_can_be_on_is_refused(flags, wrong, words):
+    with refused(*words):
+        where_to_run(parse([*flags, *wrong]), processes.ALONE)
+    with refused("one process"):
+        where_to_run(parse([*flags, "--draftDevice", "cuda:0"]), processes.Processes(1, 2))

@@ -112,6 +112,7 @@ TABLES = {
         "--dtype": Choice(*DTYPES),
         "--compile": Switch,
         "--device": DEVICE,
+        "--draftDevice": Name(DEVICE.right, [*filter(None, DEVICE.wrong), "auto"]),
         "--gamma": LENGTH,
         "--draftLength": Choice(*DRAFT_LENGTHS),
         "--draftThreshold": Number(0, 1),

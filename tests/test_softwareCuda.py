@@ -13,6 +13,7 @@ import softwareCuda
 import torch
 from helpers import FULL
 
+import PPL
 import specSampling as loop
 from benchmark import __main__ as benchmark
 from benchmark import forwards, inTurn
@@ -133,6 +134,36 @@ def test_a_round_has_one_host_sync(gpu, name, engine, monkeypatch):
     assert {what for what, _ in gpu.syncs} <= {"copy to the host", "_local_scalar_dense"}
     ended = 2  # Rows end, and their state is copied; ragged guesses are, too.
     assert len(gpu.copies) <= 2 * count + ended + 6
+
+
+@pytest.mark.parametrize(
+    "name, engine, device",
+    [(name, engine, device) for name in METHODS for engine in ENGINES for device in ("cuda:1", "cpu")]
+    if FULL
+    else [("draftConfidence", "recorded", "cuda:1"), ("fixed", "eager", "cuda:1"), ("fixed", "eager", "cpu")],
+)
+def test_a_draft_on_a_device_of_its_own_writes_the_same(gpu, name, engine, device):
+    """Greedy texts, with a repetition penalty too; and one host sync a round if both are GPUs."""
+    cpu = models("cpu")
+    for sampling in (PENALISED, GREEDY) if FULL or name == "fixed" else (GREEDY,):
+        made = on_gpu("eager", name) | {"draft": models(device)["draft"]}
+        if engine == "recorded" and device != "cpu":
+            plans, guesses = plan_graphs([name], DECODING, sampling is PENALISED, False)
+            assert None not in compile_all(made, plans, guesses, 2)
+        texts = sampler(name, made)(FIRST, 10, sampling)[0]
+        assert texts == sampler(name, cpu)(FIRST, 10, sampling)[0]
+    gpu.forget()
+    generator = torch.Generator("cuda").manual_seed(0)  # It draws for both devices.
+    _, records = sampler(name, made)(FIRST, 10, FREE, None, generator)
+    if (name, device) == ("fixed", "cuda:1"):
+        assert len(gpu.syncs) == max(len(record.times) for record in records)
+
+
+def test_perplexity_with_a_draft_on_a_device_of_its_own(gpu):
+    cpu, mixed = models("cpu"), models("cuda") | {"draft": models("cuda:1")["draft"]}
+    text = FIRST[0] * 4
+    wanted, found = (PPL.perplexities(text, each["target"], each["draft"]) for each in (cpu, mixed))
+    assert found == pytest.approx(wanted, rel=1e-6)
 
 
 def test_prompts_of_one_length_are_read_by_a_graph(gpu, monkeypatch):

@@ -1,0 +1,373 @@
+"""Processes that share a run: who computes what, in which order results come, what a death leaves; over gloo end to
+end."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import accelerate.state  # noqa: F401 - so that no fork has to import it
+import helpers
+import pytest
+from conftest import ROOT, refused
+
+from decoding.verification import token_rule
+from experiments import processes as sharing
+from experiments import sweep
+from experiments.prepare import Prepared
+from experiments.processes import ALONE, Processes
+from experiments.runRecord import devices
+from experiments.settings import parse
+from methods.drafters import ModelDrafter
+from utils import Sampling, UserError
+
+
+class QueueLink:
+    """A connection between two threads. `None` on the wire is a death."""
+
+    def __init__(self, out, back):
+        self.out, self.back = out, back
+
+    def send(self, value):
+        self.out.put(value)
+
+    def receive(self):
+        value = self.back.get()
+        if value is None:
+            raise RuntimeError("closed")
+        return value
+
+
+def group(count, interrupt=lambda: None):
+    """`count` processes of one run, all in this process."""
+    wires = {(a, b): queue.Queue() for a in range(count) for b in range(count)}
+
+    def links(index):
+        peers = range(1, count) if index == 0 else [0]
+        return {peer: QueueLink(wires[index, peer], wires[peer, index]) for peer in peers}
+
+    return [Processes(index, count, links(index), index, interrupt) for index in range(count)], wires
+
+
+def everywhere(members, work):
+    """[what `work(processes)` returns in each process]."""
+    found = [None] * len(members)
+
+    def run(index):
+        found[index] = work(members[index])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_every_process_gets_all_results_in_order_and_computes_its_share(count):
+    members = [ALONE] if count == 1 else group(count)[0]
+    computed = []
+
+    def work(processes):
+        def square(item):
+            time.sleep(0.01 * (item == 0))  # The first result is the last to come.
+            computed.append((processes.index, item))
+            return item**2
+
+        twice = list(processes.mapped(square, range(4))), list(processes.mapped(square, range(1)))
+        return *twice, processes.gathered(processes.index)
+
+    assert everywhere(members, work) == [([0, 1, 4, 9], [0], list(range(count)))] * count
+    assert sorted(item for _, item in computed) == [0, 0, 1, 2, 3]
+    assert all(index == item % count for index, item in computed)
+
+
+def test_lines_come_to_process_0_while_it_still_measures():
+    (first, second), _ = group(2)
+    arrived = threading.Event()
+
+    def own():
+        yield "own 1"
+        assert arrived.wait(20)
+        time.sleep(0.1)
+        yield "own 2"
+        yield "own 3"
+
+    def others():
+        yield "theirs"
+        arrived.set()
+
+    found = everywhere([first, second], lambda p: list(p.merged(own() if p.first else others())))
+    assert found[0] == ["own 1", "own 2", "theirs", "own 3"] or found[0] == ["own 1", "theirs", "own 2", "own 3"]
+    assert sorted(found[1]) == sorted(found[0])
+
+
+def test_a_death_is_one_line_that_names_the_process_and_what_came_is_kept(monkeypatch):
+    interrupted = threading.Event()
+    (first, _, _), wires = group(3, interrupted.set)
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    wires[2, 0].put(("item", "theirs"))
+    wires[2, 0].put(None)
+
+    def own():
+        assert interrupted.wait(20)
+        first.stop()  # as the handler of the signal does
+        yield "never"
+
+    kept = []
+    with refused("process 2 of 3", "ended unexpectedly", "kept"):
+        kept.extend(line for line in first.merged(own()) if kept.append(line))
+    assert kept == ["theirs"]
+
+
+def test_what_another_process_cannot_do_is_said_with_its_name_and_a_goodbye_is_no_loss(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    monkeypatch.setattr(sharing, "GRACE", 0.05)
+    members, _ = group(3)
+    with pytest.raises(KeyboardInterrupt):  # The launcher ends the run, and nobody has died.
+        members[0].stop()
+    threads = []
+    for index, wrong in (1, None), (2, "no GPU here"):
+        members[index].over = index == 1
+        threads.append(threading.Thread(target=members[index].farewell, args=(wrong,)))
+        threads[-1].start()
+        assert members[0].loss is None
+    members[0].await_others(20)
+    with refused("process 2 of 3: no GPU here"):
+        members[0].stop()
+    members[0].farewell("said already")
+    for thread in threads:
+        thread.join(20)
+    assert members[1].loss is None and members[2].loss == "" and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize(
+    "name, gpus, local, device",
+    [
+        (None, 0, 1, "cpu"),
+        ("cpu", 2, 1, "cpu"),
+        (None, 2, 1, "cuda:1"),
+        ("cuda", 2, 0, "cuda:0"),
+        (None, 2, 2, UserError),
+        ("cuda:1", 2, 0, UserError),
+        ("auto", 2, 0, UserError),
+        ("mps", 0, 0, UserError),
+        ("cuda", 0, 0, UserError),
+    ],
+)
+def test_each_process_has_a_device_of_its_own(monkeypatch, name, gpus, local, device):
+    def pick(name):
+        if name and name.startswith("cuda") and not gpus:
+            raise UserError("no CUDA")
+        return name or "cpu"
+
+    monkeypatch.setattr(sharing.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(sharing, "pick_device", pick)
+    own = Processes(local, 4, {}, local).own_device
+    if isinstance(device, str):
+        assert own(name) == device
+    else:
+        with refused():
+            own(name)
+
+
+def test_accelerate_that_starts_one_process_is_told(monkeypatch, capsys):
+    for name in sharing.SIZES:
+        monkeypatch.delenv(name, raising=False)
+    assert sharing.started() is ALONE and capsys.readouterr().err == ""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert sharing.started() is ALONE and "--multi_gpu --num_processes" in capsys.readouterr().err
+
+
+def test_a_mixture_of_devices_is_refused():
+    here = {"processor": "NVIDIA A", "torch": "2", "transformers": "5", "numpy": "2", "threads": 1}
+
+    def record(processes, **differs):
+        prepared = SimpleNamespace(
+            processes=processes, device=f"cuda:{processes.index}", prompts=differs.pop("prompts", 0), article=0, texts=0
+        )
+        versions = {"target": {"version": differs.pop("weights", "w")}}
+        try:
+            return devices(prepared, here | differs, versions)
+        except UserError as error:
+            return str(error)
+
+    def of_two(**differs):
+        return everywhere(group(2)[0], lambda p: record(p, **(differs if p.index else {})))
+
+    same = of_two(threads=7)  # of a host; the GPUs compute
+    assert same[0] == same[1] and [(p["device"], p["processor"]) for p in same[0]] == [
+        ("cuda:0", "NVIDIA A"),
+        ("cuda:1", "NVIDIA A"),
+    ]
+    for differs, word in (
+        ({"processor": "NVIDIA B"}, "device: NVIDIA A in process 0"),
+        ({"torch": "3"}, "torch: 2"),
+        ({"weights": "v"}, "weights of the target: w"),
+        ({"prompts": 1}, "texts: "),
+    ):
+        said = of_two(**differs)
+        assert said[0] == said[1] and word in said[0] and "\n" not in said[0]
+
+
+def test_alpha_by_overlap_is_the_same_for_any_number_of_processes():
+    pairs = [(helpers.tiny(), ModelDrafter(helpers.tiny(seed=1, layers=1))) for _ in range(2)]
+
+    def alpha(processes):
+        target, drafter = pairs[processes.index]
+        given = target, drafter, Sampling(), token_rule, 9, 0
+        return sweep.overlap_alpha([[5, 9], [7], [3, 3]], *given, processes.mapped)
+
+    assert everywhere(group(2)[0], alpha) == [alpha(ALONE)] * 2
+
+
+@pytest.mark.parametrize(
+    "work, prompts, passages, idle",
+    [
+        ("--speed", 3, [], "More processes (4) than texts (3): 1 idle.\n"),
+        ("--speed", 4, [], ""),
+        ("--ppl", 0, [[1, 2]], "More processes (4) than texts (1): 3 idle.\n"),
+        ("--ppl", 0, [[1] * 600, [1] * 200], ""),  # 800 tokens in windows
+        ("--diversity", 0, [], ""),
+        ("--diversity --repeats 2", 0, [], "More processes (4) than texts (2): 2 idle.\n"),
+        ("--lossless --tokens 1", 1, [], ""),
+    ],
+)
+def test_more_processes_than_texts_are_told(work, prompts, passages, idle):
+    prepared = SimpleNamespace(
+        settings=parse(["--target", "x", "--draft", "x", *work.split()]),
+        processes=Processes(0, 4),
+        prompts={64: [[1]] * prompts},
+        texts=[("corpus", passages)] if passages else [],
+        stride=200,
+    )
+    assert Prepared.idle.fget(prepared) == idle
+
+
+# Over gloo. A process is a fork of this one, so that it need not import torch again.
+
+
+def fork(cli, argv, log, index=0, count=1, port=0):
+    """The id of a new process that runs test.py as number `index` of `count`."""
+    child = os.fork()
+    if child:
+        return child
+    code = 70
+    try:
+        sys.stdout = sys.stderr = log.open("w", buffering=1)  # noqa: SIM115
+        sharing.torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        if count > 1:
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            here = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            os.environ.update(where | {name: str(value) for name, value in here.items()})
+        code = cli.main(argv)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def launch(cli, argv, folder, count):
+    """Process ids and log files of a run by `count` processes."""
+    with contextlib.closing(sharing.socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.mkdir()
+    logs = [folder / f"log{index}" for index in range(count)]
+    argv = [*argv, "--device", "cpu", "--out", str(folder)]
+    return [fork(cli, argv, log, index, count, port) for index, log in enumerate(logs)], logs
+
+
+def wait(child, seconds=60):
+    """The exit code of a process, negative for a signal."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the process does not end")
+
+
+def lines_of(folder):
+    file = folder / "results.jsonl"
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
+CLOCK = {"run", "ttft", "tpot", "throughput", "report_tpot", "seconds", "scoring", "file"}  # differ from run to run
+
+
+def figures_of(folder):
+    """Every line of results without what the clock decides, sorted."""
+    kept = [line for line in lines_of(folder) if line.get("repeatable", True) and line["kind"] != "run"]
+    return sorted(json.dumps({k: v for k, v in line.items() if k not in CLOCK}, sort_keys=True) for line in kept)
+
+
+@pytest.mark.parametrize(
+    "work, counts",
+    [
+        ("--compare block --ppl --diversity --sentences 3 --repeats 1", (1, 2, 3)),
+        ("--lossless block --tokens 200 --maxLen 3 --sentences 4", (1, 2)),  # two batches
+    ],
+)
+def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, flags, tmp_path, work, counts):
+    found = []
+    for count in counts:
+        children, logs = launch(cli, [*flags, *work.split()], tmp_path / str(count), count)
+        assert [wait(child) for child in children] == [0] * count, logs[0].read_text()
+        assert [log.read_text() for log in logs[1:]] == [""] * (count - 1)
+        run, *lines = lines_of(tmp_path / str(count))
+        assert len(run.get("processes", [0])) == count and lines[-1]["kind"] == "end"
+        assert (f"{count} processes" in (tmp_path / str(count) / "results.txt").read_text()) == (count > 1)
+        found.append(figures_of(tmp_path / str(count)))
+    assert len(found[0]) > 8 and all(other == found[0] for other in found[1:])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_run_with_one_line_that_names_it(cli, flags, tmp_path, victim):
+    work = [*flags, "--compare", "block", "--repeats", "10000"]
+    children, logs = launch(cli, work, tmp_path / "run", 2)
+
+    def theirs():
+        return [line for line in lines_of(tmp_path / "run") if line["kind"] == "speed" and line["prompt"] == 1]
+
+    end = time.monotonic() + 60
+    while not theirs() and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(children[victim], signal.SIGKILL)
+    other = 1 - victim
+    assert wait(children[victim]) == -signal.SIGKILL and wait(children[other]) == 2
+    said = logs[other].read_text().strip().split("\n")[-1]
+    assert said.startswith(f"test.py: error: process {victim} of 2") and "ended unexpectedly" in said
+    assert f"process id {children[victim]})" in said and "Traceback" not in logs[other].read_text()
+    assert theirs()
+    assert victim == 0 or "not finished" in (tmp_path / "run" / "results.txt").read_text()
+
+
+def test_what_all_find_wrong_is_said_once(cli, flags, tmp_path):
+    children, logs = launch(cli, [*flags, "--show"], tmp_path / "run", 2)
+    assert [wait(child) for child in children] == [2, 2]
+    assert logs[0].read_text().startswith("test.py: error: --show") and logs[0].read_text().count("\n") == 1
+    assert logs[1].read_text() == ""
+
+
+@pytest.mark.skipif(not os.environ.get("FULL"), reason="two more imports of torch; FULL=1 asks for it")
+def test_accelerate_starts_the_processes(flags, tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    work = [ROOT / "test.py", *flags, "--ppl", "--device", "cpu", "--out", tmp_path]
+    subprocess.run([*command, *map(str, work)], check=True, timeout=120)
+    assert len(lines_of(tmp_path)[0]["processes"]) == 2
