@@ -7,6 +7,7 @@ import shutil
 from contextlib import redirect_stdout
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 
 import downloadData
 import downloadModel
@@ -295,6 +296,8 @@ def test_every_flag_that_is_named_exists(cli):
     )
     known = {flag for main in commands for flag in re.findall(r"--[\w-]+", help_of(main))} | {"--help"}
     known |= set(re.findall(r'"(--[\w-]+)"', read(ROOT / "scripts/fullSize.py")))
+    known |= set(launch_command_parser()._option_string_actions)  # of `accelerate launch`
+    known |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # of SLURM
     for path in TEXTS:
         named = set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", renderDocs.MARK.sub("", read(path))))
         assert named <= known, f"{path.name}: {sorted(named - known)}"
