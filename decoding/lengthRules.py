@@ -62,8 +62,8 @@ class CostAware:
     the cost of scoring grows with the number of tokens is learnt whenever the length changes. Some rounds try a length
     beside the best one, so that a change is noticed. The estimates outlive a text: use one object for all texts.
 
-    Only one round in TIMED is timed, because drafting and scoring cannot be timed apart in a round that is one graph.
-    LENGTHS are few, so that each can have graphs of its own.
+    Only one round in TIMED is timed: a round whose parts are timed apart takes longer. LENGTHS are few, because shapes
+    that return often are faster.
     """
 
     stop: Callable[[Tensor], Tensor] | None = None

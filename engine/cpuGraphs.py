@@ -63,6 +63,19 @@ class CpuGraphs(Graphs):
         super().__init__(pack(model), vocabulary)
         self.graphs: dict[tuple[object, ...], Callable[..., Any]] = {}
 
+    def allocate(self, cache: SlotCache, rows: int) -> None:
+        """See `Graphs`."""
+        cache.early_initialization(rows, *self.slot, self.cache_dtype, self.model.device)
+
+    def add_prefill(self, rows: int) -> None:
+        """See `Graphs`. One graph serves prompts of all lengths: the number of tokens is a symbol in it."""
+        tokens, positions = zeros(rows, PREFILL, PREFILL)
+        last = torch.zeros(LAST, dtype=torch.long)
+        for tensor, axis in ((tokens, 1), (positions, 1), (last, 0)):
+            mark_dynamic(tensor, axis)
+        self.compile(self.prefill_logits, (rows, "prefill"), tokens, positions, last)
+        super().add_prefill(rows)
+
     def add_forward(self, rows: int, width: int) -> None:
         """See `Graphs`."""
         self.compile(self.logits, (rows, width), *zeros(rows, width, width))
@@ -81,19 +94,6 @@ class CpuGraphs(Graphs):
         inputs = *zeros(rows, read, read + count), torch.rand(count, rows), as_tensor(Sampling()), *theirs
         self.compile(Round(draft, self).work, (rows, read, count, draft), *inputs)
         self.rounds.add((draft, rows, read, count))
-
-    def allocate(self, cache: SlotCache, rows: int) -> None:
-        """See `Graphs`."""
-        cache.early_initialization(rows, *self.slot, self.cache_dtype, self.model.device)
-
-    def add_prefill(self, rows: int) -> None:
-        """See `Graphs`. One graph serves prompts of all lengths: the number of tokens is a symbol in it."""
-        tokens, positions = zeros(rows, PREFILL, PREFILL)
-        last = torch.zeros(LAST, dtype=torch.long)
-        for tensor, axis in ((tokens, 1), (positions, 1), (last, 0)):
-            mark_dynamic(tensor, axis)
-        self.compile(self.prefill_logits, (rows, "prefill"), tokens, positions, last)
-        super().add_prefill(rows)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: SlotCache) -> Tensor:
         """See `Graphs`."""

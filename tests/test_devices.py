@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import refused
 
-from decoding.record import Watch
+from decoding.watch import Watch
 from engine.compiling import engine_for
 from experiments import processes
 from experiments.prepare import where_to_run
