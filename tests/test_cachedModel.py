@@ -97,7 +97,7 @@ class Scripted(Fixed):
         self.lengths = itertools.cycle(lengths)
 
     def begin(self, rows):
-        self.rows = rows
+        self.rows = len(rows.tokens)
 
     def gammas(self):
         return [next(self.lengths) for _ in range(self.rows)]

@@ -157,6 +157,7 @@ TABLES = {
         "--device": DEVICE,
         "--seed": SEED,
         "--out": OUT,
+        "--peers": Name(["llama.cpp", "OpenVINO,CTranslate2"], ["x", "llama.cpp,", "LLAMA.CPP", "\udcff"]),
         "--no-compile": Switch,
     },
     "downloadModel": {
