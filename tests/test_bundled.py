@@ -73,17 +73,21 @@ def test_greedy_output_equals_plain_and_transformers_on_50_prompts_of_100_tokens
     assert 0.2 < sum(r.alpha for r in records) / 50 < 1  # a draft worth its name, and rejections among the rounds
 
 
-def test_speculative_and_target_perplexity_agree(pair):
+@pytest.fixture(scope="module")
+def perplexities(pair):
+    """[{"draft", "target", "speculative": perplexity}], of the beginning of each sample text."""
     tokenizer, target, draft = pair
-    for corpus in load_corpora("sample"):
-        ppl = PPL.calculate_ppl_corpus(corpus.documents[0][:6000], tokenizer, target, draft)
+    texts = [corpus.documents[0][:6000] for corpus in load_corpora("sample")]
+    return [PPL.calculate_ppl_corpus(text, tokenizer, target, draft) for text in texts]
+
+
+def test_speculative_and_target_perplexity_agree(perplexities):
+    for ppl in perplexities:
         assert ppl["speculative"].token_ppl == pytest.approx(ppl["target"].token_ppl, rel=1e-5)
 
 
-def test_the_target_is_clearly_better_than_the_draft(pair):
-    tokenizer, target, draft = pair
-    for corpus in load_corpora("sample"):
-        ppl = PPL.calculate_ppl_corpus(corpus.documents[0], tokenizer, target, draft)
+def test_the_target_is_clearly_better_than_the_draft(perplexities):
+    for ppl in perplexities:
         assert ppl["target"].token_ppl <= 0.75 * ppl["draft"].token_ppl
 
 
