@@ -58,19 +58,17 @@ class CostAware:
     """The length of LENGTHS with the most expected tokens per second; 0 (plain decoding) is one of them.
 
     The rule keeps running estimates of alpha at each position of a round, of the cost of a guess, and of the cost of
-    scoring. A machine's speed drifts, so both costs come from the last timed rounds, measured in the same rounds. How
-    the cost of scoring grows with the number of tokens is learnt whenever the length changes. Some rounds try a length
+    scoring. A machine's speed drifts, so both costs come from the last rounds, measured in the same rounds. How the
+    cost of scoring grows with the number of tokens is learnt whenever the length changes. Some rounds try a length
     beside the best one, so that a change is noticed. The estimates outlive a text: use one object for all texts.
-
-    Only one round in TIMED is timed: a round whose parts are timed apart takes longer. LENGTHS are few, because shapes
-    that return often are faster.
+    LENGTHS are few, because shapes that return often are faster.
     """
 
     stop: Callable[[Tensor], Tensor] | None = None
     sure: Callable[[Tensor], Tensor] | None = None
+    timed = True
     LENGTHS = (0, 1, 2, 3, 4, 6, 10)
     MEMORY, PROBE = 0.995, 32  # Weight of the past in each round; one round in PROBE tries another length.
-    TIMED = 8
     RECENT = 0.9  # Weight of the past in the costs.
     # A position with few tests borrows FAITH tests from the position before it; the first position borrows from alpha
     # = HOPE. Old tests lose weight, so a draft that was once unlucky is tried again.
@@ -80,7 +78,7 @@ class CostAware:
         if length < 1:
             raise UserError(f"gamma must be 1 or more, not {length}")
         self.lengths = [choice for choice in self.LENGTHS if choice < length] + [length]
-        self.longest, self.rounds, self.best, self.timed = length, 0, min(4, length), True
+        self.longest, self.rounds, self.best = length, 0, min(4, length)
         self.tested, self.passed = [0.0] * length, [0.0] * length
         # Seconds of a guess, seconds of scoring, and how many guesses were scored in that time.
         self.guess: float | None = None
@@ -93,20 +91,16 @@ class CostAware:
         self.count, self.device = len(rows.tokens), rows.device
 
     def gammas(self) -> Sequence[int]:
-        length = self.choose()
-        if self.timed:
-            self.watch = Watch(self.device)
-        return [length] * self.count
+        self.watch = Watch(self.device)
+        return [self.choose()] * self.count
 
     def drafted(self) -> None:
-        if self.timed:
-            self.watch.mark()
+        self.watch.mark()
 
     def choose(self) -> int:
-        """The length of the next round. Sets `timed`."""
+        """The length of the next round."""
         self.rounds += 1
         opening = (4, 2, 0, 6, 4, 1)
-        self.timed = self.rounds <= len(opening) or self.rounds % self.TIMED == 0
         if self.rounds <= len(opening):
             return min(opening[self.rounds - 1], self.longest)
         if self.rounds % self.PROBE:
@@ -121,8 +115,7 @@ class CostAware:
             passed = sum(accepted[row] > i for row in reached)
             self.tested[i] = self.MEMORY * self.tested[i] + len(reached) / len(accepted)
             self.passed[i] = self.MEMORY * self.passed[i] + passed / len(accepted)
-        if self.timed:
-            self.learn_costs(max(drafted.values()), *self.watch.seconds())
+        self.learn_costs(max(drafted.values()), *self.watch.seconds())
         if self.rounds % 4 == 0:  # The search costs a hundredth of a round.
             self.best = max(self.lengths, key=self.rate)
 

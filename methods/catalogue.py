@@ -132,7 +132,6 @@ CATALOGUE = (
         "as many guesses as pay",
         speculative("costAware"),
         graphs=rounds_of("costAware"),
-        rounds=whole_rounds("costAware"),
         lossless=True,
         seeded=lambda decoding: False,
     ),

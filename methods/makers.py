@@ -155,13 +155,12 @@ def rounds_of(rule: str | None = None) -> Callable[[Decoding], Plans]:
 
 
 def whole_rounds(rule: str | None = None) -> Callable[[Decoding], frozenset[int]]:
-    """Guesses of the rounds that are one graph each: where the draft-length rule guesses few different numbers."""
+    """Guesses of the rounds that are one graph each: where the draft-length rule guesses one number or none."""
 
     def counts(decoding: Decoding) -> frozenset[int]:
         name = rule or decoding.draft_length
-        if decoding.lookup or name not in ("fixed", "targetConfidence", "costAware"):
-            return frozenset()
-        return frozenset({2, 3, 4}) if name == "costAware" else frozenset({decoding.gamma or 4})
+        steady = name in ("fixed", "targetConfidence") and not decoding.lookup
+        return frozenset({decoding.gamma or 4}) if steady else frozenset()
 
     return counts
 
