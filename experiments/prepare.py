@@ -15,8 +15,8 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
 from engine.restrictedModel import RestrictedModel
 from experiments import diversity
+from experiments.choices import Settings
 from experiments.processes import ALONE, Processes
-from experiments.settings import Settings
 from inputs.devices import pick_dtype
 from inputs.models import find_model, load_model, outline
 from inputs.prompts import check_passages, choose_prompts, encode, read_prompts, tokenize

@@ -189,6 +189,7 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "keepRecord": "docs",
     "generateArguments": "customGenerate",
     "twins": "customGenerate",
+    "choices": "settings",
     "packGenerate": "customGenerate",
     "test": "cli",
 }
