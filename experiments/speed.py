@@ -63,15 +63,15 @@ def measure(
 ) -> Iterator[Measurement]:
     """Time every method on every prompt, `repeats` times, interleaved (A B C A B C ...).
 
-    methods: {name: method}. warm_up: calls of each method that come first and do not count; they continue the longest
-        prompt, so that memory for all is allocated. numbers: of the prompts that are timed; None: all.
+    methods: {name: method}. warm_up: calls of each method that come first and do not count. numbers: of the prompts
+        that are timed; None: all.
     Yields one dictionary for each timed text. The generator's seed depends only on the prompt and the repeat, so a
     method's tokens do not depend on which other methods run.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
     for _ in range(warm_up if numbers else 0):
         for method in methods.values():
-            method(max(prompts, key=len), Generator(device).manual_seed(seed))
+            method(prompts[0], Generator(device).manual_seed(seed))
     gc.collect()
     gc.freeze()  # Otherwise each collection between measurements visits all of torch's objects: a quarter of a second.
     try:
