@@ -256,7 +256,7 @@ def guess(
     seen, target = rows.seen(model.vocabulary, sampling), rows.target
     shape = len(tokens), read, count
     if use_graph(target, "round", model.graphs, *shape, seen=seen, length=length, unread=rows.unread):
-        u = torch.rand(count, len(tokens), device=rows.device, generator=generator)
+        u = uniform(count, len(tokens), device=rows.device, generator=generator)
         return Guesses(*target.graphs.round(model.graphs, tokens, positions, u, sampling, model.cache, target.cache))
     there, seen = model.device, None if seen is None else seen.to(model.device)
     given = model, tokens.to(there), positions[:, :-1].to(there), count, sampling, generator, seen

@@ -171,15 +171,7 @@ class CpuGraphs(Graphs):
             torch._check(kept.shape[2] == keys[0].shape[2])
         cache = Cache(layers=[Slots(k, v, positions) for k, v in zip(keys, values)])
         mask = positions[:, None, None] == positions[:, None, :, None]  # Not used, but transformers takes 4 axes as is.
-        logits = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        ).logits
-        return logits[..., : self.vocabulary].float()
+        return self.run_model(tokens, positions, mask, cache, keep)
 
     def draw_steps(
         self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Tensor, keys: list[Tensor], values: list[Tensor]

@@ -99,15 +99,7 @@ class CudaGraphs(Graphs):
         cache.address(positions)
         slots = torch.arange(cache.capacity, device=tokens.device)
         mask = (slots <= positions[..., None])[:, None]
-        logits = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        ).logits
-        return logits[..., : self.vocabulary].float()
+        return self.run_model(tokens, positions, mask, cache, keep)
 
     def replay(self, key: tuple[object, ...], inputs: Sequence[Tensor], cache: SlotCache, work: Work) -> list[Tensor]:
         """The results of `work(*inputs)`, from the capture named `key`."""

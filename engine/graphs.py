@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from decoding.interfaces import Operators, VerificationRule
 from decoding.rounds import PYTORCH
@@ -181,6 +182,21 @@ class Graphs(ABC):
         self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, cache: SlotCache
     ) -> tuple[Tensor, Tensor]:
         """Tokens and distributions of a draw of a length that has a graph."""
+
+    def run_model(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache, keep: int | Tensor = 0
+    ) -> Tensor:
+        """The forward inside a graph: float32 logits `[B, n, V]`. mask: bool `[B, 1, n, slots]`. keep: int64 `[K]`, the
+        tokens whose logits are computed; 0: all."""
+        logits = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits
+        return logits[..., : self.vocabulary].float()
 
     def pad_block(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The block `[B, n]` padded to the next width with its last token, at the same position; both contiguous."""

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # Several workers share the processor: a thread for each, also in its children.
@@ -16,6 +17,7 @@ from localHub import LocalHub
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from engine.kernels import loader
 from inputs.folders import DATASETS
 from utils import UserError
 
@@ -116,6 +118,15 @@ def flags(pair_folder, text_file):
         "--stride",
         "32",
     ]
+
+
+@pytest.fixture(scope="session")
+def kernels():
+    """The C++ kernels, loaded; without a compiler the test is skipped."""
+    try:
+        loader.load()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no C++ compiler")
 
 
 @pytest.fixture

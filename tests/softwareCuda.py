@@ -272,7 +272,7 @@ def check(func, given: list[torch.Tensor], devices: set, named: object, kwargs: 
     """Raise where CUDA raises, and count syncs."""
     name = func._schema.name.split("::")[1]
     if name in RESHAPING:
-        raise NotImplementedError(f"{name} of a software device")
+        raise RuntimeError(f"{name} would change the shape of a wrapper in place, which the software device refuses")
     if func in COPYING:
         check_copy(func, given, named, kwargs)
     else:

@@ -1,8 +1,6 @@
 """The kernels of sampling and verification give the same numbers as the PyTorch code that they replace. (For those of
 linear layers and attention see test_cpuGraphs.py.)"""
 
-import subprocess
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,19 +8,13 @@ from hypothesis import strategies as st
 
 from decoding.rounds import PYTORCH
 from decoding.verification import block_rule, token_rule
-from engine.kernels import loader
 from engine.kernels.operators import Kernels
 from utils import GREEDY, Sampling, draw
 
 KERNELS = Kernels()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def kernels():
-    try:
-        loader.load()
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no C++ compiler")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def both(work):

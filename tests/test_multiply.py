@@ -18,22 +18,16 @@ from engine.kernels.packedLinear import PackedLinear
 SIDE = 32
 
 
-@pytest.fixture(autouse=True, scope="module")
-def kernels():
-    try:
-        loader.load()
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no C++ compiler")
-    yield
-    loader.use()
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.fixture(scope="module", params=loader.KINDS)
-def kind(request):
+def kind(request, kernels):
     """Each kind of kernel in turn; those that cannot run here are skipped."""
     if loader.use(request.param) != request.param:
         pytest.skip(f"no {request.param} here")
-    return request.param
+    yield request.param
+    loader.use()
 
 
 def close(found, wanted, x, weight, dtype):
