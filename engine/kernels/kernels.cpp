@@ -1,9 +1,13 @@
 // The operators on which decoding on a CPU spends its time, for the few tokens of a round. A graph can contain them.
-#include "attention.h"
 #include "linear.h"
 #include "sampling.h"
 
 #include <torch/csrc/inductor/aoti_torch/utils.h>
+
+// attention.cpp
+at::Tensor attend_slots(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                        const at::Tensor& positions, const at::Tensor& kept_keys, const at::Tensor& kept_values,
+                        double scale);
 
 // The same operators as C functions, which graphs call without going through Python. loader.py reads the declarations.
 #define TENSOR(handle) (*torch::aot_inductor::tensor_handle_to_tensor_pointer(handle))

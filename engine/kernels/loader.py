@@ -18,12 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-HEAD_WIDTHS = (8, 16, 32, 48, 64, 80, 96, 128, 256)  # as in attention.h
+HEAD_WIDTHS = (8, 16, 32, 48, 64, 80, 96, 128, 256)  # as in attention.cpp
 FOLDER = Path(__file__).parent
-SOURCE = FOLDER / "kernels.cpp"  # It includes the headers beside it.
+SOURCE = FOLDER / "kernels.cpp"  # It declares the C functions that graphs call.
 TORCH = Path(torch.__file__).parent
 FLAGS = ["-O3", "-ffast-math", "-std=c++20", "-fPIC"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
@@ -47,8 +48,10 @@ def load() -> ctypes.CDLL:
     compiler = os.environ.get("CXX", "g++")
     native = native_flags(compiler)
     path = library(compiler, native)
-    if not path.exists():
-        build(compiler, native, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # Processes that start together build it once.
+        if not path.exists():
+            build(compiler, native, path)
     # Graphs are libraries of their own that call its functions.
     made = typed(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))
     torch.ops.load_library(path)
@@ -107,7 +110,6 @@ def build(compiler: str, native: list[str], path: Path) -> None:
 
     multiply.cpp is compiled once for each of KINDS. A kind whose flags the compiler does not know is left out.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
 
         def compile_part(source: str, name: str, flags: list[str]) -> str:
@@ -115,14 +117,15 @@ def build(compiler: str, native: list[str], path: Path) -> None:
             subprocess.run(command, check=True, capture_output=True)
             return f"{folder}/{name}.o"
 
-        main = pool.submit(compile_part, "kernels.cpp", "kernels", [*native, *torch_flags(compiler)])
+        with_torch = [*native, *torch_flags(compiler)]
+        main = [pool.submit(compile_part, f"{name}.cpp", name, with_torch) for name in ("attention", "kernels")]
         kinds = {
             kind: pool.submit(compile_part, "multiply.cpp", kind, [f"-DKIND=of_{kind}", f'-DNAME="{kind}"', *flags])
             for kind, flags in KINDS.items()
         }
         known = [kind for kind, part in kinds.items() if not part.exception()]
         listed = "".join(f" USE(of_{kind})" for kind in known)
-        parts = [compile_part("choose.cpp", "choose", [f"-DKINDS(USE)={listed}"]), main.result()]
+        parts = [compile_part("choose.cpp", "choose", [f"-DKINDS(USE)={listed}"]), *(each.result() for each in main)]
         parts += [kinds[kind].result() for kind in known]
         draft = f"{folder}/{path.name}"
         subprocess.run([compiler, "-shared", "-o", draft, *parts, *links()], check=True, capture_output=True)

@@ -1,5 +1,4 @@
 // Attention of a few tokens over the slots of a KV cache in bfloat16 or float32. Arithmetic is in float32.
-#pragma once
 #include "numbers.h"
 
 constexpr int MANY = 5;          // Queries of a head in one pass: the registers have no room for more.
@@ -400,9 +399,9 @@ static void store(const at::Tensor& states, const at::Tensor& positions, const a
 // The operator `attend`. First it writes the tokens' keys and values [B, G, n, d] to the slots of the cache, kept_keys
 // and kept_values [B, G, capacity, d], that positions [B, n] name. Then each query of [B, H, n, d] attends to the slots
 // up to its own position -> [B, n, H, d].
-static at::Tensor attend_slots(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-                               const at::Tensor& positions, const at::Tensor& kept_keys,
-                               const at::Tensor& kept_values, double scale) {
+at::Tensor attend_slots(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                        const at::Tensor& positions, const at::Tensor& kept_keys, const at::Tensor& kept_values,
+                        double scale) {
     auto q = as_kept(query, kept_keys), at = positions.contiguous();
     auto out = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
     store(keys, at, kept_keys);
