@@ -1,0 +1,122 @@
+"""`Tree`: the shape of a tree of guesses. A chain dies at its first rejection; a tree has a second candidate there
+(SpecInfer, Miao et al., arXiv 2305.09781).
+
+    0 ─┬─ 1 ─┬─ 4        Node 0 is the last committed token. Nodes 1, ..., n are guesses, numbered level by level;
+       │     └─ 5        siblings are next to each other, in the order they are drawn.
+       ├─ 2 ─── 6
+       └─ 3              `Tree.of("3/2,1,0")`, `parents = (0, 0, 0, 1, 1, 2)`
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from utils import UserError
+
+MOST = 62  # guesses; with the root, a node's ancestors must fit into the bits of an int64
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The shape of a tree with nodes 0 (the root) to n. parents: the parents of nodes 1, ..., n, in ascending order.
+
+    Raises UserError if the tree has no guess or more than MOST.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.parents) <= MOST:
+            raise UserError(f"a tree has 1 to {MOST} guesses, not {len(self.parents)}")
+        assert list(self.parents) == sorted(self.parents), "nodes are numbered level by level"
+        assert all(0 <= parent <= i for i, parent in enumerate(self.parents)), "a parent comes before its children"
+
+    @classmethod
+    def chain(cls, length: int) -> Tree:
+        """Each node has one child: ordinary speculative decoding with gamma = `length`."""
+        return cls(tuple(range(length)))
+
+    @classmethod
+    def of(cls, text: str) -> Tree:
+        """The tree of a text such as "3,2,1,1" or "3/2,1,0".
+
+        "3,2,1,1": the root has 3 children, each of these has 2, and so on (SpecInfer's expansion configuration).
+        "3/2,1,0": the same level by level, with one number for each node of the level, as `str` writes it.
+        Raises UserError if the text is no such list.
+        """
+        form = re.fullmatch(r"\d{1,3}([,/]\d{1,3})*", text)
+        levels = [level.split(",") for level in text.split("/")] if "/" in text else [[n] for n in text.split(",")]
+        parents: list[int] = []
+        nodes: Sequence[int] = [0]
+        for level in levels if form else ():
+            counts = [int(n) for n in level] * (len(nodes) if len(level) == 1 else 1)
+            if len(counts) != len(nodes) or not sum(counts) or len(parents) + sum(counts) > MOST:
+                form = None
+                break
+            first = len(parents) + 1
+            parents += [node for node, count in zip(nodes, counts) for _ in range(count)]
+            nodes = range(first, len(parents) + 1)
+        if not form:
+            raise UserError(
+                f"{text!r} is no tree of 1 to {MOST} guesses; write the children of each node at each depth, such as "
+                "3,2,1,1, or of every node, level by level, such as 3/2,1,0"
+            )
+        return cls(tuple(parents))
+
+    def __str__(self) -> str:
+        inner = [level for level in self.levels if any(self.children[node] for node in level)]
+        return "/".join(",".join(str(len(self.children[node])) for node in level) for level in inner)
+
+    @property
+    def size(self) -> int:
+        """n, the number of guesses."""
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """The depth of nodes 0, ..., n; the root's is 0."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """The most guesses that one round can accept."""
+        return self.depths[-1]
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The children of nodes 0, ..., n, in the order they are drawn."""
+        children: list[list[int]] = [[] for _ in range(self.size + 1)]
+        for node, parent in enumerate(self.parents, 1):
+            children[parent].append(node)
+        return tuple(map(tuple, children))
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of each depth, from the root's level."""
+        return tuple(
+            tuple(node for node, own in enumerate(self.depths) if own == depth) for depth in range(self.depth + 1)
+        )
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """How many siblings were drawn before nodes 1, ..., n."""
+        return tuple(self.children[parent].index(node) for node, parent in enumerate(self.parents, 1))
+
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """For nodes 0, ..., n: a bit mask of the nodes that the node attends to, itself and its ancestors."""
+        masks = [1]
+        for node, parent in enumerate(self.parents, 1):
+            masks.append(masks[parent] | 1 << node)
+        return tuple(masks)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has two children."""
+        return self.depth == self.size
