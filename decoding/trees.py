@@ -44,7 +44,7 @@ class Tree:
         """The tree of a text such as "3,2,1,1" or "3/2,1,0".
 
         "3,2,1,1": the root has 3 children, each of these has 2, and so on (SpecInfer's expansion configuration).
-        "3/2,1,0": the same level by level, with one number for each node of the level, as `str` writes it.
+        "3/2,1,0": the same level by level, with one number for each node of the level. `str` writes the shorter form.
         Raises UserError if the text is no such list.
         """
         form = re.fullmatch(r"\d{1,3}([,/]\d{1,3})*", text)
@@ -67,8 +67,10 @@ class Tree:
         return cls(tuple(parents))
 
     def __str__(self) -> str:
-        inner = [level for level in self.levels if any(self.children[node] for node in level)]
-        return "/".join(",".join(str(len(self.children[node])) for node in level) for level in inner)
+        counts = [[len(self.children[node]) for node in level] for level in self.levels[:-1]]
+        if all(len(set(level)) == 1 for level in counts):
+            return ",".join(str(level[0]) for level in counts)
+        return "/".join(",".join(map(str, level)) for level in counts)
 
     @property
     def size(self) -> int:
