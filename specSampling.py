@@ -69,9 +69,9 @@ def advance(
     p, accepted, token = score_and_verify(target, rows, guesses, u, sampling, verify)
     sure = length.sure(drawn_with(p, accepted, token)) if length.sure else None
     # Commit the accepted guesses and the token after them. Here the host waits for the device, once in the round.
-    drafted, kept, were_sure = rows.commit(guesses.drafts, accepted, token, guesses.counts(), sure)
+    drafted, kept, noted = rows.commit(guesses.drafts, accepted, token, guesses.counts(), sure)
     if min(drafted.values()) < 0:
         raise not_finite(drafter.models[0])
     # Learn how many tokens to guess in the next round.
-    length.learn(drafted, kept, were_sure)
+    length.learn(drafted, kept, {row: bool(is_sure) for row, is_sure in noted.items()})
     return p, accepted

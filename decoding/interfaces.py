@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -16,9 +16,13 @@ from utils import Sampling
 if TYPE_CHECKING:
     from decoding.rounds import Guesses
     from decoding.rows import Rows
+    from decoding.trees import Tree
 
 # verify(p, q, drafts, u) -> (accepted, token), see verification.py.
 VerificationRule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# verify(p, q, drafts, u, tree) -> (accepted, path, token), see treeVerification.py.
+TreeRule = Callable[[Tensor, Tensor, Tensor, Tensor, "Tree"], tuple[Tensor, Tensor, Tensor]]
+Rule = TypeVar("Rule", bound=Callable[..., Any])  # one of the two
 # callback(row, tokens, guessed): a row has grown by `tokens`; the first `guessed` of them are accepted guesses.
 Callback = Callable[[int, list[int], int], None]
 # The id that ends a row, or ends(row, token): whether a row ends at the token it has grown by. Each is asked once.
@@ -62,6 +66,14 @@ class Model(Protocol):
     def score(self, tokens: Tensor) -> Tensor: ...
 
 
+class TreeModel(Model, Protocol):
+    """A model that reads trees of guesses: `engine.cachedModel.CachedModel`."""
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor: ...
+
+
 class Operators(Protocol):
     """Filters, draws and verification for a model: in PyTorch (`rounds.PyTorchOperators`), or its own kernels."""
 
@@ -69,7 +81,9 @@ class Operators(Protocol):
 
     def pick(self, probs: Tensor, u: Tensor) -> Tensor: ...
 
-    def rule(self, verify: VerificationRule) -> VerificationRule: ...
+    def siblings(self, q: Tensor, u: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]: ...
+
+    def rule(self, verify: Rule) -> Rule: ...
 
 
 class LengthRule(Protocol):

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from decoding.interfaces import LengthRule, Model, Operators, VerificationRule
+from decoding.interfaces import LengthRule, Model, Operators, Rule, TreeRule, VerificationRule
 from decoding.rows import Rows, upload
+from decoding.treeDrawing import siblings
 from utils import Sampling, pick, probabilities, seen_after
 
 
@@ -33,7 +34,10 @@ class PyTorchOperators:
     def pick(self, probs: Tensor, u: Tensor) -> Tensor:
         return pick(probs, u)
 
-    def rule(self, verify: VerificationRule) -> VerificationRule:
+    def siblings(self, q: Tensor, u: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        return siblings(q, u, counts)
+
+    def rule(self, verify: Rule) -> Rule:
         return verify
 
 
@@ -89,7 +93,7 @@ def use_graph(
     step: str,
     *shape: object,
     seen: Tensor | None = None,
-    verify: VerificationRule | None = None,
+    verify: VerificationRule | TreeRule | None = None,
     length: LengthRule | None = None,
     unread: int = 0,
 ) -> bool:
@@ -123,7 +127,7 @@ def prefill(model: Model, rows: Rows) -> Tensor:
 
     Shorter prompts are padded at the right. The padding is stale from the start: later tokens overwrite it.
     """
-    model.reserve(len(rows.prompt), rows.capacity)
+    model.reserve(len(rows.prompt), rows.capacity + rows.spare)
     if use_graph(model, "prefill", len(rows.prompt), len(set(rows.prompt_lengths))):
         return model.graphs.prefill(rows.prompt.to(model.device), rows.prompt_lengths, model.cache)
     return model.read_prompt(rows)

@@ -31,6 +31,7 @@ class Rows:
         context and the smallest vocabulary among them are the limits.
     callback: called as `callback(row, tokens, guessed)` when a row has grown; the first `guessed` tokens are accepted
         guesses, the rest is the target's own.
+    spare: slots that the models' caches have beyond the rows' capacity, for the nodes of a tree of guesses.
     Raises UserError before any work if a prefix is empty, holds an unknown token or leaves no room for `max_len`.
 
     texts, ended: the committed tokens of each row and whether it has ended, on the host.
@@ -46,6 +47,7 @@ class Rows:
         models: Sequence[Model],
         end_of_text: EndOfText = None,
         callback: Callback | None = None,
+        spare: int = 0,
     ) -> None:
         self.start = time.perf_counter()
         texts = [list(map(int, prefix)) for prefix in prefixes]
@@ -53,7 +55,7 @@ class Rows:
         self.max_len, self.end_of_text, self.callback = max_len, end_of_text, callback
         self.target, self.device = models[0], models[0].device
         longest = max(map(len, texts))
-        self.capacity = longest + max_len
+        self.capacity, self.spare = longest + max_len, spare
         self.prompt = upload([text + [text[-1]] * (longest - len(text)) for text in texts], self.device)
         # One column more than a row can fill. Guesses past a row's end are written there and never read.
         self.sequence = self.prompt.new_zeros(len(texts), self.capacity + 1)
@@ -114,13 +116,13 @@ class Rows:
         self.commit(token[:, None][:, :0], torch.zeros_like(token), token)
 
     def commit(
-        self, drafts: Tensor, accepted: Tensor, token: Tensor, counts: Tensor | None = None, sure: Tensor | None = None
-    ) -> tuple[dict[int, int], dict[int, int], dict[int, bool]]:
+        self, drafts: Tensor, accepted: Tensor, token: Tensor, counts: Tensor | None = None, note: Tensor | None = None
+    ) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
         """Add the first `accepted[B]` of `drafts[B, g]` and then `token[B]` to each row that has not ended.
 
-        counts: int64 `[B]`, how many of the drafts are a row's own guesses (None: all). sure: `[B]`, what the
-        draft-length rule wants to know, if anything. The host reads all of it at once: the host sync of a round.
-        Returns {row: count}, {row: accepted}, {row: sure} of the rows that had not ended. Raises UserError if the token
+        counts: int64 `[B]`, how many of the drafts are a row's own guesses (None: all). note: `[B]`, what else the host
+        wants to know, if anything. The host reads all of it at once: the host sync of a round.
+        Returns {row: count}, {row: accepted}, {row: note} of the rows that had not ended. Raises UserError if the token
         is none, because the target's distribution was nan.
         """
         fresh = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
@@ -128,19 +130,19 @@ class Rows:
         self.sequence.scatter_(1, where.clamp_(max=self.capacity), fresh)
         self.lengths = self.lengths + (accepted + 1) * self.going
         counts = torch.full_like(accepted, drafts.shape[1]) if counts is None else counts
-        columns = [accepted, counts] if sure is None else [accepted, counts, sure]
+        columns = [accepted, counts] if note is None else [accepted, counts, note]
         host = torch.cat([fresh, torch.stack(columns, 1)], 1).tolist()
         now, before, width = time.perf_counter() - self.start, sum(self.ended), fresh.shape[1]
-        drafted, kept, were_sure = {}, {}, {}
+        drafted, kept, notes = {}, {}, {}
         for row, values in enumerate(host):
             if not self.ended[row]:
                 kept[row], drafted[row] = values[width : width + 2]
-                were_sure[row] = bool(values[-1]) and sure is not None
+                notes[row] = 0 if note is None else values[-1]
                 self.grow(row, values[:width], drafted[row], kept[row], now)
         if sum(self.ended) > before:  # A row that ends may keep less than was added.
             self.lengths, self.going = self.state()
         self.unread = 0
-        return drafted, kept, were_sure
+        return drafted, kept, notes
 
     def state(self) -> tuple[Tensor, Tensor]:
         """`lengths` and `going`, from what the host knows."""

@@ -119,6 +119,13 @@ class Tree:
         return tuple(masks)
 
     @property
+    def draws(self) -> int:
+        """Uniform numbers that `treeRounds.level_by_level` needs: in each level, the most children of its nodes for
+        each node that has children."""
+        counts = [[len(self.children[node]) for node in level if self.children[node]] for level in self.levels[:-1]]
+        return sum(len(level) * max(level) for level in counts)
+
+    @property
     def is_chain(self) -> bool:
         """Whether no node has two children."""
         return self.depth == self.size

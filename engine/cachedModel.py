@@ -79,16 +79,17 @@ class CachedModel:
 
         tokens, positions: int64 `[B, n]`. Keys and values go to the slots named by `positions`, and a token attends to
             the slots `<=` its own position.
-        slots `[B, n]` and mask (bool `[B, n, capacity]`): needed where a slot is not a position, as in a tree of
-            guesses. There siblings share a position, not a slot, and a node attends to its ancestors.
+        slots `[B, n]` and mask (bool `[B, n, reach]`, of the first `reach` slots): needed where a slot is not a
+            position, as in a tree of guesses. There siblings share a position, not a slot, and a node attends to its
+            ancestors.
         keep: the index of one token of the block in each row; only its logits are computed.
         Returns float32 logits `[B, n, vocabulary]`, or `[B, vocabulary]` with `keep`.
         """
         assert self.cache is not None, "call `reserve` first"
-        reach = None
         if mask is None:
-            reach = int(positions.max()) + 1 if self._reads_filled else None
+            reach = int(positions.max()) + 1 if self._reads_filled else len(self._order)
             mask = self._order[:reach] <= positions[..., None]
+        reach = mask.shape[-1]
         self.cache.address(positions if slots is None else slots, reach)
         kept = sorted(set(keep or ()))
         logits = self.model(

@@ -19,8 +19,10 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
-from decoding.interfaces import VerificationRule
+from decoding.interfaces import TreeRule, VerificationRule
 from decoding.rounds import steps, verify_logits
+from decoding.treeRounds import Places, level_by_level
+from decoding.trees import Tree
 from engine.graphs import Graphs
 from engine.kernels import loader
 from engine.kernels.operators import Kernels, as_tensor
@@ -95,6 +97,29 @@ class CpuGraphs(Graphs):
         self.compile(Round(draft, self).work, (rows, read, count, draft), *inputs)
         self.rounds.add((draft, rows, read, count))
 
+    def add_nodes(self, rows: int, count: int) -> None:
+        """See `Graphs`."""
+        self.compile(self.tree_logits, (rows, "nodes", count), *zeros(rows, count, count, count), *tree_inputs(rows, count))
+        super().add_nodes(rows, count)
+
+    def add_tree(self, rows: int, read: int, tree: Tree) -> None:
+        """See `Graphs`."""
+        self.compile(Growth(self, tree).work, (rows, read, tree), *self.growth_inputs(rows, read, tree))
+        super().add_tree(rows, read, tree)
+
+    def add_tree_round(self, draft: Graphs, rows: int, read: int, tree: Tree) -> None:
+        """See `Graphs`."""
+        assert isinstance(draft, CpuGraphs)
+        inputs = *self.growth_inputs(rows, read, tree), *draft.empty_caches(rows, CAPACITY + 1)
+        self.compile(TreeRound(draft, self, tree).work, (rows, read, tree, draft), *inputs)
+        self.tree_rounds.add((draft, rows, read, tree))
+
+    def growth_inputs(self, rows: int, read: int, tree: Tree) -> list[Tensor]:
+        """Tensors to compile the growth of a tree with."""
+        nodes = tree.size + 1
+        u, sampling = torch.rand(rows, tree.draws), as_tensor(Sampling())
+        return [*zeros(rows, read, read, nodes, nodes), *tree_inputs(rows, nodes), u, sampling]
+
     def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: SlotCache) -> Tensor:
         """See `Graphs`."""
         self.used += 1
@@ -143,6 +168,63 @@ class CpuGraphs(Graphs):
             tokens.contiguous(), positions, u, as_tensor(sampling), *keys_values(draft_cache), *keys_values(cache)
         )
 
+    def forward_tree(self, tokens: Tensor, places: Places, cache: SlotCache) -> Tensor:
+        """See `Graphs`."""
+        self.used += 1
+        rows, count = tokens.shape
+        return self.graphs[rows, "nodes", count](tokens.contiguous(), *places.tensors, *keys_values(cache))
+
+    def grow(
+        self,
+        tree: Tree,
+        tokens: Tensor,
+        positions: Tensor,
+        places: Places,
+        u: Tensor,
+        sampling: Sampling,
+        cache: SlotCache,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Graphs`."""
+        self.used += 1
+        given = tokens.contiguous(), positions, *places.tensors, u, as_tensor(sampling)
+        return self.graphs[(*tokens.shape, tree)](*given, *keys_values(cache))
+
+    def score_and_verify_tree(
+        self,
+        tree: Tree,
+        block: Tensor,
+        places: Places,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: TreeRule,
+        cache: SlotCache,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `Graphs`. The forward is a graph, the verification a kernel after it."""
+        p = self.operators.probabilities(self.forward_tree(block, places, cache), sampling)
+        return p, *self.operators.rule(verify)(p, q, block[:, 1:], u, tree)
+
+    def tree_round(
+        self,
+        draft: Graphs,
+        tree: Tree,
+        tokens: Tensor,
+        positions: Tensor,
+        places: Places,
+        u: Tensor,
+        sampling: Sampling,
+        draft_cache: SlotCache,
+        cache: SlotCache,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Graphs`."""
+        self.used += 1
+        given = tokens.contiguous(), positions, *places.tensors, u, as_tensor(sampling)
+        return self.graphs[(*tokens.shape, tree, draft)](*given, *keys_values(draft_cache), *keys_values(cache))
+
+    def move(self, source: Tensor, slots: Tensor, cache: SlotCache) -> None:
+        """See `Graphs`."""
+        torch.ops.native.move(sum(keys_values(cache), []), source, slots)
+
     def run_forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """See `Graphs`."""
         return self.graphs[tuple(tokens.shape)](tokens, positions, *keys_values(cache))
@@ -167,9 +249,35 @@ class CpuGraphs(Graphs):
         keys, values: the cache of each layer, `[B, heads, capacity, d]`. keep: int64 `[K]`, the tokens whose
         logits are computed; 0: all.
         """
+        return self.read(tokens, positions, positions, None, keys, values, keep)
+
+    def tree_logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        root: Tensor,
+        ancestors: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> Tensor:
+        """The forward of nodes of a tree that is compiled; see `treeRounds.Places`."""
+        return self.read(tokens, positions, slots, (root, ancestors), keys, values)
+
+    def read(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        tree: tuple[Tensor, Tensor] | None,
+        keys: list[Tensor],
+        values: list[Tensor],
+        keep: int | Tensor = 0,
+    ) -> Tensor:
+        """Logits after `tokens`, whose keys and values go to `slots`. tree: see `engine.kvCache.Whole`."""
         for kept in keys + values:  # They share one capacity, so that each call is checked once, not for each layer.
             torch._check(kept.shape[2] == keys[0].shape[2])
-        cache = Cache(layers=[Slots(k, v, positions) for k, v in zip(keys, values)])
+        cache = Cache(layers=[Slots(k, v, slots, tree) for k, v in zip(keys, values)])
         mask = positions[:, None, None] == positions[:, None, :, None]  # Not used, but transformers takes 4 axes as is.
         return self.run_model(tokens, positions, mask, cache, keep)
 
@@ -243,17 +351,81 @@ class Round:
         return drafts, q, distributions(logits, sampling)
 
 
-class Slots(StaticLayer):
-    """One layer's keys and values `[B, heads, capacity, d]` inside a graph, written at `positions`."""
+class Growth:
+    """The growth of one tree to be compiled: a forward of the draft for each level."""
 
-    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    def __init__(self, draft: CpuGraphs, tree: Tree) -> None:
+        self.draft, self.tree = draft, tree
+
+    def work(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        node_positions: Tensor,
+        slots: Tensor,
+        root: Tensor,
+        ancestors: Tensor,
+        u: Tensor,
+        sampling: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts and their laws, as `Graphs.grow`."""
+        places = Places(node_positions, slots, root, ancestors)
+
+        def forward(tokens: Tensor, nodes: Sequence[int]) -> Tensor:
+            if nodes[0] == 0:
+                return self.draft.logits(tokens, positions, keys, values)
+            return self.draft.tree_logits(tokens, *places.only(nodes).tensors, keys, values)
+
+        def distribution(logits: Tensor, nodes: Sequence[int], drafts: Tensor) -> Tensor:
+            return distributions(logits, sampling)
+
+        return level_by_level(forward, distribution, siblings, self.tree, tokens, u)
+
+
+class TreeRound:
+    """A whole round with a tree to be compiled: its growth, then a forward of `target`."""
+
+    def __init__(self, draft: CpuGraphs, target: CpuGraphs, tree: Tree) -> None:
+        self.growth, self.target = Growth(draft, tree), target
+
+    def work(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        node_positions: Tensor,
+        slots: Tensor,
+        root: Tensor,
+        ancestors: Tensor,
+        u: Tensor,
+        sampling: Tensor,
+        their_keys: list[Tensor],
+        their_values: list[Tensor],
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Drafts, their laws and p, as `Graphs.tree_round`."""
+        places = node_positions, slots, root, ancestors
+        drafts, q = self.growth.work(tokens, positions, *places, u, sampling, their_keys, their_values)
+        logits = self.target.tree_logits(torch.cat([tokens[:, -1:], drafts], 1), *places, keys, values)
+        return drafts, q, distributions(logits, sampling)
+
+
+class Slots(StaticLayer):
+    """One layer's keys and values `[B, heads, capacity, d]` inside a graph, written at `slots`. tree: see `Whole`."""
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, slots: Tensor, tree: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         super().__init__(max_cache_len=keys.shape[2])
         self.is_initialized = True
-        self.keys, self.values, self.positions = keys, values, positions
+        self.keys, self.values, self.slots, self.tree = keys, values, slots, tree
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Whole, Whole]:
         """The new states with the slots they go to: the attention kernel writes them."""
-        return Whole(key_states, self.keys, self.positions), Whole(value_states, self.values, self.positions)
+        written = self.slots, self.tree
+        return Whole(key_states, self.keys, *written), Whole(value_states, self.values, *written)
 
     def get_seq_length(self) -> int:
         """Always 0, as in `engine.kvCache`."""
@@ -286,6 +458,16 @@ def is_linear(node: Any) -> bool:
 def distributions(logits: Tensor, sampling: Tensor) -> Tensor:
     """`utils.probabilities` by a kernel."""
     return torch.ops.native.probabilities(logits.contiguous(), sampling)
+
+
+def siblings(q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """`treeDrawing.siblings` by a kernel."""
+    return torch.ops.native.siblings(q.contiguous(), u.contiguous(), list(counts))
+
+
+def tree_inputs(rows: int, count: int) -> list[Tensor]:
+    """Root and ancestors to compile with."""
+    return [torch.zeros(rows, dtype=torch.long), torch.ones(count, dtype=torch.long)]
 
 
 def zeros(rows: int, *widths: int) -> list[Tensor]:

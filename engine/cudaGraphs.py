@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from decoding.interfaces import VerificationRule
+from decoding.interfaces import TreeRule, VerificationRule
 from decoding.rounds import steps, verify_logits
+from decoding.treeDrawing import siblings
+from decoding.treeRounds import Places, level_by_level
+from decoding.trees import Tree
 from engine.graphs import Graphs
 from engine.kvCache import SlotCache
 from utils import Sampling, pick, probabilities
@@ -71,6 +74,79 @@ class CudaGraphs(Graphs):
         p, accepted, token = self.replay(key, (tokens, at, q, u), cache, work)
         return p[:, : n + 1], accepted, token
 
+    def forward_tree(self, tokens: Tensor, places: Places, cache: SlotCache) -> Tensor:
+        """See `Graphs`."""
+
+        def work(tokens: Tensor, *places: Tensor) -> Sequence[Tensor]:
+            return (self.tree_logits(tokens, Places(*places), cache),)
+
+        self.used += 1
+        return self.replay(("nodes", *tokens.shape), (tokens, *places.tensors), cache, work)[0]
+
+    def grow(
+        self,
+        tree: Tree,
+        tokens: Tensor,
+        positions: Tensor,
+        places: Places,
+        u: Tensor,
+        sampling: Sampling,
+        cache: SlotCache,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Graphs`."""
+
+        def work(tokens: Tensor, positions: Tensor, u: Tensor, *flat_places: Tensor) -> Sequence[Tensor]:
+            places = Places(*flat_places)
+
+            def forward(tokens: Tensor, nodes: Sequence[int]) -> Tensor:
+                if nodes[0] == 0:
+                    return self.logits(tokens, positions, cache)
+                return self.tree_logits(tokens, places.only(nodes), cache)
+
+            def distribution(logits: Tensor, nodes: Sequence[int], drafts: Tensor) -> Tensor:
+                return probabilities(logits, sampling)
+
+            return level_by_level(forward, distribution, siblings, tree, tokens, u)
+
+        self.used += 1
+        inputs = tokens, positions, u, *places.tensors
+        drafts, q = self.replay((*tokens.shape, tree, sampling), inputs, cache, work)
+        return drafts, q
+
+    def score_and_verify_tree(
+        self,
+        tree: Tree,
+        block: Tensor,
+        places: Places,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: TreeRule,
+        cache: SlotCache,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `Graphs`."""
+
+        def work(tokens: Tensor, q: Tensor, u: Tensor, *places: Tensor) -> Sequence[Tensor]:
+            p = probabilities(self.tree_logits(tokens, Places(*places), cache), sampling)
+            return p, *verify(p, q, tokens[:, 1:], u, tree)
+
+        self.used += 1
+        inputs = block, q, u, *places.tensors
+        p, accepted, path, token = self.replay((len(block), tree, sampling, verify), inputs, cache, work)
+        return p, accepted, path, token
+
+    def move(self, source: Tensor, slots: Tensor, cache: SlotCache) -> None:
+        """See `Graphs`."""
+
+        def work(source: Tensor, slots: Tensor) -> Sequence[Tensor]:
+            cache.move(source, slots)
+            return ()
+
+        key = "move", *slots.shape
+        if cache is not self.cache or key not in self.captures:
+            self.replay(key, (slots, slots), cache, work)  # A capture runs its work several times: this one is safe.
+        self.replay(key, (source, slots), cache, work)
+
     def run_forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """See `Graphs`."""
 
@@ -100,6 +176,11 @@ class CudaGraphs(Graphs):
         slots = torch.arange(cache.capacity, device=tokens.device)
         mask = (slots <= positions[..., None])[:, None]
         return self.run_model(tokens, positions, mask, cache, keep)
+
+    def tree_logits(self, tokens: Tensor, places: Places, cache: SlotCache) -> Tensor:
+        """The forward of nodes of a tree that is captured."""
+        cache.address(places.slots)
+        return self.run_model(tokens, places.positions, places.mask(cache.capacity)[:, None], cache)
 
     def replay(self, key: tuple[object, ...], inputs: Sequence[Tensor], cache: SlotCache, work: Work) -> list[Tensor]:
         """The results of `work(*inputs)`, from the capture named `key`."""

@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from decoding.interfaces import Operators, VerificationRule
+from decoding.interfaces import Operators, TreeRule, VerificationRule
 from decoding.rounds import PYTORCH
+from decoding.treeRounds import Places
+from decoding.trees import Tree
 from engine.kvCache import SlotCache
 from utils import Sampling
 
@@ -26,20 +28,24 @@ class Plan:
     """The graphs worth making for one model.
 
     widths: tokens in the blocks it scores. draws: tokens it draws in sequence. read: tokens it reads before the first
-    of them. prefill: whether it reads prompts.
+    of them. prefill: whether it reads prompts. nodes: nodes of the trees it scores, the root among them. trees: those
+    it grows.
     """
 
     widths: frozenset[int] = frozenset()
     draws: frozenset[int] = frozenset()
     read: int = 1
     prefill: bool = True
+    nodes: frozenset[int] = frozenset()
+    trees: frozenset[Tree] = frozenset()
 
     def __or__(self, other: Plan) -> Plan:
         read, prefill = max(self.read, other.read), self.prefill or other.prefill
-        return Plan(self.widths | other.widths, self.draws | other.draws, read, prefill)
+        widths, draws = self.widths | other.widths, self.draws | other.draws
+        return Plan(widths, draws, read, prefill, self.nodes | other.nodes, self.trees | other.trees)
 
     def __len__(self) -> int:
-        return len(self.widths) + len(self.draws) + self.prefill
+        return len(self.widths) + len(self.draws) + self.prefill + len(self.nodes) + len(self.trees)
 
 
 class Graphs(ABC):
@@ -60,15 +66,23 @@ class Graphs(ABC):
         self.draws: dict[int, tuple[int, list[int]]] = {}  # {rows: (tokens read, counts of tokens drawn)}
         self.prefills: set[int] = set()  # {rows}
         self.rounds: set[tuple[Graphs, int, int, int]] = set()  # {(graphs of the draft, rows, tokens read, guesses)}
+        self.nodes: set[tuple[int, int]] = set()  # {(rows, nodes)}
+        self.trees: set[tuple[int, int, Tree]] = set()  # {(rows, tokens read, tree)}
+        self.tree_rounds: set[tuple[Graphs, int, int, Tree]] = set()  # {(graphs of the draft, rows, tokens read, tree)}
 
     def has(self, step: str, *shape: object) -> bool:
         """Whether there is a graph for a step of this shape.
 
         "prefill": rows, how many different lengths their prompts have. "forward", "score_and_verify": rows, width of
-        the block. "draw": rows, tokens read. "round": graphs of the draft, rows, tokens read, guesses.
+        the block. "draw": rows, tokens read. "round": graphs of the draft, rows, tokens read, guesses. "tree",
+        "score_and_verify_tree": rows, nodes. "grow": rows, tokens read, tree. "tree round": graphs of the draft, rows,
+        tokens read, tree. "move": rows, slots.
         """
-        if step == "round":
-            return shape in self.rounds
+        if step == "move":
+            return bool(self.nodes or self.trees)
+        sets = {"round": self.rounds, "grow": self.trees, "tree round": self.tree_rounds, "tree": self.nodes}
+        if step in sets or step == "score_and_verify_tree":
+            return shape in sets.get(step, self.nodes)
         rows, width = shape
         if step == "prefill":
             return rows in self.prefills and (self.ragged or width == 1)
@@ -98,6 +112,18 @@ class Graphs(ABC):
         """Make the graph of a whole round: `count` guesses by the model of `draft` after blocks `[rows, read]`, and
         this model's forward that scores them. It saves host time between the two forwards, which a GPU's host has to
         spare: by default no graph is made."""
+        return
+
+    def add_nodes(self, rows: int, count: int) -> None:
+        """Make the graph that scores trees of `count` nodes, the root among them, whatever their shape."""
+        self.nodes.add((rows, count))
+
+    def add_tree(self, rows: int, read: int, tree: Tree) -> None:
+        """Make the graph that grows this tree after blocks `[rows, read]`."""
+        self.trees.add((rows, read, tree))
+
+    def add_tree_round(self, draft: Graphs, rows: int, read: int, tree: Tree) -> None:
+        """Make the graph of a whole round with this tree, as `add_round`."""
         return
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: SlotCache) -> Tensor:
@@ -172,6 +198,58 @@ class Graphs(ABC):
         tokens `[B, read]`; positions `[B, read + n]`, of these and of the guesses; u `[n, B]`.
         """
         raise LookupError("this engine makes no graphs of whole rounds")
+
+    @abstractmethod
+    def forward_tree(self, tokens: Tensor, places: Places, cache: SlotCache) -> Tensor:
+        """`treeRounds.forward`: float32 logits `[B, m, V]`."""
+
+    @abstractmethod
+    def grow(
+        self,
+        tree: Tree,
+        tokens: Tensor,
+        positions: Tensor,
+        places: Places,
+        u: Tensor,
+        sampling: Sampling,
+        cache: SlotCache,
+    ) -> tuple[Tensor, Tensor]:
+        """`treeRounds.level_by_level` after the block `tokens, positions [B, read]`: drafts `[B, n]` and their laws
+        `[B, n, V]`."""
+
+    @abstractmethod
+    def score_and_verify_tree(
+        self,
+        tree: Tree,
+        block: Tensor,
+        places: Places,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: TreeRule,
+        cache: SlotCache,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`treeRounds.score_and_verify` of a block of the root and all nodes: p `[B, n + 1, V]`, accepted `[B]`, path
+        `[B, depth]`, token `[B]`."""
+
+    def tree_round(
+        self,
+        draft: Graphs,
+        tree: Tree,
+        tokens: Tensor,
+        positions: Tensor,
+        places: Places,
+        u: Tensor,
+        sampling: Sampling,
+        draft_cache: SlotCache,
+        cache: SlotCache,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A round made by `add_tree_round`: drafts `[B, n]`, their laws `[B, n, V]` and p `[B, n + 1, V]`."""
+        raise LookupError("this engine makes no graphs of whole rounds")
+
+    @abstractmethod
+    def move(self, source: Tensor, slots: Tensor, cache: SlotCache) -> None:
+        """`SlotCache.move`."""
 
     @abstractmethod
     def run_forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:

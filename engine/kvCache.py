@@ -8,6 +8,8 @@ the one for float32 when one token attends to many. So there an eager model's ca
 computed in float32. In a graph compiled on a CPU, a kernel of our own attends and writes the slots.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
@@ -40,6 +42,15 @@ class SlotLayer(StaticLayer):
         reach = self.shared["reach"]
         return self.keys[:, :, :reach], self.values[:, :, :reach]
 
+    def move(self, source: Tensor, slots: Tensor) -> None:
+        """Copy the slots `source[B, m]` to `slots[B, m]`."""
+        for kept in (self.keys, self.values):
+            read, written = (
+                x.to(kept.device)[:, None, :, None].expand(-1, kept.shape[1], -1, kept.shape[3])
+                for x in (source, slots)
+            )
+            kept.scatter_(2, written, kept.gather(2, read))
+
     def get_seq_length(self) -> int:
         """Always 0: positions and masks come with every call and are never derived from how much was written."""
         return 0
@@ -61,6 +72,12 @@ class SlotCache(Cache):
         """Whether its memory is allocated."""
         return self.layers[0].is_initialized
 
+    def move(self, source: Tensor, slots: Tensor) -> None:
+        """Copy keys and values from the slots `source[B, m]` (int64) to `slots[B, m]`. All are read before any is
+        written."""
+        for layer in self.layers:
+            layer.move(source, slots)
+
     def address(self, slots: Tensor, reach: int | None = None) -> None:
         """The next n tokens go to `slots` (int64 `[B, n]`, on the model's device). Attention sees the first `reach`
         slots (None: all), as its mask must."""
@@ -70,23 +87,29 @@ class SlotCache(Cache):
 class Whole:
     """New keys or values `[B, G, n, d]` together with all slots of a layer, `kept[B, G, capacity, d]`.
 
-    The attention kernel writes the new ones to the slots `positions[B, n]`, and each token attends to the slots up to
-    its own position.
+    The attention kernel writes the new ones to `slots[B, n]`, and each token attends to the slots up to its own. tree:
+    root `[B]` and ancestors `[n]` (`treeRounds.Places`), if the tokens are nodes of a tree.
     """
 
-    def __init__(self, states: Tensor, kept: Tensor, positions: Tensor) -> None:
-        self.states, self.kept, self.positions = states, kept, positions
+    def __init__(
+        self, states: Tensor, kept: Tensor, slots: Tensor, tree: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        self.states, self.kept, self.slots, self.tree = states, kept, slots, tree
+
+    def attended_by(self, query: Tensor, values: Whole, scale: float) -> Tensor:
+        """What the queries `[B, H, n, d]` of the same tokens read: `[B, n, H, d]`. The keys are this object's."""
+        new, kept = (self.states, values.states, self.slots), (self.kept, values.kept, scale)
+        if self.tree is None:
+            return torch.ops.native.attend(query, *new, *kept)
+        return torch.ops.native.attend_tree(query, *new, *self.tree, *kept)
 
 
 def sdpa_in_cache_dtype(
     module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' "sdpa" in the dtype of `key` and `value`; the result has the dtype of `query[B, heads, n, d]`."""
-    if not isinstance(key, Tensor):  # It is a `Whole`.
-        attended = torch.ops.native.attend(
-            query, key.states, value.states, key.positions, key.kept, value.kept, kwargs["scaling"]
-        )
-        return attended, None
+    if isinstance(key, Whole):
+        return key.attended_by(query, value, kwargs["scaling"]), None
     if key.device.type == "cpu":
         key, value = key.float(), value.float()
     output, weights = sdpa_attention_forward(module, query.to(key.dtype), key, value, attention_mask, **kwargs)

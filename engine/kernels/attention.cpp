@@ -5,6 +5,23 @@ constexpr int MANY = 5;          // Queries of a head in one pass: the registers
 constexpr long CHUNK = 16;       // From this many queries on it pays to pack the keys and values first.
 constexpr float NEVER = -1e30f;  // The score of a masked slot, one after the query's position.
 
+// Which slots beyond the root's the n queries of a row attend to, if they are nodes of a tree: query i attends to slot
+// root + k if bit k of ancestors[i] is set. Bit 0 is the root.
+struct Nodes {
+    int64_t root;
+    const int64_t* ancestors;  // null: the queries are no nodes, and attend to all slots up to their own
+
+    bool hide(long i, long slot) const { return ancestors && slot > root && !(ancestors[i] >> (slot - root) & 1); }
+
+    // Of 16 slots from `slot` on, a bit for each that query i attends to.
+    uint16_t seen(long i, long slot) const {
+        long after = slot - root;
+        if (!ancestors || after + 15 <= 0) return 0xffff;
+        if (after >= 0) return after > 63 ? 0 : uint16_t(ancestors[i] >> after);
+        return uint16_t(ancestors[i] << -after | ((1 << -after) - 1));
+    }
+};
+
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 // A vector of 16 float32 or 32 bfloat16 numbers, as bits. Only `left` of them exist; the other lanes are 0.
 static inline __m512i load(const float* x, long left) { return _mm512_maskz_loadu_epi32(first(left), x); }
@@ -100,11 +117,11 @@ static inline void score(const T (*queries)[D], const T* keys, long left, __m512
     if constexpr (WHOLE < D) part(WHOLE, std::integral_constant<int, (D - WHOLE) * int(sizeof(T)) / 4>());
 }
 
-// The softmax over the slots up to position at[i], for N queries: numerators in weights[N][reach], denominators in
-// total[N].
+// The softmax over the slots up to at[i] that nodes show, for N queries: numerators in weights[N][reach], denominators
+// in total[N].
 template <typename T, int D, int N>
-static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, long reach, float scale, float* weights,
-                  float* total) {
+static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, Nodes nodes, long reach, float scale,
+                  float* weights, float* total) {
     __m512 top[N], sum[N];
     for (int i = 0; i < N; i++) top[i] = _mm512_set1_ps(NEVER), sum[i] = _mm512_setzero_ps();
     for (long j = 0; j < reach; j += 16) {
@@ -114,7 +131,8 @@ static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, long 
         auto there = first(reach - j);
 #pragma GCC unroll 5
         for (int i = 0; i < N; i++) {
-            s[i] = _mm512_mask_mul_ps(_mm512_set1_ps(NEVER), first(at[i] + 1 - j), s[i], _mm512_set1_ps(scale));
+            s[i] = _mm512_mask_mul_ps(_mm512_set1_ps(NEVER), first(at[i] + 1 - j) & nodes.seen(i, j), s[i],
+                                      _mm512_set1_ps(scale));
             top[i] = _mm512_max_ps(top[i], s[i]);
             _mm512_mask_storeu_ps(weights + i * reach + j, there, s[i]);
         }
@@ -194,8 +212,8 @@ static void mix(const T* values, const float* weights, const float* total, long 
 }
 #else
 template <typename T, int D, int N>
-static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, long reach, float scale, float* weights,
-                  float* total) {
+static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, Nodes nodes, long reach, float scale,
+                  float* weights, float* total) {
     float q[N][D];
     for (int i = 0; i < N; i++)
         for (int l = 0; l < D; l++) q[i][l] = wide(queries[i][l]);
@@ -212,6 +230,7 @@ static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, long 
         float* s = weights + i * reach;
         long seen = at[i] + 1;
         float top = NEVER, sum = 0;
+        for (long j = nodes.root + 1; j < seen && nodes.ancestors; j++) s[j] = nodes.hide(i, j) ? NEVER : s[j];
         // One loop for each step: the compiler does not vectorise them together.
         for (long j = 0; j < seen; j++) top = s[j] > top ? s[j] : top;
         // Below -80 the vector library's exp computes one number at a time.
@@ -237,11 +256,16 @@ static void mix(const T* values, const float* weights, const float* total, long 
 }
 #endif
 
-// query [B, H, n, d] attends to keys and values [B, G, capacity, d], up to its positions int64 [B, n] ->
-// out [B, n, H, d]. Only the last axis of the query must be contiguous. H / G query heads share a head of the cache.
+// The nodes of row b, from query i on. root int64 [B] and ancestors int64 [n], or null if the queries are no nodes.
+static Nodes nodes_of(const int64_t* root, const int64_t* ancestors, long b, long i) {
+    return ancestors ? Nodes{root[b], ancestors + i} : Nodes{0, nullptr};
+}
+
+// query [B, H, n, d] attends to keys and values [B, G, capacity, d], up to its slots int64 [B, n] -> out [B, n, H, d].
+// Only the last axis of the query must be contiguous. H / G query heads share a head of the cache.
 template <typename T, int D>
 static void attend(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, const int64_t* positions,
-                   const at::Tensor& out, float scale) {
+                   const int64_t* root, const int64_t* ancestors, const at::Tensor& out, float scale) {
     long heads = query.size(1), n = query.size(2);
     long shared = heads / keys.size(1), passes = (n + MANY - 1) / MANY;
     at::parallel_for(0, query.size(0) * heads, 1, [&](long from, long to) {
@@ -259,7 +283,7 @@ static void attend(const at::Tensor& query, const at::Tensor& keys, const at::Te
                                                 (i + k) * query.stride(2), sizeof queries[k]);
                 auto run = [&]<int N>(std::integral_constant<int, N>) {
                     float total[N];
-                    weigh<T, D, N>(queries, data<T>(keys) + cell, at, reach, scale,
+                    weigh<T, D, N>(queries, data<T>(keys) + cell, at, nodes_of(root, ancestors, b, i), reach, scale,
                                    weights.data(), total);
                     mix<T, D, N>(data<T>(values) + cell, weights.data(), total, reach,
                                  (T*)out.data_ptr() + ((b * n + i) * heads + h) * D, heads * D);
@@ -327,7 +351,8 @@ static void pack_values(const T* values, long reach, long D, std::vector<T>& pac
 // kernel of linear layers multiplies them: scores = queries times keys, out = softmax(scores) times values.
 template <typename T>
 static void attend_chunk(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-                         const int64_t* positions, const at::Tensor& out, float scale) {
+                         const int64_t* positions, const int64_t* root, const int64_t* ancestors, const at::Tensor& out,
+                         float scale) {
     auto& kernel = multiply_in_use();
     long heads = query.size(1), n = query.size(2), D = query.size(3), groups = keys.size(1), shared = heads / groups;
     at::parallel_for(0, query.size(0) * groups, 1, [&](long from, long to) {
@@ -338,6 +363,7 @@ static void attend_chunk(const at::Tensor& query, const at::Tensor& keys, const 
         for (long bg = from; bg < to; bg++) {
             long b = bg / groups, cell = bg * keys.size(2) * D;
             const int64_t* at = positions + b * n;
+            auto nodes = nodes_of(root, ancestors, b, 0);
             long whole = *std::max_element(at, at + n) + 1, even = (whole + PAIR<T> - 1) / PAIR<T> * PAIR<T>;
             long width = (even + SIDE - 1) / SIDE * SIDE;
             pack_keys(data<T>(keys) + cell, whole, D, packed_keys);
@@ -357,6 +383,8 @@ static void attend_chunk(const at::Tensor& query, const at::Tensor& keys, const 
                         T* w = weights.data() + k * width;
                         long seen = at[i + k] + 1;
                         for (long j = 0; j < seen; j++) s[j] *= scale;
+                        for (long j = nodes.root + 1; j < seen && ancestors; j++)
+                            s[j] = nodes.hide(i + k, j) ? NEVER : s[j];
                         total[k] = softmax_numerators(s, seen, w);
                         std::fill(w + seen, w + used, T(0));
                     }
@@ -396,19 +424,21 @@ static void store(const at::Tensor& states, const at::Tensor& positions, const a
             }
 }
 
-// The operator `attend`. First it writes the tokens' keys and values [B, G, n, d] to the slots of the cache, kept_keys
+// The operators `attend` and `attend_tree`. First they write the tokens' keys and values [B, G, n, d] to the slots of the cache, kept_keys
 // and kept_values [B, G, capacity, d], that positions [B, n] name. Then each query of [B, H, n, d] attends to the slots
-// up to its own position -> [B, n, H, d].
-at::Tensor attend_slots(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-                        const at::Tensor& positions, const at::Tensor& kept_keys, const at::Tensor& kept_values,
-                        double scale) {
+// up to its own -> [B, n, H, d]. Beyond the slots root[B], the nodes of a tree attend only to their ancestors[n].
+static at::Tensor attend_any(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                             const at::Tensor& positions, const int64_t* root, const int64_t* ancestors,
+                             const at::Tensor& kept_keys, const at::Tensor& kept_values, double scale) {
     auto q = as_kept(query, kept_keys), at = positions.contiguous();
     auto out = at::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options());
     store(keys, at, kept_keys);
     store(values, at, kept_values);
     auto run = [&]<typename T>(T) {
-        if (q.size(2) >= CHUNK) return attend_chunk<T>(q, kept_keys, kept_values, data<int64_t>(at), out, float(scale));
-#define CASE(D) case D: return attend<T, D>(q, kept_keys, kept_values, data<int64_t>(at), out, float(scale));
+        if (q.size(2) >= CHUNK)
+            return attend_chunk<T>(q, kept_keys, kept_values, data<int64_t>(at), root, ancestors, out, float(scale));
+#define CASE(D) \
+    case D: return attend<T, D>(q, kept_keys, kept_values, data<int64_t>(at), root, ancestors, out, float(scale));
         switch (q.size(3)) { CASE(8) CASE(16) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96) CASE(128) CASE(256) }
 #undef CASE
         TORCH_CHECK(false, "no kernel for heads of ", q.size(3), " numbers");
@@ -416,4 +446,40 @@ at::Tensor attend_slots(const at::Tensor& query, const at::Tensor& keys, const a
     if (kept_keys.scalar_type() == at::kBFloat16) run(bf16());
     else run(float());
     return out.to(query.scalar_type());
+}
+
+at::Tensor attend_slots(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                        const at::Tensor& positions, const at::Tensor& kept_keys, const at::Tensor& kept_values,
+                        double scale) {
+    return attend_any(query, keys, values, positions, nullptr, nullptr, kept_keys, kept_values, scale);
+}
+
+at::Tensor attend_nodes(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                        const at::Tensor& slots, const at::Tensor& root, const at::Tensor& ancestors,
+                        const at::Tensor& kept_keys, const at::Tensor& kept_values, double scale) {
+    auto roots = root.contiguous(), masks = ancestors.contiguous();
+    return attend_any(query, keys, values, slots, data<int64_t>(roots), data<int64_t>(masks), kept_keys, kept_values,
+                      scale);
+}
+
+// The operator `move`: copies the slots source[B, m] of each kept [B, G, capacity, d] to slots[B, m]. All are read
+// before any is written.
+void move_slots(const at::TensorList& all, const at::Tensor& source, const at::Tensor& slots) {
+    auto from = source.contiguous(), to = slots.contiguous();
+    long m = from.size(1);
+    std::vector<char> room;
+    for (const auto& kept : all) {
+        long groups = kept.size(1), capacity = kept.size(2), bytes = kept.size(3) * kept.element_size();
+        room.resize(m * bytes);
+        for (long bg = 0; bg < kept.size(0) * groups; bg++) {
+            const int64_t *first = data<int64_t>(from) + bg / groups * m, *last = data<int64_t>(to) + bg / groups * m;
+            char* head = (char*)kept.data_ptr() + bg * capacity * bytes;
+            for (long i = 0; i < m; i++) {
+                TORCH_CHECK(0 <= first[i] && first[i] < capacity && 0 <= last[i] && last[i] < capacity,
+                            "there is no slot ", first[i], " or ", last[i]);
+                std::memcpy(room.data() + i * bytes, head + first[i] * bytes, bytes);
+            }
+            for (long i = 0; i < m; i++) std::memcpy(head + last[i] * bytes, room.data() + i * bytes, bytes);
+        }
+    }
 }

@@ -8,6 +8,10 @@
 at::Tensor attend_slots(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                         const at::Tensor& positions, const at::Tensor& kept_keys, const at::Tensor& kept_values,
                         double scale);
+at::Tensor attend_nodes(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                        const at::Tensor& slots, const at::Tensor& root, const at::Tensor& ancestors,
+                        const at::Tensor& kept_keys, const at::Tensor& kept_values, double scale);
+void move_slots(const at::TensorList& all, const at::Tensor& source, const at::Tensor& slots);
 
 // The same operators as C functions, which graphs call without going through Python. loader.py reads the declarations.
 #define TENSOR(handle) (*torch::aot_inductor::tensor_handle_to_tensor_pointer(handle))
@@ -24,6 +28,13 @@ AOTITorchError aoti_torch_cpu_attend(AtenTensorHandle query, AtenTensorHandle ke
     GIVE(attend_slots(TENSOR(query), TENSOR(keys), TENSOR(values), TENSOR(positions), TENSOR(kept_keys),
                       TENSOR(kept_values), scale));
 }
+AOTITorchError aoti_torch_cpu_attend_tree(AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values,
+                                          AtenTensorHandle slots, AtenTensorHandle root, AtenTensorHandle ancestors,
+                                          AtenTensorHandle kept_keys, AtenTensorHandle kept_values, double scale,
+                                          AtenTensorHandle* result) {
+    GIVE(attend_nodes(TENSOR(query), TENSOR(keys), TENSOR(values), TENSOR(slots), TENSOR(root), TENSOR(ancestors),
+                      TENSOR(kept_keys), TENSOR(kept_values), scale));
+}
 AOTITorchError aoti_torch_cpu_stored(AtenTensorHandle x, AtenTensorHandle* result) { GIVE(TENSOR(x).clone()); }
 AOTITorchError aoti_torch_cpu_probabilities(AtenTensorHandle logits, AtenTensorHandle settings,
                                             AtenTensorHandle* result) {
@@ -38,6 +49,9 @@ TORCH_LIBRARY(native, library) {
     library.def("linear(Tensor x, Tensor packed, Tensor? bias, int width, bool gelu=False) -> Tensor");
     library.def("attend(Tensor query, Tensor keys, Tensor values, Tensor positions, Tensor(a!) kept_keys, "
                 "Tensor(b!) kept_values, float scale) -> Tensor");
+    library.def("attend_tree(Tensor query, Tensor keys, Tensor values, Tensor slots, Tensor root, Tensor ancestors, "
+                "Tensor(a!) kept_keys, Tensor(b!) kept_values, float scale) -> Tensor");
+    library.def("move(Tensor(a!)[] kept, Tensor source, Tensor slots) -> ()");
     library.def("stored(Tensor x) -> Tensor");
     library.def("probabilities(Tensor logits, Tensor settings) -> Tensor");
     library.def("pick(Tensor probs, Tensor u) -> Tensor");
@@ -48,6 +62,10 @@ TORCH_LIBRARY(native, library) {
 TORCH_LIBRARY_IMPL(native, CPU, library) {
     library.impl("linear", linear_packed);
     library.impl("attend", attend_slots);
+    library.impl("attend_tree", attend_nodes);
+    library.impl("move", [](at::TensorList all, const at::Tensor& source, const at::Tensor& slots) {
+        move_slots(all, source, slots);
+    });
     library.impl("stored", [](const at::Tensor& x) { return x.clone(); });
     library.impl("probabilities", probabilities);
     library.impl("pick", pick);

@@ -39,7 +39,7 @@ KINDS = {  # of processors, best first, with the flags that multiply.cpp is comp
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Make the operators `torch.ops.native`: linear, attend, stored, probabilities, pick, accept, accept_block.
+    """Make the operators `torch.ops.native` that kernels.cpp defines.
 
     Returns the library. Linear layers use the best kernel of KINDS that the processor, the compiler and the operating
     system allow. A line says so if that is not the best one of the processor. Raises OSError or CalledProcessError if
@@ -174,9 +174,9 @@ class CFunctions(dict):
 
 
 def attended(
-    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, kept_keys: Tensor, kept_values: Tensor, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *others: object
 ) -> Tensor:
-    """The shape of `attend`'s result."""
+    """The shape of the result of `attend` and `attend_tree`."""
     rows, heads, n, width = query.shape
     return query.new_empty(rows, n, heads, width)
 
@@ -184,6 +184,7 @@ def attended(
 SHAPES: dict[str, Callable[..., Tensor]] = {
     "linear": lambda x, packed, bias, width, gelu=False: x.new_empty(*x.shape[:-1], width),
     "attend": attended,
+    "attend_tree": attended,
     "stored": lambda x: torch.empty_like(x),
     "probabilities": lambda logits, settings: torch.empty_like(logits),
     "pick": lambda probs, u: torch.empty_like(u, dtype=torch.long),

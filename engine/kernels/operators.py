@@ -27,7 +27,7 @@ class Kernels:
         """As `utils.pick`."""
         return torch.ops.native.pick(probs, u)
 
-    def rule(self, verify: VerificationRule) -> VerificationRule:
+    def rule(self, verify: Rule) -> Rule:
         """The kernel of a verification rule; the rule itself if it has none."""
         return RULES.get(verify, verify)
 
