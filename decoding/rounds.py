@@ -26,7 +26,7 @@ from utils import Sampling, pick, probabilities, seen_after
 
 
 class PyTorchOperators:
-    """Filters, draws and verification in pure PyTorch: those of utils.py and verification.py."""
+    """Filters, draws and verification in pure PyTorch: those of utils.py, treeDrawing.py and verification.py."""
 
     def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
         return probabilities(logits, sampling, seen)
@@ -34,7 +34,7 @@ class PyTorchOperators:
     def pick(self, probs: Tensor, u: Tensor) -> Tensor:
         return pick(probs, u)
 
-    def siblings(self, q: Tensor, u: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def siblings(self, q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         return siblings(q, u, counts)
 
     def rule(self, verify: Rule) -> Rule:

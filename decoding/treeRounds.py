@@ -109,7 +109,7 @@ class TreeGuesses:
 def level_by_level(
     forward: Callable[[Tensor, Sequence[int]], Tensor],
     distribution: Callable[[Tensor, Sequence[int], Tensor], Tensor],
-    siblings: Callable[[Tensor, Tensor, tuple[int, ...]], tuple[Tensor, Tensor]],
+    siblings: Callable[[Tensor, Tensor, Sequence[int]], tuple[Tensor, Tensor]],
     tree: Tree,
     tokens: Tensor,
     u: Tensor,

@@ -1,11 +1,13 @@
 """`Kernels`: the filters, draws and verification of utils.py and decoding/verification.py, as C++ kernels."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from decoding.interfaces import VerificationRule
+from decoding.interfaces import Rule, VerificationRule
+from decoding.treeDrawing import siblings
 from decoding.verification import block_rule, token_rule
 from utils import Sampling, penalised
 
@@ -26,6 +28,10 @@ class Kernels:
     def pick(self, probs: Tensor, u: Tensor) -> Tensor:
         """As `utils.pick`."""
         return torch.ops.native.pick(probs, u)
+
+    def siblings(self, q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As `decoding.treeDrawing.siblings`."""
+        return siblings(q, u, counts)
 
     def rule(self, verify: Rule) -> Rule:
         """The kernel of a verification rule; the rule itself if it has none."""
