@@ -182,7 +182,8 @@ def reached(rows: Rows, tree: Tree) -> int:
 
 
 def seen_after_nodes(seen: Tensor | None, drafts: Tensor, tree: Tree, nodes: Sequence[int]) -> Tensor | None:
-    """The tokens in the text that ends with each of some nodes: bool `[B, m, V]`. seen: `Rows.seen`; None stays None."""
+    """The tokens in the text that ends with each of some nodes: bool `[B, m, V]`. seen: see `Rows.seen`; None stays
+    None."""
     if seen is None:
         return None
     paths = [[other for other in range(1, node + 1) if tree.ancestors[node] >> other & 1] for node in nodes]

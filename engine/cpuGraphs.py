@@ -99,7 +99,9 @@ class CpuGraphs(Graphs):
 
     def add_nodes(self, rows: int, count: int) -> None:
         """See `Graphs`."""
-        self.compile(self.tree_logits, (rows, "nodes", count), *zeros(rows, count, count, count), *tree_inputs(rows, count))
+        self.compile(
+            self.tree_logits, (rows, "nodes", count), *zeros(rows, count, count, count), *tree_inputs(rows, count)
+        )
         super().add_nodes(rows, count)
 
     def add_tree(self, rows: int, read: int, tree: Tree) -> None:
@@ -415,9 +417,7 @@ class TreeRound:
 class Slots(StaticLayer):
     """One layer's keys and values `[B, heads, capacity, d]` inside a graph, written at `slots`. tree: see `Whole`."""
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, slots: Tensor, tree: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> None:
         super().__init__(max_cache_len=keys.shape[2])
         self.is_initialized = True
         self.keys, self.values, self.slots, self.tree = keys, values, slots, tree

@@ -91,9 +91,7 @@ class Whole:
     root `[B]` and ancestors `[n]` (`treeRounds.Places`), if the tokens are nodes of a tree.
     """
 
-    def __init__(
-        self, states: Tensor, kept: Tensor, slots: Tensor, tree: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def __init__(self, states: Tensor, kept: Tensor, slots: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> None:
         self.states, self.kept, self.slots, self.tree = states, kept, slots, tree
 
     def attended_by(self, query: Tensor, values: Whole, scale: float) -> Tensor:

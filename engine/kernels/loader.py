@@ -173,9 +173,7 @@ class CFunctions(dict):
         return CFunctions, (self.text,)
 
 
-def attended(
-    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *others: object
-) -> Tensor:
+def attended(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *others: object) -> Tensor:
     """The shape of the result of `attend` and `attend_tree`."""
     rows, heads, n, width = query.shape
     return query.new_empty(rows, n, heads, width)

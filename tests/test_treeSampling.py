@@ -1,0 +1,171 @@
+"""Speculative sampling with trees of guesses: greedy equality, distributions, planted mistakes, ragged rows."""
+
+import helpers
+import pytest
+import torch
+from helpers import DRAWS
+from test_specSampling import PROMPTS, near
+
+from decoding import treeRounds
+from decoding.treeRounds import TreeGuesses
+from decoding.trees import Tree
+from decoding.treeVerification import TREE_RULES, top_down_rule, traversal_rule
+from methods import treeSampling as loop
+from methods.treeSampling import treeSampling
+from regrSampling import regrSampling
+from utils import GREEDY, Sampling
+
+SHAPES = ["1", "2", "3,2", "2/2,1/1,0,1", "1,1,1", "3/2,1,0/1,2,0"]
+FREE = Sampling(1.0, 0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = helpers.tiny(seed=0)
+    return target, near(target)
+
+
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_greedy_rows_equal_plain_greedy(family):
+    target = helpers.tiny(family)
+    draft = near(target) if family == "gpt_neox" else helpers.tiny(family, seed=1)
+    plain, _ = regrSampling(PROMPTS, target, 40, GREEDY)
+    for rule in TREE_RULES.values():
+        texts, _ = treeSampling(PROMPTS, target, draft, 40, Tree.of("3/2,1,0/1,2,0"), GREEDY, verify=rule)
+        assert texts == plain
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_rows_equal_plain_greedy_for_every_shape_and_with_a_repetition_penalty(pair, shape):
+    for sampling in (GREEDY, Sampling(0.0, 0, 1.0, 1.3)):
+        plain, _ = regrSampling(PROMPTS, pair[0], 40, sampling)
+        texts, records = treeSampling(PROMPTS, *pair, 40, Tree.of(shape), sampling)
+        assert texts == plain
+    accepted = {a for record in records for a in record.accepted[1:]}
+    assert len(accepted) > 1
+
+
+def sharp(count=2, vocabulary=4):
+    """Models of few tokens, unlike but not opposed: trees are accepted to all depths."""
+    target = helpers.tiny(seed=0, vocabulary=vocabulary, layers=1, sharpness=2.0)
+    return target, near(target, noise=0.5)
+
+
+def p_value(shape="2,1", rule=traversal_rule, sampling=FREE, length=4, draws=DRAWS, seed=0):
+    """The chi-square p-value of texts of a few rounds, each drawn in a row of its own; the rows are ragged."""
+    target, draft = sharp()
+    wanted, texts = {}, {}
+    for prefix in ([1, 2, 0, 1, 2], [1]):
+        wanted[len(prefix)] = helpers.joint_distribution(target, prefix, length, sampling)
+    prefixes = [[1, 2, 0, 1, 2], [1]] * (draws // 2)
+    generator = torch.Generator().manual_seed(seed)
+    made, _ = treeSampling(prefixes, target, draft, length, Tree.of(shape), sampling, generator=generator, verify=rule)
+    for prefix, text in zip(prefixes, made):
+        texts.setdefault(len(prefix), []).append(text)
+    return min(helpers.chi_square(texts[n], wanted[n], target.vocabulary) for n in wanted)
+
+
+@pytest.mark.parametrize("rule", TREE_RULES)
+@pytest.mark.parametrize(
+    "shape,sampling",
+    [
+        ("3,2", FREE),
+        ("2/2,1", Sampling(0.85, 0, 0.9)),
+        ("4,1", Sampling(1.5, 2, 1.0)),  # fewer tokens than siblings
+        ("2,1,1", Sampling(1.0, 0, 0.95, 1.5)),
+    ],
+)
+def test_texts_have_the_targets_distribution(rule, shape, sampling):
+    assert p_value(shape, TREE_RULES[rule], sampling) > 1e-4
+
+
+# Planted mistakes.
+
+
+def test_an_ancestor_mask_with_a_sibling_in_it_is_caught(monkeypatch, pair):
+    def with_siblings(tree, device, honest=treeRounds.numbers.__wrapped__):
+        depths, order, ancestors = honest(tree, device)
+        elder = [0, *(1 << node - 1 if tree.ranks[node - 1] else 0 for node in range(1, tree.size + 1))]
+        return depths, order, ancestors | torch.tensor(elder)
+
+    plain, _ = regrSampling(PROMPTS, pair[0], 40, GREEDY)
+    assert treeSampling(PROMPTS, *pair, 40, Tree.of("3,2"), GREEDY)[0] == plain
+    monkeypatch.setattr(treeRounds, "numbers", with_siblings)
+    assert treeSampling(PROMPTS, *pair, 40, Tree.of("3,2"), GREEDY)[0] != plain
+
+
+@pytest.mark.parametrize("model", [0, 1])
+def test_keys_moved_to_a_wrong_slot_are_caught(monkeypatch, pair, model):
+    """The target's change its texts. The draft's do not: they only make its guesses worse."""
+
+    def one_too_far(which, rows, tree, path, honest=treeRounds.keep):
+        honest(which, rows, tree, path if which is not pair[model] else path.roll(1, 1))
+
+    plain, records = treeSampling(PROMPTS, *pair, 60, Tree.of("3,2,1"), GREEDY)
+    monkeypatch.setattr(loop, "keep", one_too_far)
+    texts, worse = treeSampling(PROMPTS, *pair, 60, Tree.of("3,2,1"), GREEDY)
+    if model == 0:
+        assert texts != plain
+    else:
+        assert texts == plain
+        assert sum(sum(r.accepted) for r in worse) < sum(sum(r.accepted) for r in records)
+
+
+def test_siblings_whose_law_is_not_renormalised_are_caught(monkeypatch):
+    def not_renormalised(*given, honest=treeRounds.grow):
+        guesses = honest(*given)
+        tree, q = guesses.tree, guesses.q.clone()
+        for node in range(1, tree.size + 1):
+            if tree.ranks[node - 1]:
+                q[:, node - 1] = guesses.q[:, node - 1 - tree.ranks[node - 1]]
+        return TreeGuesses(tree, guesses.drafts, q)
+
+    monkeypatch.setattr(loop, "grow", not_renormalised)
+    assert p_value("3,1", draws=20_000) < 1e-6
+    assert p_value("3,1", top_down_rule, draws=20_000) < 1e-6
+
+
+def test_a_node_dropped_after_it_was_drawn_is_caught(monkeypatch):
+    def unlikely_dropped(*given, honest=treeRounds.grow):
+        guesses = honest(*given)
+        kept = guesses.q.gather(-1, guesses.drafts[..., None]) > 0.3
+        return TreeGuesses(guesses.tree, guesses.drafts, guesses.q * kept)
+
+    monkeypatch.setattr(loop, "grow", unlikely_dropped)
+    assert p_value("2,1", draws=20_000) < 1e-6
+
+
+def test_a_chain_takes_the_rounds_of_block_verification(pair):
+    """A chain is accepted as often as by the block rule, whose distribution of accepted guesses it has."""
+    from methods.drafters import ModelDrafter
+    from specSampling import specSampling
+    from decoding.verification import block_rule
+
+    prefixes, counts = [[5, 9, 2, 7]] * 2000, []
+    _, records = treeSampling(prefixes, *pair, 5, Tree.chain(3), FREE, generator=torch.Generator().manual_seed(1))
+    counts.append(torch.bincount(torch.tensor([record.accepted[1] for record in records]), minlength=4))
+    drafter = ModelDrafter(pair[1])
+    _, records = specSampling(
+        prefixes, pair[0], drafter, 5, 3, FREE, generator=torch.Generator().manual_seed(2), verify=block_rule
+    )
+    counts.append(torch.bincount(torch.tensor([record.accepted[1] for record in records]), minlength=4))
+    from scipy.stats import chi2_contingency
+
+    assert chi2_contingency([c.tolist() for c in counts]).pvalue > 1e-4
+
+
+def test_rows_end_at_their_own_token_and_at_max_len(pair):
+    plain, _ = regrSampling(PROMPTS, pair[0], 30, GREEDY)
+    end = plain[0][7]
+    for max_len in (1, 2, 3, 30):
+        given = max_len, GREEDY
+        wanted, _ = regrSampling(PROMPTS, pair[0], *given, end_of_text=end)
+        texts, records = treeSampling(PROMPTS, *pair, max_len, Tree.of("3,2,1,1"), GREEDY, end_of_text=end)
+        assert texts == wanted
+        assert [sum(r.committed) for r in records] == list(map(len, wanted))
+
+
+def test_a_full_context_leaves_no_room_for_positions_beyond_it():
+    target = helpers.tiny(context=32)
+    texts, _ = treeSampling([[1] * 12], target, near(target), 20, Tree.of("3,2,1,1"), GREEDY)
+    assert texts == regrSampling([[1] * 12], target, 20, GREEDY)[0]
