@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # verify(p, q, drafts, u) -> (accepted, token), see verification.py.
 VerificationRule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# A verification rule, or a rule for trees (treeVerification.py).
+Rule = TypeVar("Rule", bound=Callable[..., tuple[Tensor, ...]])
 # callback(row, tokens, guessed): a row has grown by `tokens`; the first `guessed` of them are accepted guesses.
 Callback = Callable[[int, list[int], int], None]
 # The id that ends a row, or ends(row, token): whether a row ends at the token it has grown by. Each is asked once.
@@ -71,7 +73,7 @@ class Operators(Protocol):
 
     def siblings(self, q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]: ...
 
-    def rule(self, verify: VerificationRule) -> VerificationRule: ...
+    def rule(self, verify: Rule) -> Rule: ...
 
 
 class LengthRule(Protocol):

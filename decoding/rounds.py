@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from decoding.interfaces import LengthRule, Model, Operators, VerificationRule
+from decoding.interfaces import LengthRule, Model, Operators, Rule, VerificationRule
 from decoding.rows import Rows, upload
 from decoding.treeDrawing import siblings
 from utils import Sampling, pick, probabilities, seen_after
@@ -37,7 +37,7 @@ class PyTorchOperators:
     def siblings(self, q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         return siblings(q, u, counts)
 
-    def rule(self, verify: VerificationRule) -> VerificationRule:
+    def rule(self, verify: Rule) -> Rule:
         return verify
 
 

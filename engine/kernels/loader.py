@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,7 +39,8 @@ KINDS = {  # of processors, best first, with the flags that multiply.cpp is comp
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Make the operators `torch.ops.native`: linear, attend, stored, probabilities, pick, accept, accept_block.
+    """Make the operators `torch.ops.native`: linear, attend, stored, probabilities, pick, siblings, accept,
+    accept_block, accept_tree.
 
     Returns the library. Linear layers use the best kernel of KINDS that the processor, the compiler and the operating
     system allow. A line says so if that is not the best one of the processor. Raises OSError or CalledProcessError if
@@ -181,10 +182,17 @@ def attended(
     return query.new_empty(rows, n, heads, width)
 
 
-SHAPES: dict[str, Callable[..., Tensor]] = {
+def drawn(q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The shapes of the results of `siblings`."""
+    rows, _, vocabulary = q.shape
+    return u.new_empty(rows, sum(counts), dtype=torch.long), q.new_empty(rows, sum(counts), vocabulary)
+
+
+SHAPES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "linear": lambda x, packed, bias, width, gelu=False: x.new_empty(*x.shape[:-1], width),
     "attend": attended,
     "stored": lambda x: torch.empty_like(x),
     "probabilities": lambda logits, settings: torch.empty_like(logits),
     "pick": lambda probs, u: torch.empty_like(u, dtype=torch.long),
+    "siblings": drawn,
 }
