@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VerificationRule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # verify(p, q, drafts, u, tree) -> (accepted, path, token), see treeVerification.py.
 TreeRule = Callable[[Tensor, Tensor, Tensor, Tensor, "Tree"], tuple[Tensor, Tensor, Tensor]]
-Rule = TypeVar("Rule", bound=Callable[..., Any])  # one of the two
+Rule = TypeVar("Rule", bound=Callable[..., tuple[Tensor, ...]])  # one of the two
 # callback(row, tokens, guessed): a row has grown by `tokens`; the first `guessed` of them are accepted guesses.
 Callback = Callable[[int, list[int], int], None]
 # The id that ends a row, or ends(row, token): whether a row ends at the token it has grown by. Each is asked once.

@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.rounds import PYTORCH
+from decoding.trees import Tree
+from decoding.treeVerification import top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
+from engine.kernels import loader
 from engine.kernels.operators import Kernels
 from utils import GREEDY, Sampling, draw
 
@@ -84,6 +87,50 @@ def test_the_rules(rule, seed, gamma, size):
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
+@given(
+    st.sampled_from([traversal_rule, top_down_rule]),
+    st.sampled_from(["1,1,1", "3", "2,2", "3,2,1", "3/2,1,0", "2/1,2/0,3,1"]),
+    st.integers(0, 10**6),
+    st.integers(2, 40),
+)
+def test_the_rules_for_trees(rule, shape, seed, size):
+    tree, generator = Tree.of(shape), torch.Generator().manual_seed(seed)
+    p = torch.rand(4, tree.size + 1, size, generator=generator) ** 8
+    p = p / p.sum(-1, keepdim=True)
+    drafts, q = torch.empty(4, tree.size, dtype=torch.long), torch.empty(4, tree.size, size)
+    for children in filter(None, tree.children):
+        law = torch.rand(4, 1, size, generator=generator) ** 3 * (torch.rand(4, 1, size, generator=generator) < 0.8)
+        law[:, :, 0] += law.sum(-1) == 0
+        law = (law + 3 * p[:, tree.parents[children[0] - 1], None]) / (law.sum(-1, keepdim=True) + 3)
+        u = torch.rand(4, 1, len(children), generator=generator)
+        both_drawn = both(lambda operators: operators.siblings(law, u, (len(children),)))
+        for found, wanted in zip(*both_drawn):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        at = [child - 1 for child in children]
+        drafts[:, at], q[:, at] = both_drawn[1]
+    q[1, tree.size // 2 :] = 0  # This row has fewer guesses than the others.
+    u = torch.rand(4, tree.size + 1, generator=generator)
+    assert KERNELS.rule(rule) is not rule
+    found, wanted = both(lambda operators: operators.rule(rule)(p, q, drafts, u, tree))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted))
+
+
+@pytest.mark.parametrize("counts", [(3,), (1, 1), (2, 0, 4)])
+def test_siblings(counts):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.rand(50, len(counts), 700, generator=generator) ** 4
+    q[:10] *= torch.rand(10, len(counts), 700, generator=generator) < 0.003  # About two tokens are left.
+    q[..., 5] += q.sum(-1) == 0
+    q = q / q.sum(-1, keepdim=True)
+    q[20, -1] = torch.nan
+    u = torch.rand(50, len(counts), 4, generator=generator)
+    found, wanted = both(lambda operators: operators.siblings(q, u, counts))
+    same = (found[0] == wanted[0]).all(1)
+    assert same.float().mean() > 0.97  # If u falls on a border, rounding decides.
+    torch.testing.assert_close(found[1][same], wanted[1][same], equal_nan=True)
+    assert found[0].shape == (50, sum(counts)) and found[0][20, -1] == 700
+
+
 @pytest.mark.parametrize("size", [61, 700])
 def test_from_nan_comes_no_token(size):
     """If p is nan, the token is V, after the guesses before it. A guess from a q of nan is never accepted: the target
@@ -104,6 +151,30 @@ def test_from_nan_comes_no_token(size):
         assert accepted[0] == 0 and token[0] == size
     for token in both(lambda operators: operators.pick(p[0, 1:3], torch.tensor([0.5, 0.5]))):
         assert token[0] < size and token[1] == size
+
+
+@pytest.mark.parametrize("rule", [traversal_rule, top_down_rule])
+def test_from_nan_comes_no_token_in_a_tree(rule):
+    p, q = torch.full((3, 5, 4), 0.25), torch.full((3, 4, 4), 0.25)
+    drafts = torch.tensor([0, 1, 2, 3]).expand(3, 4)
+    p[0], p[1, 1], q[2, 0] = torch.nan, torch.nan, torch.nan
+    given = p, q, drafts, torch.full((3, 5), 0.5), Tree.of("2/1,1")
+    found, wanted = both(lambda operators: operators.rule(rule)(*given))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted))
+
+
+def test_a_graph_can_draw_siblings():
+    def work(q, u):
+        tokens, laws = torch.ops.native.siblings(q * 2, u, (2, 0, 3))
+        return tokens + 1, laws * 2
+
+    q, u = torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(0)), torch.rand(2, 3, 3)
+    torch._dynamo.reset()
+    functions = loader.CFunctions(loader.SOURCE.read_text())
+    options = {"cpp_wrapper": True, "aot_inductor.custom_ops_to_c_shims": functions}
+    found = torch.compile(work, fullgraph=True, options=options)(q, u)
+    for mine, theirs in zip(found, work(q, u)):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_the_smallest_numbers_stay_what_they_are():

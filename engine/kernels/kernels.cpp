@@ -1,6 +1,7 @@
 // The operators on which decoding on a CPU spends its time, for the few tokens of a round. A graph can contain them.
 #include "linear.h"
 #include "sampling.h"
+#include "trees.h"
 
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 
@@ -43,6 +44,14 @@ AOTITorchError aoti_torch_cpu_probabilities(AtenTensorHandle logits, AtenTensorH
 AOTITorchError aoti_torch_cpu_pick(AtenTensorHandle probs, AtenTensorHandle u, AtenTensorHandle* result) {
     GIVE(pick(TENSOR(probs), TENSOR(u)));
 }
+AOTITorchError aoti_torch_cpu_siblings(AtenTensorHandle q, AtenTensorHandle u, const int64_t* counts, int64_t nodes,
+                                       AtenTensorHandle* tokens, AtenTensorHandle* laws) {
+    AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+        auto [drawn, from] = siblings(TENSOR(q), TENSOR(u), at::IntArrayRef(counts, nodes));
+        *tokens = torch::aot_inductor::new_tensor_handle(std::move(drawn));
+        *laws = torch::aot_inductor::new_tensor_handle(std::move(from));
+    });
+}
 }
 
 TORCH_LIBRARY(native, library) {
@@ -55,8 +64,11 @@ TORCH_LIBRARY(native, library) {
     library.def("stored(Tensor x) -> Tensor");
     library.def("probabilities(Tensor logits, Tensor settings) -> Tensor");
     library.def("pick(Tensor probs, Tensor u) -> Tensor");
+    library.def("siblings(Tensor q, Tensor u, int[] counts) -> (Tensor, Tensor)");
     library.def("accept(Tensor p, Tensor q, Tensor drafts, Tensor u) -> (Tensor, Tensor)");
     library.def("accept_block(Tensor p, Tensor q, Tensor drafts, Tensor u) -> (Tensor, Tensor)");
+    library.def("accept_tree(Tensor p, Tensor q, Tensor drafts, Tensor u, int[] parents, int depth, bool traversal) -> "
+                "(Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(native, CPU, library) {
@@ -69,6 +81,8 @@ TORCH_LIBRARY_IMPL(native, CPU, library) {
     library.impl("stored", [](const at::Tensor& x) { return x.clone(); });
     library.impl("probabilities", probabilities);
     library.impl("pick", pick);
+    library.impl("siblings", siblings);
     library.impl("accept", accept);
     library.impl("accept_block", accept_block);
+    library.impl("accept_tree", accept_tree);
 }

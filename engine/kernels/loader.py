@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -179,11 +179,18 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *ot
     return query.new_empty(rows, n, heads, width)
 
 
-SHAPES: dict[str, Callable[..., Tensor]] = {
+def drawn(q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The shapes of the results of `siblings`."""
+    rows, _, vocabulary = q.shape
+    return u.new_empty(rows, sum(counts), dtype=torch.long), q.new_empty(rows, sum(counts), vocabulary)
+
+
+SHAPES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "linear": lambda x, packed, bias, width, gelu=False: x.new_empty(*x.shape[:-1], width),
     "attend": attended,
     "attend_tree": attended,
     "stored": lambda x: torch.empty_like(x),
     "probabilities": lambda logits, settings: torch.empty_like(logits),
     "pick": lambda probs, u: torch.empty_like(u, dtype=torch.long),
+    "siblings": drawn,
 }

@@ -1,13 +1,15 @@
-"""`Kernels`: the filters, draws and verification of utils.py and decoding/verification.py, as C++ kernels."""
+"""`Kernels`: the filters, draws and verification of utils.py and decoding/, as C++ kernels."""
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoding.interfaces import Rule, VerificationRule
-from decoding.treeDrawing import siblings
+from decoding.trees import Tree
+from decoding.treeVerification import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
 from utils import Sampling, penalised
 
@@ -31,7 +33,7 @@ class Kernels:
 
     def siblings(self, q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """As `decoding.treeDrawing.siblings`."""
-        return siblings(q, u, counts)
+        return torch.ops.native.siblings(q, u, counts)
 
     def rule(self, verify: Rule) -> Rule:
         """The kernel of a verification rule; the rule itself if it has none."""
@@ -48,7 +50,20 @@ def by_kernel(accept: str) -> VerificationRule:
     return rule
 
 
-RULES: dict[VerificationRule, VerificationRule] = {
+def tree_by_kernel(traversal: bool) -> TreeRule:
+    """A rule for trees, computed by its kernel but for the last draw."""
+
+    def rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
+        given = p, q, drafts, u[:, :-1], tree.parents, tree.depth, traversal
+        accepted, path, left = torch.ops.native.accept_tree(*given)
+        return accepted, path, torch.ops.native.pick(left, u[:, -1])
+
+    return rule
+
+
+RULES: dict[Any, Any] = {
     token_rule: by_kernel("accept"),
     block_rule: by_kernel("accept_block"),
+    traversal_rule: tree_by_kernel(True),
+    top_down_rule: tree_by_kernel(False),
 }

@@ -1,4 +1,5 @@
-// Filters, draws and verification rules. utils.py and decoding/verification.py define what these compute.
+// Filters, draws and verification rules. utils.py, decoding/verification.py,
+// decoding/treeDrawing.py and decoding/treeVerification.py define what these compute.
 #pragma once
 #include "numbers.h"
 
@@ -141,36 +142,36 @@ static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& sett
     return probs;
 }
 
+// The token of p[n] whose share of the cumulative sum contains u, uniform in [0, 1); n if p is nan.
+static long pick_one(const float* p, long n, float u, std::vector<double>& parts) {
+    constexpr long PART = 64;
+    if (is_nan(p)) return n;
+    parts.resize((n + PART - 1) / PART);
+    double sum = 0;
+    for (long i = 0; i < long(parts.size()); i++) sum += parts[i] = total(p + i * PART, std::min(PART, n - i * PART));
+    double left = u * sum;
+    long part = 0, token = -1;
+    while (part + 1 < long(parts.size()) && left >= parts[part]) left -= parts[part++];
+    for (long i = part * PART; i < n; i++) {  // Rounding can lead past the part's end.
+        if (p[i] > 0) {
+            token = i;
+            if (left < p[i]) break;
+        }
+        left -= p[i];
+    }
+    for (long i = n - 1; token < 0 && i >= 0; i--) token = p[i] > 0 ? i : -1;
+    return token < 0 ? n - 1 : token;
+}
+
 // The operator `pick`: probs float32 [..., V], u float32 [...] uniform in [0, 1) -> int64 [...], the token whose share
 // of the cumulative sum contains u. A distribution that is nan gives V.
 static at::Tensor pick(const at::Tensor& probs, const at::Tensor& u) {
     auto p = probs.contiguous(), at = u.contiguous();
     auto tokens = at::empty(u.sizes(), u.options().dtype(at::kLong));
-    constexpr long PART = 64;
     long n = probs.size(-1);
-    std::vector<double> parts((n + PART - 1) / PART);
-    for (long row = 0; row < u.numel(); row++) {
-        const float* x = data<float>(p) + row * n;
-        if (is_nan(x)) {
-            ((int64_t*)tokens.data_ptr())[row] = n;
-            continue;
-        }
-        double sum = 0;
-        for (long i = 0; i < long(parts.size()); i++)
-            sum += parts[i] = total(x + i * PART, std::min(PART, n - i * PART));
-        double left = data<float>(at)[row] * sum;
-        long part = 0, token = -1;
-        while (part + 1 < long(parts.size()) && left >= parts[part]) left -= parts[part++];
-        for (long i = part * PART; i < n; i++) {  // Rounding can lead past the part's end.
-            if (x[i] > 0) {
-                token = i;
-                if (left < x[i]) break;
-            }
-            left -= x[i];
-        }
-        for (long i = n - 1; token < 0 && i >= 0; i--) token = x[i] > 0 ? i : -1;
-        ((int64_t*)tokens.data_ptr())[row] = token < 0 ? n - 1 : token;
-    }
+    std::vector<double> parts;
+    for (long row = 0; row < u.numel(); row++)
+        ((int64_t*)tokens.data_ptr())[row] = pick_one(data<float>(p) + row * n, n, data<float>(at)[row], parts);
     return tokens;
 }
 
