@@ -14,16 +14,15 @@ the node accepts with probability sum m, and emits a token of m / sum m.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from decoding.interfaces import TreeRule
 from decoding.trees import Tree
 from utils import pick
-
-TreeRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tree], tuple[Tensor, Tensor, Tensor]]
 
 
 def traversal_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:

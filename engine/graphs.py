@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,12 @@ class Graphs(ABC):
         """
         if step == "move":
             return bool(self.nodes or self.trees)
-        sets = {"round": self.rounds, "grow": self.trees, "tree round": self.tree_rounds, "tree": self.nodes}
+        sets: dict[str, Any] = {
+            "round": self.rounds,
+            "grow": self.trees,
+            "tree round": self.tree_rounds,
+            "tree": self.nodes,
+        }
         if step in sets or step == "score_and_verify_tree":
             return shape in sets.get(step, self.nodes)
         rows, width = shape

@@ -137,9 +137,9 @@ def test_a_node_dropped_after_it_was_drawn_is_caught(monkeypatch):
 
 def test_a_chain_takes_the_rounds_of_block_verification(pair):
     """A chain is accepted as often as by the block rule, whose distribution of accepted guesses it has."""
+    from decoding.verification import block_rule
     from methods.drafters import ModelDrafter
     from specSampling import specSampling
-    from decoding.verification import block_rule
 
     prefixes, counts = [[5, 9, 2, 7]] * 2000, []
     _, records = treeSampling(prefixes, *pair, 5, Tree.chain(3), FREE, generator=torch.Generator().manual_seed(1))

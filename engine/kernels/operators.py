@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoding.interfaces import Rule, VerificationRule
+from decoding.interfaces import Rule, TreeRule, VerificationRule
 from decoding.trees import Tree
-from decoding.treeVerification import TreeRule, top_down_rule, traversal_rule
+from decoding.treeVerification import top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
 from utils import Sampling, penalised
 
