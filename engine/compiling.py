@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from tqdm import tqdm
 
+from decoding.trees import Tree
 from engine.cachedModel import CachedModel
 from engine.graphs import Graphs, Plan
 
@@ -44,17 +46,14 @@ def compile_model(
     """
 
     def make() -> None:
-        graphs = engine_for(model)
-        if plan.prefill:
-            graphs.add_prefill(rows)
-            if progress:
-                progress()
-        for width in sorted(plan.widths):
-            graphs.add_forward(rows, width)
-            if progress:
-                progress()
-        for count in sorted(plan.draws):
-            graphs.add_draw(rows, plan.read, count)
+        graphs = model.graphs or engine_for(model)
+        steps = [lambda: graphs.add_prefill(rows)] * plan.prefill
+        steps += [functools.partial(graphs.add_forward, rows, width) for width in sorted(plan.widths)]
+        steps += [functools.partial(graphs.add_draw, rows, plan.read, count) for count in sorted(plan.draws)]
+        steps += [functools.partial(graphs.add_nodes, rows, count) for count in sorted(plan.nodes)]
+        steps += [functools.partial(graphs.add_tree, rows, plan.read, tree) for tree in sorted(plan.trees, key=str)]
+        for step in steps:
+            step()
             if progress:
                 progress()
         model.use(graphs)
@@ -74,6 +73,17 @@ def compile_round(target: CachedModel, draft: CachedModel, count: int, rows: int
         return 0.0
     read, _ = theirs.draws[rows]
     return seconds_of(lambda: ours.add_round(theirs, rows, read, count), target.name)
+
+
+@torch.inference_mode()
+def compile_tree_round(
+    target: CachedModel, draft: CachedModel, tree: Tree, rows: int = 1, read: int = 2
+) -> float | None:
+    """`compile_round` with a tree of guesses, after blocks of `read` tokens."""
+    ours, theirs = target.graphs, draft.graphs
+    if target.parameters > LARGE or ours is None or theirs is None:
+        return 0.0
+    return seconds_of(lambda: ours.add_tree_round(theirs, rows, read, tree), target.name)
 
 
 def compile_all(

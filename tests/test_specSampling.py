@@ -1,5 +1,7 @@
 """The samplers: greedy equality, exact distributions, planted mistakes, ragged rows, records."""
 
+import copy
+
 import helpers
 import pytest
 import torch
@@ -10,6 +12,7 @@ from outcomes import largest_error, small
 import specSampling as loop
 from decoding import rounds
 from decoding.verification import block_rule, token_rule
+from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -25,8 +28,7 @@ def pair():
 
 def near(model, noise=0.15, seed=7):
     """A copy of `model` with its weights disturbed a little: a draft that often agrees."""
-    draft = helpers.tiny(seed=0, vocabulary=model.vocabulary)
-    draft.model.load_state_dict(model.model.state_dict())
+    draft = CachedModel(copy.deepcopy(model.model), model.vocabulary, "near")
     torch.manual_seed(seed)
     with torch.no_grad():
         for weight in draft.model.parameters():
