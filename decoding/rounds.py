@@ -252,7 +252,7 @@ def guess(
     The draft may be on a device of its own. Then these tokens travel there, and the guesses and their q back. Graphs
     of draws and rounds read two tokens: a draft that missed more, in rounds without guesses, reads those before.
     """
-    if read > 2 and use_graph(model, "prefill", len(rows.tokens), 1):
+    if use_graph(model, "prefill", len(rows.tokens), 1) and read > 2:
         tokens, positions = rows.last(read)
         model.graphs.read(tokens[:, :-2].to(model.device), positions[:, :-2].to(model.device), model.cache)
         read = 2
