@@ -63,7 +63,6 @@ def advance(
     gammas = [max(0, min(gamma, left - 1)) for gamma, left in zip(length.gammas(), rows.left)]
     # Draft x_1, ..., x_gamma from q_1, ..., q_gamma.
     guesses = drafter.draft(rows, max(gammas), sampling, generator, length).limited(gammas)
-    length.drafted()
     # Score: p_1, ..., p_{gamma + 1} in one forward of the target. Verify: accept guesses, draw the token after them.
     u = uniform(len(gammas), guesses.drafts.shape[1] + 1, device=rows.device, generator=generator)
     p, accepted, token = score_and_verify(target, rows, guesses, u, sampling, verify)

@@ -16,7 +16,6 @@ class Fixed:
 
     stop: Callable[[Tensor], Tensor] | None = None
     sure: Callable[[Tensor], Tensor] | None = None
-    timed = False
 
     def __init__(self, length: int = 4) -> None:
         if length < 1:
@@ -29,9 +28,6 @@ class Fixed:
 
     def gammas(self) -> Sequence[int]:
         return self.lengths
-
-    def drafted(self) -> None:
-        return
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         return

@@ -92,13 +92,10 @@ class LengthRule(Protocol):
     A rule may look at committed tokens, past rounds and guesses already drawn. A guess once drawn is always submitted
     to verification. This keeps every rule lossless.
 
-    timed: the rule times drafting and scoring separately.
     stop: `stop(q_x)` is asked after each guess, whose probability was `q_x[B]`: which rows guess no further, bool
         `[B]`. None: the rule never asks.
     """
 
-    @property
-    def timed(self) -> bool: ...
     @property
     def stop(self) -> Callable[[Tensor], Tensor] | None: ...
     @property
@@ -109,9 +106,6 @@ class LengthRule(Protocol):
 
     def gammas(self) -> Sequence[int]:
         """A round begins: the most tokens to guess for each row."""
-
-    def drafted(self) -> None:
-        """The guesses of the round are drawn; next they are scored."""
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         """Learn from a round.

@@ -106,8 +106,7 @@ def use_graph(
         and model.cache.allocated  # and its cache has memory: a prompt was read.
         and seen is None  # No repetition penalty: a graph is not given the tokens seen so far.
         and not getattr(verify, "waits", False)  # The verification rule does not synchronise with the host.
-        and (length is None or length.stop is None)  # The host has no say between the guesses,
-        and not (step == "round" and length and length.timed)  # and does not time the parts of a round.
+        and (length is None or length.stop is None)  # The host has no say between the guesses.
         and unread == 0  # The target has read everything up to the last committed token.
         and model.graphs.has(step, *shape)  # There is a graph for this shape.
     )
@@ -254,8 +253,13 @@ def guess(
 ) -> Guesses:
     """`count` guesses of a draft model for each row, after reading the last `read` committed tokens again.
 
-    The draft may be on a device of its own. Then these tokens travel there, and the guesses and their q back.
+    The draft may be on a device of its own. Then these tokens travel there, and the guesses and their q back. Graphs
+    of draws and rounds read two tokens: a draft that missed more, in rounds without guesses, reads those before.
     """
+    if use_graph(model, "prefill", len(rows.tokens), 1) and read > 2:
+        tokens, positions = rows.last(read)
+        model.graphs.read(tokens[:, :-2].to(model.device), positions[:, :-2].to(model.device), model.cache)
+        read = 2
     tokens, positions = rows.last(read, count)
     seen, target = rows.seen(model.vocabulary, sampling), rows.target
     shape = len(tokens), read, count

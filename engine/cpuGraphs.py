@@ -138,6 +138,14 @@ class CpuGraphs(Graphs):
             logits[ends] = found[ends, where]
         return logits
 
+    def read(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> None:
+        """See `Graphs`. As in `prefill`, two tokens at least are read: one is read twice."""
+        self.used += 1
+        graph, kept, count = self.graphs[(len(tokens), "prefill")], keys_values(cache), tokens.shape[1]
+        for start in range(0, count, CHUNK):
+            at = torch.arange(start, max(min(start + CHUNK, count), start + 2)).clamp_(max=count - 1)
+            graph(tokens[:, at], positions[:, at], torch.zeros(2, dtype=torch.long), *kept)
+
     def score_and_verify(
         self,
         block: Tensor,

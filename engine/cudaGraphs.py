@@ -37,7 +37,17 @@ class CudaGraphs(Graphs):
         self.cache: SlotCache | None = None
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: SlotCache) -> Tensor:
-        """See `Graphs`. The last chunk is padded with the last token, at the same position."""
+        """See `Graphs`."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+        return self.read_chunks(tokens, positions, cache)
+
+    def read(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> None:
+        """See `Graphs`."""
+        self.read_chunks(tokens, positions, cache)
+
+    def read_chunks(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        """Read `tokens, positions [B, n]` in chunks; logits `[B, V]` after the last. The last chunk is padded with its
+        last token, at the same position."""
 
         def work(tokens: Tensor, positions: Tensor, last: Tensor) -> Sequence[Tensor]:
             return (self.logits(tokens, positions, cache, last),)
@@ -47,7 +57,7 @@ class CudaGraphs(Graphs):
         for start in range(0, length, CHUNK):
             at = torch.arange(start, start + CHUNK, device=tokens.device).clamp_(max=length - 1)
             last = torch.arange(min(CHUNK, length - start) - 1, CHUNK, device=tokens.device)[:1]
-            logits = self.replay((rows, "prefill"), (tokens[:, at], at.expand(rows, -1), last), cache, work)[0]
+            logits = self.replay((rows, "prefill"), (tokens[:, at], positions[:, at], last), cache, work)[0]
         return logits[:, 0]
 
     def score_and_verify(

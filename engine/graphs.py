@@ -137,6 +137,10 @@ class Graphs(ABC):
         after each prompt's end. The graph reads them in chunks."""
         raise LookupError("this engine makes no graphs of prefill")
 
+    def read(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> None:
+        """Read `tokens, positions [B, n]` anywhere in a text into the cache, by the graph that reads prompts."""
+        raise LookupError("this engine makes no graphs of prefill")
+
     def forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """`CachedModel.forward` of a block: float32 logits `[B, n, V]`."""
         padded, at = self.pad_block(tokens, positions)

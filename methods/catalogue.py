@@ -132,6 +132,7 @@ CATALOGUE = (
         "as many guesses as pay",
         speculative("costAware"),
         graphs=rounds_of("costAware"),
+        rounds=whole_rounds("costAware"),
         lossless=True,
         seeded=lambda decoding: False,
     ),

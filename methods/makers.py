@@ -155,12 +155,16 @@ def rounds_of(rule: str | None = None) -> Callable[[Decoding], Plans]:
 
 
 def whole_rounds(rule: str | None = None) -> Callable[[Decoding], frozenset[int]]:
-    """Guesses of the rounds that are one graph each: where the draft-length rule guesses one number or none."""
+    """Guesses of the rounds that are one graph each: where the draft-length rule guesses few numbers, chosen before the
+    round."""
 
     def counts(decoding: Decoding) -> frozenset[int]:
         name = rule or decoding.draft_length
-        steady = name in ("fixed", "targetConfidence") and not decoding.lookup
-        return frozenset({decoding.gamma or 4}) if steady else frozenset()
+        if decoding.lookup:
+            return frozenset()
+        if name == "costAware":
+            return frozenset(CostAware.lengths_up_to(decoding.gamma or 10)) - {0}
+        return frozenset({decoding.gamma or 4}) if name in ("fixed", "targetConfidence") else frozenset()
 
     return counts
 

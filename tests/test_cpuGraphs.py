@@ -117,6 +117,43 @@ def test_the_graph_of_prefill_reads_prompts_of_all_lengths(models, monkeypatch, 
         torch.testing.assert_close(ours.keys[:, :, :prompt], eagers.keys[:, :, :prompt], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("count", [1, 2, 20])
+def test_the_graph_of_prefill_reads_what_a_model_missed(models, monkeypatch, count):
+    """Anywhere in a text, in one chunk and in several."""
+    monkeypatch.setattr(cpuGraphs, "CHUNK", 7)
+    eager, target, _ = models
+    text = torch.randint(61, (1, 40), generator=torch.Generator().manual_seed(count))
+    block, at = text[:, 11 : 11 + count], torch.arange(11, 11 + count)[None]
+    for model in eager, target:
+        model.reserve(1, 60)
+        model.forward(text[:, :11], torch.arange(11)[None])
+    eager.forward(block, at)
+    target.graphs.read(block, at, target.cache)
+    wanted, found = (forward(model, text[:, -2:], torch.tensor([[11, 12]]) + count) for model in (eager, target))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_draft_that_missed_rounds_reads_them_by_a_graph_and_guesses_by_another(models):
+    eager, target, _ = models
+    calls, read = [], target.graphs.read
+    target.graphs.read = lambda tokens, *args: calls.append(tokens.shape[1]) or read(tokens, *args)
+
+    class Pausing(Fixed):
+        """Three rounds without guesses after each with."""
+
+        round = 0
+
+        def gammas(self):
+            self.round += 1
+            return [0 if self.round % 4 else 4]
+
+    try:
+        text = specSampling(PROMPTS[:1], eager, ModelDrafter(target), 30, Pausing(4), GREEDY)[0]
+    finally:
+        target.graphs.read = read
+    assert text == regrSampling(PROMPTS[:1], eager, 30, GREEDY)[0] and set(calls) == {3} and len(calls) > 2
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), GREEDY])
 def test_a_round_by_one_graph_is_the_run_and_the_forward(models, sampling):
     """Also at the last positions there are, and in caches of different sizes."""
@@ -137,7 +174,7 @@ def test_a_round_by_one_graph_is_the_run_and_the_forward(models, sampling):
 
 
 def test_a_round_is_one_graph_only_where_nothing_happens_inside_it(models):
-    """Not where a rule stops or times the guesses, a penalty counts them, or a cascade reads more than one token."""
+    """Not where a rule stops the guesses, a penalty counts them, or a cascade reads more than one token."""
     _, target, draft = models
     made, whole = [], target.graphs.round
     target.graphs.round = lambda *args: made.append(1) or whole(*args)
@@ -147,7 +184,7 @@ def test_a_round_is_one_graph_only_where_nothing_happens_inside_it(models):
             (True, TargetConfidence(4, 0.1), Sampling()),
             (False, Fixed(3), Sampling()),
             (False, DraftConfidence(4, 0.1), Sampling()),
-            (False, CostAware(4), Sampling()),
+            (True, CostAware(4), Sampling()),
             (False, Fixed(4), Sampling(repetition_penalty=1.2)),
         ):
             made.clear()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import refused
 
-from decoding.watch import Watch
 from engine.compiling import engine_for
 from experiments import processes
 from experiments.prepare import where_to_run
@@ -37,28 +36,11 @@ def test_the_gpu_of_an_apple_computer(monkeypatch):
     with quiet("mps"):
         pass
     assert waited == ["text"] * 2 and pick_dtype("mps") == "float16"
-    monkeypatch.setattr(torch.mps.event, "Event", Ticking)
-    watch = Watch("mps")
-    watch.mark()
-    assert watch.seconds()[0] == 0.25
     with pytest.raises(RuntimeError, match="no graphs on mps"):
         engine_for(SimpleNamespace(device=torch.device("mps")))
     if not torch.backends.mps.is_available():
         with refused("mps", "use cpu"):
             pick_device("mps")
-
-
-class Ticking:
-    """An event, a quarter of a second after the one before."""
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        pass
-
-    def elapsed_time(self, end):
-        return 250.0
 
 
 def test_bfloat16_is_refused_on_mps(monkeypatch, flags):

@@ -10,6 +10,7 @@ import torch
 from conftest import refused
 from test_specSampling import PROMPTS, near
 
+from decoding.costs import Costs
 from decoding.draftLength import Fixed
 from decoding.lengthRules import Additive, CostAware, DraftConfidence, TargetConfidence
 from methods.drafters import ModelDrafter
@@ -75,23 +76,23 @@ def test_draft_confidence_stops_after_the_first_unsure_guess_of_each_row():
         assert all(q >= 0.1 for q in guesses[:-1]) and (guesses[-1] < 0.1 or n == 5)
 
 
-def simulate(rule, alpha, price, cost, tokens=4000, seed=0, drift=0.5):
+def simulate(rule, alpha, price, cost, tokens=4000, seed=0, drift=0.5, texts=1):
     """Tokens per second of a rule in a world where guesses pass with `alpha`, a round costs 1 + price * gamma, one
-    without guesses `cost`, the clock is noisy, and the machine now faster, now slower."""
-    rng = random.Random(seed)
-    rule.begin(rows(1))
-    made, seconds = 0, 0.0
-    while made < tokens:
-        gamma = rule.gammas()[0]
-        accepted = next((i for i in range(gamma) if rng.random() >= alpha), gamma)
-        drafting, scoring = price * gamma, 1.0 if gamma else cost
-        made, seconds = made + accepted + 1, seconds + drafting + scoring
-        noise = [
-            (1 + drift * math.sin(made / 200)) * rng.uniform(0.95, 1.1) * (20 if rng.random() < 0.003 else 1)
-            for _ in range(2)
-        ]
-        rule.watch = SimpleNamespace(seconds=lambda: (drafting * noise[0], scoring * noise[1]))
-        rule.learn({0: gamma}, {0: accepted}, {})
+    without guesses `cost`, the first round after another length half as much again, the clock is noisy, and the machine
+    now faster, now slower."""
+    rng, clock, before = random.Random(seed), [0.0], None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decoding.lengthRules.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        rule.begin(rows(1))
+        made, seconds = 0, 0.0
+        while made < tokens:
+            gamma = rule.gammas()[0]
+            accepted = next((i for i in range(gamma) if rng.random() >= alpha), gamma)
+            takes = (1.0 + price * gamma if gamma else cost) * (1.5 if gamma != before else 1)
+            made, seconds, before = made + accepted + 1, seconds + takes, gamma
+            noise = rng.uniform(0.95, 1.1) * (20 if rng.random() < 0.003 else 1)
+            clock[0] += takes * (1 + drift * math.sin(made / 200)) * noise
+            rule.learn({0: gamma}, {0: accepted}, {})
     return made / seconds
 
 
@@ -120,15 +121,11 @@ def test_cost_aware_follows_a_change():
     assert before > 4 and rule.best <= 1
 
 
-def test_cost_aware_times_drafting_apart_from_the_rest_of_the_round(monkeypatch):
+def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(monkeypatch):
     """By a clock that only drafting and scoring move."""
     clock, learnt = [0.0], []
-    monkeypatch.setattr("decoding.watch.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-
-    class Spy(CostAware):
-        def learn_costs(self, guesses, drafting, scoring):
-            learnt.append((drafting, scoring))
-            super().learn_costs(guesses, drafting, scoring)
+    monkeypatch.setattr("decoding.lengthRules.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(Costs, "learn", lambda costs, kind, seconds: learnt.append((kind, seconds)))
 
     def takes(seconds, work):
         def slower(*args, **options):
@@ -139,8 +136,30 @@ def test_cost_aware_times_drafting_apart_from_the_rest_of_the_round(monkeypatch)
 
     target, drafter = helpers.tiny(), ModelDrafter(helpers.tiny(seed=1))
     drafter.draft, target.forward = takes(1.0, drafter.draft), takes(10.0, target.forward)
-    specSampling(PROMPTS[:1], target, drafter, 20, Spy(4))
-    assert len(learnt) > 3 and set(learnt) == {(1.0, 10.0)}
+    specSampling(PROMPTS[:1], target, drafter, 20, CostAware(4))
+    assert [kind for kind, _ in learnt[:4]] == [4, 2, 0, 4] and {seconds for _, seconds in learnt} == {11.0}
+
+
+def test_a_length_that_was_slow_once_is_tried_again():
+    """As when a graph was made in its first rounds."""
+    rule = CostAware(4)
+    rule.begin(rows(1))
+    for length in rule.lengths:
+        for _ in range(2):
+            rule.costs.learn(length, 100.0 if length == 2 else 1.0 + 0.3 * length)
+    assert rule.costs.seconds(2) > 2.5
+    simulate(rule, 0.62, 0.3, 1.0)
+    assert rule.costs.seconds(2) == pytest.approx(rule.costs.seconds(1) * 1.6 / 1.3, rel=0.2)
+
+
+def test_a_length_that_is_far_too_long_is_never_tried():
+    rule, tried = CostAware(500), set()
+    rule.begin(rows(1))
+    for _ in range(1000):
+        length = rule.gammas()[0]
+        tried.add(length)
+        rule.learn({0: length}, {0: 0}, {})
+    assert 0 in tried and max(tried) <= 10
 
 
 def test_what_makes_no_sense_is_refused():
