@@ -245,21 +245,24 @@ def guess(
     read: int,
     count: int,
     sampling: Sampling,
+    own: Sampling,
     generator: Generator | None = None,
     length: LengthRule | None = None,
 ) -> Guesses:
     """`count` guesses of a draft model for each row, after reading the last `read` committed tokens again.
 
-    The draft may be on a device of its own. Then these tokens travel there, and the guesses and their q back.
+    own: the draft's sampling. sampling: the target's, which a graph of a whole round needs too. The draft may be on a
+    device of its own. Then these tokens travel there, and the guesses and their q back.
     """
     tokens, positions = rows.last(read, count)
     seen, target = rows.seen(model.vocabulary, sampling), rows.target
     shape = len(tokens), read, count
     if use_graph(target, "round", model.graphs, *shape, seen=seen, length=length, unread=rows.unread):
         u = uniform(count, len(tokens), device=rows.device, generator=generator)
-        return Guesses(*target.graphs.round(model.graphs, tokens, positions, u, sampling, model.cache, target.cache))
+        caches = model.cache, target.cache
+        return Guesses(*target.graphs.round(model.graphs, tokens, positions, u, sampling, own, *caches))
     there, seen = model.device, None if seen is None else seen.to(model.device)
-    given = model, tokens.to(there), positions[:, :-1].to(there), count, sampling, generator, seen
+    given = model, tokens.to(there), positions[:, :-1].to(there), count, own, generator, seen
     drafts, q = draw_while(rows.going.to(there), length.stop, *given) if length and length.stop else draw_tokens(*given)
     # A guess from nan is no token: `advance` reports it.
     return Guesses(drafts.clamp_(max=model.vocabulary - 1).to(rows.device), q.to(rows.device))

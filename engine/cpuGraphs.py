@@ -91,7 +91,8 @@ class CpuGraphs(Graphs):
         """See `Graphs`."""
         assert isinstance(draft, CpuGraphs)
         theirs = draft.empty_caches(rows, CAPACITY + 1)
-        inputs = *zeros(rows, read, read + count), torch.rand(count, rows), as_tensor(Sampling()), *theirs
+        filters = as_tensor(Sampling()), as_tensor(Sampling(1.0))  # One tensor given twice would be one input.
+        inputs = *zeros(rows, read, read + count), torch.rand(count, rows), *filters, *theirs
         self.compile(Round(draft, self).work, (rows, read, count, draft), *inputs)
         self.rounds.add((draft, rows, read, count))
 
@@ -133,15 +134,14 @@ class CpuGraphs(Graphs):
         positions: Tensor,
         u: Tensor,
         sampling: Sampling,
+        own: Sampling,
         draft_cache: SlotCache,
         cache: SlotCache,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Graphs`."""
         self.used += 1
-        graph = self.graphs[(*tokens.shape, len(u), draft)]
-        return graph(
-            tokens.contiguous(), positions, u, as_tensor(sampling), *keys_values(draft_cache), *keys_values(cache)
-        )
+        graph, filters = self.graphs[(*tokens.shape, len(u), draft)], (as_tensor(sampling), as_tensor(own))
+        return graph(tokens.contiguous(), positions, u, *filters, *keys_values(draft_cache), *keys_values(cache))
 
     def run_forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """See `Graphs`."""
@@ -230,13 +230,14 @@ class Round:
         positions: Tensor,
         u: Tensor,
         sampling: Tensor,
+        own: Tensor,
         their_keys: list[Tensor],
         their_values: list[Tensor],
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Drafts, q and p, as `Graphs.round`."""
-        drafts, q = self.draft.draw_steps(tokens, positions[:, :-1], u, sampling, their_keys, their_values)
+        drafts, q = self.draft.draw_steps(tokens, positions[:, :-1], u, own, their_keys, their_values)
         drafts = drafts.clamp(max=self.draft.vocabulary - 1)  # A guess from nan is no token, as in `rounds.guess`.
         block = torch.cat([tokens[:, -1:], drafts], 1)
         logits = self.target.logits(block, positions[:, -block.shape[1] :], keys, values)

@@ -164,12 +164,14 @@ class Graphs(ABC):
         positions: Tensor,
         u: Tensor,
         sampling: Sampling,
+        own: Sampling,
         draft_cache: SlotCache,
         cache: SlotCache,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A round made by `add_round`: drafts `[B, n]`, q `[B, n, V]` and p `[B, n + 1, V]`.
 
-        tokens `[B, read]`; positions `[B, read + n]`, of these and of the guesses; u `[n, B]`.
+        tokens `[B, read]`; positions `[B, read + n]`, of these and of the guesses; u `[n, B]`. sampling: the
+        target's; own: the draft's.
         """
         raise LookupError("this engine makes no graphs of whole rounds")
 
