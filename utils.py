@@ -7,7 +7,7 @@ half-precision distribution does not sum to 1 and loses its tail.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -48,7 +48,7 @@ def check_share(name: str, value: float) -> float:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a distribution is filtered before a token is drawn. Target and draft get the same filters.
+    """How a distribution is filtered before a token is drawn. A draft may have a temperature and a top-p of its own.
 
     temperature: 0 is greedy decoding, 1 leaves the model's distribution unchanged.
     top_k: keep the k most probable tokens; 0 keeps all.
@@ -71,6 +71,14 @@ class Sampling:
             raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
         if not 0.01 <= self.repetition_penalty <= 100:
             raise UserError(f"repetition_penalty must lie in [0.01, 100], not {self.repetition_penalty}")
+
+    def but(self, temperature: float | None, top_p: float | None) -> Sampling:
+        """The same filters with another temperature and another top-p; None leaves either as it is."""
+        return replace(
+            self,
+            temperature=self.temperature if temperature is None else temperature,
+            top_p=self.top_p if top_p is None else top_p,
+        )
 
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0)

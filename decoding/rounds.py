@@ -241,6 +241,16 @@ def draw_while(
     return torch.cat(drawn, 1), torch.stack(distributions, 1)
 
 
+def read_missed(model: Model, rows: Rows, read: int) -> int:
+    """Read all but two of the last `read` committed tokens by the graph of prefill, if there is one. The graphs of
+    guesses read two: a draft missed more in rounds without guesses. Returns how many are still to be read."""
+    if read <= 2 or not use_graph(model, "prefill", len(rows.tokens), 1):
+        return read
+    tokens, positions = rows.last(read)
+    model.graphs.read(tokens[:, :-2].to(model.device), positions[:, :-2].to(model.device), model.cache)
+    return 2
+
+
 @torch.inference_mode()
 def guess(
     model: Model,
@@ -248,26 +258,25 @@ def guess(
     read: int,
     count: int,
     sampling: Sampling,
+    own: Sampling,
     generator: Generator | None = None,
     length: LengthRule | None = None,
 ) -> Guesses:
     """`count` guesses of a draft model for each row, after reading the last `read` committed tokens again.
 
-    The draft may be on a device of its own. Then these tokens travel there, and the guesses and their q back. Graphs
-    of draws and rounds read two tokens: a draft that missed more, in rounds without guesses, reads those before.
+    own: the draft's sampling. sampling: the target's, which a graph of a whole round needs too. The draft may be on a
+    device of its own. Then these tokens travel there, and the guesses and their q back.
     """
-    if use_graph(model, "prefill", len(rows.tokens), 1) and read > 2:
-        tokens, positions = rows.last(read)
-        model.graphs.read(tokens[:, :-2].to(model.device), positions[:, :-2].to(model.device), model.cache)
-        read = 2
+    read = read_missed(model, rows, read)
     tokens, positions = rows.last(read, count)
     seen, target = rows.seen(model.vocabulary, sampling), rows.target
     shape = len(tokens), read, count
     if use_graph(target, "round", model.graphs, *shape, seen=seen, length=length, unread=rows.unread):
         u = uniform(count, len(tokens), device=rows.device, generator=generator)
-        return Guesses(*target.graphs.round(model.graphs, tokens, positions, u, sampling, model.cache, target.cache))
+        caches = model.cache, target.cache
+        return Guesses(*target.graphs.round(model.graphs, tokens, positions, u, sampling, own, *caches))
     there, seen = model.device, None if seen is None else seen.to(model.device)
-    given = model, tokens.to(there), positions[:, :-1].to(there), count, sampling, generator, seen
+    given = model, tokens.to(there), positions[:, :-1].to(there), count, own, generator, seen
     drafts, q = draw_while(rows.going.to(there), length.stop, *given) if length and length.stop else draw_tokens(*given)
     # A guess from nan is no token: `advance` reports it.
     return Guesses(drafts.clamp_(max=model.vocabulary - 1).to(rows.device), q.to(rows.device))

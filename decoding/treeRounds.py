@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from decoding import rounds
 from decoding.interfaces import TreeModel, TreeRule
-from decoding.rounds import uniform, use_graph
+from decoding.rounds import read_missed, uniform, use_graph
 from decoding.rows import Rows, upload
 from decoding.trees import MOST, Tree
 from utils import Sampling
@@ -149,17 +149,17 @@ def forward(model: TreeModel, tokens: Tensor, places: Places, reach: int) -> Ten
 def grow(
     model: TreeModel, rows: Rows, read: int, tree: Tree, sampling: Sampling, generator: Generator | None = None
 ) -> TreeGuesses:
-    """A tree of guesses of a draft model for each row, after reading the last `read` committed tokens again."""
+    """A tree of guesses of a draft model for each row, after reading the last `read` committed tokens again.
+
+    sampling: the draft's. The draft may be on a device of its own, as in `rounds.guess`.
+    """
+    read = read_missed(model, rows, read)
     tokens, positions = rows.last(read)
     places, seen = Places.of(rows, tree), rows.seen(model.vocabulary, sampling)
     u = uniform(len(tokens), tree.draws, device=rows.device, generator=generator)
-    target, there = rows.target, model.device
-    shape = len(tokens), read, tree
-    if use_graph(target, "tree round", model.graphs, *shape, seen=seen):
-        given = tree, tokens, positions, places, u, sampling
-        return TreeGuesses(tree, *target.graphs.tree_round(model.graphs, *given, model.cache, target.cache))
+    there = model.device
     tokens, positions, places, u = tokens.to(there), positions.to(there), places.to(there), u.to(there)
-    if use_graph(model, "grow", *shape, seen=seen):
+    if use_graph(model, "grow", len(tokens), read, tree, seen=seen):
         drafts, q = model.graphs.grow(tree, tokens, positions, places, u, sampling, model.cache)
         return TreeGuesses(tree, drafts.to(rows.device), q.to(rows.device))
     seen, reach = None if seen is None else seen.to(there), reached(rows, tree)

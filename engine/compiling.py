@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 import torch
 from tqdm import tqdm
 
-from decoding.trees import Tree
 from engine.cachedModel import CachedModel
 from engine.graphs import Graphs, Plan
 
@@ -73,17 +72,6 @@ def compile_round(target: CachedModel, draft: CachedModel, count: int, rows: int
         return 0.0
     read, _ = theirs.draws[rows]
     return seconds_of(lambda: ours.add_round(theirs, rows, read, count), target.name)
-
-
-@torch.inference_mode()
-def compile_tree_round(
-    target: CachedModel, draft: CachedModel, tree: Tree, rows: int = 1, read: int = 2
-) -> float | None:
-    """`compile_round` with a tree of guesses, after blocks of `read` tokens."""
-    ours, theirs = target.graphs, draft.graphs
-    if target.parameters > LARGE or ours is None or theirs is None:
-        return 0.0
-    return seconds_of(lambda: ours.add_tree_round(theirs, rows, read, tree), target.name)
 
 
 def compile_all(

@@ -93,7 +93,8 @@ class CpuGraphs(Graphs):
         """See `Graphs`."""
         assert isinstance(draft, CpuGraphs)
         theirs = draft.empty_caches(rows, CAPACITY + 1)
-        inputs = *zeros(rows, read, read + count), torch.rand(count, rows), as_tensor(Sampling()), *theirs
+        filters = as_tensor(Sampling()), as_tensor(Sampling(1.0))  # One tensor given twice would be one input.
+        inputs = *zeros(rows, read, read + count), torch.rand(count, rows), *filters, *theirs
         self.compile(Round(draft, self).work, (rows, read, count, draft), *inputs)
         self.rounds.add((draft, rows, read, count))
 
@@ -106,21 +107,10 @@ class CpuGraphs(Graphs):
 
     def add_tree(self, rows: int, read: int, tree: Tree) -> None:
         """See `Graphs`."""
-        self.compile(Growth(self, tree).work, (rows, read, tree), *self.growth_inputs(rows, read, tree))
+        nodes, u = tree.size + 1, torch.rand(rows, tree.draws)
+        inputs = *zeros(rows, read, read, nodes, nodes), *tree_inputs(rows, nodes), u, as_tensor(Sampling())
+        self.compile(Growth(self, tree).work, (rows, read, tree), *inputs)
         super().add_tree(rows, read, tree)
-
-    def add_tree_round(self, draft: Graphs, rows: int, read: int, tree: Tree) -> None:
-        """See `Graphs`."""
-        assert isinstance(draft, CpuGraphs)
-        inputs = *self.growth_inputs(rows, read, tree), *draft.empty_caches(rows, CAPACITY + 1)
-        self.compile(TreeRound(draft, self, tree).work, (rows, read, tree, draft), *inputs)
-        self.tree_rounds.add((draft, rows, read, tree))
-
-    def growth_inputs(self, rows: int, read: int, tree: Tree) -> list[Tensor]:
-        """Tensors to compile the growth of a tree with."""
-        nodes = tree.size + 1
-        u, sampling = torch.rand(rows, tree.draws), as_tensor(Sampling())
-        return [*zeros(rows, read, read, nodes, nodes), *tree_inputs(rows, nodes), u, sampling]
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: SlotCache) -> Tensor:
         """See `Graphs`."""
@@ -168,15 +158,14 @@ class CpuGraphs(Graphs):
         positions: Tensor,
         u: Tensor,
         sampling: Sampling,
+        own: Sampling,
         draft_cache: SlotCache,
         cache: SlotCache,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Graphs`."""
         self.used += 1
-        graph = self.graphs[(*tokens.shape, len(u), draft)]
-        return graph(
-            tokens.contiguous(), positions, u, as_tensor(sampling), *keys_values(draft_cache), *keys_values(cache)
-        )
+        graph, filters = self.graphs[(*tokens.shape, len(u), draft)], (as_tensor(sampling), as_tensor(own))
+        return graph(tokens.contiguous(), positions, u, *filters, *keys_values(draft_cache), *keys_values(cache))
 
     def forward_tree(self, tokens: Tensor, places: Places, cache: SlotCache) -> Tensor:
         """See `Graphs`."""
@@ -214,23 +203,6 @@ class CpuGraphs(Graphs):
         p = self.operators.probabilities(self.forward_tree(block, places, cache), sampling)
         return p, *self.operators.rule(verify)(p, q, block[:, 1:], u, tree)
 
-    def tree_round(
-        self,
-        draft: Graphs,
-        tree: Tree,
-        tokens: Tensor,
-        positions: Tensor,
-        places: Places,
-        u: Tensor,
-        sampling: Sampling,
-        draft_cache: SlotCache,
-        cache: SlotCache,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Graphs`."""
-        self.used += 1
-        given = tokens.contiguous(), positions, *places.tensors, u, as_tensor(sampling)
-        return self.graphs[(*tokens.shape, tree, draft)](*given, *keys_values(draft_cache), *keys_values(cache))
-
     def move(self, source: Tensor, slots: Tensor, cache: SlotCache) -> None:
         """See `Graphs`."""
         torch.ops.native.move(sum(keys_values(cache), []), source, slots)
@@ -259,7 +231,7 @@ class CpuGraphs(Graphs):
         keys, values: the cache of each layer, `[B, heads, capacity, d]`. keep: int64 `[K]`, the tokens whose
         logits are computed; 0: all.
         """
-        return self.read(tokens, positions, positions, None, keys, values, keep)
+        return self.read_block(tokens, positions, positions, None, keys, values, keep)
 
     def tree_logits(
         self,
@@ -272,9 +244,9 @@ class CpuGraphs(Graphs):
         values: list[Tensor],
     ) -> Tensor:
         """The forward of nodes of a tree that is compiled; see `treeRounds.Places`."""
-        return self.read(tokens, positions, slots, (root, ancestors), keys, values)
+        return self.read_block(tokens, positions, slots, (root, ancestors), keys, values)
 
-    def read(
+    def read_block(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -348,13 +320,14 @@ class Round:
         positions: Tensor,
         u: Tensor,
         sampling: Tensor,
+        own: Tensor,
         their_keys: list[Tensor],
         their_values: list[Tensor],
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Drafts, q and p, as `Graphs.round`."""
-        drafts, q = self.draft.draw_steps(tokens, positions[:, :-1], u, sampling, their_keys, their_values)
+        drafts, q = self.draft.draw_steps(tokens, positions[:, :-1], u, own, their_keys, their_values)
         drafts = drafts.clamp(max=self.draft.vocabulary - 1)  # A guess from nan is no token, as in `rounds.guess`.
         block = torch.cat([tokens[:, -1:], drafts], 1)
         logits = self.target.logits(block, positions[:, -block.shape[1] :], keys, values)
@@ -392,34 +365,6 @@ class Growth:
             return distributions(logits, sampling)
 
         return level_by_level(forward, distribution, siblings, self.tree, tokens, u)
-
-
-class TreeRound:
-    """A whole round with a tree to be compiled: its growth, then a forward of `target`."""
-
-    def __init__(self, draft: CpuGraphs, target: CpuGraphs, tree: Tree) -> None:
-        self.growth, self.target = Growth(draft, tree), target
-
-    def work(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        node_positions: Tensor,
-        slots: Tensor,
-        root: Tensor,
-        ancestors: Tensor,
-        u: Tensor,
-        sampling: Tensor,
-        their_keys: list[Tensor],
-        their_values: list[Tensor],
-        keys: list[Tensor],
-        values: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Drafts, their laws and p, as `Graphs.tree_round`."""
-        places = node_positions, slots, root, ancestors
-        drafts, q = self.growth.work(tokens, positions, *places, u, sampling, their_keys, their_values)
-        logits = self.target.tree_logits(torch.cat([tokens[:, -1:], drafts], 1), *places, keys, values)
-        return drafts, q, distributions(logits, sampling)
 
 
 class Slots(StaticLayer):

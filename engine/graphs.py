@@ -69,24 +69,17 @@ class Graphs(ABC):
         self.rounds: set[tuple[Graphs, int, int, int]] = set()  # {(graphs of the draft, rows, tokens read, guesses)}
         self.nodes: set[tuple[int, int]] = set()  # {(rows, nodes)}
         self.trees: set[tuple[int, int, Tree]] = set()  # {(rows, tokens read, tree)}
-        self.tree_rounds: set[tuple[Graphs, int, int, Tree]] = set()  # {(graphs of the draft, rows, tokens read, tree)}
 
     def has(self, step: str, *shape: object) -> bool:
         """Whether there is a graph for a step of this shape.
 
         "prefill": rows, how many different lengths their prompts have. "forward", "score_and_verify": rows, width of
         the block. "draw": rows, tokens read. "round": graphs of the draft, rows, tokens read, guesses. "tree",
-        "score_and_verify_tree": rows, nodes. "grow": rows, tokens read, tree. "tree round": graphs of the draft, rows,
-        tokens read, tree. "move": rows, slots.
+        "score_and_verify_tree": rows, nodes. "grow": rows, tokens read, tree. "move": rows, slots.
         """
         if step == "move":
             return bool(self.nodes or self.trees)
-        sets: dict[str, Any] = {
-            "round": self.rounds,
-            "grow": self.trees,
-            "tree round": self.tree_rounds,
-            "tree": self.nodes,
-        }
+        sets: dict[str, Any] = {"round": self.rounds, "grow": self.trees, "tree": self.nodes}
         if step in sets or step == "score_and_verify_tree":
             return shape in sets.get(step, self.nodes)
         rows, width = shape
@@ -127,10 +120,6 @@ class Graphs(ABC):
     def add_tree(self, rows: int, read: int, tree: Tree) -> None:
         """Make the graph that grows this tree after blocks `[rows, read]`."""
         self.trees.add((rows, read, tree))
-
-    def add_tree_round(self, draft: Graphs, rows: int, read: int, tree: Tree) -> None:
-        """Make the graph of a whole round with this tree, as `add_round`."""
-        return
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: SlotCache) -> Tensor:
         """Read prompts `tokens[B, n]` of these lengths, padded at the right, into the cache; float32 logits `[B, V]`
@@ -200,12 +189,14 @@ class Graphs(ABC):
         positions: Tensor,
         u: Tensor,
         sampling: Sampling,
+        own: Sampling,
         draft_cache: SlotCache,
         cache: SlotCache,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A round made by `add_round`: drafts `[B, n]`, q `[B, n, V]` and p `[B, n + 1, V]`.
 
-        tokens `[B, read]`; positions `[B, read + n]`, of these and of the guesses; u `[n, B]`.
+        tokens `[B, read]`; positions `[B, read + n]`, of these and of the guesses; u `[n, B]`. sampling: the
+        target's; own: the draft's.
         """
         raise LookupError("this engine makes no graphs of whole rounds")
 
@@ -241,21 +232,6 @@ class Graphs(ABC):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`treeRounds.score_and_verify` of a block of the root and all nodes: p `[B, n + 1, V]`, accepted `[B]`, path
         `[B, depth]`, token `[B]`."""
-
-    def tree_round(
-        self,
-        draft: Graphs,
-        tree: Tree,
-        tokens: Tensor,
-        positions: Tensor,
-        places: Places,
-        u: Tensor,
-        sampling: Sampling,
-        draft_cache: SlotCache,
-        cache: SlotCache,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A round made by `add_tree_round`: drafts `[B, n]`, their laws `[B, n, V]` and p `[B, n + 1, V]`."""
-        raise LookupError("this engine makes no graphs of whole rounds")
 
     @abstractmethod
     def move(self, source: Tensor, slots: Tensor, cache: SlotCache) -> None:

@@ -84,6 +84,19 @@ def add_drafters(group: Group) -> None:
         help="Let the draft guess only the N most frequent tokens, which makes its output layer smaller. Default: all "
         "tokens.",
     )
+    group.add_argument(
+        "--draftTemperature",
+        type=number(0, 1000),
+        metavar="T",
+        help="The temperature of the draft alone. The text stays distributed as the target's; how many guesses are "
+        "accepted changes. Default: the target's.",
+    )
+    group.add_argument(
+        "--draftTop_p",
+        type=number(0, 1),
+        metavar="P",
+        help="The top_p of the draft alone, likewise. Default: the target's.",
+    )
 
 
 def add_contrastive(group: Group) -> None:
@@ -126,8 +139,8 @@ def add_sampling(group: Group) -> None:
         type=number(0, 1000),
         nargs="+",
         metavar="T",
-        help="The temperature of the target and the draft. 0 is greedy decoding. --sweep takes several. Default: 0.85; "
-        "for --diversity 1.",
+        help="The temperature of the target, and of the draft unless --draftTemperature is given. 0 is greedy "
+        "decoding. --sweep takes several. Default: 0.85; for --diversity 1.",
     )
     group.add_argument(
         "--top_p",

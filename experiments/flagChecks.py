@@ -22,6 +22,7 @@ def check_numbers(args: argparse.Namespace) -> None:
     if args.stride >= args.window:
         raise UserError(f"--stride ({args.stride}) must be less than --window ({args.window})")
     Sampling(args.contrastiveTemperature)
+    Sampling().but(args.draftTemperature, args.draftTop_p)
     if args.temperature and len(args.temperature) > 1 and not args.sweep:
         raise UserError("several temperatures are for --sweep; give one")
     for temperature in args.temperature or [1.0]:

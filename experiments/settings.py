@@ -72,6 +72,8 @@ def typed(args: argparse.Namespace) -> Settings:
         gamma2=args.gamma2,
         ngram=args.ngram,
         lookup=args.draft == "lookup",
+        draft_temperature=args.draftTemperature,
+        draft_top_p=args.draftTop_p,
         plausibility=args.plausibility,
         amateur_temperature=args.amateurTemperature,
         contrastive_temperature=args.contrastiveTemperature,
@@ -178,6 +180,9 @@ def check_together(settings: Settings) -> None:
         raise UserError("--draft lookup is no model and needs no device; leave out --draftDevice")
     if settings.models.draft_device == "auto":
         raise UserError("--draftDevice auto: a draft is on one device; name it")
+    own = settings.decoding.draft_temperature, settings.decoding.draft_top_p
+    if settings.decoding.lookup and own != (None, None):
+        raise UserError("--draft lookup draws nothing; leave out --draftTemperature and --draftTop_p")
     if settings.decoding.lookup and settings.measuring.ppl:
         raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
     if settings.models.draft_vocab:

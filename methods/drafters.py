@@ -10,10 +10,14 @@ from utils import Sampling
 
 
 class ModelDrafter:
-    """A smaller model with the target's vocabulary guesses, one token after the other."""
+    """A smaller model with the target's vocabulary guesses, one token after the other.
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    temperature, top_p: of the draft alone; None: the target's. Any value is lossless, because the q that verification
+    is given is what the guess was drawn from. How many guesses are accepted depends on them: sum min(p, q).
+    """
+
+    def __init__(self, model: Model, temperature: float | None = None, top_p: float | None = None) -> None:
+        self.model, self.temperature, self.top_p = model, temperature, top_p
         self.models = [model]
 
     def begin(self, rows: Rows) -> None:
@@ -43,4 +47,5 @@ class ModelDrafter:
             self.behind += 1
             return no_guesses(rows, self.model.vocabulary)
         read, self.behind = 1 + self.behind, 1
-        return guess(self.model, rows, read, gamma, sampling, generator, length)
+        own = sampling.but(self.temperature, self.top_p)
+        return guess(self.model, rows, read, gamma, sampling, own, generator, length)

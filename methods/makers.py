@@ -29,7 +29,7 @@ from utils import Sampling
 class Decoding:
     """How to guess and to verify, as the flags of `test.py` say; gamma None is the default of the draft-length rule.
 
-    lookup: the text so far guesses, instead of a draft model.
+    lookup: the text so far guesses, instead of a draft model. draft_temperature, draft_top_p: as in `ModelDrafter`.
     """
 
     gamma: int | None = None
@@ -41,6 +41,8 @@ class Decoding:
     gamma2: int = 4
     ngram: int = 3
     lookup: bool = False
+    draft_temperature: float | None = None
+    draft_top_p: float | None = None
     plausibility: float = 0.1
     amateur_temperature: float = 1.0
     contrastive_temperature: float = 0.0
@@ -99,9 +101,10 @@ def length_rule(name: str, decoding: Decoding) -> LengthRule:
 
 def guesser(models: Models, decoding: Decoding) -> Drafter:
     """The draft model, restricted if `--draftVocab` says so; or the text so far if `--draft lookup` does."""
-    if "restricted" in models:
-        return ModelDrafter(models["restricted"])
-    return ModelDrafter(models["draft"]) if "draft" in models else lookup(models, decoding)
+    model = models.get("restricted") or models.get("draft")
+    if model is None:
+        return lookup(models, decoding)
+    return ModelDrafter(model, decoding.draft_temperature, decoding.draft_top_p)
 
 
 def lookup(models: Models, decoding: Decoding) -> Drafter:
@@ -204,7 +207,7 @@ def contrastive(is_speculative: bool) -> Callable[[Models, Decoding, Wrap], Samp
         own = Sampling(decoding.contrastive_temperature, 0, 1.0)
         if is_speculative:
             length, verify = length_rule(decoding.draft_length, decoding), VERIFICATIONS[decoding.verification]
-            sampler = loop(contrast, wrap(ModelDrafter(models["draft"])), length, verify)
+            sampler = loop(contrast, wrap(guesser(models, decoding)), length, verify)
         else:
             sampler = alone("contrast")({"contrast": contrast}, decoding, wrap)
         return lambda prefixes, max_len, _, end_of_text=None, generator=None, callback=None: sampler(

@@ -20,6 +20,8 @@ SHOWN = {
     "draftLength": "fixed",
     "verification": "token",
     "draftVocab": None,
+    "draftTemperature": None,
+    "draftTop_p": None,
     "temperature": None,
     "top_p": 1,
     "top_k": 0,

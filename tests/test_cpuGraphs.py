@@ -154,9 +154,14 @@ def test_a_draft_that_missed_rounds_reads_them_by_a_graph_and_guesses_by_another
     assert text == regrSampling(PROMPTS[:1], eager, 30, GREEDY)[0] and set(calls) == {3} and len(calls) > 2
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), GREEDY])
-def test_a_round_by_one_graph_is_the_run_and_the_forward(models, sampling):
-    """Also at the last positions there are, and in caches of different sizes."""
+
+
+@pytest.mark.parametrize(
+    "sampling, own",
+    [(Sampling(), Sampling()), (GREEDY, GREEDY), (Sampling(), Sampling(0.4, 0, 1.0)), (GREEDY, Sampling())],
+)
+def test_a_round_by_one_graph_is_the_run_and_the_forward(models, sampling, own):
+    """Also at the last positions there are, in caches of different sizes, and where the draft's sampling is its own."""
     _, target, draft = models
     target.reserve(1, 60), draft.reserve(1, 73)
     prompt = torch.randint(61, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -165,8 +170,8 @@ def test_a_round_by_one_graph_is_the_run_and_the_forward(models, sampling):
     for start, read in ((38, 2), (20, 2), (55, 2)):
         tokens, at = prompt[:, start % 38 :][:, :read], torch.arange(start, start + 6).clamp(max=59)[None]
         u = torch.rand(4, 1, generator=torch.Generator().manual_seed(1))
-        found = target.graphs.round(draft.graphs, tokens, at, u, sampling, draft.cache, target.cache)
-        drafts, q = draw_tokens(draft, tokens, at[:, :-1], 4, sampling, torch.Generator().manual_seed(1))
+        found = target.graphs.round(draft.graphs, tokens, at, u, sampling, own, draft.cache, target.cache)
+        drafts, q = draw_tokens(draft, tokens, at[:, :-1], 4, own, torch.Generator().manual_seed(1))
         logits = forward(target, torch.cat([tokens[:, 1:], drafts], 1), at[:, 1:])
         for ours, wanted in zip(found, (drafts, q, probabilities(logits, sampling))):
             torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-4)

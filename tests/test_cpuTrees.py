@@ -7,7 +7,7 @@ from test_specSampling import PROMPTS, near
 
 from decoding.trees import Tree
 from decoding.treeVerification import TREE_RULES
-from engine.compiling import compile_model, compile_tree_round
+from engine.compiling import compile_model
 from engine.graphs import Plan
 from methods.treeSampling import treeSampling
 from regrSampling import regrSampling
@@ -18,13 +18,12 @@ TREE = Tree.of("3/2,1,0/1,2,0")
 
 @pytest.fixture(scope="module")
 def compiled(kernels):
-    """A target and a draft with graphs for one shape of tree, in batches of 1 and of 4: of 4 in one graph a round."""
+    """A target and a draft with graphs for one shape of tree, in batches of 1 and of 4."""
     target = helpers.tiny(seed=0)
     draft = near(target)
     for rows in (1, 4):
         compile_model(target, Plan(nodes=frozenset({TREE.size + 1}), prefill=rows == 4), rows)
         compile_model(draft, Plan(trees=frozenset({TREE}), read=2, prefill=rows == 4), rows)
-    compile_tree_round(target, draft, TREE, 4)
     return target, draft
 
 

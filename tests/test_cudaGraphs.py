@@ -55,6 +55,14 @@ def test_a_cascades_inner_target_is_recorded_too():
     assert {key[:3] for key in mid.graphs.captures} >= {(1, 4, 1), (1, 4, 2)}
 
 
+def test_draws_are_captured_with_the_drafts_own_sampling():
+    target, draft = captured(helpers.tiny(), (1, 5)), captured(near(helpers.tiny()), (2,), [(2, 4)])
+    wanted = regrSampling(PROMPTS[:1], helpers.tiny(), 40, GREEDY)[0]
+    assert specSampling(PROMPTS[:1], target, ModelDrafter(draft, 0.4, 0.8), 40, 4, GREEDY)[0] == wanted
+    assert set(draft.graphs.captures) == {(1, 2, 4, Sampling(0.4, 0, 0.8))}
+    assert {key[3] for key in target.graphs.captures} == {GREEDY}
+
+
 def test_what_is_not_captured():
     """A rule that waits, and tokens that are penalised as they come: they only use the forwards."""
     target, drafter = captured(helpers.tiny(), (1, 5)), ModelDrafter(near(helpers.tiny(), noise=0.3))

@@ -122,6 +122,8 @@ TABLES = {
         "--gamma2": LENGTH,
         "--ngram": COUNT,
         "--draftVocab": COUNT,
+        "--draftTemperature": Number(0, 1000, ["1e-5", "1e-300"]),
+        "--draftTop_p": Number(0, 1, ["0", "0.0", "1e-999"]),
         "--plausibility": Number(0, 1),
         "--amateurTemperature": Number(1e-4, 1000, ["0", "1e-5", "1e-300"]),
         "--contrastiveTemperature": Number(0, 1000, ["1e-5", "1e-300"]),
@@ -322,6 +324,8 @@ CLASHES = """
 --draft lookup --compare contrastive
 --draft lookup --speedMulti
 --draft lookup --sweep --diversity
+--draft lookup --draftTemperature 0.5
+--draft lookup --draftTop_p 1
 --draftVocab 9 --ppl
 --draftVocab 9 --draft lookup
 --draftVocab 9 --contrastive

@@ -49,7 +49,7 @@ def test_draws_and_rounds_have_graphs_of_their_own():
     graphs.add_round(draft, 1, 2, 4)  # A GPU's host has time to spare: none is made.
     assert not graphs.has("round", draft, 1, 2, 4) and not graphs.has("round", None, 1, 2, 4)
     with pytest.raises(LookupError):
-        graphs.round(draft, *[None] * 6)
+        graphs.round(draft, *[None] * 7)
 
 
 def test_plans_add_up():

@@ -66,12 +66,12 @@ FREE = Sampling(1.0, 0, 1.0)
 SETTINGS = [FREE, Sampling(0.85, 0, 0.9), Sampling(1.5, 2, 1.0), Sampling(1.0, 0, 0.95, 1.5)]
 
 
-def error(gamma=2, verify=token_rule, vocabulary=3, length=4, sampling=FREE, **where):
-    """The largest difference between the probability of a text and the target's."""
+def error(gamma=2, verify=token_rule, vocabulary=3, length=4, sampling=FREE, own=(None, None), **where):
+    """The largest difference between the probability of a text and the target's. own: the draft's sampling."""
     target, draft = small(2, vocabulary)
 
     def sample(prefixes):
-        return specSampling(prefixes, target, ModelDrafter(draft), length, gamma, sampling, verify=verify)[0]
+        return specSampling(prefixes, target, ModelDrafter(draft, *own), length, gamma, sampling, verify=verify)[0]
 
     return largest_error(sample, target, length, sampling, **where)
 
@@ -83,6 +83,35 @@ def test_texts_have_the_targets_probabilities():
 @pytest.mark.parametrize("sampling", SETTINGS[1:])
 def test_so_they_have_with_filters_and_a_penalty(sampling):
     assert error(sampling=sampling, prefixes=[[1, 2, 0, 1]]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "own, sampling, verify",
+    [
+        ((0.5, None), FREE, token_rule),
+        ((1.7, 0.8), SETTINGS[1], token_rule),
+        ((0.0, None), SETTINGS[3], token_rule),
+        ((None, 1.0), SETTINGS[1], block_rule),
+        ((0.7, 1.0), GREEDY, token_rule),
+    ],
+)
+def test_so_they_have_where_the_draft_has_a_temperature_and_a_top_p_of_its_own(own, sampling, verify):
+    assert error(own=own, sampling=sampling, verify=verify, prefixes=[[1, 2, 0, 1]]) < 1e-6
+
+
+@pytest.mark.parametrize("swapped", [0, 1])
+def test_the_sampling_of_one_model_told_to_the_other_is_caught(monkeypatch, swapped):
+    """p filtered as the draft is, and q reported as if the target's temperature had drawn the guess."""
+    whole = rounds.score_block
+
+    def wrong(target, block, positions, q, u, sampling, *rest):
+        hotter = q**0.4
+        given = (q, sampling.but(0.4, None)) if swapped else (hotter / hotter.sum(-1, keepdim=True), sampling)
+        return whole(target, block, positions, given[0], u, given[1], *rest)
+
+    assert error(own=(0.4, None), length=3) < 1e-6
+    monkeypatch.setattr(rounds, "score_block", wrong)
+    assert error(own=(0.4, None), length=3) > 1e-2
 
 
 @pytest.mark.parametrize("mistake", [always_accept, replace_from_p, bonus_from_q, p_shifted])
