@@ -1,11 +1,16 @@
-"""Which tree of guesses to grow next: `Always` the same one."""
+"""Which tree of guesses to grow next: `Always` the same one, or the one of a few that gives the most tokens per second
+(`Auto`)."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Protocol
 
+from decoding.costs import Costs
 from decoding.rows import Rows
 from decoding.trees import Tree
+from decoding.treeShapes import Acceptance, best_tree, expected
 
 
 class TreeChoice(Protocol):
@@ -45,3 +50,73 @@ class Always:
 
     def learn(self, last: dict[int, int]) -> None:
         return
+
+
+def menu() -> list[Tree | None]:
+    """The shapes that `Auto` chooses from: plain decoding, chains, and the trees that are best for some numbers of
+    guesses if acceptance is what `Acceptance` expects of a draft before any round."""
+    table = Acceptance().table(depth=6, ranks=4)
+    chains = [Tree.chain(length) for length in (1, 2, 3, 4, 6)]
+    return [None, *chains, *(best_tree(size, table) for size in (4, 8, 12, 16, 32))]
+
+
+class Auto:
+    """The shape of a menu with the most expected tokens per second, by measured acceptance and measured seconds.
+
+    Acceptance is learnt for the 1st, 2nd, 3rd ... sibling at each depth (`Acceptance`), and gives the expected tokens
+    of every shape (Sequoia, arXiv 2402.12374). The seconds of whole rounds are learnt for each shape (`Costs`). Rounds
+    come in pairs of one shape, and the first is not timed, as in `lengthRules.CostAware`. Shapes are few, because those
+    that return often are faster: graphs are made for each. The estimates outlive a text: use one object for all texts.
+    """
+
+    PROBE = 24  # One pair of rounds in PROBE tries another shape,
+    WORTH = 0.5  # unless it seems to give less than this share of the tokens per second of the best.
+    LEVEL, NODE = 0.25, 0.02  # Expected costs of a level and of a node beside plain decoding, until rounds were timed.
+
+    def __init__(self, shapes: Sequence[Tree | None] | None = None) -> None:
+        self.shapes = list(dict.fromkeys(menu() if shapes is None else shapes))
+        self.most = max(tree.size for tree in self.shapes if tree)
+        self.acceptance = Acceptance()
+        self.costs = Costs(
+            {tree: 1.0 if tree is None else 1 + self.LEVEL * tree.depth + self.NODE * tree.size for tree in self.shapes}
+        )
+        # What is tried first: a middling tree and chain, plain decoding, the largest tree.
+        by_size = sorted((tree for tree in self.shapes if tree), key=lambda tree: tree.size)
+        self.opening: list[Tree | None] = [by_size[len(by_size) // 2], by_size[len(by_size) // 4], by_size[-1], None]
+        self.opening = [tree for tree in self.opening if tree in self.shapes]
+        self.rounds, self.best, self.current = 0, self.opening[0], self.opening[0]
+
+    def begin(self, rows: Rows) -> None:
+        """See `TreeChoice`, also for the other methods."""
+        self.repeated = False
+
+    def tree(self) -> Tree | None:
+        self.start, before = time.perf_counter(), self.current
+        self.current = self.choose()
+        self.repeated = self.rounds > 1 and self.current == before
+        return self.current
+
+    def choose(self) -> Tree | None:
+        """The shape of the next round."""
+        pair = self.rounds // 2
+        self.rounds += 1
+        if pair < len(self.opening):
+            return self.opening[pair]
+        if pair % self.PROBE:
+            return self.best
+        other = self.shapes[pair // self.PROBE % len(self.shapes)]
+        return other if self.rate(other) > self.WORTH * self.rate(self.best) else self.best
+
+    def learn(self, last: dict[int, int]) -> None:
+        if self.repeated:
+            self.costs.learn(self.current, time.perf_counter() - self.start)
+        if self.current:
+            paths = [self.current.path(node) for node in last.values()]
+            self.acceptance.add(self.current, paths, list(map(len, paths)))
+        if self.rounds % 4 == 0:
+            self.table = self.acceptance.table(max(tree.depth for tree in self.shapes if tree), 4)
+            self.best = max(self.shapes, key=self.rate)
+
+    def rate(self, tree: Tree | None) -> float:
+        """Expected tokens per second of a round."""
+        return (expected(tree, self.table) if tree else 1.0) / self.costs.seconds(tree)

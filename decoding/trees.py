@@ -110,6 +110,14 @@ class Tree:
         """How many siblings were drawn before nodes 1, ..., n."""
         return tuple(self.children[parent].index(node) for node, parent in enumerate(self.parents, 1))
 
+    def path(self, node: int) -> list[int]:
+        """The nodes from depth 1 down to `node`; none for the root."""
+        nodes: list[int] = []
+        while node:
+            nodes.insert(0, node)
+            node = self.parents[node - 1]
+        return nodes
+
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
         """For nodes 0, ..., n: a bit mask of the nodes that the node attends to, itself and its ancestors."""

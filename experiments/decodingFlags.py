@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from decoding.lengthRules import RULES as DRAFT_LENGTHS
+from decoding.treeVerification import TREE_RULES
 from decoding.verification import RULES as VERIFICATIONS
 from inputs.commandLine import number, whole
 
@@ -49,6 +50,21 @@ def add_decoding(group: Group) -> None:
         default="token",
         help="The rule that accepts guesses. token: one after the other. block: the guesses of a round together, which "
         "accepts at least as many on average. Default: token.",
+    )
+    group.add_argument(
+        "--tree",
+        metavar="SHAPE",
+        help="Guess a tree instead of a chain. 3,2,1,1: the last token has 3 children, each of these 2, and so on. "
+        "3/2,1,0: level by level, with one number for each node. auto: the shape with the most tokens per second, by "
+        "measured acceptance and costs; plain decoding and chains are among its choices. Default: a chain; for the "
+        "methods tree and topDown of --compare and --lossless auto.",
+    )
+    group.add_argument(
+        "--treeRule",
+        choices=TREE_RULES,
+        default="traversal",
+        help="The rule that accepts guesses of a tree. traversal: whole paths, from the leaves to the root. topDown: "
+        "token by token, from the root. Default: traversal.",
     )
 
 

@@ -25,6 +25,7 @@ from inputs.models import default_mid, default_pair
 from methods.catalogue import METHODS
 from methods.makers import Decoding
 from methods.selection import check_roles, choose, choose_lossless, in_mode
+from methods.trees import choice_of
 from utils import UserError
 
 
@@ -68,6 +69,8 @@ def typed(args: argparse.Namespace) -> Settings:
         draft_threshold=args.draftThreshold,
         target_threshold=args.targetThreshold,
         verification=args.verification,
+        tree=args.tree,
+        tree_rule=args.treeRule,
         gamma1=args.gamma1,
         gamma2=args.gamma2,
         ngram=args.ngram,
@@ -180,6 +183,8 @@ def check_together(settings: Settings) -> None:
         raise UserError("--draft lookup is no model and needs no device; leave out --draftDevice")
     if settings.models.draft_device == "auto":
         raise UserError("--draftDevice auto: a draft is on one device; name it")
+    if settings.decoding.tree:
+        check_tree(settings)
     own = settings.decoding.draft_temperature, settings.decoding.draft_top_p
     if settings.decoding.lookup and own != (None, None):
         raise UserError("--draft lookup draws nothing; leave out --draftTemperature and --draftTop_p")
@@ -187,6 +192,20 @@ def check_together(settings: Settings) -> None:
         raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
     if settings.models.draft_vocab:
         check_draft_vocabulary(settings)
+
+
+def check_tree(settings: Settings) -> None:
+    """Raise UserError for what cannot be done with a tree of guesses."""
+    flags = settings.flags
+    choice_of(settings.decoding)
+    if settings.decoding.lookup:
+        raise UserError("a tree grows from a draft model, and --draft lookup is none; leave out --tree")
+    if flags["sweep"]:
+        raise UserError("--sweep is over gamma, the length of a chain; leave out --tree, or --compare trees")
+    if settings.measuring.played:
+        raise UserError("--show and --html play chains of guesses; leave out --tree")
+    if flags["draftLength"] != "fixed" or flags["gamma"]:
+        raise UserError("--tree says how many tokens to guess; leave out --gamma and --draftLength")
 
 
 def check_draft_vocabulary(settings: Settings) -> None:

@@ -27,6 +27,7 @@ from methods.makers import (
     speculative_contrastive_graphs,
     whole_rounds,
 )
+from methods.trees import as_flags_say, graphs_as_flags_say, is_fixed, rounds_as_flags_say, tree, tree_graphs
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ CATALOGUE = (
     Method(
         "speculative",
         "speculative sampling as the flags say",
-        speculative(),
-        graphs=rounds_of(),
-        rounds=whole_rounds(),
+        as_flags_say,
+        graphs=graphs_as_flags_say,
+        rounds=rounds_as_flags_say,
         lossless=True,
         seeded=follows_no_clock,
         modes=("speed", "speedMulti", "diversity"),
@@ -143,6 +144,25 @@ CATALOGUE = (
         graphs=rounds_of("fixed"),
         rounds=whole_rounds("fixed"),
         lossless=True,
+    ),
+    Method(
+        "tree",
+        "a tree of guesses (--tree), traversal verification",
+        tree("traversal"),
+        needs=("draft",),
+        graphs=tree_graphs,
+        lossless=True,
+        seeded=is_fixed,
+    ),
+    Method(
+        "topDown",
+        "the same tree, verified from the root down",
+        tree("topDown"),
+        needs=("draft",),
+        graphs=tree_graphs,
+        lossless=True,
+        seeded=is_fixed,
+        in_all=False,
     ),
     Method(
         "lookup",

@@ -4,7 +4,7 @@ catalogue.py refer to."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -30,6 +30,7 @@ class Decoding:
     """How to guess and to verify, as the flags of `test.py` say; gamma None is the default of the draft-length rule.
 
     lookup: the text so far guesses, instead of a draft model. draft_temperature, draft_top_p: as in `ModelDrafter`.
+    tree: the shape of a tree of guesses (`Tree.of`), or "auto"; None: a chain, but in the methods for trees.
     """
 
     gamma: int | None = None
@@ -37,6 +38,8 @@ class Decoding:
     draft_threshold: float = 0.4
     target_threshold: float = 0.5
     verification: str = "token"
+    tree: str | None = None
+    tree_rule: str = "traversal"
     gamma1: int = 4
     gamma2: int = 4
     ngram: int = 3
@@ -134,7 +137,8 @@ def speculative(
 
 def step_by_step(plan: Plan) -> Plan:
     """The graphs of forwards for a model that draws with the host's help after each token: no draw is one graph."""
-    return Plan(plan.widths | {1} | ({plan.read} if plan.draws else frozenset()), plan.draws, plan.read)
+    reads = {plan.read} if plan.draws or plan.trees else frozenset()
+    return replace(plan, widths=plan.widths | {1} | reads, trees=frozenset())
 
 
 # For guesses of varying number: widths and draws of their own for the lengths of `CostAware`.
@@ -173,8 +177,9 @@ def whole_rounds(rule: str | None = None) -> Callable[[Decoding], frozenset[int]
 
 
 def follows_no_clock(decoding: Decoding) -> bool:
-    """The costAware rule follows the clock: its guesses differ from run to run, and the tokens with them."""
-    return decoding.draft_length != "costAware"
+    """What follows the clock, the costAware rule or --tree auto, guesses otherwise in each run, and draws other
+    tokens."""
+    return decoding.draft_length != "costAware" and decoding.tree != "auto"
 
 
 # Cascades.

@@ -154,8 +154,6 @@ def test_a_draft_that_missed_rounds_reads_them_by_a_graph_and_guesses_by_another
     assert text == regrSampling(PROMPTS[:1], eager, 30, GREEDY)[0] and set(calls) == {3} and len(calls) > 2
 
 
-
-
 @pytest.mark.parametrize(
     "sampling, own",
     [(Sampling(), Sampling()), (GREEDY, GREEDY), (Sampling(), Sampling(0.4, 0, 1.0)), (GREEDY, Sampling())],

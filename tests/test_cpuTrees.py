@@ -9,7 +9,7 @@ from decoding.trees import Tree
 from decoding.treeVerification import TREE_RULES
 from engine.compiling import compile_model
 from engine.graphs import Plan
-from methods.treeSampling import treeSampling
+from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling
 
@@ -36,10 +36,10 @@ def test_texts_are_those_of_eager_models(compiled, prompts, rule):
         for pair in (compiled, (eager, near(eager))):
             before = target.graphs.used
             generator = torch.Generator().manual_seed(3)
-            given = prompts, *pair, 40, TREE, sampling, None, generator, None, TREE_RULES[rule]
+            given = prompts, pair[0], TreeDrafter(pair[1]), 40, TREE, sampling, None, generator, None, TREE_RULES[rule]
             made.append(treeSampling(*given)[0])
             uses = target.graphs.used > before + 3
             assert uses == (pair is compiled)
         assert made[0] == made[1]
     plain, _ = regrSampling(prompts, eager, 40, GREEDY)
-    assert treeSampling(prompts, *compiled, 40, TREE, GREEDY)[0] == plain
+    assert treeSampling(prompts, target, TreeDrafter(compiled[1]), 40, TREE, GREEDY)[0] == plain

@@ -8,13 +8,15 @@ from scipy.stats import chi2_contingency
 from test_specSampling import PROMPTS, near
 
 from decoding import treeRounds
+from decoding.rounds import first_token, prefill
+from decoding.rows import Rows
 from decoding.treeRounds import TreeGuesses
 from decoding.trees import Tree
 from decoding.treeVerification import TREE_RULES, top_down_rule, traversal_rule
 from decoding.verification import block_rule
 from methods import treeSampling as loop
 from methods.drafters import ModelDrafter
-from methods.treeSampling import treeSampling
+from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling
@@ -35,7 +37,7 @@ def test_greedy_rows_equal_plain_greedy(family):
     draft = near(target) if family == "gpt_neox" else helpers.tiny(family, seed=1)
     plain, _ = regrSampling(PROMPTS, target, 40, GREEDY)
     for rule in TREE_RULES.values():
-        texts, _ = treeSampling(PROMPTS, target, draft, 40, Tree.of("3/2,1,0/1,2,0"), GREEDY, verify=rule)
+        texts, _ = treeSampling(PROMPTS, target, TreeDrafter(draft), 40, Tree.of("3/2,1,0/1,2,0"), GREEDY, verify=rule)
         assert texts == plain
 
 
@@ -43,7 +45,7 @@ def test_greedy_rows_equal_plain_greedy(family):
 def test_greedy_rows_equal_plain_greedy_for_every_shape_and_with_a_repetition_penalty(pair, shape):
     for sampling in (GREEDY, Sampling(0.0, 0, 1.0, 1.3)):
         plain, _ = regrSampling(PROMPTS, pair[0], 40, sampling)
-        texts, records = treeSampling(PROMPTS, *pair, 40, Tree.of(shape), sampling)
+        texts, records = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 40, Tree.of(shape), sampling)
         assert texts == plain
     accepted = {a for record in records for a in record.accepted[1:]}
     assert len(accepted) > 1
@@ -63,7 +65,9 @@ def p_value(shape="2,1", rule=traversal_rule, sampling=FREE, length=4, draws=DRA
         wanted[len(prefix)] = helpers.joint_distribution(target, prefix, length, sampling)
     prefixes = [[1, 2, 0, 1, 2], [1]] * (draws // 2)
     generator = torch.Generator().manual_seed(seed)
-    made, _ = treeSampling(prefixes, target, draft, length, Tree.of(shape), sampling, generator=generator, verify=rule)
+    made, _ = treeSampling(
+        prefixes, target, TreeDrafter(draft), length, Tree.of(shape), sampling, generator=generator, verify=rule
+    )
     for prefix, text in zip(prefixes, made):
         texts.setdefault(len(prefix), []).append(text)
     return min(helpers.chi_square(texts[n], wanted[n], target.vocabulary) for n in wanted)
@@ -86,14 +90,35 @@ def test_texts_have_the_targets_distribution(rule, shape, sampling):
 # Planted mistakes.
 
 
-def test_an_ancestor_mask_with_a_sibling_in_it_is_caught(monkeypatch):
+def scores(pair, shape="3,2"):
+    """The target's scores of a tree of guesses, and those of each path read as a text of its own."""
+    tree, rows = Tree.of(shape), Rows(PROMPTS, 8, pair, spare=9)
+    first_token(rows, pair[0], GREEDY)
+    prefill(pair[1], rows)
+    guesses = treeRounds.grow(pair[1], rows, 2, tree, FREE, torch.Generator().manual_seed(0))
+    block, places = torch.cat([rows.last(1)[0], guesses.drafts], 1), treeRounds.Places.of(rows, tree)
+    found = treeRounds.forward(pair[0], block, places, treeRounds.reached(rows, tree))
+    paths = [[0, *tree.path(node)] for node in range(tree.size + 1)]
+    alone = [
+        [pair[0].score(torch.tensor([text[:-1] + block[row, path].tolist()]))[0, -1] for path in paths]
+        for row, text in enumerate(rows.texts)
+    ]
+    return found, torch.stack([torch.stack(row) for row in alone])
+
+
+def test_each_node_is_scored_as_if_its_path_were_the_text(pair):
+    torch.testing.assert_close(*scores(pair), atol=1e-4, rtol=1e-4)
+
+
+def test_an_ancestor_mask_with_a_sibling_in_it_is_caught(monkeypatch, pair):
     def with_siblings(tree, device, honest=treeRounds.numbers.__wrapped__):
         depths, order, ancestors = honest(tree, device)
         elder = [1 << node - 1 if tree.ranks[node - 1] else 0 for node in range(1, tree.size + 1)]
         return depths, order, ancestors | torch.tensor([0, *elder])
 
     monkeypatch.setattr(treeRounds, "numbers", with_siblings)
-    assert p_value("3,2", draws=10_000) < 1e-6
+    found, alone = scores(pair)
+    assert (found - alone).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("model", [0, 1])
@@ -103,9 +128,9 @@ def test_keys_moved_to_a_wrong_slot_are_caught(monkeypatch, pair, model):
     def one_too_far(which, rows, tree, path, honest=treeRounds.keep):
         honest(which, rows, tree, path if which is not pair[model] else path.roll(1, 1))
 
-    plain, records = treeSampling(PROMPTS, *pair, 60, Tree.of("3,2,1"), GREEDY)
+    plain, records = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 60, Tree.of("3,2,1"), GREEDY)
     monkeypatch.setattr(loop, "keep", one_too_far)
-    texts, worse = treeSampling(PROMPTS, *pair, 60, Tree.of("3,2,1"), GREEDY)
+    texts, worse = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 60, Tree.of("3,2,1"), GREEDY)
     if model == 0:
         assert texts != plain
     else:
@@ -141,7 +166,9 @@ def test_a_chain_takes_the_rounds_of_block_verification(pair):
     """A chain is accepted as often as by the block rule, whose distribution of accepted guesses it has."""
 
     prefixes, counts = [[5, 9, 2, 7]] * 2000, []
-    _, records = treeSampling(prefixes, *pair, 5, Tree.chain(3), FREE, generator=torch.Generator().manual_seed(1))
+    _, records = treeSampling(
+        prefixes, pair[0], TreeDrafter(pair[1]), 5, Tree.chain(3), FREE, generator=torch.Generator().manual_seed(1)
+    )
     counts.append(torch.bincount(torch.tensor([record.accepted[1] for record in records]), minlength=4))
     drafter = ModelDrafter(pair[1])
     _, records = specSampling(
@@ -157,12 +184,14 @@ def test_rows_end_at_their_own_token_and_at_max_len(pair):
     for max_len in (1, 2, 3, 30):
         given = max_len, GREEDY
         wanted, _ = regrSampling(PROMPTS, pair[0], *given, end_of_text=end)
-        texts, records = treeSampling(PROMPTS, *pair, max_len, Tree.of("3,2,1,1"), GREEDY, end_of_text=end)
+        texts, records = treeSampling(
+            PROMPTS, pair[0], TreeDrafter(pair[1]), max_len, Tree.of("3,2,1,1"), GREEDY, end_of_text=end
+        )
         assert texts == wanted
         assert [sum(r.committed) for r in records] == list(map(len, wanted))
 
 
 def test_a_full_context_leaves_no_room_for_positions_beyond_it():
     target = helpers.tiny(context=32)
-    texts, _ = treeSampling([[1] * 12], target, near(target), 20, Tree.of("3,2,1,1"), GREEDY)
+    texts, _ = treeSampling([[1] * 12], target, TreeDrafter(near(target)), 20, Tree.of("3,2,1,1"), GREEDY)
     assert texts == regrSampling([[1] * 12], target, 20, GREEDY)[0]
