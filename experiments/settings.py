@@ -25,7 +25,7 @@ from inputs.models import default_mid, default_pair
 from methods.catalogue import METHODS
 from methods.makers import Decoding
 from methods.selection import check_roles, choose, choose_lossless, in_mode
-from methods.trees import choice_of
+from methods.treeMakers import choice_of
 from utils import UserError
 
 

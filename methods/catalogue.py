@@ -27,7 +27,7 @@ from methods.makers import (
     speculative_contrastive_graphs,
     whole_rounds,
 )
-from methods.trees import as_flags_say, graphs_as_flags_say, is_fixed, rounds_as_flags_say, tree, tree_graphs
+from methods.treeMakers import as_flags_say, graphs_as_flags_say, is_fixed, rounds_as_flags_say, tree, tree_graphs
 
 
 @dataclass(frozen=True)

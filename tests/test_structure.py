@@ -146,6 +146,10 @@ def test_no_function_is_long():
 
 ELSEWHERE = {  # modules that are proved by the tests of another one
     "room": "rows",
+    "treeChoice": "trees",
+    "treeRounds": "treeSampling",
+    "treeMakers": "catalogue",
+    "treeTokens": "treeSampling",
     "rounds": "graphs",
     "blockVerification": "verification",
     "interfaces": "structure",

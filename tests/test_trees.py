@@ -1,0 +1,88 @@
+"""The shape of a tree of guesses, and what chooses it."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoding.treeChoice import Auto, menu
+from decoding.trees import MOST, Tree
+from utils import UserError
+
+
+@st.composite
+def trees(draw):
+    """Any tree of up to 20 guesses: the parents of nodes in ascending order."""
+    parents = [0]
+    for node in range(1, draw(st.integers(1, 20))):
+        parents.append(draw(st.integers(parents[-1], node)))
+    return Tree(tuple(parents))
+
+
+@given(trees())
+def test_a_tree_is_its_text(tree):
+    assert Tree.of(str(tree)) == tree
+
+
+@given(trees())
+def test_nodes_know_their_ancestors(tree):
+    for node in range(tree.size + 1):
+        path = tree.path(node)
+        assert len(path) == tree.depths[node]
+        assert tree.ancestors[node] == sum(1 << other for other in [0, *path])
+        assert all(tree.parents[child - 1] == node for child in tree.children[node])
+    assert sorted(sum(tree.levels, ())) == list(range(tree.size + 1))
+    assert [tree.children[p][k] for p, k in zip(tree.parents, tree.ranks)] == list(range(1, tree.size + 1))
+
+
+def test_an_expansion_configuration_gives_every_node_of_a_level_as_many_children():
+    tree = Tree.of("3,2,1,1")
+    assert [len(level) for level in tree.levels] == [1, 3, 6, 6, 6]
+    assert str(tree) == "3,2,1,1" and Tree.of("3/2,2,2/1/1") == tree
+    assert Tree.chain(3) == Tree.of("1,1,1") and Tree.chain(3).is_chain and not tree.is_chain
+
+
+@pytest.mark.parametrize("text", ["", "0", "3,0", "x", "3/1,1", "9,9", "1,2,", "2,0,1", "1000", "-1", "1.5", "3/"])
+def test_what_is_no_tree_is_refused(text):
+    with pytest.raises(UserError, match=f"no tree of 1 to {MOST} guesses"):
+        Tree.of(text)
+
+
+class Clock:
+    """A machine on which a round with a tree takes `seconds(tree)`, and where the best guesses are always accepted."""
+
+    def __init__(self, monkeypatch, seconds, accepted):
+        self.now, self.seconds, self.accepted = 0.0, seconds, accepted
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def play(self, choice, rounds):
+        """The shapes that `choice` asks for."""
+        asked = []
+        choice.begin(None)
+        for _ in range(rounds):
+            tree = choice.tree()
+            self.now += self.seconds(tree)
+            last = 0
+            while tree and tree.children[last] and tree.depths[last] < self.accepted:
+                last = tree.children[last][0]
+            choice.learn({0: last} if tree else {})
+            asked.append(tree)
+        return asked
+
+
+def test_auto_finds_the_shape_with_the_most_tokens_per_second(monkeypatch):
+    """Scoring is free: the largest tree. Guesses cost as much as plain decoding and are never right: no guesses."""
+    free = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + 0.001 * tree.size, accepted=9)
+    asked = free.play(Auto(), 400)
+    assert max(map(asked[200:].count, menu())) > 150
+    favourite = max(menu(), key=asked[200:].count)
+    assert favourite.depth == max(tree.depth for tree in menu() if tree)
+    dear = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + tree.depth, accepted=0)
+    asked = dear.play(Auto(), 400)
+    assert asked[200:].count(None) > 150
+
+
+def test_auto_tries_other_shapes_again(monkeypatch):
+    free = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + 0.02 * tree.size, accepted=2)
+    assert len(set(free.play(Auto(), 800)[100:])) > 3
