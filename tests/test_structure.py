@@ -176,6 +176,7 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "evidence": "losslessness",
     "scorer": "losslessness",
     "plantedMistakes": "losslessness",
+    "plantedTreeRules": "treeVerification",
     "proof": "losslessness",
     "figures": "results",
     "lines": "results",

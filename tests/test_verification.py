@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from mistakes import (
     always_accept,
     block_without_the_weights,
@@ -14,28 +13,10 @@ from mistakes import (
     q_shifted,
     replace_from_p,
 )
-from outcomes import every_outcome, number
+from outcomes import at, every_outcome, joint, number, pairs, softmaxes
 
 from decoding import blockVerification, verification
 from decoding.verification import RULES, block_rule, token_rule
-
-
-def at(tree, texts):
-    """The distributions `[B, V]` after `texts[B, n]`, of a tree whose level n is `[V ** n, V]`."""
-    level = tree[texts.shape[1]]
-    return level[number(texts, level.shape[1])]
-
-
-def joint(tree, first=None):
-    """The distribution of a text that begins as `first[V ** n]` says (None: of nothing) and goes on as the tree does,
-    float64 `[V ** len(tree)]`."""
-    first = torch.ones(1, dtype=torch.float64) if first is None else first
-    vocabulary = tree[0].shape[1]
-    for level in tree:
-        if len(level) * vocabulary > len(first):
-            level = level.double()
-            first = (first[:, None] * level / level.sum(1, keepdim=True)).flatten()
-    return first
 
 
 def round_of(rule, p, q):
@@ -70,44 +51,8 @@ def error(rule, p, q):
     return (round_of(rule, p, q)[0] - joint(p)).abs().max().item()
 
 
-def softmaxes(vocabulary=4, gamma=3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        [torch.randn(vocabulary**n, vocabulary, generator=generator).mul(1.5).softmax(-1) for n in range(levels)]
-        for levels in (gamma + 1, gamma)
-    ]
-
-
-WEIGHTS = st.sampled_from([0, 0, 1, 1, 2, 3, 10, 1000, 10**7])
-
-
-@st.composite
-def rounds(draw):
-    """Trees p and q over 2 to 6 tokens, 1 to 3 guesses deep, of distributions with zeros and of very unequal ones. At
-    each node q is a distribution of its own, p, nearly p, what p excludes, or nothing: no further guess in that row."""
-    vocabulary, gamma = draw(st.integers(2, 6)), draw(st.integers(1, 3))
-    rows = st.lists(WEIGHTS, min_size=vocabulary, max_size=vocabulary).filter(any)
-    pool = torch.tensor(draw(st.lists(rows, min_size=1, max_size=5)), dtype=torch.float32)
-    pool = pool / pool.sum(1, keepdim=True)
-    kinds = torch.tensor(draw(st.lists(st.integers(0, 4), min_size=1, max_size=4)))
-    near, generator = draw(st.sampled_from([1e-7, 1e-6, 1e-3])), torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    p, q, guessed = [], [], torch.ones(1, dtype=torch.bool)
-    for n in range(gamma + 1):
-        pick = torch.randint(len(pool), (2, vocabulary**n), generator=generator)
-        p.append(pool[pick[0]])
-        noise = 1 + near * torch.randn(p[n].shape, generator=generator).clamp(-2, 2)
-        choices = torch.stack([pool[pick[1]], p[n], p[n] * noise, (p[n] == 0).float(), torch.zeros_like(p[n])])
-        chosen = choices[
-            kinds[torch.randint(len(kinds), (vocabulary**n,), generator=generator)], torch.arange(len(p[n]))
-        ]
-        chosen = chosen / chosen.sum(1, keepdim=True).clamp(min=1e-30) * guessed[:, None]
-        guessed = (chosen.sum(1) > 0).repeat_interleave(vocabulary)
-        q.append(chosen)
-    return p, q[:gamma]
-
-
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(rounds())
+@given(pairs())
 def test_both_rules_emit_the_targets_distribution_and_blocks_keep_more(trees):
     emitted, kept = zip(*(round_of(rule, *trees) for rule in (token_rule, block_rule)))
     for each in emitted:
