@@ -183,7 +183,7 @@ def check_together(settings: Settings) -> None:
         raise UserError("--draft lookup is no model and needs no device; leave out --draftDevice")
     if settings.models.draft_device == "auto":
         raise UserError("--draftDevice auto: a draft is on one device; name it")
-    if settings.decoding.tree:
+    if settings.decoding.tree is not None:
         check_tree(settings)
     own = settings.decoding.draft_temperature, settings.decoding.draft_top_p
     if settings.decoding.lookup and own != (None, None):

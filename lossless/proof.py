@@ -21,7 +21,8 @@ from experiments.prepare import LoadedModels, Prepared
 from experiments.processes import ALONE, Processes
 from inputs.devices import pick_dtype
 from lossless.evidence import Evidence, limit_of, seen_by
-from lossless.plantedMistakes import MISTAKES
+from lossless.plantedMistakes import MISTAKES, Mistake
+from lossless.plantedTrees import TREE_MISTAKES, TreeMistake
 from lossless.scorer import Scorer, greedy_figures
 from methods.catalogue import METHODS
 from methods.makers import Decoding, Models, Sampler, guesser
@@ -138,6 +139,8 @@ class Proof:
         """Test samplers with a planted mistake."""
         # Guesses from the text so far have q = 1: none is ever dropped.
         names = [name for name in MISTAKES if name != "dropped guess" or "draft" in self.models]
+        if any(METHODS[name].guesses_tree(self.trial.decoding) for name in self.trial.names):
+            names += TREE_MISTAKES
         found = self.processes.mapped(self.find_mistake, names)
         for line in tqdm(found, "planted mistakes", len(names), disable=None, leave=False):
             self.append(kind="power", **self.shown, **line)
@@ -145,7 +148,8 @@ class Proof:
     def find_mistake(self, name: str) -> dict[str, Any]:
         """The figures of a sampler with a planted mistake, tested on twice as many texts each time until a test
         fails."""
-        trial, mistake = self.trial, MISTAKES[name]
+        trial = self.trial
+        mistake: Mistake | TreeMistake = MISTAKES[name] if name in MISTAKES else TREE_MISTAKES[name]
         most = trial.batches * trial.rows  # texts
         tested, drafter = mistake.tested(trial.sampling), guesser(self.models, trial.decoding)
         gamma, threshold = trial.decoding.gamma or 4, trial.decoding.draft_threshold

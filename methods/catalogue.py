@@ -42,6 +42,7 @@ class Method:
     lossless: its text is distributed as the target's. seeded: f(decoding) -> whether the seed fixes its tokens.
     contrasts: it needs two different models that both know every token.
     guesser: the role of the model whose distributions are the q of its guesses.
+    guesses_tree: f(decoding) -> whether its guesses form a tree.
     modes: the modes of `test.py` that measure it. in_all: whether "all" methods include it.
     """
 
@@ -55,6 +56,7 @@ class Method:
     seeded: Callable[[Decoding], bool] = field(default=lambda decoding: True)
     contrasts: bool = False
     guesser: str = "draft"
+    guesses_tree: Callable[[Decoding], bool] = field(default=lambda decoding: False)
     modes: tuple[str, ...] = ()
     in_all: bool = True
 
@@ -94,6 +96,7 @@ CATALOGUE = (
         rounds=rounds_as_flags_say,
         lossless=True,
         seeded=follows_no_clock,
+        guesses_tree=lambda decoding: decoding.tree is not None,
         modes=("speed", "speedMulti", "diversity"),
         in_all=False,
     ),
@@ -153,6 +156,7 @@ CATALOGUE = (
         graphs=tree_graphs,
         lossless=True,
         seeded=is_fixed,
+        guesses_tree=lambda decoding: True,
     ),
     Method(
         "topDown",
@@ -162,6 +166,7 @@ CATALOGUE = (
         graphs=tree_graphs,
         lossless=True,
         seeded=is_fixed,
+        guesses_tree=lambda decoding: True,
         in_all=False,
     ),
     Method(

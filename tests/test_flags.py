@@ -118,6 +118,8 @@ TABLES = {
         "--draftThreshold": Number(0, 1),
         "--targetThreshold": Number(0, 1),
         "--verification": Choice("token", "block"),
+        "--tree": Name(("3,2,1,1", "3/2,1,0", "auto"), ["0", "3,0", "3/1,1", "9,9", "-1", "Auto", "1.5"]),
+        "--treeRule": Choice("traversal", "topDown"),
         "--gamma1": LENGTH,
         "--gamma2": LENGTH,
         "--ngram": COUNT,

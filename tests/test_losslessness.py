@@ -15,6 +15,7 @@ from experiments import settings
 from lossless import scorer as scoring
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES, always_accept
+from lossless.plantedTrees import TREE_MISTAKES
 from lossless.scorer import Scorer, greedy_figures
 from methods import makers
 from methods.drafters import ModelDrafter
@@ -141,6 +142,14 @@ def test_each_planted_mistake_is_caught(pair, name):
     assert seen_by(Scorer(target, draft, sampling).evidence(PROMPTS * 16, texts).figures(), limit_of(8))
 
 
+@pytest.mark.parametrize("name", TREE_MISTAKES)
+def test_each_planted_mistake_of_trees_is_caught(pair, name):
+    target, draft, sampling = pair[0], near(pair[0], noise=0.2), Sampling(0.6, 0, 1.0)
+    sampler = TREE_MISTAKES[name].sampler(target, ModelDrafter(draft))
+    texts, _ = sampler(PROMPTS * 16, 100, sampling, None, torch.Generator().manual_seed(0))
+    assert seen_by(Scorer(target, draft, sampling).evidence(PROMPTS * 16, texts).figures(), limit_of(8))
+
+
 def test_the_stale_slot_is_stale_only_after_a_rejection(pair):
     """With a draft that is always right there is nothing to roll back, and the mistake is none."""
     target, _ = pair
@@ -212,11 +221,11 @@ def prove(cli, flags, folder, *more):
 
 def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, capsys):
     code, lines, text = prove(cli, flags, tmp_path, "all", "--tokens", "60", "--maxLen", "12")
-    names = ["fixed", "additive", "draftConfidence", "targetConfidence", "costAware", "block", "lookup"]
-    assert code == 0 and "Lossless: 60 tokens of each of 7 methods" in text
+    names = ["fixed", "additive", "draftConfidence", "targetConfidence", "costAware", "block", "tree", "lookup"]
+    assert code == 0 and "Lossless: 60 tokens of each of 8 methods" in text
     assert [m["method"] for m in lines if m["kind"] == "lossless"] == names
-    assert all(m["limit"] == limit_of(7) and len(m["counts"]) == BINS for m in lines if m["kind"] == "lossless")
-    assert [m["mistake"] for m in lines if m["kind"] == "power"] == list(MISTAKES)
+    assert all(m["limit"] == limit_of(8) and len(m["counts"]) == BINS for m in lines if m["kind"] == "lossless")
+    assert [m["mistake"] for m in lines if m["kind"] == "power"] == [*MISTAKES, *TREE_MISTAKES]
     assert [(m["method"], m["dtype"]) for m in lines if m["kind"] == "greedy"] == [
         (name, dtype) for dtype in ("float32", "bfloat16") for name in ("target", *names)
     ]
