@@ -20,7 +20,7 @@ from methods.makers import Sampler
 from methods.treeSampling import TreeDrafter, treeSampling
 from utils import Sampling
 
-SHAPE = Tree.of("2,2,1")
+SHAPE = Tree.of("4,2")
 UNSURE = 0.4  # A guess whose q is below this is dropped.
 
 
@@ -58,7 +58,7 @@ def mass_not_updated(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree
 
 
 class SeesSibling(CachedModel):
-    """A target whose ancestor mask has a sibling in it: a node also attends to the slot before its own."""
+    """A target whose ancestor masks have siblings in them: a node attends to all nodes before it."""
 
     def __init__(self, model: CachedModel) -> None:
         super().__init__(model.model, model.vocabulary, model.name)  # The same weights, a cache of its own.
@@ -73,7 +73,7 @@ class SeesSibling(CachedModel):
     ) -> Tensor:
         """As `CachedModel.forward`."""
         if slots is not None and mask is not None:
-            mask = mask.scatter(-1, (slots - 1)[..., None], True)
+            mask = torch.arange(mask.shape[-1], device=mask.device) <= slots[..., None]
         return super().forward(tokens, positions, slots, mask, keep)
 
 
@@ -121,6 +121,6 @@ TREE_MISTAKES = {
         f"a node is dropped after it was drawn, if its q is below {UNSURE}", unsure_node_dropped
     ),
     "mass not updated": TreeMistake("a rejected subtree leaves the mass as it was", mass_not_updated),
-    "sibling in the mask": TreeMistake("a node attends to its sibling", target=SeesSibling),
+    "sibling in the mask": TreeMistake("a node attends to all nodes before it, siblings too", target=SeesSibling),
     "wrong slot": TreeMistake("the keys of the accepted path are moved to wrong slots", target=MovesWrong),
 }
