@@ -252,8 +252,13 @@ def guess(
 
     The draft may be on a device of its own. Then these tokens travel there, and the guesses and their q back.
     """
-    tokens, positions = rows.last(read, count)
     seen, target = rows.seen(model.vocabulary, sampling), rows.target
+    if read > 2 and use_graph(model, "draw", len(rows.tokens), 2, seen=seen):
+        # Drawing graphs read two tokens. What the draft missed before them is read apart.
+        missed, at = rows.last(read)
+        forward(model, missed[:, :-2].to(model.device), at[:, :-2].to(model.device))
+        read = 2
+    tokens, positions = rows.last(read, count)
     shape = len(tokens), read, count
     if use_graph(target, "round", model.graphs, *shape, seen=seen, length=length, unread=rows.unread):
         u = uniform(count, len(tokens), device=rows.device, generator=generator)

@@ -72,6 +72,7 @@ def typed(args: argparse.Namespace) -> Settings:
         gamma2=args.gamma2,
         ngram=args.ngram,
         lookup=args.draft == "lookup",
+        lookup_first=args.lookupFirst,
         plausibility=args.plausibility,
         amateur_temperature=args.amateurTemperature,
         contrastive_temperature=args.contrastiveTemperature,
@@ -178,6 +179,8 @@ def check_together(settings: Settings) -> None:
         raise UserError("--draft lookup is no model and needs no device; leave out --draftDevice")
     if settings.models.draft_device == "auto":
         raise UserError("--draftDevice auto: a draft is on one device; name it")
+    if settings.decoding.lookup and settings.decoding.lookup_first:
+        raise UserError("--lookupFirst is for a draft model that guesses too; leave it out, or name one with --draft")
     if settings.decoding.lookup and settings.measuring.ppl:
         raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
     if settings.models.draft_vocab:

@@ -120,6 +120,7 @@ TABLES = {
         "--verification": Choice("token", "block"),
         "--gamma1": LENGTH,
         "--gamma2": LENGTH,
+        "--lookupFirst": Switch,
         "--ngram": COUNT,
         "--draftVocab": COUNT,
         "--plausibility": Number(0, 1),
@@ -322,6 +323,7 @@ CLASHES = """
 --draft lookup --compare contrastive
 --draft lookup --speedMulti
 --draft lookup --sweep --diversity
+--draft lookup --lookupFirst
 --draftVocab 9 --ppl
 --draftVocab 9 --draft lookup
 --draftVocab 9 --contrastive
