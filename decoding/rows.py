@@ -69,6 +69,12 @@ class Rows:
         self._offsets: dict[tuple[int, int], Tensor] = {}
 
     @property
+    def settled(self) -> list[int]:
+        """How many of its first tokens each row keeps for good: all, except in a cascade, where other rows may replace
+        the last ones."""
+        return list(map(len, self.texts))
+
+    @property
     def left(self) -> list[int]:
         """Tokens each row may still add: 0 if it has ended, or if it is out of room while it guesses for others."""
         return [

@@ -19,7 +19,7 @@ def add_decoding(group: Group) -> None:
         type=whole(1, 1000),
         metavar="N",
         help="How many tokens to guess in a round. For the additive rule it is the least, for draftConfidence and "
-        "costAware the most. Default: 4; for draftConfidence and costAware 10.",
+        "costAware the most. Default: 4; for draftConfidence, costAware and lookup 10.",
     )
     group.add_argument(
         "--draftLength",
@@ -86,12 +86,17 @@ def add_drafters(group: Group) -> None:
         "Default: 4.",
     )
     group.add_argument(
+        "--lookupFirst",
+        action="store_true",
+        help="Let the text so far guess where its last tokens occurred before, as for --draft lookup, and the draft "
+        "model elsewhere.",
+    )
+    group.add_argument(
         "--ngram",
         type=whole(1),
-        default=3,
         metavar="N",
-        help="For lookup: guesses are what followed the last N tokens when they occurred before. If they did not "
-        "occur, fewer are tried. Default: 3.",
+        help="For lookup: at least so many of the last tokens must have occurred before. As many as possible are "
+        "looked up. Default: 1; 4 where a draft model guesses elsewhere.",
     )
     group.add_argument(
         "--draftVocab",

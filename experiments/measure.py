@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from tqdm import tqdm
@@ -13,12 +13,14 @@ from tqdm import tqdm
 import PPL
 from decoding.verification import RULES as VERIFICATIONS
 from experiments import diversity, sweep
+from experiments.acceptance import Positions, overlap_by_position
 from experiments.prepare import LoadedModels, Prepared
 from experiments.speed import Timed, digest, measure
 from inputs.escape import visible
-from methods.makers import Models, Sampler, guesser
+from methods.catalogue import METHODS
+from methods.makers import LOOKED_UP, Models, Sampler, Wrap, guesser
 from methods.selection import build, repeatable
-from utils import GREEDY
+from utils import GREEDY, Sampling
 
 Append = Callable[..., object]  # takes one line of results by keywords
 
@@ -38,7 +40,10 @@ def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: lis
     settings, tokenizer, device = prepared.settings, prepared.tokenizer, prepared.device
     measuring, decoding = settings.measuring, settings.decoding
     max_len, repeats = settings.sampling.max_len_of(mode), measuring.repeats_of(mode)
-    gamma = 4 if mode == "speed" and decoding.draft_length == "fixed" else None  # Elsewhere each method has its own.
+    usual = LOOKED_UP if decoding.lookup else 4
+    gamma = (
+        usual if mode == "speed" and decoding.draft_length == "fixed" else None
+    )  # Elsewhere each method has its own.
     for temperature in settings.sampling.temperatures or [None] if mode == "sweep" else [None]:
         sampling = settings.sampling.of(mode, temperature)
         roles: Models = dict(models)
@@ -66,6 +71,10 @@ def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: lis
             )
             append(kind="costs", **shown, **costs)
 
+        if mode == "compare":
+            for name, positions in overlaps(prepared, roles, prompts, sampling):
+                append(kind="overlap", **shown, method=name, overlap_by_position=positions)
+
         def timed(sampler: Sampler) -> Timed:
             return lambda prompt, generator: sampler([prompt], max_len, sampling, tokenizer.eos_token_id, generator)  # noqa: B023
 
@@ -76,6 +85,22 @@ def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: lis
             for line in prepared.processes.merged(lines):
                 append(kind="speed", repeatable=repeatable(line["method"], decoding), **shown, **line)
                 bar.update()
+
+
+def overlaps(
+    prepared: Prepared, models: Models, prompts: list[list[int]], sampling: Sampling
+) -> Iterator[tuple[str, Positions]]:
+    """The methods of --compare that guess for the target, and the overlaps of p and q at each position of a round."""
+    settings = prepared.settings
+    names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and name != "target"]
+    for name in tqdm(names, "overlap of p and q", disable=None, leave=False):
+
+        def make(wrap: Wrap, name: str = name) -> Sampler:
+            return METHODS[name].make(models, settings.decoding, wrap)
+
+        max_len, ends = settings.sampling.max_len_of("compare"), prepared.tokenizer.eos_token_id
+        given = models["target"], sampling, max_len, ends, settings.measuring.seed, prepared.processes.mapped
+        yield name, overlap_by_position(make, prompts, *given)
 
 
 def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) -> None:

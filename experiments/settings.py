@@ -77,6 +77,7 @@ def typed(args: argparse.Namespace) -> Settings:
         lookup=args.draft == "lookup",
         draft_temperature=args.draftTemperature,
         draft_top_p=args.draftTop_p,
+        lookup_first=args.lookupFirst,
         plausibility=args.plausibility,
         amateur_temperature=args.amateurTemperature,
         contrastive_temperature=args.contrastiveTemperature,
@@ -188,6 +189,8 @@ def check_together(settings: Settings) -> None:
     own = settings.decoding.draft_temperature, settings.decoding.draft_top_p
     if settings.decoding.lookup and own != (None, None):
         raise UserError("--draft lookup draws nothing; leave out --draftTemperature and --draftTop_p")
+    if settings.decoding.lookup and settings.decoding.lookup_first:
+        raise UserError("--lookupFirst is for a draft model that guesses too; leave it out, or name one with --draft")
     if settings.decoding.lookup and settings.measuring.ppl:
         raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
     if settings.models.draft_vocab:
@@ -200,6 +203,8 @@ def check_tree(settings: Settings) -> None:
     choice_of(settings.decoding)
     if settings.decoding.lookup:
         raise UserError("a tree grows from a draft model, and --draft lookup is none; leave out --tree")
+    if settings.decoding.lookup_first:
+        raise UserError("a tree grows from a draft model alone; leave out --lookupFirst or --tree")
     if flags["sweep"]:
         raise UserError("--sweep is over gamma, the length of a chain; leave out --tree, or --compare trees")
     if settings.measuring.played:

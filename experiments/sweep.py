@@ -17,8 +17,9 @@ from decoding.interfaces import Drafter, Model, VerificationRule
 from decoding.rounds import forward
 from engine.cachedModel import CachedModel
 from experiments import theory
+from experiments.acceptance import Positions, overlap_by_position
 from experiments.speed import Measurement, interval, paired_ratios, quiet, summarize
-from methods.makers import Sampler, loop
+from methods.makers import Sampler, Wrap, loop
 from specSampling import specSampling
 from utils import Sampling, seen_after
 
@@ -41,11 +42,30 @@ def costs(
     device: str,
     spread: Callable[..., Iterable[Any]] = map,
 ) -> dict[str, Any]:
-    """What theory needs beside the timed texts: {"alpha": `overlap_alpha`, "scoring": `scoring_costs`}. spread: as in
-    `overlap_alpha`."""
+    """What theory needs beside the timed texts: {"alpha": `overlap_alpha`, "scoring": `scoring_costs`,
+    "overlap_by_position": `overlaps`}. spread: as in `overlap_alpha`."""
     (scoring,) = spread(lambda prompt: scoring_costs(prompt, target, sampling, device), prompts[:1])
     alpha = overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed, spread)
-    return {"alpha": alpha, "scoring": scoring}
+    positions = overlaps(prompts, target, drafter, sampling, verify, max_len, seed, spread)
+    return {"alpha": alpha, "scoring": scoring, "overlap_by_position": positions}
+
+
+def overlaps(
+    prompts: Sequence[list[int]],
+    target: CachedModel,
+    drafter: Drafter,
+    sampling: Sampling,
+    verify: VerificationRule,
+    max_len: int,
+    seed: int,
+    spread: Callable[..., Iterable[Any]] = map,
+) -> Positions:
+    """`overlap_by_position` of rounds with the most guesses of the sweep."""
+
+    def make(wrap: Wrap) -> Sampler:
+        return loop(target, wrap(drafter), Fixed(max(GAMMAS)), verify)
+
+    return overlap_by_position(make, prompts, target, sampling, max_len, None, seed, spread)
 
 
 def overlap_alpha(
@@ -113,8 +133,9 @@ def predict(lines: Sequence[Measurement], costs: dict[str, Any]) -> dict[str, An
     """What was measured at one temperature, and what theory predicts.
 
     "rows": for each gamma the measured figures of `speed.summarize`, with "paper", the speed-up by the paper's theorem
-    3.8, and "theory", the same with the measured cost of scoring. "alpha", "c": what theory is given. "plain": the
-    target alone. "best": the gamma that is best by the paper's theorem.
+    3.8, and "theory", the same with the measured cost of scoring; "expected", the tokens a round that follow from the
+    overlaps of p and q (nan where the record has none). "alpha", "c": what theory is given. "plain": the target alone.
+    "best": the gamma that is best by the paper's theorem.
     """
     rows = {row["method"]: row for row in summarize(lines)}
     # Without a draft model (lookup) a guess costs nothing.
@@ -122,12 +143,14 @@ def predict(lines: Sequence[Measurement], costs: dict[str, Any]) -> dict[str, An
     counts = [pair for m in lines if m["method"].startswith("gamma") for pair in m["acceptance_by_position"]]
     tested, passed = (sum(column) for column in zip(*counts or [(0, 0)]))
     alpha = passed / tested if tested else float("nan")
+    rates = [overlap / tested for _, tested, overlap in costs.get("overlap_by_position", ())]
     found = [
         rows[f"gamma {gamma}"]
         | {
             "gamma": gamma,
             "paper": theory.improvement(alpha, gamma, c),
             "theory": theory.improvement(alpha, gamma, c, costs["scoring"][gamma]),
+            "expected": theory.expected_chain(rates[:gamma]) if len(rates) >= gamma else float("nan"),
         }
         for gamma in GAMMAS
         if f"gamma {gamma}" in rows  # Some are missing in a run that was stopped.

@@ -3,12 +3,25 @@
 alpha: the acceptance rate. c: the cost of a draft step over that of a target forward. gamma: guesses in a round.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
     """The expected tokens of a round, equation 1: (1 - alpha^(gamma + 1)) / (1 - alpha)."""
     return gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def expected_chain(rates: Sequence[float]) -> float:
+    """The expected tokens of a round of guesses one after the other: 1 + a_1 + a_1 a_2 + ..., where `rates` are a_1,
+    a_2, ..., the acceptance of the guess at each position if all before it were accepted. Equation 1 where all are
+    alpha."""
+    tokens = reach = 1.0
+    for rate in rates:
+        reach *= rate
+        tokens += reach
+    return tokens
 
 
 def improvement(alpha: float, gamma: int, c: float, scoring: float = 1.0) -> float:

@@ -32,7 +32,12 @@ class InnerRows(Rows):
         self.lengths, self.going = outer.lengths, outer.going
         self.texts, self.ended = [list(text) for text in outer.texts], list(outer.ended)
         self.tokens = [[] for _ in outer.tokens]
-        self.unread = unread
+        self.unread, self.outer_settled = unread, outer.settled
+
+    @property
+    def settled(self) -> list[int]:
+        """What the outermost rows have committed."""
+        return self.outer_settled
 
     def ahead_of(self, outer: Rows) -> int:
         """Tokens committed here beyond `outer`, in the row that has fewest and has not ended."""

@@ -1,33 +1,47 @@
-"""`LookupDrafter`: the text so far guesses."""
+"""`LookupDrafter`: the text so far guesses; `LookupFirst`: it does where it can, and another drafter elsewhere."""
 
 from collections.abc import Sequence
 
 import torch
-from torch import Generator
+import torch.nn.functional as F
+from torch import Generator, Tensor
 
-from decoding.interfaces import LengthRule, Model
+from decoding.interfaces import Drafter, LengthRule, Model
 from decoding.rounds import Guesses, no_guesses
 from decoding.rows import Rows, upload
+from methods.suffixAutomaton import SuffixAutomaton
 from utils import Sampling, UserError
 
 
 class LookupDrafter:
-    """The text so far guesses: what followed the last time its last `ngram` tokens (or fewer, down to one) occurred
-    (prompt lookup decoding; Saxena 2023). No model is needed. q is one-hot, so a guess is accepted with probability
-    p."""
+    """The text so far guesses: what followed most often where the longest possible ending of the text occurred before
+    (prompt lookup decoding, Saxena 2023; by a suffix automaton, arXiv 2411.10666). No model is needed. q is one-hot, so
+    a guess is accepted with probability p.
+
+    Endings shorter than `ngram` tokens are not looked up. One of n tokens gives no more than 2 n guesses: short endings
+    are weak evidence, and the target has to score what they give. What matches depends on committed tokens alone.
+    """
 
     models: Sequence[Model] = ()
 
-    def __init__(self, vocabulary: int, ngram: int = 3) -> None:
+    def __init__(self, vocabulary: int, ngram: int = 1) -> None:
         if ngram < 1:
             raise UserError(f"the n-gram of lookup must be 1 or more tokens, not {ngram}")
         self.vocabulary, self.ngram = vocabulary, ngram
 
     def begin(self, rows: Rows) -> None:
-        """Nothing to read."""
+        """Read the rows."""
+        self.automata = [SuffixAutomaton() for _ in rows.texts]
+        self.read(rows)
 
     def rewind(self, count: int) -> None:
-        """Nothing to read again."""
+        """Nothing to read again: only tokens that stay were read."""
+
+    def read(self, rows: Rows) -> None:
+        """Extend the automata by the tokens that stay."""
+        for automaton, text, settled in zip(self.automata, rows.texts, rows.settled):
+            for token in text[automaton.size : settled]:
+                automaton.append(token)
 
     def draft(
         self,
@@ -38,18 +52,101 @@ class LookupDrafter:
         length: LengthRule | None = None,
     ) -> Guesses:
         """As many guesses as the row with most has."""
-        guesses = [[] if ended else self.after(text)[:gamma] for text, ended in zip(rows.texts, rows.ended)]
-        width = max(map(len, guesses))
+        return self.guesses(rows, self.find(rows, gamma))
+
+    def find(self, rows: Rows, gamma: int) -> list[list[int]]:
+        """The guesses of each row, at most `gamma`; a row that has ended has none."""
+        self.read(rows)
+        return [
+            [] if ended else self.after(automaton, text[automaton.size :], gamma)
+            for automaton, text, ended in zip(self.automata, rows.texts, rows.ended)
+        ]
+
+    def after(self, automaton: SuffixAutomaton, tail: Sequence[int], gamma: int) -> list[int]:
+        """At most `gamma` guesses after the text of `automaton` and `tail`."""
+        match = automaton.whole()
+        for token in tail:
+            match = automaton.follow(match, token)
+        match = automaton.continued(match)
+        guesses: list[int] = []
+        most = min(gamma, 2 * match.length)
+        while len(guesses) < most and match.length >= self.ngram:
+            guesses.append(automaton.continuation(match))
+            match = automaton.continued(automaton.follow(match, guesses[-1]))
+        return guesses
+
+    def guesses(self, rows: Rows, found: Sequence[Sequence[int]]) -> Guesses:
+        """What `find` found, as tensors."""
+        width = max(map(len, found))
         if width == 0:
             return no_guesses(rows, self.vocabulary)
-        padded = upload([each + [-1] * (width - len(each)) for each in guesses], rows.device)
+        padded = upload([[*each, *[-1] * (width - len(each))] for each in found], rows.device)
         own, drafts = padded >= 0, padded.clamp(min=0)
-        return Guesses(drafts, torch.nn.functional.one_hot(drafts, self.vocabulary) * own[..., None].float())
+        return Guesses(drafts, F.one_hot(drafts, self.vocabulary) * own[..., None].float())
 
-    def after(self, text: list[int]) -> list[int]:
-        """What followed the latest earlier occurrence of the longest ending that occurred before."""
-        for n in range(min(self.ngram, len(text) - 1), 0, -1):
-            for start in range(len(text) - n - 1, -1, -1):
-                if text[start : start + n] == text[-n:]:
-                    return text[start + n :]
-        return []
+
+class LookupFirst:
+    """`lookup` guesses for each row that has a match, and `drafter` for the others.
+
+    Who guesses for a row depends on its committed tokens alone, so no guess is dropped after it was drawn. A round in
+    which all rows match needs no forward of `drafter`; it reads what it missed when it is asked again.
+    """
+
+    def __init__(self, lookup: LookupDrafter, drafter: Drafter) -> None:
+        self.lookup, self.drafter, self.models = lookup, drafter, drafter.models
+
+    def begin(self, rows: Rows) -> None:
+        """Read the prompts."""
+        self.lookup.begin(rows)
+        self.drafter.begin(rows)
+        self.known = [0 for _ in rows.texts]  # Tokens of each row that `drafter` has read, and that stayed.
+        self.asked = [True for _ in rows.texts]  # Whether it guessed for the row in the round before.
+        self.replaced = 0
+
+    def rewind(self, count: int) -> None:
+        """See `Drafter`."""
+        self.replaced += count
+
+    def draft(
+        self,
+        rows: Rows,
+        gamma: int,
+        sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses:
+        """The guesses of both."""
+        found = self.lookup.find(rows, gamma)
+        missed = self.missed(rows, [not (guesses or ended or gamma == 0) for guesses, ended in zip(found, rows.ended)])
+        if not any(self.asked):
+            return self.lookup.guesses(rows, found)
+        self.drafter.rewind(missed - 2)
+        theirs = self.drafter.draft(rows, gamma, sampling, generator, length)
+        if not any(found):
+            return theirs
+        ours = self.lookup.guesses(rows, found)
+        width, looked_up = (
+            max(ours.drafts.shape[1], theirs.drafts.shape[1]),
+            upload(list(map(bool, found)), rows.device),
+        )
+
+        def joined(mine: Tensor, other: Tensor) -> Tensor:
+            shape = [len(mine)] + [1] * (mine.dim() - 1)
+            mine, other = (
+                F.pad(each, (0, 0) * (each.dim() - 2) + (0, width - each.shape[1])) for each in (mine, other)
+            )
+            return torch.where(looked_up.view(shape), mine, other)
+
+        return Guesses(joined(ours.drafts, theirs.drafts), joined(ours.q, theirs.q))
+
+    def missed(self, rows: Rows, asked: list[bool]) -> int:
+        """How many of the last tokens `drafter` must read: at least two, as in any round. asked: the rows that it
+        guesses for now."""
+        # Of what it guessed itself it has read all but the last token, and not the target's own token after it.
+        own = [len(text) - 2 - self.replaced for text in rows.texts]
+        self.known = [new if was else min(old, new) for old, new, was in zip(self.known, own, self.asked)]
+        unread = [len(text) - known for text, known in zip(rows.texts, self.known)]
+        missed = max((count for count, now in zip(unread, asked) if now), default=0)
+        self.known = [known + count if count <= missed else known for known, count in zip(self.known, unread)]
+        self.asked, self.replaced = asked, 0
+        return missed

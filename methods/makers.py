@@ -19,7 +19,7 @@ from engine.graphs import Plan
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
-from methods.lookup import LookupDrafter
+from methods.lookup import LookupDrafter, LookupFirst
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import Sampling
@@ -27,10 +27,12 @@ from utils import Sampling
 
 @dataclass(frozen=True)
 class Decoding:
-    """How to guess and to verify, as the flags of `test.py` say; gamma None is the default of the draft-length rule.
+    """How to guess and to verify, as the flags of `test.py` say; gamma None is the default of the draft-length rule,
+    ngram None that of the drafter.
 
-    lookup: the text so far guesses, instead of a draft model. draft_temperature, draft_top_p: as in `ModelDrafter`.
     tree: the shape of a tree of guesses (`Tree.of`), or "auto"; None: a chain, but in the methods for trees.
+    lookup: the text so far guesses, instead of a draft model. lookup_first: it guesses where it has a match.
+    draft_temperature, draft_top_p: as in `ModelDrafter`.
     """
 
     gamma: int | None = None
@@ -42,13 +44,18 @@ class Decoding:
     tree_rule: str = "traversal"
     gamma1: int = 4
     gamma2: int = 4
-    ngram: int = 3
+    ngram: int | None = None
     lookup: bool = False
+    lookup_first: bool = False
     draft_temperature: float | None = None
     draft_top_p: float | None = None
     plausibility: float = 0.1
     amateur_temperature: float = 1.0
     contrastive_temperature: float = 0.0
+
+
+LOOKED_UP = 10  # The default gamma where the text so far guesses: its guesses cost nothing.
+LEAST = 4  # The default n-gram where a draft model guesses elsewhere: it is better than shorter matches.
 
 
 class Sampler(Protocol):
@@ -92,9 +99,10 @@ def one_token(role: str) -> Callable[[Decoding], Plans]:
 # Speculative sampling.
 
 
-def length_rule(name: str, decoding: Decoding) -> LengthRule:
-    """The draft-length rule of that name, as the flags set it."""
-    options: dict[str, float] = {} if decoding.gamma is None else {"length": decoding.gamma}
+def length_rule(name: str, decoding: Decoding, looks_up: bool = False) -> LengthRule:
+    """The draft-length rule of that name, as the flags set it. looks_up: no draft model guesses."""
+    gamma = decoding.gamma or (LOOKED_UP if looks_up and name == "fixed" else None)
+    options: dict[str, float] = {} if gamma is None else {"length": gamma}
     if name == "draftConfidence":
         options["threshold"] = decoding.draft_threshold
     elif name == "targetConfidence":
@@ -103,16 +111,27 @@ def length_rule(name: str, decoding: Decoding) -> LengthRule:
 
 
 def guesser(models: Models, decoding: Decoding) -> Drafter:
-    """The draft model, restricted if `--draftVocab` says so; or the text so far if `--draft lookup` does."""
-    model = models.get("restricted") or models.get("draft")
-    if model is None:
+    """What the flags say: the draft model, the text so far, or both."""
+    if "draft" not in models:
         return lookup(models, decoding)
+    return lookup_first(models, decoding) if decoding.lookup_first else draft_model(models, decoding)
+
+
+def draft_model(models: Models, decoding: Decoding) -> ModelDrafter:
+    """The draft model, restricted if `--draftVocab` says so."""
+    model = models["restricted"] if "restricted" in models else models["draft"]
     return ModelDrafter(model, decoding.draft_temperature, decoding.draft_top_p)
 
 
-def lookup(models: Models, decoding: Decoding) -> Drafter:
+def lookup(models: Models, decoding: Decoding) -> LookupDrafter:
     """The text so far."""
-    return LookupDrafter(models["target"].vocabulary, decoding.ngram)
+    return LookupDrafter(models["target"].vocabulary, decoding.ngram or 1)
+
+
+def lookup_first(models: Models, decoding: Decoding) -> Drafter:
+    """The text so far where it has a match, else the draft model."""
+    looked_up = LookupDrafter(models["target"].vocabulary, decoding.ngram or LEAST)
+    return LookupFirst(looked_up, draft_model(models, decoding))
 
 
 def loop(target: Model, drafter: Drafter, length: LengthRule, verify: VerificationRule) -> Sampler:
@@ -128,7 +147,7 @@ def speculative(
     """Speculative sampling with this draft-length rule and verification rule; None: those of the flags."""
 
     def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
-        length = length_rule(rule or decoding.draft_length, decoding)
+        length = length_rule(rule or decoding.draft_length, decoding, decoding.lookup or drafter is lookup)
         verify = VERIFICATIONS[verification or decoding.verification]
         return loop(models["target"], wrap(drafter(models, decoding)), length, verify)
 
@@ -152,13 +171,25 @@ def rounds_of(rule: str | None = None) -> Callable[[Decoding], Plans]:
     """The graphs of `speculative` with this draft-length rule: of one size, or of a few sizes if the length varies."""
 
     def graphs(decoding: Decoding) -> Plans:
-        name, gamma = rule or decoding.draft_length, decoding.gamma or 4
+        name, gamma = rule or decoding.draft_length, decoding.gamma or (LOOKED_UP if decoding.lookup else 4)
         plans = {"target": Plan(frozenset({gamma + 1})), "draft": Plan(draws=frozenset({gamma}), read=2)}
-        if name != "fixed":
+        if name != "fixed" or decoding.lookup:
             plans = {"target": plans["target"] | VARIED["target"], "draft": VARIED["draft"]}
+        if decoding.lookup_first:  # What the draft missed in a round without it is a block.
+            plans["draft"] |= Plan(plans["target"].widths)
         return plans
 
     return graphs
+
+
+def rounds_of_lookup(decoding: Decoding) -> Plans:
+    """The graphs where the text so far guesses, by the method or by `--draft lookup`."""
+    return {"target": rounds_of("fixed")(replace(decoding, lookup=True))["target"]}
+
+
+def rounds_of_both(decoding: Decoding) -> Plans:
+    """The graphs where the text so far guesses first."""
+    return rounds_of("fixed")(replace(decoding, lookup_first=True))
 
 
 def whole_rounds(rule: str | None = None) -> Callable[[Decoding], frozenset[int]]:

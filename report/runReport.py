@@ -33,7 +33,8 @@ def report(run: Line, lines: Sequence[Line]) -> Iterator[RenderableType]:
         if mode == "sweep":
             yield from sweep_tables(run, group, [cost for cost in costs if cost["promptLen"] == length])
         else:
-            yield from speed_tables(run, group)
+            beside = [line for line in of_kind(lines, "overlap") if (line["mode"], line["promptLen"]) == (mode, length)]
+            yield from speed_tables(run, group, beside)
     yield from losslessReport.report(lines)
     for line in of_kind(lines, "figure"):
         yield plain(f"Figure: {line['file']}")

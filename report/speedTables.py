@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from experiments.acceptance import expected
 from experiments.speed import summarize
 from experiments.sweep import predict
 from report.lines import Line, mode_of, swept
@@ -40,6 +41,11 @@ SWEEP_COLUMNS = [
     "alpha",
     "tokens/\nround",
 ]
+OF_EXPECTED = "of ex-\npected"  # A column where the overlaps of p and q were measured.
+BESIDE = ["sum of\nmin(p, q)", OF_EXPECTED]
+OVERLAPS = (
+    " of expected: tokens a round, over those that follow from the mean sum of min(p, q) at each position of a round."
+)
 REPORTED_SPEEDUP = "1.8 - 2.5"  # what the course report prints for Pythia-70m and Pythia-2.8b, without a KV cache
 
 
@@ -53,26 +59,31 @@ def conditions(run: Line, lines: Sequence[Line]) -> str:
     return f"{len({line['prompt'] for line in lines})} prompts of {tokens} tokens, {shown}{first['dtype']}"
 
 
-def speed_tables(run: Line, lines: Sequence[Line]) -> Iterator[RenderableType]:
-    """The methods of one mode and one prompt length, and how acceptance depends on the position."""
+def speed_tables(run: Line, lines: Sequence[Line], overlaps: Sequence[Line] = ()) -> Iterator[RenderableType]:
+    """The methods of one mode and one prompt length, and how acceptance depends on the position. overlaps: their lines
+    of kind "overlap"."""
     rows = summarize(lines)
-    yield speed_table(run, lines, rows)
+    yield speed_table(run, lines, rows, {line["method"]: expected(line["overlap_by_position"]) for line in overlaps})
+    if overlaps:
+        yield Text("sum of min(p, q): the mean over contexts visited; so often one guess is accepted." + OVERLAPS)
     for row in rows:
         if row["method"] == "speculative" and row["acceptance_by_position"]:
             rates = ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"])
             yield Text(f"Acceptance by position in the round: {rates}.")
 
 
-def speed_table(run: Line, lines: Sequence[Line], rows: Iterable[Line]) -> Table:
+def speed_table(run: Line, lines: Sequence[Line], rows: Iterable[Line], theory: Mapping[str, Line]) -> Table:
     """One row for each method. `--speed` adds the course report's time per token; the other modes add counts of
-    guesses, and have no room for every interval."""
+    guesses, and have no room for every interval. theory: {method: what `acceptance.expected` returns}."""
     of_report = mode_of(lines[0]) == "speed"
-    more = ["total/n\nms"] if of_report else ["rounds", "drafted", "kept"]
+    more = ["total/n\nms"] if of_report else ["rounds", "drafted", "kept", *(BESIDE if theory else [])]
     table = grid("Speed: " + conditions(run, lines), [*COLUMNS, *more])
     brief = span if of_report else median
     for row in rows:
         guesses = row["method"] not in ("draft", "mid", "target") and row["acceptance_by_position"]
         counts = [f"{row[name]:,.0f}" for name in ("rounds", "drafted", "accepted")]
+        if theory:
+            counts += beside(row, theory[row["method"]]) if guesses and row["method"] in theory else ["", ""]
         table.add_row(
             name_of(row["method"]),
             brief(row["ttft"], 1e3),
@@ -84,6 +95,16 @@ def speed_table(run: Line, lines: Sequence[Line], rows: Iterable[Line]) -> Table
             *([median(row["report_tpot"], 1e3)] if of_report else counts),
         )
     return table
+
+
+def beside(row: Line, theory: Line) -> list[str]:
+    """The cells of BESIDE. row: of `summarize`."""
+    return [f"{theory['overlap']:.3f}", f"{tokens_a_round(row) / theory['tokens']:.2f}"]
+
+
+def tokens_a_round(row: Line) -> float:
+    """The mean over all rounds, of a row of `summarize`; the column "tokens/round" is the median of texts."""
+    return 1 + float(row["accepted"] / row["rounds"]) if row["rounds"] else float("nan")
 
 
 def speed_notes(lines: Sequence[Line], pythia: bool) -> str:
@@ -110,9 +131,11 @@ def sweep_tables(run: Line, lines: Sequence[Line], costs: Iterable[Line]) -> Ite
 
 def sweep_table(run: Line, lines: Sequence[Line], found: Line) -> Table:
     """One row for each gamma. found: what `sweep.predict` returns."""
-    table = grid("Speed over gamma: " + conditions(run, lines), SWEEP_COLUMNS)
+    known = any(row["expected"] == row["expected"] for row in found["rows"])
+    columns = [*SWEEP_COLUMNS, *[OF_EXPECTED] * known]
+    table = grid("Speed over gamma: " + conditions(run, lines), columns)
     target = found["plain"]
-    table.add_row("plain", span(target["seconds"]), span(target["throughput"]), "1", *[""] * 5)
+    table.add_row("plain", span(target["seconds"]), span(target["throughput"]), "1", *[""] * (len(columns) - 4))
     for row in found["rows"]:
         table.add_row(
             str(row["gamma"]),
@@ -124,6 +147,7 @@ def sweep_table(run: Line, lines: Sequence[Line], found: Line) -> Table:
             f"{row['paper']:.2f}",
             f"{row['alpha']:.3f}",
             f"{row['tokens_per_round'][0]:.2f}",
+            *[f"{tokens_a_round(row) / row['expected']:.2f}"] * known,
         )
     return table
 
@@ -136,5 +160,5 @@ def sweep_notes(cost: Line, found: Line) -> str:
         f"alpha: {found['alpha']:.3f} by counting, {overlap:.3f} as the mean of the sum of min(p, q). c: "
         f"{found['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: expected tokens "
         "per round / (gamma c + the cost of scoring gamma + 1 tokens). the paper's: the same with a cost of 1; by it, "
-        f"gamma {found['best']} is best."
+        f"gamma {found['best']} is best." + (OVERLAPS if cost.get("overlap_by_position") else "")
     )

@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
+from experiments.acceptance import expected
 from experiments.diversity import ARTICLE, FIGURES
 from experiments.speed import summarize
 from experiments.sweep import predict
 from lossless.evidence import BINS, TESTS
 from report.losslessReport import verdict
 from report.runReport import show
+from report.speedTables import beside, tokens_a_round
 from report.tables import give_or_take, span
 from scripts.docsRecords import Record, Records
 from utils import UserError
@@ -79,6 +81,7 @@ def compare(records: Records, language: str) -> str:
     """Every method, side by side."""
     run, lines = records.run("compare")
     speed = of(lines, "speed")
+    theory = {m["method"]: expected(m["overlap_by_position"]) for m in lines if m["kind"] == "overlap"}
     rows = []
     for row in summarize(speed):
         guesses = bool(row["acceptance_by_position"])
@@ -93,7 +96,10 @@ def compare(records: Records, language: str) -> str:
                 cell(row["tokens_per_round"][:1] * 3) if guesses else "",
             ]
         )
+        if theory:  # Earlier records have none.
+            rows[-1] += beside(row, theory[row["method"]]) if row["method"] in theory else ["", ""]
     columns = ["method", "TTFT, ms", "TPOT, ms", "tokens/s", "speed-up", "alpha", "tokens per round"]
+    columns += ["sum min(p, q)", "of expected"] if theory else []
     return f"{table(columns, rows)}\n\n{conditions(speed)} {run_source(run, speed[0]['dtype'])}"
 
 
@@ -118,7 +124,8 @@ def sweep_of(records: Records) -> tuple[Record, list[Record], Record, Record]:
 def sweep(records: Records, language: str) -> str:
     """Speed over gamma, beside theory."""
     run, speed, _, found = sweep_of(records)
-    rows = [["plain", cell(found["plain"]["throughput"]), "1", "", "", "", "", ""]]
+    known = any(row["expected"] == row["expected"] for row in found["rows"])  # Earlier records say nothing of it.
+    rows = [["plain", cell(found["plain"]["throughput"]), "1", "", "", "", "", "", *[""] * known]]
     for row in found["rows"]:
         rows.append(
             [
@@ -132,8 +139,13 @@ def sweep(records: Records, language: str) -> str:
                 f"{row['tokens_per_round'][0]:.2f}",
             ]
         )
+        if known:
+            rows[-1].append(f"{tokens_a_round(row) / row['expected']:.2f}")
     columns = ["gamma", "tokens/s", "speed-up", "theory", "measured / theory", "the paper's theory", "alpha"]
-    return table([*columns, "tokens per round"], rows) + f"\n\n{conditions(speed)} {run_source(run, speed[0]['dtype'])}"
+    return (
+        table([*columns, "tokens per round", *["of expected"] * known], rows)
+        + f"\n\n{conditions(speed)} {run_source(run, speed[0]['dtype'])}"
+    )
 
 
 def sweep_alpha(records: Records, language: str) -> str:

@@ -9,11 +9,12 @@ from test_specSampling import PROMPTS, near
 
 from decoding.draftLength import Fixed
 from decoding.lengthRules import Additive, CostAware, DraftConfidence, TargetConfidence
+from decoding.rounds import Guesses
 from decoding.verification import block_rule, token_rule
 from methods import cascade as cascades
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
-from methods.lookup import LookupDrafter
+from methods.lookup import LookupDrafter, LookupFirst
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling
@@ -32,7 +33,11 @@ def cascade(*models, verify=token_rule, length=None):
 
 
 def lookup(*models):
-    return LookupDrafter(models[0].vocabulary, 2)
+    return LookupDrafter(models[0].vocabulary)
+
+
+def lookup_first(*models, ngram=1):
+    return LookupFirst(LookupDrafter(models[0].vocabulary, ngram), model(*models))
 
 
 #  name: drafter of the smaller models, how many of them, draft-length rule, verification
@@ -44,6 +49,22 @@ METHODS = {
     "block": (model, 1, lambda: 3, block_rule),
     "block, draftConfidence": (model, 1, lambda: DraftConfidence(4, 0.4), block_rule),
     "lookup": (lookup, 1, lambda: 3, token_rule),
+    "lookupFirst": (lookup_first, 1, lambda: 3, token_rule),
+    "lookupFirst, draftConfidence": (lookup_first, 1, lambda: DraftConfidence(4, 0.4), token_rule),
+    "lookupFirst, block": (lookup_first, 1, lambda: 3, block_rule),
+    "lookup in a cascade": (lambda *m: CascadeDrafter(m[0], lookup(*m), Fixed(2)), 1, lambda: 3, token_rule),
+    "lookupFirst in a cascade": (
+        lambda *m: CascadeDrafter(m[0], lookup_first(m[1], ngram=2), Additive(2)),
+        2,
+        lambda: 3,
+        token_rule,
+    ),
+    "lookupFirst with a cascade": (
+        lambda *m: LookupFirst(LookupDrafter(m[0].vocabulary, 2), cascade(*m)),
+        2,
+        lambda: 3,
+        token_rule,
+    ),
     "cascade of 3": (cascade, 2, lambda: 3, token_rule),
     "cascade of 4": (cascade, 3, lambda: 3, token_rule),
     "cascade, block": (lambda *m: cascade(*m, verify=block_rule), 2, lambda: 4, block_rule),
@@ -111,7 +132,7 @@ def test_filters_and_penalties_reach_every_model_of_a_cascade():
     assert error(make, count, lambda: 1, verify, sampling, vocabulary=3, length=3) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["additive", "targetConfidence", "costAware", "lookup"])
+@pytest.mark.parametrize("name", ["additive", "targetConfidence", "costAware", "lookup", "lookupFirst"])
 def test_accepting_all_guesses_is_caught(name):
     make, count, gamma, _ = METHODS[name]
     assert error(make, count, gamma, always_accept, length=3) > 1e-2
@@ -151,3 +172,13 @@ def test_guesses_of_lookup_that_claim_a_spread_distribution_are_caught(monkeypat
     one_hot = torch.nn.functional.one_hot
     monkeypatch.setattr(torch.nn.functional, "one_hot", lambda *a: torch.full_like(one_hot(*a), 1) / 3)
     assert error(*METHODS["lookup"]) > 1e-2
+
+
+def test_guesses_of_lookup_that_claim_the_drafts_distribution_are_caught(monkeypatch):
+    def wrong(self, rows, gamma, *given):
+        theirs, ours = self.drafter.draft(rows, gamma, *given), self.lookup.guesses(rows, self.lookup.find(rows, gamma))
+        width = min(theirs.drafts.shape[1], ours.drafts.shape[1])
+        return Guesses(ours.drafts[:, :width], theirs.q[:, :width])
+
+    monkeypatch.setattr(LookupFirst, "draft", wrong)
+    assert error(*METHODS["lookupFirst"], prefixes=[[1, 2, 0, 1, 2]], length=3) > 1e-2

@@ -1,16 +1,21 @@
 """How guesses come about. That no drafter shows in the output is in test_methods.py, what it reads in
 test_cachedModel.py."""
 
+from collections import Counter
+
 import helpers
 import pytest
 import torch
 from conftest import refused
 
 from decoding.draftLength import Fixed
+from decoding.lengthRules import TargetConfidence
 from decoding.rows import Rows
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
-from methods.lookup import LookupDrafter
+from methods.lookup import LookupDrafter, LookupFirst
+from methods.suffixAutomaton import SuffixAutomaton
+from specSampling import specSampling
 from utils import Sampling
 
 FREE = Sampling(1.0, 0, 1.0)
@@ -19,28 +24,77 @@ FREE = Sampling(1.0, 0, 1.0)
 @pytest.mark.parametrize(
     "text, wanted",
     [
-        ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3]),  # the longest ending found twice
-        ([2, 3, 7, 1, 2, 3, 9, 4, 2, 3], [9, 4, 2, 3]),  # the last time it occurred
-        ([5, 3, 8, 3], [8, 3]),  # a shorter one where the longer is new
-        ([4, 4, 4], [4]),
+        ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3, 9]),  # the longest ending that occurred; on beyond the text's end
+        ([2, 3, 7, 1, 2, 3, 9, 4, 2, 3], [9, 4, 2, 3]),  # what followed as often, and later; two guesses a token
+        ([3, 7, 3, 7, 3, 9, 3], [7, 3]),  # what followed most often
+        ([5, 3, 8, 3], [8, 3]),
+        ([4, 4, 4], [4, 4, 4, 4]),
         ([1, 2, 3], []),
         ([1], []),
     ],
 )
-def test_lookup_guesses_what_followed_the_last_time(text, wanted):
-    assert LookupDrafter(61, 3).after(text) == wanted
+def test_lookup_guesses_what_followed_most_often(text, wanted):
+    assert LookupDrafter(61).after(SuffixAutomaton(text), [], 5) == wanted
+    assert LookupDrafter(61, 4).after(SuffixAutomaton(text), [], 5) == []
+
+
+def test_tokens_that_may_be_replaced_are_followed_but_not_read():
+    assert LookupDrafter(61).after(SuffixAutomaton([1, 2, 3, 9, 5]), [1, 2, 3], 5) == [9, 5]
+    assert LookupDrafter(61).after(SuffixAutomaton([1, 2, 3, 9, 5]), [7, 8, 7], 5) == []
 
 
 def test_rows_without_a_guess_have_a_q_of_0_beside_those_with_one():
-    drafter = LookupDrafter(10, 2)
-    guesses = drafter.draft(Rows([[1, 2, 3, 1, 2], [4, 5]], 6, [helpers.tiny()]), 4, FREE)
+    drafter, rows = LookupDrafter(10), Rows([[1, 2, 3, 1, 2], [4, 5]], 6, [helpers.tiny()])
+    drafter.begin(rows)
+    guesses = drafter.draft(rows, 3, FREE)
     drafts, q = guesses.drafts, guesses.q
     assert drafts[0].tolist() == [3, 1, 2] and q.sum(-1).tolist() == [[1, 1, 1], [0, 0, 0]]
     assert (q[0].argmax(-1) == drafts[0]).all()
-    guesses = drafter.draft(Rows([[4, 5]], 6, [helpers.tiny()]), 4, FREE)
+    rows = Rows([[4, 5]], 6, [helpers.tiny()])
+    drafter.begin(rows)
+    guesses = drafter.draft(rows, 4, FREE)
     assert guesses.drafts.shape == (1, 0) and guesses.q.shape == (1, 0, 10)
     with refused("n-gram", "1 or more"):
         LookupDrafter(10, 0)
+
+
+class Checked:
+    """A drafter whose q is compared with what `model` says without a cache; q of looked-up guesses is one-hot."""
+
+    def __init__(self, drafter, model):
+        self.drafter, self.model, self.models = drafter, model, drafter.models
+        self.begin, self.rewind, self.rounds, self.far = drafter.begin, drafter.rewind, Counter(), 0.0
+
+    def draft(self, rows, gamma, *given):
+        guesses = self.drafter.draft(rows, gamma, *given)
+        for text, drafts, q, left in zip(rows.texts, guesses.drafts.tolist(), guesses.q, rows.left):
+            count = min(int((q.sum(-1) > 0).sum()), left - 1)  # The rest is not used.
+            if count < 1:
+                continue
+            looked_up = bool((q[:count].amax(-1) == 1).all())
+            self.rounds["looked up" if looked_up else "drafted"] += 1
+            if not looked_up:
+                wanted = self.model.score(torch.tensor([text + drafts]))[0, len(text) - 1 :][:count].softmax(-1)
+                self.far = max(self.far, (q[:count] - wanted).abs().max().item())
+        return guesses
+
+
+@pytest.mark.parametrize("inside, length", [(False, 4), (True, 4), (False, TargetConfidence(3, 0.2))])
+def test_a_draft_that_was_not_asked_reads_what_it_missed(length, inside, monkeypatch):
+    """Rows that match and rows that do not, in turn and beside each other, and a cascade that takes tokens back."""
+    target, model, mid = (helpers.tiny(seed=seed, vocabulary=12, sharpness=2.0, layers=1) for seed in (0, 1, 2))
+
+    def far(prompts):
+        drafter = Checked(LookupFirst(LookupDrafter(12, 2), ModelDrafter(model)), model)
+        outer = CascadeDrafter(mid, drafter, Fixed(2)) if inside else drafter
+        specSampling(prompts, target, outer, 60, length, FREE, generator=torch.Generator().manual_seed(0))
+        assert min(drafter.rounds["looked up"], drafter.rounds["drafted"]) >= 5
+        return drafter.far
+
+    assert far([[5, 9, 2, 5, 9], [11], [1, 2, 3, 4]]) < 1e-5
+    assert far([[5, 9, 2, 5, 9]]) < 1e-5
+    monkeypatch.setattr(ModelDrafter, "rewind", lambda self, count: None)
+    assert far([[5, 9, 2, 5, 9]]) > 1e-3
 
 
 @pytest.mark.parametrize("cascade", [False, True])

@@ -122,6 +122,7 @@ TABLES = {
         "--treeRule": Choice("traversal", "topDown"),
         "--gamma1": LENGTH,
         "--gamma2": LENGTH,
+        "--lookupFirst": Switch,
         "--ngram": COUNT,
         "--draftVocab": COUNT,
         "--draftTemperature": Number(0, 1000, ["1e-5", "1e-300"]),
@@ -328,6 +329,7 @@ CLASHES = """
 --draft lookup --sweep --diversity
 --draft lookup --draftTemperature 0.5
 --draft lookup --draftTop_p 1
+--draft lookup --lookupFirst
 --draftVocab 9 --ppl
 --draftVocab 9 --draft lookup
 --draftVocab 9 --contrastive

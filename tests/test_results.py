@@ -230,6 +230,40 @@ def test_the_sweep_leaves_out_texts_of_other_modes_temperatures_and_prompt_lengt
     assert swept([*lines, {"kind": "end"}], {"temperature": 0.85, "promptLen": 16}) == [lines[2]]
 
 
+def overlap_line(method, *positions):
+    return {
+        "kind": "overlap",
+        "run": "r1",
+        "mode": "compare",
+        "promptLen": 64,
+        "method": method,
+        "overlap_by_position": positions,
+    }
+
+
+def test_tables_of_methods_stand_beside_theory_where_it_was_measured(tmp_path):
+    lines = [speed_line(method=method, mode="compare") for method in ("target", "speculativeContrastive", "lookup")]
+    (tmp_path / "old").mkdir()
+    old = write(tmp_path / "old", run_line(), *lines)
+    assert "of ex-" not in old and "min(p, q)" not in old
+    text = write(tmp_path, run_line(), *lines, overlap_line("lookup", (8, 6, 3.0), (2, 2, 1.0)))
+    row = next(line for line in text.splitlines() if line.startswith("lookup")).split()
+    assert row[-2:] == ["0.500", "1.28"]  # 4 of 8; two tokens a round of 1 + 3/8 + 3/8 1/2
+    assert "min(p, q)" in text and all(len(line) <= WIDTH for line in text.splitlines())
+    for name in "target", "spec.":
+        assert next(line for line in text.splitlines() if line.startswith(name)).split()[-1] == "4"
+
+
+def test_a_sweep_stands_beside_theory_where_it_was_measured(tmp_path):
+    lines = [speed_line(method=method, mode="sweep", temperature=0.85) for method in ("target", "gamma 1", "gamma 2")]
+    costs = {"kind": "costs", "run": "r1", "promptLen": 64, "temperature": 0.85, "alpha": 0.6, "scoring": [1.0] * 11}
+    (tmp_path / "old").mkdir()
+    assert "expected" not in write(tmp_path / "old", run_line(), *lines, costs).replace("expected tokens per", "")
+    text = write(tmp_path, run_line(), *lines, costs | {"overlap_by_position": [[8, 8, 4.0], [4, 4, 1.0]]})
+    ends = [line.split()[-1] for line in text.splitlines() if line.startswith(("1 ", "2 "))]
+    assert ends == ["1.33", "1.23"] and "of expected" in text  # 2 of 1.5, and of 1.625
+
+
 @pytest.mark.parametrize("max_len", [1, 2])
 def test_figures_that_do_not_exist_are_shown_as_nan(tmp_path, max_len):
     """One token has no time per token after the first; two leave no room for a guess."""

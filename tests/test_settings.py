@@ -31,6 +31,9 @@ def planned(argv):
             {"target": ({5}, {1}, 1), "mid": ({5}, set(), 1), "draft": (set(), {3}, 2)},
         ),
         (["--sweep"], {"target": ({2, 3, 4, 5, 7, 11}, {1}, 1), "draft": (set(), {1, 2, 3, 4, 6}, 2)}),
+        (["--compare", "lookup"], {"target": ({2, 3, 4, 5, 7, 11}, {1}, 1)}),
+        (["--compare", "lookupFirst"], {"target": ({5}, {1}, 1), "draft": ({5}, {4}, 2)}),
+        (["--compare", "fixed", "--lookupFirst"], {"target": ({5}, {1}, 1), "draft": ({5}, {4}, 2)}),
     ],
 )
 def test_the_graphs_that_the_flags_are_worth(argv, graphs):
@@ -48,6 +51,7 @@ def test_the_graphs_that_the_flags_are_worth(argv, graphs):
         (["--compare", "costAware,block", "--gamma", "7"], {1, 2, 3, 4, 6, 7}),
         (["--speed", "--draftLength", "costAware", "--gamma", "2", "--draft", "lookup"], set()),
         (["--speed", "--draft", "lookup"], set()),
+        (["--speed", "--lookupFirst"], {4}),
         (["--speed", "--repetition_penalty", "1.2"], set()),
         (["--compare", "target"], set()),
         (["--compare", "cascade"], set()),

@@ -59,6 +59,9 @@ def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
         assert row["paper"] == pytest.approx(tokens / (1 + gamma * c))
         assert row["theory"] == pytest.approx(tokens / ([1.1, 1.3][gamma - 1] + gamma * c))
         assert row["speedup"][0] == pytest.approx([1.5, 1.7][gamma - 1])
+    assert all(row["expected"] != row["expected"] for row in found["rows"])  # an old record: no overlaps
+    costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": [[9, 8, 4.0], [4, 4, 1.0]]}
+    assert [row["expected"] for row in sweep.predict(lines, costs)["rows"]] == [1.5, 1.625]
     guesses = [line for line in lines if line["method"] != "draft"]
     assert sweep.predict(guesses, {"scoring": [1.0, 1.1, 1.3]})["c"] == 0  # no draft model: guessing costs nothing
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments.theory import best_gamma, expected_tokens, improvement, overlap
+from experiments.theory import best_gamma, expected_chain, expected_tokens, improvement, overlap
 
 
 def test_theory_has_the_papers_values():
@@ -15,6 +15,12 @@ def test_theory_has_the_papers_values():
 def test_expected_tokens_is_the_sum_of_the_chances_to_reach_each():
     for alpha in 0.0, 0.3, 0.9, 1.0:
         assert expected_tokens(alpha, 4) == pytest.approx(sum(alpha**i for i in range(5)))
+
+
+def test_a_chain_is_expected_to_go_on_as_its_positions_allow():
+    assert expected_chain([]) == 1 and expected_chain([0.5, 0.0, 1.0]) == 1.5
+    assert expected_chain([0.5, 0.8, 0.25]) == pytest.approx(1 + 0.5 + 0.4 + 0.1)
+    assert expected_chain([0.7] * 6) == pytest.approx(expected_tokens(0.7, 6))
 
 
 def test_the_best_gamma_grows_with_alpha_and_is_0_where_guessing_does_not_pay():
