@@ -502,6 +502,8 @@ class Functions(TorchFunctionMode):
 
 def by_index(tensor: OnDevice, index: object, *value: object) -> torch.Tensor | None:
     """`tensor[index]`, or `tensor[index] = value`."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"the software device computes no gradients ({line()})")
     parts = index if isinstance(index, tuple) else (index,)
     taken = sum(dims_of(part) for part in parts)
     whole = (slice(None),) * (tensor.dim() - taken)

@@ -406,6 +406,7 @@ def test_a_recorded_run_and_its_repetition(on_device, cli, flags, tmp_path, caps
 COMMANDS = {
     "ppl": ["--ppl"],
     "speed": ["--speed", "--compile"],
+    "few guesses": ["--speed", "--compile", "--draftVocab", "100", "--repeats", "1"],
     "two devices": ["--speed", "--ppl", "--draftDevice", "cuda:1"],
     "all": ["--compare", "all", "--compile", "--maxLen", "6"],
     "lossless": ["--lossless", "fixed,draftConfidence,lookup", "--tokens", "500", "--compile"],
@@ -413,7 +414,15 @@ COMMANDS = {
     "diversity": ["--diversity", "--prompt", "The lamp", "--maxLen", "6", "--repeats", "2"],
     "show": ["--show", "--compile"],
 }
-KINDS = {"ppl": "ppl_text", "two devices": "ppl_text", "sweep": "costs", "all": "speed", "show": None}  # of their lines
+# The kind of line that each writes, if it is not named so.
+KINDS = {
+    "ppl": "ppl_text",
+    "all": "speed",
+    "few guesses": "speed",
+    "two devices": "ppl_text",
+    "sweep": "costs",
+    "show": None,
+}
 
 
 @pytest.mark.skipif(not FULL, reason="FULL=1: minutes")
