@@ -4,9 +4,10 @@
     python -m benchmark --shapes pythia-2.8b,pythia-70m      Pythia's true shapes with random weights, made in memory
     python -m benchmark --peers                              other engines too; make bench-peers installs them first
 
-One process measures everything in turn (A B C A B C ...) after a warm-up. Figures are medians with 95 % bootstrap
-intervals, and ratios are paired turn by turn. Results are written to benchmark.json and figures/benchmark.png, with
---shapes to benchmark-SHAPE.json and figures/benchmark-SHAPE.png.
+A process measures everything in turn (A B C A B C ...) after a warm-up. Of several processes (`accelerate launch -m
+benchmark`) each times the texts of its own prompts, and process 0 measures the rest while the others wait. Figures are
+medians with 95 % bootstrap intervals, and ratios are paired turn by turn. Results are written to benchmark.json and
+figures/benchmark.png, with --shapes to benchmark-SHAPE.json and figures/benchmark-SHAPE.png.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from engine.compiling import compile_all
 from engine.graphs import Plan
 from engine.twins import twin
 from experiments.processes import Processes, together
-from experiments.runRecord import model_record, origin
-from experiments.speed import Measurement, measure
+from experiments.runRecord import devices, model_record, origin
+from experiments.speed import Measurement, digest, measure
 from inputs.commandLine import as_command
-from inputs.devices import available_memory, pick_device, pick_dtype
+from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
 from inputs.models import DTYPES, find_model, load_model, model_version, outline
 from inputs.texts import load_corpora
@@ -99,12 +100,26 @@ def compiled(models: dict[str, CachedModel], gamma: int) -> tuple[dict[str, Cach
     return ready, compile_all(ready, plans, {gamma})
 
 
-def run(options: Options, argv: Sequence[str]) -> None:
-    """Load, measure, print, write."""
-    progress, device = Progress(), pick_device(options.device)
+def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
+    """Load, measure, print, write. Processes other than the first write nothing."""
+    if options.peers and processes.count > 1:
+        raise UserError("--peers is for one process: start it without accelerate launch")
+    progress, device = Progress(), processes.own_device(options.device)
     dtype = options.dtype or pick_dtype(device)
     models, prompts = load(options, dtype, device)
     library = {role: library_twin(model.model) for role, model in models.items()}
+    versions = {
+        role: model_record(name, "random weights" if options.shapes else model_version(name), models[role])
+        for role, name in options.names.items()
+    }
+    record = origin(argv, options.flags | {"prompts": len(prompts)}, device, versions) | {"dtype": dtype}
+    if processes.count > 1:
+        record["processes"] = devices(processes, device, record["machine"], versions, digest(prompts))
+        record["device"] = device.split(":")[0]  # The processes' own devices have numbers.
+        where = [f"{each['host']} {each['device']}" for each in record["processes"]]
+        print(f"{len(where)} processes, each with prompts of its own: {', '.join(where)}")
+        if len(where) > len(prompts):
+            print(f"More processes ({len(where)}) than prompts ({len(prompts)}): {len(where) - len(prompts)} idle.")
     peers = start(options, models, library, prompts, dtype, device, progress)
     try:
         variants, took = {"eager": models}, None
@@ -113,24 +128,32 @@ def run(options: Options, argv: Sequence[str]) -> None:
             ready, took = compiled(models, options.gamma)
             if None not in took:  # Otherwise a line has said why.
                 variants["compiled"] = ready
-        versions = {
-            role: model_record(name, "random weights" if options.shapes else model_version(name), models[role])
-            for role, name in options.names.items()
-        }
-        record = origin(argv, options.flags | {"prompts": len(prompts)}, device, versions)
-        record |= {"dtype": dtype, "compile_seconds": took}
-        record["speed"] = speed(options, variants, library, prompts, device, progress, peers)
+        record["compile_seconds"] = took
+        record["speed"] = speed(options, variants, library, prompts, device, progress, processes, peers)
     finally:
         for peer in peers:
             peer.close()
     record["peers"] = [peer.line() for peer in peers]
-    record["forwards"], record["bandwidth"] = limits(variants, device, progress)
-    record["parts"] = parts(variants, prompts[0], options.gamma, device, options.seed, progress)
-    record["prefill"] = prefill(variants, device, options.seed, progress)
-    record["growth"] = growth(variants, device, options.seed, progress)
+
+    def rest(_: object) -> dict[str, Any]:
+        """What is no text."""
+        forwards, bandwidth = limits(variants, device, progress)
+        found = {"forwards": forwards, "bandwidth": bandwidth}
+        found["parts"] = parts(variants, prompts[0], options.gamma, device, options.seed, progress)
+        found["prefill"] = prefill(variants, device, options.seed, progress)
+        return found | {"growth": growth(variants, device, options.seed, progress)}
+
+    for found in processes.mapped(rest, [None]):  # One item: process 0 has it, and the others wait.
+        record |= found
+    if processes.first:
+        finish(record, options)
+
+
+def finish(record: dict[str, Any], options: Options) -> None:
+    """Print the record and write it."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     record["peak_memory"] = peak * (1 if sys.platform == "darwin" else 1024)
-    console = Console(width=WIDTH + (15 if peers else 0), markup=False, emoji=False, highlight=False)
+    console = Console(width=WIDTH + (15 if record["peers"] else 0), markup=False, emoji=False, highlight=False)
     for piece in tables(record):
         console.print(piece)
     write(record, options)
@@ -143,6 +166,7 @@ def speed(
     prompts: list[list[int]],
     device: str,
     progress: Progress,
+    processes: Processes,
     peers: Sequence[Peer] = (),
 ) -> list[Measurement]:
     """One line for each row, prompt and repeat, as `speed.measure` gives them. A peer that fails has none."""
@@ -150,7 +174,8 @@ def speed(
     timed |= {peer.row.name: peer.sampler for peer in peers if peer.failed is None}
     lines = []
     with progress.phase("speed", len(timed) * len(prompts) * options.repeats) as advance:
-        for line in measure(timed, prompts, options.repeats, options.seed, device, warm_up=1):
+        own = measure(timed, prompts, options.repeats, options.seed, device, 1, processes.share(prompts))
+        for line in processes.merged(own):
             lines.append(line)
             advance()
     failed = {peer.row.name for peer in peers if peer.failed}
@@ -176,9 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work(processes: Processes) -> int:
         options = parse(given)
-        if processes.count > 1:
-            raise UserError("the benchmark measures in one process: start it without accelerate launch")
-        run(options, given)
+        run(options, given, processes)
         return 0
 
     return together(lambda work: as_command("benchmark", work, "Nothing was written.", smaller), work)

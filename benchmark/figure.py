@@ -13,7 +13,14 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
 
 # The colour of a bar: that of the first word that the method's name contains.
-COLOURS = {"transformers": "#c9c9c9", "compiled": "#5a9bd8", "no cache": "#f6c3bd", "eager": "#9fc5ec", "": "#e5d3b3"}
+COLOURS = {
+    "transformers": "#c9c9c9",
+    "compiled": "#5a9bd8",
+    "no cache": "#f6c3bd",
+    "eager": "#9fc5ec",
+    "inside": "#9fc5ec",
+    "": "#e5d3b3",
+}
 STYLES = {
     ("target", "eager"): "o--",
     ("target", "compiled"): "o-",

@@ -14,6 +14,7 @@ from decoding.interfaces import Model, VerificationRule
 from decoding.verification import block_rule, token_rule
 from engine.cachedModel import CachedModel
 from experiments.speed import Timed
+from methods import customGenerate
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -77,6 +78,8 @@ def peers(options: Options, library: Library, vocabulary: int) -> dict[str, Time
         print("transformers, static cache is left out:", *str(error).split()[:30], file=sys.stderr)
     found["transformers, assistant"] = by_library(target, max_len, draft, options.gamma)
     found["transformers, assistant as it comes"] = by_library(target, max_len, draft)
+    inside = customGenerate.speculative(draft, options.gamma, vocabulary=vocabulary)
+    found["speculative, inside generate"] = by_library(target, max_len, custom_generate=inside)
     found["speculative, no cache"] = lambda prompt, generator: cache_free(
         prompt, target, draft, max_len, options.gamma, generator, vocabulary=vocabulary
     )

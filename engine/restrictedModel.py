@@ -18,6 +18,7 @@ from utils import UserError
 class Few(nn.Module):
     """An output layer for `tokens[N]` alone, cut from a whole one. The logits of all other tokens are -inf."""
 
+    @torch.no_grad()  # Otherwise the rows keep the whole weight alive, for gradients.
     def __init__(self, whole: nn.Linear, tokens: Tensor) -> None:
         super().__init__()
         self.inner = nn.Linear(whole.weight.shape[1], len(tokens), whole.bias is not None, dtype=whole.weight.dtype)

@@ -11,6 +11,7 @@ from typing import Any
 from engine.cachedModel import CachedModel
 from experiments.machine import machine
 from experiments.prepare import LoadedModels, Prepared
+from experiments.processes import Processes
 from experiments.speed import digest
 from inputs.models import model_version
 from utils import UserError
@@ -29,21 +30,25 @@ def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) ->
         return named | origin(argv, prepared.settings.flags, prepared.device, versions)
     kind = prepared.device.split(":")[0]  # The processes' own devices have numbers.
     record = named | origin(argv, prepared.settings.flags, kind, versions)
-    return record | {"processes": devices(prepared, record["machine"], versions)}
+    texts = digest([prepared.prompts, prepared.article, prepared.texts])
+    return record | {"processes": devices(prepared.processes, prepared.device, record["machine"], versions, texts)}
 
 
-def devices(prepared: Prepared, here: dict[str, Any], versions: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The machine and the device of each process. here: this process's machine; versions: {role: `model_record`}.
+def devices(
+    processes: Processes, device: str, here: dict[str, Any], versions: Mapping[str, dict[str, Any]], texts: str
+) -> list[dict[str, Any]]:
+    """The machine and the device of each process.
 
-    Raises UserError if something that decides tokens or times is not the same in all of them.
+    here: this process's machine. versions: {role: `model_record`}. texts: the digest of what is read. Raises UserError
+    if something that decides tokens or times is not the same in all of them.
     """
     same = {"device": here["processor"]} | {name: here[name] for name in ("torch", "transformers", "numpy")}
-    if prepared.device == "cpu":
+    if device == "cpu":
         same["threads"] = here["threads"]  # Sums are split over them, so rounding follows their number.
     same |= {f"weights of the {role}": version["version"] for role, version in versions.items()}
-    same["texts"] = digest([prepared.prompts, prepared.article, prepared.texts])
-    own = {"host": socket.gethostname(), "device": prepared.device, "processor": here["processor"]}
-    everyone = prepared.processes.gathered((own, same))
+    same["texts"] = texts
+    own = {"host": socket.gethostname(), "device": device, "processor": here["processor"]}
+    everyone = processes.gathered((own, same))
     for index, (process, there) in enumerate(everyone):
         for name, value in everyone[0][1].items():
             if there[name] != value:

@@ -22,6 +22,7 @@ NAMES = {
     "transformers, static cache": "`generate`, static cache",
     "transformers, assistant": "`generate` with `assistant_model`, the same gamma",
     "transformers, assistant as it comes": "`generate` with `assistant_model`, its defaults",
+    "speculative, inside generate": "the eager sampler inside `generate`",
     "speculative, no cache": "speculative without a KV cache, as in the course report",
 }
 COLUMNS = {

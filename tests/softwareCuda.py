@@ -3,12 +3,17 @@
 `with softwareCuda.machine() as gpu:` gives `torch` devices `cuda:0`, `cuda:1`, ... Their tensors (`OnDevice`)
 compute on the CPU, but refuse what CUDA refuses, and `gpu` counts what CUDA makes the host wait for:
 
+- What `torch.empty` and its like give holds nan and -1.
 - Operators that mix devices raise, but for 0-dimensional CPU tensors. So do `.numpy()`, and generators of a CPU.
 - `gpu.syncs` lists each host sync with the line that caused it; `gpu.copies` the asynchronous copies to the device.
 - A CUDA graph records operators and runs them again on the same memory. During a capture nothing is computed: what it
   wrote to older memory is undone, and its own results hold nan and -1 until they are replayed. A sync, a random draw,
   pinned memory and `torch.cuda.empty_cache` raise. Memory that was freed after a capture is nan and -1 for its replays.
 - `gpu.memory` is the size of each device's memory; more raises `torch.OutOfMemoryError`.
+
+`machine(kind="mps")` gives `mps:0`, the GPU of an Apple computer, instead. It has no CUDA graphs, and refuses what MPS
+lacks or computes wrongly: float64, bfloat16 (before macOS 14), sorting int64 (pytorch issue 155560), and sorts and
+cumulative sums along the fifth dimension from the right or beyond (187105).
 
 It says nothing of a GPU's speed, of its kernels' rounding, of streams that overlap, or of operators that CUDA cannot
 capture for other reasons.
@@ -32,7 +37,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 aten = torch.ops.aten
-KIND = "cuda"
 ROOT = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = "site-packages"
 MEMORY = 16 << 30  # bytes of each device
@@ -52,6 +56,18 @@ WAITING = {
     aten.repeat_interleave.Tensor,
 }
 COPYING = {aten._to_copy.default, aten.copy_.default}
+# Operators that leave memory as it is.
+LEAVING = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+# What MPS refuses.
+TYPES_WITHOUT_MPS = {torch.float64, torch.complex128, torch.bfloat16}
+SORTING = {"sort", "argsort", "topk", "kthvalue", "msort", "median", "mode", "unique_dim", "_unique2"}
+ALONG_AN_AXIS = {"sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 # Operators made of others, none of which is a sync: one call instead of a dozen.
 WHOLE = {
@@ -67,14 +83,14 @@ RESHAPING = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "a
 
 
 class Machine:
-    """The devices, and what happened on them.
+    """The devices, of one kind ("cuda" or "mps"), and what happened on them.
 
     syncs, copies: (what, "file:line" of the project) of each host sync, and of each asynchronous copy to a device.
     done: work up to this number is known to be complete; queued: work so far. recording: the graph being captured.
     """
 
-    def __init__(self, count: int, memory: int) -> None:
-        self.count, self.memory, self.used = count, memory, Counter()
+    def __init__(self, count: int, memory: int, kind: str) -> None:
+        self.count, self.memory, self.used, self.kind = count, memory, Counter(), kind
         self.syncs: list[tuple[str, str]] = []
         self.copies: list[tuple[str, str]] = []
         self.queued = self.done = 0
@@ -96,7 +112,7 @@ class Machine:
         """Count the memory of a new tensor. It counts as free when `tensor` is gone."""
         size = tensor.nbytes
         if size > self.memory - self.used[device.index]:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes ({device})")
+            raise torch.OutOfMemoryError(f"{self.kind.upper()} out of memory. Tried to allocate {size} bytes")
         self.used[device.index] += size
         weakref.finalize(tensor, self.used.subtract, {device.index: size}).atexit = False
 
@@ -104,13 +120,13 @@ class Machine:
         """The software device that `given` names, with its number; None if it names none."""
         if given is None:
             return None
-        device = torch.device(KIND, given) if isinstance(given, int) else torch.device(given)
-        if device.type != KIND:
+        device = torch.device(self.kind, given) if isinstance(given, int) else torch.device(given)
+        if device.type != self.kind:
             return None
         index = device.index or 0
         if index >= self.count:
-            raise RuntimeError("CUDA error: invalid device ordinal")
-        return torch.device(KIND, index)
+            raise RuntimeError(f"{self.kind.upper()} error: invalid device ordinal")
+        return torch.device(self.kind, index)
 
 
 MACHINE: Machine | None = None
@@ -159,7 +175,7 @@ class OnDevice(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def numpy(self, **options: object) -> None:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu() first")
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy; use Tensor.cpu() first")
 
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
@@ -246,6 +262,8 @@ def dispatch(func, args: tuple, kwargs: dict) -> object:
     result = perform(func, own_args, own_kwargs)
     if target is None:
         return result
+    if func in LEAVING:
+        poison(result)
     written, shares = writes(func)
     # In inference mode a view of a tensor from outside of it is no inference tensor either.
     outside = shares and any(isinstance(each, OnDevice) and not each.is_inference() for each in given)
@@ -260,6 +278,8 @@ def dispatch(func, args: tuple, kwargs: dict) -> object:
 def on_device(result: object, device: torch.device, shares: bool) -> object:
     """The results of an operator as tensors of the device."""
     if isinstance(result, torch.Tensor):
+        if device.type == "mps" and result.dtype in TYPES_WITHOUT_MPS:
+            raise TypeError(f"Cannot convert a MPS Tensor to {result.dtype} ({line()})")
         if not shares and MACHINE.recording is None:
             MACHINE.allocate(result, device)
         return OnDevice(result, device)
@@ -284,6 +304,8 @@ def check(func, given: list[torch.Tensor], devices: set, named: object, kwargs: 
         if len(devices) > 1 or (devices and any(each.dim() for each in off)):
             where = sorted({str(each.device) for each in given})
             raise RuntimeError(f"Expected all tensors to be on the same device, but found {where} ({name}, {line()})")
+    if MACHINE.kind == "mps" and devices:
+        check_mps(name, given, kwargs)
     draws = torch.Tag.nondeterministic_seeded in func.tags and name not in DROPPING
     if MACHINE.recording is not None and draws:
         raise RuntimeError("Attempt to draw during a capture from a generator that is not registered with its graph")
@@ -293,13 +315,25 @@ def check(func, given: list[torch.Tensor], devices: set, named: object, kwargs: 
         MACHINE.sync("an index by a mask")
 
 
+def check_mps(name: str, given: list[torch.Tensor], kwargs: dict) -> None:
+    """Raise where MPS lacks an operator, or gives wrong results."""
+    for each in given:
+        if each.dtype in TYPES_WITHOUT_MPS:
+            raise TypeError(f"Cannot convert a MPS Tensor to {each.dtype} ({name}, {line()})")
+    if name in SORTING and given[0].dtype == torch.int64:
+        raise TypeError(f"MPS does not sort int64 ({name}, {line()})")
+    if name in ALONG_AN_AXIS and given[0].dim() > 4:
+        raise RuntimeError(f"MPS takes at most four dimensions ({name}, {line()})")
+
+
 def check_copy(func, given: list[torch.Tensor], named: object, kwargs: dict) -> None:
     """Count a copy between the host and a device."""
     source = given[-1]
     target = given[0].device if func is aten.copy_.default else torch.device(named) if named else source.device
-    if KIND not in (source.device.type, target.type) or source.device.type == target.type:
+    kind = MACHINE.kind
+    if kind not in (source.device.type, target.type) or source.device.type == target.type:
         return
-    if target.type == KIND and kwargs.get("non_blocking") and getattr(source, "pinned", False):
+    if target.type == kind and kwargs.get("non_blocking") and getattr(source, "pinned", False):
         MACHINE.copies.append(("copy to the device", line()))
     elif func is not aten.copy_.default or target.type == "cpu" or source.dim():
         MACHINE.sync("copy to the host" if target.type == "cpu" else "copy to the device")
@@ -428,6 +462,14 @@ class Event:
         return (later.time - self.time) * 1e3
 
 
+class MpsEvent(Event):
+    """`torch.mps.event.Event`. Its time makes the host wait."""
+
+    def elapsed_time(self, later: Event) -> float:
+        MACHINE.sync("Event.elapsed_time")
+        return super().elapsed_time(later)
+
+
 class Functions(TorchFunctionMode):
     """What is decided before an operator is called: generators, pinned memory, `torch.tensor`."""
 
@@ -460,6 +502,8 @@ class Functions(TorchFunctionMode):
 
 def by_index(tensor: OnDevice, index: object, *value: object) -> torch.Tensor | None:
     """`tensor[index]`, or `tensor[index] = value`."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"the software device computes no gradients ({line()})")
     parts = index if isinstance(index, tuple) else (index,)
     taken = sum(dims_of(part) for part in parts)
     whole = (slice(None),) * (tensor.dim() - taken)
@@ -522,7 +566,7 @@ INSTEAD = {
 
 def numbered(value: object) -> object:
     """The number added to a software device that has none; anything else as it is."""
-    given = isinstance(value, torch.device) or (isinstance(value, str) and value.split(":")[0] == KIND)
+    given = isinstance(value, torch.device) or (isinstance(value, str) and value.split(":")[0] == MACHINE.kind)
     return MACHINE.device(value) or value if given else value
 
 
@@ -544,7 +588,7 @@ class Operators(TorchDispatchMode):
         return dispatch(func, args, kwargs or {})
 
 
-def replacements(own: Machine) -> dict[str, object]:
+def cuda(own: Machine) -> dict[str, object]:
     """What `torch.cuda` offers meanwhile."""
 
     def nothing(*args: object, **options: object) -> None:
@@ -584,16 +628,34 @@ def replacements(own: Machine) -> dict[str, object]:
     }
 
 
+def mps(own: Machine) -> dict[str, object]:
+    """What `torch.mps` offers meanwhile."""
+    return {
+        "synchronize": lambda: own.sync("torch.mps.synchronize"),
+        "device_count": lambda: own.count,
+        "empty_cache": lambda: None,
+        "manual_seed": lambda seed: None,
+        "current_allocated_memory": lambda: own.used[0],
+        "driver_allocated_memory": lambda: own.used[0],
+        "recommended_max_memory": lambda: own.memory,
+    }
+
+
 @contextlib.contextmanager
-def machine(count: int = 1, memory: int = MEMORY):
-    """`torch` with `count` software devices of `memory` bytes each; gives the `Machine`."""
+def machine(count: int = 1, memory: int = MEMORY, kind: str = "cuda"):
+    """`torch` with `count` software devices of `memory` bytes each; gives the `Machine`. kind: "cuda", or "mps", of
+    which there is one."""
     global MACHINE
-    before, MACHINE = MACHINE, Machine(count, memory)
+    before, MACHINE = MACHINE, Machine(count, memory, kind)
     real, overwrite = torch.Generator, torch.__future__.set_overwrite_module_params_on_conversion
     users = [each for each in list(sys.modules.values()) if vars(each).get("Generator") is real]
     with contextlib.ExitStack() as stack:
-        for name, new in replacements(MACHINE).items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, new))
+        offered = cuda(MACHINE) if kind == "cuda" else mps(MACHINE)
+        for name, new in offered.items():
+            stack.enter_context(mock.patch.object(getattr(torch, kind), name, new))
+        if kind == "mps":
+            stack.enter_context(mock.patch.object(torch.mps.event, "Event", MpsEvent))
+            stack.enter_context(mock.patch.object(torch.backends.mps, "is_available", lambda: True))
         for module in users:
             stack.enter_context(mock.patch.object(module, "Generator", Generator))
         # transformers would load weights in threads of its own, which no mode sees.

@@ -26,6 +26,7 @@ ROWS = [
     "transformers, static cache",
     "transformers, assistant",
     "transformers, assistant as it comes",
+    "speculative, inside generate",
     "speculative, no cache",
 ]
 

@@ -17,6 +17,8 @@ import helpers
 import pytest
 from conftest import ROOT, refused
 
+from benchmark import __main__ as benchmark
+from benchmark import forwards, inTurn
 from decoding.verification import token_rule
 from experiments import processes as sharing
 from experiments import sweep
@@ -191,12 +193,10 @@ def test_a_mixture_of_devices_is_refused():
     here = {"processor": "NVIDIA A", "torch": "2", "transformers": "5", "numpy": "2", "threads": 1}
 
     def record(processes, **differs):
-        prepared = SimpleNamespace(
-            processes=processes, device=f"cuda:{processes.index}", prompts=differs.pop("prompts", 0), article=0, texts=0
-        )
+        device, texts = f"cuda:{processes.index}", differs.pop("texts", "t")
         versions = {"target": {"version": differs.pop("weights", "w")}}
         try:
-            return devices(prepared, here | differs, versions)
+            return devices(processes, device, here | differs, versions, texts)
         except UserError as error:
             return str(error)
 
@@ -212,7 +212,7 @@ def test_a_mixture_of_devices_is_refused():
         ({"processor": "NVIDIA B"}, "device: NVIDIA A in process 0"),
         ({"torch": "3"}, "torch: 2"),
         ({"weights": "v"}, "weights of the target: w"),
-        ({"prompts": 1}, "texts: "),
+        ({"texts": "u"}, "texts: t"),
     ):
         said = of_two(**differs)
         assert said[0] == said[1] and word in said[0] and "\n" not in said[0]
@@ -335,6 +335,29 @@ def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, f
         assert (f"{count} processes" in (tmp_path / str(count) / "results.txt").read_text()) == (count > 1)
         found.append(figures_of(tmp_path / str(count)))
     assert len(found[0]) > 8 and all(other == found[0] for other in found[1:])
+
+
+def test_the_benchmark_shares_out_its_prompts(pair_folder, tmp_path, monkeypatch):
+    """The tokens are those of one process. The record names all processes, and a line says that one of them idles."""
+    monkeypatch.setattr(inTurn, "TURNS", (1, 1))
+    monkeypatch.setattr(forwards, "LARGE", 1 << 20)
+    monkeypatch.setattr(forwards, "CONTEXTS", (64,))
+    flags = ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dtype", "float32"]
+    flags += ["--maxLen", "4", "--repeats", "1", "--no-compile", "--prompts", "2"]
+    found = []
+    for count in 1, 3:
+        folder = tmp_path / str(count)
+        children, logs = launch(benchmark, flags, folder, count)
+        assert [wait(child) for child in children] == [0] * count, logs[0].read_text()
+        assert [log.read_text() for log in logs[1:]] == [""] * (count - 1)
+        record, said = json.loads((folder / "benchmark.json").read_text()), logs[0].read_text()
+        assert len(record.get("processes", [0])) == count and ("1 idle" in said) == (count > 2)
+        assert record["forwards"] and record["parts"] and record["prefill"] and record["growth"]
+        found.append({(line["method"], line["prompt"]): line["sha256"] for line in record["speed"]})
+    assert found[1] == found[0] and {prompt for _, prompt in found[0]} == {0, 1}
+    children, logs = launch(benchmark, [*flags, "--peers"], tmp_path / "peers", 2)
+    assert [wait(child) for child in children] == [2, 2]
+    assert logs[0].read_text().startswith("benchmark: error: --peers") and logs[1].read_text() == ""
 
 
 @pytest.mark.parametrize("victim", [0, 1])

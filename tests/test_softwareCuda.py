@@ -1,4 +1,5 @@
-"""The GPU's code on a software CUDA device (softwareCuda.py): every method, eager and recorded by CUDA graphs.
+"""The GPU's code on a software CUDA device (softwareCuda.py): every method, eager and recorded by CUDA graphs. The same
+methods on the GPU of an Apple computer, made of software too.
 
 The whole matrix takes minutes: `make test-cuda`, or FULL=1 in the environment. The suite runs a part of it.
 """
@@ -18,6 +19,7 @@ import specSampling as loop
 from benchmark import __main__ as benchmark
 from benchmark import forwards, inTurn
 from decoding.rows import Rows
+from decoding.verification import RULES as VERIFICATIONS
 from engine import cudaGraphs
 from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
@@ -152,9 +154,10 @@ def test_a_draft_on_a_device_of_its_own_writes_the_same(gpu, name, engine, devic
             assert None not in compile_all(made, plans, guesses, 2)
         texts = sampler(name, made)(FIRST, 10, sampling)[0]
         assert texts == sampler(name, cpu)(FIRST, 10, sampling)[0]
-    gpu.forget()
-    generator = torch.Generator("cuda").manual_seed(0)  # It draws for both devices.
-    _, records = sampler(name, made)(FIRST, 10, FREE, None, generator)
+    for _ in range(2):  # The first text makes the captures, which synchronise.
+        gpu.forget()
+        generator = torch.Generator("cuda").manual_seed(0)  # It draws for both devices.
+        _, records = sampler(name, made)(FIRST, 10, FREE, None, generator)
     if (name, device) == ("fixed", "cuda:1"):
         assert len(gpu.syncs) == max(len(record.times) for record in records)
 
@@ -257,8 +260,16 @@ def test_tensors_modules_and_generators_say_where_they_are(gpu):
     assert str(torch.nn.Linear(2, 2).to("cuda").weight.device) == "cuda:0"
     assert str(torch.Generator("cuda").device) == "cuda:0" and str(torch.Generator().device) == "cpu"
     assert torch.zeros(1).device.type == "cpu"
+    assert torch.tensor([1.0], device="meta").is_meta  # Else transformers leaves buffers of a loaded model unwritten.
     with pytest.raises(RuntimeError, match="ordinal"):
         torch.zeros(1, device="cuda:2")
+
+
+def test_memory_that_nobody_has_written_is_poisoned(gpu):
+    given = torch.ones(2, device="cuda")
+    for made in torch.empty(3, device="cuda"), torch.empty_like(given), given.new_empty(2):
+        assert made.isnan().all()
+    assert torch.empty(2, dtype=torch.int64, device="cuda").tolist() == [-1, -1]
 
 
 def test_what_cuda_refuses_is_refused(gpu):
@@ -395,19 +406,30 @@ def test_a_recorded_run_and_its_repetition(on_device, cli, flags, tmp_path, caps
 COMMANDS = {
     "ppl": ["--ppl"],
     "speed": ["--speed", "--compile"],
+    "few guesses": ["--speed", "--compile", "--draftVocab", "100", "--repeats", "1"],
+    "two devices": ["--speed", "--ppl", "--draftDevice", "cuda:1"],
     "all": ["--compare", "all", "--compile", "--maxLen", "6"],
     "lossless": ["--lossless", "fixed,draftConfidence,lookup", "--tokens", "500", "--compile"],
     "sweep": ["--sweep", "--compile", "--sentences", "1", "--maxLen", "6"],
     "diversity": ["--diversity", "--prompt", "The lamp", "--maxLen", "6", "--repeats", "2"],
     "show": ["--show", "--compile"],
 }
-KINDS = {"ppl": "ppl_text", "sweep": "costs", "all": "speed", "show": None}  # of the lines they write
+# The kind of line that each writes, if it is not named so.
+KINDS = {
+    "ppl": "ppl_text",
+    "all": "speed",
+    "few guesses": "speed",
+    "two devices": "ppl_text",
+    "sweep": "costs",
+    "show": None,
+}
 
 
 @pytest.mark.skipif(not FULL, reason="FULL=1: minutes")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_mode_runs(on_device, tmp_path, command):
-    assert on_device(*COMMANDS[command]) == 0
+    for _ in range(1 + (command == "two devices")):  # The second run finds the memory that the first one leaves.
+        assert on_device(*COMMANDS[command]) == 0
     kind = KINDS.get(command, command)
     assert kind is None or kind in {line["kind"] for line in lines_of(tmp_path)}
 
@@ -440,3 +462,90 @@ def test_full_memory_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
     with softwareCuda.machine(1):
         assert cli.main(given) == 2
     assert "out of memory" in capsys.readouterr().err
+
+
+# The GPU of an Apple computer.
+
+
+@pytest.fixture
+def apple():
+    with softwareCuda.machine(kind="mps") as machine:
+        yield machine
+
+
+SOME = pytest.mark.parametrize("name", METHODS if FULL else ["block", "costAware", "cascade", "lookup"])
+FILTERED = Sampling(0.9, 4, 0.8)  # It selects and sorts.
+
+
+@SOME
+def test_mps_writes_the_texts_of_the_cpu(apple, name):
+    """Greedy texts; with a repetition penalty, too."""
+    for sampling in GREEDY, PENALISED:
+        texts, wanted = (sampler(name, models(device))(FIRST, 10, sampling)[0] for device in ("mps", "cpu"))
+        assert texts == wanted
+
+
+@pytest.mark.parametrize("name", METHODS if FULL else ["fixed"])
+def test_texts_drawn_on_mps_have_the_right_distribution(apple, name):
+    made, prompt, length = models("mps", FEW), [1, 2, 3], 3
+    decoding = Decoding(gamma=2, gamma1=1, gamma2=2, contrastive_temperature=1.0)
+    generator = torch.Generator("mps").manual_seed(0)
+    texts, _ = sampler(name, made, decoding)([prompt] * DRAWS, length, FILTERED, None, generator)
+    cpu = models("cpu", FEW)
+    source = cpu["target"] if METHODS[name].lossless else cpu.get(name, Contrast(cpu["target"], cpu["draft"]))
+    shape = FREE if METHODS[name].contrasts else FILTERED  # Contrastive decoding ignores the filters.
+    assert helpers.chi_square(texts, helpers.joint_distribution(source, prompt, length, shape), FEW) > 1e-4
+
+
+def test_perplexity_on_mps_is_that_of_the_cpu(apple):
+    text = FIRST[0] * 4
+    wanted, found = (PPL.perplexities(text, each["target"], each["draft"]) for each in (models("cpu"), models("mps")))
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_what_mps_lacks_is_refused(apple):
+    there, far = torch.arange(3, device="mps"), torch.zeros(1, 1, 1, 1, 2, device="mps")
+    for wrong in (
+        lambda: torch.zeros(1, dtype=torch.float64, device="mps"),
+        lambda: torch.zeros(1, dtype=torch.float64).to("mps"),
+        lambda: there.double(),
+        lambda: torch.mul(there.float(), torch.tensor(1.0, dtype=torch.float64)),
+        lambda: there.bfloat16(),
+        lambda: there.sort(),
+        lambda: there.topk(2),
+    ):
+        with pytest.raises(TypeError, match="MPS"):
+            wrong()
+    with pytest.raises(RuntimeError, match="dimensions"):
+        far.cumsum(0)
+    assert there.float().sort(descending=True).values.tolist() == [2.0, 1.0, 0.0] and str(there.device) == "mps:0"
+
+
+def test_float64_on_mps_is_caught(apple, monkeypatch):
+    """Planted: verification in float64, which works on a CPU and on CUDA."""
+    rule = loop.token_rule
+    monkeypatch.setitem(VERIFICATIONS, "token", lambda p, q, drafts, u: rule(p.double(), q.double(), drafts, u))
+    assert sampler("fixed", models("cpu"))(FIRST, 10, GREEDY)[0] == right()[0]
+    with pytest.raises(TypeError, match="float64"):
+        sampler("fixed", models("mps"))(FIRST, 10, GREEDY)
+
+
+MPS_COMMANDS = {
+    "speed": ["--speed", "--ppl", "--compile", "--top_k", "5", "--dtype", "float32"],  # What is compiled stays eager.
+    "float16": ["--speed", "--sentences", "1"],
+    "all": ["--compare", "all", "--maxLen", "6", "--dtype", "float32", "--repetition_penalty", "1.2"],
+    "draft on the CPU": ["--speed", "--draftDevice", "cpu", "--dtype", "float32"],
+    "few guesses": ["--speed", "--draftVocab", "100", "--dtype", "float32"],
+    "lossless": ["--lossless", "fixed,draftConfidence,lookup", "--tokens", "500"],
+    "sweep": ["--sweep", "--sentences", "1", "--maxLen", "6", "--dtype", "float32"],
+    "diversity": ["--diversity", "--prompt", "The lamp", "--maxLen", "6", "--repeats", "2"],
+    "show": ["--show"],
+}
+
+
+@pytest.mark.parametrize("command", MPS_COMMANDS if FULL else ["speed"])
+def test_every_mode_runs_on_mps(apple, cli, flags, tmp_path, capsys, command):
+    assert cli.main([*flags, "--out", str(tmp_path), "--device", "mps", *MPS_COMMANDS[command]]) == 0
+    if command == "speed":
+        assert "no graphs on mps" in capsys.readouterr().err
+        assert {line["kind"] for line in lines_of(tmp_path)} >= {"speed", "ppl_text", "ppl_corpus"}
