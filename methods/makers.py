@@ -20,6 +20,7 @@ from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
+from methods.otherTokenizer import OtherTokenizerDrafter, Vocabularies
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import Sampling
@@ -30,6 +31,7 @@ class Decoding:
     """How to guess and to verify, as the flags of `test.py` say; gamma None is the default of the draft-length rule.
 
     lookup: the text so far guesses, instead of a draft model. draft_temperature, draft_top_p: as in `ModelDrafter`.
+    translation: from the target's tokenizer to the draft's, if that is another one.
     """
 
     gamma: int | None = None
@@ -43,6 +45,7 @@ class Decoding:
     lookup: bool = False
     draft_temperature: float | None = None
     draft_top_p: float | None = None
+    translation: Vocabularies | None = None
     plausibility: float = 0.1
     amateur_temperature: float = 1.0
     contrastive_temperature: float = 0.0
@@ -71,9 +74,15 @@ Plans = dict[str, Plan]  # {role: the graphs worth making}
 
 
 def alone(role: str) -> Callable[[Models, Decoding, Wrap], Sampler]:
-    """One model without any other."""
+    """One model without any other. A draft with a tokenizer of its own continues the prompts in its own tokens, and no
+    id ends them."""
 
     def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        translation = decoding.translation if role == "draft" else None
+        if translation is not None:
+            return lambda prefixes, max_len, sampling, end_of_text=None, generator=None, callback=None: regrSampling(
+                [translation.row(prefix) for prefix in prefixes], models[role], max_len, sampling, None, generator
+            )
         return lambda prefixes, max_len, sampling, end_of_text=None, generator=None, callback=None: regrSampling(
             prefixes, models[role], max_len, sampling, end_of_text, generator, callback
         )
@@ -104,7 +113,10 @@ def guesser(models: Models, decoding: Decoding) -> Drafter:
     model = models.get("restricted") or models.get("draft")
     if model is None:
         return lookup(models, decoding)
-    return ModelDrafter(model, decoding.draft_temperature, decoding.draft_top_p)
+    own = decoding.draft_temperature, decoding.draft_top_p
+    if decoding.translation is not None:
+        return OtherTokenizerDrafter(model, decoding.translation, *own)
+    return ModelDrafter(model, *own)
 
 
 def lookup(models: Models, decoding: Decoding) -> Drafter:
@@ -162,7 +174,7 @@ def whole_rounds(rule: str | None = None) -> Callable[[Decoding], frozenset[int]
 
     def counts(decoding: Decoding) -> frozenset[int]:
         name = rule or decoding.draft_length
-        steady = name in ("fixed", "targetConfidence") and not decoding.lookup
+        steady = name in ("fixed", "targetConfidence") and not decoding.lookup and decoding.translation is None
         return frozenset({decoding.gamma or 4}) if steady else frozenset()
 
     return counts
