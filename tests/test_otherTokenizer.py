@@ -8,9 +8,9 @@ from conftest import refused
 from mistakes import always_accept
 from outcomes import largest_error, small
 from test_specSampling import FREE, PROMPTS
+from tokenizerKinds import KINDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from twoTokenizers import KINDS
 
 from decoding.draftLength import Fixed
 from decoding.lengthRules import Additive, DraftConfidence

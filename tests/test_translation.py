@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 from conftest import refused
+from tokenizerKinds import KINDS, byte_level
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
-from twoTokenizers import KINDS, byte_level
 
 from inputs.folders import DATASETS
 from inputs.translation import ANEW, Translation
