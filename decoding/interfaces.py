@@ -116,7 +116,8 @@ class LengthRule(Protocol):
 
 
 class Drafter(Protocol):
-    """What guesses (methods/drafters.py, lookup.py, cascade.py). models: the models that must read the rows."""
+    """What guesses (drafters.py, lookup.py, cascade.py and otherTokenizer.py in methods/). models: the models that must
+    read the rows."""
 
     @property
     def models(self) -> Sequence[Model]: ...

@@ -276,10 +276,28 @@ def guess(
         caches = model.cache, target.cache
         return Guesses(*target.graphs.round(model.graphs, tokens, positions, u, sampling, own, *caches))
     there, seen = model.device, None if seen is None else seen.to(model.device)
-    given = model, tokens.to(there), positions[:, :-1].to(there), count, own, generator, seen
-    drafts, q = draw_while(rows.going.to(there), length.stop, *given) if length and length.stop else draw_tokens(*given)
-    # A guess from nan is no token: `advance` reports it.
-    return Guesses(drafts.clamp_(max=model.vocabulary - 1).to(rows.device), q.to(rows.device))
+    given = tokens.to(there), positions[:, :-1].to(there), rows.going.to(there)
+    found = guess_after(model, *given, count, own, generator, length, seen)
+    return Guesses(found.drafts.to(rows.device), found.q.to(rows.device))
+
+
+@torch.inference_mode()
+def guess_after(
+    model: Model,
+    tokens: Tensor,
+    positions: Tensor,
+    going: Tensor,
+    count: int,
+    sampling: Sampling,
+    generator: Generator | None = None,
+    length: LengthRule | None = None,
+    seen: Tensor | None = None,
+) -> Guesses:
+    """`count` guesses after a block of the draft's own tokens; all tensors are on its device. going: as in
+    `draw_while`. The other arguments are those of `draw_tokens`."""
+    given = model, tokens, positions, count, sampling, generator, seen
+    drafts, q = draw_while(going, length.stop, *given) if length and length.stop else draw_tokens(*given)
+    return Guesses(drafts.clamp_(max=model.vocabulary - 1), q)  # A guess from nan is no token: `advance` reports it.
 
 
 def score_and_verify(

@@ -139,8 +139,9 @@ def add_models(group: Group) -> None:
         "--draft",
         type=text,
         metavar="MODEL",
-        help="The small model that guesses, named as --target; or lookup: no model, the guesses come from the text so "
-        "far. Default: pythia-70m or the bundled draft, as for --target.",
+        help="The small model that guesses, named as --target. If it has another tokenizer, it guesses the tokens that "
+        "both have. Or lookup: no model, the guesses come from the text so far. Default: pythia-70m or the bundled "
+        "draft, as for --target.",
     )
     group.add_argument(
         "--mid",

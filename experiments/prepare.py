@@ -17,11 +17,13 @@ from engine.restrictedModel import RestrictedModel
 from experiments import diversity
 from experiments.choices import Settings
 from experiments.processes import ALONE, Processes
+from experiments.twoTokenizers import said_of, with_translation
 from inputs.devices import pick_dtype
 from inputs.models import find_model, load_model, outline
 from inputs.prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
 from inputs.texts import Corpus, load_corpora
-from inputs.tokenizers import check_tokenizers, load_tokenizer, most_frequent
+from inputs.tokenizers import load_tokenizer, most_frequent
+from inputs.translation import Translation
 from methods.catalogue import METHODS
 from methods.selection import plan_graphs
 from utils import UserError
@@ -39,6 +41,7 @@ class Prepared:
     prompts: {length: prompts}, token ids. article: the prompts of --diversity.
     texts: [(corpus, token ids of its passages)] of --ppl, read in windows of `window` tokens, `stride` apart.
     tokens: the most tokens that are read at once. frequent: the tokens that a restricted draft guesses.
+    translation: to the draft's tokenizer, if that is another one. Then it guesses only the tokens that both have.
     """
 
     settings: Settings
@@ -56,6 +59,7 @@ class Prepared:
     stride: int
     tokens: int
     frequent: Tensor | None
+    translation: Translation | None = None
 
     def load(self, dtype: str) -> LoadedModels:
         """The models in that dtype."""
@@ -63,9 +67,12 @@ class Prepared:
         for role, folder in self.folders.items():
             device = self.draft_device if role == "draft" else self.device
             spread = self.settings.models.device == "auto" and device == self.device
-            models[role] = load_model(folder, self.tokenizer, dtype, device, self.tokens, spread)
+            tokenizer = self.translation.tokenizer if role == "draft" and self.translation else self.tokenizer
+            models[role] = load_model(folder, tokenizer, dtype, device, self.tokens, spread)
         if self.frequent is not None:
             models["restricted"] = RestrictedModel(models["draft"], self.frequent)
+        if self.translation is not None:
+            models["draft"] = RestrictedModel(models["draft"], self.translation.draft)
         return models
 
     @property
@@ -106,8 +113,8 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     given = None if texts.from_corpora else read_prompts(texts.prompt, texts.question, texts.prompt_file)
     folders = processes.in_turn(lambda: find_models(settings))
     tokenizer = load_tokenizer(folders["target"])
-    for folder in folders.values():
-        check_tokenizers(tokenizer, load_tokenizer(folder), (folders["target"].name, folder.name))
+    settings, translation = with_translation(settings, folders, tokenizer)
+    measuring = settings.measuring
     outlines = [outline(folder, tokenizer) for folder in folders.values()]
     context = min(each.context for each in outlines)
     prompts, article = {}, []
@@ -130,6 +137,9 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
             settings.sampling.max_len_of(mode),
         )
         check_room(each, max_len, outlines)
+        if translation is not None:
+            own = outline(folders["draft"], translation.tokenizer)
+            check_room([translation.row(prompt) for prompt in each], max_len, [own])
         most = max(most, settings.rows * (max_len + max(map(len, each))))
     passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
     window = min(texts.window, context)
@@ -150,8 +160,11 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         texts.stride if texts.stride < window else window // 2,
         max(most, texts.window if measuring.ppl else 0),
         most_frequent(draft_vocab, tokenizer) if draft_vocab else None,
+        translation,
     )
     print(end=found.idle)
+    if translation is not None:
+        print(said_of(translation, settings, [*sum(prompts.values(), []), *article]))
     return found
 
 

@@ -32,7 +32,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 def check_tokenizers(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, names: tuple[str, str] = ("target", "draft")
 ) -> None:
-    """Raise UserError unless both give every token the same id: a guess must be a token of the target."""
+    """Raise UserError unless both give every token the same id, for models that must read the same ids."""
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours == theirs:
         return

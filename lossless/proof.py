@@ -107,8 +107,9 @@ class Proof:
         return scorer.evidence(chosen, texts, first)
 
     def scorer(self, sampling: Sampling, order: str = "draft") -> Scorer:
-        """The `Scorer` that orders the vocabulary by the model of role `order`."""
-        return Scorer(self.loaded["target"], self.loaded.get(order), sampling, self.trial.seed)
+        """The `Scorer` that orders the vocabulary by the model of role `order`, if that has the target's tokens."""
+        other = order == "draft" and self.trial.decoding.translation is not None
+        return Scorer(self.loaded["target"], None if other else self.loaded.get(order), sampling, self.trial.seed)
 
     def test_methods(self) -> None:
         """Test texts drawn by each method, at least `tokens` tokens."""

@@ -1,5 +1,5 @@
-"""`ModelDrafter`: a smaller model guesses the target's next tokens. lookup.py and cascade.py have the other drafters,
-and decoding/interfaces.py says what each method of a drafter is for (`Drafter`)."""
+"""`ModelDrafter`: a smaller model guesses the target's next tokens. The other drafters are in lookup.py, cascade.py and
+otherTokenizer.py. decoding/interfaces.py says what each method of a drafter is for (`Drafter`)."""
 
 from torch import Generator
 

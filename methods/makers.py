@@ -20,6 +20,7 @@ from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
+from methods.otherTokenizer import OtherTokenizerDrafter, Vocabularies
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import Sampling
@@ -33,6 +34,7 @@ class Decoding:
     tree: the shape of a tree of guesses (`Tree.of`), or "auto"; None: a chain, but in the methods for trees.
     lookup: the text so far guesses, instead of a draft model. lookup_first: it guesses where it has a match.
     draft_temperature, draft_top_p: as in `ModelDrafter`.
+    translation: from the target's tokenizer to the draft's, if that is another one.
     """
 
     gamma: int | None = None
@@ -49,6 +51,7 @@ class Decoding:
     lookup_first: bool = False
     draft_temperature: float | None = None
     draft_top_p: float | None = None
+    translation: Vocabularies | None = None
     plausibility: float = 0.1
     amateur_temperature: float = 1.0
     contrastive_temperature: float = 0.0
@@ -81,9 +84,15 @@ Plans = dict[str, Plan]  # {role: the graphs worth making}
 
 
 def alone(role: str) -> Callable[[Models, Decoding, Wrap], Sampler]:
-    """One model without any other."""
+    """One model without any other. A draft with a tokenizer of its own continues the prompts in its own tokens, and no
+    id ends them."""
 
     def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        translation = decoding.translation if role == "draft" else None
+        if translation is not None:
+            return lambda prefixes, max_len, sampling, end_of_text=None, generator=None, callback=None: regrSampling(
+                [translation.row(prefix) for prefix in prefixes], models[role], max_len, sampling, None, generator
+            )
         return lambda prefixes, max_len, sampling, end_of_text=None, generator=None, callback=None: regrSampling(
             prefixes, models[role], max_len, sampling, end_of_text, generator, callback
         )
@@ -117,10 +126,13 @@ def guesser(models: Models, decoding: Decoding) -> Drafter:
     return lookup_first(models, decoding) if decoding.lookup_first else draft_model(models, decoding)
 
 
-def draft_model(models: Models, decoding: Decoding) -> ModelDrafter:
+def draft_model(models: Models, decoding: Decoding) -> ModelDrafter | OtherTokenizerDrafter:
     """The draft model, restricted if `--draftVocab` says so."""
     model = models["restricted"] if "restricted" in models else models["draft"]
-    return ModelDrafter(model, decoding.draft_temperature, decoding.draft_top_p)
+    own = decoding.draft_temperature, decoding.draft_top_p
+    if decoding.translation is not None:
+        return OtherTokenizerDrafter(model, decoding.translation, *own)
+    return ModelDrafter(model, *own)
 
 
 def lookup(models: Models, decoding: Decoding) -> LookupDrafter:
@@ -198,7 +210,7 @@ def whole_rounds(rule: str | None = None) -> Callable[[Decoding], frozenset[int]
 
     def counts(decoding: Decoding) -> frozenset[int]:
         name = rule or decoding.draft_length
-        if decoding.lookup:
+        if decoding.lookup or decoding.translation is not None:
             return frozenset()
         if name == "costAware":
             return frozenset(CostAware.lengths_up_to(decoding.gamma or 10)) - {0}

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from engine.graphs import Plan
 from methods.catalogue import METHODS, Method
 from methods.makers import VARIED, Decoding, Models, Plans, Sampler, Wrap, step_by_step
+from methods.otherTokenizer import READ
 from utils import UserError
 
 
@@ -78,6 +79,8 @@ def plan_graphs(names: Iterable[str], decoding: Decoding, penalised: bool, sweep
     for each in [method.graphs(decoding) for method in methods] + [VARIED] * sweep:
         for role, plan in each.items():
             plans[role] = plans.get(role, Plan()) | plan
+    if decoding.translation is not None and "draft" in plans:
+        plans["draft"] |= Plan(read=READ)
     if penalised:
         plans = {role: step_by_step(plan) for role, plan in plans.items()}
     rounds = frozenset().union(*(method.rounds(decoding) for method in methods))

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 
+import helpers
 import pytest
+import tokenizerKinds
 import torch
 from conftest import CONTEXT, ROOT, with_ctrl_c
 from localHub import Repository
@@ -365,6 +367,38 @@ def test_a_draft_of_few_tokens_guesses_for_the_same_text(cli, flags, pair_folder
     assert {m["kind"] for m in measured} == {"speed", "end"}
     assert "draftVocab 40," in (tmp_path / "restricted" / "results.txt").read_text().replace("\n", " ")
     assert "draftVocab" not in (tmp_path / "whole" / "results.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """A folder with a random GPT-2 whose tokenizer is of another kind than the tiny pair's, and knows only letters."""
+    folder, tokenizer = tmp_path_factory.mktemp("foreign"), tokenizerKinds.sentence_piece(340)
+    helpers.tiny("gpt2", 5, len(tokenizer), 1, context=CONTEXT).model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_draft_with_another_tokenizer_guesses_for_the_same_text(cli, flags, foreign, tmp_path, capsys):
+    runs = {}
+    for name, options in (("same", ["--ppl", "0"]), ("other", ["--draft", str(foreign)])):
+        (tmp_path / name).mkdir()
+        given = ["--temperature", "0", "--dtype", "float32", "--gamma", "3", "--out", str(tmp_path / name)]
+        assert cli.main([*flags, *given, *options]) == 0
+        runs[name] = {key: value for key, value in hashes(tmp_path / name).items() if key[0] != "draft"}
+    assert runs["same"] == runs["other"]
+    said = [line for line in capsys.readouterr().out.splitlines() if "another tokenizer" in line]
+    assert len(said) == 1 and "tokens that both have" in said[0] and "Perplexities" in said[0]
+    assert {m["kind"] for m in lines_of(tmp_path / "other")} == {"run", "speed", "end"}
+    assert cli.main(["--rerun", "1", "--out", str(tmp_path / "other")]) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--ppl", "--draftVocab 9 --speed", "--contrastive", "--diversity", f"--speed --maxLen {CONTEXT - 12}"]
+)
+def test_what_needs_one_tokenizer_is_one_line(cli, flags, foreign, tmp_path, capsys, wrong):
+    assert cli.main([*flags, "--draft", str(foreign), "--out", str(tmp_path), *wrong.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and foreign.name in said
 
 
 def test_a_draft_of_few_tokens_below_a_model_between(cli, flags, pair_folder, tmp_path):

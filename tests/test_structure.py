@@ -175,6 +175,7 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "flagChecks": "flags",
     "makers": "catalogue",
     "measure": "cli",
+    "twoTokenizers": "cli",
     "prepare": "cli",
     "runRecord": "cli",
     "evidence": "losslessness",

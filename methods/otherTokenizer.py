@@ -1,0 +1,128 @@
+"""`OtherTokenizerDrafter`: a draft model whose tokenizer is not the target's guesses tokens that both have (token-level
+intersection; Timor et al., arXiv 2502.05202, algorithm 4)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from decoding.interfaces import LengthRule, Model
+from decoding.rounds import Guesses, forward, guess_after, no_guesses, prefill
+from decoding.rows import Rows, upload
+from utils import Sampling
+
+READ = 4  # Tokens that the draft reads at once before it guesses. More are read by a forward of their own.
+GROWTH = 4  # Room for so many of the draft's tokens for each of the target's.
+
+
+class Text(Protocol):
+    """A text of the target that grows."""
+
+    def row(self, tokens: Sequence[int]) -> list[int]:
+        """The text in the draft's tokens."""
+
+
+class Vocabularies(Protocol):
+    """What `inputs.translation.Translation` knows of the two tokenizers. target, draft: int64 `[N]`, the ids of the
+    tokens that both have. vocabulary: the target's number of tokens."""
+
+    target: Tensor
+    draft: Tensor
+    vocabulary: int
+
+    def growing(self) -> Text:
+        """For one text that grows."""
+
+    def row(self, tokens: Sequence[int]) -> list[int]:
+        """A text of the target in the draft's tokens."""
+
+
+class OtherTokenizerDrafter:
+    """A model with its own tokenizer guesses. It reads the committed text in its own tokens, and draws only tokens that
+    both tokenizers have: `model` gives all others no probability (`engine.restrictedModel.RestrictedModel`).
+
+    Its q, renormalised over these tokens, is carried over to the target's ids; elsewhere q is 0. So a guess is drawn
+    from the q that verification is given, and the text stays the target's. In each round the end of the text is encoded
+    anew, because its last tokens may have merged with what came after. The KV cache keeps what is still the same, and
+    the model reads on from there. A row that outgrows the draft's room gets no more guesses.
+
+    temperature, top_p: as in `ModelDrafter`.
+    """
+
+    def __init__(
+        self, model: Model, translation: Vocabularies, temperature: float | None = None, top_p: float | None = None
+    ) -> None:
+        self.model, self.translation, self.temperature, self.top_p = model, translation, temperature, top_p
+        self.targets, self.drafts = translation.target.to(model.device), translation.draft.to(model.device)
+        self.to_target = torch.zeros(model.vocabulary, dtype=torch.long, device=model.device)
+        self.to_target[self.drafts] = self.targets
+        reader = copy.copy(model)  # Rows of the target hold its tokens; the draft reads a translation.
+        reader.vocabulary = translation.vocabulary
+        self.models = [reader]
+
+    def begin(self, rows: Rows) -> None:
+        """Read the prompts. Raises UserError if one does not fit into the draft's context."""
+        self.texts = [self.translation.growing() for _ in rows.texts]
+        prompts = [text[:end] for text, end in zip(rows.texts, rows.prompt_lengths)]
+        self.held = [each.row(prompt) for each, prompt in zip(self.texts, prompts)]
+        left, longest = rows.capacity - max(rows.prompt_lengths), max(map(len, self.held))
+        own = Rows(self.held, max(left, min(GROWTH * left, self.model.context - longest)), [self.model])
+        prefill(self.model, own)
+        self.capacity = own.capacity
+        self.read = own.prompt[:, :0]  # Guesses that the cache holds after `held`.
+
+    def rewind(self, count: int) -> None:
+        """The text is compared with what was read anyway."""
+
+    def draft(
+        self,
+        rows: Rows,
+        gamma: int,
+        sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses:
+        """At most `gamma` guesses for each row, in the target's tokens."""
+        if gamma == 0:
+            return no_guesses(rows, self.translation.vocabulary)
+        tokens, positions, going = self.unread(rows, gamma)
+        width, seen = tokens.shape[1], rows.seen(self.translation.vocabulary, sampling)
+        if seen is not None:  # What the target has seen, as far as the draft can guess it.
+            theirs = seen.to(self.model.device)[:, self.targets]
+            seen = theirs.new_zeros(len(theirs), self.model.vocabulary).index_copy_(1, self.drafts, theirs)
+        if width > READ:
+            forward(self.model, tokens[:, :-READ], positions[:, : width - READ])
+            tokens, positions = tokens[:, -READ:], positions[:, width - READ :]
+        own = sampling.but(self.temperature, self.top_p)
+        found = guess_after(self.model, tokens, positions, going, gamma, own, generator, length, seen)
+        self.read = found.drafts[:, :-1]
+        q = found.q.new_zeros(*found.drafts.shape, self.translation.vocabulary)
+        q.index_copy_(-1, self.targets, found.q.index_select(-1, self.drafts)).masked_fill_(~going[:, None, None], 0)
+        return Guesses(self.to_target[found.drafts].to(rows.device), q.to(rows.device))
+
+    def unread(self, rows: Rows, gamma: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The last tokens of each row, as many as some row has not read, `[B, w]`; the positions of these and of all
+        guesses but the last, `[B, w + gamma - 1]`; and which rows guess at all, bool `[B]`."""
+        known = [own + read for own, read in zip(self.held, self.read.tolist())]  # The round before has long ended.
+        rows_now = zip(self.texts, rows.texts, self.held, rows.ended)
+        self.held = [held[:1] if ended else text.row(tokens) for text, tokens, held, ended in rows_now]
+        room = [len(text) + gamma <= self.capacity for text in self.held]
+        self.held = [text if fits else text[:1] for text, fits in zip(self.held, room)]
+        kept = [min(agreement(*pair), len(pair[0]) - 1) for pair in zip(self.held, known)]
+        width = max(len(text) - keep for text, keep in zip(self.held, kept))
+        tokens, positions = [], []
+        for text in self.held:
+            places = range(len(text) - width, len(text) + gamma - 1)
+            positions.append([max(0, place) for place in places])
+            tokens.append([text[place] for place in positions[-1][:width]])
+        device, going = self.model.device, [fits and not end for fits, end in zip(room, rows.ended)]
+        return upload(tokens, device), upload(positions, device), upload(going, device)
+
+
+def agreement(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))

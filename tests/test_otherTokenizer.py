@@ -1,0 +1,227 @@
+"""A draft with another tokenizer: what it reads, that its q is what its guesses were drawn from, and that the output
+does not show it. That its tokens are right is in test_translation.py."""
+
+import helpers
+import pytest
+import torch
+from conftest import refused
+from mistakes import always_accept
+from outcomes import largest_error, small
+from test_specSampling import FREE, PROMPTS
+from tokenizerKinds import KINDS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from decoding.draftLength import Fixed
+from decoding.lengthRules import Additive, DraftConfidence
+from decoding.rows import Rows
+from decoding.verification import block_rule, token_rule
+from engine.restrictedModel import RestrictedModel
+from inputs.translation import Translation
+from methods import otherTokenizer
+from methods.cascade import CascadeDrafter
+from methods.otherTokenizer import OtherTokenizerDrafter
+from regrSampling import regrSampling
+from specSampling import specSampling
+from utils import GREEDY, Sampling, probabilities
+
+TEXTS = ["The harbour was dark", "and the", "a “lamp” café 🙂 was lit and the tide of the harbour was out", "I"]
+PENALTY = Sampling(0.0, 0, 1.0, 1.3)
+
+
+@pytest.fixture(scope="module")
+def kinds():
+    return {name: make() for name, make in KINDS.items()}
+
+
+def pair(kinds, target="llama", draft="gpt2", context=256):
+    """(target, draft, translation) with random weights. The draft's output layer knows the common tokens alone."""
+    translation = Translation(kinds[target], kinds[draft])
+    family = "gpt_neox" if target == "gpt2" else target
+    ours = helpers.tiny(family, 0, len(kinds[target]), context=context)
+    theirs = helpers.tiny(draft, 1, len(kinds[draft]), 1, context=context)
+    return ours, RestrictedModel(theirs, translation.draft), translation
+
+
+@pytest.mark.parametrize("ours, theirs", [("llama", "gpt2"), ("qwen2", "gpt2"), ("gpt2", "llama")])
+def test_greedy_rows_equal_plain_greedy(kinds, ours, theirs):
+    target, draft, translation = pair(kinds, ours, theirs)
+    prompts = [kinds[ours](text)["input_ids"] for text in TEXTS]
+    for sampling, length, verify in (
+        (GREEDY, 4, token_rule),
+        (GREEDY, DraftConfidence(4, 0.1), token_rule),
+        (PENALTY, 3, block_rule),
+    ):
+        wanted = regrSampling(prompts, target, 12, sampling)[0]
+        found, records = specSampling(
+            prompts, target, OtherTokenizerDrafter(draft, translation), 12, length, sampling, verify=verify
+        )
+        assert found == wanted and all(max(record.drafted) > 0 for record in records)
+    end = wanted[0][7]
+    drafter = CascadeDrafter(helpers.tiny("llama", 3, len(kinds[ours])), OtherTokenizerDrafter(draft, translation))
+    stopped = specSampling(prompts, target, drafter, 12, 3, PENALTY, end)[0]
+    assert stopped == [row[: row.index(end) + 1] if end in row else row for row in wanted]
+
+
+def few(tokens, *merges):
+    """A byte-level tokenizer of these tokens; the one in brackets ends a text."""
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, list(merges)))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=next(token for token in tokens if token[1:] > "" and token[0] == "<")
+    )
+
+
+LETTERS = [chr(code) for code in range(ord("A"), ord("z") + 1)] + ["0", "1"]  # 60, each a token
+
+
+def letters(order):
+    """A tokenizer of 60 letters and an end of text, whose ids are in this order."""
+    tokens = ["<e>", *LETTERS]
+    return few([tokens[i] for i in order])
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, FREE, Sampling(0.85, 0, 0.9, 1.3)])
+def test_a_draft_equal_to_the_target_but_for_its_ids_is_always_accepted(sampling):
+    """Any slot of its cache that held another token's keys would show as a rejection."""
+    order = torch.randperm(61, generator=torch.Generator().manual_seed(0))
+    translation = Translation(letters(range(61)), letters(order.tolist()))
+    assert translation.draft[translation.target.argsort()].tolist() == order.argsort().tolist()
+    target, same = helpers.tiny(vocabulary=61), helpers.tiny(vocabulary=61)
+    with torch.no_grad():
+        for layer in same.model.get_input_embeddings(), same.model.get_output_embeddings():
+            layer.weight.copy_(layer.weight[order])
+    drafter = OtherTokenizerDrafter(RestrictedModel(same, translation.draft), translation)
+    found, records = specSampling(PROMPTS, target, drafter, 40, 4, sampling, generator=torch.Generator().manual_seed(0))
+    assert all(record.committed == [1] + [5] * 7 + [4] and record.alpha > 0.999 for record in records)
+    if sampling == GREEDY:
+        assert found == regrSampling(PROMPTS, target, 40, GREEDY)[0]
+
+
+class Checked(OtherTokenizerDrafter):
+    """Reads each row anew, without a cache, and compares what its guesses were drawn from."""
+
+    def draft(self, rows, gamma, sampling, generator=None, length=None):
+        guesses = super().draft(rows, gamma, sampling, generator, length)
+        if gamma == 0:
+            return guesses
+        seen = rows.seen(self.translation.vocabulary, sampling)
+        partner = dict(zip(self.targets.tolist(), self.drafts.tolist()))
+        for row, (text, drafts) in enumerate(zip(rows.texts, guesses.drafts.tolist())):
+            if not rows.ended[row] and guesses.q[row].any():
+                self.compared += 1
+                whole = self.translation.row(text) + [partner[token] for token in drafts]
+                logits = self.model.score(torch.tensor([whole]))[0, -len(drafts) - 1 : -1]
+                wanted = torch.full((len(drafts), self.translation.vocabulary), -torch.inf)
+                wanted[:, self.targets] = logits[:, self.drafts]
+                first = None if seen is None else seen[row]
+                own = sampling.but(self.temperature, self.top_p)
+                wanted = probabilities(wanted[0], own, first)
+                torch.testing.assert_close(guesses.q[row, 0], wanted, atol=1e-5, rtol=1e-4)
+                assert (guesses.q[row].sum(-1) - 1).abs().max() < 1e-5 and (guesses.of_drafts()[row] > 0).all()
+        return guesses
+
+    compared = 0
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.8, 0, 1.0, 1.4), Sampling(1.0, 5, 1.0)])
+@pytest.mark.parametrize("cascade", [False, True])
+def test_guesses_come_from_what_the_draft_says_after_the_same_text(kinds, cascade, sampling):
+    """Whatever its cache holds of the rounds before: texts that merged, rejected guesses, rows of any length."""
+    target, draft, translation = pair(kinds)
+    prompts = [kinds["llama"](text)["input_ids"] for text in TEXTS]
+    checked = drafter = Checked(draft, translation, 0.7)
+    if cascade:
+        drafter = CascadeDrafter(helpers.tiny("llama", 2, len(kinds["llama"])), checked, Additive(1))
+    specSampling(prompts, target, drafter, 12, 3, sampling, generator=torch.Generator().manual_seed(0))
+    assert checked.compared > 30
+
+
+def test_a_cache_that_keeps_what_has_changed_is_caught(kinds, monkeypatch):
+    target, draft, translation = pair(kinds)
+    prompts = [kinds["llama"](text)["input_ids"] for text in TEXTS]
+    monkeypatch.setattr(otherTokenizer, "agreement", lambda ours, theirs: min(len(ours), len(theirs)))
+    with pytest.raises(AssertionError, match="close"):
+        specSampling(prompts, target, Checked(draft, translation), 12, 3, FREE)
+
+
+def test_a_row_that_outgrows_the_drafts_room_gets_no_more_guesses_and_a_long_prompt_is_refused(kinds, monkeypatch):
+    """The draft's tokens are shorter: 42 of its own where the target has fewer."""
+    target, _, translation = pair(kinds, "llama", "gpt2")
+    draft = RestrictedModel(helpers.tiny("gpt2", 1, 320, 1, context=84), translation.draft)
+    prompts = [kinds["llama"](text)["input_ids"] for text in TEXTS[:3]]
+    assert max(len(translation.row(prompt)) for prompt in prompts) + 30 <= 84
+    found, records = specSampling(prompts, target, OtherTokenizerDrafter(draft, translation), 40, 4, GREEDY)
+    assert found == regrSampling(prompts, target, 40, GREEDY)[0]
+    late = [record.drafted[-3] for record in records]
+    assert min(late) == 0 and max(record.drafted[1] for record in records) == 4
+    with refused("context of", "84 tokens"):
+        specSampling([prompts[2]], target, OtherTokenizerDrafter(draft, translation), 60, 4, GREEDY)
+
+
+# The distribution of whole texts, exactly, with four tokens on each side, of which both have three.
+
+
+class SumBelowOne(OtherTokenizerDrafter):
+    """The mistake that invites itself: drawn among the common tokens, while q is the draft's own over all its
+    tokens."""
+
+    def draft(self, *given, **named):
+        guesses = super().draft(*given, **named)
+        guesses.q.mul_(0.6)
+        return guesses
+
+
+class OtherIds(OtherTokenizerDrafter):
+    """q is at the draft's ids, the guesses are the target's."""
+
+    def draft(self, *given, **named):
+        guesses = super().draft(*given, **named)
+        if guesses.q.shape[1]:
+            kept = guesses.of_drafts()[..., None]
+            guesses.q.copy_(guesses.q.roll(1, -1).scatter(-1, guesses.drafts[..., None], kept))
+        return guesses
+
+
+def error(kind=OtherTokenizerDrafter, cascade=False, sampling=FREE, verify=token_rule, gamma=2, length=3, own=()):
+    """The largest difference between the probability of a text and the target's."""
+    translation = Translation(few(["<e>", "a", "b", "ab"], ("a", "b")), few(["b", "ba", "a", "<end>"], ("b", "a")))
+    assert dict(zip(translation.target.tolist(), translation.draft.tolist())) == {0: 3, 1: 2, 2: 0}
+    target, mid, draft = small(3, 4)
+
+    def sample(prefixes):
+        drafter = kind(RestrictedModel(draft, translation.draft), translation, *own)
+        drafter = CascadeDrafter(mid, drafter, Fixed(1)) if cascade else drafter
+        return specSampling(prefixes, target, drafter, length, gamma, sampling, verify=verify)[0]
+
+    return largest_error(sample, target, length, sampling, prefixes=[[1, 2, 3, 1]])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"verify": block_rule},
+        {"sampling": Sampling(0.9, 0, 0.9, 1.3)},
+        {"own": (0.5, 0.9)},
+        {"cascade": True, "gamma": 1},
+    ],
+)
+def test_texts_have_the_targets_probabilities(options):
+    assert error(**options) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{"kind": SumBelowOne}, {"kind": OtherIds}, {"verify": always_accept}])
+def test_a_planted_mistake_is_caught(options):
+    assert error(**options, length=3, gamma=1) > 1e-3
+
+
+def test_a_row_without_a_guess_has_a_q_of_0_beside_those_with_one(kinds):
+    target, draft, translation = pair(kinds)
+    rows = Rows([kinds["llama"](text)["input_ids"] for text in TEXTS[:2]], 9, [target])
+    drafter = OtherTokenizerDrafter(draft, translation)
+    drafter.begin(rows)
+    rows.ended[1] = True
+    guesses = drafter.draft(rows, 3, FREE)
+    assert guesses.counts().tolist() == [3, 0] and not guesses.q[1].any()
+    assert drafter.draft(rows, 0, FREE).q.shape == (2, 0, len(kinds["llama"]))

@@ -1,0 +1,57 @@
+"""Small tokenizers of three kinds: as GPT-2's, as Qwen2's and as Llama's (SentencePiece)."""
+
+import json
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from inputs.folders import DATASETS
+
+TEXTS = [str(DATASETS / "sample" / "articles.raw")]
+# Qwen2's words: a letter's sign before it is part of it, and every digit is a word.
+QWEN2 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def byte_level(size, words=None, end="<|endoftext|>", texts=TEXTS, alphabet=None):
+    """As GPT-2's tokenizer; words: another pattern of words. alphabet: the single bytes it knows, None: all."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if words:
+        made.normalizer = normalizers.NFC()
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(words), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if alphabet is None else alphabet
+    trained = {"vocab_size": size, "special_tokens": [end], "show_progress": False, "initial_alphabet": alphabet}
+    made.train(texts, trainers.BpeTrainer(**trained))
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=end, eos_token=end)
+
+
+def sentence_piece(size):
+    """As Llama's: a space is a letter of its own, one is added in front, and bytes stand for unknown characters."""
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    special = ["<unk>", "<s>", "</s>"]
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    trained = {"vocab_size": size, "special_tokens": [*special, *fallback], "show_progress": False}
+    made.train(TEXTS, trainers.BpeTrainer(**trained))
+    content = json.loads(made.to_str())
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] in special]
+    made = Tokenizer.from_str(json.dumps(content | {"pre_tokenizer": None}))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+KINDS = {
+    "gpt2": lambda: byte_level(320),
+    "qwen2": lambda: byte_level(400, QWEN2, "<|im_end|>"),
+    "llama": lambda: sentence_piece(520),
+}
