@@ -121,24 +121,17 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     if given and (continues(settings) or "diversity" in measuring.groups):
         given_ids = encode(given, tokenizer, texts.question is not None, settings.models.target)
     if continues(settings):
-        prompts = (
-            {max(map(len, given_ids)): given_ids}
-            if given
-            else choose_prompts(
-                tokenizer, corpora, texts.prompt_lengths, context, texts.sentence_limit, texts.sentences
-            )
-        )
+        wanted = texts.prompt_lengths, context, texts.sentence_limit, texts.sentences
+        prompts = {max(map(len, given_ids)): given_ids} if given else choose_prompts(tokenizer, corpora, *wanted)
     if "diversity" in measuring.groups:
         article = given_ids if given else encode(diversity.PROMPTS, tokenizer)
+    own = outline(folders["draft"], translation.tokenizer) if translation is not None else None
     most = 0
     for mode in measuring.modes:
-        each, max_len = (
-            article if mode == "diversity" else sum(prompts.values(), []),
-            settings.sampling.max_len_of(mode),
-        )
+        each = article if mode == "diversity" else sum(prompts.values(), [])
+        max_len = settings.sampling.max_len_of(mode)
         check_room(each, max_len, outlines)
-        if translation is not None:
-            own = outline(folders["draft"], translation.tokenizer)
+        if translation is not None and own is not None:
             check_room([translation.row(prompt) for prompt in each], max_len, [own])
         most = max(most, settings.rows * (max_len + max(map(len, each))))
     passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
