@@ -54,10 +54,11 @@ class Always:
 
 def menu() -> list[Tree | None]:
     """The shapes that `Auto` chooses from: plain decoding, chains, and the trees that are best for some numbers of
-    guesses if acceptance is what `Acceptance` expects of a draft before any round."""
-    table = Acceptance().table(depth=6, ranks=4)
+    guesses and some depths, if acceptance is what `Acceptance` expects of a draft before any round."""
+    table = Acceptance().table(depth=8, ranks=4)
+    limits = (8, 3), (8, 4), (12, 4), (16, 6), (32, 8)
     chains = [Tree.chain(length) for length in (1, 2, 3, 4, 6)]
-    return [None, *chains, *(best_tree(size, table) for size in (4, 8, 12, 16, 32))]
+    return [None, *chains, *(best_tree(size, table, depth=depth) for size, depth in limits)]
 
 
 class Auto:

@@ -8,15 +8,14 @@ accepted path to the slots of their positions. Nothing is read again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor
 
-from decoding import rounds
 from decoding.interfaces import TreeModel, TreeRule
-from decoding.rounds import read_missed, uniform, use_graph
+from decoding.rounds import forward, guess, read_missed, uniform, use_graph
 from decoding.rows import Rows, upload
 from decoding.trees import MOST, Tree
 from utils import Sampling
@@ -83,12 +82,14 @@ class TreeGuesses:
 
     drafts: int64 `[B, n]`. q: float32 `[B, n, V]`, the law that each was drawn from. Siblings are drawn without
     replacement: the law of a later one is q without the earlier ones, renormalised. Where a row has no guess, q is 0.
-    p: float32 `[B, n + 1, V]`, the target's distributions after each node, if the guesses have been scored; else None.
+    places: of all nodes, the root first. p: float32 `[B, n + 1, V]`, the target's distributions after each node, if
+    whatever drew the guesses has scored them too; else None.
     """
 
     tree: Tree
     drafts: Tensor
     q: Tensor
+    places: Places
     p: Tensor | None = None
 
     def counts(self) -> Tensor:
@@ -103,7 +104,7 @@ class TreeGuesses:
         if min(gammas) >= self.tree.depth:
             return self
         kept = numbers(self.tree, self.drafts.device)[0][1:] <= upload(gammas, self.drafts.device)[:, None]
-        return TreeGuesses(self.tree, self.drafts, self.q * kept[..., None], self.p)
+        return replace(self, q=self.q * kept[..., None])
 
 
 def level_by_level(
@@ -138,7 +139,7 @@ def level_by_level(
     return drafts, torch.cat(laws, 1)
 
 
-def forward(model: TreeModel, tokens: Tensor, places: Places, reach: int) -> Tensor:
+def forward_tree(model: TreeModel, tokens: Tensor, places: Places, reach: int) -> Tensor:
     """Logits after each of the nodes `tokens[B, m]`, float32 `[B, m, V]`. No row has filled more than `reach` slots."""
     if use_graph(model, "tree", *tokens.shape):
         return model.graphs.forward_tree(tokens, places, model.cache)
@@ -147,33 +148,54 @@ def forward(model: TreeModel, tokens: Tensor, places: Places, reach: int) -> Ten
 
 @torch.inference_mode()
 def grow(
-    model: TreeModel, rows: Rows, read: int, tree: Tree, sampling: Sampling, generator: Generator | None = None
+    model: TreeModel,
+    rows: Rows,
+    read: int,
+    tree: Tree,
+    sampling: Sampling,
+    own: Sampling,
+    generator: Generator | None = None,
 ) -> TreeGuesses:
     """A tree of guesses of a draft model for each row, after reading the last `read` committed tokens again.
 
-    sampling: the draft's. The draft may be on a device of its own, as in `rounds.guess`.
+    sampling, own: the target's and the draft's. The draft may be on a device of its own, as in `rounds.guess`.
     """
-    read = read_missed(model, rows, read)
-    tokens, positions = rows.last(read)
-    places, seen = Places.of(rows, tree), rows.seen(model.vocabulary, sampling)
-    u = uniform(len(tokens), tree.draws, device=rows.device, generator=generator)
-    there = model.device
-    tokens, positions, places, u = tokens.to(there), positions.to(there), places.to(there), u.to(there)
-    if use_graph(model, "grow", len(tokens), read, tree, seen=seen):
-        drafts, q = model.graphs.grow(tree, tokens, positions, places, u, sampling, model.cache)
-        return TreeGuesses(tree, drafts.to(rows.device), q.to(rows.device))
-    seen, reach = None if seen is None else seen.to(there), reached(rows, tree)
+    places = Places.of(rows, tree)
+    if tree.is_chain:
+        chain = guess(model, rows, read, tree.size, sampling, own, generator)
+        return TreeGuesses(tree, chain.drafts, chain.q, places, chain.p)
+    read, there = read_missed(model, rows, read), model.device
+    u = uniform(len(rows.tokens), tree.draws, device=there, generator=generator)
+    tokens, positions = (each.to(there) for each in rows.last(read))
+    drafts, q = level_by_level_of(model, rows, tree, tokens, positions, places.to(there), u, own)
+    return TreeGuesses(tree, drafts.to(rows.device), q.to(rows.device), places)
 
-    def read_nodes(tokens: Tensor, nodes: Sequence[int]) -> Tensor:
+
+def level_by_level_of(
+    model: TreeModel,
+    rows: Rows,
+    tree: Tree,
+    tokens: Tensor,
+    positions: Tensor,
+    places: Places,
+    u: Tensor,
+    sampling: Sampling,
+) -> tuple[Tensor, Tensor]:
+    """`level_by_level` of a draft model, after the block `tokens, positions [B, read]`."""
+    seen, reach = rows.seen(model.vocabulary, sampling), reached(rows, tree)
+    if use_graph(model, "grow", *tokens.shape, tree, seen=seen):
+        return model.graphs.grow(tree, tokens, positions, places, u, sampling, model.cache)
+    held = None if seen is None else seen.to(model.device)
+
+    def read(tokens: Tensor, nodes: Sequence[int]) -> Tensor:
         if nodes[0] == 0:
-            return rounds.forward(model, tokens, positions)
-        return forward(model, tokens, places.only(nodes), reach)
+            return forward(model, tokens, positions)
+        return forward_tree(model, tokens, places.only(nodes), reach)
 
     def distribution(logits: Tensor, nodes: Sequence[int], drafts: Tensor) -> Tensor:
-        return model.operators.probabilities(logits, sampling, seen_after_nodes(seen, drafts, tree, nodes))
+        return model.operators.probabilities(logits, sampling, seen_after_nodes(held, drafts, tree, nodes))
 
-    drafts, q = level_by_level(read_nodes, distribution, model.operators.siblings, tree, tokens, u)
-    return TreeGuesses(tree, drafts.to(rows.device), q.to(rows.device))
+    return level_by_level(read, distribution, model.operators.siblings, tree, tokens, u)
 
 
 def reached(rows: Rows, tree: Tree) -> int:
@@ -205,17 +227,20 @@ def score_and_verify(
     tree, drafts, q, p = guesses.tree, guesses.drafts, guesses.q, guesses.p
     if p is None:
         block = torch.cat([rows.last(1)[0], drafts], 1)
-        places, seen = Places.of(rows, tree), rows.seen(target.vocabulary, sampling)
+        places, seen = guesses.places, rows.seen(target.vocabulary, sampling)
         if use_graph(target, "score_and_verify_tree", *block.shape, seen=seen, verify=verify):
             return target.graphs.score_and_verify_tree(tree, block, places, q, u, sampling, verify, target.cache)
-        logits = forward(target, block, places, reached(rows, tree))
+        if tree.is_chain:  # Its slots are its positions.
+            logits = forward(target, block, places.positions)
+        else:
+            logits = forward_tree(target, block, places, reached(rows, tree))
         p = target.operators.probabilities(logits, sampling, seen_after_nodes(seen, drafts, tree, range(tree.size + 1)))
     return p, *target.operators.rule(verify)(p, q, drafts, u, tree)
 
 
 @torch.inference_mode()
-def keep(model: TreeModel, rows: Rows, tree: Tree, path: Tensor) -> None:
-    """Move the keys and values of the accepted nodes `path[B, depth]` to the slots of their positions.
+def keep(models: Iterable[TreeModel], rows: Rows, tree: Tree, path: Tensor) -> None:
+    """Move the keys and values of the accepted nodes `path[B, depth]` to the slots of their positions, in all models.
 
     Where a path is shorter, its nodes are 0: the root's keys and values go to slots that the next tokens overwrite. The
     last committed token's are among these, since each model reads it again.
@@ -223,7 +248,10 @@ def keep(model: TreeModel, rows: Rows, tree: Tree, path: Tensor) -> None:
     if tree.is_chain:
         return  # They are there.
     root = (rows.lengths - 1)[:, None]
-    source, slots = (root + path).to(model.device), (root + rows.offsets(1, tree.depth)).to(model.device)
-    if use_graph(model, "move", *slots.shape):
-        return model.graphs.move(source, slots, model.cache)
-    model.cache.move(source, slots)
+    source, slots = root + path, root + rows.offsets(1, tree.depth)
+    for model in models:
+        moved = source.to(model.device), slots.to(model.device)
+        if use_graph(model, "move", *slots.shape):
+            model.graphs.move(*moved, model.cache)
+        else:
+            model.cache.move(*moved)

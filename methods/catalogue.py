@@ -30,7 +30,15 @@ from methods.makers import (
     speculative_contrastive_graphs,
     whole_rounds,
 )
-from methods.treeMakers import as_flags_say, graphs_as_flags_say, is_fixed, rounds_as_flags_say, tree, tree_graphs
+from methods.treeMakers import (
+    as_flags_say,
+    graphs_as_flags_say,
+    is_fixed,
+    rounds_as_flags_say,
+    tree,
+    tree_graphs,
+    tree_rounds,
+)
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,7 @@ CATALOGUE = (
         tree("traversal"),
         needs=("draft",),
         graphs=tree_graphs,
+        rounds=tree_rounds,
         lossless=True,
         seeded=is_fixed,
         guesses_tree=lambda decoding: True,
@@ -167,6 +176,7 @@ CATALOGUE = (
         tree("topDown"),
         needs=("draft",),
         graphs=tree_graphs,
+        rounds=tree_rounds,
         lossless=True,
         seeded=is_fixed,
         guesses_tree=lambda decoding: True,

@@ -44,12 +44,21 @@ def tree(rule: str | None = None) -> Callable[[Models, Decoding, Wrap], Sampler]
 
 
 def tree_graphs(decoding: Decoding) -> Plans:
-    """A graph that scores trees of each size, and one that grows each shape."""
-    shapes = shapes_of(decoding)
+    """A graph that scores trees of each size, and one that grows each shape; for chains, those of chains."""
+    shapes, chains = ([each for each in shapes_of(decoding) if each.is_chain is chain] for chain in (False, True))
     return {
-        "target": Plan(draws=frozenset({1}), nodes=frozenset(shape.size + 1 for shape in shapes)),
-        "draft": Plan(read=2, trees=frozenset(shapes)),
+        "target": Plan(
+            widths=frozenset(chain.size + 1 for chain in chains),
+            draws=frozenset({1}),
+            nodes=frozenset(shape.size + 1 for shape in shapes),
+        ),
+        "draft": Plan(draws=frozenset(chain.size for chain in chains), read=2, trees=frozenset(shapes)),
     }
+
+
+def tree_rounds(decoding: Decoding) -> frozenset[int]:
+    """Guesses of the chains among the shapes, whose rounds are one graph each."""
+    return frozenset(shape.size for shape in shapes_of(decoding) if shape.is_chain)
 
 
 def is_fixed(decoding: Decoding) -> bool:
@@ -72,4 +81,4 @@ def graphs_as_flags_say(decoding: Decoding) -> Plans:
 
 def rounds_as_flags_say(decoding: Decoding) -> frozenset[int]:
     """Guesses of its rounds that are one graph each."""
-    return frozenset() if decoding.tree else whole_rounds()(decoding)
+    return (tree_rounds if decoding.tree else whole_rounds())(decoding)

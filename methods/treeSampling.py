@@ -36,7 +36,8 @@ class TreeDrafter:
     def draft(self, rows: Rows, tree: Tree, sampling: Sampling, generator: Generator | None = None) -> TreeGuesses:
         """A tree for each row. As in `ModelDrafter`, the last two committed tokens are read again."""
         read, self.behind = 1 + self.behind, 1
-        return grow(self.model, rows, read, tree, sampling.but(self.temperature, self.top_p), generator)
+        own = sampling.but(self.temperature, self.top_p)
+        return grow(self.model, rows, read, tree, sampling, own, generator)
 
 
 @torch.inference_mode()
@@ -99,8 +100,7 @@ def advance(
     u = uniform(len(rows.tokens), tree.size + 1, device=rows.device, generator=generator)
     _, accepted, path, token = score_and_verify(target, rows, guesses, u, sampling, verify)
     # Move the path's keys and values to the slots of its positions, in both models.
-    for model in (target, drafter.model):
-        keep(model, rows, tree, path)
+    keep((target, drafter.model), rows, tree, path)
     # Commit the path and the token after it. Here the host waits for the device, once in the round.
     drafts = guesses.drafts.gather(1, (path - 1).clamp(min=0))
     drafted, _, last = rows.commit(drafts, accepted, token, guesses.counts(), path.amax(1))

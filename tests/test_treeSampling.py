@@ -1,5 +1,7 @@
 """Speculative sampling with trees of guesses: greedy equality, distributions, planted mistakes, ragged rows."""
 
+from dataclasses import replace
+
 import helpers
 import pytest
 import torch
@@ -10,7 +12,6 @@ from test_specSampling import PROMPTS, near
 from decoding import treeRounds
 from decoding.rounds import first_token, prefill
 from decoding.rows import Rows
-from decoding.treeRounds import TreeGuesses
 from decoding.trees import Tree
 from decoding.treeVerification import TREE_RULES, top_down_rule, traversal_rule
 from decoding.verification import block_rule
@@ -95,9 +96,9 @@ def scores(pair, shape="3,2"):
     tree, rows = Tree.of(shape), Rows(PROMPTS, 8, pair, spare=9)
     first_token(rows, pair[0], GREEDY)
     prefill(pair[1], rows)
-    guesses = treeRounds.grow(pair[1], rows, 2, tree, FREE, torch.Generator().manual_seed(0))
-    block, places = torch.cat([rows.last(1)[0], guesses.drafts], 1), treeRounds.Places.of(rows, tree)
-    found = treeRounds.forward(pair[0], block, places, treeRounds.reached(rows, tree))
+    guesses = treeRounds.grow(pair[1], rows, 2, tree, FREE, FREE, torch.Generator().manual_seed(0))
+    block = torch.cat([rows.last(1)[0], guesses.drafts], 1)
+    found = treeRounds.forward_tree(pair[0], block, guesses.places, treeRounds.reached(rows, tree))
     paths = [[0, *tree.path(node)] for node in range(tree.size + 1)]
     alone = [
         [pair[0].score(torch.tensor([text[:-1] + block[row, path].tolist()]))[0, -1] for path in paths]
@@ -125,8 +126,9 @@ def test_an_ancestor_mask_with_a_sibling_in_it_is_caught(monkeypatch, pair):
 def test_keys_moved_to_a_wrong_slot_are_caught(monkeypatch, pair, model):
     """The target's change its texts. The draft's do not: they only make its guesses worse."""
 
-    def one_too_far(which, rows, tree, path, honest=treeRounds.keep):
-        honest(which, rows, tree, path if which is not pair[model] else path.roll(1, 1))
+    def one_too_far(models, rows, tree, path, honest=treeRounds.keep):
+        for which in models:
+            honest([which], rows, tree, path if which is not pair[model] else path.roll(1, 1))
 
     plain, records = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 60, Tree.of("3,2,1"), GREEDY)
     monkeypatch.setattr(loop, "keep", one_too_far)
@@ -145,7 +147,7 @@ def test_siblings_whose_law_is_not_renormalised_are_caught(monkeypatch):
         for node in range(1, tree.size + 1):
             if tree.ranks[node - 1]:
                 q[:, node - 1] = guesses.q[:, node - 1 - tree.ranks[node - 1]]
-        return TreeGuesses(tree, guesses.drafts, q)
+        return replace(guesses, q=q)
 
     monkeypatch.setattr(loop, "grow", not_renormalised)
     assert p_value("3,1", draws=10_000) < 1e-6
@@ -156,7 +158,7 @@ def test_a_node_dropped_after_it_was_drawn_is_caught(monkeypatch):
     def unlikely_dropped(*given, honest=treeRounds.grow):
         guesses = honest(*given)
         kept = guesses.q.gather(-1, guesses.drafts[..., None]) > 0.3
-        return TreeGuesses(guesses.tree, guesses.drafts, guesses.q * kept)
+        return replace(guesses, q=guesses.q * kept)
 
     monkeypatch.setattr(loop, "grow", unlikely_dropped)
     assert p_value("2,1", draws=10_000) < 1e-6
