@@ -9,7 +9,8 @@ static std::tuple<at::Tensor, at::Tensor> siblings(const at::Tensor& q, const at
     auto qs = q.contiguous(), us = u.contiguous();
     long rows = q.size(0), nodes = q.size(1), size = q.size(2), most = u.size(2), drawn = 0;
     for (long count : counts) drawn += count;
-    auto tokens = at::empty({rows, drawn}, u.options().dtype(at::kLong)), laws = at::empty({rows, drawn, size}, q.options());
+    auto tokens = at::empty({rows, drawn}, u.options().dtype(at::kLong));
+    auto laws = at::empty({rows, drawn, size}, q.options());
     std::vector<double> parts;
     auto* token = (int64_t*)tokens.data_ptr();
     float* law = (float*)laws.data_ptr();
@@ -39,8 +40,8 @@ struct Walk {
     const int64_t* drafts;   // [n]
     const std::vector<std::vector<long>>& children;
     long size;                              // V
-    std::vector<std::vector<float>>& room;  // for what is left of the masses of the nodes from the root to the one asked
-    std::vector<long> path;                 // these nodes
+    std::vector<std::vector<float>>& room;  // for what is left of the masses, by depth
+    std::vector<long> path;                 // the nodes from the root to the one asked
     const float* left = nullptr;            // once a path is accepted: the distribution of the token, times some number
 
     // What is left of the mass of a node: weight is its sum, and its numbers are scale times those at `left`.
@@ -108,8 +109,9 @@ struct Walk {
 };
 
 // The operator `accept_tree`, the rules of treeVerification.py without the last draw: p [B, n + 1, V], q [B, n, V],
-// drafts int64 [B, n], u [B, n], the parents of nodes 1 to n, the tree's depth, and whether the rule is traversal_rule ->
-// how many guesses are accepted, int64 [B], their nodes, int64 [B, depth], and the distribution of the token, [B, V].
+// drafts int64 [B, n], u [B, n], the parents of nodes 1 to n, the tree's depth, and whether it is traversal_rule -> how
+// many guesses are accepted, int64 [B], their nodes, int64 [B, depth], and the distribution of the token times some
+// number, [B, V].
 static std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_tree(const at::Tensor& p, const at::Tensor& q,
                                                                   const at::Tensor& drafts, const at::Tensor& u,
                                                                   at::IntArrayRef parents, int64_t depth,
