@@ -114,7 +114,9 @@ def compare(earlier: Line, lines: list[Line], run: Line, new: list[Line]) -> tup
         sentences.append(f"{len(lacking)} were not measured again, first {describe(lacking[0])}.")
     clocked = sum(not repeatable(line) for line in lines)
     if clocked:
-        sentences.append(f"{clocked} are left out: the guesses of costAware follow the clock, and the texts with them.")
+        sentences.append(
+            f"{clocked} are left out: the guesses of costAware and --tree auto follow the clock, and their texts too."
+        )
     return sentences, same and not lacking
 
 
