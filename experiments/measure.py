@@ -90,9 +90,13 @@ def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: lis
 def overlaps(
     prepared: Prepared, models: Models, prompts: list[list[int]], sampling: Sampling
 ) -> Iterator[tuple[str, Positions]]:
-    """The methods of --compare that guess for the target, and the overlaps of p and q at each position of a round."""
+    """The methods of --compare that guess chains for the target, and the overlaps of p and q at each position of a round."""
     settings = prepared.settings
-    names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and name != "target"]
+    names = [
+        name
+        for name in settings.measuring.groups["compare"]
+        if METHODS[name].lossless and name != "target" and not METHODS[name].guesses_tree(settings.decoding)
+    ]
     for name in tqdm(names, "overlap of p and q", disable=None, leave=False):
 
         def make(wrap: Wrap, name: str = name) -> Sampler:
