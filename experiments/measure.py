@@ -90,7 +90,7 @@ def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: lis
 def overlaps(
     prepared: Prepared, models: Models, prompts: list[list[int]], sampling: Sampling
 ) -> Iterator[tuple[str, Positions]]:
-    """The methods of --compare that guess chains for the target, and the overlaps of p and q at each position of a round."""
+    """The methods of --compare that guess chains, and the overlaps of p and q at each position of a round."""
     settings = prepared.settings
     names = [
         name
