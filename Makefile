@@ -1,5 +1,5 @@
 # `make run`: from a fresh clone to results.txt. `make test`: the test suite. `make check`: style, types and tests.
-# `make test-cuda`: the GPU's code on a software CUDA device, every method and mode.
+# `make test-cuda`: the GPU's code on a software CUDA device and a software mps, every method and mode.
 # `make bench`: the benchmark. `make bench-peers`: the same beside other engines, which it installs into .peers/ first
 # (minutes; llama.cpp is compiled). `make docs`: renders the figures in README.md and docs/ from their records.
 # Each makes .venv first if it is not there.

@@ -220,7 +220,8 @@ def draw_while(
     """`draw_tokens` until a draft-length rule has stopped every row, after at most `count` tokens.
 
     going: bool `[B]`, the rows that draw at all. stop: see draftLength.py. Where a row has stopped, its distributions
-    are 0. Whether all rows have stopped is a host sync, so on a GPU it is asked only after every second token.
+    are 0. Whether all rows have stopped is a host sync, so on a GPU it is asked only after every second token. Drawing
+    all `count` tokens would need no sync at all, but most of them would lie past the stop: that is far slower.
     """
     u = uniform(count, len(tokens), device=tokens.device, generator=generator)
     piece = 1 if tokens.device.type == "cpu" else 2
