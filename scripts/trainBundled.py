@@ -4,7 +4,7 @@
 
 `PATH:3` counts a text three times in each pass over the corpus. The smaller models learn the target's distribution
 instead of the text's next token (distillation; DistillSpec, arXiv 2310.08461): speculative decoding gains from a draft
-that agrees with the target.
+that agrees with the target. The draft is then trained for acceptance (scripts/acceptance.py).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 2048  # tokens a trained model can read
 HEAD = 32  # width of an attention head
 MIXED = (256, 256, 1024, CONTEXT)  # row lengths
+SHORT = (256, 256, 1024)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,12 @@ MODELS = {
             Stage(10_200_000, 1.0, MIXED, MIXED),
         ],
     ),
-    "draft": Recipe(1, 128, "target", [Stage(7_000_000, 1.0, MIXED, MIXED)]),
+    "draft": Recipe(
+        1,
+        128,
+        "target",
+        [Stage(7_000_000, 1.0, MIXED, MIXED), Stage(12_288_000, 0.5, SHORT, SHORT, {256: 3328, 1024: 256})],
+    ),
     "mid": Recipe(4, 160, "target", [Stage(4_000_000, 1.0, MIXED, MIXED)]),
 }
 

@@ -1,4 +1,5 @@
-"""`train`: one stage of training a GPT-NeoX model on a corpus, on the text or on a teacher's distribution.
+"""`train`: one stage of training a GPT-NeoX model on a corpus: on its text, on a teacher's distribution, or for the
+teacher's acceptance (scripts/acceptance.py).
 
 Matrices of the layers are trained with Muon, all other parameters with AdamW. The learning rates warm up, then fall to
 zero on a cosine.
@@ -12,6 +13,8 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
+
+from scripts.acceptance import PROMPT, labelled, rejection, shuffled, written
 
 BATCH = 2048  # tokens in a step: 8 rows of 256, or 2 of 1024, or 1 of 2048
 WARM_UP = 0.02  # share of a stage over which the learning rates rise
@@ -32,12 +37,15 @@ class Stage:
 
     tokens: how many tokens it reads. peak: the highest learning rates, as a multiple of MUON_RATE and ADAM_RATE.
     lengths: the row lengths of its steps, in turn. last_lengths: those of its last fifth.
+    acceptance: train for the teacher's acceptance on {row length: how many rows}, which are read again and again. The
+        teacher writes the shortest rows; the others are windows of the corpus.
     """
 
     tokens: int
     peak: float
     lengths: tuple[int, ...]
     last_lengths: tuple[int, ...]
+    acceptance: dict[int, int] | None = None
 
 
 class Progress:
@@ -79,15 +87,17 @@ def train(
     """Train `model` for one stage on the corpus `tokens[N]`, or for `minutes` if they end first.
 
     teacher: a model whose distributions are the labels, instead of the text's next tokens.
-    Returns (steps, tokens read, mean loss of the last 5 %). The loss is the cross-entropy in nats per token.
+    Returns (steps, tokens read, mean loss of the last 5 %). The loss is the cross-entropy in nats per token, or for
+    acceptance the share of guesses that the teacher would reject.
     """
-    rng = random.Random(seed)
-    sources = {length: windows(tokens, length, rng) for length in (*stage.lengths, *stage.last_lengths)}
+    begin = time.monotonic()
+    sources = sources_of(stage, tokens, minutes / 3, teacher, device, random.Random(seed))
     optimizers = make_optimizers(model)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
     model.train().to(device)
-    progress = Progress(stage.tokens, minutes, label)
+    left = minutes - (time.monotonic() - begin) / 60
+    progress = Progress(stage.tokens, max(left, minutes / 3), label)
     while progress.share < 1:
         steps = len(progress.losses)
         factor = schedule(progress.share) if steps else 0.0
@@ -95,16 +105,37 @@ def train(
             group["lr"] = full * stage.peak * factor
         in_turn = stage.last_lengths if progress.share > LAST else stage.lengths
         length = in_turn[steps % len(in_turn)]
-        batch = torch.stack([next(sources[length]) for _ in range(BATCH // length)]).to(device)
-        loss = loss_of(model, batch, teacher, device)
+        batch = [next(sources[length]) for _ in range(BATCH // length)]
+        if stage.acceptance:
+            loss = rejection(model, batch, device)
+        else:
+            loss = loss_of(model, torch.stack(batch).to(device), teacher, device)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        progress.add(loss.item(), batch[:, 1:].numel())
+        progress.add(loss.item(), len(batch) * length)
     progress.bar.close()
     steps = len(progress.losses)
     return steps, progress.seen, float(np.mean(progress.losses[-max(1, steps // 20) :]))
+
+
+def sources_of(
+    stage: Stage, tokens: Tensor, minutes: float, teacher: nn.Module | None, device: str, rng: random.Random
+) -> dict[int, Iterator[Any]]:
+    """For each row length of a stage, endless windows of `tokens[N]`, or for acceptance endless `Row`s. The teacher
+    writes for `minutes` at most."""
+    if not stage.acceptance:
+        return {length: windows(tokens, length, rng) for length in (*stage.lengths, *stage.last_lengths)}
+    assert teacher is not None, "acceptance is a teacher's"
+    sources = {}
+    for length, rows in stage.acceptance.items():
+        if length == min(stage.acceptance):
+            texts = written(teacher, windows(tokens, PROMPT - 1, rng), rows, length + 1, minutes)
+        else:
+            texts = torch.stack(list(islice(windows(tokens, length, rng), rows)))
+        sources[length] = shuffled(labelled(teacher, texts, device), rng)
+    return sources
 
 
 def windows(tokens: Tensor, length: int, rng: random.Random) -> Iterator[Tensor]:

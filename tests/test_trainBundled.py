@@ -6,9 +6,11 @@ import torch
 from inputs.folders import DATASETS
 from inputs.models import load_model
 from inputs.tokenizers import load_tokenizer
-from scripts import trainBundled
+from scripts import acceptance, trainBundled
+from scripts.acceptance import KEPT, PROMPT, SAMPLING, Rejected, labelled, most_probable, written
 from scripts.trainBundled import MIXED, Recipe
 from scripts.training import Stage, windows
+from utils import Sampling, probabilities
 
 
 def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, capsys):
@@ -18,7 +20,12 @@ def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, c
         "MODELS",
         {
             "target": Recipe(2, 64, None, [Stage(10**6, 1.0, (256,), (2048,)), Stage(10**6, 0.3, MIXED, (256,))]),
-            "draft": Recipe(1, 32, "target", [Stage(10**6, 1.0, (256,), (256,))]),
+            "draft": Recipe(
+                1,
+                32,
+                "target",
+                [Stage(10**6, 1.0, (256,), (256,)), Stage(10**6, 0.3, (80, 512), (80, 512), {80: 9, 512: 4})],
+            ),
         },
     )
     sample = DATASETS / "sample"
@@ -47,6 +54,67 @@ def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, c
         assert model.score(torch.tensor([[1, 2, 3]])).isfinite().all()
     losses = [float(line.rsplit("loss ", 1)[1]) for line in printed.splitlines() if ", loss " in line]
     assert losses[0] < 5.3  # ln 320 = 5.77: something was learnt
+
+
+@pytest.fixture
+def distributions():
+    """Logits of a draft and of a target, `[6, 40]`."""
+    return 3 * torch.randn(2, 6, 40, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("most", [30, 40])
+def test_most_probable_is_the_distribution_that_tokens_are_drawn_from(monkeypatch, distributions, most):
+    monkeypatch.setattr(acceptance, "KEPT", most)
+    kept, p, plain = most_probable(distributions[1])
+    assert kept.shape == (6, most)
+    for sampling, found in ((SAMPLING, p), (Sampling(1.0, 0, 1.0), plain)):
+        expected = probabilities(distributions[1], sampling).gather(-1, kept.long())
+        torch.testing.assert_close(found.float(), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("most", [20, 39])
+def test_the_gradient_of_acceptance_is_autograds(monkeypatch, distributions, most):
+    monkeypatch.setattr(acceptance, "KEPT", most)
+    kept, p, plain = most_probable(distributions[1])
+    one, two = (distributions[0].clone().requires_grad_() for _ in range(2))
+    share = Rejected.apply(one, kept, p, plain)
+    share.backward()
+
+    probs = (two / 0.85).softmax(-1)
+    holds = probs.amax(-1, keepdim=True).clamp(min=0.92).detach()
+    passed = torch.minimum(p.float(), probs.gather(-1, kept.long()) / holds).sum(-1)
+    q = two.softmax(-1).gather(-1, kept.long())
+    lost = 1 - plain.float().sum(-1)
+    entropy = -(plain.float() * q.log()).sum(-1) - lost * (1 - q.sum(-1)).log()
+    (-(passed + 1e-3).log() + acceptance.DIVERGENCE * entropy).mean().backward()
+    torch.testing.assert_close(share, (1 - passed).mean())
+    torch.testing.assert_close(one.grad, two.grad, atol=1e-4, rtol=1e-2)
+
+
+def test_steps_on_acceptance_raise_the_overlap_of_what_is_drawn(distributions):
+    draft, target = distributions
+    labels = most_probable(target)
+    logits = draft.clone().requires_grad_()
+
+    def overlap():
+        return torch.minimum(probabilities(target, SAMPLING), probabilities(logits.detach(), SAMPLING)).sum(-1).mean()
+
+    assert overlap() < 0.1
+    for _ in range(300):
+        Rejected.apply(logits, *labels).backward()
+        logits.data -= 5 * logits.grad
+        logits.grad = None
+    assert overlap() > 0.6
+
+
+def test_the_teacher_writes_what_follows_its_prompts():
+    torch.manual_seed(0)
+    teacher = trainBundled.new_model(1, 32).eval()
+    prompts = [torch.randint(1, 4096, (PROMPT,)) for _ in range(3)]
+    texts = written(teacher, iter(prompts), 3, PROMPT + 5, 1.0)
+    assert texts.shape == (3, PROMPT + 5) and texts[:, :PROMPT].equal(torch.stack(prompts))
+    rows = labelled(teacher, texts, "cpu")
+    assert [tuple(part.shape) for part in rows[0]] == [(PROMPT + 5,), *[(PROMPT + 4, KEPT)] * 3]
 
 
 def test_wikitext_is_split_at_its_articles_and_loses_unk(tmp_path):
