@@ -30,7 +30,7 @@ from benchmark.parts import parts, tokens_of_rounds
 from benchmark.peers import library_twin
 from benchmark.prefill import prefill
 from benchmark.progress import Progress
-from benchmark.rows import Library, Variants, samplers
+from benchmark.rows import TREE, Library, Variants, samplers
 from benchmark.shapes import VOCABULARY, random_model, weights_of
 from benchmark.tables import tables
 from decoding.room import check_room
@@ -94,8 +94,8 @@ def compiled(models: dict[str, CachedModel], gamma: int) -> tuple[dict[str, Cach
     """The same models once more, compiled, and the seconds of each step of compiling; None where it failed."""
     ready = {role: CachedModel(twin(model.model), model.vocabulary, model.name) for role, model in models.items()}
     plans = {
-        "target": Plan(frozenset({*WIDTHS, gamma + 1}), frozenset({1})),
-        "draft": Plan(frozenset(WIDTHS), frozenset({1, gamma}), read=2),
+        "target": Plan(frozenset({*WIDTHS, gamma + 1}), frozenset({1}), nodes=frozenset({TREE.size + 1})),
+        "draft": Plan(frozenset(WIDTHS), frozenset({1, gamma}), read=2, trees=frozenset({TREE})),
     }
     return ready, compile_all(ready, plans, {gamma})
 

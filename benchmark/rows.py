@@ -5,23 +5,32 @@ from __future__ import annotations
 import functools
 import sys
 
+import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
 from benchmark.options import Options
 from benchmark.peers import SAMPLING, Generated, by_library, cache_free
-from decoding.interfaces import Model, VerificationRule
+from decoding.interfaces import Model, TreeRule, VerificationRule
+from decoding.trees import Tree
+from decoding.treeShapes import Acceptance, best_tree
+from decoding.treeVerification import first_passed, path_of, traversal_rule
 from decoding.verification import block_rule, token_rule
 from engine.cachedModel import CachedModel
 from experiments.speed import Timed
 from methods import customGenerate
 from methods.drafters import ModelDrafter
+from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
 
 Variants = dict[str, dict[str, CachedModel]]  # {"eager" or "compiled": {role: model}}
 Library = dict[str, PreTrainedModel]  # {role: model with `transformers`' own attention}
 ALPHAS = (0.4, 0.6, 0.8)  # of synthetic acceptance
+TREE = best_tree(8, Acceptance().table(4, 4))  # of the rows with a tree: 8 guesses, 4 levels
+# Synthetic acceptance of the 1st, 2nd ... child, if those before it were rejected. On the bundled pair the later ones
+# are accepted as often (`python -m scripts.treeTokens`).
+SIBLINGS = (0.6, 0.3, 0.2, 0.1)
 
 
 def samplers(options: Options, variants: Variants, library: Library) -> dict[str, Timed]:
@@ -31,6 +40,8 @@ def samplers(options: Options, variants: Variants, library: Library) -> dict[str
         found[f"plain, {variant}"] = plain(models["target"], options.max_len)
         for name, rule in rules(options, models["target"]).items():
             found[f"{name}, {variant}"] = speculative(models, options, rule)
+        for name, tree_rule in tree_rules(options, models["target"]).items():
+            found[f"{name}, {variant}"] = speculative_tree(models, options, tree_rule)
     found["transformers"] = by_library(library["target"], options.max_len)
     if options.shapes:
         return found
@@ -43,6 +54,14 @@ def rules(options: Options, target: Model) -> dict[str, VerificationRule]:
         rule = target.operators.rule(token_rule)
         return {f"synthetic {alpha}": synthetic(alpha, rule) for alpha in ALPHAS}
     return {"speculative": token_rule, "block verification": block_rule}
+
+
+def tree_rules(options: Options, target: Model) -> dict[str, TreeRule]:
+    """{name: verification rule} of the rows with a tree of guesses."""
+    rule = target.operators.rule(traversal_rule)
+    if options.shapes:
+        return {f"tree, synthetic {SIBLINGS[0]}": synthetic_tree(SIBLINGS, rule)}
+    return {f"tree of {TREE.size}": traversal_rule}
 
 
 def plain(target: CachedModel, max_len: int) -> Timed:
@@ -62,6 +81,16 @@ def speculative(models: dict[str, CachedModel], options: Options, rule: Verifica
         return specSampling(
             [prompt], target, drafter, options.max_len, options.gamma, SAMPLING, None, generator, verify=rule
         )
+
+    return sampler
+
+
+def speculative_tree(models: dict[str, CachedModel], options: Options, rule: TreeRule) -> Timed:
+    """Speculative sampling with a tree of guesses by this project."""
+    target, drafter = models["target"], TreeDrafter(models["draft"])
+
+    def sampler(prompt: list[int], generator: Generator) -> Generated:
+        return treeSampling([prompt], target, drafter, options.max_len, TREE, SAMPLING, None, generator, verify=rule)
 
     return sampler
 
@@ -95,5 +124,18 @@ def synthetic(alpha: float, rule: VerificationRule = token_rule) -> Verification
         at = drafts[..., None]
         p[:, : drafts.shape[1]].scatter_(-1, at, alpha * q.gather(-1, at))
         return rule(p, q, drafts, u)
+
+    return verify
+
+
+@functools.cache
+def synthetic_tree(chances: tuple[float, ...], rule: TreeRule = traversal_rule) -> TreeRule:
+    """As `synthetic` for trees: the k-th child of a node is accepted with probability `chances[k]`, if its parent was
+    and those before it were not. rule: the traversal rule, or its kernel: its work is done, and its token is kept."""
+
+    def verify(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
+        token = rule(p, q, drafts, u, tree)[2]
+        passed = torch.stack([u[:, node] < chances[rank] for node, rank in enumerate(tree.ranks)], 1)
+        return *path_of(first_passed(passed, tree), tree), token
 
     return verify

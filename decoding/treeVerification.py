@@ -59,13 +59,7 @@ def top_down_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -
     comes from what is left of p.
     """
     judged = judge(p, q, drafts, tree, carried=False)
-    passed = u[:, :-1] < judged.ratios
-    route = torch.ones_like(drafts[:, 0])
-    for node, children in enumerate(tree.children):
-        here = route == tree.ancestors[node]  # The path leads to the node, and no child was accepted yet.
-        for child in reversed(children):  # The first one that passes is written last.
-            route = torch.where(here & passed[:, child - 1], tree.ancestors[child], route)
-    return judged.end(route, u[:, -1], tree)
+    return judged.end(first_passed(u[:, :-1] < judged.ratios, tree), u[:, -1], tree)
 
 
 TREE_RULES: dict[str, TreeRule] = {"traversal": traversal_rule, "topDown": top_down_rule}
@@ -95,17 +89,33 @@ class Judged:
     def end(self, route: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
         """The results of a rule. route: int64 `[B]`, the ancestors of the last accepted node as in `Tree.ancestors`.
         u: `[B]`, the uniform numbers for the token."""
-        nodes = torch.arange(1, tree.size + 1, device=route.device)
-        accepted = (route[:, None] >> nodes) & 1  # nodes 1 to n
-        on_path = accepted * nodes
-        # A node on the path has a number above its ancestors'; the other nodes go to a column that is cut off.
-        column = torch.where(accepted > 0, accepted.cumsum(1) - 1, tree.depth)
-        path = route.new_zeros(len(route), tree.depth + 1).scatter(1, column, on_path)[:, : tree.depth]
-        at = on_path.amax(1)[:, None, None].expand(-1, 1, self.p.shape[-1])
+        accepted, path = path_of(route, tree)
+        at = path.amax(1)[:, None, None].expand(-1, 1, self.p.shape[-1])
         left = self.masses.gather(1, at)[:, 0]
         # Nothing is left where p equals q up to rounding. Any choice is right then, but a token must come.
         left = torch.where(left.sum(-1, keepdim=True) > 0, left, self.p.gather(1, at)[:, 0])
-        return accepted.sum(1), path, pick(left, u)
+        return accepted, path, pick(left, u)
+
+
+def path_of(route: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+    """How many nodes a path has, `[B]`, and which, `[B, tree.depth]`, 0 beyond the last. route: int64 `[B]`, the
+    ancestors of its last node as in `Tree.ancestors`."""
+    nodes = torch.arange(1, tree.size + 1, device=route.device)
+    is_on_path = (route[:, None] >> nodes) & 1
+    # A node on the path has a number above its ancestors'; the other nodes go to a column that is cut off.
+    column = torch.where(is_on_path > 0, is_on_path.cumsum(1) - 1, tree.depth)
+    path = route.new_zeros(len(route), tree.depth + 1).scatter(1, column, is_on_path * nodes)
+    return is_on_path.sum(1), path[:, : tree.depth]
+
+
+def first_passed(passed: Tensor, tree: Tree) -> Tensor:
+    """The route from the root down, at each node to the first child that passes: `passed[B, n]` -> int64 `[B]`."""
+    route = torch.ones_like(passed[:, 0], dtype=torch.long)
+    for node, children in enumerate(tree.children):
+        here = route == tree.ancestors[node]  # The path leads to the node, and no child was accepted yet.
+        for child in reversed(children):  # The first one that passes is written last.
+            route = torch.where(here & passed[:, child - 1], tree.ancestors[child], route)
+    return route
 
 
 def judge(p: Tensor, q: Tensor, drafts: Tensor, tree: Tree, carried: bool) -> Judged:
