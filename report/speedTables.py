@@ -74,16 +74,17 @@ def speed_tables(run: Line, lines: Sequence[Line], overlaps: Sequence[Line] = ()
 
 def speed_table(run: Line, lines: Sequence[Line], rows: Iterable[Line], theory: Mapping[str, Line]) -> Table:
     """One row for each method. `--speed` adds the course report's time per token; the other modes add counts of
-    guesses, and have no room for every interval. theory: {method: what `acceptance.expected` returns}."""
+    guesses or what theory expects, and have no room for every interval. theory: {method: what `acceptance.expected`
+    returns}."""
     of_report = mode_of(lines[0]) == "speed"
-    more = ["total/n\nms"] if of_report else ["rounds", "drafted", "kept", *(BESIDE if theory else [])]
+    more = ["total/n\nms"] if of_report else ["rounds", *(BESIDE if theory else ["drafted", "kept"])]
     table = grid("Speed: " + conditions(run, lines), [*COLUMNS, *more])
     brief = span if of_report else median
     for row in rows:
         guesses = row["method"] not in ("draft", "mid", "target") and row["acceptance_by_position"]
-        counts = [f"{row[name]:,.0f}" for name in ("rounds", "drafted", "accepted")]
+        rounds, *counts = (f"{row[name]:,.0f}" for name in ("rounds", "drafted", "accepted"))
         if theory:
-            counts += beside(row, theory[row["method"]]) if guesses and row["method"] in theory else ["", ""]
+            counts = beside(row, theory[row["method"]]) if guesses and row["method"] in theory else ["", ""]
         table.add_row(
             name_of(row["method"]),
             brief(row["ttft"], 1e3),
@@ -92,7 +93,7 @@ def speed_table(run: Line, lines: Sequence[Line], rows: Iterable[Line], theory: 
             span(row["speedup"]),
             f"{row['alpha']:.3f}" if guesses else "",
             brief(row["tokens_per_round"]) if guesses else "",
-            *([median(row["report_tpot"], 1e3)] if of_report else counts),
+            *([median(row["report_tpot"], 1e3)] if of_report else [rounds, *counts]),
         )
     return table
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.interfaces import Drafter
 from decoding.rounds import Guesses
+from decoding.rows import Rows
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 KINDS = ("guesses accepted", "guesses rejected", "the target's own tokens")  # in the order of Round's fields
@@ -36,11 +37,12 @@ class Watched:
         self.drafter, self.models, self.begin, self.rewind = drafter, drafter.models, drafter.begin, drafter.rewind
         self.guesses: list[int] = []
 
-    def draft(self, *args: Any, **options: Any) -> Guesses:
+    def draft(self, rows: Rows, *args: Any, **options: Any) -> Guesses:
         """As of the watched drafter."""
-        guesses = self.drafter.draft(*args, **options)
+        guesses = self.drafter.draft(rows, *args, **options)
         real = guesses.of_drafts()[0] > 0  # The others only pad the row.
-        self.guesses = guesses.drafts[0][real].tolist()
+        # The last token that a row may add is no guess: other rows may guess on.
+        self.guesses = guesses.drafts[0][real].tolist()[: max(0, rows.left[0] - 1)]
         return guesses
 
 
