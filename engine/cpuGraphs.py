@@ -23,6 +23,7 @@ from decoding.interfaces import TreeRule, VerificationRule
 from decoding.rounds import steps, verify_logits
 from decoding.treeRounds import Places, level_by_level
 from decoding.trees import Tree
+from engine.flatGraph import FlatGraph
 from engine.graphs import Graphs
 from engine.kernels import loader
 from engine.kernels.operators import Kernels, as_tensor
@@ -278,20 +279,14 @@ class CpuGraphs(Graphs):
         return torch.stack(drawn, 1), torch.stack(q, 1)
 
     def compile(self, work: Callable[..., Any], shape: tuple[Any, ...], *inputs: object) -> None:
-        """Compile `work`, a bound method, for these inputs and a cache, as the graph named `shape`."""
-        # There are no guards: what may differ between calls is marked as dynamic, and the rest is the shape of the
-        # block. torch keeps compiled code with a function's code object, so each graph needs a code object of its own.
+        """Compile `work`, a bound method, for these inputs and a cache, as the graph named `shape`. What may differ
+        between calls is marked as dynamic, and the rest is the shape of the block."""
+        # torch keeps compiled code with a function's code object, so each graph needs a code object of its own.
         function = work.__func__  # type: ignore[attr-defined]
         code = function.__code__.replace(co_name="_".join(map(str, (work.__name__, *shape[:3]))))
-        owner = work.__self__  # type: ignore[attr-defined]
-        graph = torch.compile(
-            types.MethodType(types.FunctionType(code, globals(), argdefs=function.__defaults__), owner),
-            fullgraph=True,
-            backend=self.backend,
-            options={"guard_filter_fn": lambda guards: [False] * len(guards)},
-        )
-        graph(*inputs, *self.empty_caches(shape[0], CAPACITY))
-        self.graphs[shape] = graph
+        own = types.FunctionType(code, globals(), argdefs=function.__defaults__)
+        bound = types.MethodType(own, work.__self__)  # type: ignore[attr-defined]
+        self.graphs[shape] = FlatGraph(bound, self.backend, *inputs, *self.empty_caches(shape[0], CAPACITY))
 
     def empty_caches(self, rows: int, capacity: int) -> list[list[Tensor]]:
         """Keys and values to compile with, of all layers; their capacity is a symbol in the graph."""
