@@ -54,5 +54,8 @@ class RestrictedModel(CachedModel):
         model.set_output_embeddings(Few(whole, self.tokens))
         if draft.model.get_output_embeddings() is not whole:
             draft.model.set_output_embeddings(whole)
-            raise UserError(f"the output layer of {draft.name} cannot be restricted; leave out --draftVocab")
+            raise UserError(
+                f"the output layer of {draft.name} cannot be cut to some tokens; leave out --draftVocab, or name a "
+                "draft that has the target's tokenizer"
+            )
         super().__init__(model, draft.vocabulary, f"{draft.name} ({len(tokens)} tokens)")

@@ -22,7 +22,7 @@ from experiments.speed import interval
 from experiments.theory import overlap
 from inputs.commandLine import as_command
 from regrSampling import regrSampling
-from utils import Sampling, probabilities, seen_after
+from utils import Sampling, UserError, probabilities, seen_after
 
 TEMPERATURES = 0.4, 0.55, 0.7, 0.775, 0.85, 0.925, 1.0, 1.15, 1.3
 TOP_PS = 0.8, 0.9, 0.95, 1.0
@@ -77,6 +77,8 @@ def show(argv: Sequence[str]) -> None:
     """Measure the grid, and print each pair beside the target's own: means and 95 % intervals over the texts."""
     settings = parse(["--speed", *argv])
     prepared, sampling = prepare(settings), settings.sampling.of("speed")
+    if settings.decoding.lookup or prepared.translation:
+        raise UserError("there is no q to compare: name a --draft model with the target's tokenizer")
     prompts = [prompt for each in prepared.prompts.values() for prompt in each]
     models, gamma = prepared.load(prepared.text_dtype), settings.decoding.gamma or 4
     max_len = settings.sampling.max_len_of("speed")

@@ -29,4 +29,4 @@ def test_the_grid_is_printed_beside_the_targets_own(pair_folder, text_file, caps
     assert set(cells) == {(t, p) for t in TEMPERATURES for p in TOP_PS}
     assert cells[0.85, 0.9][2] == cells[0.85, 0.9][5] == "+0.0000"
     assert all(0 <= float(each[0]) <= 1 <= float(each[1]) <= 5 for each in cells.values())
-    assert main([*given, "--draftTop_p=2"]) == 2
+    assert main([*given, "--draftTop_p=2"]) == main([*given, "--draft=lookup"]) == 2
