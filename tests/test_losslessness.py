@@ -212,10 +212,10 @@ def prove(cli, flags, folder, *more):
 
 def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, capsys):
     code, lines, text = prove(cli, flags, tmp_path, "all", "--tokens", "60", "--maxLen", "12")
-    names = ["fixed", "additive", "draftConfidence", "targetConfidence", "costAware", "block", "lookup"]
-    assert code == 0 and "Lossless: 60 tokens of each of 7 methods" in text
+    names = ["fixed", "additive", "draftConfidence", "targetConfidence", "costAware", "block", "lookup", "lookupFirst"]
+    assert code == 0 and "Lossless: 60 tokens of each of 8 methods" in text
     assert [m["method"] for m in lines if m["kind"] == "lossless"] == names
-    assert all(m["limit"] == limit_of(7) and len(m["counts"]) == BINS for m in lines if m["kind"] == "lossless")
+    assert all(m["limit"] == limit_of(8) and len(m["counts"]) == BINS for m in lines if m["kind"] == "lossless")
     assert [m["mistake"] for m in lines if m["kind"] == "power"] == list(MISTAKES)
     assert [(m["method"], m["dtype"]) for m in lines if m["kind"] == "greedy"] == [
         (name, dtype) for dtype in ("float32", "bfloat16") for name in ("target", *names)

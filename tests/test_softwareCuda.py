@@ -112,7 +112,11 @@ def test_drawn_texts_have_the_right_distribution(gpu, name, engine):
 SYNCS = {"draftConfidence": 1 + (DECODING.gamma - 1) // 2}
 
 
-@every(suite=[(name, "recorded") for name in ("additive", "costAware", "targetConfidence", "lookup", "cascade")])
+@every(
+    suite=[
+        (name, "recorded") for name in ("additive", "costAware", "targetConfidence", "lookupFirst", "lookup", "cascade")
+    ]
+)
 def test_a_round_has_one_host_sync(gpu, name, engine, monkeypatch):
     """As many as rounds, and one for the prefill; where each is, and no copy to the device that waits."""
     made, rounds, advance = on_gpu(engine, name), Counter(), loop.advance
