@@ -118,7 +118,7 @@ def test_drawn_texts_have_the_right_distribution(gpu, name, engine):
     assert helpers.chi_square(texts, joint, FEW) > 1e-4
 
 
-ASKING = "additive", "draftConfidence", "costAware", "lookup", "cascade", "tree"
+ASKING = "additive", "draftConfidence", "costAware", "lookup", "lookupFirst", "cascade", "tree"
 
 
 @every(suite=[(name, "recorded") for name in ASKING])
