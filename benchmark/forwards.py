@@ -14,6 +14,7 @@ from benchmark.progress import Progress
 from benchmark.rows import Variants
 from decoding import rounds
 from engine.cachedModel import CachedModel
+from engine.kernels.hugePages import on_huge_pages
 
 Line = dict[str, Any]  # one measurement of the record
 
@@ -76,7 +77,7 @@ def limits(variants: Variants, device: str, progress: Progress) -> tuple[list[Li
     works: dict[tuple[str, str, int], Work] = {}
     buffers = {}
     for what, size in (sizes | {"memory": LARGE}).items():
-        buffers[what] = torch.rand(max(min(size, LARGE) // 4096, 1), 1024, device=device)
+        buffers[what] = on_huge_pages(torch.empty(max(min(size, LARGE) // 4096, 1), 1024, device=device)).uniform_()
         works |= {(what, "read", way): work for way, work in enumerate(reads_of(buffers[what]))}
         for variant, models in variants.items() if what in sizes else ():
             fill(models[what], PROMPT, PROMPT + max(WIDTHS))

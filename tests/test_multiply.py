@@ -103,6 +103,7 @@ class Job(ctypes.Structure):
         ("apart", ctypes.c_long),
         ("add", ctypes.c_bool),
         ("ahead", ctypes.c_long),
+        ("pace", ctypes.c_long),
         ("lines", ctypes.c_int),
     ]
 
@@ -129,7 +130,9 @@ def tiles(tmp_path_factory):
     source, software = loader.FOLDER / "multiply.cpp", ROOT / "tests" / "softwareTiles.h"
     named = ["-DKIND=of_amx", '-DNAME="amx"', "-D__AMX_BF16__", "-include", software]
     subprocess.run(["g++", *loader.FLAGS, *named, "-shared", "-o", made, source], check=True)
-    return Multiply.in_dll(ctypes.CDLL(str(made)), "of_amx")
+    library = ctypes.CDLL(str(made))
+    torch.set_flush_denormal(False)  # As the loader does.
+    return Multiply.in_dll(library, "of_amx")
 
 
 @pytest.mark.parametrize("size", [2, 30, 32, 62, 64, 100, 160])
@@ -143,7 +146,7 @@ def test_amx_tiles_multiply_as_they_should(tiles, size, add):
         x = torch.full((tokens + 20, size + 6), torch.nan).bfloat16()
         x[:tokens, :size] = torch.randn(tokens, size, generator=generator)
         sums = torch.full((tokens + 20, SIDE + 8), 7.0)
-        job = Job(tokens, x.data_ptr(), size + 6, block.data_ptr(), size, sums.data_ptr(), SIDE + 8, add, 0, 2)
+        job = Job(tokens, x.data_ptr(), size + 6, block.data_ptr(), size, sums.data_ptr(), SIDE + 8, add, 0, 128, 2)
         tiles.bf16s(ctypes.byref(job))
         wanted = linear(x[:tokens, :size].float(), weight.float()) + 7 * add
         torch.testing.assert_close(sums[:tokens, :SIDE], wanted, atol=1e-4, rtol=1e-4)
@@ -165,7 +168,9 @@ def parts(tmp_path, monkeypatch):
         monkeypatch.setattr(loader, "KINDS", kinds)
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
         loader.build("g++", [], path)
-        return loader.typed(ctypes.CDLL(str(path)))
+        library = loader.typed(ctypes.CDLL(str(path)))
+        torch.set_flush_denormal(False)  # As the loader does.
+        return library
 
     return build
 

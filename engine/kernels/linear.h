@@ -33,8 +33,8 @@ static inline void finish(const float* sums, const T* bias, T* y, long count, bo
 }
 
 // Multiplies all tokens with one block -> sums[tokens][SIDE]. One job takes all tokens if they are few. More tokens take
-// several jobs, which go through the block part by part, so that a part is read from memory once. The first two jobs
-// prefetch the next part, a half each, while they compute.
+// several jobs, which go through the block part by part, so that a part is read from memory once. Each job prefetches its
+// share of the next part while it computes.
 template <typename T>
 static void through_block(const Multiply& kernel, const T* x, const T* block, long tokens, long in, float* sums) {
     constexpr long PART = 32 << 10;  // Bytes: it stays in the first cache beside the tokens.
@@ -46,7 +46,10 @@ static void through_block(const Multiply& kernel, const T* x, const T* block, lo
             Job<T> part{last - first, x + first * in + from, in, block + from * SIDE, std::min(depth, in - from),
                         sums + first * SIDE};
             part.add = from > 0;
-            if (jobs > 1) part.lines = job < 2, part.ahead = PART + 64 * job;
+            if (jobs > 1) {
+                long bytes = part.in * SIDE * long(sizeof(T));
+                part.lines = 1, part.pace = (SIDE * 4 + jobs - 1) / jobs, part.ahead = bytes + bytes * job / jobs;
+            }
             kernel.run(part);
         }
 }

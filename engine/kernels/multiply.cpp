@@ -55,7 +55,8 @@ static void by_vectors(const Job<T>& job) {
     const char* block = (const char*)job.block;
     auto step = [&](long pair, int way) __attribute__((always_inline)) {
         const char* here = block + pair * SIDE * 4;
-        for (int line = 0; line < job.lines; line++) __builtin_prefetch(here + job.ahead + 64 * line);
+        const char* next = block + job.ahead + pair * job.pace;
+        for (int line = 0; line < job.lines; line++) __builtin_prefetch(next + 64 * line);
         Words w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) w[v] = loaded<Words>(here + v * BYTES);
@@ -109,6 +110,7 @@ static void configure(long tokens) {
 
 static void by_tiles(const Job<bf16>& job) {
     const bf16 *x = job.x, *block = job.block;
+    const char* next = (const char*)block + job.ahead;
     const long from = job.stride * 2, to = job.apart * 4, wide = SIDE * 4;  // Bytes from row to row.
     float* lower = job.sums + ROWS * job.apart;
     bool two = job.tokens > ROWS;
@@ -126,9 +128,8 @@ static void by_tiles(const Job<bf16>& job) {
         _tile_loadd(3, lower + ROWS, to);
     }
     for (long k = 0; k + DEEP <= job.in; k += DEEP, block += DEEP * SIDE) {
-        for (int row = 0; row < ROWS; row++)
-            for (int line = 0; line < job.lines; line++)
-                __builtin_prefetch((const char*)block + row * wide + job.ahead + 64 * line);
+        for (int row = 0; row < ROWS; row++, next += job.pace)
+            for (int line = 0; line < job.lines; line++) __builtin_prefetch(next + 64 * line);
         _tile_loadd(4, x + k, from);
         _tile_loadd(6, block, wide);
         _tile_dpbf16ps(0, 4, 6);

@@ -20,8 +20,9 @@ struct Job {
     float* sums;
     long apart = SIDE;
     bool add = false;   // Adds to what `sums` holds.
-    long ahead = 4096;  // Bytes from what is read of the block to what is prefetched,
-    int lines = 2;      // and cache lines prefetched for each SIDE * 4 bytes that are read: 0, 1 or 2.
+    long ahead = 4096;      // Bytes from the block's begin to what is prefetched first,
+    long pace = SIDE * 4;   // bytes to go on by for each SIDE * 4 bytes that are read,
+    int lines = 2;          // and cache lines prefetched at each of these places.
 };
 
 struct Multiply {

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.kernels.hugePages import on_huge_pages
+
 SIDE = 32  # outputs side by side in a block, as in linear.h
 
 
@@ -20,9 +22,10 @@ class PackedLinear(nn.Module):
         self.width, size = weight.shape
         pair = 4 // weight.itemsize
         blocks = -(-self.width // SIDE)
-        packed = weight.new_zeros(blocks, size // pair, SIDE, pair)
+        packed = on_huge_pages(weight.new_empty(blocks, size // pair, SIDE, pair))
         for block, rows in zip(packed, weight.detach().split(SIDE)):  # One by one: no second copy of the whole weight.
             block[:, : len(rows)] = rows.reshape(len(rows), -1, pair).transpose(0, 1)
+            block[:, len(rows) :] = 0
         self.register_buffer("packed", packed)
         self.register_buffer("bias", None if bias is None else bias.detach())
 
