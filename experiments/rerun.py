@@ -112,7 +112,7 @@ def compare(earlier: Line, lines: list[Line], run: Line, new: list[Line]) -> tup
     lacking = [key for key in old if key not in fresh]
     if lacking:
         sentences.append(f"{len(lacking)} were not measured again, first {describe(lacking[0])}.")
-    clocked = sum(not repeatable(line) for line in lines)
+    clocked = sum(line["kind"] in COMPARED and not repeatable(line) for line in lines)
     if clocked:
         sentences.append(
             f"{clocked} are left out: the guesses of costAware and --tree auto follow the clock, and their texts too."

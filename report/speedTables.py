@@ -21,8 +21,6 @@ SHOWN = {
     "draftLength": "fixed",
     "verification": "token",
     "draftVocab": None,
-    "draftTemperature": None,
-    "draftTop_p": None,
     "temperature": None,
     "top_p": 1,
     "top_k": 0,
@@ -42,9 +40,9 @@ SWEEP_COLUMNS = [
     "tokens/\nround",
 ]
 OF_EXPECTED = "of ex-\npected"  # A column where the overlaps of p and q were measured.
-BESIDE = ["sum of\nmin(p, q)", OF_EXPECTED]
+THEORY_COLUMNS = ["", "sum of min(p, q)", "tokens/round", "expected", "of expected"]
 OVERLAPS = (
-    " of expected: tokens a round, over those that follow from the mean sum of min(p, q) at each position of a round."
+    "of expected: tokens a round, over those that follow from the mean sum of min(p, q) at each position of a round."
 )
 REPORTED_SPEEDUP = "1.8 - 2.5"  # what the course report prints for Pythia-70m and Pythia-2.8b, without a KV cache
 
@@ -63,28 +61,26 @@ def speed_tables(run: Line, lines: Sequence[Line], overlaps: Sequence[Line] = ()
     """The methods of one mode and one prompt length, and how acceptance depends on the position. overlaps: their lines
     of kind "overlap"."""
     rows = summarize(lines)
-    yield speed_table(run, lines, rows, {line["method"]: expected(line["overlap_by_position"]) for line in overlaps})
+    yield speed_table(run, lines, rows)
     if overlaps:
-        yield Text("sum of min(p, q): the mean over contexts visited; so often one guess is accepted." + OVERLAPS)
+        yield theory_table(rows, {line["method"]: expected(line["overlap_by_position"]) for line in overlaps})
+        yield Text("sum of min(p, q): the mean over contexts visited; so often one guess is accepted. " + OVERLAPS)
     for row in rows:
         if row["method"] == "speculative" and row["acceptance_by_position"]:
             rates = ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"])
             yield Text(f"Acceptance by position in the round: {rates}.")
 
 
-def speed_table(run: Line, lines: Sequence[Line], rows: Iterable[Line], theory: Mapping[str, Line]) -> Table:
+def speed_table(run: Line, lines: Sequence[Line], rows: Iterable[Line]) -> Table:
     """One row for each method. `--speed` adds the course report's time per token; the other modes add counts of
-    guesses or what theory expects, and have no room for every interval. theory: {method: what `acceptance.expected`
-    returns}."""
+    guesses, and have no room for every interval."""
     of_report = mode_of(lines[0]) == "speed"
-    more = ["total/n\nms"] if of_report else ["rounds", *(BESIDE if theory else ["drafted", "kept"])]
+    more = ["total/n\nms"] if of_report else ["rounds", "drafted", "kept"]
     table = grid("Speed: " + conditions(run, lines), [*COLUMNS, *more])
     brief = span if of_report else median
     for row in rows:
         guesses = row["method"] not in ("draft", "mid", "target") and row["acceptance_by_position"]
-        rounds, *counts = (f"{row[name]:,.0f}" for name in ("rounds", "drafted", "accepted"))
-        if theory:
-            counts = beside(row, theory[row["method"]]) if guesses and row["method"] in theory else ["", ""]
+        counts = [f"{row[name]:,.0f}" for name in ("rounds", "drafted", "accepted")]
         table.add_row(
             name_of(row["method"]),
             brief(row["ttft"], 1e3),
@@ -93,14 +89,21 @@ def speed_table(run: Line, lines: Sequence[Line], rows: Iterable[Line], theory: 
             span(row["speedup"]),
             f"{row['alpha']:.3f}" if guesses else "",
             brief(row["tokens_per_round"]) if guesses else "",
-            *([median(row["report_tpot"], 1e3)] if of_report else [rounds, *counts]),
+            *([median(row["report_tpot"], 1e3)] if of_report else counts),
         )
     return table
 
 
-def beside(row: Line, theory: Line) -> list[str]:
-    """The cells of BESIDE. row: of `summarize`."""
-    return [f"{theory['overlap']:.3f}", f"{tokens_a_round(row) / theory['tokens']:.2f}"]
+def theory_table(rows: Iterable[Line], theory: Mapping[str, Line]) -> Table:
+    """Tokens a round beside those expected. rows: of `summarize`. theory: {method: what `acceptance.expected`
+    returns}."""
+    table = grid("Beside theory", THEORY_COLUMNS)
+    for row in rows:
+        if its := theory.get(row["method"]):
+            tokens = tokens_a_round(row)
+            figures = f"{its['overlap']:.3f}", f"{tokens:.2f}", f"{its['tokens']:.2f}", f"{tokens / its['tokens']:.2f}"
+            table.add_row(name_of(row["method"]), *figures)
+    return table
 
 
 def tokens_a_round(row: Line) -> float:
@@ -161,5 +164,5 @@ def sweep_notes(cost: Line, found: Line) -> str:
         f"alpha: {found['alpha']:.3f} by counting, {overlap:.3f} as the mean of the sum of min(p, q). c: "
         f"{found['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: expected tokens "
         "per round / (gamma c + the cost of scoring gamma + 1 tokens). the paper's: the same with a cost of 1; by it, "
-        f"gamma {found['best']} is best." + (OVERLAPS if cost.get("overlap_by_position") else "")
+        f"gamma {found['best']} is best." + (" " + OVERLAPS if cost.get("overlap_by_position") else "")
     )

@@ -13,7 +13,7 @@ from experiments.sweep import predict
 from lossless.evidence import BINS, TESTS
 from report.losslessReport import verdict
 from report.runReport import show
-from report.speedTables import beside, tokens_a_round
+from report.speedTables import tokens_a_round
 from report.tables import give_or_take, span
 from scripts.docsRecords import Record, Records
 from utils import UserError
@@ -97,10 +97,15 @@ def compare(records: Records, language: str) -> str:
             ]
         )
         if theory:  # Earlier records have none.
-            rows[-1] += beside(row, theory[row["method"]]) if row["method"] in theory else ["", ""]
+            rows[-1] += beside(row, theory.get(row["method"]))
     columns = ["method", "TTFT, ms", "TPOT, ms", "tokens/s", "speed-up", "alpha", "tokens per round"]
     columns += ["sum min(p, q)", "of expected"] if theory else []
     return f"{table(columns, rows)}\n\n{conditions(speed)} {run_source(run, speed[0]['dtype'])}"
+
+
+def beside(row: Record, theory: Record | None) -> list[str]:
+    """The cells of a method beside theory: what `acceptance.expected` returns of it."""
+    return [f"{theory['overlap']:.3f}", f"{tokens_a_round(row) / theory['tokens']:.2f}"] if theory else ["", ""]
 
 
 def conditions(speed: Sequence[Record]) -> str:
