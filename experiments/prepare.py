@@ -19,7 +19,7 @@ from experiments.choices import Settings
 from experiments.processes import ALONE, Processes
 from experiments.twoTokenizers import said_of, with_translation
 from inputs.devices import pick_dtype
-from inputs.models import find_model, load_model, outline
+from inputs.models import Outline, find_model, load_model, outline
 from inputs.prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
 from inputs.texts import Corpus, load_corpora
 from inputs.tokenizers import load_tokenizer, most_frequent
@@ -125,15 +125,11 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         prompts = {max(map(len, given_ids)): given_ids} if given else choose_prompts(tokenizer, corpora, *wanted)
     if "diversity" in measuring.groups:
         article = given_ids if given else encode(diversity.PROMPTS, tokenizer)
-    own = outline(folders["draft"], translation.tokenizer) if translation is not None else None
-    most = 0
-    for mode in measuring.modes:
-        each = article if mode == "diversity" else sum(prompts.values(), [])
-        max_len = settings.sampling.max_len_of(mode)
-        check_room(each, max_len, outlines)
-        if translation is not None and own is not None:
-            check_room([translation.row(prompt) for prompt in each], max_len, [own])
-        most = max(most, settings.rows * (max_len + max(map(len, each))))
+    most = check_rooms(settings, prompts, article, outlines)
+    if translation is not None:  # The draft reads the same prompts in its own tokens.
+        own = {length: [translation.row(ids) for ids in each] for length, each in prompts.items()}
+        theirs = [translation.row(ids) for ids in article]
+        check_rooms(settings, own, theirs, [outline(folders["draft"], translation.tokenizer)])
     passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
     window = min(texts.window, context)
     draft_vocab = settings.models.draft_vocab
@@ -159,6 +155,20 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     if translation is not None:
         print(said_of(translation, settings, [*sum(prompts.values(), []), *article]))
     return found
+
+
+def check_rooms(
+    settings: Settings, prompts: dict[int, list[list[int]]], article: list[list[int]], outlines: list[Outline]
+) -> int:
+    """Raise UserError unless the models can read the prompts of each mode and the tokens that follow. Returns the most
+    tokens that a batch can have."""
+    most = 0
+    for mode in settings.measuring.modes:
+        each = article if mode == "diversity" else sum(prompts.values(), [])
+        max_len = settings.sampling.max_len_of(mode)
+        check_room(each, max_len, outlines)
+        most = max(most, settings.rows * (max_len + max(map(len, each))))
+    return most
 
 
 def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, str]:

@@ -14,6 +14,7 @@ import helpers
 import pytest
 from huggingface_hub import constants
 from localHub import LocalHub
+from tokenizerKinds import KINDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -63,6 +64,12 @@ def pair_folder(tmp_path_factory):
         helpers.tiny(seed=seed, vocabulary=PADDED, layers=layers, context=CONTEXT).model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder
+
+
+@pytest.fixture(scope="session")
+def kinds():
+    """{name: a small tokenizer of that kind}."""
+    return {name: make() for name, make in KINDS.items()}
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from conftest import refused
 from mistakes import always_accept
 from outcomes import largest_error, small
 from test_specSampling import FREE, PROMPTS
-from tokenizerKinds import KINDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -27,11 +26,6 @@ from utils import GREEDY, Sampling, probabilities
 
 TEXTS = ["The harbour was dark", "and the", "a “lamp” café 🙂 was lit and the tide of the harbour was out", "I"]
 PENALTY = Sampling(0.0, 0, 1.0, 1.3)
-
-
-@pytest.fixture(scope="module")
-def kinds():
-    return {name: make() for name, make in KINDS.items()}
 
 
 def pair(kinds, target="llama", draft="gpt2", context=256):

@@ -20,11 +20,6 @@ TEXTS = [
 PAIRS = list(itertools.permutations(KINDS, 2))
 
 
-@pytest.fixture(scope="module")
-def kinds():
-    return {name: make() for name, make in KINDS.items()}
-
-
 @pytest.mark.parametrize("ours, theirs", PAIRS)
 def test_a_text_is_written_as_the_drafts_tokenizer_writes_it(kinds, ours, theirs):
     translation = Translation(kinds[ours], kinds[theirs])
