@@ -22,6 +22,7 @@ ROWS = [
     "plain, eager",
     "speculative, eager",
     "block verification, eager",
+    "tree of 8, eager",
     "transformers",
     "transformers, static cache",
     "transformers, assistant",
@@ -109,6 +110,7 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
     assert [line["method"] for line in record["speed"]] == [
         "plain, eager",
         *(f"synthetic {alpha}, eager" for alpha in rows.ALPHAS),
+        "tree, synthetic 0.6, eager",
         "transformers",
     ]
     assert "Synthetic acceptance" in capsys.readouterr().out
