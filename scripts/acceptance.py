@@ -54,7 +54,8 @@ def written(teacher: nn.Module, prompts: Iterator[Tensor], rows: int, length: in
     longer than `minutes`."""
     model = CachedModel(copy.deepcopy(teacher).to(torch.bfloat16))
     generator = torch.Generator(model.device).manual_seed(rows)
-    begin, texts = time.monotonic(), []
+    begin = time.monotonic()
+    texts: list[list[int]] = []
     for at in tqdm(range(0, rows, TOGETHER), desc="the target writes", disable=None):
         if texts and time.monotonic() - begin > 60 * minutes:
             break

@@ -46,7 +46,8 @@ END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 2048  # tokens a trained model can read
 HEAD = 32  # width of an attention head
 MIXED = (256, 256, 1024, CONTEXT)  # row lengths
-SHORT = (256, 256, 1024)
+MORE_WRITTEN = (256, 256, 1024)  # in training for acceptance, the target writes the rows of 256
+MORE_READ = (1024, 256, 1024, 256, 1024)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Recipe:
 
 
 # The target's first stage has long rows only at its end, where the learning rates are too low to learn from them. Its
-# second stage repaired part of that. Its third stage, at full rates and on more text, repaired the rest.
+# second stage repaired part of that. Its third stage, at full rates and on more text, repaired the rest. The draft's
+# second stage read too few windows of the corpus, again and again; its third reads more.
 MODELS = {
     "target": Recipe(
         12,
@@ -76,7 +78,11 @@ MODELS = {
         1,
         128,
         "target",
-        [Stage(7_000_000, 1.0, MIXED, MIXED), Stage(12_288_000, 0.5, SHORT, SHORT, {256: 3328, 1024: 256})],
+        [
+            Stage(7_000_000, 1.0, MIXED, MIXED),
+            Stage(12_288_000, 0.5, MORE_WRITTEN, MORE_WRITTEN, {256: 3328, 1024: 256}),
+            Stage(21_356_544, 0.5, MORE_READ, MORE_READ, {256: 3328, 1024: 1920}),
+        ],
     ),
     "mid": Recipe(4, 160, "target", [Stage(4_000_000, 1.0, MIXED, MIXED)]),
 }
