@@ -46,7 +46,8 @@ END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 2048  # tokens a trained model can read
 HEAD = 32  # width of an attention head
 MIXED = (256, 256, 1024, CONTEXT)  # row lengths
-SHORT, LONGER = (256, 256, 1024), (256, 1024, 256, 1024, 1024)
+MORE_WRITTEN = (256, 256, 1024)  # in training for acceptance, the target writes the rows of 256
+MORE_READ = (1024, 256, 1024, 256, 1024)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Recipe:
 
 # The target's first stage has long rows only at its end, where the learning rates are too low to learn from them. Its
 # second stage repaired part of that. Its third stage, at full rates and on more text, repaired the rest. The draft's
-# second and third stage train for acceptance; the third has more of the corpus, which the second had learnt by heart.
+# second stage read too few windows of the corpus, again and again; its third reads more.
 MODELS = {
     "target": Recipe(
         12,
@@ -79,8 +80,8 @@ MODELS = {
         "target",
         [
             Stage(7_000_000, 1.0, MIXED, MIXED),
-            Stage(12_288_000, 0.5, SHORT, SHORT, {256: 3328, 1024: 256}),
-            Stage(21_356_000, 0.5, LONGER, LONGER, {256: 3328, 1024: 1920}),
+            Stage(12_288_000, 0.5, MORE_WRITTEN, MORE_WRITTEN, {256: 3328, 1024: 256}),
+            Stage(21_356_544, 0.5, MORE_READ, MORE_READ, {256: 3328, 1024: 1920}),
         ],
     ),
     "mid": Recipe(4, 160, "target", [Stage(4_000_000, 1.0, MIXED, MIXED)]),
