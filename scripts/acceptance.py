@@ -3,8 +3,7 @@
 A guess drawn from q passes with probability sum_x min(p(x), q(x)), where p and q are the distributions that tokens are
 drawn from, after temperature and top-p. Distillation makes q close to p over the whole vocabulary instead. So a draft
 learns from the target's distribution first, and last from this loss and from that distribution together (DistillSpec,
-arXiv 2310.08461; LK losses, arXiv 2602.23881). A short run without the second part agreed
-less at temperature 1.
+arXiv 2310.08461; LK losses, arXiv 2602.23881). A short run without the second part agreed less at temperature 1.
 
 The target's forward costs several times a step of the draft. So its distributions are computed once for each row and
 kept: for each token the KEPT most probable ones, 1.5 KiB.
