@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Generator
 
+from decoding.drawing import draw_tokens
 from decoding.interfaces import Callback, EndOfText, Model
 from decoding.record import Record
-from decoding.rounds import draw_tokens, first_token
+from decoding.rounds import first_token
 from decoding.rows import Rows
 from utils import Sampling
 

@@ -12,7 +12,7 @@ from benchmark.inTurn import Work, in_turn
 from benchmark.peers import SAMPLING
 from benchmark.progress import Progress
 from benchmark.rows import Variants
-from decoding import rounds
+from decoding import drawing, rounds
 from engine.cachedModel import CachedModel
 from engine.kernels.hugePages import on_huge_pages
 
@@ -46,7 +46,7 @@ def one_token(model: CachedModel, start: int, generator: Generator) -> Work:
     tokens = at % model.vocabulary
 
     def work() -> None:
-        rounds.draw_tokens(model, tokens, at, 1, SAMPLING, generator)[0].item()
+        drawing.draw_tokens(model, tokens, at, 1, SAMPLING, generator)[0].item()
 
     return work
 

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from utils import Sampling
 
 if TYPE_CHECKING:
-    from decoding.rounds import Guesses
+    from decoding.guesses import Guesses
     from decoding.rows import Rows
     from decoding.trees import Tree
 
@@ -75,7 +75,7 @@ class TreeModel(Model, Protocol):
 
 
 class Operators(Protocol):
-    """Filters, draws and verification for a model: in PyTorch (`rounds.PyTorchOperators`), or its own kernels."""
+    """Filters, draws and verification for a model: in PyTorch (`operators.PyTorchOperators`), or its own kernels."""
 
     def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor: ...
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
+from decoding.drawing import guess, read_missed
 from decoding.interfaces import TreeModel, TreeRule
-from decoding.rounds import forward, guess, read_missed, uniform, use_graph
+from decoding.rounds import forward, uniform, use_graph
 from decoding.rows import Rows, upload
 from decoding.trees import MOST, Tree
 from utils import Sampling
@@ -158,7 +159,7 @@ def grow(
 ) -> TreeGuesses:
     """A tree of guesses of a draft model for each row, after reading the last `read` committed tokens again.
 
-    sampling, own: the target's and the draft's. The draft may be on a device of its own, as in `rounds.guess`.
+    sampling, own: the target's and the draft's. The draft may be on a device of its own, as in `drawing.guess`.
     """
     places = Places.of(rows, tree)
     if tree.is_chain:

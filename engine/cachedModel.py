@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decoding.interfaces import Operators
-from decoding.rounds import PYTORCH
+from decoding.operators import PYTORCH
 from decoding.rows import Rows, upload
 from engine.graphs import Graphs
 from engine.kvCache import ATTENTION, SlotCache, cache_dtype

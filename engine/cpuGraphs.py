@@ -19,8 +19,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
+from decoding.drawing import steps
 from decoding.interfaces import TreeRule, VerificationRule
-from decoding.rounds import steps, verify_logits
+from decoding.rounds import verify_logits
 from decoding.treeRounds import Places, level_by_level
 from decoding.trees import Tree
 from engine.flatGraph import FlatGraph
@@ -267,7 +268,7 @@ class CpuGraphs(Graphs):
     def draw_steps(
         self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The draws that are compiled, as `rounds.steps`. sampling: float64 `[3]`, see `as_tensor`."""
+        """The draws that are compiled, as `drawing.steps`. sampling: float64 `[3]`, see `as_tensor`."""
 
         def forward(tokens: Tensor, at: Tensor) -> Tensor:
             return self.logits(tokens, at, keys, values)
@@ -323,7 +324,7 @@ class Round:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Drafts, q and p, as `Graphs.round`."""
         drafts, q = self.draft.draw_steps(tokens, positions[:, :-1], u, own, their_keys, their_values)
-        drafts = drafts.clamp(max=self.draft.vocabulary - 1)  # A guess from nan is no token, as in `rounds.guess`.
+        drafts = drafts.clamp(max=self.draft.vocabulary - 1)  # A guess from nan is no token, as in `drawing.guess`.
         block = torch.cat([tokens[:, -1:], drafts], 1)
         logits = self.target.logits(block, positions[:, -block.shape[1] :], keys, values)
         return drafts, q, distributions(logits, sampling)

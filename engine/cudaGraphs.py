@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from decoding.drawing import steps
 from decoding.interfaces import TreeRule, VerificationRule
-from decoding.rounds import steps, verify_logits
+from decoding.rounds import verify_logits
 from decoding.treeDrawing import siblings
 from decoding.treeRounds import Places, level_by_level
 from decoding.trees import Tree

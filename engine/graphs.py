@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from decoding.interfaces import Operators, TreeRule, VerificationRule
-from decoding.rounds import PYTORCH
+from decoding.operators import PYTORCH
 from decoding.treeRounds import Places
 from decoding.trees import Tree
 from engine.kvCache import SlotCache
@@ -138,7 +138,7 @@ class Graphs(ABC):
     def draw(
         self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, cache: SlotCache
     ) -> tuple[Tensor, Tensor]:
-        """`rounds.draw_tokens` with the uniform numbers `u[count, B]`: tokens `[B, count]` and q `[B, count, V]`.
+        """`drawing.draw_tokens` with the uniform numbers `u[count, B]`: tokens `[B, count]` and q `[B, count, V]`.
 
         Uses the longest graphs that are not too long, one after the other. If all are too long, uses the beginning of
         the shortest.
@@ -154,7 +154,7 @@ class Graphs(ABC):
         left = len(u)
         while left:
             if drawn:
-                known = q[-1].shape[-1] - 1  # as in `rounds.steps`
+                known = q[-1].shape[-1] - 1  # as in `drawing.steps`
                 tokens = torch.cat([tokens, drawn[-1].clamp(max=known)], 1)[:, -read:]
             count = max((count for count in counts if count <= left), default=counts[0])
             done = len(u) - left

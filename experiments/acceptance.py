@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoding.guesses import Guesses
 from decoding.interfaces import Drafter, Model
 from decoding.record import Record
-from decoding.rounds import Guesses
 from experiments import theory
 from methods.makers import Sampler, Wrap
 from utils import Sampling, probabilities, seen_after

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from decoding.guesses import Guesses
 from decoding.interfaces import Callback, Drafter, LengthRule, VerificationRule
 from decoding.record import Record
-from decoding.rounds import Guesses
 from decoding.rows import Rows, upload
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel

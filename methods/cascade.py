@@ -7,9 +7,10 @@ from torch import Generator
 
 import specSampling
 from decoding.draftLength import Fixed
+from decoding.guesses import Guesses, no_guesses
 from decoding.interfaces import Drafter, LengthRule, Model, VerificationRule
 from decoding.record import Record
-from decoding.rounds import Guesses, no_guesses, prefill
+from decoding.rounds import prefill
 from decoding.rows import Rows
 from decoding.verification import token_rule
 from utils import Sampling

@@ -3,8 +3,10 @@ otherTokenizer.py. decoding/interfaces.py says what each method of a drafter is 
 
 from torch import Generator
 
+from decoding.drawing import guess
+from decoding.guesses import Guesses, no_guesses
 from decoding.interfaces import LengthRule, Model
-from decoding.rounds import Guesses, guess, no_guesses, prefill
+from decoding.rounds import prefill
 from decoding.rows import Rows
 from utils import Sampling
 

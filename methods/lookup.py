@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from decoding.guesses import Guesses, no_guesses
 from decoding.interfaces import Drafter, LengthRule, Model
-from decoding.rounds import Guesses, no_guesses
 from decoding.rows import Rows, upload
 from methods.suffixAutomaton import SuffixAutomaton
 from utils import Sampling, UserError

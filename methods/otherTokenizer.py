@@ -10,8 +10,10 @@ from typing import Protocol
 import torch
 from torch import Generator, Tensor
 
+from decoding.drawing import guess_after
+from decoding.guesses import Guesses, no_guesses
 from decoding.interfaces import LengthRule, Model
-from decoding.rounds import Guesses, forward, guess_after, no_guesses, prefill
+from decoding.rounds import forward, prefill
 from decoding.rows import Rows, upload
 from utils import Sampling
 

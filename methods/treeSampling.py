@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Generator
 
+from decoding.drawing import draw_tokens
 from decoding.interfaces import Callback, EndOfText, TreeModel, TreeRule
 from decoding.record import Record
-from decoding.rounds import draw_tokens, first_token, prefill, uniform
+from decoding.rounds import first_token, prefill, uniform
 from decoding.rows import Rows
 from decoding.treeChoice import Always, TreeChoice
 from decoding.treeRounds import TreeGuesses, grow, keep, score_and_verify

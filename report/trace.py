@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.guesses import Guesses
 from decoding.interfaces import Drafter
-from decoding.rounds import Guesses
 from decoding.rows import Rows
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to

@@ -8,8 +8,8 @@ from outcomes import largest_error, small
 from test_specSampling import PROMPTS, near
 
 from decoding.draftLength import Fixed
+from decoding.guesses import Guesses
 from decoding.lengthRules import Additive, CostAware, DraftConfidence, TargetConfidence
-from decoding.rounds import Guesses
 from decoding.verification import block_rule, token_rule
 from methods import cascade as cascades
 from methods.cascade import CascadeDrafter

@@ -13,8 +13,10 @@ from test_specSampling import PROMPTS, near
 from torch.nn.functional import gelu
 
 from decoding.draftLength import Fixed
+from decoding.drawing import draw_tokens
 from decoding.lengthRules import CostAware, DraftConfidence, TargetConfidence
-from decoding.rounds import PYTORCH, draw_tokens, forward, prefill
+from decoding.operators import PYTORCH
+from decoding.rounds import forward, prefill
 from decoding.rows import Rows
 from engine import cpuGraphs
 from engine.cachedModel import CachedModel

@@ -9,7 +9,8 @@ import torch
 from test_specSampling import FREE, PROMPTS, near
 
 from decoding.draftLength import Fixed
-from decoding.rounds import draw_tokens, score_block
+from decoding.drawing import draw_tokens
+from decoding.rounds import score_block
 from decoding.verification import RULES, token_rule
 from engine import cudaGraphs
 from engine.cudaGraphs import CudaGraphs

@@ -6,7 +6,7 @@ import helpers
 import pytest
 import torch
 
-from decoding import rounds
+from decoding import drawing, rounds
 from engine.cpuGraphs import CpuGraphs
 from engine.cudaGraphs import CudaGraphs
 from engine.graphs import Graphs, Plan
@@ -85,7 +85,8 @@ def test_one_function_decides(monkeypatch):
         for width in 1, 2, 5:
             model.graphs.add_forward(1, width)
         model.graphs.add_draw(1, 2, 4)
-    monkeypatch.setattr(rounds, "use_graph", lambda *args, **how: False)
+    for module in rounds, drawing:
+        monkeypatch.setattr(module, "use_graph", lambda *args, **how: False)
     found = specSampling([[5, 9, 2]], target, ModelDrafter(draft), 30, 4, GREEDY)[0]
     assert found == specSampling([[5, 9, 2]], eager, ModelDrafter(helpers.tiny(seed=1)), 30, 4, GREEDY)[0]
     assert target.graphs.used == draft.graphs.used == 0

@@ -7,7 +7,7 @@ from helpers import FULL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.rounds import PYTORCH
+from decoding.operators import PYTORCH
 from decoding.trees import Tree
 from decoding.treeVerification import top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule

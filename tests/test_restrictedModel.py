@@ -7,7 +7,8 @@ from outcomes import largest_error, small
 from test_specSampling import PROMPTS, near
 
 from decoding.draftLength import Fixed
-from decoding.rounds import Guesses, prefill
+from decoding.guesses import Guesses
+from decoding.rounds import prefill
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
 from engine.restrictedModel import RestrictedModel

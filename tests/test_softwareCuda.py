@@ -19,7 +19,7 @@ import PPL
 import specSampling as loop
 from benchmark import __main__ as benchmark
 from benchmark import forwards, inTurn
-from decoding import rounds as decoding_rounds
+from decoding import drawing
 from decoding.rows import Rows
 from decoding.verification import RULES as VERIFICATIONS
 from engine import cudaGraphs
@@ -134,8 +134,8 @@ def test_a_round_has_one_host_sync(gpu, name, engine, monkeypatch):
     monkeypatch.setattr(loop, "advance", counted)
     write = sampler(name, made, replace(DECODING, gamma=7) if name == "draftConfidence" else DECODING)
     drawn = []
-    draw_by = decoding_rounds.draw_by
-    monkeypatch.setattr(decoding_rounds, "draw_by", lambda u, *given: drawn.append(len(u)) or draw_by(u, *given))
+    draw_by = drawing.draw_by
+    monkeypatch.setattr(drawing, "draw_by", lambda u, *given: drawn.append(len(u)) or draw_by(u, *given))
     for prompts in FIRST, SECOND, SECOND:  # The first two make the captures, which synchronise.
         rounds.clear()
         drawn.clear()
@@ -144,7 +144,7 @@ def test_a_round_has_one_host_sync(gpu, name, engine, monkeypatch):
     count = rounds["all"] or max(len(record.times) for record in records) - 1
     places = Counter(place.split(":")[0] for _, place in gpu.syncs)
     assert places.pop("decoding/rows.py") == count + 1
-    asked = places.pop("decoding/rounds.py", 0)
+    asked = places.pop("decoding/drawing.py", 0)
     assert asked <= sum(drawn) / 2 and (asked > 0) == (name == "draftConfidence") and not places
     assert {what for what, _ in gpu.syncs} <= {"copy to the host", "_local_scalar_dense"}
     ended = 2  # Rows end, and their state is copied; ragged guesses are, too.

@@ -1,0 +1,49 @@
+"""`Guesses`: what a drafter gives a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoding.rows import Rows, upload
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """The guesses of one round.
+
+    drafts: int64 `[B, n]`.
+    q: float32 `[B, n, V]`, the distributions the drafts were drawn from. Where a row has no guess, q is 0.
+    p: float32 `[B, n + 1, V]`, the target's distributions before each draft and after the last, if whatever drew the
+        drafts has scored them too; else None.
+    """
+
+    drafts: Tensor
+    q: Tensor
+    p: Tensor | None = None
+
+    def of_drafts(self) -> Tensor:
+        """q of each draft, float32 `[B, n]`; 0 where a row has no guess."""
+        return self.q.gather(-1, self.drafts[..., None])[..., 0]
+
+    def counts(self) -> Tensor:
+        """How many guesses each row has, int64 `[B]`; -1 if one was drawn from a q of nan."""
+        return (self.of_drafts() > 0).sum(1).masked_fill_(self.q.sum((1, 2)).isnan(), -1)
+
+    def limited(self, gammas: Sequence[int]) -> Guesses:
+        """The same guesses, where row i keeps only the first `gammas[i]`: q is 0 beyond them."""
+        count = self.drafts.shape[1]
+        if min(gammas) >= count:
+            return self
+        device = self.drafts.device
+        kept = torch.arange(count, device=device) < upload(gammas, device)[:, None]
+        return Guesses(self.drafts, self.q * kept[..., None], self.p)
+
+
+def no_guesses(rows: Rows, vocabulary: int) -> Guesses:
+    """No guesses, in tensors of the right shapes: `[B, 0]` and `[B, 0, V]`."""
+    drafts = rows.sequence.new_zeros(len(rows.tokens), 0)
+    return Guesses(drafts, torch.zeros(*drafts.shape, vocabulary, device=rows.device))
