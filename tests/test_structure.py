@@ -160,6 +160,7 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "interfaces": "structure",
     "lengthRules": "draftLength",
     "compiling": "cpuGraphs",
+    "cpuForwards": "cpuGraphs",
     "loader": "kernels",
     "operators": "kernels",
     "packedLinear": "cpuGraphs",
