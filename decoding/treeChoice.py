@@ -112,8 +112,7 @@ class Auto:
         if self.repeated:
             self.costs.learn(self.current, time.perf_counter() - self.start)
         if self.current:
-            paths = [self.current.path(node) for node in last.values()]
-            self.acceptance.add(self.current, paths, list(map(len, paths)))
+            self.acceptance.add(self.current, last.values())
         if self.rounds % 4 == 0:
             self.table = self.acceptance.table(max(tree.depth for tree in self.shapes if tree), 4)
             self.best = max(self.shapes, key=self.rate)

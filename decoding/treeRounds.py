@@ -168,11 +168,11 @@ def grow(
     read, there = read_missed(model, rows, read), model.device
     u = uniform(len(rows.tokens), tree.draws, device=there, generator=generator)
     tokens, positions = (each.to(there) for each in rows.last(read))
-    drafts, q = level_by_level_of(model, rows, tree, tokens, positions, places.to(there), u, own)
+    drafts, q = grown_by(model, rows, tree, tokens, positions, places.to(there), u, own)
     return TreeGuesses(tree, drafts.to(rows.device), q.to(rows.device), places)
 
 
-def level_by_level_of(
+def grown_by(
     model: TreeModel,
     rows: Rows,
     tree: Tree,

@@ -122,9 +122,8 @@ class Acceptance:
         self.reached: dict[tuple[int, int], float] = {}  # by depth of the parent and rank
         self.accepted: dict[tuple[int, int], float] = {}
 
-    def add(self, tree: Tree, path: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
-        """Learn from a round. path, accepted: for each row, the nodes of the accepted path and how many they are, as
-        `treeVerification.traversal_rule` returns them.
+    def add(self, tree: Tree, last: Iterable[int]) -> None:
+        """Learn from a round. last: for each row, the last accepted node, or 0.
 
         The siblings below a node are counted if the node lies on the accepted path, or is the root. A sibling that
         was missing, because fewer tokens were left, counts as one that was not accepted.
@@ -132,13 +131,13 @@ class Acceptance:
         for counts in (self.reached, self.accepted):
             for key in counts:
                 counts[key] *= self.MEMORY
-        for nodes, count in zip(path, accepted):
-            for depth, node in enumerate([0, *nodes[:count]]):
+        for end in last:
+            path = [0, *tree.path(end)]
+            for depth, node in enumerate(path):
                 for rank, child in enumerate(tree.children[node]):
                     key = depth, rank
                     self.reached[key] = self.reached.get(key, 0.0) + 1
-                    passed = depth < count and nodes[depth] == child
-                    self.accepted[key] = self.accepted.get(key, 0.0) + passed
+                    self.accepted[key] = self.accepted.get(key, 0.0) + (child in path)
 
     def table(self, depth: int, ranks: int) -> list[list[float]]:
         """`acceptance[d][k]` for depths below `depth` and ranks below `ranks`."""

@@ -18,8 +18,6 @@ from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from decoding.interfaces import TreeRule, VerificationRule
-from decoding.rounds import verify_logits
 from decoding.treeRounds import Places
 from decoding.trees import Tree
 from engine.cpuForwards import CpuForwards, Growth, Round
@@ -52,6 +50,7 @@ class CpuGraphs(CpuForwards):
 
     operators = Kernels()
     ragged = True
+    verifies = False
 
     def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
         loader.load()
@@ -137,21 +136,6 @@ class CpuGraphs(CpuForwards):
             at = torch.arange(start, max(min(start + CHUNK, count), start + 2)).clamp_(max=count - 1)
             graph(tokens[:, at], positions[:, at], torch.zeros(2, dtype=torch.long), *kept)
 
-    def score_and_verify(
-        self,
-        block: Tensor,
-        positions: Tensor,
-        q: Tensor,
-        u: Tensor,
-        sampling: Sampling,
-        verify: VerificationRule,
-        cache: SlotCache,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Graphs`. The forward is a graph, the verification a kernel after it."""
-        return verify_logits(
-            self.forward(block, positions, cache), block, q, u, sampling, verify, operators=self.operators
-        )
-
     def round(
         self,
         draft: Graphs,
@@ -188,21 +172,6 @@ class CpuGraphs(CpuForwards):
         self.used += 1
         given = tokens.contiguous(), positions, *places.tensors, u, as_tensor(sampling)
         return self.graphs[(*tokens.shape, tree)](*given, *keys_values(cache))
-
-    def score_and_verify_tree(
-        self,
-        tree: Tree,
-        block: Tensor,
-        places: Places,
-        q: Tensor,
-        u: Tensor,
-        sampling: Sampling,
-        verify: TreeRule,
-        cache: SlotCache,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See `Graphs`. The forward is a graph, the verification a kernel after it."""
-        p = self.operators.probabilities(self.forward_tree(block, places, cache), sampling)
-        return p, *self.operators.rule(verify)(p, q, block[:, 1:], u, tree)
 
     def move(self, source: Tensor, slots: Tensor, cache: SlotCache) -> None:
         """See `Graphs`."""

@@ -58,6 +58,7 @@ class Graphs(ABC):
     """
 
     ragged = False  # Whether its prefill reads prompts of different lengths.
+    verifies = True  # Whether scoring and verification are one graph; else a kernel verifies after the forward's graph.
     cache_dtype: torch.dtype
     operators: Operators = PYTORCH
 
@@ -77,6 +78,8 @@ class Graphs(ABC):
         the block. "draw": rows, tokens read. "round": graphs of the draft, rows, tokens read, guesses. "tree",
         "score_and_verify_tree": rows, nodes. "grow": rows, tokens read, tree. "move": rows, slots.
         """
+        if step.startswith("score_and_verify") and not self.verifies:
+            return False
         if step == "move":
             return bool(self.nodes or self.trees)
         sets: dict[str, Any] = {"round": self.rounds, "grow": self.trees, "tree": self.nodes}
@@ -169,7 +172,6 @@ class Graphs(ABC):
             left -= drawn[-1].shape[1]
         return (drawn[0], q[0]) if len(q) == 1 else (torch.cat(drawn, 1), torch.cat(q, 1))
 
-    @abstractmethod
     def score_and_verify(
         self,
         block: Tensor,
@@ -181,6 +183,7 @@ class Graphs(ABC):
         cache: SlotCache,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`rounds.score_block`: p `[B, n + 1, V]`, accepted `[B]`, token `[B]`."""
+        raise LookupError("this engine makes no graphs with verification")
 
     def round(
         self,
@@ -218,7 +221,6 @@ class Graphs(ABC):
         """`treeRounds.level_by_level` after the block `tokens, positions [B, read]`: drafts `[B, n]` and their laws
         `[B, n, V]`."""
 
-    @abstractmethod
     def score_and_verify_tree(
         self,
         tree: Tree,
@@ -232,6 +234,7 @@ class Graphs(ABC):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`treeRounds.score_and_verify` of a block of the root and all nodes: p `[B, n + 1, V]`, accepted `[B]`, path
         `[B, depth]`, token `[B]`."""
+        raise LookupError("this engine makes no graphs with verification")
 
     @abstractmethod
     def move(self, source: Tensor, slots: Tensor, cache: SlotCache) -> None:

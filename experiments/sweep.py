@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from decoding.draftLength import Fixed
 from decoding.interfaces import Drafter, Model, VerificationRule
 from decoding.rounds import forward
 from engine.cachedModel import CachedModel
 from experiments import theory
-from experiments.acceptance import Positions, overlap_by_position
+from experiments.acceptance import Positions, expected, overlap_by_position
 from experiments.speed import Measurement, interval, paired_ratios, quiet, summarize
 from methods.makers import Sampler, Wrap, loop
-from specSampling import specSampling
 from utils import Sampling, seen_after
 
 GAMMAS = range(1, 11)
@@ -59,11 +56,12 @@ def overlaps(
     max_len: int,
     seed: int,
     spread: Callable[..., Iterable[Any]] = map,
+    gamma: int = max(GAMMAS),
 ) -> Positions:
-    """`overlap_by_position` of rounds with the most guesses of the sweep."""
+    """`overlap_by_position` of rounds with `gamma` guesses."""
 
     def make(wrap: Wrap) -> Sampler:
-        return loop(target, wrap(drafter), Fixed(max(GAMMAS)), verify)
+        return loop(target, wrap(drafter), Fixed(gamma), verify)
 
     return overlap_by_position(make, prompts, target, sampling, max_len, None, seed, spread)
 
@@ -83,24 +81,8 @@ def overlap_alpha(
     It is less noisy than counting accepted guesses: a context counts with its probability of acceptance, not with the
     outcome of one draw. nan if no guess was tested. spread: applies a function to each item, as the builtin `map`.
     """
-    rule = target.operators.rule(verify)
-
-    def overlaps(number: int) -> list[float]:
-        """Those of the contexts of one text."""
-        found: list[float] = []
-
-        def watched(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-            accepted, token = rule(p, q, drafts, u)
-            found.extend(theory.overlap(p[0, : q.shape[1]], q[0])[: int(accepted[0]) + 1].tolist())
-            return accepted, token
-
-        watched.waits = True  # type: ignore[attr-defined]  # int() synchronises with the host.
-        generator = torch.Generator(device=target.device).manual_seed(seed + number)
-        specSampling([prompts[number]], target, drafter, max_len, 4, sampling, generator=generator, verify=watched)
-        return found
-
-    found = [overlap for each in spread(overlaps, range(len(prompts))) for overlap in each]
-    return math.fsum(found) / len(found) if found else float("nan")
+    given = prompts, target, drafter, sampling, verify, max_len, seed, spread
+    return expected(overlaps(*given, gamma=4))["overlap"]
 
 
 @torch.inference_mode()

@@ -74,11 +74,15 @@ def wrong_temperature(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[
 # Targets.
 
 
-class StaleSlot(CachedModel):
-    """A target whose cache keeps a rejected guess: the token that replaces it does not overwrite its slot."""
+class Wrong(CachedModel):
+    """A target with a mistake in how it runs: the weights of `model`, and a cache of its own."""
 
     def __init__(self, model: CachedModel) -> None:
-        super().__init__(model.model, model.vocabulary, model.name)  # The same weights, a cache of its own.
+        super().__init__(model.model, model.vocabulary, model.name)
+
+
+class StaleSlot(Wrong):
+    """A target whose cache keeps a rejected guess: the token that replaces it does not overwrite its slot."""
 
     def forward(
         self,

@@ -15,6 +15,7 @@ from decoding.trees import Tree
 from decoding.treeVerification import in_postorder, judge, traversal_rule
 from engine.cachedModel import CachedModel
 from engine.kvCache import SlotCache
+from lossless.plantedMistakes import Wrong
 from methods.drafters import ModelDrafter
 from methods.makers import Sampler
 from methods.treeSampling import TreeDrafter, treeSampling
@@ -57,11 +58,8 @@ def mass_not_updated(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree
     return judge(p, q, drafts, tree, carried=True).end(route, u[:, -1], tree)
 
 
-class SeesSibling(CachedModel):
+class SeesSibling(Wrong):
     """A target whose ancestor masks have siblings in them: a node attends to all nodes before it."""
-
-    def __init__(self, model: CachedModel) -> None:
-        super().__init__(model.model, model.vocabulary, model.name)  # The same weights, a cache of its own.
 
     def forward(
         self,
@@ -77,11 +75,8 @@ class SeesSibling(CachedModel):
         return super().forward(tokens, positions, slots, mask, keep)
 
 
-class MovesWrong(CachedModel):
+class MovesWrong(Wrong):
     """A target whose keys of the accepted path are moved to wrong slots: each to the one after its own."""
-
-    def __init__(self, model: CachedModel) -> None:
-        super().__init__(model.model, model.vocabulary, model.name)
 
     def reserve(self, rows: int, capacity: int) -> SlotCache:
         """As `CachedModel.reserve`."""

@@ -46,8 +46,7 @@ class Watched(Always):
         self.counts = counts
 
     def learn(self, last: dict[int, int]) -> None:
-        paths = [self.shape.path(node) for node in last.values()]
-        self.counts.add(self.shape, paths, list(map(len, paths)))
+        self.counts.add(self.shape, last.values())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

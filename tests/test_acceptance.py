@@ -38,14 +38,31 @@ def test_one_round_has_the_overlaps_of_its_contexts():
     }
 
 
+def watched_alpha(prompts, target, drafter, max_len):
+    """The mean overlap of p and q in the contexts of tested guesses, seen by a verification rule."""
+    found = []
+
+    def watched(p, q, drafts, u):
+        accepted, token = token_rule(p, q, drafts, u)
+        found.extend(theory.overlap(p[0, : q.shape[1]], q[0])[: int(accepted[0]) + 1].tolist())
+        return accepted, token
+
+    watched.waits = True  # int() synchronises with the host.
+    for number, prompt in enumerate(prompts):
+        generator = torch.Generator().manual_seed(number)
+        specSampling([prompt], target, drafter, max_len, 4, DRAW, generator=generator, verify=watched)
+    return sum(found) / len(found)
+
+
 def test_overlaps_are_those_that_verification_meets():
     target = helpers.tiny()
     draft = ModelDrafter(near(target, noise=0.3))
     found = overlap_by_position(
         lambda wrap: loop(target, wrap(draft), sweep.Fixed(4), token_rule), PROMPTS, target, DRAW, 40, None, 0
     )
-    watched = sweep.overlap_alpha(PROMPTS, target, draft, DRAW, token_rule, 40, 0)
+    watched = watched_alpha(PROMPTS, target, draft, 40)
     assert expected(found)["overlap"] == pytest.approx(watched, abs=1e-5)
+    assert sweep.overlap_alpha(PROMPTS, target, draft, DRAW, token_rule, 40, 0) == pytest.approx(watched, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["model", "unsure", "lookup", "both"])

@@ -6,15 +6,15 @@ import itertools
 import helpers
 import pytest
 import torch
+from test_acceptance import watched_alpha
 from test_specSampling import FREE, PROMPTS, near
 
 from decoding.draftLength import Fixed
 from decoding.drawing import draw_tokens
 from decoding.rounds import score_block
-from decoding.verification import RULES, token_rule
+from decoding.verification import RULES
 from engine import cudaGraphs
 from engine.cudaGraphs import CudaGraphs
-from experiments import sweep
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
@@ -67,9 +67,8 @@ def test_draws_are_captured_with_the_drafts_own_sampling():
 def test_what_is_not_captured():
     """A rule that waits, and tokens that are penalised as they come: they only use the forwards."""
     target, drafter = captured(helpers.tiny(), (1, 5)), ModelDrafter(near(helpers.tiny(), noise=0.3))
-    given = drafter, FREE, token_rule, 20, 0
-    alpha = sweep.overlap_alpha(PROMPTS, target, *given)
-    assert alpha == pytest.approx(sweep.overlap_alpha(PROMPTS, helpers.tiny(), *given), abs=1e-5)
+    alpha = watched_alpha(PROMPTS, target, drafter, 20)
+    assert alpha == pytest.approx(watched_alpha(PROMPTS, helpers.tiny(), drafter, 20), abs=1e-5)
     assert (1, 5) in target.graphs.captures and set(target.graphs.captures) <= {(1, 1), (1, 5)}
     penalised = Sampling(0.0, 0, 1.0, 1.3)
     wanted = regrSampling(PROMPTS[:1], helpers.tiny(), 30, penalised)[0]

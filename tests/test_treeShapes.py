@@ -92,13 +92,13 @@ def test_acceptance_is_learnt_from_rounds():
     """Rounds in which a first sibling is accepted 6 times of 10, a second twice, at each depth alike."""
     source, learnt, tree = random.Random(0), Acceptance(), Tree.of("3,2,1")
     for _ in range(2000):
-        path, node = [], 0
+        node = 0
         while tree.children[node]:
             rank = source.choices((0, 1, None), (6, 2, 2))[0]
             if rank is None or rank >= len(tree.children[node]):
                 break
-            path.append(node := tree.children[node][rank])
-        learnt.add(tree, [path + [0] * (3 - len(path))], [len(path)])
+            node = tree.children[node][rank]
+        learnt.add(tree, [node])
     table = learnt.table(5, 4)
     assert [len(row) for row in table] == [4] * 5
     for at in range(2):
@@ -116,7 +116,7 @@ def test_before_the_first_round_there_is_hope():
 
 def test_a_sibling_that_is_missing_was_not_accepted():
     learnt, tree = Acceptance(), Tree.of("2")
-    learnt.add(tree, [[1], [0], [2], [1]], [1, 0, 1, 1])
+    learnt.add(tree, [1, 0, 2, 1])
     assert learnt.reached == {(0, 0): 4.0, (0, 1): 4.0} and learnt.accepted == {(0, 0): 2.0, (0, 1): 1.0}
-    learnt.add(tree, [[1]], [1])
+    learnt.add(tree, [1])
     assert learnt.reached[0, 0] == pytest.approx(5, abs=0.01) and learnt.accepted[0, 0] == pytest.approx(3, abs=0.01)
