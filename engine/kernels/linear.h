@@ -16,57 +16,72 @@ static inline float gelu_of(float x) {
     return 0.5f * x * (x > 0 ? 2 - tail : tail);
 }
 
+// 32 sums of a token, on a cache line of their own.
+struct alignas(64) Sums {
+    float of[SIDE];
+};
+
 // y[count] = sums + bias, followed by GELU if `gelu`. GELU is applied to the sum rounded to T, which is what a linear
 // layer without GELU returns.
 template <typename T>
-static inline void finish(const float* sums, const T* bias, T* y, long count, bool gelu) {
-    float z[SIDE] = {};
+static inline void finish(const Sums& sums, const Sums& bias, T* y, long count, bool gelu) {
     T whole[SIDE];
-    std::memcpy(z, sums, count * sizeof(float));
-    for (long j = 0; bias && j < count; j++) z[j] += wide(bias[j]);
-    for (long j = 0; j < SIDE; j++) narrow(z[j], whole + j);
-    if (gelu) {
-        for (long j = 0; j < SIDE; j++) z[j] = gelu_of(wide(whole[j]));
-        for (long j = 0; j < SIDE; j++) narrow(z[j], whole + j);
-    }
-    std::memcpy(y, whole, count * sizeof(T));
+    for (long j = 0; j < SIDE; j++) narrow(sums.of[j] + bias.of[j], whole + j);
+    if (gelu)
+        for (long j = 0; j < SIDE; j++) narrow(gelu_of(wide(whole[j])), whole + j);
+    if (count == SIDE) std::memcpy(y, whole, sizeof whole);  // A size that is known is one instruction or two.
+    else std::memcpy(y, whole, count * sizeof(T));
 }
 
-// Multiplies all tokens with one block -> sums[tokens][SIDE]. One job takes all tokens if they are few. More tokens take
-// several jobs, which go through the block part by part, so that a part is read from memory once. Each job prefetches its
-// share of the next part while it computes.
+// Multiplies all tokens with `blocks` blocks -> sums[blocks][tokens].
+//
+// A job takes as many tokens as the registers have room for. Few tokens are one job, which goes through a block from one
+// end to the other. More tokens take several jobs for each part of a block, so that the part is read from memory once.
+// The blocks take turns, so that the same part of x, which is in the second cache, serves all of them.
 template <typename T>
-static void through_block(const Multiply& kernel, const T* x, const T* block, long tokens, long in, float* sums) {
+static void through_blocks(const Multiply& kernel, const T* x, const T* packed, long blocks, long tokens, long in,
+                           Sums* sums) {
     constexpr long PART = 32 << 10;  // Bytes: it stays in the first cache beside the tokens.
     long jobs = (tokens + kernel.most<T>() - 1) / kernel.most<T>();
     long depth = jobs == 1 ? in : PART / (SIDE * long(sizeof(T)));
     for (long from = 0; from < in; from += depth)
-        for (long job = 0; job < jobs; job++) {
-            long first = tokens * job / jobs, last = tokens * (job + 1) / jobs;
-            Job<T> part{last - first, x + first * in + from, in, block + from * SIDE, std::min(depth, in - from),
-                        sums + first * SIDE};
-            part.add = from > 0;
-            if (jobs > 1) {
-                long bytes = part.in * SIDE * long(sizeof(T));
-                part.lines = 1, part.pace = (SIDE * 4 + jobs - 1) / jobs, part.ahead = bytes + bytes * job / jobs;
+        for (long b = 0; b < blocks; b++)
+            for (long job = 0; job < jobs; job++) {
+                long first = tokens * job / jobs, last = tokens * (job + 1) / jobs;
+                const T* part = packed + (b * in + from) * SIDE;
+                Job<T> each{last - first, x + first * in + from, in, part, std::min(depth, in - from),
+                            sums[b * tokens + first].of};
+                each.add = from > 0;
+                if (jobs > 1) {  // Each job prefetches its share of the next part.
+                    const T* next = b + 1 < blocks ? part + in * SIDE : packed + (from + depth) * SIDE;
+                    long bytes = each.in * SIDE * long(sizeof(T));
+                    each.lines = 1, each.pace = (SIDE * 4 + jobs - 1) / jobs;
+                    each.ahead = (next - part) * long(sizeof(T)) + bytes * job / jobs;
+                }
+                kernel.run(each);
             }
-            kernel.run(part);
-        }
 }
 
 template <typename T>
 static void linear(const T* x, const T* packed, const T* bias, T* y, long tokens, long in, long out, bool gelu) {
+    constexpr long ROOM = 256 << 10;  // Bytes of the sums of a thread: they stay in the second cache.
     auto& kernel = multiply_in_use();
     long blocks = (out + SIDE - 1) / SIDE, most = kernel.most<T>();
+    long together = tokens > most ? std::max(1l, ROOM / (tokens * long(sizeof(Sums)))) : 1;
     long work = in * SIDE * long(sizeof(T)) * ((tokens + most - 1) / most);
     at::parallel_for(0, blocks, std::max(1l, 65536 / work), [&](long first, long last) {  // Or it wakes no thread.
-        static thread_local std::vector<float> sums;
-        sums.resize(std::max(sums.size(), size_t(tokens * SIDE)));
-        for (long b = first; b < last; b++) {
-            through_block(kernel, x, packed + b * in * SIDE, tokens, in, sums.data());
-            for (long m = 0; m < tokens; m++)
-                finish(sums.data() + m * SIDE, bias ? bias + b * SIDE : nullptr, y + m * out + b * SIDE,
-                       std::min(SIDE, out - b * SIDE), gelu);
+        static thread_local std::vector<Sums> sums;
+        sums.resize(std::max(sums.size(), size_t(together * tokens)));
+        for (long b = first; b < last; b += together) {
+            long end = std::min(b + together, last);
+            through_blocks(kernel, x, packed + b * in * SIDE, end - b, tokens, in, sums.data());
+            for (long block = b; block < end; block++) {
+                long count = std::min(SIDE, out - block * SIDE);
+                Sums shift = {};
+                for (long j = 0; bias && j < count; j++) shift.of[j] = wide(bias[block * SIDE + j]);
+                for (long m = 0; m < tokens; m++)
+                    finish(sums[(block - b) * tokens + m], shift, y + m * out + block * SIDE, count, gelu);
+            }
         }
         kernel.done();
     });

@@ -95,8 +95,12 @@ constexpr long ROWS = 16;          // Rows of a tile.
 constexpr long DEEP = 32;          // 16-bit numbers in a row of a tile: the part of `in` that one instruction multiplies.
 constexpr long TILED = 2 * ROWS;   // Tokens of a job.
 
+static thread_local long configured = 0;  // The tokens that this thread's tiles are configured for.
+
 // Tiles 0 and 1 sum up the first 16 tokens, 2 and 3 the others; 4 and 5 hold their x, 6 and 7 the block.
 static void configure(long tokens) {
+    if (configured == tokens) return;
+    configured = tokens;
     struct alignas(64) {
         uint8_t palette = 1, start = 0, unused[14] = {};
         uint16_t bytes[16] = {};
@@ -105,15 +109,23 @@ static void configure(long tokens) {
     uint8_t upper = std::min(tokens, ROWS), lower = std::max(tokens - ROWS, 1l);
     uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, ROWS, ROWS};
     for (int tile = 0; tile < 8; tile++) shape.rows[tile] = rows[tile], shape.bytes[tile] = 64;
+    asm volatile("" : : "r"(&shape) : "memory");  // Or the compiler may drop what it believes nobody reads.
     _tile_loadconfig(&shape);
 }
 
+// As many cache lines as a tile has.
+static inline void prefetch(const char* from) {
+#pragma GCC unroll 16
+    for (long line = 0; line < ROWS; line++) __builtin_prefetch(from + 64 * line);
+}
+
+// A block that one job goes through is prefetched. If several jobs share it, the processor itself fetches it in time.
 static void by_tiles(const Job<bf16>& job) {
     const bf16 *x = job.x, *block = job.block;
     const char* next = (const char*)block + job.ahead;
     const long from = job.stride * 2, to = job.apart * 4, wide = SIDE * 4;  // Bytes from row to row.
     float* lower = job.sums + ROWS * job.apart;
-    bool two = job.tokens > ROWS;
+    const bool two = job.tokens > ROWS, alone = job.lines == 2;
     configure(job.tokens);
     _tile_zero(0);
     _tile_zero(1);
@@ -127,12 +139,12 @@ static void by_tiles(const Job<bf16>& job) {
         _tile_loadd(2, lower, to);
         _tile_loadd(3, lower + ROWS, to);
     }
-    for (long k = 0; k + DEEP <= job.in; k += DEEP, block += DEEP * SIDE) {
-        for (int row = 0; row < ROWS; row++, next += job.pace)
-            for (int line = 0; line < job.lines; line++) __builtin_prefetch(next + 64 * line);
+    for (long k = 0; k + DEEP <= job.in; k += DEEP, block += DEEP * SIDE, next += DEEP * SIDE * 2) {
+        if (alone) prefetch(next);
         _tile_loadd(4, x + k, from);
         _tile_loadd(6, block, wide);
         _tile_dpbf16ps(0, 4, 6);
+        if (alone) prefetch(next + ROWS * 64);
         _tile_loadd(7, block + SIDE, wide);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
@@ -151,9 +163,9 @@ static void by_tiles(const Job<bf16>& job) {
 
 // What is left of `in` after whole tiles is done by vectors, and so is a single token.
 static void tiles(const Job<bf16>& job) {
+    if (job.tokens == 1) return by_vectors<1>(job);
     long whole = job.in / DEEP * DEEP;
-    if (job.tokens == 1 || !whole) whole = 0;
-    else by_tiles(job);
+    if (whole) by_tiles(job);
     if (whole == job.in) return;
     for (long m = 0; m < job.tokens; m += MOST) {
         Job<bf16> rest = job;
@@ -164,7 +176,10 @@ static void tiles(const Job<bf16>& job) {
     }
 }
 
-static void done() { _tile_release(); }  // The operating system need not keep the tiles of this thread any more.
+static void done() {  // The operating system need not keep the tiles of this thread any more.
+    if (configured) _tile_release();
+    configured = 0;
+}
 extern const Multiply KIND = {NAME, MOST, TILED, vectors<float>, tiles, done};
 #else
 static void done() {}
