@@ -2,7 +2,7 @@
 #include "numbers.h"
 
 constexpr int MANY = 5;          // Queries of a head in one pass: the registers have no room for more.
-constexpr long CHUNK = 16;       // From this many queries on it pays to pack the keys and values first.
+constexpr long CHUNK = 12;       // From this many queries on it pays to pack the keys and values first.
 constexpr float NEVER = -1e30f;  // The score of a masked slot, one after the query's position.
 
 // Which slots beyond the root's the n queries of a row attend to, if they are nodes of a tree: query i attends to slot
@@ -78,6 +78,20 @@ static inline void transpose(__m512i* v) {
     }
 #pragma GCC unroll 16
     for (int k = 0; k < 16; k++) v[k] = w[k];
+}
+
+// Packs 16 slots of a head's keys, of which `left` exist: the words of 4 bytes [16][words] become to[words][SIDE].
+static inline void pack_slots(const char* keys, long left, long words, char* to) {
+    for (long from = 0; from < words; from += 16) {
+        __m512i v[16];
+#pragma GCC unroll 16
+        for (int k = 0; k < 16; k++)
+            v[k] = k < left ? _mm512_maskz_loadu_epi32(first(words - from), keys + (k * words + from) * 4)
+                            : _mm512_setzero_si512();
+        transpose(v);
+        for (int k = 0; k < std::min(16l, words - from); k++)
+            _mm512_storeu_si512(to + (from + k) * SIDE * 4, v[k]);
+    }
 }
 
 // s[N]: the dot products of N queries with 16 keys, one key a lane. If fewer than 16 are left, the last one fills up.
@@ -211,6 +225,14 @@ static void mix(const T* values, const float* weights, const float* total, long 
         }
 }
 #else
+static inline void pack_slots(const char* keys, long left, long words, char* to) {
+    for (long w = 0; w < words; w++) {
+        std::memset(to + w * SIDE * 4, 0, 16 * 4);
+        for (long k = 0; k < std::min(16l, left); k++)
+            std::memcpy(to + (w * SIDE + k) * 4, keys + (k * words + w) * 4, 4);
+    }
+}
+
 template <typename T, int D, int N>
 static void weigh(const T (*queries)[D], const T* keys, const int64_t* at, Nodes nodes, long reach, float scale,
                   float* weights, float* total) {
@@ -326,11 +348,18 @@ static float softmax_numerators(float* x, long count, T* y) {
 template <typename T>
 static void pack_keys(const T* keys, long reach, long D, std::vector<T>& packed) {
     long blocks = (reach + SIDE - 1) / SIDE;
-    packed.assign(std::max(packed.size(), size_t(blocks * SIDE * D)), T(0));
-    for (long j = 0; j < reach; j++) {
-        T* to = packed.data() + (j / SIDE * D * SIDE) + j % SIDE * PAIR<T>;
-        for (long l = 0; l < D; l += PAIR<T>) std::memcpy(to + l * SIDE, keys + j * D + l, 4);
-    }
+    packed.resize(std::max(packed.size(), size_t(blocks * SIDE * D)));
+    for (long j = 0; j < blocks * SIDE; j += 16)
+        pack_slots((const char*)(keys + j * D), reach - j, D / PAIR<T>,
+                   (char*)(packed.data() + j / SIDE * D * SIDE + j % SIDE * PAIR<T>));
+}
+
+// One pair of 32 numbers: of two slots side by side for 16-bit numbers, of one slot for others.
+static inline void pack_pair(const float* one, const float*, float* to) { std::memcpy(to, one, SIDE * 4); }
+static inline void pack_pair(const bf16* one, const bf16* other, bf16* to) {
+    uint32_t pairs[SIDE];
+    for (long l = 0; l < SIDE; l++) pairs[l] = one[l] | uint32_t(other[l]) << 16;
+    std::memcpy(to, pairs, sizeof pairs);
 }
 
 // The slots [reach, D] of a head's values, packed as the weight of a linear layer [D, reach] is: blocks of 32 numbers,
@@ -338,12 +367,20 @@ static void pack_keys(const T* keys, long reach, long D, std::vector<T>& packed)
 template <typename T>
 static void pack_values(const T* values, long reach, long D, std::vector<T>& packed) {
     long even = (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>, blocks = (D + SIDE - 1) / SIDE;
-    packed.assign(std::max(packed.size(), size_t(blocks * SIDE * even)), T(0));
+    packed.resize(std::max(packed.size(), size_t(blocks * SIDE * even)));
     for (long block = 0; block < blocks; block++)
-        for (long j = 0; j < reach; j++) {
-            T* to = packed.data() + (block * even + j / PAIR<T> * PAIR<T>) * SIDE + j % PAIR<T>;
+        for (long j = 0; j < even; j += PAIR<T>) {
+            long width = std::min(SIDE, D - block * SIDE);
             const T* from = values + j * D + block * SIDE;
-            for (long l = 0; l < std::min(SIDE, D - block * SIDE); l++) to[l * PAIR<T>] = from[l];
+            T* to = packed.data() + (block * even + j) * SIDE;
+            if (width == SIDE && j + PAIR<T> <= reach) {
+                pack_pair(from, from + D, to);
+                continue;
+            }
+            T rows[2][SIDE] = {};
+            for (long row = 0; row < std::min(PAIR<T>, reach - j); row++)
+                std::memcpy(rows[row], from + row * D, width * sizeof(T));
+            pack_pair(rows[0], rows[1], to);
         }
 }
 
