@@ -1,5 +1,7 @@
 """What several test files share: a pair of tiny models on disk, a short text, and the command line as a module."""
 
+import functools
+import gc
 import importlib.util
 import os
 import shutil
@@ -22,6 +24,14 @@ def pytest_collection(session):
     imports such things inside functions."""
     if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
         import untraced  # noqa: F401
+
+
+def pytest_collection_finish():
+    """Take what was imported out of garbage collection, for good: a run collects before all that it times, and each
+    collection would visit all objects of torch."""
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # Those of speed.measure would undo it.
 
 
 def with_ctrl_c():
@@ -100,11 +110,15 @@ def text_file(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cli():
-    """test.py, loaded by its path: `import test` may find the standard library's package."""
+    """test.py, loaded by its path: `import test` may find the standard library's package. It does not warm up."""
+    from experiments import measure as timing
+
     spec = importlib.util.spec_from_file_location("command_line", ROOT / "test.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "measure", functools.partial(timing.measure, warm_up=0))
+        yield module
 
 
 @pytest.fixture(scope="session")
