@@ -151,12 +151,17 @@ def flags(pair_folder, text_file):
 @pytest.fixture(scope="session")
 def kernels():
     """The C++ kernels, loaded; without a compiler the test is skipped."""
+    from torch._inductor import config as inductor
+
     from engine.kernels import loader
 
     try:
-        loader.load()
+        made = loader.load()
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no C++ compiler")
+    if not loader.missing(made):  # Then Inductor need not compile a program for each extension of the processor to try
+        os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # whether the compiler knows it. This is for other processes,
+        inductor.cpp.vec_isa_ok = True  # and this for a process that has read its environment before.
 
 
 @pytest.fixture
