@@ -35,6 +35,7 @@ ROWS = [
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     monkeypatch.setattr(inTurn, "TURNS", (2, 2))
+    monkeypatch.setattr(inTurn, "WARM", 0)
     monkeypatch.setattr(forwards, "LARGE", 1 << 20)
     monkeypatch.setattr(forwards, "CONTEXTS", (64, 128, 2000))
 
@@ -86,6 +87,8 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
         monkeypatch.setitem(shapes.SHAPES, name, shape)
     for module in benchmark, forwards, tables:
         monkeypatch.setattr(module, "PROMPT", 8)
+    for module in benchmark, shapes:
+        monkeypatch.setattr(module, "VOCABULARY", 3000)  # What draws cost: a true one makes them longer than forwards.
     assert (
         benchmark.main(
             [
@@ -168,7 +171,7 @@ def test_without_a_cache_greedy_is_plain_decoding():
 
 
 def test_without_a_cache_it_draws_from_the_target():
-    target, sampling = helpers.tiny(vocabulary=5), Sampling(1.0, 0, 1.0)
+    target, sampling = helpers.tiny(vocabulary=5, layers=1), Sampling(1.0, 0, 1.0)
     draft, generator = near(target, noise=1.0), torch.Generator().manual_seed(0)
     drawn = [peers.cache_free([1, 2], target.model, draft.model, 2, 2, generator, sampling)[0][0] for _ in range(1500)]
     joint = helpers.joint_distribution(target, [1, 2], 2, sampling)

@@ -53,12 +53,8 @@ def first_layer(target):
 
 
 @pytest.fixture(scope="module")
-def models():
+def models(kernels):
     """(eager target, compiled target, compiled draft); as few graphs as the tests need, since each takes seconds."""
-    try:
-        loader.load()
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no C++ compiler")
     torch._dynamo.utils.counters.clear()
     eager, target = two_layers(), two_layers()
     draft = first_layer(eager)
@@ -310,7 +306,7 @@ def test_gelu_is_torchs_for_every_number(models):
 def test_the_graph_of_prefill_reads_ragged_batches(models, monkeypatch):
     """The rows end in different chunks."""
     monkeypatch.setattr(cpuGraphs, "CHUNK", 15)
-    eager, target = helpers.tiny(), helpers.tiny()
+    eager, target = helpers.tiny(layers=1), helpers.tiny(layers=1)
     assert compile_model(target, Plan(), rows=3) > 0
     texts = [torch.randint(61, (n,)).tolist() for n in (33, 2, 30)]
     wanted, found = (prefill(model, Rows(texts, 9, [model])) for model in (eager, target))
@@ -344,7 +340,7 @@ from engine.compiling import compile_model, compile_round
 from engine.graphs import Plan
 from regrSampling import regrSampling
 from utils import GREEDY
-eager, model = helpers.tiny(), helpers.tiny()
+eager, model = helpers.tiny(layers=1), helpers.tiny(layers=1)
 assert compile_model(model, Plan(frozenset({5}), prefill=False)) > 0
 assert regrSampling([[5, 9, 2]], model, 30, GREEDY)[0] == regrSampling([[5, 9, 2]], eager, 30, GREEDY)[0]
 print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])

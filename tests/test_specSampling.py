@@ -1,6 +1,7 @@
 """The samplers: greedy equality, exact distributions, planted mistakes, ragged rows, records."""
 
 import copy
+import functools
 
 import helpers
 import pytest
@@ -36,25 +37,25 @@ def near(model, noise=0.15, seed=7):
     return draft
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 4, 9])
-@pytest.mark.parametrize("family", helpers.FAMILIES)
-def test_greedy_rows_equal_plain_greedy_and_transformers_alone(family, gamma):
+@functools.cache
+def greedy(family):
+    """A target, and its greedy texts by plain decoding and by transformers, one prompt at a time."""
     target = helpers.tiny(family)
-    spec, records = specSampling(
-        PROMPTS,
-        target,
-        ModelDrafter(near(target) if family == "gpt_neox" else helpers.tiny(family, seed=1)),
-        40,
-        gamma,
-        GREEDY,
-    )
-    plain, _ = regrSampling(PROMPTS, target, 40, GREEDY)
     alone = [
         target.model.generate(torch.tensor([p]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)[
             0, len(p) :
         ].tolist()
         for p in PROMPTS
     ]
+    return target, regrSampling(PROMPTS, target, 40, GREEDY)[0], alone
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4, 9])
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_greedy_rows_equal_plain_greedy_and_transformers_alone(family, gamma):
+    target, plain, alone = greedy(family)
+    draft = near(target) if family == "gpt_neox" else helpers.tiny(family, seed=1)
+    spec, records = specSampling(PROMPTS, target, ModelDrafter(draft), 40, gamma, GREEDY)
     assert spec == plain == alone
     if family == "gpt_neox" and gamma > 1:  # the equality above is worth something: rounds of every kind took place
         accepted = {a for r in records for a in r.accepted[1:]}
