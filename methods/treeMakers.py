@@ -29,11 +29,8 @@ def tree(rule: str | None = None) -> Callable[[Models, Decoding, Wrap], Sampler]
     """A tree of guesses with this verification rule; None: that of the flags."""
 
     def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
-        drafter = TreeDrafter(
-            cast(TreeModel, models.get("restricted") or models["draft"]),
-            decoding.draft_temperature,
-            decoding.draft_top_p,
-        )
+        model = cast(TreeModel, models.get("restricted") or models["draft"])
+        drafter = wrap(TreeDrafter(model, decoding.draft_temperature, decoding.draft_top_p))
         target = cast(TreeModel, models["target"])
         choice, verify = choice_of(decoding), TREE_RULES[rule or decoding.tree_rule]
         return lambda prefixes, max_len, sampling, end_of_text=None, generator=None, callback=None: treeSampling(
