@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 from decoding.interfaces import TreeModel
-from decoding.treeChoice import Auto, TreeChoice, menu
+from decoding.treeChoice import MENU, Auto, TreeChoice
 from decoding.trees import Tree
 from decoding.treeVerification import TREE_RULES
 from engine.graphs import Plan
@@ -22,7 +22,7 @@ def choice_of(decoding: Decoding) -> TreeChoice | Tree:
 def shapes_of(decoding: Decoding) -> list[Tree]:
     """The shapes that `choice_of` may choose."""
     choice = choice_of(decoding)
-    return [choice] if isinstance(choice, Tree) else [tree for tree in menu() if tree]
+    return [choice] if isinstance(choice, Tree) else [tree for tree in MENU if tree]
 
 
 def tree(rule: str | None = None) -> Callable[[Models, Decoding, Wrap], Sampler]:
