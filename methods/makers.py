@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -57,7 +57,6 @@ class Decoding:
     contrastive_temperature: float = 0.0
 
 
-Wrapped = TypeVar("Wrapped")
 LOOKED_UP = 10  # The default gamma where the text so far guesses: its guesses cost nothing.
 LEAST = 4  # The default n-gram where a draft model guesses elsewhere: it is better than shorter matches.
 
@@ -76,13 +75,8 @@ class Sampler(Protocol):
     ) -> tuple[list[list[int]], list[Record]]: ...
 
 
-class Wrap(Protocol):
-    """Wraps a drafter of any kind, to watch it."""
-
-    def __call__(self, drafter: Wrapped) -> Wrapped: ...
-
-
 Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted
+Wrap = Callable[[Any], Any]  # a drafter of any kind -> the same, watched
 Plans = dict[str, Plan]  # {role: the graphs worth making}
 
 
