@@ -109,7 +109,7 @@ def advance_chain(
     verify: VerificationRule,
     generator: Generator | None = None,
 ) -> dict[int, int]:
-    """One round whose tree is a chain of `gamma` guesses: a round of `specSampling`, by the graphs of chains.
+    """One round whose tree is a chain of `gamma` guesses: a round of `specSampling`.
 
     A node of a chain has the slot of its position, so nothing is moved. Returns as `advance`: the last accepted node of
     a chain has the number of the guesses accepted.
