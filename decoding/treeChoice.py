@@ -10,7 +10,7 @@ from typing import Protocol
 from decoding.costs import Costs
 from decoding.rows import Rows
 from decoding.trees import Tree
-from decoding.treeShapes import Acceptance, best_tree, expected
+from decoding.treeShapes import Acceptance, expected
 
 
 class TreeChoice(Protocol):
@@ -52,13 +52,17 @@ class Always:
         return
 
 
-def menu() -> list[Tree | None]:
-    """The shapes that `Auto` chooses from: plain decoding, chains, and the trees that are best for some numbers of
-    guesses and some depths, if acceptance is what `Acceptance` expects of a draft before any round."""
-    table = Acceptance().table(depth=8, ranks=4)
-    limits = (8, 3), (8, 4), (12, 4), (16, 6), (32, 8)
-    chains = [Tree.chain(length) for length in (1, 2, 3, 4, 6)]
-    return [None, *chains, *(best_tree(size, table, depth=depth) for size, depth in limits)]
+# Plain decoding, chains, and trees that are best for 6, 24 and 32 guesses. `best_by_cost` was asked for the best shape
+# where first siblings are accepted with probabilities of 0.4 to 0.9, a level costs 0.03 to 0.25 of a plain step, and a
+# node 0.002 to 0.05. The best of these has 0.98 of the expected speed of that shape on average, 0.92 at least, and 0.97
+# at least of that of the best chain (test_trees.py).
+MENU: tuple[Tree | None, ...] = (
+    None,
+    *map(Tree.chain, (1, 3, 5, 9)),
+    Tree.of("3/2,1,0"),
+    Tree.of("5/4,2,2,1,0/3,2,1,0,2,1,1,0,0"),
+    Tree.of("4/3,1,1,1/3,1,1,1,1,0/3,1,1,1,1,1,1/2,1,0,1,0,1,0,1,0"),
+)
 
 
 class Auto:
@@ -72,17 +76,20 @@ class Auto:
 
     PROBE = 24  # One pair of rounds in PROBE tries another shape,
     WORTH = 0.5  # unless it seems to give less than this share of the tokens per second of the best.
+    LOOK = 8  # Rounds between two searches for the best shape, so that a small model's rounds do not wait for Python.
     LEVEL, NODE = 0.25, 0.02  # Expected costs of a level and of a node beside plain decoding, until rounds were timed.
 
     def __init__(self, shapes: Sequence[Tree | None] | None = None) -> None:
-        self.shapes = list(dict.fromkeys(menu() if shapes is None else shapes))
-        self.most = max(tree.size for tree in self.shapes if tree)
+        self.shapes = list(dict.fromkeys(MENU if shapes is None else shapes))
+        trees = [tree for tree in self.shapes if tree]
+        self.most = max(tree.size for tree in trees)
+        self.extent = max(tree.depth for tree in trees), 1 + max(max(tree.ranks) for tree in trees)
         self.acceptance = Acceptance()
         self.costs = Costs(
             {tree: 1.0 if tree is None else 1 + self.LEVEL * tree.depth + self.NODE * tree.size for tree in self.shapes}
         )
         # What is tried first: a middling tree and chain, plain decoding, the largest tree.
-        by_size = sorted((tree for tree in self.shapes if tree), key=lambda tree: tree.size)
+        by_size = sorted(trees, key=lambda tree: tree.size)
         self.opening: list[Tree | None] = [by_size[len(by_size) // 2], by_size[len(by_size) // 4], by_size[-1], None]
         self.opening = [tree for tree in self.opening if tree in self.shapes]
         self.rounds, self.best, self.current = 0, self.opening[0], self.opening[0]
@@ -113,8 +120,8 @@ class Auto:
             self.costs.learn(self.current, time.perf_counter() - self.start)
         if self.current:
             self.acceptance.add(self.current, last.values())
-        if self.rounds % 4 == 0:
-            self.table = self.acceptance.table(max(tree.depth for tree in self.shapes if tree), 4)
+        if self.rounds % self.LOOK == 0:
+            self.table = self.acceptance.table(*self.extent)
             self.best = max(self.shapes, key=self.rate)
 
     def rate(self, tree: Tree | None) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from decoding.drawing import guess, read_missed
+from decoding.drawing import read_missed
 from decoding.interfaces import TreeModel, TreeRule
 from decoding.rounds import forward, uniform, use_graph
 from decoding.rows import Rows, upload
@@ -83,15 +83,13 @@ class TreeGuesses:
 
     drafts: int64 `[B, n]`. q: float32 `[B, n, V]`, the law that each was drawn from. Siblings are drawn without
     replacement: the law of a later one is q without the earlier ones, renormalised. Where a row has no guess, q is 0.
-    places: of all nodes, the root first. p: float32 `[B, n + 1, V]`, the target's distributions after each node, if
-    whatever drew the guesses has scored them too; else None.
+    places: of all nodes, the root first.
     """
 
     tree: Tree
     drafts: Tensor
     q: Tensor
     places: Places
-    p: Tensor | None = None
 
     def counts(self) -> Tensor:
         """How many guesses each row could accept, the depth of its deepest guess: int64 `[B]`; -1 if one was drawn
@@ -149,26 +147,17 @@ def forward_tree(model: TreeModel, tokens: Tensor, places: Places, reach: int) -
 
 @torch.inference_mode()
 def grow(
-    model: TreeModel,
-    rows: Rows,
-    read: int,
-    tree: Tree,
-    sampling: Sampling,
-    own: Sampling,
-    generator: Generator | None = None,
+    model: TreeModel, rows: Rows, read: int, tree: Tree, sampling: Sampling, generator: Generator | None = None
 ) -> TreeGuesses:
     """A tree of guesses of a draft model for each row, after reading the last `read` committed tokens again.
 
-    sampling, own: the target's and the draft's. The draft may be on a device of its own, as in `drawing.guess`.
+    sampling: the draft's. The draft may be on a device of its own, as in `drawing.guess`.
     """
-    places = Places.of(rows, tree)
-    if tree.is_chain:
-        chain = guess(model, rows, read, tree.size, sampling, own, generator)
-        return TreeGuesses(tree, chain.drafts, chain.q, places, chain.p)
-    read, there = read_missed(model, rows, read), model.device
+    places, there = Places.of(rows, tree), model.device
+    read = read_missed(model, rows, read)
     u = uniform(len(rows.tokens), tree.draws, device=there, generator=generator)
     tokens, positions = (each.to(there) for each in rows.last(read))
-    drafts, q = grown_by(model, rows, tree, tokens, positions, places.to(there), u, own)
+    drafts, q = grown_by(model, rows, tree, tokens, positions, places.to(there), u, sampling)
     return TreeGuesses(tree, drafts.to(rows.device), q.to(rows.device), places)
 
 
@@ -225,17 +214,12 @@ def score_and_verify(
     Returns p `[B, n + 1, V]`, the target's distributions after each node, and the rule's `accepted[B]`,
     `path[B, depth]` and `token[B]`.
     """
-    tree, drafts, q, p = guesses.tree, guesses.drafts, guesses.q, guesses.p
-    if p is None:
-        block = torch.cat([rows.last(1)[0], drafts], 1)
-        places, seen = guesses.places, rows.seen(target.vocabulary, sampling)
-        if use_graph(target, "score_and_verify_tree", *block.shape, seen=seen, verify=verify):
-            return target.graphs.score_and_verify_tree(tree, block, places, q, u, sampling, verify, target.cache)
-        if tree.is_chain:  # Its slots are its positions.
-            logits = forward(target, block, places.positions)
-        else:
-            logits = forward_tree(target, block, places, reached(rows, tree))
-        p = target.operators.probabilities(logits, sampling, seen_after_nodes(seen, drafts, tree, range(tree.size + 1)))
+    tree, drafts, q, places = guesses.tree, guesses.drafts, guesses.q, guesses.places
+    block, seen = torch.cat([rows.last(1)[0], drafts], 1), rows.seen(target.vocabulary, sampling)
+    if use_graph(target, "score_and_verify_tree", *block.shape, seen=seen, verify=verify):
+        return target.graphs.score_and_verify_tree(tree, block, places, q, u, sampling, verify, target.cache)
+    logits = forward_tree(target, block, places, reached(rows, tree))
+    p = target.operators.probabilities(logits, sampling, seen_after_nodes(seen, drafts, tree, range(tree.size + 1)))
     return p, *target.operators.rule(verify)(p, q, drafts, u, tree)
 
 
@@ -246,8 +230,6 @@ def keep(models: Iterable[TreeModel], rows: Rows, tree: Tree, path: Tensor) -> N
     Where a path is shorter, its nodes are 0: the root's keys and values go to slots that the next tokens overwrite. The
     last committed token's are among these, since each model reads it again.
     """
-    if tree.is_chain:
-        return  # They are there.
     root = (rows.lengths - 1)[:, None]
     source, slots = root + path, root + rows.offsets(1, tree.depth)
     for model in models:

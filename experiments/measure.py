@@ -13,7 +13,7 @@ from tqdm import tqdm
 import PPL
 from decoding.verification import RULES as VERIFICATIONS
 from experiments import diversity, sweep
-from experiments.acceptance import Positions, overlap_by_position
+from experiments.acceptance import Overlaps, overlaps_of
 from experiments.prepare import LoadedModels, Prepared
 from experiments.speed import Timed, digest, measure
 from inputs.escape import visible
@@ -72,8 +72,9 @@ def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: lis
             append(kind="costs", **shown, **costs)
 
         if mode == "compare":
-            for name, positions in overlaps(prepared, roles, prompts, sampling):
-                append(kind="overlap", **shown, method=name, overlap_by_position=positions)
+            for name, found in overlaps(prepared, roles, prompts, sampling):
+                counts = {"rounds": found.rounds, "accepted": found.accepted}
+                append(kind="overlap", **shown, method=name, overlap_by_position=found.positions, **counts)
 
         def timed(sampler: Sampler) -> Timed:
             return lambda prompt, generator: sampler([prompt], max_len, sampling, tokenizer.eos_token_id, generator)  # noqa: B023
@@ -89,14 +90,10 @@ def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: lis
 
 def overlaps(
     prepared: Prepared, models: Models, prompts: list[list[int]], sampling: Sampling
-) -> Iterator[tuple[str, Positions]]:
-    """The methods of --compare that guess chains, and the overlaps of p and q at each position of a round."""
+) -> Iterator[tuple[str, Overlaps]]:
+    """The methods of --compare that guess, and the overlaps of p and q at each depth of a round."""
     settings = prepared.settings
-    names = [
-        name
-        for name in settings.measuring.groups["compare"]
-        if METHODS[name].lossless and name != "target" and not METHODS[name].guesses_tree(settings.decoding)
-    ]
+    names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and name != "target"]
     for name in tqdm(names, "overlap of p and q", disable=None, leave=False):
 
         def make(wrap: Wrap, name: str = name) -> Sampler:
@@ -104,7 +101,7 @@ def overlaps(
 
         max_len, ends = settings.sampling.max_len_of("compare"), prepared.tokenizer.eos_token_id
         given = models["target"], sampling, max_len, ends, settings.measuring.seed, prepared.processes.mapped
-        yield name, overlap_by_position(make, prompts, *given)
+        yield name, overlaps_of(make, prompts, *given)
 
 
 def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) -> None:

@@ -15,7 +15,7 @@ from decoding.interfaces import Drafter, Model, VerificationRule
 from decoding.rounds import forward
 from engine.cachedModel import CachedModel
 from experiments import theory
-from experiments.acceptance import Positions, expected, overlap_by_position
+from experiments.acceptance import Positions, expected, overlaps_of
 from experiments.speed import Measurement, interval, paired_ratios, quiet, summarize
 from methods.makers import Sampler, Wrap, loop
 from utils import Sampling, seen_after
@@ -58,12 +58,12 @@ def overlaps(
     spread: Callable[..., Iterable[Any]] = map,
     gamma: int = max(GAMMAS),
 ) -> Positions:
-    """`overlap_by_position` of rounds with `gamma` guesses."""
+    """The positions of `overlaps_of`, for rounds with `gamma` guesses."""
 
     def make(wrap: Wrap) -> Sampler:
         return loop(target, wrap(drafter), Fixed(gamma), verify)
 
-    return overlap_by_position(make, prompts, target, sampling, max_len, None, seed, spread)
+    return overlaps_of(make, prompts, target, sampling, max_len, None, seed, spread).positions
 
 
 def overlap_alpha(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -76,7 +76,7 @@ class Sampler(Protocol):
 
 
 Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted
-Wrap = Callable[[Drafter], Drafter]
+Wrap = Callable[[Any], Any]  # a drafter of any kind -> the same, watched
 Plans = dict[str, Plan]  # {role: the graphs worth making}
 
 

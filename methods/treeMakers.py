@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 from decoding.interfaces import TreeModel
-from decoding.treeChoice import Auto, TreeChoice, menu
+from decoding.treeChoice import MENU, Auto, TreeChoice
 from decoding.trees import Tree
 from decoding.treeVerification import TREE_RULES
 from engine.graphs import Plan
@@ -22,18 +22,15 @@ def choice_of(decoding: Decoding) -> TreeChoice | Tree:
 def shapes_of(decoding: Decoding) -> list[Tree]:
     """The shapes that `choice_of` may choose."""
     choice = choice_of(decoding)
-    return [choice] if isinstance(choice, Tree) else [tree for tree in menu() if tree]
+    return [choice] if isinstance(choice, Tree) else [tree for tree in MENU if tree]
 
 
 def tree(rule: str | None = None) -> Callable[[Models, Decoding, Wrap], Sampler]:
     """A tree of guesses with this verification rule; None: that of the flags."""
 
     def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
-        drafter = TreeDrafter(
-            cast(TreeModel, models.get("restricted") or models["draft"]),
-            decoding.draft_temperature,
-            decoding.draft_top_p,
-        )
+        model = cast(TreeModel, models.get("restricted") or models["draft"])
+        drafter = wrap(TreeDrafter(model, decoding.draft_temperature, decoding.draft_top_p))
         target = cast(TreeModel, models["target"])
         choice, verify = choice_of(decoding), TREE_RULES[rule or decoding.tree_rule]
         return lambda prefixes, max_len, sampling, end_of_text=None, generator=None, callback=None: treeSampling(

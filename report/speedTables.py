@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.acceptance import expected
-from experiments.speed import summarize
+from experiments.speed import interval, paired_ratios, summarize
 from experiments.sweep import predict
 from report.lines import Line, mode_of, swept
 from report.tables import grid, median, name_of, span
@@ -44,6 +44,8 @@ THEORY_COLUMNS = ["", "sum of min(p, q)", "tokens/round", "expected", "of expect
 OVERLAPS = (
     "of expected: tokens a round, over those that follow from the mean sum of min(p, q) at each position of a round."
 )
+OF_TREES = " In a tree, the sum is that of first siblings, and later ones add what they accept after the earlier ones."
+TREES = "tree", "topDown"
 REPORTED_SPEEDUP = "1.8 - 2.5"  # what the course report prints for Pythia-70m and Pythia-2.8b, without a KV cache
 
 
@@ -62,9 +64,11 @@ def speed_tables(run: Line, lines: Sequence[Line], overlaps: Sequence[Line] = ()
     of kind "overlap"."""
     rows = summarize(lines)
     yield speed_table(run, lines, rows)
+    yield from map(Text, trees_beside_chains(lines, rows))
     if overlaps:
-        yield theory_table(rows, {line["method"]: expected(line["overlap_by_position"]) for line in overlaps})
-        yield Text("sum of min(p, q): the mean over contexts visited; so often one guess is accepted. " + OVERLAPS)
+        yield theory_table(rows, {line["method"]: line for line in overlaps})
+        note = "sum of min(p, q): the mean over contexts visited; so often one guess is accepted. " + OVERLAPS
+        yield Text(note + OF_TREES * any(line["method"] in TREES for line in overlaps))
     for row in rows:
         if row["method"] == "speculative" and row["acceptance_by_position"]:
             rates = ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"])
@@ -94,16 +98,38 @@ def speed_table(run: Line, lines: Sequence[Line], rows: Iterable[Line]) -> Table
     return table
 
 
-def theory_table(rows: Iterable[Line], theory: Mapping[str, Line]) -> Table:
-    """Tokens a round beside those expected. rows: of `summarize`. theory: {method: what `acceptance.expected`
-    returns}."""
+def trees_beside_chains(lines: Sequence[Line], rows: Sequence[Line]) -> Iterator[str]:
+    """A sentence for each method that guesses trees: its speed over that of the fastest method that guesses chains."""
+    alone = "draft", "mid", "target"
+    speed = {row["method"]: row["throughput"][0] for row in rows if row["method"] not in (*TREES, *alone)}
+    for tree in [row["method"] for row in rows if row["method"] in TREES] if speed else []:
+        fastest = max(speed, key=speed.__getitem__)
+        ratio, low, high = interval(paired_ratios(lines, tree, fastest))
+        names = f"{name_of(tree)} over {name_of(fastest)}"
+        yield f"{names}, the fastest of the others: {ratio:.3f} [{low:.3f}, {high:.3f}] (paired)."
+
+
+def theory_table(rows: Iterable[Line], overlaps: Mapping[str, Line]) -> Table:
+    """Tokens a round beside those expected. rows: of `summarize`. overlaps: {method: its line of kind "overlap"}."""
     table = grid("Beside theory", THEORY_COLUMNS)
     for row in rows:
-        if its := theory.get(row["method"]):
-            tokens = tokens_a_round(row)
-            figures = f"{its['overlap']:.3f}", f"{tokens:.2f}", f"{its['tokens']:.2f}", f"{tokens / its['tokens']:.2f}"
-            table.add_row(name_of(row["method"]), *figures)
+        if line := overlaps.get(row["method"]):
+            overlap, tokens, wanted = beside_theory(row, line)
+            table.add_row(
+                name_of(row["method"]), f"{overlap:.3f}", f"{tokens:.2f}", f"{wanted:.2f}", f"{tokens / wanted:.2f}"
+            )
     return table
+
+
+def beside_theory(row: Line, line: Line) -> tuple[float, float, float]:
+    """The mean sum of min(p, q), the tokens a round, and those expected. row: of `summarize`. line: of kind "overlap".
+
+    The tokens are counted in the texts in which overlaps were measured: the shapes and lengths of a method that follows
+    the clock differ in other texts. Old lines do not count them.
+    """
+    found = expected(line["overlap_by_position"])
+    tokens = 1 + line["accepted"] / line["rounds"] if line.get("rounds") else tokens_a_round(row)
+    return found["overlap"], tokens, found["tokens"]
 
 
 def tokens_a_round(row: Line) -> float:

@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
-from experiments.acceptance import expected
 from experiments.diversity import ARTICLE, FIGURES
 from experiments.speed import summarize
 from experiments.sweep import predict
 from lossless.evidence import BINS, TESTS
 from report.losslessReport import verdict
 from report.runReport import show
-from report.speedTables import tokens_a_round
+from report.speedTables import beside_theory, tokens_a_round
 from report.tables import give_or_take, span
 from scripts.docsRecords import Record, Records
 from utils import UserError
@@ -81,7 +80,7 @@ def compare(records: Records, language: str) -> str:
     """Every method, side by side."""
     run, lines = records.run("compare")
     speed = of(lines, "speed")
-    theory = {m["method"]: expected(m["overlap_by_position"]) for m in lines if m["kind"] == "overlap"}
+    theory = {m["method"]: m for m in lines if m["kind"] == "overlap"}
     rows = []
     for row in summarize(speed):
         guesses = bool(row["acceptance_by_position"])
@@ -103,9 +102,12 @@ def compare(records: Records, language: str) -> str:
     return f"{table(columns, rows)}\n\n{conditions(speed)} {run_source(run, speed[0]['dtype'])}"
 
 
-def beside(row: Record, theory: Record | None) -> list[str]:
-    """The cells of a method beside theory: what `acceptance.expected` returns of it."""
-    return [f"{theory['overlap']:.3f}", f"{tokens_a_round(row) / theory['tokens']:.2f}"] if theory else ["", ""]
+def beside(row: Record, line: Record | None) -> list[str]:
+    """The cells of a method beside theory. line: of kind "overlap"."""
+    if line is None:
+        return ["", ""]
+    overlap, tokens, wanted = beside_theory(row, line)
+    return [f"{overlap:.3f}", f"{tokens / wanted:.2f}"]
 
 
 def conditions(speed: Sequence[Record]) -> str:

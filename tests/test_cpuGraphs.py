@@ -18,6 +18,7 @@ from decoding.lengthRules import CostAware, DraftConfidence, TargetConfidence
 from decoding.operators import PYTORCH
 from decoding.rounds import forward, prefill
 from decoding.rows import Rows
+from decoding.trees import Tree
 from engine import cpuGraphs
 from engine.cachedModel import CachedModel
 from engine.compiling import compile_model, compile_round
@@ -26,6 +27,7 @@ from engine.kernels import loader, packedLinear
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
+from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling, probabilities
@@ -67,6 +69,9 @@ def models(kernels):
 SAMPLERS = {
     "plain": lambda target, draft, prompt: regrSampling([prompt], target, 60, GREEDY),
     "speculative": lambda target, draft, prompt: specSampling([prompt], target, ModelDrafter(draft), 60, 4, GREEDY),
+    "a tree that is a chain": lambda target, draft, prompt: treeSampling(
+        [prompt], target, TreeDrafter(draft), 60, Tree.chain(4), GREEDY
+    ),
     "cascade": lambda target, draft, prompt: specSampling(
         [prompt], target, CascadeDrafter(draft, ModelDrafter(helpers.tiny(seed=3))), 60, 3, GREEDY
     ),

@@ -338,6 +338,9 @@ CLASHES = """
 --draftVocab 9 --show --contrastive
 --compare cascade
 --compare mid
+--compare tree --tree 2,1 --gamma 3
+--tree auto --draftLength additive
+--tree auto --sweep
 --speedMulti
 --show --speed
 --show --ppl

@@ -146,7 +146,7 @@ def test_each_planted_mistake_is_caught(pair, name):
 @pytest.mark.parametrize("name", sorted({*TREE_MISTAKES} - {"sibling in the mask"}))
 def test_each_planted_mistake_of_trees_is_caught(pair, name):
     target, draft, sampling = pair[0], near(pair[0], noise=0.5), Sampling(0.6, 0, 1.0)
-    sampler = TREE_MISTAKES[name].sampler(target, ModelDrafter(draft))
+    sampler = TREE_MISTAKES[name].sampler(target, ModelDrafter(draft), 4, sampling)
     texts, _ = sampler(PROMPTS * 16, 100, sampling, None, torch.Generator().manual_seed(0))
     assert seen_by(Scorer(target, draft, sampling).evidence(PROMPTS * 16, texts).figures(), limit_of(8))
 

@@ -228,7 +228,7 @@ def test_the_sweep_leaves_out_texts_of_other_modes_temperatures_and_prompt_lengt
     assert swept([*lines, {"kind": "end"}], {"temperature": 0.85, "promptLen": 16}) == [lines[2]]
 
 
-def overlap_line(method, *positions):
+def overlap_line(method, *positions, **counts):
     return {
         "kind": "overlap",
         "run": "r1",
@@ -236,6 +236,7 @@ def overlap_line(method, *positions):
         "promptLen": 64,
         "method": method,
         "overlap_by_position": positions,
+        **counts,
     }
 
 
@@ -250,6 +251,21 @@ def test_tables_of_methods_stand_beside_theory_where_it_was_measured(tmp_path):
     assert [row.split() for row in rows if row.startswith("lookup")] == [["lookup", "0.500", "2.00", "1.56", "1.28"]]
     assert all(len(line) <= WIDTH for line in text.splitlines())  # 4 of 8; 2 tokens a round of 1 + 3/8 + 3/8 1/2
     assert not any(row.startswith(("target", "spec.")) for row in rows)
+
+
+def test_trees_stand_beside_theory_and_beside_the_fastest_chain(tmp_path):
+    """Half of the rounds' first siblings and a quarter of their second ones should be accepted."""
+    lines = [
+        speed_line(method=method, mode="compare", throughput=speed, prompt=prompt)
+        for method, speed in (("target", 5.0), ("fixed", 8.0), ("block", 10.0), ("tree", 12.0), ("draft", 90.0))
+        for prompt in (0, 1)
+    ]
+    overlap = overlap_line("tree", (8, 8, 4.0, 8, 2.0), rounds=8, accepted=4)
+    text = " ".join(write(tmp_path, run_line(), *lines, overlap).split())
+    assert "tree 0.500 1.50 1.75 0.86" in text and "In a tree, the sum is that of first siblings" in text
+    assert "tree over block, the fastest of the others: 1.200 [1.200, 1.200] (paired)." in text
+    (tmp_path / "chains").mkdir()
+    assert "paired)" not in write(tmp_path / "chains", run_line(), *lines[:6])
 
 
 def test_a_sweep_stands_beside_theory_where_it_was_measured(tmp_path):

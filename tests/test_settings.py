@@ -63,6 +63,11 @@ def test_the_guesses_that_are_one_graph_with_their_scoring(argv, guesses):
     assert found == guesses
 
 
+def test_gamma_is_for_the_chains_beside_a_tree():
+    plans, rounds = planned(["--compare", "block,tree", "--tree", "2,1", "--gamma", "3", "--draft", "bundled-draft"])
+    assert plans["target"].widths == {4} and plans["target"].nodes == {5} and rounds == {3}
+
+
 def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
     """Nothing else knows the methods by name: one more entry, and flags, help and graphs have it."""
     toy = Method(

@@ -6,18 +6,17 @@ import helpers
 import pytest
 import torch
 from helpers import DRAWS
-from scipy.stats import chi2_contingency
 from test_specSampling import PROMPTS, near
 
 from decoding import treeRounds
 from decoding.rounds import first_token, prefill
 from decoding.rows import Rows
+from decoding.treeChoice import Always
 from decoding.trees import Tree
 from decoding.treeVerification import TREE_RULES, top_down_rule, traversal_rule
-from decoding.verification import block_rule
 from methods import treeSampling as loop
 from methods.drafters import ModelDrafter
-from methods.treeSampling import TreeDrafter, treeSampling
+from methods.treeSampling import ON_CHAINS, TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling
@@ -66,8 +65,9 @@ def p_value(shape="2,1", rule=traversal_rule, sampling=FREE, length=4, draws=DRA
         wanted[len(prefix)] = helpers.joint_distribution(target, prefix, length, sampling)
     prefixes = [[1, 2, 0, 1, 2], [1]] * (draws // 2)
     generator = torch.Generator().manual_seed(seed)
+    shape = Tree.of(shape) if isinstance(shape, str) else shape
     made, _ = treeSampling(
-        prefixes, target, TreeDrafter(draft), length, Tree.of(shape), sampling, generator=generator, verify=rule
+        prefixes, target, TreeDrafter(draft), length, shape, sampling, generator=generator, verify=rule
     )
     for prefix, text in zip(prefixes, made):
         texts.setdefault(len(prefix), []).append(text)
@@ -96,7 +96,7 @@ def scores(pair, shape="3,2"):
     tree, rows = Tree.of(shape), Rows(PROMPTS, 8, pair, spare=9)
     first_token(rows, pair[0], GREEDY)
     prefill(pair[1], rows)
-    guesses = treeRounds.grow(pair[1], rows, 2, tree, FREE, FREE, torch.Generator().manual_seed(0))
+    guesses = treeRounds.grow(pair[1], rows, 2, tree, FREE, torch.Generator().manual_seed(0))
     block = torch.cat([rows.last(1)[0], guesses.drafts], 1)
     found = treeRounds.forward_tree(pair[0], block, guesses.places, treeRounds.reached(rows, tree))
     paths = [[0, *tree.path(node)] for node in range(tree.size + 1)]
@@ -164,20 +164,47 @@ def test_a_node_dropped_after_it_was_drawn_is_caught(monkeypatch):
     assert p_value("2,1", draws=10_000) < 1e-6
 
 
-def test_a_chain_takes_the_rounds_of_block_verification(pair):
-    """A chain is accepted as often as by the block rule, whose distribution of accepted guesses it has."""
+@pytest.mark.parametrize("rule, on_chains", ON_CHAINS.items())
+def test_a_chain_takes_the_rounds_of_a_chain(pair, rule, on_chains):
+    """The texts and the records are those of `specSampling`."""
+    for gamma in (1, 3):
+        generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+        given = PROMPTS, pair[0]
+        texts, records = treeSampling(
+            *given, TreeDrafter(pair[1]), 30, Tree.chain(gamma), FREE, generator=generators[0], verify=rule
+        )
+        wanted, theirs = specSampling(
+            *given, ModelDrafter(pair[1]), 30, gamma, FREE, generator=generators[1], verify=on_chains
+        )
+        assert texts == wanted and [r.accepted for r in records] == [r.accepted for r in theirs]
 
-    prefixes, counts = [[5, 9, 2, 7]] * 2000, []
-    _, records = treeSampling(
-        prefixes, pair[0], TreeDrafter(pair[1]), 5, Tree.chain(3), FREE, generator=torch.Generator().manual_seed(1)
-    )
-    counts.append(torch.bincount(torch.tensor([record.accepted[1] for record in records]), minlength=4))
-    drafter = ModelDrafter(pair[1])
-    _, records = specSampling(
-        prefixes, pair[0], drafter, 5, 3, FREE, generator=torch.Generator().manual_seed(2), verify=block_rule
-    )
-    counts.append(torch.bincount(torch.tensor([record.accepted[1] for record in records]), minlength=4))
-    assert chi2_contingency([c.tolist() for c in counts]).pvalue > 1e-4
+
+class InTurn(Always):
+    """Plain decoding, chains and trees in turn. last: the nodes that it was told of."""
+
+    shapes = None, Tree.chain(2), Tree.of("3,1"), None, None, Tree.chain(3), Tree.of("2/2,1")
+
+    def __init__(self):
+        super().__init__(self.shapes[2])
+        self.rounds, self.last = 0, []
+
+    def tree(self):
+        self.rounds += 1
+        return self.shapes[self.rounds % len(self.shapes)]
+
+    def learn(self, last):
+        self.last.append(last)
+
+
+@pytest.mark.parametrize("rule", TREE_RULES.values())
+def test_rounds_of_all_kinds_follow_one_another(pair, rule):
+    choice, plain = InTurn(), regrSampling(PROMPTS, pair[0], 40, GREEDY)[0]
+    texts, records = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 40, choice, GREEDY, verify=rule)
+    assert texts == plain
+    for row, record in enumerate(records):
+        told = [last.get(row, 0) for last in choice.last[: len(record.accepted) - 1]]
+        assert [node > 0 for node in told] == [accepted > 0 for accepted in record.accepted[1:]]
+    assert p_value(InTurn(), rule) > 1e-4
 
 
 def test_rows_end_at_their_own_token_and_at_max_len(pair):

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.treeChoice import Auto, menu
+from decoding.treeChoice import MENU, Auto
 from decoding.trees import MOST, Tree
+from decoding.treeShapes import best_by_cost, expected
 from utils import UserError
 
 
@@ -75,12 +76,29 @@ def test_auto_finds_the_shape_with_the_most_tokens_per_second(monkeypatch):
     """Scoring is free: the largest tree. Guesses cost as much as plain decoding and are never right: no guesses."""
     free = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + 0.001 * tree.size, accepted=9)
     asked = free.play(Auto(), 400)
-    assert max(map(asked[200:].count, menu())) > 150
-    favourite = max(menu(), key=asked[200:].count)
-    assert favourite.depth == max(tree.depth for tree in menu() if tree)
+    assert max(map(asked[200:].count, MENU)) > 150
+    favourite = max(MENU, key=asked[200:].count)
+    assert favourite.depth == max(tree.depth for tree in MENU if tree)
     dear = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + tree.depth, accepted=0)
     asked = dear.play(Auto(), 400)
     assert asked[200:].count(None) > 150
+
+
+@pytest.mark.parametrize("first", [0.4, 0.6, 0.9])
+@pytest.mark.parametrize("level", [0.03, 0.25])
+@pytest.mark.parametrize("node", [0.002, 0.05])
+def test_the_menu_is_nearly_as_good_as_the_best_shape(first, level, node):
+    row = [first]
+    for share in (0.39, 0.27, 0.19, 0.15, 0.09):  # of what the siblings before leave
+        row.append(share * (1 - sum(row)))
+    table = [row] * 10
+
+    def rate(tree):
+        return expected(tree, table) / (1 + level * tree.depth + node * tree.size) if tree else 1.0
+
+    _, best = best_by_cost(table, level, lambda tokens: 1 + node * (tokens - 1), (2, 4, 6, 8, 12, 16, 24, 32))
+    assert max(map(rate, MENU)) > 0.91 * best
+    assert max(map(rate, MENU)) > 0.97 * max(rate(Tree.chain(length)) for length in range(1, 11))
 
 
 def test_auto_tries_other_shapes_again(monkeypatch):
