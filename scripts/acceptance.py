@@ -1,9 +1,10 @@
 """Training for acceptance: text that the target wrote, and the share of guesses it would accept.
 
-A guess drawn from q passes with probability sum_x min(p(x), q(x)), where p and q are the distributions that tokens are
-drawn from, after temperature and top-p. Distillation makes q close to p over the whole vocabulary instead. So a draft
-learns from the target's distribution first, and last from this loss and from that distribution together (DistillSpec,
-arXiv 2310.08461; LK losses, arXiv 2602.23881). A short run without the second part agreed less at temperature 1.
+A guess drawn from q passes with probability a = sum_x min(p(x), q(x)), where p and q are the distributions that tokens
+are drawn from, after temperature and top-p. Distillation makes q close to p over the whole vocabulary instead. So a
+draft learns from the target's distribution first, and last from this loss and from that distribution together
+(DistillSpec, arXiv 2310.08461; LK losses, arXiv 2602.23881). A short run without the second part agreed less at
+temperature 1.
 
 The target's forward costs several times a step of the draft. So its distributions are computed once for each row and
 kept: for each token the KEPT most probable ones, 1.5 KiB.
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
@@ -24,22 +26,24 @@ from tqdm import tqdm
 
 from engine.cachedModel import CachedModel
 from regrSampling import regrSampling
-from utils import Sampling
+from utils import Sampling, least_kept
 
 SAMPLING = Sampling()  # temperature 0.85, top-p 0.9: what a draft meets if no flag says otherwise
 PROMPT = 64  # tokens of the corpus that the target continues
 TOGETHER = 256  # rows written at a time
 KEPT = 256  # tokens of the target's distribution that are kept
-DIVERGENCE = 0.5  # weight of the divergence at temperature 1 beside -log a
-LEAST_KEPT = 0.92  # what the draft's nucleus holds, about: top-p and half of the token that completes it
+DIVERGENCE = 0.3  # weight of the divergence at temperature 1 beside -a
+SHARPNESS = 4  # a token is inside the draft's nucleus by sigmoid(SHARPNESS * log(probability / edge))
+WIDEST = 0.2  # the edge is at least this share of the least probable token inside
 AT_A_TIME = 64  # distributions whose loss is computed at a time: they stay in the processor's cache
 
 
 class Row(NamedTuple):
     """A text of n + 1 tokens and what the target thinks of it.
 
-    tokens: int16 `[n + 1]`. kept: the most probable tokens after each of the first n, int16 `[n, KEPT]`. p: the
-    probabilities they are drawn with, plain: those at temperature 1 without top-p, float16 `[n, KEPT]`.
+    tokens: int16 `[n + 1]`. kept: the most probable tokens after each of the last m that have a next one, int16
+    `[m, KEPT]`. p: the probabilities they are drawn with, plain: those at temperature 1 without top-p, float16
+    `[m, KEPT]`.
     """
 
     tokens: Tensor
@@ -65,12 +69,12 @@ def written(teacher: nn.Module, prompts: Iterator[Tensor], rows: int, length: in
 
 
 @torch.inference_mode()
-def labelled(teacher: nn.Module, texts: Tensor, device: str) -> list[Row]:
-    """The texts `[rows, n + 1]` with the teacher's distributions."""
+def labelled(teacher: nn.Module, texts: Tensor, device: str, prompt: int = 1) -> list[Row]:
+    """The texts `[rows, n + 1]` with the teacher's distributions over the tokens that follow the first `prompt`."""
     rows = []
     for text in tqdm(texts, desc="the target reads", disable=None):
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
-            logits = teacher(text[None, :-1].to(device), use_cache=False).logits[0]
+            logits = teacher(text[None, :-1].to(device), use_cache=False).logits[0, prompt - 1 :]
         parts = zip(*map(most_probable, logits.split(AT_A_TIME)))
         rows.append(Row(text.to(torch.int16), *(torch.cat(part).cpu() for part in parts)))
     return rows
@@ -99,18 +103,16 @@ def rejection(model: nn.Module, rows: Sequence[Row], device: str) -> Tensor:
     gradient of `Rejected`."""
     tokens, *labels = (torch.stack(parts).to(device) for parts in zip(*rows))
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
-        logits = model(tokens[:, :-1].long(), use_cache=False).logits
+        logits = model(tokens[:, :-1].long(), use_cache=False).logits[:, -labels[0].shape[1] :]
     return Rejected.apply(logits.flatten(0, 1), *(label.flatten(0, 1) for label in labels))
 
 
 class Rejected(torch.autograd.Function):
     """The mean of 1 - a, a = sum_x min(p(x), q(x)), with the gradient of the mean of
-    -log a + DIVERGENCE * KL(target || draft at temperature 1).
+    -a + DIVERGENCE * KL(target || draft at temperature 1).
 
-    q: softmax of the logits over the temperature, divided by what the nucleus holds. Top-p has no gradient, so two
-    things about it are approximate. The nucleus holds LEAST_KEPT, or the most probable token if that is more: it is a
-    constant, because a nucleus that gains probability loses tokens. And tokens outside it count as if they were inside:
-    else those that the target wants could not get in. In the divergence, the tokens beyond KEPT count as one.
+    Top-p has no gradient. So the edge of the draft's nucleus is soft in a (`soft_nucleus`), and moves such that the
+    nucleus always holds the same share. In the divergence, the tokens beyond KEPT count as one.
 
     The gradients are written by hand because autograd takes several times as long on a CPU.
     """
@@ -121,9 +123,9 @@ class Rejected(torch.autograd.Function):
         grad, total = torch.empty_like(logits), 0.0
         for at in range(0, len(logits), AT_A_TIME):
             part = slice(at, at + AT_A_TIME)
-            passed, of_log = of_acceptance(logits[part].float(), kept[part].long(), p[part].float())
-            of_log.add_(of_divergence(logits[part].float(), kept[part].long(), plain[part].float()), alpha=DIVERGENCE)
-            grad[part] = of_log / len(logits)
+            passed, descent = of_acceptance(logits[part].float(), kept[part].long(), p[part].float())
+            descent.add_(of_divergence(logits[part].float(), kept[part].long(), plain[part].float()), alpha=DIVERGENCE)
+            grad[part] = descent / len(logits)
             total += float((1 - passed).sum())
         ctx.save_for_backward(grad)
         return logits.new_tensor(total / len(logits), dtype=torch.float32)
@@ -134,14 +136,30 @@ class Rejected(torch.autograd.Function):
         return ctx.saved_tensors[0] * gradients[0], None, None, None
 
 
+def soft_nucleus(probs: Tensor) -> tuple[Tensor, Tensor]:
+    """How far each token is inside the nucleus of `probs[N, V]`, from 0 to 1 `[N, V]`, and the nucleus' edge `[N, 1]`:
+    between the least probable token inside and the most probable one outside."""
+    ordered = torch.from_numpy(np.sort(probs.cpu().numpy(), axis=-1)).flip(-1).to(probs.device)
+    inside = least_kept(ordered, SAMPLING.top_p)
+    outside = probs.masked_fill(probs >= inside, 0.0).amax(-1, keepdim=True)
+    edge = torch.maximum((inside * outside).sqrt(), WIDEST * inside)
+    return (SHARPNESS * (probs.clamp(min=1e-30) / edge).log()).sigmoid_(), edge
+
+
 def of_acceptance(logits: Tensor, kept: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """a `[N, 1]`, and the gradient of -log a by `logits[N, V]`."""
+    """a `[N, 1]`, and the gradient of -a by `logits[N, V]`."""
     probs = (logits / SAMPLING.temperature).softmax(-1)
-    q = probs.gather(-1, kept) / probs.amax(-1, keepdim=True).clamp(min=LEAST_KEPT)
+    inside, _ = soft_nucleus(probs)
+    held = (inside * probs).sum(-1, keepdim=True)
+    near = SHARPNESS * (1 - inside)  # d log inside / d log (probability / edge)
+    # If a token's probability rises, the edge rises by `shift`: what the nucleus holds stays the same share.
+    crowd = (probs * inside * near).sum(-1, keepdim=True).clamp(min=0.05)
+    shift = probs * (inside + inside * near - held) / crowd
+    q = (inside * probs / held).gather(-1, kept)
     passed = torch.minimum(p, q).sum(-1, keepdim=True)
-    pull = torch.where(q < p, q, 0.0) / (passed + 1e-3)  # d log a / d log q
-    probs.mul_(pull.sum(-1, keepdim=True)).scatter_add_(-1, kept, -pull)
-    return passed, probs.div_(SAMPLING.temperature)
+    pull, near = torch.where(q < p, q, 0.0), near.gather(-1, kept)  # pull: d a / d log q
+    grad = probs * pull.sum(-1, keepdim=True) + shift * (pull * near).sum(-1, keepdim=True)
+    return passed, grad.scatter_add_(-1, kept, -pull * (1 + near)).div_(SAMPLING.temperature)
 
 
 def of_divergence(logits: Tensor, kept: Tensor, plain: Tensor) -> Tensor:

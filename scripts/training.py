@@ -39,6 +39,7 @@ class Stage:
     lengths: the row lengths of its steps, in turn. last_lengths: those of its last fifth.
     acceptance: train for the teacher's acceptance on {row length: how many rows}, which are read again and again. The
         teacher writes the shortest rows; the others are windows of the corpus.
+    averaged: keep the mean of the weights before and after the stage.
     """
 
     tokens: int
@@ -46,6 +47,7 @@ class Stage:
     lengths: tuple[int, ...]
     last_lengths: tuple[int, ...]
     acceptance: dict[int, int] | None = None
+    averaged: bool = False
 
 
 class Progress:
@@ -92,6 +94,7 @@ def train(
     """
     begin = time.monotonic()
     sources = sources_of(stage, tokens, minutes / 3, teacher, device, random.Random(seed))
+    before = [p.detach().cpu().clone() for p in model.parameters()]
     optimizers = make_optimizers(model)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
@@ -116,6 +119,10 @@ def train(
             optimizer.zero_grad()
         progress.add(loss.item(), len(batch) * length)
     progress.bar.close()
+    if stage.averaged:
+        with torch.no_grad():
+            for parameter, earlier in zip(model.parameters(), before):
+                parameter.lerp_(earlier.to(device), 0.5)
     steps = len(progress.losses)
     return steps, progress.seen, float(np.mean(progress.losses[-max(1, steps // 20) :]))
 
@@ -132,9 +139,10 @@ def sources_of(
     for length, rows in stage.acceptance.items():
         if length == min(stage.acceptance):
             texts = written(teacher, windows(tokens, PROMPT - 1, rng), rows, length + 1, minutes)
+            labels = labelled(teacher, texts, device, PROMPT)
         else:
-            texts = torch.stack(list(islice(windows(tokens, length, rng), rows)))
-        sources[length] = shuffled(labelled(teacher, texts, device), rng)
+            labels = labelled(teacher, torch.stack(list(islice(windows(tokens, length, rng), rows))), device)
+        sources[length] = shuffled(labels, rng)
     return sources
 
 

@@ -7,9 +7,19 @@ from inputs.folders import DATASETS
 from inputs.models import load_model
 from inputs.tokenizers import load_tokenizer
 from scripts import acceptance, trainBundled
-from scripts.acceptance import KEPT, PROMPT, SAMPLING, Rejected, labelled, most_probable, written
+from scripts.acceptance import (
+    KEPT,
+    PROMPT,
+    SAMPLING,
+    Rejected,
+    labelled,
+    most_probable,
+    of_acceptance,
+    soft_nucleus,
+    written,
+)
 from scripts.trainBundled import MIXED, Recipe
-from scripts.training import Stage, windows
+from scripts.training import Stage, train, windows
 from utils import Sampling, probabilities
 
 
@@ -24,7 +34,10 @@ def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, c
                 1,
                 32,
                 "target",
-                [Stage(10**6, 1.0, (256,), (256,)), Stage(10**6, 0.3, (80, 512), (80, 512), {80: 9, 512: 4})],
+                [
+                    Stage(10**6, 1.0, (256,), (256,)),
+                    Stage(10**6, 0.3, (80, 512), (80, 512), {80: 9, 512: 4}, averaged=True),
+                ],
             ),
         },
     )
@@ -73,22 +86,61 @@ def test_most_probable_is_the_distribution_that_tokens_are_drawn_from(monkeypatc
 
 
 @pytest.mark.parametrize("most", [20, 39])
-def test_the_gradient_of_acceptance_is_autograds(monkeypatch, distributions, most):
+def test_the_gradient_is_that_of_acceptance_and_of_the_divergence(monkeypatch, distributions, most):
     monkeypatch.setattr(acceptance, "KEPT", most)
     kept, p, plain = most_probable(distributions[1])
     one, two = (distributions[0].clone().requires_grad_() for _ in range(2))
     share = Rejected.apply(one, kept, p, plain)
     share.backward()
 
-    probs = (two / 0.85).softmax(-1)
-    holds = probs.amax(-1, keepdim=True).clamp(min=0.92).detach()
-    passed = torch.minimum(p.float(), probs.gather(-1, kept.long()) / holds).sum(-1)
     q = two.softmax(-1).gather(-1, kept.long())
     lost = 1 - plain.float().sum(-1)
     entropy = -(plain.float() * q.log()).sum(-1) - lost * (1 - q.sum(-1)).log()
-    (-(passed + 1e-3).log() + acceptance.DIVERGENCE * entropy).mean().backward()
+    entropy.mean().backward()
+    passed, descent = of_acceptance(distributions[0], kept.long(), p.float())
     torch.testing.assert_close(share, (1 - passed).mean())
-    torch.testing.assert_close(one.grad, two.grad, atol=1e-4, rtol=1e-2)
+    torch.testing.assert_close(one.grad, descent / 6 + acceptance.DIVERGENCE * two.grad, atol=1e-4, rtol=1e-2)
+
+
+def test_the_gradient_of_acceptance_is_a_difference_quotient_with_as_much_in_the_nucleus(distributions):
+    """The edge is found anew for the logits beside, such that the nucleus holds the same share."""
+    draft, target = distributions.double() / 2
+    kept, p, _ = most_probable(target)
+    kept, p = kept.long(), p.double()
+
+    def inside(probs, edge):
+        return (acceptance.SHARPNESS * (probs / edge).log()).sigmoid()
+
+    probs = (draft / 0.85).softmax(-1)
+    found, edge = soft_nucleus(probs)
+    torch.testing.assert_close(found, inside(probs, edge))
+    held = (found * probs).sum(-1, keepdim=True)
+
+    def accepted(logits):
+        probs = (logits / 0.85).softmax(-1)
+        low, high = edge / 4, edge * 4
+        for _ in range(60):
+            middle = (low + high) / 2
+            more = (inside(probs, middle) * probs).sum(-1, keepdim=True) > held
+            low, high = torch.where(more, middle, low), torch.where(more, high, middle)
+        return torch.minimum(p, (inside(probs, low) * probs / held).gather(-1, kept)).sum(-1)
+
+    passed, descent = of_acceptance(draft, kept, p)
+    torch.testing.assert_close(passed[:, 0], accepted(draft))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        step = 1e-5 * torch.randn(draft.shape, generator=generator, dtype=torch.float64)
+        quotient = (accepted(draft + step) - accepted(draft - step)) / 2
+        torch.testing.assert_close(-(descent * step).sum(-1), quotient, atol=1e-8, rtol=1e-3)
+
+
+def test_the_soft_nucleus_accepts_about_as_much_as_the_one_that_tokens_are_drawn_from():
+    draft, target = 2 * torch.randn(2, 64, 400, generator=torch.Generator().manual_seed(0))
+    draft = target + draft / 3
+    kept, p, _ = most_probable(target)
+    passed, _ = of_acceptance(draft, kept.long(), p.float())
+    drawn = torch.minimum(probabilities(draft, SAMPLING), probabilities(target, SAMPLING)).sum(-1)
+    assert float(passed.mean()) == pytest.approx(float(drawn.mean()), abs=0.01)
 
 
 def test_steps_on_acceptance_raise_the_overlap_of_what_is_drawn(distributions):
@@ -107,6 +159,19 @@ def test_steps_on_acceptance_raise_the_overlap_of_what_is_drawn(distributions):
     assert overlap() > 0.6
 
 
+def test_an_averaged_stage_keeps_the_mean_of_the_weights_before_and_after():
+    def weights(averaged):
+        torch.manual_seed(0)
+        model = trainBundled.new_model(1, 32)
+        before = [p.detach().clone() for p in model.parameters()]
+        train(model, torch.arange(1, 4000), Stage(6000, 1.0, (256,), (256,), averaged=averaged))
+        return before, list(model.parameters())
+
+    (before, after), (_, mean) = weights(False), weights(True)
+    for one, two, found in zip(before, after, mean):
+        torch.testing.assert_close(found, (one + two) / 2, atol=1e-5, rtol=1e-4)
+
+
 def test_the_teacher_writes_what_follows_its_prompts():
     torch.manual_seed(0)
     teacher = trainBundled.new_model(1, 32).eval()
@@ -115,6 +180,8 @@ def test_the_teacher_writes_what_follows_its_prompts():
     assert texts.shape == (3, PROMPT + 5) and texts[:, :PROMPT].equal(torch.stack(prompts))
     rows = labelled(teacher, texts, "cpu")
     assert [tuple(part.shape) for part in rows[0]] == [(PROMPT + 5,), *[(PROMPT + 4, KEPT)] * 3]
+    after = labelled(teacher, texts, "cpu", PROMPT)
+    assert all(torch.equal(part, whole[-5:]) for part, whole in zip(after[0][1:], rows[0][1:]))
 
 
 def test_wikitext_is_split_at_its_articles_and_loses_unk(tmp_path):
