@@ -189,14 +189,15 @@ class Growing:
             self.fixed, self.encoded = [], []
         rest = tokens[len(self.fixed) :]
         if len(rest) > 2 * ANEW:
-            starts = (i for i in range(len(rest) - ANEW, 0, -1) if self.begins_word(rest[i]))
+            starts = (i for i in range(len(rest) - ANEW, 0, -1) if self.begins_word(rest[i], rest[i - 1]))
             cut = next(starts, 0)
             if cut:
                 self.encoded = self.encoded + encode(rest[:cut], not self.fixed)
                 self.fixed, rest = self.fixed + list(rest[:cut]), rest[cut:]
         return self.encoded + encode(rest, not self.fixed) or self.translation.row(tokens)
 
-    def begins_word(self, token: int) -> bool:
-        """Whether a token is a space and a letter or more: a place where every tokenizer begins a token."""
-        text = self.translation.bytes[token] or b""
-        return len(text) > 1 and text[:1] == b" " and text[1:2].isalpha()
+    def begins_word(self, token: int, before: int) -> bool:
+        """Whether a token is one space and a letter or more: a place where every tokenizer begins a token. Not so after
+        another space: a tokenizer may join spaces, and leave none to the word."""
+        text, last = self.translation.bytes[token] or b"", self.translation.bytes[before] or b""
+        return len(text) > 1 and text[:1] == b" " and text[1:2].isalpha() and not last.endswith(b" ")

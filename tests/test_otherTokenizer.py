@@ -6,13 +6,15 @@ import pytest
 import torch
 from conftest import refused
 from mistakes import always_accept
-from outcomes import largest_error, small
+from outcomes import largest_error, number, small
+from scipy.stats import chi2
 from test_specSampling import FREE, PROMPTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decoding.draftLength import Fixed
 from decoding.lengthRules import Additive, DraftConfidence
+from decoding.operators import PYTORCH
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
 from engine.restrictedModel import RestrictedModel
@@ -31,13 +33,13 @@ PENALTY = Sampling(0.0, 0, 1.0, 1.3)
 def pair(kinds, target="llama", draft="gpt2", context=256):
     """(target, draft, translation) with random weights. The draft's output layer knows the common tokens alone."""
     translation = Translation(kinds[target], kinds[draft])
-    family = "gpt_neox" if target == "gpt2" else target
+    family = "gpt_neox" if target in ("gpt2", "pythia") else target
     ours = helpers.tiny(family, 0, len(kinds[target]), context=context)
     theirs = helpers.tiny(draft, 1, len(kinds[draft]), 1, context=context)
     return ours, RestrictedModel(theirs, translation.draft), translation
 
 
-@pytest.mark.parametrize("ours, theirs", [("llama", "gpt2"), ("qwen2", "gpt2"), ("gpt2", "llama")])
+@pytest.mark.parametrize("ours, theirs", [("pythia", "gpt2"), ("llama", "gpt2"), ("qwen2", "gpt2"), ("gpt2", "llama")])
 def test_greedy_rows_equal_plain_greedy(kinds, ours, theirs):
     target, draft, translation = pair(kinds, ours, theirs)
     prompts = [kinds[ours](text)["input_ids"] for text in TEXTS]
@@ -208,6 +210,56 @@ def test_texts_have_the_targets_probabilities(options):
 @pytest.mark.parametrize("options", [{"kind": SumBelowOne}, {"kind": OtherIds}, {"verify": always_accept}])
 def test_a_planted_mistake_is_caught(options):
     assert error(**options, length=3, gamma=1) > 1e-3
+
+
+# The same with the random numbers of a run, instead of every outcome.
+
+
+class Markov:
+    """A model that knows the last token alone, so that every token of a text is a draw of its own: `table[V, V]` holds
+    its logits. It gives tokens other than `known` no probability."""
+
+    name, context, device, dtype = "markov", 1 << 10, torch.device("cpu"), torch.float32
+    graphs, operators, cache = None, PYTORCH, None
+
+    def __init__(self, seed, vocabulary=4, known=slice(None)):
+        table = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed))
+        self.vocabulary, self.table = vocabulary, torch.full_like(table, -torch.inf)
+        self.table[:, known] = table[:, known]
+
+    def reserve(self, rows, capacity):
+        """It has no cache."""
+
+    def read_prompt(self, rows):
+        return self.table[[text[-1] for text in rows.texts]]
+
+    def forward(self, tokens, positions):
+        return self.table[tokens]
+
+
+def p_value(kind=OtherTokenizerDrafter, restricted=True, rows=500, length=20):
+    """Whether rows * length tokens were drawn from the target: each token after each pair of tokens, by chi-square."""
+    translation = Translation(few(["<e>", "a", "b", "ab"], ("a", "b")), few(["b", "ba", "a", "<end>"], ("b", "a")))
+    target, draft = Markov(0), Markov(1, 4, translation.draft if restricted else slice(None))
+    prompt, generator = [1, 2, 3, 1], torch.Generator().manual_seed(0)
+    drafter = kind(draft, translation)
+    texts, _ = specSampling([prompt] * rows, target, drafter, length, 2, FREE, generator=generator)
+    whole = torch.cat([torch.tensor(prompt[-2:]).repeat(rows, 1), torch.tensor(texts)], 1)
+    counts = torch.bincount(number(whole.unfold(1, 3, 1).flatten(0, 1), 4), minlength=64).view(16, 4).double()
+    wanted = counts.sum(1, keepdim=True) * target.table.double().softmax(-1).repeat(4, 1)
+    often = wanted.amin(1) >= 5  # pairs of tokens
+    assert counts.sum() == rows * length and often.any()
+    return chi2.sf(((counts - wanted) ** 2 / wanted)[often].sum().item(), 3 * int(often.sum()))
+
+
+def test_200_000_drawn_tokens_are_distributed_as_the_targets():
+    assert p_value(rows=10_000) > 1e-4
+
+
+@pytest.mark.parametrize("mistake", [{"kind": SumBelowOne}, {"kind": OtherIds}, {"restricted": False}])
+def test_a_planted_mistake_is_caught_in_10_000_drawn_tokens(mistake):
+    """q that is not renormalised, q of the draft's own ids, and a draft that draws tokens the target does not have."""
+    assert p_value(**mistake) < 1e-6
 
 
 def test_a_row_without_a_guess_has_a_q_of_0_beside_those_with_one(kinds):

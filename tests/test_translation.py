@@ -77,10 +77,8 @@ def test_special_tokens_that_both_have_stay_what_they_are(kinds):
 @pytest.mark.parametrize("ours, theirs", PAIRS)
 def test_a_text_that_grows_is_written_as_a_whole_one(kinds, ours, theirs):
     """However much of it is kept; and also where it goes back, as in a cascade."""
-    translation, text = (
-        Translation(kinds[ours], kinds[theirs]),
-        (DATASETS / "sample" / "articles.raw").read_text()[:900],
-    )
+    translation = Translation(kinds[ours], kinds[theirs])
+    text = (DATASETS / "sample" / "articles.raw").read_text()[:900].replace(" the ", "  the ")  # Spaces may be joined.
     ids = kinds[ours](text)["input_ids"]
     ends, encode, lengths = [*range(1, len(ids) + 1, 3), 5, 90, 150, 149, len(ids)], translation.encode, []
     wanted = [translation.row(ids[:end]) for end in ends]

@@ -1,8 +1,8 @@
-"""Small tokenizers of three kinds: as GPT-2's, as Qwen2's and as Llama's (SentencePiece)."""
+"""Small tokenizers of four kinds: as GPT-2's, as Qwen2's, as Pythia's (GPT-NeoX) and as Llama's (SentencePiece)."""
 
 import json
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from inputs.folders import DATASETS
@@ -31,6 +31,16 @@ def byte_level(size, words=None, end="<|endoftext|>", texts=TEXTS, alphabet=None
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=end, eos_token=end)
 
 
+def gpt_neox(size):
+    """As Pythia's: byte-level, and beside the end of text a special token for padding, and runs of spaces, which are
+    added tokens and so are found before the text is cut into words."""
+    made = byte_level(size)
+    made.backend_tokenizer.normalizer = normalizers.NFC()
+    made.add_special_tokens({"pad_token": "<|padding|>"})
+    made.add_tokens([AddedToken(" " * count, normalized=True) for count in (4, 3, 2)])
+    return made
+
+
 def sentence_piece(size):
     """As Llama's: a space is a letter of its own, one is added in front, and bytes stand for unknown characters."""
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -54,4 +64,5 @@ KINDS = {
     "gpt2": lambda: byte_level(320),
     "qwen2": lambda: byte_level(400, QWEN2, "<|im_end|>"),
     "llama": lambda: sentence_piece(520),
+    "pythia": lambda: gpt_neox(360),
 }
