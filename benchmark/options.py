@@ -62,7 +62,7 @@ def parser() -> Parser:
     add("--draft", type=text, metavar="MODEL", help="the small model")
     shapes = "random weights in two of these shapes instead: " + ", ".join(SHAPES)
     add("--shapes", type=text, metavar="TARGET,DRAFT", help=shapes)
-    add("--gamma", type=whole(1, 1000), default=3, metavar="N", help="tokens guessed in a round (3)")
+    add("--gamma", type=whole(1, 1000), default=4, metavar="N", help="tokens guessed in a round (4)")
     for flag, value in USUAL.items():
         usual = f"({value}; with --shapes {USUAL_SHAPES[flag]})"
         add(f"--{flag}", type=whole(1, 10_000), metavar="N", help=usual)
