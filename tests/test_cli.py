@@ -6,13 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import helpers
 import pytest
 import tokenizerKinds
 import torch
-from conftest import CONTEXT, ROOT
-from forks import fork, interrupted
+from conftest import CONTEXT, ROOT, with_ctrl_c
 from localHub import Repository
 
 from experiments import settings, sweep
@@ -270,31 +270,41 @@ def test_help_explains_every_flag(cli, capsys):
     assert all(name in out for name in METHODS)
 
 
+def start(arguments, folder, **more):
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "test.py"), *arguments],
+        cwd=folder,
+        text=True,
+        preexec_fn=with_ctrl_c,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **more,
+    )
+
+
 def test_it_runs_from_another_folder_with_paths_relative_to_that(flags, pair_folder, tmp_path):
     (tmp_path / "out").mkdir()
-    named = ["--target", "target", "--draft", "draft", "--speed", "--out", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "test.py"), *flags, *named],
-        cwd=pair_folder,
-        text=True,
-        capture_output=True,
-        timeout=120,
+    process = start(
+        [*flags, "--target", "target", "--draft", "draft", "--speed", "--out", str(tmp_path / "out")], pair_folder
     )
-    assert (done.returncode, done.stderr) == (0, "") and "Written to results.txt" in done.stdout
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "") and "Written to results.txt" in out
     assert len(hashes(tmp_path / "out")) == 6
 
 
-def test_ctrl_c_shows_and_keeps_what_was_measured(cli, flags, tmp_path):
-    out, log = tmp_path / "out", tmp_path / "log"
-    out.mkdir()
-    child = fork(cli, [*flags, "--speed", "--repeats", "100000", "--out", str(out)], log)
-    ready = lambda: (out / "results.jsonl").exists() and len(lines_of(out)) >= 5  # noqa: E731
-    assert interrupted(child, signal.SIGINT, ready) == 130
-    said, text = log.read_text(), (out / "results.txt").read_text()
-    assert "Traceback" not in said and "Interrupted" in said
-    for shown in said, text:
+def test_ctrl_c_shows_and_keeps_what_was_measured(flags, tmp_path):
+    process = start([*flags, "--speed", "--repeats", "100000", "--out", "."], tmp_path)
+    end = time.monotonic() + 60
+    while not (tmp_path / "results.jsonl").exists() or len(lines_of(tmp_path)) < 5:
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and "Interrupted" in err
+    text = (tmp_path / "results.txt").read_text()
+    for shown in out, text:
         assert ", not finished" in shown and "target alone" in shown
-    assert sorted(os.listdir(out)) == ["results.jsonl", "results.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
 
 
 def test_several_prompt_lengths_are_timed_apart(cli, flags, tmp_path, capsys):

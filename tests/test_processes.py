@@ -12,10 +12,10 @@ import threading
 import time
 from types import SimpleNamespace
 
+import accelerate.state  # noqa: F401 - so that no fork has to import it
 import helpers
 import pytest
 from conftest import ROOT, refused
-from forks import fork, wait
 
 from benchmark import __main__ as benchmark
 from benchmark import forwards, inTurn
@@ -255,6 +255,30 @@ def test_more_processes_than_texts_are_told(work, prompts, passages, idle):
 # Over gloo. A process is a fork of this one, so that it need not import torch again.
 
 
+def fork(cli, argv, log, index=0, count=1, port=0):
+    """The id of a new process that runs test.py as number `index` of `count`."""
+    child = os.fork()
+    if child:
+        return child
+    code = 70
+    try:
+        sys.stdout = sys.stderr = log.open("w", buffering=1)  # noqa: SIM115
+        sharing.torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        if count > 1:
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            here = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            os.environ.update(where | {name: str(value) for name, value in here.items()})
+        code = cli.main(argv)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
 def launch(cli, argv, folder, count):
     """Process ids and log files of a run by `count` processes."""
     with contextlib.closing(sharing.socket.socket()) as free:
@@ -264,6 +288,19 @@ def launch(cli, argv, folder, count):
     logs = [folder / f"log{index}" for index in range(count)]
     argv = [*argv, "--device", "cpu", "--out", str(folder)]
     return [fork(cli, argv, log, index, count, port) for index, log in enumerate(logs)], logs
+
+
+def wait(child, seconds=60):
+    """The exit code of a process, negative for a signal."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the process does not end")
 
 
 def lines_of(folder):
@@ -303,7 +340,6 @@ def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, f
 def test_the_benchmark_shares_out_its_prompts(pair_folder, tmp_path, monkeypatch):
     """The tokens are those of one process. The record names all processes, and a line says that one of them idles."""
     monkeypatch.setattr(inTurn, "TURNS", (1, 1))
-    monkeypatch.setattr(inTurn, "WARM", 0)
     monkeypatch.setattr(forwards, "LARGE", 1 << 20)
     monkeypatch.setattr(forwards, "CONTEXTS", (64,))
     flags = ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dtype", "float32"]

@@ -6,11 +6,13 @@ import os
 import re
 import resource
 import signal
+import subprocess
+import sys
+import time
 from io import StringIO
 
 import pytest
-from conftest import refused
-from forks import fork, interrupted
+from conftest import ROOT, refused
 
 from report import results
 from report.lines import swept
@@ -373,12 +375,18 @@ def test_where_there_is_no_more_room_what_was_there_is_kept(tmp_path):
     assert Results(tmp_path).records() == before + [{"x": 1}, {"y": 2}]
 
 
-def test_a_killed_run_keeps_every_line_and_the_next_shows_both(tmp_path, flags, cli, text_file):
+def test_a_killed_run_keeps_every_line_and_the_next_shows_both(tmp_path, flags, cli):
+    command = [sys.executable, str(ROOT / "test.py"), *flags, "--speed", "--repeats", "100000", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = tmp_path / "results.jsonl"
-    run = [*flags, "--speed", "--repeats", "100000", "--out", str(tmp_path)]
-    child = fork(cli, run, text_file.with_name("killed"))
-    ready = lambda: lines.exists() and lines.read_bytes().count(b"\n") >= 5  # noqa: E731
-    assert interrupted(child, signal.SIGKILL, ready) == -signal.SIGKILL
+    try:
+        end = time.monotonic() + 60
+        while not lines.exists() or lines.read_bytes().count(b"\n") < 5:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
     killed = lines.read_bytes()
     whole = [json.loads(line) for line in killed.split(b"\n")[:-1]]
     assert len(whole) >= 5 and [line["kind"] for line in whole] == ["run"] + ["speed"] * (len(whole) - 1)
