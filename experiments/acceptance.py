@@ -133,8 +133,10 @@ def visited(
         for depth, at in enumerate(range(start, start + accepted + 1)):
             # A row may end before its last accepted guess.
             nodes = [child - 1 for child in drawn.children[node]] if depth < drafted and at < whole.shape[1] else []
-            drafts = drawn.drafts[nodes]
-            shares = chances(p[at - 1], drawn.q[nodes].to(p.device), drafts.to(p.device)) if nodes else []
+            shares = []
+            if nodes:
+                drafts = drawn.drafts[nodes]
+                shares = chances(p[at - 1], drawn.q[nodes].to(p.device), drafts.to(p.device))
             positions.append((1, *(figure for share in shares or [0.0] for figure in (len(nodes) > 0, share))))
             if depth < accepted and nodes and at < whole.shape[1]:
                 node = nodes[drafts.tolist().index(int(whole[0, at]))] + 1

@@ -81,8 +81,8 @@ def test_a_second_machine_stands_beside_the_first(copy, tmp_path, capsys):
     assert keepRecord.main(["benchmark", "--from", str(tmp_path), "--machine", "xeon"], copy) == 0
     after = renderDocs.Records(copy)
     assert after.benchmark() == first  # Figures in running text are still the first machine's.
-    assert list(after.benchmarks("benchmark")) == ["benchmark", "benchmark-xeon"]
-    assert list(after.benchmarks("benchmark-pythia-2.8b")) == ["benchmark-pythia-2.8b", "benchmark-pythia-2.8b-xeon"]
+    for name in "benchmark", "benchmark-pythia-2.8b":
+        assert list(after.benchmarks(name)) == [name, f"{name}-EPYC", f"{name}-xeon"]
     assert {"docs/speed.md", "docs/records/README.md"} <= set(renderDocs.render(copy))
     shown = read(copy / "docs/speed.md")
     assert before["Intel Xeon"] == 1 and len(shown.split("**Intel Xeon, 2 threads**")) > 5
