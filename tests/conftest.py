@@ -1,7 +1,5 @@
 """What several test files share: a pair of tiny models on disk, a short text, and the command line as a module."""
 
-import functools
-import gc
 import importlib.util
 import os
 import shutil
@@ -9,29 +7,24 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
-
 if "PYTEST_XDIST_WORKER" in os.environ:  # Several workers share the processor: a thread for each, also in its children.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import helpers
+import pytest
+from huggingface_hub import constants
+from localHub import LocalHub
+from tokenizerKinds import KINDS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from engine.kernels import loader
+from inputs.folders import DATASETS
+from utils import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY, PADDED, CONTEXT = 300, 320, 256  # entries of the tokenizer, and of the models: as Pythia's are padded
-
-
-def pytest_collection(session):
-    """Import what takes seconds, but not in the process that only hands out the tests. For its sake, this module
-    imports such things inside functions."""
-    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
-        import untraced  # noqa: F401
-
-
-def pytest_collection_finish():
-    """Take what was imported out of garbage collection, for good: a run collects before all that it times, and each
-    collection would visit all objects of torch."""
-    gc.collect()
-    gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None  # Those of speed.measure would undo it.
 
 
 def with_ctrl_c():
@@ -41,20 +34,12 @@ def with_ctrl_c():
 
 def refused(*words):
     """`pytest.raises` for a UserError of one line in which all `words` appear."""
-    from utils import UserError
-
     return pytest.raises(UserError, check=lambda e: "\n" not in str(e) and all(word in str(e) for word in words))
 
 
 @pytest.fixture(scope="session")
 def pair_folder(tmp_path_factory):
     """A folder that holds `target` and `draft`: random GPT-NeoX models that share a byte-level BPE tokenizer."""
-    import helpers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    from inputs.folders import DATASETS
-
     folder = tmp_path_factory.mktemp("models")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -84,8 +69,6 @@ def pair_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def kinds():
     """{name: a small tokenizer of that kind}."""
-    from tokenizerKinds import KINDS
-
     return {name: make() for name, make in KINDS.items()}
 
 
@@ -110,15 +93,11 @@ def text_file(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cli():
-    """test.py, loaded by its path: `import test` may find the standard library's package. It does not warm up."""
-    from experiments import measure as timing
-
+    """test.py, loaded by its path: `import test` may find the standard library's package."""
     spec = importlib.util.spec_from_file_location("command_line", ROOT / "test.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "measure", functools.partial(timing.measure, warm_up=0))
-        yield module
+    return module
 
 
 @pytest.fixture(scope="session")
@@ -151,25 +130,15 @@ def flags(pair_folder, text_file):
 @pytest.fixture(scope="session")
 def kernels():
     """The C++ kernels, loaded; without a compiler the test is skipped."""
-    from torch._inductor import config as inductor
-
-    from engine.kernels import loader
-
     try:
-        made = loader.load()
+        loader.load()
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no C++ compiler")
-    if not loader.missing(made):  # Then Inductor need not compile a program for each extension of the processor to try
-        os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # whether the compiler knows it. This is for other processes,
-        inductor.cpp.vec_isa_ok = True  # and this for a process that has read its environment before.
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A hub on localhost, which the client libraries take for the hub."""
-    from huggingface_hub import constants
-    from localHub import LocalHub
-
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with LocalHub() as local:
         monkeypatch.setattr(constants, "ENDPOINT", local.url)
