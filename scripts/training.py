@@ -94,7 +94,7 @@ def train(
     """
     begin = time.monotonic()
     sources = sources_of(stage, tokens, minutes / 3, teacher, device, random.Random(seed))
-    before = [p.detach().cpu().clone() for p in model.parameters()]
+    before = [p.detach().cpu().clone() for p in model.parameters()] if stage.averaged else []
     optimizers = make_optimizers(model)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
@@ -119,10 +119,9 @@ def train(
             optimizer.zero_grad()
         progress.add(loss.item(), len(batch) * length)
     progress.bar.close()
-    if stage.averaged:
-        with torch.no_grad():
-            for parameter, earlier in zip(model.parameters(), before):
-                parameter.lerp_(earlier.to(device), 0.5)
+    with torch.no_grad():
+        for parameter, earlier in zip(model.parameters(), before):
+            parameter.lerp_(earlier.to(device), 0.5)
     steps = len(progress.losses)
     return steps, progress.seen, float(np.mean(progress.losses[-max(1, steps // 20) :]))
 

@@ -34,7 +34,8 @@ static inline void narrow(float x, bf16* to) {  // Rounds to nearest, ties to ev
 // The mask of the first n of 16 lanes.
 static inline __mmask16 first(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }
 
-// e^x for x <= 0, with an error of 2e-7. Below 2^-126 it is 0: some processors take a hundred cycles for a denormal number.
+// e^x for x <= 0, with an error of 2e-7. Below 2^-126 it is 0, because some processors take a hundred cycles for a
+// denormal number.
 static inline __m512 exponential(__m512 x) {
     auto power = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
     auto normal = _mm512_cmp_ps_mask(power, _mm512_set1_ps(-126), _CMP_NLT_UQ);  // nan stays nan.
