@@ -1,6 +1,7 @@
 """The kernel of linear layers for each kind of processor, against PyTorch in float64, and how one is chosen."""
 
 import ctypes
+import mmap
 import platform
 import shutil
 import subprocess
@@ -55,6 +56,25 @@ def test_a_linear_layer_of_any_size(kind, tokens, half, width, short, seed):
     weight = torch.randn(width, 2 * half, generator=generator).to(dtype)
     x = torch.randn(tokens, 2 * half, generator=generator).to(dtype)
     assert close(PackedLinear(weight, None)(x), linear(x.double(), weight.double()), x, weight, dtype)
+
+
+def at_the_end_of_memory(tensor):
+    """A copy of a tensor, behind which reading is a fault."""
+    room = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=room - tensor.nbytes)
+    behind = copy.data_ptr() + copy.nbytes
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    return copy.copy_(tensor.flatten()).view(tensor.shape)
+
+
+@pytest.mark.parametrize("size", [32, 62, 96, 2080])
+def test_nothing_behind_a_weight_is_read(kind, size):
+    for dtype in torch.float32, torch.bfloat16:
+        layer = PackedLinear(torch.randn(64, size).to(dtype), None)
+        layer.packed = at_the_end_of_memory(layer.packed)
+        for tokens in 1, 2, 16, 17, 40, 64:
+            assert layer(torch.randn(tokens, size).to(dtype)).isfinite().all()
 
 
 def test_a_wrong_sum_is_seen(kind):
@@ -143,7 +163,7 @@ def test_amx_tiles_multiply_as_they_should(tiles, size, add):
     generator = torch.Generator().manual_seed(size)
     for tokens in range(1, tiles.most_bf16 + 1):
         weight = torch.randn(SIDE, size, generator=generator).bfloat16()
-        block = torch.cat([PackedLinear(weight, None).packed.flatten(), torch.full((64,), torch.nan).bfloat16()])
+        block = at_the_end_of_memory(PackedLinear(weight, None).packed)
         x = torch.full((tokens + 20, size + 6), torch.nan).bfloat16()
         x[:tokens, :size] = torch.randn(tokens, size, generator=generator)
         sums = torch.full((tokens + 20, SIDE + 8), 7.0)

@@ -113,16 +113,19 @@ static void configure(long tokens) {
     _tile_loadconfig(&shape);
 }
 
-// As many cache lines as a tile has.
-static inline void prefetch(const char* from) {
+// Reads as many cache lines as a tile has, so that the loads of a later tile find them in the first cache.
+//
+// One step ahead, this is faster than prefetching: a processor that is busy drops prefetches, and a tile that has to
+// wait for memory waits line by line.
+static inline void read_lines(const char* from) {
 #pragma GCC unroll 16
-    for (long line = 0; line < ROWS; line++) __builtin_prefetch(from + 64 * line);
+    for (long line = 0; line < ROWS; line++) (void)*(const volatile int*)(from + 64 * line);
 }
 
-// A block that one job goes through is prefetched. If several jobs share it, the processor itself fetches it in time.
+// A block that one job goes through is read one step ahead. If several jobs share it, the processor fetches it in time.
 static void by_tiles(const Job<bf16>& job) {
     const bf16 *x = job.x, *block = job.block;
-    const char* next = (const char*)block + job.ahead;
+    const char *next = (const char*)block, *last = next + (job.in / DEEP - 1) * DEEP * SIDE * 2;
     const long from = job.stride * 2, to = job.apart * 4, wide = SIDE * 4;  // Bytes from row to row.
     float* lower = job.sums + ROWS * job.apart;
     const bool two = job.tokens > ROWS, alone = job.lines == 2;
@@ -139,12 +142,13 @@ static void by_tiles(const Job<bf16>& job) {
         _tile_loadd(2, lower, to);
         _tile_loadd(3, lower + ROWS, to);
     }
-    for (long k = 0; k + DEEP <= job.in; k += DEEP, block += DEEP * SIDE, next += DEEP * SIDE * 2) {
-        if (alone) prefetch(next);
+    for (long k = 0; k + DEEP <= job.in; k += DEEP, block += DEEP * SIDE) {
+        next = std::min(next + DEEP * SIDE * 2, last);  // What is behind the last step may not be readable.
+        if (alone) read_lines(next);
         _tile_loadd(4, x + k, from);
         _tile_loadd(6, block, wide);
         _tile_dpbf16ps(0, 4, 6);
-        if (alone) prefetch(next + ROWS * 64);
+        if (alone) read_lines(next + ROWS * 64);
         _tile_loadd(7, block + SIDE, wide);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
