@@ -58,7 +58,7 @@ class Always:
 # at least of that of the best chain (test_trees.py).
 MENU: tuple[Tree | None, ...] = (
     None,
-    *map(Tree.chain, (1, 3, 5, 9)),
+    *map(Tree.chain, (2, 4, 7, 10)),
     Tree.of("3/2,1,0"),
     Tree.of("5/4,2,2,1,0/3,2,1,0,2,1,1,0,0"),
     Tree.of("4/3,1,1,1/3,1,1,1,1,0/3,1,1,1,1,1,1/2,1,0,1,0,1,0,1,0"),
@@ -70,13 +70,15 @@ class Auto:
 
     Acceptance is learnt for the 1st, 2nd, 3rd ... sibling at each depth (`Acceptance`), and gives the expected tokens
     of every shape (Sequoia, arXiv 2402.12374). The seconds of whole rounds are learnt for each shape (`Costs`). Rounds
-    come in pairs of one shape, and the first is not timed, as in `lengthRules.CostAware`. Shapes are few, because those
-    that return often are faster: graphs are made for each. The estimates outlive a text: use one object for all texts.
+    come in pairs of one shape. Only the second teaches: the first finds cold caches, as in `lengthRules.CostAware`, and
+    learning takes time that a small model's rounds notice. Shapes are few, because those that return often are faster:
+    graphs are made for each. The estimates outlive a text: use one object for all texts.
     """
 
-    PROBE = 24  # One pair of rounds in PROBE tries another shape,
-    WORTH = 0.5  # unless it seems to give less than this share of the tokens per second of the best.
-    LOOK = 8  # Rounds between two searches for the best shape, so that a small model's rounds do not wait for Python.
+    # One pair of rounds in PROBE tries another shape: by turns the one that seems second best, and each in order, as a
+    # shape that seems slow may have been timed while the machine was busy.
+    PROBE = 48
+    LOOK = 32  # Rounds between two searches for the best shape, so that a small model's rounds do not wait for Python.
     LEVEL, NODE = 0.25, 0.02  # Expected costs of a level and of a node beside plain decoding, until rounds were timed.
 
     def __init__(self, shapes: Sequence[Tree | None] | None = None) -> None:
@@ -88,7 +90,7 @@ class Auto:
         self.costs = Costs(
             {tree: 1.0 if tree is None else 1 + self.LEVEL * tree.depth + self.NODE * tree.size for tree in self.shapes}
         )
-        # What is tried first: a middling tree and chain, plain decoding, the largest tree.
+        # What is tried first: two middling shapes, the largest tree, plain decoding.
         by_size = sorted(trees, key=lambda tree: tree.size)
         self.opening: list[Tree | None] = [by_size[len(by_size) // 2], by_size[len(by_size) // 4], by_size[-1], None]
         self.opening = [tree for tree in self.opening if tree in self.shapes]
@@ -112,15 +114,17 @@ class Auto:
             return self.opening[pair]
         if pair % self.PROBE:
             return self.best
-        other = self.shapes[pair // self.PROBE % len(self.shapes)]
-        return other if self.rate(other) > self.WORTH * self.rate(self.best) else self.best
+        turn = pair // self.PROBE
+        if turn % 2:
+            return max((shape for shape in self.shapes if shape != self.best), key=self.rate)
+        return self.shapes[turn // 2 % len(self.shapes)]
 
     def learn(self, last: dict[int, int]) -> None:
         if self.repeated:
             self.costs.learn(self.current, time.perf_counter() - self.start)
-        if self.current:
-            self.acceptance.add(self.current, last.values())
-        if self.rounds % self.LOOK == 0:
+            if self.current:
+                self.acceptance.add(self.current, last.values())
+        if self.rounds % self.LOOK == 2 * len(self.opening):
             self.table = self.acceptance.table(*self.extent)
             self.best = max(self.shapes, key=self.rate)
 

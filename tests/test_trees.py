@@ -104,3 +104,17 @@ def test_the_menu_is_nearly_as_good_as_the_best_shape(first, level, node):
 def test_auto_tries_other_shapes_again(monkeypatch):
     free = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + 0.02 * tree.size, accepted=2)
     assert len(set(free.play(Auto(), 800)[100:])) > 3
+
+
+def test_auto_forgets_a_busy_start(monkeypatch):
+    """While the machine was busy, every shape but plain decoding seemed slow."""
+    rounds = 0
+
+    def seconds(tree):
+        nonlocal rounds
+        rounds += 1
+        busy = 30.0 if rounds < 20 and tree else 1.0
+        return busy * (1.0 + 0.01 * tree.size if tree else 1.0)
+
+    asked = Clock(monkeypatch, seconds, accepted=9).play(Auto(), 4000)
+    assert asked[20:60].count(None) > 20 and asked[-500:].count(None) < 50
