@@ -20,10 +20,13 @@ from experiments import theory
 from methods.makers import Sampler, Wrap
 from utils import Sampling, probabilities, seen_after
 
-# Of each depth of a round: rounds that reached it, that is, whose guesses before it were all accepted; of these, rounds
-# with a guess there; the sum of their overlaps. In a tree the guess is a first child. The same two figures follow for
-# second children, for third ones, and so on: rounds with such a child there; the sum of the probabilities that it is
-# the one accepted.
+# The counts of one depth of a round, (reached, tested, overlap, tested, chance, ...), summed over rounds:
+#   reached: rounds in which all guesses before this depth were accepted;
+#   tested, overlap: of these, the rounds with a guess here, and the sum of their overlaps;
+#   tested, chance: in a tree, the same for second children, and so on: the rounds that had one, and the sum of the
+#     probabilities that it is the child accepted.
+# (10, 10, 7.0, 6, 0.9): ten rounds came this far, and each had a guess here. The overlap was 0.7 on average. Six had a
+# second child too, which was accepted with a probability of 0.15 on average.
 Position = tuple[float, ...]
 Positions = list[Position]
 
