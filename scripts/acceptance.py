@@ -137,8 +137,20 @@ class Rejected(torch.autograd.Function):
 
 
 def soft_nucleus(probs: Tensor) -> tuple[Tensor, Tensor]:
-    """How far each token is inside the nucleus of `probs[N, V]`, from 0 to 1 `[N, V]`, and the nucleus' edge `[N, 1]`:
-    between the least probable token inside and the most probable one outside."""
+    """How far each token is inside the nucleus of `probs[N, V]`, from 0 to 1 `[N, V]`, and the edge of the nucleus
+    `[N, 1]`.
+
+    The nucleus holds the most probable tokens, as many as it takes to reach top-p. A token is inside it or outside;
+    a step from 0 to 1 has no gradient. So the step is made a slope. Its middle, the edge, is a probability between that
+    of the last token inside and that of the first one outside (their geometric mean). A token at the edge counts as
+    half inside, and one of twice its probability as 0.94.
+
+    With top-p 0.9 and the probabilities 0.5, 0.3, 0.15 and 0.05, the first three tokens are the nucleus: two have only
+    0.8 together. The edge is (0.15 * 0.05) ** 0.5 = 0.087. The tokens are inside by 0.999, 0.993, 0.9 and 0.1, where
+    top-p itself says 1, 1, 1 and 0.
+
+    If the first token outside is very improbable, the edge is WIDEST times the probability of the last one inside.
+    """
     ordered = torch.from_numpy(np.sort(probs.cpu().numpy(), axis=-1)).flip(-1).to(probs.device)
     inside = least_kept(ordered, SAMPLING.top_p)
     outside = probs.masked_fill(probs >= inside, 0.0).amax(-1, keepdim=True)
