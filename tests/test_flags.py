@@ -194,7 +194,7 @@ TABLES = {
         "--models": Choice("target", "draft", "mid"),
         "--minutes": Number(0.01, 10**6, ["0"]),
         "--tokens": COUNT,
-        "--stage": Whole(1, 4),
+        "--stage": Whole(1, 5),
         "--out": OUT,
         "--device": DEVICE,
         "--seed": Whole(0, 10**9),
