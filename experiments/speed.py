@@ -6,6 +6,7 @@ course report divides the total time, prefill included, by n; that figure is kep
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -123,10 +124,16 @@ def interval(
         return middle, float("nan"), float("nan")
     if np.ptp(array) == 0:
         return middle, middle, middle
+    return middle, *resampled(tuple(array.tolist()), statistic, seed)
+
+
+@functools.lru_cache(maxsize=4096)  # The documentation shows the same figures at several places.
+def resampled(values: tuple[float, ...], statistic: Callable[..., Any], seed: int) -> tuple[float, float]:
+    """The ends of the 95 % bootstrap interval of two or more values."""
     found = bootstrap(
-        (array,), statistic, method="percentile", n_resamples=2000, rng=np.random.default_rng(seed)
+        (np.array(values),), statistic, method="percentile", n_resamples=2000, rng=np.random.default_rng(seed)
     ).confidence_interval
-    return middle, float(found.low), float(found.high)
+    return float(found.low), float(found.high)
 
 
 def paired_ratios(
