@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import signal
 import socket
 import subprocess
 import time
@@ -25,6 +26,7 @@ NAMES = {  # of the weights of a layer
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
 }
+SURE = 0.5  # how probable a guess must be to the draft
 WAIT = 600  # seconds for the server to load a model, and to write a text
 
 
@@ -97,15 +99,31 @@ class Engine:
         if load.draft:
             command += [
                 "--model-draft", str(load.draft / "model.gguf"), "--spec-type", "draft-simple",
-                "--spec-draft-n-max", str(load.gamma), "--spec-draft-n-min", "0", "--spec-draft-p-min", "0",
-                "--threads-draft", str(load.threads),
+                "--spec-draft-n-max", str(load.gamma), "--spec-draft-n-min", "0", "--threads-draft", str(load.threads),
+                # It guesses the draft's likeliest token, which is often wrong where the draft is unsure, and it guesses
+                # no further there. Random weights are never sure, and a coin accepts them.
+                "--spec-draft-p-min", "0" if load.alpha else str(SURE),
             ]
         if load.alpha:  # Each rate is that of a guess and of all before it.
             command += ["--spec-synth-rates", ",".join(str(load.alpha**i) for i in range(1, load.gamma + 1))]
         # fmt: on
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         self.port = port
-        self.wait()
+        self.start(command)
+
+    def start(self, command: list[str]) -> None:
+        """Start the server, and wait until the model is loaded.
+
+        The server may die of its code for AMX: GCC 12 leaves out a part of the stores that describe the tiles, because
+        its `_tile_loadconfig` claims to read 8 of the 64 bytes. Without repacked weights that code is not used.
+        """
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            self.wait()
+        except RuntimeError:
+            if self.process.poll() != -signal.SIGSEGV:
+                raise
+            self.process = subprocess.Popen([*command, "--no-repack"], stdout=subprocess.DEVNULL)
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the model is loaded."""
