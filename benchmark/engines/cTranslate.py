@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM
 
 from benchmark.engines.catalogue import Answer, Asked, Load
@@ -17,10 +16,10 @@ TRIAL, TRIALS = Asked([0], 8, 0.0, 1.0, 0), 4  # what is decoded to find the bet
 
 
 def convert(weights: Weights, folder: Path, bits: int) -> None:
-    """Write the model with the library's own converter."""
+    """Write the model with the library's own converter. It keeps the type of the weights; they are widened on loading."""
     from ctranslate2.converters.transformers import GPTNeoXLoader
 
-    model = AutoModelForCausalLM.from_pretrained(weights.folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(weights.folder, dtype="auto")
     model.resize_token_embeddings(weights.vocabulary)
     # The converter looks for these where older versions of transformers had them.
     model.config.rotary_pct, model.embed_out = weights.rotary / weights.head, model.get_output_embeddings()
