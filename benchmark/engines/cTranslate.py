@@ -16,7 +16,7 @@ TRIAL, TRIALS = Asked([0], 8, 0.0, 1.0, 0), 4  # what is decoded to find the bet
 
 
 def convert(weights: Weights, folder: Path, bits: int) -> None:
-    """Write the model with the library's own converter. It keeps the type of the weights; they are widened on loading."""
+    """Write the model with the library's own converter. It keeps the type of the weights, and loading widens them."""
     from ctranslate2.converters.transformers import GPTNeoXLoader
 
     model = AutoModelForCausalLM.from_pretrained(weights.folder, dtype="auto")
