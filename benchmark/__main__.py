@@ -105,6 +105,8 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     if options.peers and processes.count > 1:
         raise UserError("--peers is for one process: start it without accelerate launch")
     progress, device = Progress(), processes.own_device(options.device)
+    if options.peers and device != "cpu":
+        raise UserError("--peers needs --device cpu: the other engines run on the CPU here")
     dtype = options.dtype or pick_dtype(device)
     models, prompts = load(options, dtype, device)
     library = {role: library_twin(model.model) for role, model in models.items()}
@@ -120,15 +122,16 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
         print(f"{len(where)} processes, each with prompts of its own: {', '.join(where)}")
         if len(where) > len(prompts):
             print(f"More processes ({len(where)}) than prompts ({len(prompts)}): {len(where) - len(prompts)} idle.")
-    peers = start(options, models, library, prompts, dtype, device, progress)
+    variants, took = {"eager": models}, None
+    if options.compile:
+        progress.say("compiling")
+        ready, took = compiled(models, options.gamma)
+        if None not in took:  # Otherwise a line has said why.
+            variants["compiled"] = ready
+    record["compile_seconds"] = took
+    # After compiling, which takes as much memory again as the models: the engines must fit into what is left.
+    peers = start(options, models, library, prompts, dtype, progress)
     try:
-        variants, took = {"eager": models}, None
-        if options.compile:
-            progress.say("compiling")
-            ready, took = compiled(models, options.gamma)
-            if None not in took:  # Otherwise a line has said why.
-                variants["compiled"] = ready
-        record["compile_seconds"] = took
         record["speed"] = speed(options, variants, library, prompts, device, progress, processes, peers)
     finally:
         for peer in peers:

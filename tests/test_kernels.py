@@ -1,6 +1,10 @@
 """The kernels of sampling and verification give the same numbers as the PyTorch code that they replace. (For those of
 linear layers and attention see test_cpuGraphs.py.)"""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from helpers import FULL
@@ -190,3 +194,41 @@ def test_a_graph_can_draw_siblings():
 def test_the_smallest_numbers_stay_what_they_are():
     """A library built with -ffast-math makes the whole process flush denormal numbers to 0; the loader undoes it."""
     assert 5e-324 * float("1") > 0 and bool(torch.tensor(1e-45) > 0)
+
+
+LOOP = r"""
+#include "threads.h"
+#include <cstdio>
+int main() {
+    const int64_t begin = 3, end = 1003;
+    static int seen[end], by[end];
+    at::internal::invoke_parallel(begin, end, 300, [](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++) seen[i]++, by[i] = omp_get_thread_num() + 1;
+    });
+    int64_t once = 0, used[9] = {};
+    for (int64_t i = 0; i < end; i++) once += seen[i] == (i >= begin), used[by[i]]++;
+    std::printf("%ld %ld %ld %ld %ld", long(once), long(used[1]), long(used[2]), long(used[3]), long(used[4]));
+}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP library")
+def test_loops_without_pragmas_run_on_the_threads_of_torch(tmp_path):
+    compiler, source = os.environ.get("CXX", "g++"), tmp_path / "loop.cpp"
+    source.write_text(LOOP)
+    (library,) = loader.openmp_of_torch()
+    command = [compiler, "-std=c++20", "-DGNU_OPENMP", f"-I{loader.FOLDER}", str(source), library]
+    subprocess.run([*command, f"-Wl,-rpath,{loader.TORCH / 'lib'}", "-o", str(tmp_path / "loop")], check=True)
+    found = subprocess.run([tmp_path / "loop"], env=os.environ | {"OMP_NUM_THREADS": "5"}, stdout=subprocess.PIPE)
+    # Each number once; 4 of the 5 threads, because a thread takes 300 if there are so many: 250 of 1000.
+    assert found.stdout.split() == [b"1003", b"250", b"250", b"250", b"250"]
+
+
+def test_what_a_compiler_has_of_openmp(monkeypatch):
+    monkeypatch.setattr(loader, "openmp_of_torch", lambda: ["/lib/libgomp.so"])
+    for name, kinds in {"clang": ["-DGNU_OPENMP"], "gcc": ["-fopenmp"]}.items():
+        monkeypatch.setattr(loader, "accepts", lambda _, flags, text="", name=name: bool(flags) or name == "gcc")
+        assert [flag for flag in loader.torch_flags(name) if "OPENMP" in flag.upper()][1:] == kinds
+    monkeypatch.setattr(loader, "openmp_of_torch", lambda: ["/lib/libomp.dylib"])
+    monkeypatch.setattr(loader, "accepts", lambda _, flags, text="": bool(flags))
+    assert "-fopenmp" in loader.torch_flags("clang")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
+import signal
 import socket
 import subprocess
 import time
@@ -24,6 +26,7 @@ NAMES = {  # of the weights of a layer
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
 }
+SURE = 0.5  # how probable a guess must be to the draft
 WAIT = 600  # seconds for the server to load a model, and to write a text
 
 
@@ -44,32 +47,38 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list([f"t{token}" for token in range(weights.vocabulary)])
     writer.add_token_types([gguf.TokenType.NORMAL] * weights.vocabulary)
-    add(writer, "token_embd.weight", weights["gpt_neox.embed_in.weight"], bits)
-    add(writer, "output.weight", weights["embed_out.weight"], bits)
+    stored = {  # {name in the file: name of the weight}
+        "token_embd.weight": "gpt_neox.embed_in.weight",
+        "output.weight": "embed_out.weight",
+    }
     for part in ("weight", "bias"):
-        add(writer, f"output_norm.{part}", weights[f"gpt_neox.final_layer_norm.{part}"], bits)
+        stored[f"output_norm.{part}"] = f"gpt_neox.final_layer_norm.{part}"
         for layer in range(weights.layers):
             for name, other in NAMES.items():
-                weight = weights[f"gpt_neox.layers.{layer}.{name}.{part}"]
-                if other == "attn_qkv":  # By head, each with q, k and v -> all of q, all of k, all of v.
-                    grouped = weight.reshape(weights.heads, 3, weights.head, *weight.shape[1:])
-                    weight = grouped.swapaxes(0, 1).reshape(weight.shape)
-                add(writer, f"blk.{layer}.{other}.{part}", weight, bits)
+                stored[f"blk.{layer}.{other}.{part}"] = f"gpt_neox.layers.{layer}.{name}.{part}"
+    # The sizes come first, and then the weights one after another: in memory there is never more than one of them.
+    for name, source in stored.items():
+        shape = weights.stored(source).shape
+        kind = kind_of(len(shape), bits)
+        size = gguf.quant_shape_to_byte_shape(shape, kind)
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), math.prod(size), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for name, source in stored.items():
+        weight = weights[source]
+        if "attn_qkv" in name:  # By head, each with q, k and v -> all of q, all of k, all of v.
+            grouped = weight.reshape(weights.heads, 3, weights.head, *weight.shape[1:])
+            weight = grouped.swapaxes(0, 1).reshape(weight.shape)
+        writer.write_tensor_data(gguf.quants.quantize(np.ascontiguousarray(weight), kind_of(weight.ndim, bits)))
     writer.close()
 
 
-def add(writer: gguf.GGUFWriter, name: str, weight: np.ndarray, bits: int) -> None:
-    """Add a weight: a matrix in `bits` bits, anything else in float32."""
-    if weight.ndim == 1:
-        writer.add_tensor(name, np.ascontiguousarray(weight))
-    elif bits == 16:
-        writer.add_tensor(name, weight.astype(np.float16))
-    else:
-        kind = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
+def kind_of(dimensions: int, bits: int) -> gguf.GGMLQuantizationType:
+    """How a weight is stored: a matrix in `bits` bits, anything else in float32."""
+    if dimensions == 1:
+        return gguf.GGMLQuantizationType.F32
+    return gguf.GGMLQuantizationType.F16 if bits == 16 else gguf.GGMLQuantizationType.Q8_0
 
 
 class Engine:
@@ -90,15 +99,31 @@ class Engine:
         if load.draft:
             command += [
                 "--model-draft", str(load.draft / "model.gguf"), "--spec-type", "draft-simple",
-                "--spec-draft-n-max", str(load.gamma), "--spec-draft-n-min", "0", "--spec-draft-p-min", "0",
-                "--threads-draft", str(load.threads),
+                "--spec-draft-n-max", str(load.gamma), "--spec-draft-n-min", "0", "--threads-draft", str(load.threads),
+                # It guesses the draft's likeliest token, which is often wrong where the draft is unsure, and it guesses
+                # no further there. Random weights are never sure, and a coin accepts them.
+                "--spec-draft-p-min", "0" if load.alpha else str(SURE),
             ]
         if load.alpha:  # Each rate is that of a guess and of all before it.
             command += ["--spec-synth-rates", ",".join(str(load.alpha**i) for i in range(1, load.gamma + 1))]
         # fmt: on
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         self.port = port
-        self.wait()
+        self.start(command)
+
+    def start(self, command: list[str]) -> None:
+        """Start the server, and wait until the model is loaded.
+
+        The server may die of its code for AMX: GCC 12 leaves out a part of the stores that describe the tiles, because
+        its `_tile_loadconfig` claims to read 8 of the 64 bytes. Without repacked weights that code is not used.
+        """
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            self.wait()
+        except RuntimeError:
+            if self.process.poll() != -signal.SIGSEGV:
+                raise
+            self.process = subprocess.Popen([*command, "--no-repack"], stdout=subprocess.DEVNULL)
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the model is loaded."""

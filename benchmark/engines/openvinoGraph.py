@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import openvino
+import torch
 from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
+from torch import Tensor
 
 from benchmark.engines.weights import Weights
 
@@ -20,6 +23,8 @@ class GraphBuilder:
 
     def __init__(self, weights: Weights, bits: int) -> None:
         self.weights, self.bits = weights, bits
+        self.alive: list[np.ndarray] = []  # what constants refer to
+        self.decompressions: set[str] = set()
         self.states: list[Node] = []
 
     def constant(self, name: str) -> Node:
@@ -28,14 +33,28 @@ class GraphBuilder:
 
     def matrix(self, name: str) -> Node:
         """A matrix, stored in `bits` bits and converted to float32 where it is used."""
-        weight = self.weights[name]
         if self.bits == 16:
-            return ops.convert(ops.constant(weight.astype(np.float16)), "f32")
-        wide = weight.astype(np.float32)
+            return self.marked(ops.convert(self.short(self.weights.stored(name)), "f32"))
+        wide = self.weights[name]
         scale = (np.abs(wide).max(1, keepdims=True) / 127).astype(np.float16)
         whole = np.round(wide / np.maximum(scale.astype(np.float32), 1e-12)).clip(-127, 127).astype(np.int8)
         stored = ops.multiply(ops.convert(ops.constant(whole), "f16"), ops.constant(scale))
         return ops.convert(stored, "f32")
+
+    def short(self, weight: Tensor) -> Node:
+        """A matrix in 16 bits: bfloat16 as the file has it, or else float16. A bfloat16 one is not copied: the graph
+        refers to the file."""
+        if weight.dtype != torch.bfloat16:
+            return ops.constant(weight.to(torch.float16).numpy())
+        # numpy has no bfloat16.
+        bits = weight.contiguous().view(torch.int16).numpy()
+        self.alive.append(bits)
+        return ops.constant(openvino.Tensor(bits, bits.shape, openvino.Type.bf16))
+
+    def marked(self, widened: Node) -> Node:
+        """A conversion of weights, noted for `mark_decompression`."""
+        self.decompressions.add(widened.get_friendly_name())
+        return widened
 
     def linear(self, x: Node, name: str) -> Node:
         """A linear layer with a bias."""
@@ -142,6 +161,23 @@ def causal(ids: Node, mask: Node, zero: Node, one: Node) -> Node:
     return ops.select(hidden, ops.constant(np.float32(np.finfo(np.float32).min)), ops.constant(np.float32(0)))
 
 
-def write_graph(weights: Weights, bits: int, path: Path) -> None:
+def write_graph(weights: Weights, bits: int, folder: Path) -> None:
     """Write the model as openvino_model.xml and openvino_model.bin."""
-    openvino.save_model(GraphBuilder(weights, bits).model(), path / "openvino_model.xml", compress_to_fp16=False)
+    path, builder = folder / "openvino_model.xml", GraphBuilder(weights, bits)
+    openvino.save_model(builder.model(), path, compress_to_fp16=False)
+    mark_decompression(path, builder.decompressions)
+
+
+def mark_decompression(path: Path, names: set[str]) -> None:
+    """Mark conversions in a written graph as the decompression of weights, as OpenVINO's own converter marks them.
+
+    Otherwise the plugin widens all weights to float32 when it loads the graph, and keeps them beside the ones that it
+    computes with: three times the memory. Its Python interface has no call that sets the mark.
+    """
+    tree = ElementTree.parse(path)
+    for layer in tree.iter("layer"):
+        if layer.get("name") in names:
+            mark = ElementTree.Element("rt_info")
+            ElementTree.SubElement(mark, "attribute", name="decompression", version="0")
+            layer.insert(1, mark)  # after <data>
+    tree.write(path, encoding="utf-8", xml_declaration=True)

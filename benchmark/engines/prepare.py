@@ -24,7 +24,7 @@ from inputs.files import gigabytes
 MODELS = FOLDER / "models"
 DONE = "done"  # a file in the folder of a converted model that is complete
 ROOM = 1.25  # memory and disk that a model takes, over the bytes of its weights
-WORKING = {"cTranslate": 4}  # bytes for each weight while a model is converted, if not those that are stored
+WORKING = 2  # bytes for each weight while a model is converted: engines keep what they write, but for 16-bit weights
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def convert(row: Row, source: Source, make_child: Callable[[], Child]) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    working = source.parameters * WORKING.get(row.module, row.stored)
+    working = source.parameters * WORKING
     check_room("converting", ROOM * working, available_memory("cpu"), "of memory")
     check_room("converting", ROOM * size, shutil.disk_usage(folder).free, "on the disk")
     with make_child() as child:

@@ -17,7 +17,6 @@ from benchmark.rows import ALPHAS
 from engine.cachedModel import CachedModel
 from inputs.models import find_model, model_version
 from lossless.evidence import limit_of
-from utils import UserError
 
 ALPHA = ALPHAS[1]  # of synthetic acceptance
 
@@ -47,15 +46,12 @@ def start(
     library: Mapping[str, PreTrainedModel],
     prompts: Sequence[list[int]],
     dtype: str,
-    device: str,
     progress: Progress,
     make_child: Callable[[], Child] = Child,
 ) -> list[Peer]:
-    """The rows of the engines in `options.peers`, ready or failed. Raises UserError on a GPU: they run on CPUs."""
+    """The rows of the engines in `options.peers`, ready or failed."""
     if not options.peers:
         return []
-    if device != "cpu":
-        raise UserError("--peers needs --device cpu: the other engines run on the CPU here")
     chosen = [row for row in rows(dtype, ALPHA if options.shapes else None) if row.engine in options.peers]
     exact = {role: reference(options, role, models[role], library[role]) for role in models}
     # Models with random weights agree by accident, so nothing is learnt from their speculative text.

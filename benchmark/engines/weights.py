@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import safe_open
+from torch import Tensor
 
 EMBEDDINGS = ("gpt_neox.embed_in.weight", "embed_out.weight", "lm_head.weight")
 
@@ -36,7 +37,11 @@ class Weights:
             self.files |= dict.fromkeys(opened.keys(), opened)
 
     def __getitem__(self, name: str) -> np.ndarray:
+        return self.stored(name).float().numpy()
+
+    def stored(self, name: str) -> Tensor:
+        """A weight in the type that the file has. It is mapped from the file, not copied."""
         if name not in self.files and name == "embed_out.weight":
             name = "lm_head.weight"  # as newer versions of transformers call it
-        found = self.files[name].get_tensor(name).float().numpy()
+        found = self.files[name].get_tensor(name)
         return found[: self.vocabulary] if name in EMBEDDINGS else found

@@ -135,6 +135,8 @@ def build(compiler: str, native: list[str], path: Path) -> None:
 def torch_flags(compiler: str) -> list[str]:
     """The flags for a source that includes torch's headers. Without OpenMP its loops run on one thread."""
     openmp = ["-fopenmp"] if accepts(compiler, ["-fopenmp"], "#include <omp.h>") else []
+    if "gomp" in "".join(openmp_of_torch()) and not accepts(compiler, [], "#ifdef __clang__\n#error\n#endif"):
+        openmp = ["-DGNU_OPENMP"]  # threads.h
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     includes = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
     return ["-DAT_PARALLEL_OPENMP=1", *openmp, abi, *includes]
@@ -143,12 +145,16 @@ def torch_flags(compiler: str) -> list[str]:
 def links() -> list[str]:
     """The libraries to link with."""
     libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
-    # torch's own OpenMP: a second one would start threads of its own.
-    openmp = list(map(str, [*(TORCH / "lib").glob("libgomp*"), *(TORCH / "lib").glob("lib?omp.dylib")]))[:1]
+    openmp = openmp_of_torch()
     if sys.platform == "darwin" or not openmp:
         return [*openmp, *libraries]
     vector_functions = ["-lmvec"] if platform.machine() == "x86_64" else []
     return ["-nodefaultlibs", *openmp, *vector_functions, "-lm", "-lstdc++", "-lc", "-lgcc_s", *libraries]
+
+
+def openmp_of_torch() -> list[str]:
+    """torch's own OpenMP library: a second one would start threads of its own. Empty if torch brings none."""
+    return list(map(str, [*(TORCH / "lib").glob("libgomp*"), *(TORCH / "lib").glob("lib?omp.dylib")]))[:1]
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 // Shared by all kernels: conversion of bfloat16, vector helpers, prefetch, and access to a tensor's memory.
 #pragma once
 #include "multiply.h"
+#include "threads.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
