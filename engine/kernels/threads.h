@@ -9,7 +9,7 @@
 #include <cstdint>
 
 extern "C" {
-void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+void GOMP_parallel(void (*work)(void*), void* data, unsigned threads, unsigned flags);
 int omp_get_num_threads();
 int omp_get_thread_num();
 }
@@ -18,15 +18,14 @@ namespace at::internal {
 
 // Calls f(from, to) on each thread, for its part of begin ... end: of at least `grain` numbers if there are so many.
 template <typename F>
-void invoke_parallel(int64_t begin, int64_t end, int64_t grain, const F &f) {
+void invoke_parallel(int64_t begin, int64_t end, int64_t grain, const F& f) {
     auto part = [&] {
         const int64_t most = grain > 0 ? (end - begin + grain - 1) / grain : end - begin;
         const int64_t threads = std::min<int64_t>(omp_get_num_threads(), most);
         const int64_t length = (end - begin + threads - 1) / threads, from = begin + omp_get_thread_num() * length;
-        if (from < end)
-            f(from, std::min(end, from + length));
+        if (from < end) f(from, std::min(end, from + length));
     };
-    GOMP_parallel([](void *data) { (*static_cast<decltype(part) *>(data))(); }, &part, 0, 0);
+    GOMP_parallel([](void* data) { (*static_cast<decltype(part)*>(data))(); }, &part, 0, 0);
 }
 
 }  // namespace at::internal
