@@ -136,6 +136,8 @@ class Multiply(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("most_floats", ctypes.c_long),
         ("most_bf16", ctypes.c_long),
+        ("part_floats", ctypes.c_long),
+        ("part_bf16", ctypes.c_long),
         ("floats", ctypes.CFUNCTYPE(None, ctypes.POINTER(Job))),
         ("bf16s", ctypes.CFUNCTYPE(None, ctypes.POINTER(Job))),
         ("done", ctypes.CFUNCTYPE(None)),

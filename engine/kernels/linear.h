@@ -41,9 +41,8 @@ static inline void finish(const Sums& sums, const Sums& bias, T* y, long count, 
 template <typename T>
 static void through_blocks(const Multiply& kernel, const T* x, const T* packed, long blocks, long tokens, long in,
                            Sums* sums) {
-    constexpr long PART = 32 << 10;  // Bytes: it stays in the first cache beside the tokens.
     long jobs = (tokens + kernel.most<T>() - 1) / kernel.most<T>();
-    long depth = jobs == 1 ? in : PART / (SIDE * long(sizeof(T)));
+    long depth = jobs == 1 ? in : kernel.part<T>() / (SIDE * long(sizeof(T)));
     for (long from = 0; from < in; from += depth)
         for (long b = 0; b < blocks; b++)
             for (long job = 0; job < jobs; job++) {

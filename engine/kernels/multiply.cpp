@@ -84,6 +84,8 @@ static void by_vectors(const Job<T>& job) {
         }
 }
 
+constexpr long NEAR = 32 << 10;  // Bytes that stay in the first cache beside the tokens.
+
 template <typename T, int M = MOST>
 static void vectors(const Job<T>& job) {
     if (job.tokens == M) return by_vectors<M>(job);
@@ -94,6 +96,7 @@ static void vectors(const Job<T>& job) {
 constexpr long ROWS = 16;          // Rows of a tile.
 constexpr long DEEP = 32;          // 16-bit numbers in a row of a tile: the part of `in` that one instruction multiplies.
 constexpr long TILED = 2 * ROWS;   // Tokens of a job.
+constexpr long FAR = 160 << 10;    // Bytes that stay in the second cache beside the tokens.
 
 static thread_local long configured = 0;  // The tokens that this thread's tiles are configured for.
 
@@ -122,13 +125,12 @@ static inline void read_lines(const char* from) {
     for (long line = 0; line < ROWS; line++) (void)*(const volatile int*)(from + 64 * line);
 }
 
-// A block that one job goes through is read one step ahead. If several jobs share it, the processor fetches it in time.
 static void by_tiles(const Job<bf16>& job) {
     const bf16 *x = job.x, *block = job.block;
     const char *next = (const char*)block, *last = next + (job.in / DEEP - 1) * DEEP * SIDE * 2;
     const long from = job.stride * 2, to = job.apart * 4, wide = SIDE * 4;  // Bytes from row to row.
     float* lower = job.sums + ROWS * job.apart;
-    const bool two = job.tokens > ROWS, alone = job.lines == 2;
+    const bool two = job.tokens > ROWS;
     configure(job.tokens);
     _tile_zero(0);
     _tile_zero(1);
@@ -144,11 +146,11 @@ static void by_tiles(const Job<bf16>& job) {
     }
     for (long k = 0; k + DEEP <= job.in; k += DEEP, block += DEEP * SIDE) {
         next = std::min(next + DEEP * SIDE * 2, last);  // What is behind the last step may not be readable.
-        if (alone) read_lines(next);
+        read_lines(next);
         _tile_loadd(4, x + k, from);
         _tile_loadd(6, block, wide);
         _tile_dpbf16ps(0, 4, 6);
-        if (alone) read_lines(next + ROWS * 64);
+        read_lines(next + ROWS * 64);
         _tile_loadd(7, block + SIDE, wide);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
@@ -184,8 +186,8 @@ static void done() {  // The operating system need not keep the tiles of this th
     if (configured) _tile_release();
     configured = 0;
 }
-extern const Multiply KIND = {NAME, MOST, TILED, vectors<float>, tiles, done};
+extern const Multiply KIND = {NAME, MOST, TILED, NEAR, FAR, vectors<float>, tiles, done};
 #else
 static void done() {}
-extern const Multiply KIND = {NAME, MOST, MOST, vectors<float>, vectors<bf16>, done};
+extern const Multiply KIND = {NAME, MOST, MOST, NEAR, NEAR, vectors<float>, vectors<bf16>, done};
 #endif

@@ -28,6 +28,7 @@ struct Job {
 struct Multiply {
     const char* name;
     long most_floats, most_bf16;  // Tokens of one job.
+    long part_floats, part_bf16;  // Bytes of a block that several jobs go through before the next bytes are read.
     void (*floats)(const Job<float>&);
     void (*bf16s)(const Job<bf16>&);
     void (*done)();  // Called by each thread after its last job.
@@ -35,6 +36,7 @@ struct Multiply {
     void run(const Job<float>& job) const { floats(job); }
     void run(const Job<bf16>& job) const { bf16s(job); }
     template <typename T> long most() const { return sizeof(T) == 2 ? most_bf16 : most_floats; }
+    template <typename T> long part() const { return sizeof(T) == 2 ? part_bf16 : part_floats; }
 };
 
 const Multiply& multiply_in_use();
