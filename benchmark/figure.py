@@ -84,4 +84,4 @@ def draw_limits(axes: plt.Axes, record: dict[str, Any]) -> None:
         ylabel="% of the limit",
     )
     axes.set_title("time to read as many bytes / time of the forward", fontsize=9, loc="left")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, edgecolor="none", framealpha=0.8)
