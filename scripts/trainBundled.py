@@ -65,7 +65,7 @@ class Recipe:
 # second stage repaired part of that. Its third stage, at full rates and on more text, repaired the rest. The draft's
 # second stage read too few windows of the corpus, again and again; its third reads more. Its fourth reads more
 # texts that the target wrote. Alone it agreed less at temperature 1; the mean of the weights before and after does not.
-# Its fifth reads more of them at higher rates; the weights before are too far away for a mean.
+# Its fifth reads more such texts, at higher rates. A mean with the weights before it does not help.
 MODELS = {
     "target": Recipe(
         12,

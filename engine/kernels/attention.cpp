@@ -462,8 +462,9 @@ static void store(const at::Tensor& states, const at::Tensor& positions, const a
 }
 
 // The operators `attend` and `attend_tree`. First they write the tokens' keys and values [B, G, n, d] to the slots of
-// the cache, kept_keys and kept_values [B, G, capacity, d], that positions [B, n] name. Then each query of [B, H, n, d] attends to the slots
-// up to its own -> [B, n, H, d]. Beyond the slots root[B], the nodes of a tree attend only to their ancestors[n].
+// the cache, kept_keys and kept_values [B, G, capacity, d], that positions [B, n] name. Then each query of [B, H, n, d]
+// attends to the slots up to its own -> [B, n, H, d]. Beyond the slots root[B], the nodes of a tree attend only to
+// their ancestors[n].
 static at::Tensor attend_any(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                              const at::Tensor& positions, const int64_t* root, const int64_t* ancestors,
                              const at::Tensor& kept_keys, const at::Tensor& kept_values, double scale) {

@@ -36,8 +36,8 @@ static inline void finish(const Sums& sums, const Sums& bias, T* y, long count, 
 // Multiplies all tokens with `blocks` blocks -> sums[blocks][tokens].
 //
 // A job takes as many tokens as the registers have room for. Few tokens are one job, which goes through a block from
-// one end to the other. More tokens take several jobs for each part of a block, so that the part is read from memory once.
-// The blocks take turns, so that the same part of x, which is in the second cache, serves all of them.
+// one end to the other. More tokens take several jobs for each part of a block, so that the part is read from memory
+// once. The blocks take turns, so that the same part of x, which is in the second cache, serves all of them.
 template <typename T>
 static void through_blocks(const Multiply& kernel, const T* x, const T* packed, long blocks, long tokens, long in,
                            Sums* sums) {

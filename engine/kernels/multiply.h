@@ -20,6 +20,7 @@ struct Job {
     float* sums;
     long apart = SIDE;
     bool add = false;   // Adds to what `sums` holds.
+    // What vectors prefetch (tiles read their next step instead):
     long ahead = 4096;      // Bytes from the block's begin to what is prefetched first,
     long pace = SIDE * 4;   // bytes to go on by for each SIDE * 4 bytes that are read,
     int lines = 2;          // and cache lines prefetched at each of these places: 1 if several jobs go through the block.
