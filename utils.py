@@ -91,12 +91,13 @@ def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
 
     Order: repetition penalty, temperature, top-k, top-p. `seen[..., V]` (bool) marks the tokens already in the text;
     only a repetition penalty needs it. Tokens exactly as probable as the last one kept by top-k or top-p are kept too,
-    so the result does not depend on how a sort breaks ties. If the logits are not finite, the result is nan.
+    so the result does not depend on how a sort breaks ties. If the logits are not finite, the whole result is nan.
     """
     logits = penalised(logits.float(), sampling, seen)
     if sampling.temperature == 0:
-        best = logits.argmax(-1, keepdim=True)  # Its probability is 1, or nan if its logit is not finite.
-        return torch.zeros_like(logits).scatter_(-1, best, logits.gather(-1, best).softmax(-1))
+        best = logits.argmax(-1, keepdim=True)
+        chance = logits.gather(-1, best).softmax(-1)  # 1, or nan if the logit is not finite.
+        return (chance - 1).expand_as(logits).scatter(-1, best, chance)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:

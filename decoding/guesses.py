@@ -31,7 +31,10 @@ class Guesses:
 
     def counts(self) -> Tensor:
         """How many guesses each row has, int64 `[B]`; -1 if one was drawn from a q of nan."""
-        return (self.of_drafts() > 0).sum(1).masked_fill_(self.q.sum((1, 2)).isnan(), -1)
+        if self.drafts.shape[1] == 0:
+            return self.drafts.new_zeros(len(self.drafts))
+        of_drafts = self.of_drafts()  # nan at any token is nan at all
+        return (of_drafts > 0).sum(1).masked_fill_(of_drafts.isnan().any(1), -1)
 
     def limited(self, gammas: Sequence[int]) -> Guesses:
         """The same guesses, where row i keeps only the first `gammas[i]`: q is 0 beyond them."""

@@ -92,8 +92,13 @@ def score_and_verify(
     """
     if guesses.p is not None:  # Scored already, by whatever drew the guesses.
         return guesses.p, *target.operators.rule(verify)(guesses.p, guesses.q, guesses.drafts, u)
-    committed, positions = rows.last(1 + rows.unread, guesses.drafts.shape[1])
-    block, seen = torch.cat([committed, guesses.drafts], 1), rows.seen(target.vocabulary, sampling)
+    count, seen = guesses.drafts.shape[1], rows.seen(target.vocabulary, sampling)
+    committed, positions = rows.last(1 + rows.unread, count)
+    if count == 0 and use_graph(target, "draw", *committed.shape, seen=seen):  # Without guesses: plain decoding.
+        drawn, p = target.graphs.draw(committed, positions, u.T, sampling, target.cache)
+        token = drawn[:, 0]
+        return p, torch.zeros_like(token), token
+    block = torch.cat([committed, guesses.drafts], 1)
     return score_block(target, block, positions, guesses.q, u, sampling, verify, seen)
 
 

@@ -94,9 +94,9 @@ class TreeGuesses:
     def counts(self) -> Tensor:
         """How many guesses each row could accept, the depth of its deepest guess: int64 `[B]`; -1 if one was drawn
         from a q of nan."""
-        exists = self.q.gather(-1, self.drafts[..., None])[..., 0] > 0
+        of_drafts = self.q.gather(-1, self.drafts[..., None])[..., 0]  # nan at any token is nan at all
         depths = numbers(self.tree, self.drafts.device)[0][1:]
-        return (exists * depths).amax(1).masked_fill_(self.q.sum((1, 2)).isnan(), -1)
+        return ((of_drafts > 0) * depths).amax(1).masked_fill_(of_drafts.isnan().any(1), -1)
 
     def limited(self, gammas: Sequence[int]) -> TreeGuesses:
         """The same guesses, where row i keeps only those down to depth `gammas[i]`: q is 0 below."""

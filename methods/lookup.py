@@ -1,5 +1,6 @@
 """`LookupDrafter`: the text so far guesses; `LookupFirst`: it does where it can, and another drafter elsewhere."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -13,34 +14,68 @@ from methods.suffixAutomaton import SuffixAutomaton
 from utils import Sampling, UserError
 
 
+class HitRate:
+    """How often a token looked up was the next token indeed, for matches of 1, 2, ... tokens; longer ones count as
+    LONGEST.
+
+    Without observations the rate is n / (n + 4) for a match of n tokens, about what novels and articles show. This
+    counts as much as PRIOR observations.
+    """
+
+    LONGEST, PRIOR = 4, 2
+
+    def __init__(self) -> None:
+        self.hits: Counter[int] = Counter()
+        self.seen: Counter[int] = Counter()
+
+    def learn(self, length: int, hit: bool) -> None:
+        """Observe one token after a match of `length` tokens."""
+        length = min(length, self.LONGEST)
+        self.hits[length] += hit
+        self.seen[length] += 1
+
+    def __call__(self, length: int) -> float:
+        """The rate for matches of `length` tokens."""
+        length = min(length, self.LONGEST)
+        return (self.hits[length] + self.PRIOR * length / (length + 4)) / (self.seen[length] + self.PRIOR)
+
+
 class LookupDrafter:
     """The text so far guesses: what followed most often where the longest possible ending of the text occurred before
     (prompt lookup decoding, Saxena 2023; by a suffix automaton, arXiv 2411.10666). No model is needed. q is one-hot, so
     a guess is accepted with probability p.
 
-    Endings shorter than `ngram` tokens are not looked up. One of n tokens gives no more than 2 n guesses: short endings
-    are weak evidence, and the target has to score what they give. What matches depends on committed tokens alone.
+    ngram: endings of fewer tokens are not looked up.
+    worth: a guess must be worth its place in the target's forward. So it is made only if it and all guesses before it
+        are right with an estimated chance of `worth` or more. The estimate is the `HitRate` in the tokens generated so
+        far, of all rows. Prompts do not count, because a model need not repeat itself as its prompt does.
+
+    What is guessed depends on committed tokens alone, so nothing is dropped after it was drawn.
     """
 
     models: Sequence[Model] = ()
 
-    def __init__(self, vocabulary: int, ngram: int = 1) -> None:
+    def __init__(self, vocabulary: int, ngram: int = 1, worth: float = 0.3) -> None:
         if ngram < 1:
             raise UserError(f"the n-gram of lookup must be 1 or more tokens, not {ngram}")
-        self.vocabulary, self.ngram = vocabulary, ngram
+        self.vocabulary, self.ngram, self.worth, self.rate = vocabulary, ngram, worth, HitRate()
 
     def begin(self, rows: Rows) -> None:
         """Read the rows."""
-        self.automata = [SuffixAutomaton() for _ in rows.texts]
+        self.automata = [SuffixAutomaton(prompt[:length]) for prompt, length in zip(rows.texts, rows.prompt_lengths)]
+        self.rate = HitRate()
         self.read(rows)
 
     def rewind(self, count: int) -> None:
         """Nothing to read again: only tokens that stay were read."""
 
     def read(self, rows: Rows) -> None:
-        """Extend the automata by the tokens that stay."""
+        """Extend the automata by the tokens that stay, and learn whether looking up would have found them."""
         for automaton, text, settled in zip(self.automata, rows.texts, rows.settled):
             for token in text[automaton.size : settled]:
+                match = automaton.continued(automaton.whole())
+                if match.length:
+                    self.rate.learn(match.length, automaton.continuation(match) == token)
                 automaton.append(token)
 
     def draft(
@@ -69,10 +104,11 @@ class LookupDrafter:
             match = automaton.follow(match, token)
         match = automaton.continued(match)
         guesses: list[int] = []
-        most = min(gamma, 2 * match.length)
-        while len(guesses) < most and match.length >= self.ngram:
+        chance = self.rate(match.length)
+        while len(guesses) < gamma and match.length >= self.ngram and chance >= self.worth:
             guesses.append(automaton.continuation(match))
             match = automaton.continued(automaton.follow(match, guesses[-1]))
+            chance *= self.rate(match.length)
         return guesses
 
     def guesses(self, rows: Rows, found: Sequence[Sequence[int]]) -> Guesses:
@@ -81,8 +117,9 @@ class LookupDrafter:
         if width == 0:
             return no_guesses(rows, self.vocabulary)
         padded = upload([[*each, *[-1] * (width - len(each))] for each in found], rows.device)
-        own, drafts = padded >= 0, padded.clamp(min=0)
-        return Guesses(drafts, F.one_hot(drafts, self.vocabulary) * own[..., None].float())
+        drafts = padded.clamp(min=0)
+        q = torch.zeros(*drafts.shape, self.vocabulary, device=rows.device)
+        return Guesses(drafts, q.scatter_(-1, drafts[..., None], (padded >= 0).float()[..., None]))
 
 
 class LookupFirst:

@@ -77,8 +77,8 @@ def test_overlaps_are_those_that_verification_meets():
 @pytest.mark.parametrize("name", ["model", "unsure", "lookup", "both"])
 def test_tokens_a_round_are_those_expected(name):
     target = helpers.tiny(vocabulary=12, sharpness=2.0)
-    draft, lookup = ModelDrafter(near(target, noise=0.3)), LookupDrafter(12, 1)
-    drafter = {"lookup": lookup, "both": LookupFirst(LookupDrafter(12, 2), draft)}.get(name, draft)
+    draft, lookup = ModelDrafter(near(target, noise=0.3)), LookupDrafter(12, worth=0)
+    drafter = {"lookup": lookup, "both": LookupFirst(LookupDrafter(12, 2, worth=0), draft)}.get(name, draft)
     length = DraftConfidence(4, 0.4) if name == "unsure" else sweep.Fixed(4)
     prompts = [[token % 12 for token in prompt] for prompt in PROMPTS]
     found = overlaps_of(

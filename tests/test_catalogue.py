@@ -33,11 +33,11 @@ def cascade(*models, verify=token_rule, length=None):
 
 
 def lookup(*models):
-    return LookupDrafter(models[0].vocabulary)
+    return LookupDrafter(models[0].vocabulary, worth=0)
 
 
 def lookup_first(*models, ngram=1):
-    return LookupFirst(LookupDrafter(models[0].vocabulary, ngram), model(*models))
+    return LookupFirst(LookupDrafter(models[0].vocabulary, ngram, worth=0), model(*models))
 
 
 #  name: drafter of the smaller models, how many of them, draft-length rule, verification
@@ -49,6 +49,7 @@ METHODS = {
     "block": (model, 1, lambda: 3, block_rule),
     "block, draftConfidence": (model, 1, lambda: DraftConfidence(4, 0.4), block_rule),
     "lookup": (lookup, 1, lambda: 3, token_rule),
+    "lookup where it pays": (lambda *m: LookupDrafter(m[0].vocabulary), 1, lambda: 3, token_rule),
     "lookupFirst": (lookup_first, 1, lambda: 3, token_rule),
     "lookupFirst, draftConfidence": (lookup_first, 1, lambda: DraftConfidence(4, 0.4), token_rule),
     "lookupFirst, block": (lookup_first, 1, lambda: 3, block_rule),
@@ -60,7 +61,7 @@ METHODS = {
         token_rule,
     ),
     "lookupFirst with a cascade": (
-        lambda *m: LookupFirst(LookupDrafter(m[0].vocabulary, 2), cascade(*m)),
+        lambda *m: LookupFirst(LookupDrafter(m[0].vocabulary, 2, worth=0), cascade(*m)),
         2,
         lambda: 3,
         token_rule,
@@ -169,8 +170,12 @@ def test_a_cascade_that_passes_on_its_drafts_distribution_is_caught(monkeypatch)
 
 
 def test_guesses_of_lookup_that_claim_a_spread_distribution_are_caught(monkeypatch):
-    one_hot = torch.nn.functional.one_hot
-    monkeypatch.setattr(torch.nn.functional, "one_hot", lambda *a: torch.full_like(one_hot(*a), 1) / 3)
+    def spread(self, rows, found):
+        guesses = honest(self, rows, found)
+        return Guesses(guesses.drafts, torch.full_like(guesses.q, 1 / 3))
+
+    honest = LookupDrafter.guesses
+    monkeypatch.setattr(LookupDrafter, "guesses", spread)
     assert error(*METHODS["lookup"]) > 1e-2
 
 

@@ -25,26 +25,42 @@ FREE = Sampling(1.0, 0, 1.0)
     "text, wanted",
     [
         ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3, 9]),  # the longest ending that occurred; on beyond the text's end
-        ([2, 3, 7, 1, 2, 3, 9, 4, 2, 3], [9, 4, 2, 3]),  # what followed as often, and later; two guesses a token
-        ([3, 7, 3, 7, 3, 9, 3], [7, 3]),  # what followed most often
-        ([5, 3, 8, 3], [8, 3]),
-        ([4, 4, 4], [4, 4, 4, 4]),
+        ([2, 3, 7, 1, 2, 3, 9, 4, 2, 3], [9, 4, 2, 3, 9]),  # what followed as often, and later
+        ([3, 7, 3, 7, 3, 9, 3], [7, 3, 9, 3, 7]),  # what followed most often
+        ([5, 3, 8, 3], [8, 3, 8, 3, 8]),
+        ([4, 4, 4], [4, 4, 4, 4, 4]),
         ([1, 2, 3], []),
         ([1], []),
     ],
 )
 def test_lookup_guesses_what_followed_most_often(text, wanted):
-    assert LookupDrafter(61).after(SuffixAutomaton(text), [], 5) == wanted
+    assert LookupDrafter(61, worth=0).after(SuffixAutomaton(text), [], 5) == wanted
     assert LookupDrafter(61, 4).after(SuffixAutomaton(text), [], 5) == []
 
 
 def test_tokens_that_may_be_replaced_are_followed_but_not_read():
-    assert LookupDrafter(61).after(SuffixAutomaton([1, 2, 3, 9, 5]), [1, 2, 3], 5) == [9, 5]
+    assert LookupDrafter(61, worth=0).after(SuffixAutomaton([1, 2, 3, 9, 5]), [1, 2, 3], 2) == [9, 5]
     assert LookupDrafter(61).after(SuffixAutomaton([1, 2, 3, 9, 5]), [7, 8, 7], 5) == []
 
 
+def test_lookup_guesses_where_it_was_right_so_far():
+    rows, drafter, guessed = Rows([[1, 2, 3, 1, 2]], 40, [helpers.tiny()]), LookupDrafter(61), []
+    drafter.begin(rows)
+    assert drafter.rate(2) == 1 / 3 and drafter.rate(9) == drafter.rate(4) == 1 / 2  # Nothing was learnt of the prompt.
+    for token in [3, 1, 2, 3, 1, 2]:
+        rows.commit_one(torch.tensor([token]))
+        guessed.append(len(drafter.find(rows, 5)[0]))
+    assert guessed == [1, 1, 2, 4, 5, 5]
+    for token in [5, 4, 6, 7, 3, 1, 8, 1, 2, 9, 3, 1, 10, 2, 3, 11, 3, 1]:  # Each pair had another token after it.
+        rows.commit_one(torch.tensor([token]))
+        drafter.read(rows)
+    assert drafter.rate(2) < drafter.worth < drafter.rate(4) and drafter.find(rows, 5) == [[]]
+    drafter.worth = 0
+    assert len(drafter.find(rows, 5)[0]) == 5
+
+
 def test_rows_without_a_guess_have_a_q_of_0_beside_those_with_one():
-    drafter, rows = LookupDrafter(10), Rows([[1, 2, 3, 1, 2], [4, 5]], 6, [helpers.tiny()])
+    drafter, rows = LookupDrafter(10, worth=0), Rows([[1, 2, 3, 1, 2], [4, 5]], 6, [helpers.tiny()])
     drafter.begin(rows)
     guesses = drafter.draft(rows, 3, FREE)
     drafts, q = guesses.drafts, guesses.q
@@ -85,7 +101,7 @@ def test_a_draft_that_was_not_asked_reads_what_it_missed(length, inside, monkeyp
     target, model, mid = (helpers.tiny(seed=seed, vocabulary=12, sharpness=2.0, layers=1) for seed in (0, 1, 2))
 
     def far(prompts):
-        drafter = Checked(LookupFirst(LookupDrafter(12, 2), ModelDrafter(model)), model)
+        drafter = Checked(LookupFirst(LookupDrafter(12, 2, worth=0), ModelDrafter(model)), model)
         outer = CascadeDrafter(mid, drafter, Fixed(2)) if inside else drafter
         specSampling(prompts, target, outer, 60, length, FREE, generator=torch.Generator().manual_seed(0))
         assert min(drafter.rounds["looked up"], drafter.rounds["drafted"]) >= 5
