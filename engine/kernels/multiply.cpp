@@ -116,18 +116,22 @@ static void configure(long tokens) {
     _tile_loadconfig(&shape);
 }
 
-// Reads as many cache lines as a tile has, so that the loads of a later tile find them in the first cache.
+// Reads as many cache lines as a tile has, so that the loads of a later tile find them in the first cache, and prefetches
+// as many for the next call.
 //
-// One step ahead, this is faster than prefetching: a processor that is busy drops prefetches, and a tile that has to
-// wait for memory waits line by line.
-static inline void read_lines(const char* from) {
+// Prefetching alone is slower: a processor that is busy drops prefetches, and a tile that has to wait for memory waits
+// line by line.
+static inline void read_lines(const char* now, const char* later) {
 #pragma GCC unroll 16
-    for (long line = 0; line < ROWS; line++) (void)*(const volatile int*)(from + 64 * line);
+    for (long line = 0; line < ROWS; line++) __builtin_prefetch(later + 64 * line);
+#pragma GCC unroll 16
+    for (long line = 0; line < ROWS; line++) (void)*(const volatile int*)(now + 64 * line);
 }
 
 static void by_tiles(const Job<bf16>& job) {
     const bf16 *x = job.x, *block = job.block;
-    const char *next = (const char*)block, *last = next + (job.in / DEEP - 1) * DEEP * SIDE * 2;
+    constexpr long STEP = DEEP * SIDE * 2, HALF = STEP / 2;  // Bytes of the block.
+    const char *next = (const char*)block, *last = next + (job.in / DEEP - 1) * STEP;
     const long from = job.stride * 2, to = job.apart * 4, wide = SIDE * 4;  // Bytes from row to row.
     float* lower = job.sums + ROWS * job.apart;
     const bool two = job.tokens > ROWS;
@@ -145,12 +149,13 @@ static void by_tiles(const Job<bf16>& job) {
         _tile_loadd(3, lower + ROWS, to);
     }
     for (long k = 0; k + DEEP <= job.in; k += DEEP, block += DEEP * SIDE) {
-        next = std::min(next + DEEP * SIDE * 2, last);  // What is behind the last step may not be readable.
-        read_lines(next);
+        next += STEP;
+        const char* now = std::min(next, last);  // What is behind the last step may not be readable.
+        read_lines(now, next + HALF);
         _tile_loadd(4, x + k, from);
         _tile_loadd(6, block, wide);
         _tile_dpbf16ps(0, 4, 6);
-        read_lines(next + ROWS * 64);
+        read_lines(now + HALF, next + STEP);
         _tile_loadd(7, block + SIDE, wide);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
