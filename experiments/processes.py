@@ -214,8 +214,11 @@ class Processes:
         raise UserError(self.loss)
 
     def run(self, work: Callable[[Processes], T]) -> T:
-        """`work`, which the loss of another process stops."""
+        """`work`, which the loss of another process stops: it may be lost as soon as all have said who they are."""
         try:
+            own = f"{socket.gethostname()}, process id {os.getpid()}"
+            for peer, name in enumerate(self.gathered(own)):
+                self.names[peer] += f" ({name})"
             return work(self)
         finally:
             self.over = True
@@ -276,9 +279,6 @@ def started() -> Processes:
         index, count, links, state.local_process_index, lambda: signal.pthread_kill(main, signal.SIGTERM)
     )
     signal.signal(signal.SIGTERM, processes.stop)
-    own = f"{socket.gethostname()}, process id {os.getpid()}"
-    for peer, name in enumerate(processes.gathered(own)):
-        processes.names[peer] += f" ({name})"
     return processes
 
 
