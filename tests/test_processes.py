@@ -26,6 +26,7 @@ from experiments.prepare import Prepared
 from experiments.processes import ALONE, Processes
 from experiments.runRecord import devices
 from experiments.settings import parse
+from inputs.commandLine import as_command
 from methods.drafters import ModelDrafter
 from utils import Sampling, UserError
 
@@ -358,6 +359,34 @@ def test_the_benchmark_shares_out_its_prompts(pair_folder, tmp_path, monkeypatch
     children, logs = launch(benchmark, [*flags, "--peers"], tmp_path / "peers", 2)
     assert [wait(child) for child in children] == [2, 2]
     assert logs[0].read_text().startswith("benchmark: error: --peers") and logs[1].read_text() == ""
+
+
+class EndedAtOnce:
+    """The command of process 1 of 2, whose process 0 ends before it has said who it is."""
+
+    @staticmethod
+    def main(argv):
+        class Link:
+            said = [("end", None)]
+            send = staticmethod(lambda value: None)
+
+            def receive(self):
+                time.sleep(0.3 if self.said else 60)
+                return self.said.pop()
+
+        def interrupt():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+        processes = Processes(1, 2, {0: Link()}, 1, interrupt)
+        signal.signal(signal.SIGTERM, processes.stop)
+        sharing.started = lambda: processes
+        return sharing.together(lambda work: as_command("test", work, "Nothing is kept."), lambda _: 0)
+
+
+def test_a_process_that_is_told_of_the_end_at_once_ends_without_a_traceback(tmp_path):
+    log = tmp_path / "log"
+    assert wait(fork(EndedAtOnce, [], log)) == 2
+    assert log.read_text() == ""
 
 
 @pytest.mark.parametrize("victim", [0, 1])
