@@ -33,7 +33,7 @@ class Guesses:
         """How many guesses each row has, int64 `[B]`; -1 if one was drawn from a q of nan."""
         if self.drafts.shape[1] == 0:
             return self.drafts.new_zeros(len(self.drafts))
-        of_drafts = self.of_drafts()  # nan at any token is nan at all
+        of_drafts = self.of_drafts()  # A distribution is nan everywhere or nowhere.
         return (of_drafts > 0).sum(1).masked_fill_(of_drafts.isnan().any(1), -1)
 
     def limited(self, gammas: Sequence[int]) -> Guesses:

@@ -94,7 +94,7 @@ def score_and_verify(
         return guesses.p, *target.operators.rule(verify)(guesses.p, guesses.q, guesses.drafts, u)
     count, seen = guesses.drafts.shape[1], rows.seen(target.vocabulary, sampling)
     committed, positions = rows.last(1 + rows.unread, count)
-    if count == 0 and use_graph(target, "draw", *committed.shape, seen=seen):  # Without guesses: plain decoding.
+    if count == 0 and use_graph(target, "draw", *committed.shape, seen=seen, verify=verify):  # as in plain decoding
         drawn, p = target.graphs.draw(committed, positions, u.T, sampling, target.cache)
         token = drawn[:, 0]
         return p, torch.zeros_like(token), token

@@ -94,7 +94,8 @@ class TreeGuesses:
     def counts(self) -> Tensor:
         """How many guesses each row could accept, the depth of its deepest guess: int64 `[B]`; -1 if one was drawn
         from a q of nan."""
-        of_drafts = self.q.gather(-1, self.drafts[..., None])[..., 0]  # nan at any token is nan at all
+        # A distribution is nan everywhere or nowhere.
+        of_drafts = self.q.gather(-1, self.drafts[..., None])[..., 0]
         depths = numbers(self.tree, self.drafts.device)[0][1:]
         return ((of_drafts > 0) * depths).amax(1).masked_fill_(of_drafts.isnan().any(1), -1)
 

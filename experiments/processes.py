@@ -214,7 +214,7 @@ class Processes:
         raise UserError(self.loss)
 
     def run(self, work: Callable[[Processes], T]) -> T:
-        """`work`, which the loss of another process stops: it may be lost as soon as all have said who they are."""
+        """`work`, after all processes have said who they are. The loss of another process stops either."""
         try:
             own = f"{socket.gethostname()}, process id {os.getpid()}"
             for peer, name in enumerate(self.gathered(own)):

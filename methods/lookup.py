@@ -15,11 +15,11 @@ from utils import Sampling, UserError
 
 
 class HitRate:
-    """How often a token looked up was the next token indeed, for matches of 1, 2, ... tokens; longer ones count as
-    LONGEST.
+    """How often a token that was looked up was the next token, for each length of the match. Matches of more than
+    LONGEST tokens count as matches of LONGEST.
 
-    Without observations the rate is n / (n + 4) for a match of n tokens, about what novels and articles show. This
-    counts as much as PRIOR observations.
+    Before anything is observed, the rate is n / (n + 4) for a match of n tokens. Novels and articles show about that.
+    This first estimate counts as much as PRIOR observations.
     """
 
     LONGEST, PRIOR = 4, 2
@@ -62,7 +62,7 @@ class LookupDrafter:
 
     def begin(self, rows: Rows) -> None:
         """Read the rows."""
-        self.automata = [SuffixAutomaton(prompt[:length]) for prompt, length in zip(rows.texts, rows.prompt_lengths)]
+        self.automata = [SuffixAutomaton(text[:end]) for text, end in zip(rows.texts, rows.prompt_lengths)]
         self.rate = HitRate()
         self.read(rows)
 

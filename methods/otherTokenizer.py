@@ -102,7 +102,8 @@ class OtherTokenizerDrafter:
         own = sampling.but(self.temperature, self.top_p)
         found = guess_after(self.model, tokens, positions, going, gamma, own, generator, length, seen)
         self.read = found.drafts[:, :-1]
-        q = found.q.new_zeros(*found.drafts.shape, self.translation.vocabulary)
+        # 0, or nan where the draft's q is: a distribution is nan everywhere or nowhere.
+        q = (found.q[..., :1] * 0).repeat(1, 1, self.translation.vocabulary)
         q.index_copy_(-1, self.targets, found.q.index_select(-1, self.drafts)).masked_fill_(~going[:, None, None], 0)
         return Guesses(self.to_target[found.drafts].to(rows.device), q.to(rows.device))
 

@@ -271,3 +271,18 @@ def test_a_row_without_a_guess_has_a_q_of_0_beside_those_with_one(kinds):
     guesses = drafter.draft(rows, 3, FREE)
     assert guesses.counts().tolist() == [3, 0] and not guesses.q[1].any()
     assert drafter.draft(rows, 0, FREE).q.shape == (2, 0, len(kinds["llama"]))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, FREE, Sampling()], ids=["greedy", "free", "top-p"])
+def test_a_draft_whose_logits_are_not_finite_is_told(kinds, sampling):
+    """Also if neither the draft's last token nor the target's first one is common to both."""
+    target, draft, translation = pair(kinds)
+    kept = (translation.draft < len(kinds["gpt2"]) - 1) & (translation.target > 0)
+    translation.target, translation.draft = translation.target[kept], translation.draft[kept]
+    with torch.no_grad():
+        draft.model.get_output_embeddings().weight[:] = torch.inf
+    draft.name = "the broken one"
+    with refused("the broken one", "not finite"):
+        specSampling(
+            [kinds["llama"](TEXTS[0])["input_ids"]], target, OtherTokenizerDrafter(draft, translation), 20, 3, sampling
+        )
