@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isnan
 from typing import Any
 
@@ -121,13 +121,15 @@ def best(records: Records, language: str) -> str:
 
 
 def each_machine(name: str, show: Callable[[Record], str]) -> Render:
-    """A block with what `show` gives for the benchmark's record of each machine. Two or more are named."""
+    """A block with what `show` gives for the benchmark's first record of each machine. Two or more are named."""
 
     def render(records: Records, language: str) -> str:
-        found = list(records.benchmarks(name).values())
-        if len(found) == 1:
-            return show(found[0])
-        return "\n\n".join(f"**{machine_of(record)}**\n\n{show(record)}" for record in found)
+        firsts: dict[str, Record] = {}
+        for record in records.benchmarks(name).values():
+            firsts.setdefault(machine_of(record), record)
+        if len(firsts) == 1:
+            return show(*firsts.values())
+        return "\n\n".join(f"**{machine}**\n\n{show(record)}" for machine, record in firsts.items())
 
     return render
 
@@ -138,27 +140,40 @@ def machine_of(record: Record) -> str:
     return f"{machine['processor']}, {machine['threads']} threads"
 
 
+def titled(found: Sequence[Record]) -> dict[str, Record]:
+    """Records by machine. Where a machine has several, each is named by the engines that were timed in it too: engines
+    that do not fit into memory together are measured in runs of their own."""
+    machines = [machine_of(record) for record in found]
+    engines = [", ".join(dict.fromkeys(peer["engine"] for peer in record.get("peers", ()))) for record in found]
+    return {
+        f"{machine}, beside {timed}" if timed and machines.count(machine) > 1 else machine: record
+        for machine, timed, record in zip(machines, engines, found)
+    }
+
+
 def all_rows(name: str) -> Render:
-    """Every row of a benchmark. With two machines or more, first side by side: throughput, TTFT and TPOT."""
+    """Every row of a benchmark. With two records or more, first side by side: throughput, TTFT and TPOT."""
 
     def render(records: Records, language: str) -> str:
-        found = list(records.benchmarks(name).values())
-        tables = each_machine(name, speed)(records, language)
-        return tables if len(found) == 1 else f"{side_by_side(found)}\n\n{tables}"
+        found = titled(list(records.benchmarks(name).values()))
+        if len(found) == 1:
+            return speed(*found.values())
+        tables = [f"**{title}**\n\n{speed(record)}" for title, record in found.items()]
+        return "\n\n".join([side_by_side(found), *tables])
 
     return render
 
 
-def side_by_side(found: list[Record]) -> str:
-    """One row for each method, three columns for each machine."""
-    methods = dict.fromkeys(line["method"] for record in found for line in record["speed"])
+def side_by_side(found: dict[str, Record]) -> str:
+    """One row for each method, three columns for each record."""
+    methods = dict.fromkeys(line["method"] for record in found.values() for line in record["speed"])
     cells: dict[str, list[str]] = {method: [] for method in methods}
-    for record in found:
+    for record in found.values():
         rows = {row["method"]: row for row in summarize(record["speed"], "plain, eager")}
         for method, own in cells.items():
             own += figures_of(rows[method]) if method in rows else [""] * 3
     whats = ("tokens/s", "TTFT, ms", "TPOT, ms")
-    columns = ["", *(f"{machine_of(record)}: {what}" for record in found for what in whats)]
+    columns = ["", *(f"{title}: {what}" for title in found for what in whats)]
     return table(columns, [[NAMES.get(method, method), *own] for method, own in cells.items()])
 
 

@@ -120,7 +120,10 @@ def work(root: Path, argv: Sequence[str] | None) -> int:
         "--from", dest="folder", type=path, default=ROOT, metavar="FOLDER", help="(the project's folder)"
     )
     parser.add_argument(
-        "--machine", type=machine_name, metavar="NAME", help="keep the benchmark beside another machine's"
+        "--machine",
+        type=machine_name,
+        metavar="NAME",
+        help="keep the benchmark beside the first: of another machine, or beside other engines",
     )
     args = parser.parse_args(argv)
     if args.machine and args.name != "benchmark":

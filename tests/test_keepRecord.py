@@ -8,7 +8,7 @@ from conftest import ROOT
 from test_docs import copied, read
 
 from report.results import Results
-from scripts import keepRecord, renderDocs
+from scripts import docsBenchmark, keepRecord, renderDocs
 from scripts.docsPictures import stamp_of
 
 
@@ -68,6 +68,23 @@ def test_the_benchmarks_records_are_kept_without_places(copy, tmp_path):
     stamp = stamp_of(copy / "figures/benchmark.png")
     assert {"docs/speed.md", "figures/benchmark.png"} <= set(renderDocs.render(copy))
     assert stamp_of(copy / "figures/benchmark.png") != stamp
+
+
+def test_other_engines_of_the_same_machine_are_in_the_tables_of_decoding_speed_alone(copy, tmp_path):
+    name = "benchmark-pythia-2.8b"
+    other, before = renderDocs.Records(copy).benchmark(name), read(copy / "docs/speed.md")
+    machine = docsBenchmark.machine_of(other)
+    for peer in other["peers"]:
+        peer["engine"] = "another engine"
+    (tmp_path / f"{name}.json").write_text(json.dumps(other))
+    assert keepRecord.main(["benchmark", "--from", str(tmp_path), "--machine", "other.engine"], copy) == 0
+    assert "docs/speed.md" in renderDocs.render(copy)
+    shown = read(copy / "docs/speed.md")
+    title = f"{machine}, beside another engine"
+    assert f"**{title}**" in shown and f"| {title}: TTFT, ms |" in shown
+    for block in ("pythia-forwards", "pythia-context", "speed"):  # They show what they showed.
+        within = re.compile(f"<!-- begin {block} -->.*<!-- end {block} -->", re.S)
+        assert within.search(shown)[0] == within.search(before)[0]
 
 
 def test_a_second_machine_stands_beside_the_first(copy, tmp_path, capsys):
