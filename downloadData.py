@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from huggingface_hub import constants
-from tqdm import tqdm
 
+from engine.progress import followed
 from inputs import folders
 from inputs.commandLine import Parser, as_command, text, whole
 from inputs.escape import one_line
@@ -206,7 +206,7 @@ def make_pg19(staging: Path, books: int) -> tuple[DatasetDict, dict[str, str]]:
             streaming=True,
             fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False),
         )
-        rows = list(tqdm(itertools.islice(stream, books), total=books, desc="books", disable=None, leave=False))
+        rows = list(followed(itertools.islice(stream, books), "books", books))
     if not rows:
         raise UserError(f"{PG19} at {constants.ENDPOINT} holds no book; try another mirror")
     if len(rows) < books:

@@ -29,7 +29,6 @@ from benchmark.options import Options, parse
 from benchmark.parts import parts, tokens_of_rounds
 from benchmark.peers import library_twin
 from benchmark.prefill import prefill
-from benchmark.progress import Progress
 from benchmark.rows import TREE, Library, Variants, samplers
 from benchmark.shapes import VOCABULARY, random_model, weights_of
 from benchmark.tables import tables
@@ -37,6 +36,7 @@ from decoding.room import check_room
 from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
 from engine.graphs import Plan
+from engine.progress import Bar
 from engine.twins import twin
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
@@ -104,7 +104,7 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     """Load, measure, print, write. Processes other than the first write nothing."""
     if options.peers and processes.count > 1:
         raise UserError("--peers is for one process: start it without accelerate launch")
-    progress, device = Progress(), processes.own_device(options.device)
+    device = processes.own_device(options.device)
     if options.peers and device != "cpu":
         raise UserError("--peers needs --device cpu: the other engines run on the CPU here")
     dtype = options.dtype or pick_dtype(device)
@@ -124,15 +124,14 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
             print(f"More processes ({len(where)}) than prompts ({len(prompts)}): {len(where) - len(prompts)} idle.")
     variants, took = {"eager": models}, None
     if options.compile:
-        progress.say("compiling")
         ready, took = compiled(models, options.gamma)
         if None not in took:  # Otherwise a line has said why.
             variants["compiled"] = ready
     record["compile_seconds"] = took
     # After compiling, which takes as much memory again as the models: the engines must fit into what is left.
-    peers = start(options, models, library, prompts, dtype, progress)
+    peers = start(options, models, library, prompts, dtype)
     try:
-        record["speed"] = speed(options, variants, library, prompts, device, progress, processes, peers)
+        record["speed"] = speed(options, variants, library, prompts, device, processes, peers)
     finally:
         for peer in peers:
             peer.close()
@@ -140,11 +139,11 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
 
     def rest(_: object) -> dict[str, Any]:
         """What is no text."""
-        forwards, bandwidth = limits(variants, device, progress)
+        forwards, bandwidth = limits(variants, device)
         found = {"forwards": forwards, "bandwidth": bandwidth}
-        found["parts"] = parts(variants, prompts[0], options.gamma, device, options.seed, progress)
-        found["prefill"] = prefill(variants, device, options.seed, progress)
-        return found | {"growth": growth(variants, device, options.seed, progress)}
+        found["parts"] = parts(variants, prompts[0], options.gamma, device, options.seed)
+        found["prefill"] = prefill(variants, device, options.seed)
+        return found | {"growth": growth(variants, device, options.seed)}
 
     for found in processes.mapped(rest, [None]):  # One item: process 0 has it, and the others wait.
         record |= found
@@ -168,7 +167,6 @@ def speed(
     library: Library,
     prompts: list[list[int]],
     device: str,
-    progress: Progress,
     processes: Processes,
     peers: Sequence[Peer] = (),
 ) -> list[Measurement]:
@@ -176,11 +174,11 @@ def speed(
     timed = samplers(options, variants, library)
     timed |= {peer.row.name: peer.sampler for peer in peers if peer.failed is None}
     lines = []
-    with progress.phase("speed", len(timed) * len(prompts) * options.repeats) as advance:
+    with Bar("speed", len(timed) * len(prompts) * options.repeats) as bar:
         own = measure(timed, prompts, options.repeats, options.seed, device, 1, processes.share(prompts))
         for line in processes.merged(own):
             lines.append(line)
-            advance()
+            bar.update()
     failed = {peer.row.name for peer in peers if peer.failed}
     return [line for line in lines if line["method"] not in failed]
 

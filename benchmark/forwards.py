@@ -10,7 +10,6 @@ from torch import Generator, Tensor
 
 from benchmark.inTurn import Work, in_turn
 from benchmark.peers import SAMPLING
-from benchmark.progress import Progress
 from benchmark.rows import Variants
 from decoding import drawing, rounds
 from engine.cachedModel import CachedModel
@@ -66,7 +65,7 @@ def reads_of(buffer: Tensor) -> list[Work]:
     return [buffer.sum, buffer.norm, lambda: buffer @ one]
 
 
-def limits(variants: Variants, device: str, progress: Progress) -> tuple[list[Line], dict[str, list[float]]]:
+def limits(variants: Variants, device: str) -> tuple[list[Line], dict[str, list[float]]]:
     """Forwards of WIDTHS tokens beside the memory limit: `share` is the time to read as many bytes over the time of the
     forward.
 
@@ -82,7 +81,7 @@ def limits(variants: Variants, device: str, progress: Progress) -> tuple[list[Li
         for variant, models in variants.items() if what in sizes else ():
             fill(models[what], PROMPT, PROMPT + max(WIDTHS))
             works |= {(what, variant, n): forward(models[what], n, PROMPT) for n in WIDTHS}
-    seconds = in_turn(works, device, "forwards", progress)
+    seconds = in_turn(works, device, "forwards")
     speeds = {}
     for what, buffer in buffers.items():
         fastest = [min(ways) for ways in zip(*(seconds[what, "read", way] for way in range(WAYS)))]
@@ -103,7 +102,7 @@ def cache_bytes(model: CachedModel, length: int) -> int:
     return kept * length // model.cache.capacity
 
 
-def growth(variants: Variants, device: str, seed: int, progress: Progress) -> list[Line]:
+def growth(variants: Variants, device: str, seed: int) -> list[Line]:
     """[{variant, context, seconds}]: a token of the target, drawn after a context of that many tokens."""
     context = min(models["target"].context for models in variants.values())
     contexts = sorted({min(each, context) for each in CONTEXTS})
@@ -112,5 +111,5 @@ def growth(variants: Variants, device: str, seed: int, progress: Progress) -> li
     for variant, models in variants.items():
         fill(models["target"], contexts[-1], min(2048, context))
         works |= {(variant, each): one_token(models["target"], each - 1, generator) for each in contexts}
-    seconds = in_turn(works, device, "context", progress)
+    seconds = in_turn(works, device, "context")
     return [{"variant": variant, "context": each, "seconds": own} for (variant, each), own in seconds.items()]

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from benchmark.progress import Progress
+from engine.progress import Bar
 from experiments.speed import quiet, synchronize
 
 Key = TypeVar("Key", bound=Hashable)
@@ -19,10 +19,9 @@ WARM, LONG = 0.005, 0.5  # seconds; a function that takes LONG fills the caches 
 
 
 @torch.inference_mode()
-def in_turn(
-    works: Mapping[Key, Work], device: torch.device | str, what: str, progress: Progress
-) -> dict[Key, list[float]]:
-    """{name: [seconds, ...]} of the functions `works`, called in turn (A B C A B C ...).
+def in_turn(works: Mapping[Key, Work], device: torch.device | str, what: str) -> dict[Key, list[float]]:
+    """{name: [seconds, ...]} of the functions `works`, called in turn (A B C A B C ...). what: for the
+    progress bar.
 
     A function that returns a float has timed itself. Before each call that counts, the function is called for WARM
     seconds: in decoding, a forward follows others of its own model, but here the function before it has filled the
@@ -30,7 +29,7 @@ def in_turn(
     """
     seconds: dict[Key, list[float]] = {name: [] for name in works}
     began, took = 0.0, dict.fromkeys(works, 0.0)
-    with quiet(device), progress.phase(what, TURNS[1]) as advance:
+    with quiet(device), Bar(what, TURNS[1]) as bar:
         for turn in range(-2, TURNS[1]):  # The first two turns warm up.
             if turn == 0:
                 began = time.perf_counter()
@@ -46,7 +45,7 @@ def in_turn(
                 if turn >= 0:
                     seconds[name].append(own if isinstance(own, float) else took[name])
             if turn >= 0:
-                advance()
+                bar.update()
             if turn + 1 >= TURNS[0] and time.perf_counter() - began > BUDGET:
                 break
     return seconds

@@ -8,7 +8,6 @@ from torch import Generator
 from benchmark.forwards import Line, fill, forward, one_token
 from benchmark.inTurn import Work, in_turn
 from benchmark.peers import SAMPLING
-from benchmark.progress import Progress
 from benchmark.rows import Variants, synthetic
 from decoding.rounds import score_block
 from decoding.verification import token_rule
@@ -17,7 +16,7 @@ from methods.drafters import ModelDrafter
 from specSampling import specSampling
 
 
-def parts(variants: Variants, prompt: list[int], gamma: int, device: str, seed: int, progress: Progress) -> list[Line]:
+def parts(variants: Variants, prompt: list[int], gamma: int, device: str, seed: int) -> list[Line]:
     """[{variant, part, seconds}] of the parts of a round.
 
     "plain step", "draft step": a token of the target, and of the draft. "scoring": gamma + 1 tokens scored at once, and
@@ -29,7 +28,7 @@ def parts(variants: Variants, prompt: list[int], gamma: int, device: str, seed: 
     for variant, models in variants.items():
         own = works_of(models["target"], models["draft"], prompt, gamma, generator)
         works |= {(variant, part): work for part, work in own.items()}
-    seconds = in_turn(works, device, "a round", progress)
+    seconds = in_turn(works, device, "a round")
     return [{"variant": variant, "part": part, "seconds": own} for (variant, part), own in seconds.items()]
 
 

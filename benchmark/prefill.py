@@ -8,7 +8,6 @@ from torch import Generator
 from benchmark.forwards import Line
 from benchmark.inTurn import Work, in_turn
 from benchmark.peers import SAMPLING
-from benchmark.progress import Progress
 from benchmark.rows import Variants
 from decoding.rounds import first_token
 from decoding.rows import Rows
@@ -17,7 +16,7 @@ from engine.cachedModel import CachedModel
 LENGTHS = (16, 64, 256, 1024)  # tokens of a prompt
 
 
-def prefill(variants: Variants, device: str, seed: int, progress: Progress) -> list[Line]:
+def prefill(variants: Variants, device: str, seed: int) -> list[Line]:
     """[{variant, tokens, seconds}]: reading a prompt of that many tokens and drawing the first token, as every decoding
     method of this project begins."""
     room = min(models["target"].context for models in variants.values()) - 1
@@ -26,7 +25,7 @@ def prefill(variants: Variants, device: str, seed: int, progress: Progress) -> l
     for variant, models in variants.items():
         generator = Generator(device).manual_seed(seed)
         works |= {(variant, each): first(models["target"], each, lengths[-1], generator) for each in lengths}
-    seconds = in_turn(works, device, "prompts", progress)
+    seconds = in_turn(works, device, "prompts")
     return [{"variant": variant, "tokens": each, "seconds": own} for (variant, each), own in seconds.items()]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from engine.progress import followed
 
 VOCABULARY = 50304
 #                   hidden layers heads
@@ -54,7 +55,8 @@ def random_model(name: str, dtype: torch.dtype, device: str, seed: int) -> GPTNe
     # The rotary embedding is computed, not loaded: `to_empty` has left its buffers empty.
     model.gpt_neox.rotary_emb = type(model.gpt_neox.rotary_emb)(config).to(device)
     generator = torch.Generator(device).manual_seed(seed)
-    for key, weight in tqdm(list(model.named_parameters()), desc=f"making {name}", disable=None, leave=False):
+    weights = list(model.named_parameters())
+    for key, weight in followed(weights, f"making {name}", len(weights)):
         if weight.dim() > 1:
             weight.normal_(0, 0.02, generator=generator)
         else:

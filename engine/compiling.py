@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
-from tqdm import tqdm
 
 from engine.cachedModel import CachedModel
 from engine.graphs import Graphs, Plan
+from engine.progress import Bar
 
 LARGE = 200_000_000  # parameters; the forward of a larger model takes tens of milliseconds
 
@@ -84,7 +84,7 @@ def compile_all(
     """
     rounds = sorted(rounds)
     own = {role: plans.get("draft" if role == "restricted" else role, Plan()) for role in models}
-    with tqdm(total=sum(map(len, own.values())) + len(rounds), desc="compiling", disable=None, leave=False) as bar:
+    with Bar("compiling", sum(map(len, own.values())) + len(rounds)) as bar:
         took = [compile_model(model, own[role], rows, bar.update) for role, model in models.items()]
         draft = models.get("restricted") or models.get("draft")
         together = draft is not None and draft.device == models["target"].device and None not in took

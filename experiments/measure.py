@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-from tqdm import tqdm
 
 import PPL
 from decoding.verification import RULES as VERIFICATIONS
+from engine.progress import Bar, followed
 from experiments import diversity, sweep
 from experiments.acceptance import Overlaps, overlaps_of
 from experiments.prepare import LoadedModels, Prepared
@@ -80,7 +80,7 @@ def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: lis
             return lambda prompt, generator: sampler([prompt], max_len, sampling, tokenizer.eos_token_id, generator)  # noqa: B023
 
         works = {name: timed(sampler) for name, sampler in samplers.items()}
-        with tqdm(total=len(works) * len(prompts) * repeats, desc=mode, disable=None, leave=False) as bar:
+        with Bar(mode, len(works) * len(prompts) * repeats) as bar:
             own = prepared.processes.share(prompts)
             lines = measure(works, prompts, repeats, measuring.seed, device, numbers=own)
             for line in prepared.processes.merged(lines):
@@ -94,7 +94,7 @@ def overlaps(
     """The methods of --compare that guess, and the overlaps of p and q at each depth of a round."""
     settings = prepared.settings
     names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and name != "target"]
-    for name in tqdm(names, "overlap of p and q", disable=None, leave=False):
+    for name in followed(names, "overlap of p and q", len(names)):
 
         def make(wrap: Wrap, name: str = name) -> Sampler:
             return METHODS[name].make(models, settings.decoding, wrap)
@@ -129,7 +129,7 @@ def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) 
 
     batches = [(name, repeat) for name in runs for repeat in range(repeats[name])]
     done = prepared.processes.mapped(write, batches)
-    with tqdm(total=len(batches) * len(prompts), desc="diversity", disable=None, leave=False) as bar:
+    with Bar("diversity", len(batches) * len(prompts)) as bar:
         for name, group in itertools.groupby(zip(done, batches), lambda pair: pair[1][0]):
             each, written, sampling = [], [], runs[name][1]
             for (texts, figures), _ in group:
@@ -164,7 +164,7 @@ def measure_perplexity(prepared: Prepared, models: LoadedModels, append: Append)
                 lambda ids: PPL.perplexities(ids, models["target"], models["draft"]), passages
             )
             title = f"perplexity per text, {shown}"
-            each = list(tqdm(scored, title, len(passages), disable=None, leave=False))
+            each = list(followed(scored, title, len(passages)))
             append(
                 kind="ppl_text",
                 dtype=prepared.text_dtype,
@@ -185,7 +185,7 @@ def measure_perplexity(prepared: Prepared, models: LoadedModels, append: Append)
 def measure_corpus(prepared: Prepared, models: LoadedModels, name: str, documents: list[str], append: Append) -> None:
     """Perplexity of a whole corpus, read in windows."""
     window, stride = prepared.window, prepared.stride
-    with tqdm(desc=f"corpus perplexity, {visible(name, '')}", unit=" tokens", disable=None, leave=False) as bar:
+    with Bar(f"corpus perplexity, {visible(name, '')}", None, " tokens") as bar:
         parts = [
             PPL.calculate_ppl_corpus(
                 text,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from engine.progress import followed
 from experiments.measure import Append
 from experiments.prepare import LoadedModels, Prepared
 from experiments.processes import ALONE, Processes
@@ -124,7 +124,7 @@ class Proof:
             return found, time.perf_counter() - start
 
         batches = [(name, number) for name in samplers for number in range(trial.batches)]
-        done = tqdm(self.processes.mapped(write, batches), "lossless", len(batches), disable=None, leave=False)
+        done = followed(self.processes.mapped(write, batches), "lossless", len(batches))
         for name, group in itertools.groupby(zip(done, batches), lambda pair: pair[1][0]):
             parts, seconds = zip(*(result for result, _ in group))
             self.append(
@@ -143,7 +143,7 @@ class Proof:
         if any(METHODS[name].guesses_tree(self.trial.decoding) for name in self.trial.names):
             names += TREE_MISTAKES
         found = self.processes.mapped(self.find_mistake, names)
-        for line in tqdm(found, "planted mistakes", len(names), disable=None, leave=False):
+        for line in followed(found, "planted mistakes", len(names)):
             self.append(kind="power", **self.shown, **line)
 
     def find_mistake(self, name: str) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Proof:
             texts = plain if name == "target" else samplers[name](chosen, count, sampling)[0]
             return greedy_figures(texts, plain, chosen, scorer)
 
-        found = tqdm(self.processes.mapped(compare, names), "greedy", len(names), disable=None, leave=False)
+        found = followed(self.processes.mapped(compare, names), "greedy", len(names))
         for figures, name in zip(found, names):
             clocked = {} if name == "target" else {"repeatable": repeatable(name, self.trial.decoding)}
             self.append(kind="greedy", method=name, dtype=self.dtype, **clocked, **figures)

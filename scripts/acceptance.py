@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from tqdm import tqdm
 
 from engine.cachedModel import CachedModel
+from engine.progress import followed
 from regrSampling import regrSampling
 from utils import Sampling, least_kept
 
@@ -59,7 +59,7 @@ def written(teacher: nn.Module, prompts: Iterator[Tensor], rows: int, length: in
     generator = torch.Generator(model.device).manual_seed(rows)
     begin = time.monotonic()
     texts: list[list[int]] = []
-    for at in tqdm(range(0, rows, TOGETHER), desc="the target writes", disable=None):
+    for at in followed(range(0, rows, TOGETHER), "the target writes", -(-rows // TOGETHER)):
         if texts and time.monotonic() - begin > 60 * minutes:
             break
         batch = [next(prompts).tolist() for _ in range(min(TOGETHER, rows - at))]
@@ -72,7 +72,7 @@ def written(teacher: nn.Module, prompts: Iterator[Tensor], rows: int, length: in
 def labelled(teacher: nn.Module, texts: Tensor, device: str, prompt: int = 1) -> list[Row]:
     """The texts `[rows, n + 1]` with the teacher's distributions over the tokens that follow the first `prompt`."""
     rows = []
-    for text in tqdm(texts, desc="the target reads", disable=None):
+    for text in followed(texts, "the target reads", len(texts)):
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
             logits = teacher(text[None, :-1].to(device), use_cache=False).logits[0, prompt - 1 :]
         parts = zip(*map(most_probable, logits.split(AT_A_TIME)))

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from engine.progress import followed
 from experiments.prepare import LoadedModels, prepare
 from experiments.settings import parse
 from experiments.speed import interval
@@ -51,7 +51,7 @@ def grid(
     """{(temperature, top-p): (alpha, tokens of a round) of each text}."""
     target, draft = models["target"], models.get("restricted", models["draft"])
     cells: dict[Cell, list[tuple[float, float]]] = {(t, top_p): [] for t in TEMPERATURES for top_p in TOP_PS}
-    for number, prompt in enumerate(tqdm(prompts, "texts", disable=None, leave=False)):
+    for number, prompt in enumerate(followed(prompts, "texts", len(prompts))):
         generator = torch.Generator(target.device).manual_seed(seed + number)
         text = regrSampling([prompt], target, max_len, sampling, generator=generator)[0][0]
         whole = torch.tensor([prompt + text], device=target.device)

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tqdm import tqdm
 from transformers import AutoTokenizer, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from benchmark.shapes import configuration
+from engine.progress import followed
 from inputs.folders import ROOT
 from tests.localHub import LocalHub, Repository
 
@@ -56,7 +56,7 @@ def write_checkpoint(folder: Path, size: str) -> None:
             name: tuple(p.shape) for name, p in GPTNeoXForCausalLM(configuration(f"pythia-{size}")).named_parameters()
         }
     weights = {}
-    for name, shape in tqdm(shapes.items(), desc=f"making {folder.name}", disable=None, leave=False):
+    for name, shape in followed(shapes.items(), f"making {folder.name}", len(shapes)):
         weights[name] = torch.empty(shape, dtype=torch.bfloat16)
         if name.endswith("bias"):
             weights[name].zero_()

@@ -18,9 +18,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Generator
-from tqdm import tqdm
 
 from decoding.treeShapes import best_tree, expected
+from engine.progress import Bar
 from experiments.acceptance import Positions, acceptance_of, overlaps_of, total
 from experiments.prepare import prepare
 from experiments.settings import parse
@@ -50,7 +50,7 @@ def show(argv: Sequence[str]) -> None:
     models: Models = dict(prepared.load(prepared.text_dtype))
     max_len, seed, target = settings.sampling.max_len_of("speed"), settings.measuring.seed, models["target"]
     steps = len(PROBES) * len(prompts) + 4 * len(BUDGETS) * len(batches)
-    bar = tqdm(total=steps, desc="batches", disable=None, leave=False)
+    bar = Bar("batches", steps)
 
     def probed(shape: str) -> Positions:
         """What texts show that are written with trees of this shape."""

@@ -9,7 +9,7 @@ from test_specSampling import near
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn, peers, prefill, progress, rows, shapes, tables
+from benchmark import forwards, inTurn, peers, prefill, rows, shapes, tables
 from benchmark.options import parse
 from benchmark.parts import works_of
 from engine.cachedModel import CachedModel
@@ -157,7 +157,7 @@ def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
         target, "read_prompt", lambda rows: read.append((rows.lengths.tolist(), rows.capacity)) or own(rows)
     )
     monkeypatch.setattr(prefill, "LENGTHS", (4, 9, 500))
-    lines = prefill.prefill({"eager": {"target": target}}, "cpu", 0, progress.Progress())
+    lines = prefill.prefill({"eager": {"target": target}}, "cpu", 0)
     assert [line["tokens"] for line in lines] == [4, 9, 127] and all(len(line["seconds"]) == 2 for line in lines)
     assert {tuple(lengths) for lengths, _ in read} == {(4,), (9,), (127,)} and {size for _, size in read} == {128}
 
@@ -258,15 +258,3 @@ def test_only_compiled_parts_call_kernels(variants):
                 work()
             called[variant, part] = calls.count > 0
     assert called == {(variant, part): variant == "compiled" for variant, part in called} and len(called) == 14
-
-
-def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys):
-    now = 1000.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    shown = progress.Progress()
-    for phase in "first", "second":
-        with shown.phase(phase, 40) as advance:
-            for _ in range(40):
-                now += 1
-                advance()
-    assert capsys.readouterr().err.splitlines() == ["first: 0 of 40", "first: 30 of 40", "second: 20 of 40"]

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import helpers
 import psutil
@@ -15,7 +16,6 @@ from benchmark import forwards, inTurn, shapes, tables
 from benchmark.engines import catalogue, check, client, install, prepare, sources
 from benchmark.engines.client import Child, PeerError
 from benchmark.engines.weights import Weights
-from benchmark.progress import Progress
 from engine.cachedModel import CachedModel
 from inputs.models import load_model
 from inputs.tokenizers import load_tokenizer
@@ -115,9 +115,23 @@ def test_what_does_not_fit_says_so(tmp_path):
     huge = prepare.Source(lambda: tmp_path, tmp_path, 1 << 50, 61)
     row = catalogue.rows("float32")[0]
     checker = check.Checker(None, None, 1e-3, 0)
-    progress = Progress()
-    (peer,) = prepare.prepare([row], {"target": huge}, checker, [[1]], 5, 3, progress, lambda: pytest.fail("started"))
+    (peer,) = prepare.prepare([row], {"target": huge}, checker, [[1]], 5, 3, lambda: pytest.fail("started"))
     assert peer.failed.startswith("converting needs about ") and "of memory" in peer.failed
+
+
+def test_rows_share_the_memory_that_there_was_before_the_first(tmp_path, monkeypatch):
+    """Although it is available still, as where an engine maps its weights from a file."""
+    monkeypatch.setattr(prepare, "available_memory", lambda device: 1_000_000)
+    monkeypatch.setattr(prepare, "convert", lambda row, source, make_child: tmp_path)
+    unloadable, *rows = [row for row in catalogue.rows("float32") if row.stored == 2 and not row.speculative] * 2
+    source = prepare.Source(lambda: tmp_path, tmp_path, 180_000, 61)  # 450,000 bytes with room
+    right = SimpleNamespace(greedy=lambda *_: {}, sampled=lambda *_: {})
+    children = iter([Pretender({}, {(unloadable.module, False): "load"}), *(Pretender({}, {}) for _ in rows)])
+    given = right, [[1]], 5, 3, lambda: next(children)
+    first, *others, last = prepare.prepare([unloadable, *rows], {"target": source}, *given)
+    assert first.failed == "the library is missing"  # It takes nothing.
+    assert [peer.failed for peer in others] == [None, None]
+    assert last.failed == "loading needs about 450.0 KB of memory, and 100.0 KB are free"
 
 
 def test_a_text_of_another_length_is_refused():

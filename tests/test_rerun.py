@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from test_flags import TABLES, said
 from tqdm import tqdm
 
-from experiments import measure, rerun, settings
+from engine import progress
+from experiments import rerun, settings
 from methods.catalogue import METHODS
 from methods.makers import Decoding
 from methods.selection import repeatable
@@ -196,7 +197,7 @@ def test_neither_order_nor_repeats_nor_a_progress_bar_changes_a_token(
     cli, flags, made, tmp_path, monkeypatch, names, repeats, bar
 ):
     shown = io.StringIO()
-    monkeypatch.setattr(measure, "tqdm", lambda *a, **k: tqdm(*a, **k | {"disable": not bar, "file": shown}))
+    monkeypatch.setattr(progress, "tqdm", lambda **k: tqdm(**k | {"disable": not bar, "file": shown}))
     arguments = ["--compare", ",".join(names), "--contrastiveTemperature", "0.7", "--seed", "5"]
     assert cli.main([*flags, *arguments, "--repeats", repeats, "--out", str(tmp_path)]) == 0
     before, after = (rerun.comparable(lines_of(folder)) for folder in (made, tmp_path))

@@ -16,8 +16,8 @@ from benchmark.engines.catalogue import FOLDER, Load, Row
 from benchmark.engines.check import Checker
 from benchmark.engines.client import Child, PeerError, one_line
 from benchmark.peers import SAMPLING, Generated
-from benchmark.progress import Progress
 from decoding.record import Record
+from engine.progress import followed
 from inputs.devices import available_memory
 from inputs.files import gigabytes
 
@@ -125,22 +125,25 @@ def convert(row: Row, source: Source, make_child: Callable[[], Child]) -> Path:
     return folder
 
 
-def check_room(what: str, needed: float, free: int, where: str) -> None:
+def check_room(what: str, needed: float, free: float, where: str) -> None:
     """Raise PeerError if there is too little room."""
     if needed > free:
         raise PeerError(f"{what} needs about {gigabytes(needed)} {where}, and {gigabytes(free)} are free")
 
 
-def load(peer: Peer, sources: Mapping[str, Source], gamma: int, context: int, make_child: Callable[[], Child]) -> None:
-    """Convert and load what a row needs."""
+def load(
+    peer: Peer, sources: Mapping[str, Source], gamma: int, context: int, free: float, make_child: Callable[[], Child]
+) -> float:
+    """Convert and load what a row needs. Returns the bytes of memory that it takes, at most `free`."""
     row = peer.row
     roles = ("target", "draft") if row.speculative else ("target",)
     folders = {role: convert(row, sources[role], make_child) for role in roles}
-    size = sum(sources[role].parameters for role in roles) * row.stored
-    check_room("loading", ROOM * size, available_memory("cpu"), "of memory")
+    needed = ROOM * row.stored * sum(sources[role].parameters for role in roles)
+    check_room("loading", needed, min(free, available_memory("cpu")), "of memory")
     threads = torch.get_num_threads()
     fields = Load(folders["target"], folders.get("draft"), row.precision, threads, gamma, context, row.alpha)
     peer.load(fields, make_child())
+    return needed
 
 
 def prepare(
@@ -150,25 +153,24 @@ def prepare(
     prompts: Sequence[list[int]],
     max_len: int,
     gamma: int,
-    progress: Progress,
     make_child: Callable[[], Child] = Child,
 ) -> list[Peer]:
     """The rows, each converted, loaded and checked, or failed."""
     peers = []
+    # What an engine maps from a file counts as available, and must stay in memory all the same.
+    free: float = available_memory("cpu")
     context = max(map(len, prompts)) + max_len + 2 * gamma + 8
-    with progress.phase("other engines", len(rows)) as advance:
-        for row in rows:
-            peer = Peer(row, max_len)
-            peers.append(peer)
-            try:
-                load(peer, sources, gamma, context, make_child)
-                # Synthetic acceptance writes tokens that are not the target's.
-                if not row.alpha:
-                    peer.greedy = checker.greedy(row, peer.write, prompts)
-                    peer.lossless = checker.sampled(row, peer.write, prompts)
-            except (PeerError, ValueError, OSError) as error:
-                peer.fail(error)
-            advance()
+    for row in followed(rows, "other engines", len(rows)):
+        peer = Peer(row, max_len)
+        peers.append(peer)
+        try:
+            free -= load(peer, sources, gamma, context, free, make_child)
+            # Synthetic acceptance writes tokens that are not the target's.
+            if not row.alpha:
+                peer.greedy = checker.greedy(row, peer.write, prompts)
+                peer.lossless = checker.sampled(row, peer.write, prompts)
+        except (PeerError, ValueError, OSError) as error:
+            peer.fail(error)
     return peers
 
 

@@ -12,7 +12,6 @@ from benchmark.engines.check import Checker, InFloat32
 from benchmark.engines.client import Child
 from benchmark.engines.prepare import MODELS, ROOM, Peer, Source, prepare, written
 from benchmark.options import Options
-from benchmark.progress import Progress
 from benchmark.rows import ALPHAS
 from engine.cachedModel import CachedModel
 from inputs.models import find_model, model_version
@@ -46,7 +45,6 @@ def start(
     library: Mapping[str, PreTrainedModel],
     prompts: Sequence[list[int]],
     dtype: str,
-    progress: Progress,
     make_child: Callable[[], Child] = Child,
 ) -> list[Peer]:
     """The rows of the engines in `options.peers`, ready or failed."""
@@ -58,4 +56,4 @@ def start(
     draft = None if options.shapes else exact["draft"]
     checker = Checker(exact["target"], draft, limit_of(len(chosen)), options.seed)
     sources = {role: source(options, role, models[role], library[role]) for role in models}
-    return prepare(chosen, sources, checker, prompts, options.max_len, options.gamma, progress, make_child)
+    return prepare(chosen, sources, checker, prompts, options.max_len, options.gamma, make_child)

@@ -1,0 +1,58 @@
+"""How far a long piece of work is: a bar on a terminal, a line now and then elsewhere."""
+
+import io
+
+import pytest
+
+from engine import progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test sets."""
+    now = [1000.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_without_a_terminal_long_work_prints_a_line_now_and_then(clock, capsys):
+    for what in "first", "second":
+        for _ in progress.followed(range(4000), what, 4000):
+            clock[0] += 1 / 32
+    with progress.Bar("tokens of a text", None, " tokens") as bar:
+        clock[0] += 100
+        bar.update(123_456)
+    lines = [f"{what}: {done} of 4,000" for what in ("first", "second") for done in ("960", "1,920", "2,880", "3,840")]
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [*lines, "tokens of a text: 123,456 tokens"] and captured.out == ""
+
+
+def test_short_work_and_processes_other_than_the_first_print_nothing(clock, capsys, monkeypatch):
+    assert list(progress.followed("abc", "short", 3)) == ["a", "b", "c"]
+    monkeypatch.setenv("RANK", "1")
+    with progress.Bar("long", 2) as bar:
+        clock[0] += 100
+        bar.update()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_a_bar_and_no_lines(clock, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with progress.Bar("work", 2) as bar:
+        clock[0] += 100
+        bar.update()
+        bar.bar.refresh()
+    assert "work:  50%" in terminal.getvalue() and "1 of 2" not in terminal.getvalue()
+
+
+def test_the_bar_is_closed_when_the_work_is_given_up():
+    following = progress.followed(range(3), "work", 3)
+    next(following)
+    following.close()
+    with pytest.raises(RuntimeError, match="lost"), progress.Bar("work", 3) as bar:
+        raise RuntimeError("lost")
+    bar.bar.close()
