@@ -120,52 +120,52 @@ def best(records: Records, language: str) -> str:
     return f"{lines}\n\n{' '.join(sources)}"
 
 
+def by_machine(found: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records by machine. A machine has several where engines do not fit into memory together."""
+    machines: dict[str, list[Record]] = {}
+    for record in found:
+        machine = record["machine"]
+        machines.setdefault(f"{machine['processor']}, {machine['threads']} threads", []).append(record)
+    return machines
+
+
 def each_machine(name: str, show: Callable[[Record], str]) -> Render:
     """A block with what `show` gives for the benchmark's first record of each machine. Two or more are named."""
 
     def render(records: Records, language: str) -> str:
-        firsts: dict[str, Record] = {}
-        for record in records.benchmarks(name).values():
-            firsts.setdefault(machine_of(record), record)
-        if len(firsts) == 1:
-            return show(*firsts.values())
-        return "\n\n".join(f"**{machine}**\n\n{show(record)}" for machine, record in firsts.items())
+        machines = by_machine(list(records.benchmarks(name).values()))
+        shown = {machine: show(first) for machine, (first, *_) in machines.items()}
+        return titled(shown)
 
     return render
 
 
-def machine_of(record: Record) -> str:
-    """The machine of a record."""
-    machine = record["machine"]
-    return f"{machine['processor']}, {machine['threads']} threads"
-
-
-def titled(found: Sequence[Record]) -> dict[str, Record]:
-    """Records by machine. Where a machine has several, each is named by the engines that were timed in it too: engines
-    that do not fit into memory together are measured in runs of their own."""
-    machines = [machine_of(record) for record in found]
-    engines = [", ".join(dict.fromkeys(peer["engine"] for peer in record.get("peers", ()))) for record in found]
-    return {
-        f"{machine}, beside {timed}" if timed and machines.count(machine) > 1 else machine: record
-        for machine, timed, record in zip(machines, engines, found)
-    }
+def titled(shown: dict[str, str]) -> str:
+    """Pieces of a block, each below its title if there are several."""
+    if len(shown) == 1:
+        return "".join(shown.values())
+    return "\n\n".join(f"**{title}**\n\n{piece}" for title, piece in shown.items())
 
 
 def all_rows(name: str) -> Render:
-    """Every row of a benchmark. With two records or more, first side by side: throughput, TTFT and TPOT."""
+    """Every row of a benchmark. With two machines or more, first side by side: throughput, TTFT and TPOT. A machine's
+    later records follow its first, named by the engines that were timed in them."""
 
     def render(records: Records, language: str) -> str:
-        found = titled(list(records.benchmarks(name).values()))
-        if len(found) == 1:
-            return speed(*found.values())
-        tables = [f"**{title}**\n\n{speed(record)}" for title, record in found.items()]
-        return "\n\n".join([side_by_side(found), *tables])
+        machines, tables = by_machine(list(records.benchmarks(name).values())), {}
+        for machine, (first, *others) in machines.items():
+            tables[machine] = speed(first)
+            for other in others:
+                engines = dict.fromkeys(peer["engine"] for peer in other["peers"])
+                tables[f"{machine}, beside {', '.join(engines)}"] = speed(other)
+        firsts = {machine: first for machine, (first, *_) in machines.items()}
+        return titled(tables) if len(machines) == 1 else f"{side_by_side(firsts)}\n\n{titled(tables)}"
 
     return render
 
 
 def side_by_side(found: dict[str, Record]) -> str:
-    """One row for each method, three columns for each record."""
+    """One row for each method, three columns for each of the records, which have titles."""
     methods = dict.fromkeys(line["method"] for record in found.values() for line in record["speed"])
     cells: dict[str, list[str]] = {method: [] for method in methods}
     for record in found.values():
