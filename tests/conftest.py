@@ -1,6 +1,7 @@
 """What several test files share: a pair of tiny models on disk, a short text, and the command line as a module."""
 
 import importlib.util
+import math
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from tokenizerKinds import KINDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from engine import progress
 from engine.kernels import loader
 from inputs.folders import DATASETS
 from utils import UserError
@@ -25,6 +27,9 @@ from utils import UserError
 ROOT = Path(__file__).resolve().parent.parent
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY, PADDED, CONTEXT = 300, 320, 256  # entries of the tokenizer, and of the models: as Pythia's are padded
+
+
+progress.PAUSE = math.inf  # Tests read what is printed, however long a busy machine takes.
 
 
 def with_ctrl_c():

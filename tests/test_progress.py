@@ -9,8 +9,9 @@ from engine import progress
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that the test sets."""
+    """A clock that the test sets, with a line every 30 seconds."""
     now = [1000.0]
+    monkeypatch.setattr(progress, "PAUSE", 30.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
