@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from math import isnan
 from typing import Any
 
@@ -120,8 +120,8 @@ def best(records: Records, language: str) -> str:
     return f"{lines}\n\n{' '.join(sources)}"
 
 
-def by_machine(found: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records by machine. A machine has several where engines do not fit into memory together."""
+def by_machine(found: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records by processor and threads. There are several where engines do not fit into memory together."""
     machines: dict[str, list[Record]] = {}
     for record in found:
         machine = record["machine"]
@@ -129,22 +129,21 @@ def by_machine(found: Sequence[Record]) -> dict[str, list[Record]]:
     return machines
 
 
+def titled(shown: list[tuple[str, str]]) -> str:
+    """Pieces of a block, each below its title if there are several."""
+    if len(shown) == 1:
+        return shown[0][1]
+    return "\n\n".join(f"**{title}**\n\n{piece}" for title, piece in shown)
+
+
 def each_machine(name: str, show: Callable[[Record], str]) -> Render:
     """A block with what `show` gives for the benchmark's first record of each machine. Two or more are named."""
 
     def render(records: Records, language: str) -> str:
-        machines = by_machine(list(records.benchmarks(name).values()))
-        shown = {machine: show(first) for machine, (first, *_) in machines.items()}
-        return titled(shown)
+        machines = by_machine(records.benchmarks(name).values())
+        return titled([(machine, show(first)) for machine, (first, *_) in machines.items()])
 
     return render
-
-
-def titled(shown: dict[str, str]) -> str:
-    """Pieces of a block, each below its title if there are several."""
-    if len(shown) == 1:
-        return "".join(shown.values())
-    return "\n\n".join(f"**{title}**\n\n{piece}" for title, piece in shown.items())
 
 
 def all_rows(name: str) -> Render:
@@ -152,12 +151,12 @@ def all_rows(name: str) -> Render:
     later records follow its first, named by the engines that were timed in them."""
 
     def render(records: Records, language: str) -> str:
-        machines, tables = by_machine(list(records.benchmarks(name).values())), {}
+        machines, tables = by_machine(records.benchmarks(name).values()), []
         for machine, (first, *others) in machines.items():
-            tables[machine] = speed(first)
+            tables.append((machine, speed(first)))
             for other in others:
-                engines = dict.fromkeys(peer["engine"] for peer in other["peers"])
-                tables[f"{machine}, beside {', '.join(engines)}"] = speed(other)
+                engines = dict.fromkeys(peer["engine"] for peer in other.get("peers", ()))
+                tables.append((f"{machine}, beside {', '.join(engines) or 'no other engine'}", speed(other)))
         firsts = {machine: first for machine, (first, *_) in machines.items()}
         return titled(tables) if len(machines) == 1 else f"{side_by_side(firsts)}\n\n{titled(tables)}"
 

@@ -27,8 +27,6 @@ from utils import UserError
 ROOT = Path(__file__).resolve().parent.parent
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY, PADDED, CONTEXT = 300, 320, 256  # entries of the tokenizer, and of the models: as Pythia's are padded
-
-
 progress.PAUSE = math.inf  # Tests read what is printed, however long a busy machine takes.
 
 

@@ -5,6 +5,7 @@ import sys
 import time
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import helpers
 import psutil
@@ -132,6 +133,11 @@ def test_rows_share_the_memory_that_there_was_before_the_first(tmp_path, monkeyp
     assert first.failed == "the library is missing"  # It takes nothing.
     assert [peer.failed for peer in others] == [None, None]
     assert last.failed == "loading needs about 450.0 KB of memory, and 100.0 KB are free"
+    right.greedy = Mock(side_effect=[PeerError("its text is wrong"), {}, {}])
+    children = iter([Pretender({}, {}) for _ in range(3)])
+    first, *others = prepare.prepare([unloadable, *rows[:2]], {"target": source}, *given)
+    assert first.failed == "its text is wrong"  # It has given back what it took.
+    assert [peer.failed for peer in others] == [None, None]
 
 
 def test_a_text_of_another_length_is_refused():

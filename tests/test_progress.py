@@ -37,11 +37,12 @@ def test_short_work_and_processes_other_than_the_first_print_nothing(clock, caps
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_shows_a_bar_and_no_lines(clock, capsys, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
+
+def test_a_terminal_shows_a_bar_and_no_lines(clock, monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     with progress.Bar("work", 2) as bar:
         clock[0] += 100
@@ -50,10 +51,14 @@ def test_a_terminal_shows_a_bar_and_no_lines(clock, capsys, monkeypatch):
     assert "work:  50%" in terminal.getvalue() and "1 of 2" not in terminal.getvalue()
 
 
-def test_the_bar_is_closed_when_the_work_is_given_up():
+def test_the_bar_is_gone_when_the_work_is_given_up(monkeypatch):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    before = len(progress.tqdm._instances)
     following = progress.followed(range(3), "work", 3)
-    next(following)
+    assert next(following) == 0 and len(progress.tqdm._instances) == before + 1
     following.close()
-    with pytest.raises(RuntimeError, match="lost"), progress.Bar("work", 3) as bar:
+    assert len(progress.tqdm._instances) == before
+    with pytest.raises(RuntimeError, match="lost"), progress.Bar("work", 3):
+        assert len(progress.tqdm._instances) == before + 1
         raise RuntimeError("lost")
-    bar.bar.close()
+    assert len(progress.tqdm._instances) == before

@@ -47,6 +47,7 @@ class Peer:
         self.row, self.max_len = row, max_len
         self.child: Child | None = None
         self.failed: str | None = None
+        self.memory = 0.0  # bytes that it takes while it is loaded
         self.version: str | None = None
         self.greedy: dict[str, Any] | None = None
         self.lossless: dict[str, Any] | None = None
@@ -93,7 +94,7 @@ class Peer:
         """End the child process."""
         if self.child is not None:
             self.child.close()
-        self.child = None
+        self.child, self.memory = None, 0.0
 
     def line(self) -> dict[str, Any]:
         """What the record says of the row."""
@@ -133,8 +134,8 @@ def check_room(what: str, needed: float, free: float, where: str) -> None:
 
 def load(
     peer: Peer, sources: Mapping[str, Source], gamma: int, context: int, free: float, make_child: Callable[[], Child]
-) -> float:
-    """Convert and load what a row needs. Returns the bytes of memory that it takes, at most `free`."""
+) -> None:
+    """Convert and load what a row needs, into at most `free` bytes of memory."""
     row = peer.row
     roles = ("target", "draft") if row.speculative else ("target",)
     folders = {role: convert(row, sources[role], make_child) for role in roles}
@@ -143,7 +144,7 @@ def load(
     threads = torch.get_num_threads()
     fields = Load(folders["target"], folders.get("draft"), row.precision, threads, gamma, context, row.alpha)
     peer.load(fields, make_child())
-    return needed
+    peer.memory = needed
 
 
 def prepare(
@@ -156,15 +157,16 @@ def prepare(
     make_child: Callable[[], Child] = Child,
 ) -> list[Peer]:
     """The rows, each converted, loaded and checked, or failed."""
-    peers = []
-    # What an engine maps from a file counts as available, and must stay in memory all the same.
-    free: float = available_memory("cpu")
+    peers: list[Peer] = []
+    room = available_memory("cpu")
     context = max(map(len, prompts)) + max_len + 2 * gamma + 8
     for row in followed(rows, "other engines", len(rows)):
         peer = Peer(row, max_len)
         peers.append(peer)
         try:
-            free -= load(peer, sources, gamma, context, free, make_child)
+            # What an engine maps from a file counts as available, and must stay in memory all the same.
+            free = room - sum(each.memory for each in peers)
+            load(peer, sources, gamma, context, free, make_child)
             # Synthetic acceptance writes tokens that are not the target's.
             if not row.alpha:
                 peer.greedy = checker.greedy(row, peer.write, prompts)
