@@ -5,11 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Generator
 
-from decoding.drawing import draw_tokens
-from decoding.interfaces import Callback, EndOfText, Model
+from decoding.model import Model, uniform
 from decoding.record import Record
-from decoding.rounds import first_token
-from decoding.rows import Rows
+from decoding.rows import Callback, EndOfText, Rows
 from utils import Sampling
 
 
@@ -23,7 +21,7 @@ def regrSampling(
     generator: Generator | None = None,
     callback: Callback | None = None,
 ) -> tuple[list[list[int]], list[Record]]:
-    """Continue each of `prefixes` (lists of token ids, of any lengths) with `target`, a `CachedModel`.
+    """Continue each of `prefixes` (lists of token ids, of any lengths) with `target`.
 
     max_len: new tokens at most. end_of_text: the id that ends a row, or a function (`Rows`).
     generator: on the model's device.
@@ -32,9 +30,10 @@ def regrSampling(
     Returns the new tokens of each row and a `Record` of each row. Raises UserError as `Rows` does.
     """
     rows = Rows(prefixes, max_len, [target], end_of_text, callback)
-    first_token(rows, target, sampling, generator)
+    target.first_token(rows, sampling, generator)
     while rows.remaining:
         seen = rows.seen(target.vocabulary, sampling)
-        token, _ = draw_tokens(target, *rows.last(1), 1, sampling, generator, seen)
+        u = uniform(1, len(rows.tokens), device=rows.device, generator=generator)
+        token, _ = target.draw(*rows.last(1), u, sampling, seen)
         rows.commit_one(token[:, 0])
     return rows.tokens, rows.records

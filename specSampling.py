@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor
 
-from decoding.draftLength import Fixed
-from decoding.interfaces import Callback, Drafter, EndOfText, LengthRule, Model, VerificationRule
+from decoding.drafter import Drafter
+from decoding.lengthRules import Fixed, LengthRule
+from decoding.model import Model, uniform
 from decoding.record import Record
-from decoding.rounds import first_token, score_and_verify, uniform
-from decoding.rows import Rows
-from decoding.verification import drawn_with, token_rule
+from decoding.rows import Callback, EndOfText, Rows
+from decoding.verification import VerificationRule, drawn_with, token_rule
 from utils import Sampling, not_finite
 
 
@@ -31,14 +31,14 @@ def specSampling(
     """Continue each of `prefixes` with tokens distributed exactly as `target`'s own, in fewer forwards of `target`.
 
     drafter: what guesses (methods/drafters.py).
-    gamma: tokens to guess in a round, or a rule that chooses (decoding/draftLength.py).
+    gamma: tokens to guess in a round, or a rule that chooses (decoding/lengthRules.py).
     verify: which guesses to accept (decoding/verification.py).
     The other arguments, both results and the errors are those of `regrSampling`. Rows of a batch are ragged: in each
     round a row grows by the guesses it accepted and one more token.
     """
     length = Fixed(gamma) if isinstance(gamma, int) else gamma
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback)
-    first_token(rows, target, sampling, generator)
+    target.first_token(rows, sampling, generator)
     drafter.begin(rows)
     length.begin(rows)
     while rows.remaining:
@@ -65,7 +65,7 @@ def advance(
     guesses = drafter.draft(rows, max(gammas), sampling, generator, length).limited(gammas)
     # Score: p_1, ..., p_{gamma + 1} in one forward of the target. Verify: accept guesses, draw the token after them.
     u = uniform(len(gammas), guesses.drafts.shape[1] + 1, device=rows.device, generator=generator)
-    p, accepted, token = score_and_verify(target, rows, guesses, u, sampling, verify)
+    p, accepted, token = target.score_and_verify(rows, guesses, u, sampling, verify)
     sure = length.sure(drawn_with(p, accepted, token)) if length.sure else None
     # Commit the accepted guesses and the token after them. Here the host waits for the device, once in the round.
     drafted, kept, noted = rows.commit(guesses.drafts, accepted, token, guesses.counts(), sure)

@@ -1,28 +1,83 @@
-"""All draft-length rules by name: those that adapt to the text, and `CostAware`, which adapts to the machine too."""
+"""How many tokens to guess in the next round: the draft-length rules.
+
+`Fixed` is the rule of the paper. Others adapt to the text, and `CostAware` to the machine too.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
 from decoding.costs import Costs
-from decoding.draftLength import Fixed
-from decoding.interfaces import LengthRule
 from decoding.rows import Rows
 from utils import UserError, check_share
+
+
+class LengthRule(ABC):
+    """How many tokens to guess in each round.
+
+    A rule may look at committed tokens, past rounds and guesses already drawn. A guess once drawn is always submitted
+    to verification. This keeps every rule lossless.
+
+    lengths: the numbers of guesses it may choose; None if they are many.
+    stop: `stop(q_x)` is asked after each guess, whose probability was `q_x[B]`, float32: which rows guess no further,
+        bool `[B]`. None: the rule never asks.
+    sure: `sure(p_x)` is asked after each round, in which the target drew its last token with probability `p_x[B]`,
+        float32. It returns bool `[B]`, which `learn` is told. None: the rule never asks.
+    """
+
+    lengths: Collection[int] | None = None
+    stop: Callable[[Tensor], Tensor] | None = None
+    sure: Callable[[Tensor], Tensor] | None = None
+
+    @abstractmethod
+    def begin(self, rows: Rows) -> None:
+        """A new batch."""
+
+    @abstractmethod
+    def gammas(self) -> Sequence[int]:
+        """A round begins: the most tokens to guess for each row."""
+
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
+        """Learn from a round.
+
+        drafted, accepted: {row: tokens guessed}, {row: guesses accepted}, of the rows that had not ended.
+        sure: {row: what `sure` said of the token that the target drew last}, if the rule has a `sure`.
+        """
+        return
+
+
+class Fixed(LengthRule):
+    """Always `length` tokens."""
+
+    def __init__(self, length: int = 4) -> None:
+        if length < 1:
+            raise UserError(f"gamma must be 1 or more, not {length}")
+        self.length, self.lengths = length, (length,)
+
+    def begin(self, rows: Rows) -> None:
+        self.next = [self.length] * len(rows.tokens)
+
+    def gammas(self) -> Sequence[int]:
+        return self.next
 
 
 class Additive(Fixed):
     """One token more after a round accepted in full, else half as many, but at least `length` (the report's rule)."""
 
+    def __init__(self, length: int = 4) -> None:
+        super().__init__(length)
+        self.lengths = None
+
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         for row, guesses in drafted.items():
             if accepted[row] == guesses:
-                self.lengths[row] += 1
+                self.next[row] += 1
             else:
-                self.lengths[row] = max(self.length, self.lengths[row] // 2)
+                self.next[row] = max(self.length, self.next[row] // 2)
 
 
 class DraftConfidence(Fixed):
@@ -34,7 +89,6 @@ class DraftConfidence(Fixed):
         self.threshold = check_share("threshold", threshold)
 
     def stop(self, q_x: Tensor) -> Tensor:
-        """q_x: float32 `[B]`, the draft's probability of the token each row drew. Returns bool `[B]`."""
         return q_x < self.threshold
 
 
@@ -44,18 +98,17 @@ class TargetConfidence(Fixed):
 
     def __init__(self, length: int = 4, threshold: float = 0.5) -> None:
         super().__init__(length)
-        self.threshold = check_share("threshold", threshold)
+        self.lengths, self.threshold = (0, length), check_share("threshold", threshold)
 
     def sure(self, p_x: Tensor) -> Tensor:
-        """p_x: float32 `[B]`, the target's probability of the token each row drew last. Returns bool `[B]`."""
         return p_x >= self.threshold
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         for row, is_sure in sure.items():
-            self.lengths[row] = self.length if is_sure else 0
+            self.next[row] = self.length if is_sure else 0
 
 
-class CostAware:
+class CostAware(LengthRule):
     """The length of LENGTHS with the most expected tokens per second; 0 (plain decoding) is one of them.
 
     The rule keeps running estimates of alpha at each position of a round, and of the seconds of a whole round of each
@@ -64,8 +117,6 @@ class CostAware:
     estimates outlive a text: use one object for all texts. LENGTHS are few, as shapes that return often are faster.
     """
 
-    stop: Callable[[Tensor], Tensor] | None = None
-    sure: Callable[[Tensor], Tensor] | None = None
     LENGTHS = (0, 1, 2, 3, 4, 6, 10)
     OPENING = (4, 2, 0, 6, 1)  # What is tried first.
     MEMORY, PROBE = 0.995, 24  # Weight of the past in each round; one pair in PROBE tries another length,
@@ -78,18 +129,12 @@ class CostAware:
     def __init__(self, length: int = 10) -> None:
         if length < 1:
             raise UserError(f"gamma must be 1 or more, not {length}")
-        self.lengths = self.lengths_up_to(length)
+        self.lengths: list[int] = [choice for choice in self.LENGTHS if choice < length] + [length]
         self.longest, self.rounds, self.best = length, 0, min(4, length)
         self.tested, self.passed = [0.0] * length, [0.0] * length
         self.costs = Costs({guesses: 1 + self.GUESS * guesses for guesses in self.lengths})
 
-    @classmethod
-    def lengths_up_to(cls, length: int) -> list[int]:
-        """The lengths it chooses from if that is the longest one."""
-        return [choice for choice in cls.LENGTHS if choice < length] + [length]
-
     def begin(self, rows: Rows) -> None:
-        """See `LengthRule`, also for the other methods."""
         self.count, self.before = len(rows.tokens), -1
 
     def gammas(self) -> Sequence[int]:

@@ -3,22 +3,56 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from decoding.interfaces import Callback, EndOfText, Model
 from decoding.record import Record
-from decoding.room import check_room
-from utils import Sampling, not_finite
+from utils import Sampling, UserError, not_finite
+
+if TYPE_CHECKING:
+    from decoding.model import Model
+
+# callback(row, tokens, guessed): a row has grown by `tokens`; the first `guessed` of them are accepted guesses.
+Callback = Callable[[int, list[int], int], None]
+# The id that ends a row, or ends(row, token): whether a row ends at the token it has grown by. Each is asked once.
+EndOfText = int | Callable[[int, int], bool] | None
+
+
+class Reader(Protocol):
+    """What limits the texts a model can read."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+
+
+def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence[Reader]) -> None:
+    """Raise UserError unless `models` can read every prefix (token ids) and `max_len` tokens more."""
+    if max_len < 1:
+        raise UserError(f"maxLen must be 1 or more, not {max_len}")
+    if not prefixes or not all(prefixes):
+        raise UserError("the prompt is empty: give at least one token")
+    vocabulary = min(model.vocabulary for model in models)
+    if not all(0 <= token < vocabulary for prefix in prefixes for token in prefix):
+        raise UserError(f"the prompt holds a token outside the models' vocabulary of {vocabulary}")
+    longest, least = max(map(len, prefixes)), min(models, key=lambda model: model.context)
+    if longest + max_len > least.context:
+        raise UserError(
+            f"the prompt's {longest} tokens and maxLen {max_len} exceed the context of {least.name} "
+            f"({least.context} tokens): shorten the prompt or lower maxLen"
+        )
 
 
 def upload(values: Sequence[Any], device: torch.device) -> Tensor:
     """Lists of numbers as a tensor on `device`. The copy to a GPU is asynchronous, from pinned memory: no host sync."""
-    made = torch.tensor(values)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    tensor = torch.tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class Rows:

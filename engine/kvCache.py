@@ -5,7 +5,7 @@ behind them are masked until they are overwritten.
 
 Attention over the slots is here too. On a CPU, torch's attention kernel for bfloat16 takes up to five times as long as
 the one for float32 when one token attends to many. So there an eager model's cache is float32, and attention is
-computed in float32. In a graph compiled on a CPU, a kernel of our own attends and writes the slots.
+computed in float32.
 """
 
 from __future__ import annotations
@@ -84,30 +84,10 @@ class SlotCache(Cache):
         self._shared.update(slots=slots, reach=self.capacity if reach is None else reach)
 
 
-class Whole:
-    """New keys or values `[B, G, n, d]` together with all slots of a layer, `kept[B, G, capacity, d]`.
-
-    The attention kernel writes the new ones to `slots[B, n]`, and each token attends to the slots up to its own. tree:
-    root `[B]` and ancestors `[n]` (`treeRounds.Places`), if the tokens are nodes of a tree.
-    """
-
-    def __init__(self, states: Tensor, kept: Tensor, slots: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> None:
-        self.states, self.kept, self.slots, self.tree = states, kept, slots, tree
-
-    def attended_by(self, query: Tensor, values: Whole, scale: float) -> Tensor:
-        """What the queries `[B, H, n, d]` of the same tokens read: `[B, n, H, d]`. The keys are this object's."""
-        new, kept = (self.states, values.states, self.slots), (self.kept, values.kept, scale)
-        if self.tree is None:
-            return torch.ops.native.attend(query, *new, *kept)
-        return torch.ops.native.attend_tree(query, *new, *self.tree, *kept)
-
-
 def sdpa_in_cache_dtype(
-    module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' "sdpa" in the dtype of `key` and `value`; the result has the dtype of `query[B, heads, n, d]`."""
-    if isinstance(key, Whole):
-        return key.attended_by(query, value, kwargs["scaling"]), None
     if key.device.type == "cpu":
         key, value = key.float(), value.float()
     output, weights = sdpa_attention_forward(module, query.to(key.dtype), key, value, attention_mask, **kwargs)

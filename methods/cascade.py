@@ -6,13 +6,12 @@ import torch
 from torch import Generator
 
 import specSampling
-from decoding.draftLength import Fixed
-from decoding.guesses import Guesses, no_guesses
-from decoding.interfaces import Drafter, LengthRule, Model, VerificationRule
+from decoding.drafter import Drafter, Guesses, no_guesses
+from decoding.lengthRules import Fixed, LengthRule
+from decoding.model import Model
 from decoding.record import Record
-from decoding.rounds import prefill
 from decoding.rows import Rows
-from decoding.verification import token_rule
+from decoding.verification import VerificationRule, token_rule
 from utils import Sampling
 
 
@@ -43,11 +42,13 @@ class InnerRows(Rows):
     def ahead_of(self, outer: Rows) -> int:
         """Tokens committed here beyond `outer`, in the row that has fewest and has not ended."""
         return min(
-            len(ours) - len(theirs) for ours, theirs, ended in zip(self.texts, outer.texts, outer.ended) if not ended
+            len(text) - len(committed)
+            for text, committed, ended in zip(self.texts, outer.texts, outer.ended)
+            if not ended
         )
 
 
-class CascadeDrafter:
+class CascadeDrafter(Drafter):
     """A speculative sampler guesses: `model` is its target, and `drafter` (possibly another cascade) guesses for it.
 
     Its tokens are distributed exactly as `model`'s own, and `model`'s distributions are the q of its guesses. So a
@@ -63,15 +64,13 @@ class CascadeDrafter:
         self.models = [model, *drafter.models]
 
     def begin(self, rows: Rows) -> None:
-        """Read the prompts."""
-        prefill(self.model, rows)
+        self.model.prefill(rows)
         self.inner = InnerRows(rows, self.model)
         self.drafter.begin(self.inner)
         self.length.begin(rows)
         self.behind = 1
 
     def rewind(self, count: int) -> None:
-        """Read `count` tokens more again in the next round."""
         self.behind += count
 
     def draft(

@@ -5,40 +5,27 @@ To add a method, add one `Method` to `CATALOGUE`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from methods.makers import (
+from methods.samplers import (
     Decoding,
+    Maker,
     Models,
-    Plans,
     Sampler,
     Wrap,
     alone,
+    as_flags_say,
     cascade,
-    cascade_graphs,
     contrastive,
-    contrastive_graphs,
     follows_no_clock,
+    has_fixed_shape,
     lookup,
     lookup_first,
-    one_token,
-    rounds_of,
-    rounds_of_both,
-    rounds_of_lookup,
     speculative,
-    speculative_contrastive_graphs,
-    whole_rounds,
-)
-from methods.treeMakers import (
-    as_flags_say,
-    graphs_as_flags_say,
-    is_fixed,
-    rounds_as_flags_say,
     tree,
-    tree_graphs,
-    tree_rounds,
 )
+from utils import UserError
 
 
 @dataclass(frozen=True)
@@ -48,8 +35,6 @@ class Method:
     name: what flags and records call it. title: one line of help.
     make: f(models, decoding, wrap) -> sampler; wrap: wraps the drafter, to watch it.
     needs: roles it needs beside the target.
-    graphs: f(decoding) -> the graphs worth making for each role.
-    rounds: f(decoding) -> numbers of guesses whose rounds are worth one graph each (`compiling.compile_round`).
     lossless: its text is distributed as the target's. seeded: f(decoding) -> whether the seed fixes its tokens.
     contrasts: it needs two different models that both know every token.
     guesser: the role of the model whose distributions are the q of its guesses.
@@ -59,15 +44,13 @@ class Method:
 
     name: str
     title: str
-    make: Callable[[Models, Decoding, Wrap], Sampler]
+    make: Maker
     needs: tuple[str, ...] = ()
-    graphs: Callable[[Decoding], Plans] = field(default=lambda decoding: {})
-    rounds: Callable[[Decoding], frozenset[int]] = field(default=lambda decoding: frozenset())
     lossless: bool = False
-    seeded: Callable[[Decoding], bool] = field(default=lambda decoding: True)
+    seeded: Callable[[Decoding], bool] = lambda decoding: True
     contrasts: bool = False
     guesser: str = "draft"
-    guesses_tree: Callable[[Decoding], bool] = field(default=lambda decoding: False)
+    guesses_tree: Callable[[Decoding], bool] = lambda decoding: False
     modes: tuple[str, ...] = ()
     in_all: bool = True
 
@@ -78,24 +61,14 @@ CATALOGUE = (
         "the draft alone",
         alone("draft"),
         needs=("draft",),
-        graphs=one_token("draft"),
         modes=("speed", "speedNew", "speedMulti", "sweep"),
         in_all=False,
     ),
-    Method(
-        "mid",
-        "the mid model alone",
-        alone("mid"),
-        needs=("mid",),
-        graphs=one_token("mid"),
-        modes=("speedMulti",),
-        in_all=False,
-    ),
+    Method("mid", "the mid model alone", alone("mid"), needs=("mid",), modes=("speedMulti",), in_all=False),
     Method(
         "target",
         "plain decoding: the target alone",
         alone("target"),
-        graphs=one_token("target"),
         lossless=True,
         modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity"),
     ),
@@ -103,71 +76,33 @@ CATALOGUE = (
         "speculative",
         "speculative sampling as the flags say",
         as_flags_say,
-        graphs=graphs_as_flags_say,
-        rounds=rounds_as_flags_say,
         lossless=True,
         seeded=follows_no_clock,
         guesses_tree=lambda decoding: decoding.tree is not None,
         modes=("speed", "speedMulti", "diversity"),
         in_all=False,
     ),
-    Method(
-        "fixed",
-        "gamma guesses each round",
-        speculative("fixed"),
-        graphs=rounds_of("fixed"),
-        rounds=whole_rounds("fixed"),
-        lossless=True,
-    ),
+    Method("fixed", "gamma guesses each round", speculative("fixed"), lossless=True),
     Method(
         "additive",
         "one guess more after a round accepted in full, else half",
         speculative("additive"),
-        graphs=rounds_of("additive"),
         lossless=True,
         modes=("speedNew",),
     ),
+    Method("draftConfidence", "guesses until the draft is unsure", speculative("draftConfidence"), lossless=True),
+    Method("targetConfidence", "guesses only while the target is sure", speculative("targetConfidence"), lossless=True),
     Method(
-        "draftConfidence",
-        "guesses until the draft is unsure",
-        speculative("draftConfidence"),
-        graphs=rounds_of("draftConfidence"),
-        lossless=True,
+        "costAware", "as many guesses as pay", speculative("costAware"), lossless=True, seeded=lambda decoding: False
     ),
-    Method(
-        "targetConfidence",
-        "guesses only while the target is sure",
-        speculative("targetConfidence"),
-        graphs=rounds_of("targetConfidence"),
-        rounds=whole_rounds("targetConfidence"),
-        lossless=True,
-    ),
-    Method(
-        "costAware",
-        "as many guesses as pay",
-        speculative("costAware"),
-        graphs=rounds_of("costAware"),
-        rounds=whole_rounds("costAware"),
-        lossless=True,
-        seeded=lambda decoding: False,
-    ),
-    Method(
-        "block",
-        "block verification",
-        speculative("fixed", "block"),
-        graphs=rounds_of("fixed"),
-        rounds=whole_rounds("fixed"),
-        lossless=True,
-    ),
+    Method("block", "block verification", speculative("fixed", "block"), lossless=True),
     Method(
         "tree",
         "a tree of guesses (--tree), traversal verification",
         tree("traversal"),
         needs=("draft",),
-        graphs=tree_graphs,
-        rounds=tree_rounds,
         lossless=True,
-        seeded=is_fixed,
+        seeded=has_fixed_shape,
         guesses_tree=lambda decoding: True,
     ),
     Method(
@@ -175,27 +110,17 @@ CATALOGUE = (
         "the same tree, verified from the root down",
         tree("topDown"),
         needs=("draft",),
-        graphs=tree_graphs,
-        rounds=tree_rounds,
         lossless=True,
-        seeded=is_fixed,
+        seeded=has_fixed_shape,
         guesses_tree=lambda decoding: True,
         in_all=False,
     ),
-    Method(
-        "lookup",
-        "guesses from the text so far",
-        speculative("fixed", None, lookup),
-        graphs=rounds_of_lookup,
-        lossless=True,
-    ),
+    Method("lookup", "guesses from the text so far", speculative("fixed", None, lookup), lossless=True),
     Method(
         "lookupFirst",
         "guesses from the text so far, and the draft's where it has none",
         speculative("fixed", None, lookup_first),
         needs=("draft",),
-        graphs=rounds_of_both,
-        rounds=whole_rounds("fixed"),
         lossless=True,
     ),
     Method(
@@ -203,7 +128,6 @@ CATALOGUE = (
         "the draft guesses for the mid model, both for the target",
         cascade,
         needs=("mid",),
-        graphs=cascade_graphs,
         lossless=True,
         guesser="mid",
         modes=("speedMulti",),
@@ -213,7 +137,6 @@ CATALOGUE = (
         "contrastive decoding",
         contrastive(False),
         needs=("draft",),
-        graphs=contrastive_graphs,
         contrasts=True,
         modes=("contrastive", "diversity"),
     ),
@@ -222,10 +145,75 @@ CATALOGUE = (
         "contrastive decoding with guesses",
         contrastive(True),
         needs=("draft",),
-        graphs=speculative_contrastive_graphs,
         contrasts=True,
         seeded=follows_no_clock,
         modes=("contrastive", "diversity"),
     ),
 )
 METHODS = {method.name: method for method in CATALOGUE}
+
+
+def in_mode(mode: str) -> list[str]:
+    """The methods that a mode of `test.py` measures."""
+    return [method.name for method in METHODS.values() if mode in method.modes]
+
+
+def provable() -> list[str]:
+    """The methods whose text is distributed as the target's."""
+    return [method.name for method in METHODS.values() if method.lossless]
+
+
+def choose(names: str, roles: Iterable[str]) -> list[str]:
+    """The methods of a comma-separated list, in its order, with the baseline first.
+
+    "all" is every method that the models of `roles` allow. Raises UserError for an unknown name, and for a method that
+    lacks a model.
+    """
+    asked = [name.strip() for name in names.split(",")]
+    if asked == ["all"]:
+        return allowed([method for method in METHODS.values() if method.in_all], roles)
+    for name in asked:
+        if name not in METHODS:
+            raise UserError(f"unknown method {name!r}; known are: all, {', '.join(METHODS)}")
+    check_roles(asked, roles)
+    return list(dict.fromkeys(["target", *asked]))
+
+
+def choose_lossless(names: str, roles: Iterable[str]) -> list[str]:
+    """The methods whose losslessness is to be proved, as `choose` but without the baseline."""
+    asked = [name.strip() for name in names.split(",")]
+    if asked == ["all"]:
+        methods = [method for method in METHODS.values() if method.in_all and method.lossless]
+        return [name for name in allowed(methods, roles) if name != "target"]
+    for name in asked:
+        if name not in provable():
+            raise UserError(
+                f"{name!r} is not a method whose text is the target's; those are: all, {', '.join(provable())}"
+            )
+    check_roles(asked, roles)
+    return list(dict.fromkeys(asked))
+
+
+def allowed(methods: Iterable[Method], roles: Iterable[str]) -> list[str]:
+    """Names of the methods that need no model but those of `roles`."""
+    return [method.name for method in methods if set(method.needs) <= set(roles)]
+
+
+def check_roles(names: Iterable[str], roles: Iterable[str]) -> None:
+    """Raise UserError if one of these methods lacks a model."""
+    for name in names:
+        for role in METHODS[name].needs:
+            if role not in roles:
+                raise UserError(f"{name} needs a {role} model beside the target; name one with --{role}")
+
+
+def repeatable(name: str, decoding: Decoding) -> bool:
+    """Whether flags and seed fix the tokens of that method."""
+    return name not in METHODS or METHODS[name].seeded(decoding)
+
+
+def build(
+    names: Iterable[str], models: Models, decoding: Decoding, wrap: Wrap = lambda drafter: drafter
+) -> dict[str, Sampler]:
+    """{name: sampler}."""
+    return {name: METHODS[name].make(models, decoding, wrap) for name in names}

@@ -9,21 +9,19 @@ import math
 
 from torch import Tensor
 
-from decoding.interfaces import Model
-from decoding.rounds import forward, prefill
+from decoding.model import Model
 from decoding.rows import Rows
-from utils import UserError, check_share
+from decoding.trees.tree import Places
+from decoding.verification import Rule
+from utils import Sampling, UserError, check_share
 
 
-class Contrast:
-    """Expert against amateur, as one model (`decoding.interfaces.Model`).
+class Contrast(Model):
+    """Expert against amateur, as one model.
 
     plausibility: alpha of the paper's equation 2; tokens with p < plausibility * max p are dropped.
     temperature: the amateur's (the paper's tau); above 1 its distribution is flatter and weighs less.
     """
-
-    graphs = None  # The two models have graphs of their own.
-    cache = None
 
     def __init__(self, expert: Model, amateur: Model, plausibility: float = 0.1, temperature: float = 1.0) -> None:
         if not 1e-4 <= temperature < math.inf:  # Logits divided by less would overflow.
@@ -33,28 +31,32 @@ class Contrast:
         self.vocabulary = min(expert.vocabulary, amateur.vocabulary)
         self.name, self.device, self.dtype = f"{expert.name} against {amateur.name}", expert.device, expert.dtype
         self.context = min(expert.context, amateur.context)
-        self.operators = expert.operators
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Both models read `tokens[B, n]` into their caches; scores `[B, n, vocabulary]`.
+    def forward(
+        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
+    ) -> Tensor:
+        """Both models read the block into their caches; the contrastive scores.
 
         If the amateur also guesses, it has read most of the block before and writes the same values again. This one
         forward also gives the score after the last guess, so the bonus token is no special case.
         """
-        there = tokens.to(self.amateur.device), positions.to(self.amateur.device)
-        return self.scores(forward(self.expert, tokens, positions), forward(self.amateur, *there))
+        device = self.amateur.device
+        amateur = self.amateur.forward(tokens.to(device), positions.to(device))
+        return self.scores(self.expert.forward(tokens, positions), amateur)
 
-    def reserve(self, rows: int, capacity: int) -> None:
-        """As `CachedModel.reserve`, of both models."""
-        self.expert.reserve(rows, capacity)
-        self.amateur.reserve(rows, capacity)
+    def prefill(self, rows: Rows) -> Tensor:
+        return self.scores(self.expert.prefill(rows), self.amateur.prefill(rows))
 
-    def read_prompt(self, rows: Rows) -> Tensor:
-        """As `CachedModel.read_prompt`: scores `[B, vocabulary]` after each row's prompt."""
-        return self.scores(prefill(self.expert, rows), prefill(self.amateur, rows))
+    def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+        return self.expert.probabilities(logits, sampling, seen)
+
+    def pick(self, probs: Tensor, u: Tensor) -> Tensor:
+        return self.expert.pick(probs, u)
+
+    def rule(self, verify: Rule) -> Rule:
+        return self.expert.rule(verify)
 
     def score(self, tokens: Tensor) -> Tensor:
-        """As `CachedModel.score`: scores `[B, n, vocabulary]` without the caches."""
         return self.scores(self.expert.score(tokens), self.amateur.score(tokens))
 
     def scores(self, expert: Tensor, amateur: Tensor) -> Tensor:

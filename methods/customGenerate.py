@@ -8,20 +8,23 @@ returned. generateArguments.py reads what `generate` prepared, and refuses what 
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from decoding.interfaces import LengthRule, VerificationRule
+from decoding.lengthRules import LengthRule
 from decoding.record import Record
-from decoding.verification import RULES
+from decoding.verification import RULES, VerificationRule
 from engine.cachedModel import CachedModel
-from engine.twins import kept_twin
 from methods.drafters import ModelDrafter
 from methods.generateArguments import Stop, as_sampling, check_models, check_settings, refuse, unpadded
 from specSampling import specSampling
@@ -96,12 +99,12 @@ class Speculative:
         try:
             tokens, records = specSampling(
                 prompts,
-                CachedModel(kept_twin(model), self.vocabulary, "the model"),
-                ModelDrafter(CachedModel(kept_twin(self.draft), self.vocabulary, "the draft")),
-                stop.max_length - input_ids.shape[1],
-                self.gamma,
-                sampling,
-                stop.ends,
+                target=CachedModel(kept_copy(model), self.vocabulary, "the model"),
+                drafter=ModelDrafter(CachedModel(kept_copy(self.draft), self.vocabulary, "the draft")),
+                max_len=stop.max_length - input_ids.shape[1],
+                gamma=self.gamma,
+                sampling=sampling,
+                end_of_text=stop.ends,
                 callback=None if streamer is None else stream,
                 verify=self.verify,
             )
@@ -128,3 +131,31 @@ def not_handed_on(frame: Any) -> Any:
     if given.get("synced_gpus"):
         refuse("synced_gpus")
     return given.get("streamer")
+
+
+# Copies of a model that share its weights, and nothing else.
+
+_COPIES: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()
+
+
+def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model that shares the weights. What is set or replaced in one of the two does not change the other."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in weights(model)})
+
+
+def kept_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The sharing copy that is kept for `model` as long as the model lives.
+
+    It is made anew if a weight of the model is another tensor than it was, as after `resize_token_embeddings`. A weight
+    that changes in place, as in training, changes in both.
+    """
+    kept = _COPIES.get(model)
+    if kept is None or any(a is not b for a, b in zip_longest(weights(model), weights(kept))):
+        kept = _COPIES[model] = sharing_copy(model)
+    return kept
+
+
+def weights(model: PreTrainedModel) -> Iterator[Tensor]:
+    """The parameters and buffers."""
+    yield from model.parameters()
+    yield from model.buffers()

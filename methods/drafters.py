@@ -1,21 +1,26 @@
 """`ModelDrafter`: a smaller model guesses the target's next tokens. The other drafters are in lookup.py, cascade.py and
-otherTokenizer.py. decoding/interfaces.py says what each method of a drafter is for (`Drafter`)."""
+otherTokenizer.py; decoding/drafter.py says what each method of a drafter is for."""
 
-from torch import Generator
+from __future__ import annotations
 
-from decoding.drawing import guess
-from decoding.guesses import Guesses, no_guesses
-from decoding.interfaces import LengthRule, Model
-from decoding.rounds import prefill
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor
+
+from decoding.drafter import Drafter, Guesses, no_guesses
+from decoding.lengthRules import LengthRule
+from decoding.model import Model, uniform
 from decoding.rows import Rows
-from utils import Sampling
+from utils import Sampling, seen_after
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A smaller model with the target's vocabulary guesses, one token after the other.
 
     temperature, top_p: of the draft alone; None: the target's. Any value is lossless, because the q that verification
     is given is what the guess was drawn from. How many guesses are accepted depends on them: sum min(p, q).
+    The draft may be on a device of its own. Then tokens travel there, and the guesses and their q back.
     """
 
     def __init__(self, model: Model, temperature: float | None = None, top_p: float | None = None) -> None:
@@ -23,12 +28,10 @@ class ModelDrafter:
         self.models = [model]
 
     def begin(self, rows: Rows) -> None:
-        """Read the prompts."""
-        prefill(self.model, rows)
+        self.model.prefill(rows)
         self.behind = 1
 
     def rewind(self, count: int) -> None:
-        """Read `count` tokens more again in the next round."""
         self.behind += count
 
     def draft(
@@ -48,6 +51,73 @@ class ModelDrafter:
         if gamma == 0:
             self.behind += 1
             return no_guesses(rows, self.model.vocabulary)
-        read, self.behind = 1 + self.behind, 1
-        own = sampling.but(self.temperature, self.top_p)
-        return guess(self.model, rows, read, gamma, sampling, own, generator, length)
+        model, read, self.behind = self.model, 1 + self.behind, 1
+        draft_sampling = sampling.but(self.temperature, self.top_p)
+        options = sampling, draft_sampling, generator, length
+        scored = rows.target.draft_and_score(model, rows, read, gamma, *options)
+        if scored is not None:
+            return scored
+        tokens, positions = (x.to(model.device) for x in rows.last(read, gamma - 1))
+        seen, going = rows.seen(model.vocabulary, sampling), rows.going.to(model.device)
+        seen = None if seen is None else seen.to(model.device)
+        stop = length.stop if length else None
+        drafts, q = guess(model, tokens, positions, going, gamma, draft_sampling, generator, stop, seen)
+        return Guesses(drafts.to(rows.device), q.to(rows.device))
+
+
+def guess(
+    model: Model,
+    tokens: Tensor,
+    positions: Tensor,
+    going: Tensor,
+    count: int,
+    sampling: Sampling,
+    generator: Generator | None = None,
+    stop: Callable[[Tensor], Tensor] | None = None,
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`count` guesses of a draft model after a block: int64 `[B, n]`, and their q, float32 `[B, n, V]`.
+
+    going: bool `[B]`, the rows that guess at all. stop: `LengthRule.stop`; fewer than `count` tokens are drawn if it
+    stops every row. The other arguments are those of `Model.draw`; all tensors are on the model's device.
+    """
+    u = uniform(count, len(tokens), device=tokens.device, generator=generator)
+    if stop is None:
+        drafts, q = model.draw(tokens, positions, u, sampling, seen)
+    else:
+        drafts, q = draw_until(stop, going, model, tokens, positions, u, sampling, seen)
+    return drafts.clamp_(max=model.vocabulary - 1), q  # A guess from nan is no token: the round reports it.
+
+
+def draw_until(
+    stop: Callable[[Tensor], Tensor],
+    going: Tensor,
+    model: Model,
+    tokens: Tensor,
+    positions: Tensor,
+    u: Tensor,
+    sampling: Sampling,
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`Model.draw` until `stop` has stopped every row, after at most as many tokens as `u[n, B]` has rows.
+
+    Where a row has stopped, its distributions are 0. Whether all rows have stopped is a host sync, so on a GPU it is
+    asked only after every second token. Drawing all tokens would need no sync at all, but most of them would lie past
+    the stop: that is far slower.
+    """
+    drawn: list[Tensor] = []
+    q: list[Tensor] = []
+    for numbers in u.split(1 if tokens.device.type == "cpu" else 2):
+        if drawn and not going.any():
+            break
+        reach = tokens.shape[1] + len(numbers) - 1
+        x, laws = model.draw(tokens, positions[:, :reach], numbers, sampling, seen)
+        x = x.clamp(max=laws.shape[-1] - 1)  # A distribution of nan gives no token, V, which cannot be read.
+        for token, law in zip(x.unbind(1), laws.unbind(1)):
+            q.append(law * going[:, None])
+            going = going & ~stop(q[-1].gather(1, token[:, None])[:, 0])
+        after = seen_after(seen, x)
+        seen = None if after is None else after[:, -1]
+        drawn.append(x)
+        tokens, positions = x[:, -1:], positions[:, reach:]
+    return torch.cat(drawn, 1), torch.stack(q, 1)

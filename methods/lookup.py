@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Generator
 
-from decoding.guesses import Guesses, no_guesses
-from decoding.interfaces import Drafter, LengthRule, Model
+from decoding.drafter import Drafter, Guesses, no_guesses
+from decoding.lengthRules import LengthRule
 from decoding.rows import Rows, upload
 from methods.suffixAutomaton import SuffixAutomaton
 from utils import Sampling, UserError
@@ -40,7 +40,7 @@ class HitRate:
         return (self.hits[length] + self.PRIOR * length / (length + 4)) / (self.seen[length] + self.PRIOR)
 
 
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """The text so far guesses: what followed most often where the longest possible ending of the text occurred before
     (prompt lookup decoding, Saxena 2023; by a suffix automaton, arXiv 2411.10666). No model is needed. q is one-hot, so
     a guess is accepted with probability p.
@@ -53,7 +53,7 @@ class LookupDrafter:
     What is guessed depends on committed tokens alone, so nothing is dropped after it was drawn.
     """
 
-    models: Sequence[Model] = ()
+    varies = True
 
     def __init__(self, vocabulary: int, ngram: int = 1, worth: float = 0.3) -> None:
         if ngram < 1:
@@ -65,9 +65,6 @@ class LookupDrafter:
         self.automata = [SuffixAutomaton(text[:end]) for text, end in zip(rows.texts, rows.prompt_lengths)]
         self.rate = HitRate()
         self.read(rows)
-
-    def rewind(self, count: int) -> None:
-        """Nothing to read again: only tokens that stay were read."""
 
     def read(self, rows: Rows) -> None:
         """Extend the automata by the tokens that stay, and learn whether looking up would have found them."""
@@ -116,18 +113,20 @@ class LookupDrafter:
         width = max(map(len, found))
         if width == 0:
             return no_guesses(rows, self.vocabulary)
-        padded = upload([[*each, *[-1] * (width - len(each))] for each in found], rows.device)
+        padded = upload([[*tokens, *[-1] * (width - len(tokens))] for tokens in found], rows.device)
         drafts = padded.clamp(min=0)
         q = torch.zeros(*drafts.shape, self.vocabulary, device=rows.device)
         return Guesses(drafts, q.scatter_(-1, drafts[..., None], (padded >= 0).float()[..., None]))
 
 
-class LookupFirst:
+class LookupFirst(Drafter):
     """`lookup` guesses for each row that has a match, and `drafter` for the others.
 
     Who guesses for a row depends on its committed tokens alone, so no guess is dropped after it was drawn. A round in
     which all rows match needs no forward of `drafter`; it reads what it missed when it is asked again.
     """
+
+    varies = True
 
     def __init__(self, lookup: LookupDrafter, drafter: Drafter) -> None:
         self.lookup, self.drafter, self.models = lookup, drafter, drafter.models
@@ -141,7 +140,6 @@ class LookupFirst:
         self.replaced = 0
 
     def rewind(self, count: int) -> None:
-        """See `Drafter`."""
         self.replaced += count
 
     def draft(
@@ -158,32 +156,32 @@ class LookupFirst:
         if not any(self.asked):
             return self.lookup.guesses(rows, found)
         self.drafter.rewind(missed - 2)
-        theirs = self.drafter.draft(rows, gamma, sampling, generator, length)
+        drafted = self.drafter.draft(rows, gamma, sampling, generator, length)
         if not any(found):
-            return theirs
-        ours = self.lookup.guesses(rows, found)
-        width, looked_up = (
-            max(ours.drafts.shape[1], theirs.drafts.shape[1]),
-            upload(list(map(bool, found)), rows.device),
+            return drafted
+        looked_up = upload(list(map(bool, found)), rows.device)[:, None]
+        copied = self.lookup.guesses(rows, found)
+        width = max(copied.drafts.shape[1], drafted.drafts.shape[1])
+        copied, drafted = widened(copied, width), widened(drafted, width)
+        return Guesses(
+            torch.where(looked_up, copied.drafts, drafted.drafts),
+            torch.where(looked_up[..., None], copied.q, drafted.q),
         )
-
-        def joined(mine: Tensor, other: Tensor) -> Tensor:
-            shape = [len(mine)] + [1] * (mine.dim() - 1)
-            mine, other = (
-                F.pad(each, (0, 0) * (each.dim() - 2) + (0, width - each.shape[1])) for each in (mine, other)
-            )
-            return torch.where(looked_up.view(shape), mine, other)
-
-        return Guesses(joined(ours.drafts, theirs.drafts), joined(ours.q, theirs.q))
 
     def missed(self, rows: Rows, asked: list[bool]) -> int:
         """How many of the last tokens `drafter` must read: at least two, as in any round. asked: the rows that it
         guesses for now."""
         # Of what it guessed itself it has read all but the last token, and not the target's own token after it.
-        own = [len(text) - 2 - self.replaced for text in rows.texts]
-        self.known = [new if was else min(old, new) for old, new, was in zip(self.known, own, self.asked)]
+        stayed = [len(text) - 2 - self.replaced for text in rows.texts]
+        self.known = [new if was else min(old, new) for old, new, was in zip(self.known, stayed, self.asked)]
         unread = [len(text) - known for text, known in zip(rows.texts, self.known)]
         missed = max((count for count, now in zip(unread, asked) if now), default=0)
         self.known = [known + count if count <= missed else known for known, count in zip(self.known, unread)]
         self.asked, self.replaced = asked, 0
         return missed
+
+
+def widened(guesses: Guesses, width: int) -> Guesses:
+    """The same guesses in tensors of `width` columns. Where a row has no guess, q is 0."""
+    missing = width - guesses.drafts.shape[1]
+    return Guesses(F.pad(guesses.drafts, (0, missing)), F.pad(guesses.q, (0, 0, 0, missing)))

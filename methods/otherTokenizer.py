@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 from torch import Generator, Tensor
 
-from decoding.drawing import guess_after
-from decoding.guesses import Guesses, no_guesses
-from decoding.interfaces import LengthRule, Model
-from decoding.rounds import forward, prefill
+from decoding.drafter import Drafter, Guesses, no_guesses
+from decoding.lengthRules import LengthRule
+from decoding.model import Model
 from decoding.rows import Rows, upload
+from methods.drafters import guess
 from utils import Sampling
 
-READ = 4  # Tokens that the draft reads at once before it guesses. More are read by a forward of their own.
+READ = 4  # Tokens that the draft reads at least before it guesses: few shapes serve most rounds.
 GROWTH = 4  # Room for so many of the draft's tokens for each of the target's.
 
 
@@ -43,7 +43,7 @@ class Vocabularies(Protocol):
         """A text of the target in the draft's tokens."""
 
 
-class OtherTokenizerDrafter:
+class OtherTokenizerDrafter(Drafter):
     """A model with its own tokenizer guesses. It reads the committed text in its own tokens, and draws only tokens that
     both tokenizers have: `model` gives all others no probability (`engine.restrictedModel.RestrictedModel`).
 
@@ -70,15 +70,12 @@ class OtherTokenizerDrafter:
         """Read the prompts. Raises UserError if one does not fit into the draft's context."""
         self.texts = [self.translation.growing() for _ in rows.texts]
         prompts = [text[:end] for text, end in zip(rows.texts, rows.prompt_lengths)]
-        self.held = [each.row(prompt) for each, prompt in zip(self.texts, prompts)]
+        self.held = [text.row(prompt) for text, prompt in zip(self.texts, prompts)]
         left, longest = rows.capacity - max(rows.prompt_lengths), max(map(len, self.held))
-        own = Rows(self.held, max(left, min(GROWTH * left, self.model.context - longest)), [self.model])
-        prefill(self.model, own)
-        self.capacity = own.capacity
-        self.read = own.prompt[:, :0]  # Guesses that the cache holds after `held`.
-
-    def rewind(self, count: int) -> None:
-        """The text is compared with what was read anyway."""
+        draft_rows = Rows(self.held, max(left, min(GROWTH * left, self.model.context - longest)), [self.model])
+        self.model.prefill(draft_rows)
+        self.capacity = draft_rows.capacity
+        self.read = draft_rows.prompt[:, :0]  # Guesses that the cache holds after `held`.
 
     def draft(
         self,
@@ -92,31 +89,28 @@ class OtherTokenizerDrafter:
         if gamma == 0:
             return no_guesses(rows, self.translation.vocabulary)
         tokens, positions, going = self.unread(rows, gamma)
-        width, seen = tokens.shape[1], rows.seen(self.translation.vocabulary, sampling)
+        seen = rows.seen(self.translation.vocabulary, sampling)
         if seen is not None:  # What the target has seen, as far as the draft can guess it.
-            theirs = seen.to(self.model.device)[:, self.targets]
-            seen = theirs.new_zeros(len(theirs), self.model.vocabulary).index_copy_(1, self.drafts, theirs)
-        if width > READ:
-            forward(self.model, tokens[:, :-READ], positions[:, : width - READ])
-            tokens, positions = tokens[:, -READ:], positions[:, width - READ :]
-        own = sampling.but(self.temperature, self.top_p)
-        found = guess_after(self.model, tokens, positions, going, gamma, own, generator, length, seen)
-        self.read = found.drafts[:, :-1]
+            shared = seen.to(self.model.device)[:, self.targets]
+            seen = shared.new_zeros(len(shared), self.model.vocabulary).index_copy_(1, self.drafts, shared)
+        draft_sampling, stop = sampling.but(self.temperature, self.top_p), length.stop if length else None
+        drafts, draft_q = guess(self.model, tokens, positions, going, gamma, draft_sampling, generator, stop, seen)
+        self.read = drafts[:, :-1]
         # 0, or nan where the draft's q is: a distribution is nan everywhere or nowhere.
-        q = (found.q[..., :1] * 0).repeat(1, 1, self.translation.vocabulary)
-        q.index_copy_(-1, self.targets, found.q.index_select(-1, self.drafts)).masked_fill_(~going[:, None, None], 0)
-        return Guesses(self.to_target[found.drafts].to(rows.device), q.to(rows.device))
+        q = (draft_q[..., :1] * 0).repeat(1, 1, self.translation.vocabulary)
+        q.index_copy_(-1, self.targets, draft_q.index_select(-1, self.drafts)).masked_fill_(~going[:, None, None], 0)
+        return Guesses(self.to_target[drafts].to(rows.device), q.to(rows.device))
 
     def unread(self, rows: Rows, gamma: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The last tokens of each row, as many as some row has not read, `[B, w]`; the positions of these and of all
-        guesses but the last, `[B, w + gamma - 1]`; and which rows guess at all, bool `[B]`."""
-        known = [own + read for own, read in zip(self.held, self.read.tolist())]  # The round before has long ended.
+        """The last tokens of each row, `[B, w]`: READ, or as many as some row has not read. The positions of these and
+        of all guesses but the last, `[B, w + gamma - 1]`. And which rows guess at all, bool `[B]`."""
+        known = [held + read for held, read in zip(self.held, self.read.tolist())]  # The round before has long ended.
         rows_now = zip(self.texts, rows.texts, self.held, rows.ended)
         self.held = [held[:1] if ended else text.row(tokens) for text, tokens, held, ended in rows_now]
         room = [len(text) + gamma <= self.capacity for text in self.held]
         self.held = [text if fits else text[:1] for text, fits in zip(self.held, room)]
         kept = [min(agreement(*pair), len(pair[0]) - 1) for pair in zip(self.held, known)]
-        width = max(len(text) - keep for text, keep in zip(self.held, kept))
+        width = max(READ, *(len(text) - keep for text, keep in zip(self.held, kept)))
         tokens, positions = [], []
         for text in self.held:
             places = range(len(text) - width, len(text) + gamma - 1)
@@ -126,6 +120,6 @@ class OtherTokenizerDrafter:
         return upload(tokens, device), upload(positions, device), upload(going, device)
 
 
-def agreement(ours: Sequence[int], theirs: Sequence[int]) -> int:
+def agreement(text: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two texts have in common at their beginning."""
-    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+    return next((i for i, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other)))

@@ -3,22 +3,20 @@ second candidate (SpecInfer, Miao et al., arXiv 2305.09781; traversal verificati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
-from decoding.draftLength import Fixed
-from decoding.drawing import draw_tokens
-from decoding.interfaces import Callback, EndOfText, TreeModel, TreeRule, VerificationRule
+from decoding.lengthRules import Fixed
+from decoding.model import Model, uniform
 from decoding.record import Record
-from decoding.rounds import first_token, uniform
-from decoding.rows import Rows
-from decoding.treeChoice import Always, TreeChoice
-from decoding.treeRounds import TreeGuesses, grow, keep, score_and_verify
-from decoding.trees import Tree
-from decoding.treeVerification import top_down_rule, traversal_rule
-from decoding.verification import block_rule, token_rule
+from decoding.rows import Callback, EndOfText, Rows
+from decoding.trees.guesses import TreeGuesses
+from decoding.trees.shapes import FixedTree, TreeChoice
+from decoding.trees.tree import Places, Tree
+from decoding.trees.verification import TreeRule, top_down_rule, traversal_rule
+from decoding.verification import VerificationRule, block_rule, token_rule
 from methods.drafters import ModelDrafter
 from specSampling import advance as chain_round
 from utils import Sampling, not_finite
@@ -30,19 +28,28 @@ ON_CHAINS: dict[TreeRule, VerificationRule] = {traversal_rule: block_rule, top_d
 class TreeDrafter(ModelDrafter):
     """A `ModelDrafter` that grows trees of guesses too."""
 
-    model: TreeModel
-
     def grow(self, rows: Rows, tree: Tree, sampling: Sampling, generator: Generator | None = None) -> TreeGuesses:
         """A tree for each row. As in `draft`, the last two committed tokens are read again."""
-        read, self.behind = 1 + self.behind, 1
-        own = sampling.but(self.temperature, self.top_p)
-        return grow(self.model, rows, read, tree, own, generator)
+        model, read, self.behind = self.model, 1 + self.behind, 1
+        places, seen = Places.of(rows, tree), rows.seen(model.vocabulary, sampling)
+        u = uniform(len(rows.tokens), tree.draws, device=model.device, generator=generator)
+        tokens, positions = (x.to(model.device) for x in rows.last(read))
+        drafts, q = model.grow(
+            tree,
+            tokens,
+            positions,
+            places.to(model.device),
+            u,
+            sampling.but(self.temperature, self.top_p),
+            None if seen is None else seen.to(model.device),
+        )
+        return TreeGuesses(tree, drafts.to(rows.device), q.to(rows.device), places)
 
 
 @torch.inference_mode()
 def treeSampling(
     prefixes: Sequence[Sequence[int]],
-    target: TreeModel,
+    target: Model,
     drafter: TreeDrafter,
     max_len: int = 200,
     tree: Tree | TreeChoice = Tree.of("3,2,1"),
@@ -54,8 +61,8 @@ def treeSampling(
 ) -> tuple[list[list[int]], list[Record]]:
     """Continue each of `prefixes` with tokens distributed exactly as `target`'s own, in fewer forwards of `target`.
 
-    tree: the shape of a round's guesses, or what chooses it (decoding/treeChoice.py).
-    verify: which guesses to accept (decoding/treeVerification.py).
+    tree: the shape of a round's guesses, or what chooses it (decoding/trees/shapes.py).
+    verify: which guesses to accept (decoding/trees/verification.py).
     The other arguments, both results and the errors are those of `regrSampling`.
 
     A round is a plain step, a round of `specSampling` if the shape is a chain, or a round with a tree. Each one adds
@@ -63,9 +70,9 @@ def treeSampling(
     at their positions. The choice of a round depends on nothing that is drawn in it. So rounds of all kinds can follow
     one another.
     """
-    choice = Always(tree) if isinstance(tree, Tree) else tree
+    choice = FixedTree(tree) if isinstance(tree, Tree) else tree
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback, spare=choice.most)
-    first_token(rows, target, sampling, generator)
+    target.first_token(rows, sampling, generator)
     drafter.begin(rows)
     choice.begin(rows)
     while rows.remaining:
@@ -82,27 +89,27 @@ def treeSampling(
 
 
 def plain_step(
-    rows: Rows, target: TreeModel, drafter: TreeDrafter, sampling: Sampling, generator: Generator | None = None
+    rows: Rows, target: Model, drafter: TreeDrafter, sampling: Sampling, generator: Generator | None = None
 ) -> dict[int, int]:
     """A round without guesses: one token, as in `regrSampling`. Returns {}: no node was accepted."""
     drafter.draft(rows, 0, sampling)  # It is told of the round: it falls a token behind.
     seen = rows.seen(target.vocabulary, sampling)
-    token, _ = draw_tokens(target, *rows.last(1), 1, sampling, generator, seen)
+    u = uniform(1, len(rows.tokens), device=rows.device, generator=generator)
+    token, _ = target.draw(*rows.last(1), u, sampling, seen)
     rows.commit_one(token[:, 0])
     return {}
 
 
-class Counted(Fixed):
+class FixedObserver(Fixed):
     """Always `length` guesses; `accepted`: {row: how many the last round accepted}."""
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
-        """See `LengthRule`."""
         self.accepted = accepted
 
 
 def advance_chain(
     rows: Rows,
-    target: TreeModel,
+    target: Model,
     drafter: TreeDrafter,
     gamma: int,
     sampling: Sampling,
@@ -114,7 +121,7 @@ def advance_chain(
     A node of a chain has the slot of its position, so nothing is moved. Returns as `advance`: the last accepted node of
     a chain has the number of the guesses accepted.
     """
-    length = Counted(gamma)
+    length = FixedObserver(gamma)
     length.begin(rows)
     chain_round(rows, target, drafter, length, sampling, verify, generator)
     return length.accepted
@@ -122,7 +129,7 @@ def advance_chain(
 
 def advance(
     rows: Rows,
-    target: TreeModel,
+    target: Model,
     drafter: TreeDrafter,
     tree: Tree,
     sampling: Sampling,
@@ -134,12 +141,25 @@ def advance(
     guesses = drafter.grow(rows, tree, sampling, generator).limited([max(0, left - 1) for left in rows.left])
     # Score all nodes in one forward of the target. Verify: accept a path, draw the token after it.
     u = uniform(len(rows.tokens), tree.size + 1, device=rows.device, generator=generator)
-    _, accepted, path, token = score_and_verify(target, rows, guesses, u, sampling, verify)
+    block, seen = torch.cat([rows.last(1)[0], guesses.drafts], 1), rows.seen(target.vocabulary, sampling)
+    _, accepted, path, token = target.score_tree(tree, block, guesses.places, guesses.q, u, sampling, verify, seen)
     # Move the path's keys and values to the slots of its positions, in both models.
-    keep((target, *drafter.models), rows, tree, path)
+    move_path((target, *drafter.models), rows, tree, path)
     # Commit the path and the token after it. Here the host waits for the device, once in the round.
     drafts = guesses.drafts.gather(1, (path - 1).clamp(min=0))
     drafted, _, last = rows.commit(drafts, accepted, token, guesses.counts(), path.amax(1))
     if min(drafted.values()) < 0:
         raise not_finite(drafter.models[0])
     return last
+
+
+def move_path(models: Iterable[Model], rows: Rows, tree: Tree, path: Tensor) -> None:
+    """Move the keys and values of the accepted nodes `path[B, depth]` to the slots of their positions, in all models.
+
+    Where a path is shorter, its nodes are 0: the root's keys and values go to slots that the next tokens overwrite. The
+    last committed token's are among these, since each model reads it again.
+    """
+    root = (rows.lengths - 1)[:, None]
+    source, slots = root + path, root + rows.offsets(1, tree.depth)
+    for model in models:
+        model.move(source.to(model.device), slots.to(model.device))

@@ -1,7 +1,7 @@
 """Which guesses of a tree to accept, so that the tokens committed are distributed exactly as the target's own.
 
-A rule is a pure function of p, q, the drafts, uniform random numbers u and the shape of the tree. As a rule of
-verification.py it may be captured in a CUDA graph: it must not synchronise with the host or keep state.
+A rule is a pure function of p, q, the drafts, uniform random numbers u and the shape of the tree. Like a rule of
+`decoding.verification` it may be captured in a CUDA graph: it must not synchronise with the host or keep state.
 
 Why a node that is judged with mass m emits m. A mass is a distribution over the next token times a weight of at most 1,
 the probability with which the node must accept. A child x is drawn from its law q, and judged with the mass w_x p_x for
@@ -14,15 +14,17 @@ the node accepts with probability sum m, and emits a token of m / sum m.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from decoding.interfaces import TreeRule
-from decoding.trees import Tree
+from decoding.trees.tree import Tree
 from utils import pick
+
+# verify(p, q, drafts, u, tree) -> (accepted, path, token), see `traversal_rule`.
+TreeRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tree], tuple[Tensor, Tensor, Tensor]]
 
 
 def traversal_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +32,7 @@ def traversal_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) 
     chain it is block verification.
 
     p: float32 `[B, n + 1, V]`, the target's distribution after nodes 0 to n.
-    q: float32 `[B, n, V]`, the laws that nodes 1 to n were really drawn from (`treeDrawing.siblings`). Where q is 0, a
+    q: float32 `[B, n, V]`, the laws that nodes 1 to n were really drawn from (`siblings`). Where q is 0, a
         row has no such node, and what is below it is no candidate either.
     drafts: int64 `[B, n]`, the tokens of nodes 1 to n; any token where q is 0.
     u: float32 `[B, n + 1]`, uniform on [0, 1): one number for each of nodes 1 to n, and one for the token.
@@ -41,13 +43,13 @@ def traversal_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) 
     before it have left. Nodes are asked in depth-first order, each after its children. The first that passes ends the
     accepted path.
     """
-    judged = judge(p, q, drafts, tree, carried=True)
-    passed = u[:, :-1] < judged.weights[:, 1:]
+    judgement = judge(p, q, drafts, tree, carried=True)
+    passed = u[:, :-1] < judgement.weights[:, 1:]
     route = torch.ones_like(drafts[:, 0])  # the nodes of the path, as bits
     for node in reversed(list(in_postorder(tree))):
         if node:
             route = torch.where(passed[:, node - 1], tree.ancestors[node], route)
-    return judged.end(route, u[:, -1], tree)
+    return judgement.end(route, u[:, -1], tree)
 
 
 def top_down_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,8 +60,8 @@ def top_down_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -
     min(1, p(x) / q(x)), and then its children are asked. After each rejection p becomes norm(max(0, p - q)). The token
     comes from what is left of p.
     """
-    judged = judge(p, q, drafts, tree, carried=False)
-    return judged.end(first_passed(u[:, :-1] < judged.ratios, tree), u[:, -1], tree)
+    judgement = judge(p, q, drafts, tree, carried=False)
+    return judgement.end(first_passed(u[:, :-1] < judgement.ratios, tree), u[:, -1], tree)
 
 
 TREE_RULES: dict[str, TreeRule] = {"traversal": traversal_rule, "topDown": top_down_rule}
@@ -73,7 +75,7 @@ def in_postorder(tree: Tree, node: int = 0) -> Iterator[int]:
 
 
 @dataclass
-class Judged:
+class Judgement:
     """What all nodes would do if they were asked.
 
     p: as in `traversal_rule`. masses: `[B, n + 1, V]`, what is left of the mass of each node after its children.
@@ -118,7 +120,7 @@ def first_passed(passed: Tensor, tree: Tree) -> Tensor:
     return route
 
 
-def judge(p: Tensor, q: Tensor, drafts: Tensor, tree: Tree, carried: bool) -> Judged:
+def judge(p: Tensor, q: Tensor, drafts: Tensor, tree: Tree, carried: bool) -> Judgement:
     """Go through the tree level by level. What a node's children leave of its mass does not depend on what is below
     them, so all nodes of a level are computed together.
 
@@ -143,7 +145,7 @@ def judge(p: Tensor, q: Tensor, drafts: Tensor, tree: Tree, carried: bool) -> Ju
             masses.update(zip(parents, mass.unbind(1)))
             begin.update(zip(children, (ratio if carried else torch.ones_like(ratio)).unbind(1)))
     in_order = (torch.stack([of[node] for node in sorted(of)], 1) for of in (masses, weights, ratios))
-    return Judged(p, *in_order)
+    return Judgement(p, *in_order)
 
 
 def after_child(mass: Tensor, w: Tensor, law: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,7 +154,7 @@ def after_child(mass: Tensor, w: Tensor, law: Tensor, x: Tensor) -> tuple[Tensor
     Returns w_x = min(1, m(x) / q(x)), 0 if there is no child; and what the parents go on with if it is rejected:
     max(0, m - q) / (1 - sum min(m, q)), and its sum.
     """
-    q_x, m_x = (each.gather(-1, x[..., None])[..., 0] for each in (law, mass))
+    q_x, m_x = (dist.gather(-1, x[..., None])[..., 0] for dist in (law, mass))
     drawn = (q_x > 0) & (m_x >= 0)  # Neither is nan.
     ratio = torch.where(drawn, (m_x / q_x).clamp(max=1), 0)
     left = (mass - law).clamp_(min=0)

@@ -1,14 +1,21 @@
-"""`Guesses`: what a drafter gives a round."""
+"""`Drafter`: what guesses the next tokens, and `Guesses`: what it gives a round."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from decoding.rows import Rows, upload
+from utils import Sampling
+
+if TYPE_CHECKING:
+    from decoding.lengthRules import LengthRule
+    from decoding.model import Model
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,8 @@ class Guesses:
         """How many guesses each row has, int64 `[B]`; -1 if one was drawn from a q of nan."""
         if self.drafts.shape[1] == 0:
             return self.drafts.new_zeros(len(self.drafts))
-        of_drafts = self.of_drafts()  # A distribution is nan everywhere or nowhere.
-        return (of_drafts > 0).sum(1).masked_fill_(of_drafts.isnan().any(1), -1)
+        q_x = self.of_drafts()  # A distribution is nan everywhere or nowhere.
+        return (q_x > 0).sum(1).masked_fill_(q_x.isnan().any(1), -1)
 
     def limited(self, gammas: Sequence[int]) -> Guesses:
         """The same guesses, where row i keeps only the first `gammas[i]`: q is 0 beyond them."""
@@ -50,3 +57,34 @@ def no_guesses(rows: Rows, vocabulary: int) -> Guesses:
     """No guesses, in tensors of the right shapes: `[B, 0]` and `[B, 0, V]`."""
     drafts = rows.sequence.new_zeros(len(rows.tokens), 0)
     return Guesses(drafts, torch.zeros(*drafts.shape, vocabulary, device=rows.device))
+
+
+class Drafter(ABC):
+    """What guesses: a draft model, the text so far, a cascade of samplers (methods/).
+
+    models: the models that must be able to read the rows. varies: whether it may guess fewer tokens than it is asked
+    for.
+    """
+
+    models: Sequence[Model] = ()
+    varies = False
+
+    def begin(self, rows: Rows) -> None:
+        """A new batch: read the prompts."""
+        return
+
+    def rewind(self, count: int) -> None:
+        """Up to `count` of the last tokens read were replaced, in addition to those of the round before."""
+        return
+
+    @abstractmethod
+    def draft(
+        self,
+        rows: Rows,
+        gamma: int,
+        sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses:
+        """At most `gamma` guesses for each row, and the distributions that each was really drawn from. `length` may
+        stop a row's guessing early."""

@@ -1,5 +1,6 @@
-"""`Tree`: the shape of a tree of guesses. A chain dies at its first rejection; a tree has a second candidate there
-(SpecInfer, Miao et al., arXiv 2305.09781).
+"""`Tree`: the shape of a tree of guesses, and `Places`: where its nodes are.
+
+A chain dies at its first rejection; a tree has a second candidate there (SpecInfer, Miao et al., arXiv 2305.09781).
 
     0 ─┬─ 1 ─┬─ 4        Node 0 is the last committed token. Nodes 1, ..., n are guesses, numbered level by level;
        │     └─ 5        siblings are next to each other, in the order they are drawn.
@@ -9,11 +10,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from decoding.rows import Rows, upload
 from utils import UserError
 
 MOST = 62  # guesses; with the root, a node's ancestors must fit into the bits of an int64
@@ -102,7 +109,8 @@ class Tree:
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """The nodes of each depth, from the root's level."""
         return tuple(
-            tuple(node for node, own in enumerate(self.depths) if own == depth) for depth in range(self.depth + 1)
+            tuple(node for node, depth_of_node in enumerate(self.depths) if depth_of_node == depth)
+            for depth in range(self.depth + 1)
         )
 
     @cached_property
@@ -128,7 +136,7 @@ class Tree:
 
     @property
     def draws(self) -> int:
-        """Uniform numbers that `treeRounds.level_by_level` needs: in each level, the most children of its nodes for
+        """Uniform numbers that `Model.grow` needs: in each level, the most children of its nodes for
         each node that has children."""
         counts = [[len(self.children[node]) for node in level if self.children[node]] for level in self.levels[:-1]]
         return sum(len(level) * max(level) for level in counts)
@@ -137,3 +145,66 @@ class Tree:
     def is_chain(self) -> bool:
         """Whether no node has two children."""
         return self.depth == self.size
+
+
+class Places(NamedTuple):
+    """Where m nodes of a tree are.
+
+    Node i has a slot of its own in the KV caches, that of the root plus i, and the position of its depth. A node
+    attends to the committed tokens, its ancestors and itself.
+
+    positions, slots: int64 `[B, m]`. root: int64 `[B]`, the slot of the tree's root. ancestors: int64 `[m]`, bit masks
+    of the nodes each one attends to, see `Tree.ancestors`.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    root: Tensor
+    ancestors: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows, tree: Tree) -> Places:
+        """All nodes of `tree`, the root first. Positions are clamped as in `Rows.positions`; slots need
+        `Rows.spare`."""
+        depths, order, ancestors = numbers(tree, rows.device)
+        root = rows.lengths - 1
+        return cls((root[:, None] + depths).clamp_(max=rows.capacity - 1), root[:, None] + order, root, ancestors)
+
+    def only(self, nodes: Sequence[int]) -> Places:
+        """Those of some nodes."""
+        return Places(
+            columns(self.positions, nodes), columns(self.slots, nodes), self.root, columns(self.ancestors, nodes)
+        )
+
+    def to(self, device: torch.device) -> Places:
+        """The same on another device."""
+        return Places(*(x.to(device) for x in self))
+
+    def mask(self, reach: int) -> Tensor:
+        """Which of the first `reach` slots each node attends to: bool `[B, m, reach]`."""
+        after = torch.arange(reach, device=self.root.device) - self.root[:, None]  # [B, reach]; the root's slot is 0
+        is_ancestor = (self.ancestors[:, None] >> after.clamp(0, MOST)[:, None]) & 1 > 0
+        return (after <= 0)[:, None] | (is_ancestor & (after <= MOST)[:, None])
+
+
+@functools.lru_cache(maxsize=256)
+def numbers(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Depths, numbers and ancestors of the nodes 0, ..., n: int64 `[n + 1]` each."""
+    depths, order, ancestors = upload([tree.depths, range(tree.size + 1), tree.ancestors], device)
+    return depths, order, ancestors
+
+
+def columns(x: Tensor, nodes: Sequence[int]) -> Tensor:
+    """`x[..., nodes]`, without an index that a GPU would wait for."""
+    if list(nodes) == list(range(nodes[0], nodes[-1] + 1)):
+        return x[..., nodes[0] : nodes[-1] + 1]
+    return torch.stack([x[..., node] for node in nodes], -1)
+
+
+def seen_after_nodes(seen: Tensor | None, drafts: Tensor, tree: Tree, nodes: Sequence[int]) -> Tensor | None:
+    """The tokens in the text that ends with each of some nodes: bool `[B, m, V]`. seen: see `Rows.seen`; None stays
+    None."""
+    if seen is None:
+        return None
+    paths = [[node - 1 for node in tree.path(end)] for end in nodes]
+    return torch.stack([seen.scatter(1, columns(drafts, path), True) if path else seen for path in paths], 1)

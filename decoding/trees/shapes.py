@@ -1,5 +1,7 @@
-"""The shape of a tree of guesses by measurement: `Acceptance` learns how often the 1st, 2nd, ... sibling is accepted at
-each depth, `best_tree` finds the shape with the most expected tokens, and `best_by_cost` that with the most a second.
+"""The shape of a tree of guesses, by measurement.
+
+`Acceptance` learns how often the 1st, 2nd, ... sibling is accepted at each depth. `best_tree` finds the shape with the
+most expected tokens, `best_by_cost` that with the most a second. A `TreeChoice` chooses the shape of each round.
 
 Every choice here is lossless. A shape is chosen before the guesses of its round are drawn: from rounds that are over,
 from tokens that are committed, and from times. All that is drawn for a shape is verified, nothing is dropped.
@@ -11,11 +13,15 @@ that is accepted, if its parent was. So the sum over k is at most 1. (Sequoia's 
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from decoding.trees import Tree
+from decoding.costs import Costs
+from decoding.rows import Rows
+from decoding.trees.tree import Tree
 
 Table = Sequence[Sequence[float]]
 
@@ -148,10 +154,10 @@ class Acceptance:
             row.append(self.pooled(keys, hope, row))
         rows = []
         for at in range(depth):
-            own: list[float] = []
+            shares: list[float] = []
             for rank in range(ranks):
-                own.append(self.pooled([(at, rank)], row[rank], own))
-            rows.append(row := own)
+                shares.append(self.pooled([(at, rank)], row[rank], shares))
+            rows.append(row := shares)
         return rows
 
     def pooled(self, keys: Sequence[tuple[int, int]], hope: float, before: Sequence[float]) -> float:
@@ -159,3 +165,121 @@ class Acceptance:
         most 1."""
         reached, accepted = (sum(of.get(key, 0.0) for key in keys) for of in (self.reached, self.accepted))
         return min((accepted + self.FAITH * hope) / (reached + self.FAITH), max(0.0, 1 - sum(before)))
+
+
+class TreeChoice(ABC):
+    """What chooses the shape of each round's tree.
+
+    A choice may depend on committed tokens and past rounds only. All nodes of a tree are drawn and submitted to
+    verification. This keeps every choice lossless.
+
+    shapes: all that it may choose; None among them is plain decoding.
+    """
+
+    shapes: Sequence[Tree | None]
+
+    @property
+    def most(self) -> int:
+        """Guesses in the largest tree."""
+        return max(tree.size for tree in self.shapes if tree)
+
+    def begin(self, rows: Rows) -> None:
+        """A new batch."""
+        return
+
+    @abstractmethod
+    def tree(self) -> Tree | None:
+        """A round begins: the shape of its tree; None: no guesses, the target draws one token."""
+
+    def learn(self, last: dict[int, int]) -> None:
+        """The round has ended. last: {row: last accepted node, or 0}, of the rows that had not ended."""
+        return
+
+
+class FixedTree(TreeChoice):
+    """Always the same tree."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.shapes = [tree]
+
+    def tree(self) -> Tree | None:
+        return self.shapes[0]
+
+
+# Plain decoding, chains, and trees that are best for 6, 24 and 32 guesses. `best_by_cost` was asked for the best shape
+# where first siblings are accepted with probabilities of 0.4 to 0.9, a level costs 0.03 to 0.25 of a plain step, and a
+# node 0.002 to 0.05. The best of these has 0.98 of the expected speed of that shape on average, 0.92 at least, and 0.97
+# at least of that of the best chain (test_trees.py).
+MENU: tuple[Tree | None, ...] = (
+    None,
+    *map(Tree.chain, (2, 4, 7, 10)),
+    Tree.of("3/2,1,0"),
+    Tree.of("5/4,2,2,1,0/3,2,1,0,2,1,1,0,0"),
+    Tree.of("4/3,1,1,1/3,1,1,1,1,0/3,1,1,1,1,1,1/2,1,0,1,0,1,0,1,0"),
+)
+
+
+class CostAwareTree(TreeChoice):
+    """The shape of a menu with the most expected tokens per second, by measured acceptance and measured seconds.
+
+    Acceptance is learnt for the 1st, 2nd, 3rd ... sibling at each depth (`Acceptance`), and gives the expected tokens
+    of every shape (Sequoia, arXiv 2402.12374). The seconds of whole rounds are learnt for each shape (`Costs`). Rounds
+    come in pairs of one shape. Only the second teaches: the first finds cold caches, as in `CostAware`, and
+    learning takes time that a small model's rounds notice. Shapes are few, because those that return often are faster:
+    graphs are made for each. The estimates outlive a text: use one object for all texts.
+    """
+
+    # One pair of rounds in PROBE tries another shape: by turns the one that seems second best, and each in order, as a
+    # shape that seems slow may have been timed while the machine was busy.
+    PROBE = 48
+    LOOK = 32  # Rounds between two searches for the best shape, so that a small model's rounds do not wait for Python.
+    LEVEL, NODE = 0.25, 0.02  # Expected costs of a level and of a node beside plain decoding, until rounds were timed.
+
+    def __init__(self, shapes: Sequence[Tree | None] | None = None) -> None:
+        self.shapes = list(dict.fromkeys(MENU if shapes is None else shapes))
+        trees = [tree for tree in self.shapes if tree]
+        self.extent = max(tree.depth for tree in trees), 1 + max(max(tree.ranks) for tree in trees)
+        self.acceptance = Acceptance()
+        self.costs = Costs(
+            {tree: 1.0 if tree is None else 1 + self.LEVEL * tree.depth + self.NODE * tree.size for tree in self.shapes}
+        )
+        # What is tried first: two middling shapes, the largest tree, plain decoding.
+        by_size = sorted(trees, key=lambda tree: tree.size)
+        self.opening: list[Tree | None] = [by_size[len(by_size) // 2], by_size[len(by_size) // 4], by_size[-1], None]
+        self.opening = [tree for tree in self.opening if tree in self.shapes]
+        self.rounds, self.best, self.current = 0, self.opening[0], self.opening[0]
+
+    def begin(self, rows: Rows) -> None:
+        self.repeated = False
+
+    def tree(self) -> Tree | None:
+        self.start, before = time.perf_counter(), self.current
+        self.current = self.choose()
+        self.repeated = self.rounds > 1 and self.current == before
+        return self.current
+
+    def choose(self) -> Tree | None:
+        """The shape of the next round."""
+        pair = self.rounds // 2
+        self.rounds += 1
+        if pair < len(self.opening):
+            return self.opening[pair]
+        if pair % self.PROBE:
+            return self.best
+        turn = pair // self.PROBE
+        if turn % 2:
+            return max((shape for shape in self.shapes if shape != self.best), key=self.rate)
+        return self.shapes[turn // 2 % len(self.shapes)]
+
+    def learn(self, last: dict[int, int]) -> None:
+        if self.repeated:
+            self.costs.learn(self.current, time.perf_counter() - self.start)
+            if self.current:
+                self.acceptance.add(self.current, last.values())
+        if self.rounds % self.LOOK == 2 * len(self.opening):
+            self.table = self.acceptance.table(*self.extent)
+            self.best = max(self.shapes, key=self.rate)
+
+    def rate(self, tree: Tree | None) -> float:
+        """Expected tokens per second of a round."""
+        return (expected(tree, self.table) if tree else 1.0) / self.costs.seconds(tree)

@@ -1,0 +1,237 @@
+"""`Model`: a language model as samplers see it, and the steps of decoding in terms of its `forward`.
+
+Each step is a function of tensors and of the model's KV cache. It is written once, here, and computed eagerly. An
+engine that computes a step by other means overrides it, and falls back on the one here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Generator, Tensor
+
+from decoding.trees.guesses import siblings
+from decoding.trees.tree import Places, Tree, columns, seen_after_nodes
+from utils import Sampling, pick, probabilities, seen_after
+
+if TYPE_CHECKING:
+    from decoding.drafter import Guesses
+    from decoding.lengthRules import LengthRule
+    from decoding.rows import Rows
+    from decoding.trees.verification import TreeRule
+    from decoding.verification import Rule, VerificationRule
+
+
+def uniform(*shape: int, device: torch.device, generator: Generator | None = None) -> Tensor:
+    """Uniform numbers in [0, 1), float32, drawn on the generator's device: it may be another than `device`."""
+    drawn = torch.rand(*shape, device=device if generator is None else generator.device, generator=generator)
+    return drawn.to(device)
+
+
+class Model(ABC):
+    """A causal language model whose KV cache is addressed by position.
+
+    name: what messages and records call it. vocabulary: the number of logits. context: tokens it can read.
+    """
+
+    name: str
+    vocabulary: int
+    context: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @abstractmethod
+    def forward(
+        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
+    ) -> Tensor:
+        """Read a block into the KV cache; float32 logits `[B, n, V]` after each token.
+
+        tokens, positions: int64 `[B, n]`. Keys and values go to the slots named by `positions`, and a token attends to
+            the slots `<=` its own position.
+        places: the slots of the tokens and the nodes each attends to, if they are nodes of a tree.
+        keep: int64 `[K]`, the tokens of the block whose logits are computed, `[B, K, V]`; None: all.
+        """
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        """Make room for the keys and values of `rows` rows of at most `capacity` tokens."""
+        return
+
+    def move(self, source: Tensor, slots: Tensor) -> None:
+        """Copy keys and values from the slots `source[B, m]` (int64) to `slots[B, m]`."""
+        raise TypeError(f"{self.name} has no slots that can be moved")
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Logits after each of `tokens[B, n]`, read from the start without the KV cache: float32 `[B, n, V]`."""
+        raise TypeError(f"{self.name} reads no text without its KV cache")
+
+    # What comes after a forward. Arguments and results are those of the functions of the same names.
+
+    def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+        """`utils.probabilities`."""
+        return probabilities(logits, sampling, seen)
+
+    def pick(self, probs: Tensor, u: Tensor) -> Tensor:
+        """`utils.pick`."""
+        return pick(probs, u)
+
+    def siblings(self, q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """`decoding.trees.guesses.siblings`."""
+        return siblings(q, u, counts)
+
+    def rule(self, verify: Rule) -> Rule:
+        """A function that computes the verification rule `verify`."""
+        return verify
+
+    # The steps.
+
+    def prefill(self, rows: Rows) -> Tensor:
+        """Read every row's prompt into the KV cache; float32 logits `[B, V]` after each prompt's end.
+
+        Shorter prompts are padded at the right. The padding is stale from the start: later tokens overwrite it.
+        """
+        prompt, lengths = rows.prompt.to(self.device), torch.tensor(rows.prompt_lengths)
+        self.reserve(len(prompt), rows.capacity + rows.spare)
+        ends, which = (x.to(self.device) for x in lengths.unique(return_inverse=True))
+        positions = torch.arange(prompt.shape[1], device=self.device).expand_as(prompt)
+        logits = self.forward(prompt, positions, keep=ends - 1)
+        return logits.gather(1, which[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
+
+    def first_token(self, rows: Rows, sampling: Sampling, generator: Generator | None = None) -> None:
+        """Prefill, draw the token after each prompt and commit it."""
+        p = self.probabilities(self.prefill(rows), sampling, rows.seen(self.vocabulary, sampling))
+        rows.commit_one(self.pick(p, uniform(len(p), device=p.device, generator=generator)))
+
+    def draw(
+        self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Read a block, draw the token after it, read that token, and so on: one token for each row of `u[n, B]`.
+
+        tokens: int64 `[B, w]`. positions: int64 `[B, w + n - 1]`, of the block and of all drawn tokens but the last,
+            which is not read.
+        seen: `Rows.seen` up to the block's end, if `sampling` has a repetition penalty.
+        Returns the tokens `[B, n]` and the distributions `[B, n, V]` they were drawn from.
+        """
+        drawn, q = [], []
+        for i in range(len(u)):
+            width = tokens.shape[1]
+            logits = self.forward(tokens, positions[:, :width])
+            q.append(self.probabilities(logits[:, -1], sampling, seen))
+            drawn.append(self.pick(q[i], u[i]))
+            # A distribution of nan gives no token, V, which cannot be read.
+            tokens, positions = drawn[i].clamp(max=logits.shape[-1] - 1)[:, None], positions[:, width:]
+            if seen is not None:
+                seen = seen.scatter(1, tokens, True)
+        return torch.stack(drawn, 1), torch.stack(q, 1)
+
+    def draft_and_score(
+        self,
+        draft: Model,
+        rows: Rows,
+        read: int,
+        count: int,
+        sampling: Sampling,
+        draft_sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses | None:
+        """`count` guesses of `draft` that this model has scored, computed in one step; None if that cannot be done.
+
+        read: tokens that the draft reads before it guesses. sampling: this model's.
+        """
+        return None
+
+    def score_and_verify(
+        self, rows: Rows, guesses: Guesses, u: Tensor, sampling: Sampling, verify: VerificationRule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Score the guesses with one forward, and verify them.
+
+        u: float32 `[B, n + 1]`, uniform numbers for the rule `verify` (verification.py).
+        Returns p `[B, n + 1, V]`, the distributions before each guess and after the last, and the rule's `accepted[B]`
+        and `token[B]`.
+        """
+        if guesses.p is not None:  # Scored already, by whatever drew the guesses.
+            return guesses.p, *self.rule(verify)(guesses.p, guesses.q, guesses.drafts, u)
+        committed, positions = rows.last(1 + rows.unread, guesses.drafts.shape[1])
+        block, seen = torch.cat([committed, guesses.drafts], 1), rows.seen(self.vocabulary, sampling)
+        return self.score_block(block, positions, guesses.q, u, sampling, verify, seen)
+
+    def score_block(
+        self,
+        block: Tensor,
+        positions: Tensor,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: VerificationRule,
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`score_and_verify` of a block: int64 `block, positions [B, w]`.
+
+        The block ends with the n drafts of q `[B, n, V]`. The token before them is the last committed one; tokens
+        before that are only read. seen: `Rows.seen` up to the last committed token, if `sampling` has a repetition
+        penalty.
+        """
+        first = block.shape[1] - q.shape[1]  # of the drafts
+        logits = self.forward(block, positions)[:, first - 1 :]
+        p = self.probabilities(logits, sampling, seen_after(seen, block[:, first - 1 :]))
+        return p, *self.rule(verify)(p, q, block[:, first:], u)
+
+    def grow(
+        self,
+        tree: Tree,
+        tokens: Tensor,
+        positions: Tensor,
+        places: Places,
+        u: Tensor,
+        sampling: Sampling,
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Read a block and draw a tree after it, with one forward for each level.
+
+        tokens, positions: int64 `[B, w]`; the last token is the tree's root. places: of all nodes.
+        u: float32 `[B, tree.draws]`, uniform numbers.
+        Returns the guesses `[B, n]` of nodes 1 to n, and the laws `[B, n, V]` that each was drawn from.
+        """
+        drafts, laws = tokens[:, :0], []
+        for level in tree.levels[:-1]:
+            nodes = [node for node in level if tree.children[node]]
+            if nodes == [0]:
+                logits = self.forward(tokens, positions)[:, -1:]
+            else:
+                places_of_nodes = places.only(nodes)
+                block = columns(drafts, [node - 1 for node in nodes])
+                logits = self.forward(block, places_of_nodes.positions, places_of_nodes)
+            q = self.probabilities(logits, sampling, seen_after_nodes(seen, drafts, tree, nodes))
+            counts = [len(tree.children[node]) for node in nodes]
+            used = len(nodes) * max(counts)
+            drawn, law = self.siblings(q, u[:, :used].unflatten(1, (len(nodes), max(counts))), counts)
+            u = u[:, used:]
+            # A token drawn from nan is none, and cannot be read: the round reports it when it commits.
+            drafts = torch.cat([drafts, drawn.clamp(max=q.shape[-1] - 1)], 1)
+            laws.append(law)
+        return drafts, torch.cat(laws, 1)
+
+    def score_tree(
+        self,
+        tree: Tree,
+        block: Tensor,
+        places: Places,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: TreeRule,
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Score a tree of guesses with one forward, and verify it.
+
+        block: int64 `[B, n + 1]`, the tokens of all nodes, the root first. q: float32 `[B, n, V]`, the laws of the
+        guesses. u: float32 `[B, n + 1]`, uniform numbers for the rule `verify` (trees/verification.py).
+        Returns p `[B, n + 1, V]`, the distributions after each node, and the rule's `accepted[B]`, `path[B, depth]` and
+        `token[B]`.
+        """
+        logits = self.forward(block, places.positions, places)
+        p = self.probabilities(logits, sampling, seen_after_nodes(seen, block[:, 1:], tree, range(tree.size + 1)))
+        return p, *self.rule(verify)(p, q, block[:, 1:], u, tree)

@@ -1,0 +1,472 @@
+"""`CompiledModel`: a model whose steps are computed by graphs: compiled on a CPU, captured on a GPU.
+
+A graph replaces the hundreds of operator calls of a step by one call. It is made once for each shape and used in every
+round, so the shapes must be few: narrower blocks are padded to the next width, and long draws are cut into pieces.
+Which shapes there are to be is found by a rehearsal (`rehearsed`): a sampler runs once, and each model notes the shapes
+that it is asked for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from decoding.drafter import Guesses
+from decoding.lengthRules import LengthRule
+from decoding.model import Model, uniform
+from decoding.rows import Rows, upload
+from decoding.trees.tree import Places, Tree
+from decoding.trees.verification import TreeRule
+from decoding.verification import VerificationRule
+from engine.cachedModel import CachedModel
+from utils import Sampling
+
+LARGE = 200_000_000  # Parameters. A larger model's rounds take so long that a graph of a whole round gains nothing.
+LONGEST = 6  # Tokens drawn by one graph at most. A graph of more takes long to compile and gains nothing.
+Step = Callable[..., Any]  # step(model, *inputs): tensors from tensors and the model's cache
+
+
+# The shapes of steps. `call` asks a model for the step, with inputs of that shape.
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Prefill of a batch of `rows` rows, of any lengths."""
+
+    rows: int
+
+    def call(self, model: CompiledModel) -> None:
+        model.read(zeros(model, self.rows, 2), zeros(model, self.rows, 2))
+
+
+@dataclass(frozen=True)
+class Block:
+    """The forward of blocks `[rows, width]`."""
+
+    rows: int
+    width: int
+
+    def call(self, model: CompiledModel) -> None:
+        model.forward(zeros(model, self.rows, self.width), zeros(model, self.rows, self.width))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """`count` tokens drawn in sequence after blocks `[rows, read]`."""
+
+    rows: int
+    read: int
+    count: int
+
+    def call(self, model: CompiledModel) -> None:
+        tokens, positions = zeros(model, self.rows, self.read), zeros(model, self.rows, self.read + self.count - 1)
+        model.draw(tokens, positions, torch.zeros(self.count, self.rows, device=model.device), Sampling())
+
+
+@dataclass(frozen=True)
+class Round:
+    """`count` guesses by `draft` after blocks `[rows, read]`, and the forward that scores them."""
+
+    rows: int
+    draft: CompiledModel
+    read: int
+    count: int
+
+    def call(self, model: CompiledModel) -> None:
+        self.draft.reserve(self.rows, 2)
+        tokens, positions = zeros(model, self.rows, self.read), zeros(model, self.rows, self.read + self.count)
+        u = torch.zeros(self.count, self.rows, device=model.device)
+        model.run(whole_round, self.draft, tokens, positions, u, Sampling(), Sampling(1.0))
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The forward of `count` nodes of a tree, whatever its shape."""
+
+    rows: int
+    count: int
+
+    def call(self, model: CompiledModel) -> None:
+        model.forward(zeros(model, self.rows, self.count), *places(model, self.rows, self.count))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The growth of `tree` after blocks `[rows, read]`."""
+
+    rows: int
+    read: int
+    tree: Tree
+
+    def call(self, model: CompiledModel) -> None:
+        block, nodes = zeros(model, self.rows, self.read), places(model, self.rows, self.tree.size + 1)[1]
+        u = torch.zeros(self.rows, self.tree.draws, device=model.device)
+        model.grow(self.tree, block, block.clone(), nodes, u, Sampling())
+
+
+@dataclass(frozen=True)
+class Move:
+    """`count` slots of each row that are moved."""
+
+    rows: int
+    count: int
+
+    def call(self, model: CompiledModel) -> None:
+        model.move(zeros(model, self.rows, self.count), zeros(model, self.rows, self.count))
+
+
+Shape = Prompt | Block | Draw | Round | Nodes | Growth | Move
+
+
+def zeros(model: CompiledModel, *shape: int) -> Tensor:
+    """Token ids or positions."""
+    return torch.zeros(shape, dtype=torch.long, device=model.device)
+
+
+def places(model: CompiledModel, rows: int, count: int) -> tuple[Tensor, Places]:
+    """Positions of `count` nodes, and their places."""
+    positions, ancestors = zeros(model, rows, count), torch.ones_like(zeros(model, count))
+    return positions, Places(positions, positions.clone(), zeros(model, rows), ancestors)
+
+
+# Steps that are not methods of `Model`.
+
+
+def read_block(model: Model, tokens: Tensor, positions: Tensor, nodes: Places | None = None) -> Tensor:
+    """`Model.forward` of a block, or of nodes of a tree."""
+    return model.forward(tokens, positions, nodes)
+
+
+def read_chunk(model: Model, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+    """`Model.forward` of a part of a prompt."""
+    return model.forward(tokens, positions, keep=keep)
+
+
+def whole_round(
+    target: Model,
+    draft: Model,
+    tokens: Tensor,
+    positions: Tensor,
+    u: Tensor,
+    sampling: Sampling,
+    draft_sampling: Sampling,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Guesses `[B, n]` of `draft` after the block `tokens[B, w]`, their q `[B, n, V]` and the target's p
+    `[B, n + 1, V]`. positions: int64 `[B, w + n]`, of the block and the guesses. u: float32 `[n, B]`."""
+    drafts, q = draft.draw(tokens, positions[:, :-1], u, draft_sampling)
+    drafts = drafts.clamp(max=q.shape[-1] - 1)  # A guess from nan is no token: the round reports it.
+    block = torch.cat([tokens[:, -1:], drafts], 1)
+    return drafts, q, target.probabilities(target.forward(block, positions[:, -block.shape[1] :]), sampling)
+
+
+class CompiledModel(CachedModel, ABC):
+    """A `CachedModel` that computes a step by a graph if there is one for its shape, else eagerly.
+
+    An engine is a subclass. It says in `run` how a step becomes a graph.
+    chunk: tokens of a prompt that one graph reads. ragged: whether it reads prompts of different lengths.
+    verifies: whether scoring and verification are one graph. fuses: whether a whole round is one.
+    used: how many times a graph was used.
+    """
+
+    chunk: int
+    ragged = False
+    verifies = True
+    fuses = False
+
+    def __init__(self, model: PreTrainedModel, vocabulary: int | None = None, name: str = "model") -> None:
+        super().__init__(model, vocabulary, name)
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.heads = heads, width  # of keys and values, and the numbers in each
+        self.asked: set[Shape] | None = None  # In a rehearsal: the shapes asked for so far.
+        self.inside = False  # Whether a graph is being made: then its steps are computed as they are.
+        self.used = 0
+        self.forget()
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        """The memory is allocated at once: a graph may be the first to write to it."""
+        super().reserve(rows, capacity)
+        if self.cache is not None and not self.cache.allocated:
+            self.cache.early_initialization(rows, *self.heads, self.cache_dtype, self.device)
+
+    def forget(self) -> None:
+        """Compute all steps eagerly."""
+        self.shapes: set[Shape] = set()  # that have a graph
+        self.widths: dict[int, list[int]] = {}  # {rows: the widths of `Block`, ascending}
+        self.counts: dict[int, list[int]] = {}  # {rows: the counts of `Draw`, ascending}
+        self.reads: dict[int, int] = {}  # {rows: tokens that all graphs of `Draw` and `Growth` read}
+
+    def add(self, asked: set[Shape]) -> list[Shape]:
+        """From now on, compute steps of these shapes by graphs. Returns the shapes to make."""
+        for shape in asked:
+            if isinstance(shape, (Draw, Growth)):
+                self.reads[shape.rows] = max(self.reads.get(shape.rows, 1), shape.read)
+        made = list(dict.fromkeys(part for shape in sorted(asked, key=str) for part in self.parts(shape)))
+        self.shapes |= set(made)
+        for shape in made:
+            if isinstance(shape, Block):
+                self.widths[shape.rows] = sorted({*self.widths.get(shape.rows, ()), shape.width})
+            elif isinstance(shape, Draw):
+                self.counts[shape.rows] = sorted({*self.counts.get(shape.rows, ()), shape.count})
+        return made
+
+    def parts(self, shape: Shape) -> list[Shape]:
+        """The shapes of the graphs that compute a step of that shape."""
+        if isinstance(shape, Draw):
+            counts = {min(shape.count, LONGEST), shape.count % LONGEST or LONGEST}
+            return [Draw(shape.rows, self.reads[shape.rows], count) for count in sorted(counts)]
+        return [replace(shape, read=self.reads[shape.rows])] if isinstance(shape, Growth) else [shape]
+
+    def make(self, shape: Shape) -> bool:
+        """Make the graph for a shape. Returns True; raises if it cannot be made."""
+        self.reserve(shape.rows, 2)
+        shape.call(self)
+        return True
+
+    def run(self, step: Step, *inputs: Any) -> Any:
+        """`step(self, *inputs)` by a graph; in a rehearsal without one.
+
+        inputs: tensors, `Places`, and compiled models, whose caches the step may use too; `Sampling`, `Tree` and rules.
+        """
+        if self.asked is not None:
+            return self.eagerly(step, *inputs)
+        self.used += 1
+        return self.by_graph(step, *inputs)
+
+    @abstractmethod
+    def by_graph(self, step: Step, *inputs: Any) -> Any:
+        """`step(self, *inputs)` by the graph for these shapes, which is made if there is none."""
+
+    def eagerly(self, step: Step, *inputs: Any) -> Any:
+        """`step(self, *inputs)` without any graph of this model."""
+        before, self.inside = self.inside, True
+        try:
+            return step(self, *inputs)
+        finally:
+            self.inside = before
+
+    def ready(
+        self,
+        shape: Shape,
+        seen: Tensor | None = None,
+        verify: VerificationRule | TreeRule | None = None,
+        length: LengthRule | None = None,
+        unread: int = 0,
+    ) -> bool:
+        """Whether a graph computes a step. If any line is false, the step is computed eagerly.
+
+        seen, verify, length, unread: what the step depends on, if it does.
+        """
+        possible = (
+            not self.inside  # The step is not part of a graph.
+            and self.cache is not None  # A prompt was read.
+            and seen is None  # No repetition penalty: a graph is not given the tokens seen so far.
+            and not getattr(verify, "waits", False)  # The verification rule does not synchronise with the host.
+            # The host has no say between the guesses, and there are few numbers of them.
+            and (length is None or (length.stop is None and length.lengths is not None))
+            and unread == 0  # The target has read everything up to the last committed token.
+        )
+        if possible and self.asked is not None:
+            self.asked.add(shape)
+            return True
+        return possible and self.has(shape)
+
+    def has(self, shape: Shape) -> bool:
+        """Whether there are graphs for this shape."""
+        if isinstance(shape, Block):
+            return shape.rows in self.widths and shape.width <= self.widths[shape.rows][-1]
+        if isinstance(shape, Draw):
+            return shape.rows in self.counts and self.reads_up_to(shape.rows, shape.read)
+        if isinstance(shape, Growth):
+            kept = replace(shape, read=self.reads.get(shape.rows, 0))
+            return kept in self.shapes and self.reads_up_to(shape.rows, shape.read)
+        return shape in self.shapes
+
+    def reads_up_to(self, rows: int, read: int) -> bool:
+        """Whether so many tokens can be read before one is drawn: by the graph that draws, or the first by that of
+        prefill."""
+        return read <= self.reads[rows] or Prompt(rows) in self.shapes
+
+    # The steps.
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
+    ) -> Tensor:
+        rows, width = tokens.shape
+        if places is not None and self.ready(Nodes(rows, width)):
+            return self.run(read_block, tokens, positions, places)
+        if places is None and keep is None and self.ready(Block(rows, width)):
+            return self.run(read_block, *self.padded(tokens, positions))[:, :width]
+        return super().forward(tokens, positions, places, keep)
+
+    def padded(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The block `[B, n]` padded to the next width with its last token, at the same position."""
+        rows, n = tokens.shape
+        width = n if self.asked is not None else next(width for width in self.widths[rows] if width >= n)
+        if n < width:
+            last = torch.arange(width, device=tokens.device).clamp_(max=n - 1)
+            tokens, positions = tokens[:, last], positions[:, last]
+        return tokens, positions
+
+    def prefill(self, rows: Rows) -> Tensor:
+        """The prompts are read in chunks."""
+        self.reserve(len(rows.prompt), rows.capacity + rows.spare)
+        lengths = rows.prompt_lengths
+        if not (self.ragged or len(set(lengths)) == 1) or not self.ready(Prompt(len(lengths))):
+            return super().prefill(rows)
+        prompt = rows.prompt.to(self.device)
+        return self.read(prompt, torch.arange(prompt.shape[1], device=self.device).expand_as(prompt), lengths)
+
+    def read(self, tokens: Tensor, positions: Tensor, lengths: list[int] | None = None) -> Tensor:
+        """Read `tokens, positions [B, n]` in chunks; float32 logits `[B, V]` after the first `lengths` tokens of each
+        row. None: after all."""
+        rows, longest = tokens.shape
+        lengths = lengths or [longest] * rows
+        logits = torch.empty(rows, self.vocabulary, device=self.device)
+        for start in range(0, longest, self.chunk):
+            end = min(start + self.chunk, longest)
+            # A chunk is padded with its last token, at the same position: to the one width that a captured graph has,
+            # or to the two tokens that a graph needs whose width is a symbol.
+            at = torch.arange(start, max(end, start + 2) if self.ragged else start + self.chunk, device=self.device)
+            at.clamp_(max=longest - 1)
+            ending = [row for row, length in enumerate(lengths) if start < length <= end]
+            last = sorted({lengths[row] - 1 - start for row in ending}) or [0]
+            keep = upload(last * 2 if self.ragged and len(last) == 1 else last, self.device)
+            chunk = self.run(read_chunk, tokens[:, at], positions[:, at], keep)
+            if len(last) == 1 and len(ending) == rows:
+                logits = chunk[:, 0]
+            elif ending:
+                logits[ending] = chunk[ending, [last.index(lengths[row] - 1 - start) for row in ending]]
+        return logits
+
+    def at_most(self, read: int, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The last `read` tokens of a block `[B, w]` and the positions from there on, after the tokens before them were
+        read. A narrower block begins with its first token several times, in the same slot."""
+        first = tokens.shape[1] - read
+        if first > 0:
+            self.read(tokens[:, :first], positions[:, :first])
+            return tokens[:, first:], positions[:, first:]
+        if first < 0:
+            tokens = torch.cat([tokens[:, :1].expand(-1, -first), tokens], 1)
+            positions = torch.cat([positions[:, :1].expand(-1, -first), positions], 1)
+        return tokens, positions
+
+    def draw(
+        self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The longest graphs that are not too long draw one after the other. If all are too long, the beginning of the
+        shortest is used."""
+        rows, width = tokens.shape
+        if not self.ready(Draw(rows, width, len(u)), seen=seen):
+            return super().draw(tokens, positions, u, sampling, seen)
+        if self.asked is not None:
+            return self.run(Model.draw, tokens, positions, u, sampling)
+        read, counts = self.reads[rows], self.counts[rows]
+        tokens, positions = self.at_most(read, tokens, positions)
+        drawn: list[Tensor] = []
+        q: list[Tensor] = []
+        done = 0
+        while done < len(u):
+            if drawn:  # A distribution of nan gives no token, V, which cannot be read.
+                tokens = torch.cat([tokens, drawn[-1].clamp(max=self.vocabulary - 1)], 1)[:, -read:]
+            left = len(u) - done
+            count = max((count for count in counts if count <= left), default=counts[0])
+            numbers, at = u[done : done + count], positions[:, done : done + read + count - 1]
+            if left < count:  # Tokens beyond `left` are dropped; later tokens overwrite their slots.
+                numbers = torch.cat([numbers, u.new_zeros(count - left, rows)])
+                at = torch.cat([at, at[:, -1:].expand(-1, count - left)], 1)
+            piece, piece_q = self.run(Model.draw, tokens, at, numbers, sampling)
+            drawn.append(piece[:, :left])
+            q.append(piece_q[:, :left])
+            done += count
+        return (drawn[0], q[0]) if len(q) == 1 else (torch.cat(drawn, 1), torch.cat(q, 1))
+
+    def draft_and_score(
+        self,
+        draft: Model,
+        rows: Rows,
+        read: int,
+        count: int,
+        sampling: Sampling,
+        draft_sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses | None:
+        if not self.fuses or not isinstance(draft, CompiledModel) or self.parameters > LARGE:
+            return None
+        batch, seen = len(rows.tokens), rows.seen(self.vocabulary, sampling)
+        shape = Round(batch, draft, self.reads_of_rounds(draft, batch, read), count)
+        if not self.ready(shape, seen=seen, length=length, unread=rows.unread) or self.asked is not None:
+            return None  # In a rehearsal the steps are computed apart, as they are at the end of a text.
+        tokens, positions = draft.at_most(shape.read, *rows.last(read, count))
+        u = uniform(count, batch, device=self.device, generator=generator)
+        return Guesses(*self.run(whole_round, draft, tokens, positions, u, sampling, draft_sampling))
+
+    def reads_of_rounds(self, draft: CompiledModel, rows: int, read: int) -> int:
+        """Tokens that the draft reads in a graph of a whole round: as many as in its graphs that draw."""
+        return draft.reads[rows] if self.asked is None and draft.has(Draw(rows, read, 1)) else read
+
+    def score_block(
+        self,
+        block: Tensor,
+        positions: Tensor,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: VerificationRule,
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A block without guesses is a step of plain decoding. In a padded block, the tokens beyond its drafts count as
+        drafts with q = 0, which are no guesses."""
+        (rows, width), n = block.shape, q.shape[1]
+        if n == 0 and self.ready(Draw(rows, width, 1), seen=seen, verify=verify):
+            drawn, p = self.draw(block, positions, u.T, sampling)
+            return p, torch.zeros_like(drawn[:, 0]), drawn[:, 0]
+        if not self.verifies or not self.ready(Block(rows, width), seen=seen, verify=verify):
+            return super().score_block(block, positions, q, u, sampling, verify, seen)
+        block, positions = self.padded(block, positions)
+        beyond = block.shape[1] - width
+        if beyond:
+            q, u = pad(q, (0, 0, 0, beyond)), torch.cat([pad(u[:, :n], (0, beyond)), u[:, n:]], 1)
+        p, accepted, token = self.run(Model.score_block, block, positions, q, u, sampling, verify)
+        return p[:, : n + 1], accepted, token
+
+    def grow(
+        self,
+        tree: Tree,
+        tokens: Tensor,
+        positions: Tensor,
+        places: Places,
+        u: Tensor,
+        sampling: Sampling,
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        rows, width = tokens.shape
+        if not self.ready(Growth(rows, width, tree), seen=seen):
+            return super().grow(tree, tokens, positions, places, u, sampling, seen)
+        if self.asked is None:
+            tokens, positions = self.at_most(self.reads[rows], tokens, positions)
+        return self.run(Model.grow, tree, tokens, positions, places, u, sampling)
+
+    def score_tree(
+        self,
+        tree: Tree,
+        block: Tensor,
+        places: Places,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: TreeRule,
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if not self.verifies or not self.ready(Nodes(*block.shape), seen=seen, verify=verify):
+            return super().score_tree(tree, block, places, q, u, sampling, verify, seen)
+        return self.run(Model.score_tree, tree, block, places, q, u, sampling, verify)

@@ -1,0 +1,148 @@
+"""`compile_samplers`: a rehearsal, in which samplers run each kind of round once, so that its graphs are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Generator
+
+from decoding.drafter import Drafter, Guesses
+from decoding.lengthRules import LengthRule
+from decoding.rows import Rows
+from decoding.trees.shapes import TreeChoice
+from decoding.trees.tree import Tree
+from engine.cachedModel import CachedModel
+from engine.compiledModel import CompiledModel
+from engine.compiling import make_graphs
+from methods.lookup import widened
+from methods.samplers import Sampler
+from regrSampling import regrSampling
+from specSampling import specSampling
+from utils import Sampling
+
+FEW = (1, 2, 3, 4, 6, 10)  # Numbers of guesses that have graphs where a round may have any number of them.
+PROMPT = 16  # Tokens of the prompt. No two are the same, so there is nothing to look up in it.
+
+
+def compile_samplers(
+    samplers: Iterable[Sampler],
+    models: Iterable[CachedModel],
+    prompt: Sequence[int],
+    sampling: Sampling = Sampling(),
+    rows: int = 1,
+    whole_rounds: bool = True,
+    follow: Callable[[Any], Iterable[Any]] = iter,
+) -> float | None:
+    """Make the graphs of the compiled ones of `models` that these samplers need for batches of `rows` rows.
+
+    prompt: token ids, of which some are used. whole_rounds: whether a round may be one graph. follow, and the result:
+    see `engine.compiling.make_graphs`.
+    """
+    works = [model for model in models if isinstance(model, CompiledModel)]
+    for model in works:
+        model.fuses = model.fuses and whole_rounds
+    short = list(dict.fromkeys(prompt))[:PROMPT]
+
+    def rehearse() -> None:
+        for sampler in samplers:
+            rehearsal = Rehearsal(sampler)
+            room = min(model.context for model in works) - len(short)
+            generator = Generator(works[0].device).manual_seed(0)
+            rehearsal.sampler(
+                [short] * rows,
+                max_len=min(rehearsal.tokens, room),
+                sampling=sampling,
+                end_of_text=rehearsal.ends,
+                generator=generator,
+            )
+
+    return make_graphs(works, rehearse, follow) if works else 0.0
+
+
+class Rehearsal:
+    """A sampler that runs each kind of round that `sampler` may run, once, and then ends.
+
+    tokens: how many it may need.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        loop = sampler
+        while loop.func not in (regrSampling, specSampling) and "tree" not in loop.keywords:
+            loop = loop.args[-1]  # the sampler that it wraps
+        self.lengths = self.trees = None
+        self.tokens = 2
+        if "gamma" in loop.keywords:
+            drafter = PaddedDrafter(loop.keywords["drafter"])
+            self.lengths = LengthRehearsal(loop.keywords["gamma"], drafter.varies)
+            sampler = partial(sampler, gamma=self.lengths, drafter=drafter)
+            self.tokens += sum(self.lengths.counts) + len(self.lengths.counts)
+        elif "tree" in loop.keywords:
+            self.trees = TreeRehearsal(loop.keywords["tree"])
+            sampler = partial(sampler, tree=self.trees)
+            self.tokens += sum(tree.depth for tree in self.trees.shapes if tree) + len(self.trees.shapes)
+        self.sampler = sampler
+
+    def ends(self, row: int, token: int) -> bool:
+        """Whether all rounds are over."""
+        return (self.lengths is not None and not self.lengths.left) or (self.trees is not None and not self.trees.left)
+
+
+class LengthRehearsal(LengthRule):
+    """The numbers of guesses that `rule` may choose, one after the other; if they are many, FEW of them.
+
+    varies: whether a drafter may guess fewer.
+    """
+
+    def __init__(self, rule: LengthRule, varies: bool) -> None:
+        self.rule, self.stop, self.sure = rule, rule.stop, rule.sure
+        counts = set(rule.lengths or FEW)
+        if varies or rule.stop:
+            counts |= {count for count in FEW if count < max(counts)}
+        # The greatest first: after a round without guesses, a draft reads more than in others.
+        self.counts = sorted(counts | {0}, reverse=True)
+        self.left = list(self.counts)
+
+    def begin(self, rows: Rows) -> None:
+        self.rule.begin(rows)
+        self.rows = len(rows.tokens)
+
+    def gammas(self) -> Sequence[int]:
+        count = self.left.pop(0) if self.left else 0
+        self.lengths = self.rule.lengths if count in (self.rule.lengths or ()) else None
+        return [count] * self.rows
+
+
+class TreeRehearsal(TreeChoice):
+    """The shapes that `choice` may choose, and plain decoding, one after the other, the largest first."""
+
+    def __init__(self, choice: TreeChoice) -> None:
+        self.shapes = [*sorted(filter(None, choice.shapes), key=lambda tree: -tree.size), None]
+        self.left = list(self.shapes)
+
+    def tree(self) -> Tree | None:
+        return self.left.pop(0) if self.left else None
+
+
+class PaddedDrafter(Drafter):
+    """Another drafter, whose guesses have as many columns as were asked for. Where there is no guess, q is 0."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.models, self.varies = drafter, drafter.models, drafter.varies
+
+    def begin(self, rows: Rows) -> None:
+        self.drafter.begin(rows)
+
+    def rewind(self, count: int) -> None:
+        self.drafter.rewind(count)
+
+    def draft(
+        self,
+        rows: Rows,
+        gamma: int,
+        sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses:
+        return widened(self.drafter.draft(rows, gamma, sampling, generator, length), gamma)

@@ -1,0 +1,241 @@
+"""How samplers are made of models and settings: what the entries of catalogue.py refer to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Generator
+
+from decoding.drafter import Drafter
+from decoding.lengthRules import RULES as LENGTH_RULES
+from decoding.lengthRules import Fixed, LengthRule
+from decoding.model import Model
+from decoding.record import Record
+from decoding.rows import Callback
+from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
+from decoding.trees.tree import Tree
+from decoding.trees.verification import TREE_RULES
+from decoding.verification import RULES as VERIFICATIONS
+from methods.cascade import CascadeDrafter
+from methods.contrastive import Contrast
+from methods.drafters import ModelDrafter
+from methods.lookup import LookupDrafter, LookupFirst
+from methods.otherTokenizer import OtherTokenizerDrafter, Vocabularies
+from methods.treeSampling import TreeDrafter, treeSampling
+from regrSampling import regrSampling
+from specSampling import specSampling
+from utils import Sampling
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How to guess and to verify, as the flags of `test.py` say; gamma None is the default of the draft-length rule,
+    ngram None that of the drafter.
+
+    tree: the shape of a tree of guesses (`Tree.of`), or "auto"; None: a chain, but in the methods for trees.
+    lookup: the text so far guesses, instead of a draft model. lookup_first: it guesses where it has a match.
+    draft_temperature, draft_top_p: as in `ModelDrafter`.
+    translation: from the target's tokenizer to the draft's, if that is another one.
+    """
+
+    gamma: int | None = None
+    draft_length: str = "fixed"
+    draft_threshold: float = 0.4
+    target_threshold: float = 0.5
+    verification: str = "token"
+    tree: str | None = None
+    tree_rule: str = "traversal"
+    gamma1: int = 4
+    gamma2: int = 4
+    ngram: int | None = None
+    lookup: bool = False
+    lookup_first: bool = False
+    draft_temperature: float | None = None
+    draft_top_p: float | None = None
+    translation: Vocabularies | None = None
+    plausibility: float = 0.1
+    amateur_temperature: float = 1.0
+    contrastive_temperature: float = 0.0
+
+    def gamma_of(self, rule: str, looks_up: bool = False) -> int:
+        """--gamma, or its default for a draft-length rule. looks_up: the text so far guesses."""
+        many = rule in ("draftConfidence", "costAware") or (looks_up and rule == "fixed")
+        return self.gamma or (10 if many else 4)
+
+
+class Sampler(Protocol):
+    """A method with its models: continues prefixes (lists of token ids); returns the new tokens and the records."""
+
+    def __call__(
+        self,
+        prefixes: Sequence[Sequence[int]],
+        *,
+        max_len: int,
+        sampling: Sampling,
+        end_of_text: int | None = None,
+        generator: Generator | None = None,
+        callback: Callback | None = None,
+    ) -> tuple[list[list[int]], list[Record]]: ...
+
+
+Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted
+Wrap = Callable[[Any], Any]  # a drafter of any kind -> the same, watched
+Maker = Callable[[Models, Decoding, Wrap], Sampler]
+
+
+# Plain decoding.
+
+
+def alone(role: str) -> Maker:
+    """One model without any other. A draft with a tokenizer of its own continues the prompts in its own tokens, and no
+    id ends them."""
+
+    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        sampler = partial(regrSampling, target=models[role])
+        return (
+            partial(translated, decoding.translation, sampler) if role == "draft" and decoding.translation else sampler
+        )
+
+    return make
+
+
+def translated(
+    translation: Vocabularies,
+    sampler: Sampler,
+    prefixes: Sequence[Sequence[int]],
+    *,
+    end_of_text: int | None = None,
+    callback: Callback | None = None,
+    **options: Any,
+) -> tuple[list[list[int]], list[Record]]:
+    """A sampler that is given prefixes in the target's tokens and continues them in the draft's."""
+    return sampler([translation.row(prefix) for prefix in prefixes], **options)
+
+
+# Speculative sampling.
+
+
+def length_rule(name: str, decoding: Decoding, looks_up: bool = False) -> LengthRule:
+    """The draft-length rule of that name, as the flags set it. looks_up: no draft model guesses."""
+    options: dict[str, float] = {"length": decoding.gamma_of(name, looks_up)}
+    if name == "draftConfidence":
+        options["threshold"] = decoding.draft_threshold
+    elif name == "targetConfidence":
+        options["threshold"] = decoding.target_threshold
+    return LENGTH_RULES[name](**options)
+
+
+def guesser(models: Models, decoding: Decoding) -> Drafter:
+    """What the flags say: the draft model, the text so far, or both."""
+    if "draft" not in models:
+        return lookup(models, decoding)
+    return lookup_first(models, decoding) if decoding.lookup_first else draft_model(models, decoding)
+
+
+def draft_model(models: Models, decoding: Decoding) -> Drafter:
+    """The draft model, restricted if `--draftVocab` says so."""
+    model, options = models.get("restricted") or models["draft"], (decoding.draft_temperature, decoding.draft_top_p)
+    if decoding.translation is not None:
+        return OtherTokenizerDrafter(model, decoding.translation, *options)
+    return ModelDrafter(model, *options)
+
+
+def lookup(models: Models, decoding: Decoding) -> LookupDrafter:
+    """The text so far."""
+    return LookupDrafter(models["target"].vocabulary, decoding.ngram or 1)
+
+
+def lookup_first(models: Models, decoding: Decoding) -> Drafter:
+    """The text so far where it has a match, else the draft model. That is better than short matches."""
+    looked_up = LookupDrafter(models["target"].vocabulary, decoding.ngram or 4)
+    return LookupFirst(looked_up, draft_model(models, decoding))
+
+
+def speculative(
+    rule: str | None = None, verification: str | None = None, drafter: Callable[[Models, Decoding], Drafter] = guesser
+) -> Maker:
+    """Speculative sampling with this draft-length rule and verification rule; None: those of the flags."""
+
+    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        return partial(
+            specSampling,
+            target=models["target"],
+            drafter=wrap(drafter(models, decoding)),
+            gamma=length_rule(rule or decoding.draft_length, decoding, decoding.lookup or drafter is lookup),
+            verify=VERIFICATIONS[verification or decoding.verification],
+        )
+
+    return make
+
+
+def follows_no_clock(decoding: Decoding) -> bool:
+    """What follows the clock, the costAware rule or --tree auto, guesses otherwise in each run, and draws other
+    tokens."""
+    return decoding.draft_length != "costAware" and decoding.tree != "auto"
+
+
+def cascade(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+    """In each round the draft guesses gamma1 tokens for the mid model, and both together gamma2 for the target."""
+    verify = VERIFICATIONS[decoding.verification]
+    drafter = CascadeDrafter(models["mid"], guesser(models, decoding), Fixed(decoding.gamma1), verify)
+    target, gamma = models["target"], Fixed(decoding.gamma2)
+    return partial(specSampling, target=target, drafter=wrap(drafter), gamma=gamma, verify=verify)
+
+
+# Trees of guesses.
+
+
+def tree_choice(decoding: Decoding) -> TreeChoice:
+    """What `--tree` asks for; "auto" if it is not given."""
+    return CostAwareTree() if decoding.tree in (None, "auto") else FixedTree(Tree.of(decoding.tree or ""))
+
+
+def tree(rule: str | None = None) -> Maker:
+    """A tree of guesses with this verification rule; None: that of the flags."""
+
+    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        model = models.get("restricted") or models["draft"]
+        return partial(
+            treeSampling,
+            target=models["target"],
+            drafter=wrap(TreeDrafter(model, decoding.draft_temperature, decoding.draft_top_p)),
+            tree=tree_choice(decoding),
+            verify=TREE_RULES[rule or decoding.tree_rule],
+        )
+
+    return make
+
+
+def has_fixed_shape(decoding: Decoding) -> bool:
+    """Whether the shape does not follow the clock: then the seed fixes the tokens."""
+    return decoding.tree not in (None, "auto")
+
+
+def as_flags_say(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+    """A tree if --tree is given, else a chain."""
+    return (tree() if decoding.tree else speculative())(models, decoding, wrap)
+
+
+# Contrastive decoding.
+
+
+def contrastive(is_speculative: bool) -> Maker:
+    """Contrastive decoding. It has its own temperature, 0 in the paper, and ignores the other sampling flags."""
+
+    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        contrast = Contrast(models["target"], models["draft"], decoding.plausibility, decoding.amateur_temperature)
+        maker = speculative() if is_speculative else alone("target")
+        sampler = maker(models | {"target": contrast}, decoding, wrap)
+        return partial(sampled_by, Sampling(decoding.contrastive_temperature, 0, 1.0), sampler)
+
+    return make
+
+
+def sampled_by(
+    fixed: Sampling, sampler: Sampler, prefixes: Sequence[Sequence[int]], *, sampling: Sampling, **options: Any
+) -> tuple[list[list[int]], list[Record]]:
+    """A sampler that draws tokens by `fixed`, whatever sampling it is given."""
+    return sampler(prefixes, sampling=fixed, **options)
