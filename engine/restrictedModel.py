@@ -15,7 +15,7 @@ from engine.cachedModel import CachedModel
 from utils import UserError
 
 
-class Few(nn.Module):
+class RestrictedHead(nn.Module):
     """An output layer for `tokens[N]` alone, cut from a whole one. The logits of all other tokens are -inf."""
 
     @torch.no_grad()  # Otherwise the rows keep the whole weight alive, for gradients.
@@ -51,7 +51,7 @@ class RestrictedModel(CachedModel):
         model._modules = dict(draft.model._modules)
         whole = draft.model.get_output_embeddings()
         self.tokens = tokens.to(draft.device)
-        model.set_output_embeddings(Few(whole, self.tokens))
+        model.set_output_embeddings(RestrictedHead(whole, self.tokens))
         if draft.model.get_output_embeddings() is not whole:
             draft.model.set_output_embeddings(whole)
             raise UserError(

@@ -8,8 +8,8 @@ from inputs.models import DTYPES, load_model
 from inputs.texts import load_corpora
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
-from methods.makers import Decoding
-from methods.selection import build, choose_lossless
+from methods.samplers import Decoding
+from methods.catalogue import build, choose_lossless
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY

@@ -9,7 +9,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from decoding.draftLength import Fixed
+from decoding.lengthRules import Fixed
 from decoding.rows import Rows
 from methods.cascade import CascadeDrafter, InnerRows
 from methods.drafters import ModelDrafter

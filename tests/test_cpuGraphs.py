@@ -12,13 +12,13 @@ from conftest import ROOT
 from test_specSampling import PROMPTS, near
 from torch.nn.functional import gelu
 
-from decoding.draftLength import Fixed
+from decoding.lengthRules import Fixed
 from decoding.drawing import draw_tokens
 from decoding.lengthRules import CostAware, DraftConfidence, TargetConfidence
 from decoding.operators import PYTORCH
 from decoding.rounds import forward, prefill
 from decoding.rows import Rows
-from decoding.trees import Tree
+from decoding.trees.tree import Tree
 from engine import cpuGraphs
 from engine.cachedModel import CachedModel
 from engine.compiling import compile_model, compile_round

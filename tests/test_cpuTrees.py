@@ -5,8 +5,8 @@ import pytest
 import torch
 from test_specSampling import PROMPTS, near
 
-from decoding.trees import Tree
-from decoding.treeVerification import TREE_RULES
+from decoding.trees.tree import Tree
+from decoding.trees.verification import TREE_RULES
 from engine.compiling import compile_model
 from engine.graphs import Plan
 from methods.treeSampling import TreeDrafter, treeSampling

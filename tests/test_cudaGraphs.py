@@ -9,12 +9,12 @@ import torch
 from test_acceptance import watched_alpha
 from test_specSampling import FREE, PROMPTS, near
 
-from decoding.draftLength import Fixed
+from decoding.lengthRules import Fixed
 from decoding.drawing import draw_tokens
 from decoding.rounds import score_block
 from decoding.verification import RULES
 from engine import cudaGraphs
-from engine.cudaGraphs import CudaGraphs
+from engine.cudaModel import CudaModel
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
@@ -24,7 +24,7 @@ from utils import GREEDY, Sampling
 
 def captured(model, widths=(), draws=(), rows=1):
     """`model`, as if its steps of these shapes were captured on a GPU."""
-    model.graphs, model._reads_filled = CudaGraphs(model.model, model.vocabulary), False
+    model.graphs, model._reads_filled = CudaModel(model.model, model.vocabulary), False
     for width in widths:
         model.graphs.add_forward(rows, width)
     for read, count in draws:

@@ -36,7 +36,7 @@ from transformers import (
 from decoding.lengthRules import DraftConfidence
 from decoding.verification import RULES
 from engine.kvCache import ATTENTION, sdpa_in_cache_dtype
-from engine.twins import kept_twin
+from methods.customGenerate import kept_copy
 from methods import customGenerate, generateArguments
 from methods.customGenerate import speculative
 from methods.generateArguments import as_sampling, unpadded
@@ -293,15 +293,15 @@ def test_the_twin_of_a_model_is_kept_and_follows_it(draft):
         return ours.tolist(), model.generate(**arguments).tolist()
 
     ours, alone = both(model)
-    first = kept_twin(model)
-    assert ours == alone and kept_twin(model) is first
+    first = kept_copy(model)
+    assert ours == alone and kept_copy(model) is first
     with torch.no_grad():
         model.get_output_embeddings().weight.neg_()  # in place
     changed, alone = both(model)
-    assert changed == alone != ours and kept_twin(model) is first
+    assert changed == alone != ours and kept_copy(model) is first
     model.set_input_embeddings(torch.nn.Embedding.from_pretrained(draft.get_input_embeddings().weight.flip(0)))
     again, alone = both(model)
-    assert again == alone != changed and kept_twin(model) is not first
+    assert again == alone != changed and kept_copy(model) is not first
     gone = weakref.ref(model)
     del model, first
     gc.collect()

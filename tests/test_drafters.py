@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import refused
 
-from decoding.draftLength import Fixed
+from decoding.lengthRules import Fixed
 from decoding.lengthRules import TargetConfidence
 from decoding.rows import Rows
 from methods.cascade import CascadeDrafter

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from decoding import drawing, rounds
-from engine.cpuGraphs import CpuGraphs
-from engine.cudaGraphs import CudaGraphs
+from engine.cpuModel import CpuModel
+from engine.cudaModel import CudaModel
 from engine.graphs import Graphs, Plan
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
@@ -17,7 +17,7 @@ from utils import GREEDY
 
 def shapes():
     """An engine, to ask about shapes alone."""
-    return CudaGraphs(helpers.tiny().model, 61)
+    return CudaModel(helpers.tiny().model, 61)
 
 
 def test_a_block_is_padded_with_its_last_token_to_the_next_width():
@@ -67,7 +67,7 @@ def test_both_engines_have_one_interface():
         return [name for name in vars(kind) if name in vars(Graphs) and inspect.isfunction(vars(kind)[name])]
 
     order = list(vars(Graphs))
-    for engine in CpuGraphs, CudaGraphs:
+    for engine in CpuModel, CudaModel:
         assert set(methods(Graphs)) <= set(methods(engine)) and not inspect.isabstract(engine)
         mine = [name for name in own_order(engine) if not name.startswith("_")]
         assert mine == sorted(mine, key=order.index)
@@ -81,7 +81,7 @@ def test_one_function_decides(monkeypatch):
     """With the gate closed, a compiled model decodes eagerly."""
     eager, target, draft = helpers.tiny(), helpers.tiny(), helpers.tiny(seed=1)
     for model in target, draft:
-        model.graphs, model._reads_filled = CudaGraphs(model.model, model.vocabulary), False
+        model.graphs, model._reads_filled = CudaModel(model.model, model.vocabulary), False
         for width in 1, 2, 5:
             model.graphs.add_forward(1, width)
         model.graphs.add_draw(1, 2, 4)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.operators import PYTORCH
-from decoding.trees import Tree
-from decoding.treeVerification import top_down_rule, traversal_rule
+from decoding.trees.tree import Tree
+from decoding.trees.verification import top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
 from engine.kernels import loader
 from engine.kernels.operators import Kernels

@@ -12,7 +12,7 @@ from test_specSampling import FREE, PROMPTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decoding.draftLength import Fixed
+from decoding.lengthRules import Fixed
 from decoding.lengthRules import Additive, DraftConfidence
 from decoding.operators import PYTORCH
 from decoding.rows import Rows

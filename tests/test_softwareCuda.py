@@ -27,8 +27,9 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
 from methods.catalogue import METHODS
 from methods.contrastive import Contrast
-from methods.makers import Decoding
-from methods.selection import build, plan_graphs
+from methods.samplers import Decoding
+from methods.catalogue import build
+from methods.selection import plan_graphs
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling
 

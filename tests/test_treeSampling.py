@@ -11,9 +11,9 @@ from test_specSampling import PROMPTS, near
 from decoding import treeRounds
 from decoding.rounds import first_token, prefill
 from decoding.rows import Rows
-from decoding.treeChoice import Always
-from decoding.trees import Tree
-from decoding.treeVerification import TREE_RULES, top_down_rule, traversal_rule
+from decoding.trees.shapes import FixedTree
+from decoding.trees.tree import Tree
+from decoding.trees.verification import TREE_RULES, top_down_rule, traversal_rule
 from methods import treeSampling as loop
 from methods.drafters import ModelDrafter
 from methods.treeSampling import ON_CHAINS, TreeDrafter, treeSampling
@@ -179,7 +179,7 @@ def test_a_chain_takes_the_rounds_of_a_chain(pair, rule, on_chains):
         assert texts == wanted and [r.accepted for r in records] == [r.accepted for r in theirs]
 
 
-class InTurn(Always):
+class InTurn(FixedTree):
     """Plain decoding, chains and trees in turn. last: the nodes that it was told of."""
 
     shapes = None, Tree.chain(2), Tree.of("3,1"), None, None, Tree.chain(3), Tree.of("2/2,1")

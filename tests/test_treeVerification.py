@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from outcomes import at, joint, number, pairs, softmaxes
 
 from decoding import treeVerification
-from decoding.treeDrawing import siblings
-from decoding.trees import MOST, Tree
-from decoding.treeVerification import TREE_RULES, after_child, in_postorder, top_down_rule, traversal_rule
+from decoding.trees.guesses import siblings
+from decoding.trees.tree import MOST, Tree
+from decoding.trees.verification import TREE_RULES, after_child, in_postorder, top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
 from lossless.plantedTrees import mass_not_updated, siblings_not_renormalised, unsure_node_dropped
 from utils import draw

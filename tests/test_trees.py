@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.treeChoice import MENU, Auto
-from decoding.trees import MOST, Tree
-from decoding.treeShapes import best_by_cost, expected
+from decoding.trees.shapes import MENU, CostAwareTree
+from decoding.trees.tree import MOST, Tree
+from decoding.trees.shapes import best_by_cost, expected
 from utils import UserError
 
 
@@ -75,12 +75,12 @@ class Clock:
 def test_auto_finds_the_shape_with_the_most_tokens_per_second(monkeypatch):
     """Scoring is free: the largest tree. Guesses cost as much as plain decoding and are never right: no guesses."""
     free = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + 0.001 * tree.size, accepted=9)
-    asked = free.play(Auto(), 400)
+    asked = free.play(CostAwareTree(), 400)
     assert max(map(asked[200:].count, MENU)) > 150
     favourite = max(MENU, key=asked[200:].count)
     assert favourite.depth == max(tree.depth for tree in MENU if tree)
     dear = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + tree.depth, accepted=0)
-    asked = dear.play(Auto(), 400)
+    asked = dear.play(CostAwareTree(), 400)
     assert asked[200:].count(None) > 150
 
 
@@ -103,7 +103,7 @@ def test_the_menu_is_nearly_as_good_as_the_best_shape(first, level, node):
 
 def test_auto_tries_other_shapes_again(monkeypatch):
     free = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + 0.02 * tree.size, accepted=2)
-    assert len(set(free.play(Auto(), 800)[100:])) > 3
+    assert len(set(free.play(CostAwareTree(), 800)[100:])) > 3
 
 
 def test_auto_forgets_a_busy_start(monkeypatch):
@@ -116,5 +116,5 @@ def test_auto_forgets_a_busy_start(monkeypatch):
         busy = 30.0 if rounds < 20 and tree else 1.0
         return busy * (1.0 + 0.01 * tree.size if tree else 1.0)
 
-    asked = Clock(monkeypatch, seconds, accepted=9).play(Auto(), 4000)
+    asked = Clock(monkeypatch, seconds, accepted=9).play(CostAwareTree(), 4000)
     assert asked[20:60].count(None) > 20 and asked[-500:].count(None) < 50
