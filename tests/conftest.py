@@ -19,7 +19,7 @@ from tokenizerKinds import KINDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from engine import progress
+from inputs import progress
 from engine.kernels import loader
 from inputs.folders import DATASETS
 from utils import UserError

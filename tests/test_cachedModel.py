@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from decoding.lengthRules import Fixed
+from decoding.trees.tree import Places
 from decoding.rows import Rows
 from methods.cascade import CascadeDrafter, InnerRows
 from methods.drafters import ModelDrafter
@@ -78,8 +79,8 @@ class Oracle:
 
         return both
 
-    def compare(self, model, forward, tokens, positions, keep=None):
-        got = forward(tokens, positions, keep=keep)
+    def compare(self, model, forward, tokens, positions, places=None, keep=None):
+        got = forward(tokens, positions, places, keep)
         if keep is None:
             self.texts.scatter_(1, positions, tokens)
             for row, where in enumerate(positions.tolist()):
@@ -93,14 +94,16 @@ class Oracle:
 class Scripted(Fixed):
     """Any number of guesses in any round and row, none included."""
 
+    lengths = None
+
     def __init__(self, lengths):
-        self.lengths = itertools.cycle(lengths)
+        self.script = itertools.cycle(lengths)
 
     def begin(self, rows):
         self.rows = len(rows.tokens)
 
     def gammas(self):
-        return [next(self.lengths) for _ in range(self.rows)]
+        return [next(self.script) for _ in range(self.rows)]
 
 
 def loop(patch, data):
@@ -162,10 +165,10 @@ def test_the_comparison_catches_one_stale_slot():
     tokens = torch.tensor([[5, 9, 2, 7, 11, 3]])
     model.forward(tokens, torch.arange(6)[None])
     position = torch.tensor([[4]])
-    stale = (torch.arange(96) <= position[..., None]) | (torch.arange(96) == 5)
+    stale = Places(position, position, position[0], torch.tensor([0b11]))  # It attends to slot 5 too.
     good = model.score(torch.tensor([[5, 9, 2, 7, 20]]))[0, -1]
     torch.testing.assert_close(model.forward(torch.tensor([[20]]), position)[0, 0], good, atol=1e-4, rtol=1e-4)
-    bad = model.forward(torch.tensor([[20]]), position, mask=stale)[0, 0]
+    bad = model.forward(torch.tensor([[20]]), position, stale)[0, 0]
     assert (bad - good).abs().max() > 1e-2
 
 
@@ -176,14 +179,13 @@ def test_a_tree_of_candidates_scores_each_branch_as_a_chain(family):
     prompt, tree, parents = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [-1, -1, 0, 0, 1]
     model.reserve(1, 32)
     model.forward(torch.tensor([prompt]), torch.arange(5)[None])
-    mask = torch.zeros(1, len(tree), 32, dtype=torch.bool)
-    mask[..., :5] = True
     paths = []
     for node, parent in enumerate(parents):
         paths.append((paths[parent] if parent >= 0 else []) + [node])
-        mask[0, node, [5 + n for n in paths[node]]] = True
     positions = torch.tensor([[4 + len(path) for path in paths]])
-    got = model.forward(torch.tensor([tree]), positions, slots=torch.arange(5, 10)[None], mask=mask)[0]
+    ancestors = torch.tensor([1 + sum(2 << node for node in path) for path in paths])
+    places = Places(positions, torch.arange(5, 10)[None], torch.tensor([4]), ancestors)
+    got = model.forward(torch.tensor([tree]), positions, places)[0]
     for node, path in enumerate(paths):
         wanted = model.score(torch.tensor([prompt + [tree[n] for n in path]]))[0, -1]
         torch.testing.assert_close(got[node], wanted, atol=1e-4, rtol=1e-4)
@@ -193,8 +195,8 @@ def test_kept_logits_are_those_of_the_named_tokens():
     model = model_of("gpt_neox")
     model.reserve(3, 32)
     tokens, positions = torch.randint(0, 61, (3, 7)), torch.arange(7).repeat(3, 1)
-    whole, keep = model.forward(tokens, positions), [6, 2, 2]
-    torch.testing.assert_close(model.forward(tokens, positions, keep=keep), whole[torch.arange(3), keep])
+    whole, keep = model.forward(tokens, positions), torch.tensor([6, 2])
+    torch.testing.assert_close(model.forward(tokens, positions, keep=keep), whole[:, keep])
 
 
 def test_a_cache_is_used_again_whatever_was_left_in_it():

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decoding.lengthRules import Fixed
 from decoding.lengthRules import Additive, DraftConfidence
-from decoding.operators import PYTORCH
+from decoding.model import Model
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
 from engine.restrictedModel import RestrictedModel
@@ -215,26 +215,19 @@ def test_a_planted_mistake_is_caught(options):
 # The same with the random numbers of a run, instead of every outcome.
 
 
-class Markov:
+class Markov(Model):
     """A model that knows the last token alone, so that every token of a text is a draw of its own: `table[V, V]` holds
     its logits. It gives tokens other than `known` no probability."""
 
     name, context, device, dtype = "markov", 1 << 10, torch.device("cpu"), torch.float32
-    graphs, operators, cache = None, PYTORCH, None
 
     def __init__(self, seed, vocabulary=4, known=slice(None)):
         table = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed))
         self.vocabulary, self.table = vocabulary, torch.full_like(table, -torch.inf)
         self.table[:, known] = table[:, known]
 
-    def reserve(self, rows, capacity):
-        """It has no cache."""
-
-    def read_prompt(self, rows):
-        return self.table[[text[-1] for text in rows.texts]]
-
-    def forward(self, tokens, positions):
-        return self.table[tokens]
+    def forward(self, tokens, positions, places=None, keep=None):
+        return self.table[tokens if keep is None else tokens[:, keep]]
 
 
 def p_value(kind=OtherTokenizerDrafter, restricted=True, rows=500, length=20):

@@ -8,7 +8,6 @@ from test_specSampling import PROMPTS, near
 
 from decoding.lengthRules import Fixed
 from decoding.drafter import Guesses
-from decoding.rounds import prefill
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
 from engine.restrictedModel import RestrictedModel
@@ -31,16 +30,16 @@ def test_its_logits_are_the_drafts_and_the_draft_is_as_before(family):
         draft.model.tie_weights()
         assert draft.model.get_output_embeddings().weight is draft.model.get_input_embeddings().weight
     rows = Rows([[5, 60, 2], [11]], 4, [draft])
-    before, layer = prefill(draft, rows), draft.model.get_output_embeddings()
+    before, layer = draft.prefill(rows), draft.model.get_output_embeddings()
     weights = {name: weight.clone() for name, weight in draft.model.state_dict().items()}
     small = RestrictedModel(draft, tokens)
-    found = prefill(small, rows)
+    found = small.prefill(rows)
     torch.testing.assert_close(found[:, tokens], before[:, tokens], atol=1e-5, rtol=1e-5)
     assert (found > -torch.inf).sum(1).tolist() == [4, 4]
     own = small.model.get_output_embeddings().weight
     assert len(own) == 4 and own.is_leaf and not own.requires_grad  # It keeps nothing of the whole weight alive.
     assert small.model.get_input_embeddings() is draft.model.get_input_embeddings()
-    assert draft.model.get_output_embeddings() is layer and torch.equal(prefill(draft, rows), before)
+    assert draft.model.get_output_embeddings() is layer and torch.equal(draft.prefill(rows), before)
     assert all(torch.equal(weight, weights[name]) for name, weight in draft.model.state_dict().items())
 
 
@@ -53,7 +52,7 @@ def test_q_is_the_filtered_distribution_over_its_tokens_and_zero_elsewhere(sampl
     drafter.begin(rows)
     guesses = drafter.draft(rows, 2, sampling, torch.Generator().manual_seed(0))
     drafts, q = guesses.drafts, guesses.q
-    logits = prefill(draft, rows)
+    logits = draft.prefill(rows)
     elsewhere = torch.ones(61, dtype=torch.bool).index_fill_(0, torch.tensor(tokens), False)
     logits = logits.masked_fill(elsewhere, -torch.inf)
     torch.testing.assert_close(q[:, 0], probabilities(logits, sampling, rows.seen(61, sampling)), atol=1e-5, rtol=1e-4)

@@ -11,7 +11,7 @@ from mistakes import always_accept, bonus_from_q, p_shifted, replace_from_p
 from outcomes import largest_error, small
 
 import specSampling as loop
-from decoding import rounds
+from decoding.model import Model
 from decoding.verification import block_rule, token_rule
 from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter
@@ -103,7 +103,7 @@ def test_so_they_have_where_the_draft_has_a_temperature_and_a_top_p_of_its_own(o
 @pytest.mark.parametrize("swapped", [0, 1])
 def test_the_sampling_of_one_model_told_to_the_other_is_caught(monkeypatch, swapped):
     """p filtered as the draft is, and q reported as if the target's temperature had drawn the guess."""
-    whole = rounds.score_block
+    whole = Model.score_block
 
     def wrong(target, block, positions, q, u, sampling, *rest):
         hotter = q**0.4
@@ -111,7 +111,7 @@ def test_the_sampling_of_one_model_told_to_the_other_is_caught(monkeypatch, swap
         return whole(target, block, positions, given[0], u, given[1], *rest)
 
     assert error(own=(0.4, None), length=3) < 1e-6
-    monkeypatch.setattr(rounds, "score_block", wrong)
+    monkeypatch.setattr(Model, "score_block", wrong)
     assert error(own=(0.4, None), length=3) > 1e-2
 
 
@@ -121,8 +121,8 @@ def test_a_planted_mistake_in_verification_is_caught(mistake):
 
 
 def test_a_filter_on_one_side_only_is_caught(monkeypatch):
-    whole = rounds.score_block
-    monkeypatch.setattr(rounds, "score_block", lambda *given: whole(*given[:5], Sampling(1, 0, 1), *given[6:]))
+    whole = Model.score_block
+    monkeypatch.setattr(Model, "score_block", lambda *given: whole(*given[:5], Sampling(1, 0, 1), *given[6:]))
     assert error(sampling=Sampling(1.0, 0, 0.8), length=3) > 1e-2
 
 

@@ -8,10 +8,9 @@ import torch
 from helpers import DRAWS
 from test_specSampling import PROMPTS, near
 
-from decoding import treeRounds
-from decoding.rounds import first_token, prefill
 from decoding.rows import Rows
-from decoding.trees.shapes import FixedTree
+from decoding.trees.shapes import TreeChoice
+from decoding.trees import tree as trees
 from decoding.trees.tree import Tree
 from decoding.trees.verification import TREE_RULES, top_down_rule, traversal_rule
 from methods import treeSampling as loop
@@ -94,11 +93,12 @@ def test_texts_have_the_targets_distribution(rule, shape, sampling):
 def scores(pair, shape="3,2"):
     """The target's scores of a tree of guesses, and those of each path read as a text of its own."""
     tree, rows = Tree.of(shape), Rows(PROMPTS, 8, pair, spare=9)
-    first_token(rows, pair[0], GREEDY)
-    prefill(pair[1], rows)
-    guesses = treeRounds.grow(pair[1], rows, 2, tree, FREE, torch.Generator().manual_seed(0))
+    pair[0].first_token(rows, GREEDY)
+    drafter = TreeDrafter(pair[1])
+    drafter.begin(rows)
+    guesses = drafter.grow(rows, tree, FREE, torch.Generator().manual_seed(0))
     block = torch.cat([rows.last(1)[0], guesses.drafts], 1)
-    found = treeRounds.forward_tree(pair[0], block, guesses.places, treeRounds.reached(rows, tree))
+    found = pair[0].forward(block, guesses.places.positions, guesses.places)
     paths = [[0, *tree.path(node)] for node in range(tree.size + 1)]
     alone = [
         [pair[0].score(torch.tensor([text[:-1] + block[row, path].tolist()]))[0, -1] for path in paths]
@@ -112,12 +112,12 @@ def test_each_node_is_scored_as_if_its_path_were_the_text(pair):
 
 
 def test_an_ancestor_mask_with_a_sibling_in_it_is_caught(monkeypatch, pair):
-    def with_siblings(tree, device, honest=treeRounds.numbers.__wrapped__):
+    def with_siblings(tree, device, honest=trees.numbers.__wrapped__):
         depths, order, ancestors = honest(tree, device)
         elder = [1 << node - 1 if tree.ranks[node - 1] else 0 for node in range(1, tree.size + 1)]
         return depths, order, ancestors | torch.tensor([0, *elder])
 
-    monkeypatch.setattr(treeRounds, "numbers", with_siblings)
+    monkeypatch.setattr(trees, "numbers", with_siblings)
     found, alone = scores(pair)
     assert (found - alone).abs().max() > 0.1
 
@@ -126,12 +126,12 @@ def test_an_ancestor_mask_with_a_sibling_in_it_is_caught(monkeypatch, pair):
 def test_keys_moved_to_a_wrong_slot_are_caught(monkeypatch, pair, model):
     """The target's change its texts. The draft's do not: they only make its guesses worse."""
 
-    def one_too_far(models, rows, tree, path, honest=treeRounds.keep):
+    def one_too_far(models, rows, tree, path, honest=loop.move_path):
         for which in models:
             honest([which], rows, tree, path if which is not pair[model] else path.roll(1, 1))
 
     plain, records = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 60, Tree.of("3,2,1"), GREEDY)
-    monkeypatch.setattr(loop, "keep", one_too_far)
+    monkeypatch.setattr(loop, "move_path", one_too_far)
     texts, worse = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 60, Tree.of("3,2,1"), GREEDY)
     if model == 0:
         assert texts != plain
@@ -141,7 +141,7 @@ def test_keys_moved_to_a_wrong_slot_are_caught(monkeypatch, pair, model):
 
 
 def test_siblings_whose_law_is_not_renormalised_are_caught(monkeypatch):
-    def not_renormalised(*given, honest=treeRounds.grow):
+    def not_renormalised(*given, honest=TreeDrafter.grow):
         guesses = honest(*given)
         tree, q = guesses.tree, guesses.q.clone()
         for node in range(1, tree.size + 1):
@@ -149,18 +149,18 @@ def test_siblings_whose_law_is_not_renormalised_are_caught(monkeypatch):
                 q[:, node - 1] = guesses.q[:, node - 1 - tree.ranks[node - 1]]
         return replace(guesses, q=q)
 
-    monkeypatch.setattr(loop, "grow", not_renormalised)
+    monkeypatch.setattr(TreeDrafter, "grow", not_renormalised)
     assert p_value("3,1", draws=10_000) < 1e-6
     assert p_value("3,1", top_down_rule, draws=10_000) < 1e-6
 
 
 def test_a_node_dropped_after_it_was_drawn_is_caught(monkeypatch):
-    def unlikely_dropped(*given, honest=treeRounds.grow):
+    def unlikely_dropped(*given, honest=TreeDrafter.grow):
         guesses = honest(*given)
         kept = guesses.q.gather(-1, guesses.drafts[..., None]) > 0.3
         return replace(guesses, q=guesses.q * kept)
 
-    monkeypatch.setattr(loop, "grow", unlikely_dropped)
+    monkeypatch.setattr(TreeDrafter, "grow", unlikely_dropped)
     assert p_value("2,1", draws=10_000) < 1e-6
 
 
@@ -179,13 +179,12 @@ def test_a_chain_takes_the_rounds_of_a_chain(pair, rule, on_chains):
         assert texts == wanted and [r.accepted for r in records] == [r.accepted for r in theirs]
 
 
-class InTurn(FixedTree):
+class InTurn(TreeChoice):
     """Plain decoding, chains and trees in turn. last: the nodes that it was told of."""
 
     shapes = None, Tree.chain(2), Tree.of("3,1"), None, None, Tree.chain(3), Tree.of("2/2,1")
 
     def __init__(self):
-        super().__init__(self.shapes[2])
         self.rounds, self.last = 0, []
 
     def tree(self):
