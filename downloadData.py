@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 from huggingface_hub import constants
 
 from engine.progress import followed
-from inputs import folders
-from inputs.commandLine import Parser, as_command, text, whole
-from inputs.escape import one_line
+from inputs import files
+from inputs.commandLine import Parser, as_command, one_line, text, whole
 from inputs.files import file_errors, gigabytes, lock, swap
 from inputs.hub import check_disk, describe, fetch, hub_errors, to_move
 from inputs.manifest import (
@@ -54,7 +53,7 @@ def folder_of(name: str) -> Path:
     """The folder of a data set under datasets/. Raises UserError for a name that leads elsewhere."""
     if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name == "sample" or name.endswith(UNFINISHED):
         raise UserError(f"{name!r} cannot name a data set here: use letters, digits, '_' and '-', and not 'sample'")
-    return folders.DATASETS / FOLDERS.get(name, name)
+    return files.DATASETS / FOLDERS.get(name, name)
 
 
 def install(name: str, make: Callable[[Path], tuple[DatasetDict, dict[str, str]]], replace: bool = False) -> None:
@@ -269,7 +268,7 @@ def show() -> None:
     def origin(manifest: Manifest) -> str:
         return f"{manifest.repo} {manifest.commit[:12]}".strip() + f"; {counted(manifest.rows)}".rstrip("; ")
 
-    for line in list_folders(folders.DATASETS, origin, ("no record", "")):
+    for line in list_folders(files.DATASETS, origin, ("no record", "")):
         print(line)
 
 

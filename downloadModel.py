@@ -20,7 +20,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from inputs import folders
+from inputs import files
 from inputs.commandLine import Parser, as_command, text
 from inputs.files import file_errors, gigabytes, lock, swap
 from inputs.hub import HUB_ID, check_disk, check_id, describe, fetch, to_move
@@ -70,7 +70,7 @@ def needed(repo: str, files: dict[str, HubFile]) -> list[HubFile]:
 def folder_of(repo: str) -> Path:
     """The folder of a repository, models/<name>. Raises UserError if that folder holds something else."""
     check_id(repo)
-    folder = folders.MODELS / repo.split("/")[1]
+    folder = files.MODELS / repo.split("/")[1]
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{repo}: a name ending in {UNFINISHED} is for unfinished downloads; choose another model")
     for place in (folder, folder.with_name(folder.name + UNFINISHED)):
@@ -89,7 +89,7 @@ def present(repo: str, revision: str | None = None) -> Path | None:
 
 def is_hub_id(name: str) -> bool:
     """Whether `name` can only be a hub id: it reads owner/name, and it is no path on this machine."""
-    here = os.path.exists(folders.MODELS / name) or os.path.exists(name.split("/")[0])
+    here = os.path.exists(files.MODELS / name) or os.path.exists(name.split("/")[0])
     return bool(re.fullmatch(HUB_ID, name, re.ASCII)) and not here
 
 
@@ -199,7 +199,7 @@ def show() -> None:
     def origin(manifest: Manifest) -> str:
         return f"{manifest.repo} at {manifest.revision} ({manifest.commit[:12]})"
 
-    for line in list_folders(folders.MODELS, origin, ("not checked", "not downloaded from a hub")):
+    for line in list_folders(files.MODELS, origin, ("not checked", "not downloaded from a hub")):
         print(line)
 
 

@@ -1,15 +1,16 @@
-"""What the scripts' command lines share: the types of flags, errors of one line, and exit codes."""
+"""What the scripts' command lines share: the types of flags, text that is fit to be shown, errors of one line, and exit
+codes."""
 
 import argparse
 import io
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from inputs.escape import visible
 from utils import UserError, out_of_memory
 
 
@@ -53,6 +54,21 @@ def text(given: str) -> str:
 def path(given: str) -> Path:
     """The type of a flag that takes a path."""
     return Path(text(given))
+
+
+def visible(text: str, keep: str = "\n") -> str:
+    """`text` with every character escaped that is not printable, not a kind of space and not in `keep`. So text of
+    models, files and users cannot move the cursor, colour the screen or hide."""
+    return "".join(
+        c if c in keep or c.isprintable() or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in text
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's text on one line of at most 200 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) < 200 else text[:197] + "..."
 
 
 def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: str = "use smaller models") -> int:

@@ -1,4 +1,5 @@
-"""Files and folders on the disk: replaced as a whole, locked, and their errors as one line each."""
+"""Files and folders on the disk: where the project's own are, replaced as a whole, locked, and their errors as one line
+each."""
 
 import errno
 import hashlib
@@ -11,8 +12,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from inputs.escape import one_line
+from inputs.commandLine import one_line
 from utils import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+# Use these two as `files.MODELS` and `files.DATASETS`, so that a test can replace them in one place.
+MODELS = ROOT / "models"
+DATASETS = ROOT / "datasets"
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers, logging
 
-from inputs.escape import one_line
+from inputs.commandLine import one_line
 from inputs.files import file_error, gigabytes
 from inputs.manifest import HubFile, is_whole, stays_inside
 from utils import UserError

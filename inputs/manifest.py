@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from inputs.escape import visible
+from inputs.commandLine import visible
 from inputs.files import gigabytes, replace_file
 
 MANIFEST = "download.json"

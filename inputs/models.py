@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging
 
 from engine.cachedModel import CachedModel, context_of
-from inputs import folders
+from inputs import files
+from inputs.commandLine import one_line, visible
 from inputs.devices import all_devices, available_memory
-from inputs.escape import one_line, visible
 from inputs.files import gigabytes
 from inputs.manifest import MANIFEST, UNFINISHED, read_manifest
 from utils import UserError, out_of_memory
@@ -34,15 +34,15 @@ logging.disable_progress_bar()
 
 def find_model(name: str | Path) -> Path:
     """The folder of a model, named by a folder under `models/` or by any path. Raises UserError if it is none."""
-    for folder in (folders.MODELS / name, Path(os.path.abspath(os.path.expanduser(name)))):
-        if os.path.isdir(folder) and folder != folders.MODELS:  # `models/` itself is found for "."
+    for folder in (files.MODELS / name, Path(os.path.abspath(os.path.expanduser(name)))):
+        if os.path.isdir(folder) and folder != files.MODELS:  # `models/` itself is found for "."
             break
     else:
-        if os.path.isdir(folders.MODELS / f"{name}{UNFINISHED}"):
+        if os.path.isdir(files.MODELS / f"{name}{UNFINISHED}"):
             raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
-        there = sorted(f.name for f in folders.MODELS.iterdir() if f.is_dir()) if folders.MODELS.is_dir() else []
+        there = sorted(f.name for f in files.MODELS.iterdir() if f.is_dir()) if files.MODELS.is_dir() else []
         raise UserError(
-            f"no model folder {str(name)!r}, neither under {folders.MODELS.name}/ nor as a path; "
+            f"no model folder {str(name)!r}, neither under {files.MODELS.name}/ nor as a path; "
             f"there are: {', '.join(there) or 'none'}. downloadModel.py gets models; a hub id is "
             "owner/name"
         )
@@ -89,13 +89,13 @@ def read_json(path: Path) -> Any:
 def default_pair() -> tuple[str, str]:
     """(target, draft) if none is named: Pythia if both were downloaded, else the bundled pair."""
     pythia = ("pythia-2.8b", "pythia-70m")
-    return pythia if all((folders.MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
+    return pythia if all((files.MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
 
 
 def default_mid(pair: tuple[str, str]) -> str | None:
     """The model between the two of `default_pair`, or None if it is not there."""
     name = "pythia-410m" if pair[0].startswith("pythia") else "bundled-mid"
-    return name if (folders.MODELS / name).is_dir() else None
+    return name if (files.MODELS / name).is_dir() else None
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:

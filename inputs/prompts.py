@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from inputs.escape import one_line
+from inputs.commandLine import one_line
 from inputs.texts import Corpus, read
 from utils import UserError
 

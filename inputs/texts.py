@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from inputs import folders
-from inputs.escape import one_line
+from inputs import files
+from inputs.commandLine import one_line
 from inputs.manifest import MANIFEST
 from utils import UserError
 
@@ -75,8 +75,8 @@ def load_corpora(name: str, books: int | None = None) -> list[Corpus]:
 
 def find_texts(name: str) -> Path:
     """The file or folder of a data set. Raises UserError if there is none."""
-    if name in FOLDERS or os.path.isfile(folders.DATASETS / name / MANIFEST):
-        path = folders.DATASETS / FOLDERS.get(name, name)
+    if name in FOLDERS or os.path.isfile(files.DATASETS / name / MANIFEST):
+        path = files.DATASETS / FOLDERS.get(name, name)
         if not path.exists():
             raise UserError(
                 f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "

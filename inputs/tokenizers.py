@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from inputs.escape import one_line
+from inputs.commandLine import one_line
 from inputs.models import find_model
 from inputs.texts import load_corpora
 from utils import UserError, out_of_memory

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import progress
 from engine.kernels import loader
-from inputs.folders import DATASETS
+from inputs.files import DATASETS
 from utils import UserError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,21 +6,21 @@ from huggingface_hub import constants
 from localHub import Repository
 
 import downloadModel
-from inputs import folders
+from inputs import files
 
 NAME = "EleutherAI/pythia-70m"
 WEIGHTS = 3_000_000
 CHUNK = 100_000  # huggingface_hub writes pieces of 10 MB. A piece is lost if the connection breaks within it.
 SUBPROCESS = (
     "import sys; from pathlib import Path; from huggingface_hub import constants; "
-    "from downloadModel import main; from inputs import folders; "
-    f"constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}; folders.MODELS = Path(sys.argv[1]); sys.exit(main(sys.argv[2:]))"
+    "from downloadModel import main; from inputs import files; "
+    f"constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}; files.MODELS = Path(sys.argv[1]); sys.exit(main(sys.argv[2:]))"
 )
 
 
 def use_folder(folder, monkeypatch):
     """Make `folder` the folder of models, and downloads fast and written in small pieces."""
-    monkeypatch.setattr(folders, "MODELS", folder)
+    monkeypatch.setattr(files, "MODELS", folder)
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", CHUNK)
     return folder

@@ -14,7 +14,7 @@ from localHub import Repository
 import datasets
 import downloadData
 from datasets import Dataset, DatasetDict, load_from_disk
-from inputs import folders
+from inputs import files
 from inputs.texts import load_corpora
 
 LINE = " Robert Boulter is an English film , television and theatre actor . " * 10
@@ -30,7 +30,7 @@ def table(**columns):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "DATASETS", tmp_path / "datasets")
+    monkeypatch.setattr(files, "DATASETS", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
     return tmp_path / "datasets"

@@ -12,7 +12,7 @@ from localHub import Repository
 
 import downloadData
 import downloadModel
-from inputs import folders
+from inputs import files
 from inputs.hub import describe
 from inputs.manifest import HubFile, read_manifest, write_manifest
 from inputs.models import load_model, weight_files
@@ -39,7 +39,7 @@ CURSED = "\x1b[31mred\x07\x9b2J\u202e $x$ [bold]b[/] <script>alert(1)</script>\n
 def outside(tmp_path, monkeypatch):
     """The folders of downloads, in a folder that must not change."""
     for name in "MODELS", "DATASETS":
-        monkeypatch.setattr(folders, name, tmp_path / "outside" / name.lower())
+        monkeypatch.setattr(files, name, tmp_path / "outside" / name.lower())
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "mine").write_text("mine")
     yield tmp_path / "outside"

@@ -8,8 +8,8 @@ from tokenizerKinds import KINDS, byte_level
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from inputs.folders import DATASETS
-from inputs.translation import ANEW, Translation
+from inputs.files import DATASETS
+from methods.translation import ANEW, Translation
 
 TEXTS = [
     "The harbour was dark,\nand   café 1987 “old” naïve 漢字 🙂 end",

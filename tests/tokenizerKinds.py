@@ -5,7 +5,7 @@ import json
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from inputs.folders import DATASETS
+from inputs.files import DATASETS
 
 TEXTS = [str(DATASETS / "sample" / "articles.raw")]
 # Qwen2's words: a letter's sign before it is part of it, and every digit is a word.

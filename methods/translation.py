@@ -19,7 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from utils import UserError
 
 BYTE = {character: byte for byte, character in bytes_to_unicode().items()}  # as byte-level tokenizers write bytes
-FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # as SentencePiece writes a byte that is in no other token
+FALLBACK = r"<0x([0-9A-F]{2})>"  # as SentencePiece writes a byte that is in no other token
 SPACE = "\u2581"  # as SentencePiece writes a space
 ANEW = 32  # The last tokens of a text that grows, at least so many, are encoded anew.
 
@@ -39,7 +39,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, name: str) -> list[bytes | N
     found: list[bytes | None] = [None] * len(tokenizer)
     for token, index in tokenizer.get_vocab().items():
         if index < len(found):
-            fallback = FALLBACK.fullmatch(token) if "ByteFallback" in kinds else None
+            fallback = re.fullmatch(FALLBACK, token) if "ByteFallback" in kinds else None
             if fallback:
                 found[index] = bytes([int(fallback[1], 16)])
             elif "ByteLevel" in kinds:
