@@ -169,7 +169,7 @@ def test_the_same_files_copied_by_hand_are_taken_for_what_they_are(hub, one):
 
 def test_a_second_download_of_the_same_model_waits_for_nobody(hub, one, capsys):
     one.parent.mkdir()
-    with downloadModel.lock(one):
+    with downloadModel.lock_folder(one):
         other = subprocess.run(
             [sys.executable, "-c", SUBPROCESS, str(one.parent), NAME],
             cwd=ROOT,

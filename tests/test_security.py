@@ -13,7 +13,7 @@ from localHub import Repository
 import downloadData
 import downloadModel
 from inputs import files
-from inputs.hub import describe
+from inputs.hub import list_repository
 from inputs.manifest import HubFile, read_manifest, write_manifest
 from inputs.models import load_model, weight_files
 from inputs.tokenizers import load_tokenizer
@@ -64,7 +64,7 @@ def test_no_file_of_a_hub_is_written_elsewhere(hub, outside, path):
     for kind in ("model", "dataset"):
         getattr(hub, f"{kind}s")["some/thing"] = Repository({"config.json": b"{}", path: b"x"})
         with refused(path.split("\\")[-1], "written elsewhere"):
-            describe("some/thing", kind=kind)
+            list_repository("some/thing", kind=kind)
 
 
 @pytest.mark.parametrize("path", ELSEWHERE)
