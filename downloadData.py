@@ -35,7 +35,7 @@ from inputs.manifest import (
     read_manifest,
     write_manifest,
 )
-from inputs.texts import ENDINGS, FOLDERS, HEADING, read
+from inputs.texts import ENDINGS, FOLDERS, HEADING, is_saved, read
 from utils import UserError
 
 if TYPE_CHECKING:  # Importing it takes a second.
@@ -225,7 +225,7 @@ def read_splits(source: Path, cache: Path) -> DatasetDict:
     """The data set of `install_from`. A file named *train* or *valid* is that split, all others are 'test'."""
     from datasets import DatasetDict, concatenate_datasets, load_from_disk
 
-    if (source / "dataset_dict.json").exists() or (source / "dataset_info.json").exists():
+    if is_saved(source):
         saved = load_from_disk(str(source))
         return saved if isinstance(saved, DatasetDict) else DatasetDict(test=saved)
     splits: dict[str, list[Dataset]] = {}

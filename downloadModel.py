@@ -40,7 +40,7 @@ SMALL_FILES = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)"
     r"\.json|merges\.txt|tokenizer\.model|chat_template\.jinja"
 )
-INDEX = "model.safetensors.index.json"
+INDEX = constants.SAFETENSORS_INDEX_FILE
 
 
 def files_to_download(repo: str, repository: dict[str, HubFile]) -> list[HubFile]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -40,10 +42,10 @@ def find_model(name: str | Path) -> Path:
     else:
         if os.path.isdir(files.MODELS / f"{name}{UNFINISHED}"):
             raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
-        there = sorted(f.name for f in files.MODELS.iterdir() if f.is_dir()) if files.MODELS.is_dir() else []
+        names = sorted(path.name for path in files.MODELS.iterdir() if path.is_dir()) if files.MODELS.is_dir() else []
         raise UserError(
             f"no model folder {str(name)!r}, neither under {files.MODELS.name}/ nor as a path; "
-            f"there are: {', '.join(there) or 'none'}. downloadModel.py gets models; a hub id is "
+            f"there are: {', '.join(names) or 'none'}. downloadModel.py gets models; a hub id is "
             "owner/name"
         )
     if folder.name.endswith(UNFINISHED):
@@ -60,22 +62,22 @@ def find_model(name: str | Path) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that hold a model's weights. Raises UserError if there are none."""
-    index = folder / "model.safetensors.index.json"
-    if os.path.isfile(folder / "model.safetensors"):
-        return [folder / "model.safetensors"]
+    index = folder / SAFETENSORS_INDEX_FILE
+    if os.path.isfile(folder / SAFETENSORS_SINGLE_FILE):
+        return [folder / SAFETENSORS_SINGLE_FILE]
     if not os.path.isfile(index):
         raise UserError(
             f"{folder} holds no .safetensors weights, and no other format is loaded; "
             "download the model again with its safetensors files"
         )
     try:
-        files = set(read_json(index)["weight_map"].values())
-        elsewhere = [file for file in files if Path(file).name != file]
+        names = set(read_json(index)["weight_map"].values())
+        outside = [name for name in names if Path(name).name != name]
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{index} does not list any weights; download it again") from None
-    if elsewhere:
-        raise UserError(f"{index} names {elsewhere[0]!r}, which is not in its folder; download it again")
-    return sorted(folder / file for file in files)
+    if outside:
+        raise UserError(f"{index} names {outside[0]!r}, which is not in its folder; download it again")
+    return sorted(folder / name for name in names)
 
 
 def read_json(path: Path) -> Any:
@@ -106,8 +108,7 @@ def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
         try:
             with safe_open(file, "pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - the file is no dict
-                    shape = tensors.get_slice(key).get_shape()
-                    count += torch.Size(shape).numel()
+                    count += math.prod(tensors.get_slice(key).get_shape())
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} cannot be read as safetensors ({one_line(error)}); download it again") from None
     return count * dtype.itemsize
@@ -142,11 +143,12 @@ def read_config(folder: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # A broken folder can raise nearly anything.
-        raise UserError(unusable(folder, error)) from None
+        raise not_loadable(folder, error) from None
 
 
-def unusable(folder: Path, error: Exception) -> str:
-    return (
+def not_loadable(folder: Path, error: Exception) -> UserError:
+    """The UserError for a model folder that transformers cannot load."""
+    return UserError(
         f"{folder} cannot be loaded ({one_line(error)}); download it again, or use a causal language model that "
         "transformers knows: code that comes with a model is never run"
     )
@@ -195,7 +197,7 @@ def load_model(
             raise UserError(
                 f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model"
             ) from None
-        raise UserError(unusable(folder, error)) from None
+        raise not_loadable(folder, error) from None
     check_weights(folder, info)
     return CachedModel(model, len(tokenizer), visible(folder.name, ""))
 
@@ -207,16 +209,16 @@ def choose_devices(
     weights, free = weight_bytes(folder, DTYPES[dtype]), available_memory(device)
     text = config.get_text_config()
     needed = weights + working_bytes(text, min(tokens, context_of(text)))
-    wide = spread and needed > free
-    if wide:
-        free = sum(available_memory(each) for each in all_devices())
+    spreads = spread and needed > free
+    if spreads:
+        free = sum(map(available_memory, all_devices()))
     if needed > free:
         raise UserError(
             f"{folder.name} needs about {gigabytes(needed)} in {dtype} and {device} has "
-            f"{gigabytes(free)} free{' with all others' if wide else ''}; use a smaller dtype (--dtype "
+            f"{gigabytes(free)} free{' with all others' if spreads else ''}; use a smaller dtype (--dtype "
             "bfloat16) or a smaller model"
         )
-    return "auto" if wide else {"": device}
+    return "auto" if spreads else {"": device}
 
 
 def check_weights(folder: Path, info: dict[str, Any]) -> None:
@@ -240,12 +242,12 @@ def model_version(name: str | Path) -> str:
     """What identifies the weights of a model: the hub's commit if downloadModel.py recorded one and no file has changed
     since, else 'sha256:' and 16 digits of a hash of the safetensors files."""
     folder = find_model(name)
-    files, manifest = weight_files(folder), read_manifest(folder)
-    if manifest and all(file.stat().st_mtime <= (folder / MANIFEST).stat().st_mtime for file in files):
+    weights, manifest = weight_files(folder), read_manifest(folder)
+    if manifest and all(path.stat().st_mtime <= (folder / MANIFEST).stat().st_mtime for path in weights):
         return manifest.commit
     digest = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as stream:
-            while block := stream.read(1 << 22):
+    for path in weights:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 22):
                 digest.update(block)
     return f"sha256:{digest.hexdigest()[:16]}"

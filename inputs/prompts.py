@@ -34,21 +34,18 @@ def read_prompts(prompt: str | None, question: str | None, file: Path | None) ->
 def encode(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, is_question: bool = False, model: str = ""
 ) -> list[list[int]]:
-    """Token ids of texts that are continued from their end. A question gets the form that its chat model `model` was
-    trained on. Raises UserError if there is no such form."""
+    """Token ids of texts that are continued from their end. A question is written in the chat template of its model
+    `model`. Raises UserError if there is none."""
     if not is_question:
         return [tokenizer(text, verbose=False)["input_ids"] for text in texts]
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer of {model} has no chat template; give the question with --prompt, or name an instruct model"
         )
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    options = {"add_generation_prompt": True, "return_dict": True}
     try:
-        return [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-            for text in texts
-        ]
+        return [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
     except Exception as error:  # A template is a program. It may do anything but what its sandbox forbids.
         raise UserError(
             f"the chat template of {model} fails ({one_line(error)}); give the question with --prompt"
