@@ -61,8 +61,8 @@ def is_installed(
     replaced or downloaded."""
     folder = folder_of(name)
     manifest = read_manifest(folder)
-    wrong = damaged(folder, manifest.files) if manifest else []
-    if manifest and not wrong and is_enough(manifest):
+    broken = damaged(folder, manifest.files) if manifest else []
+    if manifest and not broken and is_enough(manifest):
         print(f"{name}: whole, in {folder}; nothing to download")
         return True
     if folder.exists() and (manifest is None or manifest.repo != repo):
@@ -70,8 +70,8 @@ def is_installed(
             f"{folder} holds texts from {manifest.repo if manifest else 'elsewhere'}, not all that is "
             f"asked for of {repo}; move it away first"
         )
-    if offline and wrong:
-        raise UserError(f"{folder / wrong[0].path} is damaged; run this again without --offline to repair it")
+    if offline and broken:
+        raise UserError(f"{folder / broken[0].path} is damaged; run this again without --offline to repair it")
     if offline:
         raise UserError(
             f"{name} is not in {folder}, or not enough of it, and --offline (or HF_HUB_OFFLINE) forbids to download it"
@@ -81,7 +81,7 @@ def is_installed(
 
 @contextmanager
 def installation(name: str) -> Iterator[Path]:
-    """A folder to make the data set `name` in; the block calls `install`. Raises UserError for what goes wrong.
+    """A folder to make the data set `name` in; the block calls `install`. Raises UserError for what goes broken.
 
     The folder is `<the data set's>.incomplete`. Files that are downloaded into it stay there after an error, so they
     are not fetched again; everything else is removed.
@@ -168,11 +168,11 @@ def download_wikitext(offline: bool = False) -> None:
             raise UserError(
                 f"{WIKITEXT} at {constants.ENDPOINT} holds no {CONFIGURATION}/*.parquet; try another mirror"
             )
-        wrong = damaged(staging, tables)
-        missing = sum(missing_bytes(staging, file) for file in wrong)
+        to_fetch = damaged(staging, tables)
+        missing = sum(missing_bytes(staging, file) for file in to_fetch)
         check_disk(staging, 5 * missing)  # Room for the tables and for the text in them.
         print(f"wikitext: {gigabytes(missing)} to download from {constants.ENDPOINT}", flush=True)
-        for file in wrong:
+        for file in to_fetch:
             fetch(WIKITEXT, commit, file, staging, "dataset")
         paths: dict[str, list[str]] = {}
         for file in tables:

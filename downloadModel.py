@@ -84,8 +84,8 @@ def downloaded_folder(repo: str, revision: str | None = None) -> Path | None:
 
 def is_hub_id(name: str) -> bool:
     """Whether `name` can only be a hub id: it reads owner/name, and it is no path on this machine."""
-    here = os.path.exists(files.MODELS / name) or os.path.exists(name.split("/")[0])
-    return bool(re.fullmatch(HUB_ID, name, re.ASCII)) and not here
+    is_path = os.path.exists(files.MODELS / name) or os.path.exists(name.split("/")[0])
+    return bool(re.fullmatch(HUB_ID, name, re.ASCII)) and not is_path
 
 
 def on_first_use(name: str, offline: bool = False) -> str:
@@ -109,14 +109,16 @@ def download(repo: str, revision: str | None = None, offline: bool = False) -> P
     commit, repository = list_repository(repo, revision or "main")
     wanted, manifest = files_to_download(repo, repository), read_manifest(folder)
     origin = {"repo": repo, "revision": revision or "main", "commit": commit}
-    wrong = damaged(folder, wanted)
-    if not wrong and not outdated(manifest, wanted):
+    broken = damaged(folder, wanted)
+    if not broken and not outdated(manifest, wanted):
         if not manifest or any(getattr(manifest, key) != value for key, value in origin.items()):
             write_manifest(folder, wanted, **origin)
         print(f"{repo}: whole, in {folder}; nothing to download")
         return folder
     if folder.exists() and not manifest:
-        raise UserError(f"{folder} is there and not {repo} ({wrong[0].path} is missing or differs); move it away first")
+        raise UserError(
+            f"{folder} is there and not {repo} ({broken[0].path} is missing or differs); move it away first"
+        )
     with lock_folder(folder):
         replace_model(folder, wanted, origin)
     print(f"{repo}: whole, in {folder}")
@@ -131,8 +133,8 @@ def verify_offline(repo: str, folder: Path, revision: str | None) -> None:
             f"{repo}{f' at {revision}' if revision else ''} is not in {folder}, and --offline (or "
             "HF_HUB_OFFLINE) forbids to download it"
         )
-    if wrong := damaged(folder, manifest.files):
-        raise UserError(f"{folder / wrong[0].path} is damaged; run this again without --offline to repair it")
+    if broken := damaged(folder, manifest.files):
+        raise UserError(f"{folder / broken[0].path} is damaged; run this again without --offline to repair it")
     print(f"{repo}: whole, in {folder}")
 
 
@@ -156,12 +158,12 @@ def replace_model(folder: Path, wanted: Sequence[HubFile], origin: dict[str, str
             if path.is_file() and path.relative_to(folder).as_posix() not in unwanted:
                 link_or_copy(path, unfinished / path.relative_to(folder))
     write_manifest(unfinished, wanted, **origin)
-    wrong = damaged(unfinished, wanted)
-    missing, size = sum(missing_bytes(unfinished, file) for file in wrong), sum(file.size for file in wanted)
+    to_fetch = damaged(unfinished, wanted)
+    missing, size = sum(missing_bytes(unfinished, file) for file in to_fetch), sum(file.size for file in wanted)
     check_disk(unfinished, missing)
     part = f" of {gigabytes(size)} (the rest is here)" if missing < size else ""
     print(f"{repo}: {gigabytes(missing)}{part} to download from {constants.ENDPOINT} into {folder}", flush=True)
-    for file in wrong:
+    for file in to_fetch:
         fetch(repo, origin["commit"], file, unfinished)
         if file.path == INDEX:
             check_index(repo, unfinished / INDEX, wanted)

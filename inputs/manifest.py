@@ -55,10 +55,10 @@ def read_manifest(folder: Path) -> Manifest | None:
         files = [HubFile(**file) for file in content["files"]]
         rows = {str(split): int(count) for split, count in content.get("rows", {}).items()}
         inside = all(stays_inside(file.path) for file in files)
-        about = str(content["repo"]), str(content["commit"]), str(content.get("revision", "main"))
+        origin = str(content["repo"]), str(content["commit"]), str(content.get("revision", "main"))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return Manifest(*about, rows, files) if inside else None
+    return Manifest(*origin, rows, files) if inside else None
 
 
 def stays_inside(path: str) -> bool:
@@ -105,9 +105,9 @@ def print_folders(
     for folder in sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         manifest = read_manifest(folder)
-        state, where = ("whole", origin(manifest)) if manifest else no_manifest
-        if manifest and (wrong := damaged(folder, manifest.files)):
-            state = f"not whole: {', '.join(file.path for file in wrong)}"
+        state, source = ("whole", origin(manifest)) if manifest else no_manifest
+        if manifest and (broken := damaged(folder, manifest.files)):
+            state = f"not whole: {', '.join(file.path for file in broken)}"
         elif folder.name.endswith(UNFINISHED):
             state = "not finished"
-        print(visible(f"{folder.name:28} {gigabytes(size):>9}  {state:12} {where}".rstrip(), ""))
+        print(visible(f"{folder.name:28} {gigabytes(size):>9}  {state:12} {source}".rstrip(), ""))

@@ -226,14 +226,14 @@ def check_weights(folder: Path, info: dict[str, Any]) -> None:
 
     transformers would go on, with random weights or fewer layers. Buffers that no layer asks for are harmless.
     """
-    wrong = (
+    keys = (
         sorted(info["missing_keys"])
         + sorted(key for key, *_ in info["mismatched_keys"])
         + sorted(key for key in info["unexpected_keys"] if key.endswith(".weight"))
     )
-    if wrong:
+    if keys:
         raise UserError(
-            f"{folder}: config.json and the weights do not match ({wrong[0]} is missing, left over or of "
+            f"{folder}: config.json and the weights do not match ({keys[0]} is missing, left over or of "
             "another shape); download both again from one place"
         )
 

@@ -1,5 +1,6 @@
 """Token ids of the texts that are continued or scored: those given by flag, or the first of each corpus."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,16 +69,16 @@ def choose_prompts(
     """
     prompts = {}
     for length in sorted({min(length, context) for length in lengths}):
-        passages = [corpus.passages(least, CHARACTERS * length) for corpus in corpora]
-        in_turn = [p[i] for i in range(max(map(len, passages))) for p in passages if i < len(p)]
-        whole: list[list[int]] = []
-        shorter: list[list[int]] = []
-        for text in in_turn:
+        passages = (corpus.passages(least, CHARACTERS * length) for corpus in corpora)
+        texts = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*passages)))
+        long: list[list[int]] = []
+        short: list[list[int]] = []
+        for text in texts:
             ids = tokenizer(text, verbose=False)["input_ids"][:length]
-            (whole if len(ids) == length else shorter).append(ids)
-            if len(whole) == count:
+            (long if len(ids) == length else short).append(ids)
+            if len(long) == count:
                 break
-        prompts[length] = (whole + sorted(shorter, key=len, reverse=True))[:count]
+        prompts[length] = (long + sorted(short, key=len, reverse=True))[:count]
     return prompts
 
 
