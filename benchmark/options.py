@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmark.engines.catalogue import ENGINES
 from benchmark.shapes import SHAPES
 from inputs.commandLine import Parser, path, text, whole
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from inputs.models import DTYPES, default_pair
 from utils import UserError
 

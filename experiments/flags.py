@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from experiments.decodingFlags import Group, add_contrastive, add_decoding, add_drafters, add_sampling
 from inputs.commandLine import Parser, path, text, whole
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from inputs.models import DTYPES
 from methods.catalogue import METHODS
 from methods.selection import provable

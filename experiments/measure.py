@@ -16,7 +16,7 @@ from experiments import diversity, sweep
 from experiments.acceptance import Overlaps, overlaps_of
 from experiments.prepare import LoadedModels, Prepared
 from experiments.speed import Timed, digest, measure
-from inputs.escape import visible
+from inputs.commandLine import visible
 from methods.catalogue import METHODS
 from methods.makers import LOOKED_UP, Models, Sampler, Wrap, guesser
 from methods.selection import build, repeatable

@@ -23,9 +23,9 @@ from inputs.models import Outline, find_model, load_model, outline
 from inputs.prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
 from inputs.texts import Corpus, load_corpora
 from inputs.tokenizers import load_tokenizer, most_frequent
-from inputs.translation import Translation
 from methods.catalogue import METHODS
 from methods.selection import plan_graphs
+from methods.translation import Translation
 from utils import UserError
 
 LoadedModels = dict[str, CachedModel]  # {role: model}; roles: target, draft, mid, restricted

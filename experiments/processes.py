@@ -25,8 +25,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from inputs.commandLine import one_line
 from inputs.devices import check_device, pick_device
-from inputs.escape import one_line
 from utils import UserError
 
 T = TypeVar("T")

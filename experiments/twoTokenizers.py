@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from experiments.choices import Settings
 from inputs.tokenizers import check_tokenizers, load_tokenizer
-from inputs.translation import Translation
 from methods.catalogue import METHODS
+from methods.translation import Translation
 from utils import UserError
 
 LEAST = 0.5  # Where fewer of the text's tokens can be guessed, guessing hardly ever pays.

@@ -6,7 +6,7 @@ import torch
 
 from decoding.interfaces import Drafter
 from experiments.prepare import Prepared
-from inputs.escape import visible
+from inputs.commandLine import visible
 from methods.selection import build
 from report.playback import write_page
 from report.screen import Screen

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from inputs.escape import visible
+from inputs.commandLine import visible
 from inputs.files import replace_file
 from report.trace import KINDS, Round, pieces_of
 from utils import UserError

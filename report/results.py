@@ -15,7 +15,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from inputs.escape import visible
+from inputs.commandLine import visible
 from inputs.files import replace_file
 from report.lines import Line
 from report.runReport import show

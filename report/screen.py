@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from inputs.escape import visible
+from inputs.commandLine import visible
 from report.trace import KINDS, Pieces, Round
 
 COLOURS, MARKS = ("green", "red strike", "bold bright_blue"), ("[]", "~~", None)  # of each of KINDS

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.speed import interval
-from inputs.escape import visible
+from inputs.commandLine import visible
 
 WIDTH = 100
 NAMES = {

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from experiments.flags import parser
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from methods.catalogue import METHODS
 from scripts.docsRecords import Records
 from scripts.docsRuns import CHINESE, table

@@ -17,9 +17,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine.cachedModel import CachedModel
-from inputs.commandLine import Parser, as_command, number, path, text, whole
-from inputs.escape import visible
-from inputs.folders import ROOT
+from inputs.commandLine import Parser, as_command, number, path, text, visible, whole
+from inputs.files import ROOT
 from inputs.models import default_pair, load_model
 from inputs.tokenizers import check_tokenizers, load_tokenizer
 from methods.drafters import ModelDrafter

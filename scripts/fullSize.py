@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, GPTNeoXForCausalLM, PreTrainedTokenizerF
 
 from benchmark.shapes import configuration
 from engine.progress import followed
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from tests.localHub import LocalHub, Repository
 
 SIZES = ("70m", "410m", "2.8b")

@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from inputs.commandLine import Parser, as_command, path, text
-from inputs.files import replace_file
-from inputs.folders import ROOT
+from inputs.files import ROOT, replace_file
 from report.results import Results
 from scripts.docsPictures import PICTURES
 from scripts.docsRecords import BENCHMARKS, Record, Records, on_machine, read_json

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from inputs.commandLine import Parser, as_command, path
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from utils import UserError
 
 SOURCE = ROOT / "custom_generate"

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from inputs.commandLine import Parser, as_command
-from inputs.files import replace_file
-from inputs.folders import ROOT
+from inputs.files import ROOT, replace_file
 from scripts import docsBenchmark, docsCode, docsRuns
 from scripts.docsPictures import PICTURES, fault_of, redraw
 from scripts.docsRecords import BENCHMARKS, Records

@@ -34,7 +34,7 @@ from transformers import (
 from engine.cachedModel import CachedModel
 from inputs.commandLine import Parser, as_command, number, path, text, whole
 from inputs.devices import pick_device
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from inputs.models import find_model
 from inputs.texts import read
 from PPL import calculate_ppl_corpus

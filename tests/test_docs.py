@@ -12,7 +12,7 @@ from accelerate.commands.launch import launch_command_parser
 import downloadData
 import downloadModel
 from benchmark.__main__ import main as benchmark
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from scripts import drawRounds, keepRecord, renderDocs, trainBundled
 from scripts.docsCode import CHINESE_LAYOUT, OTHERS, ROOT_FILES, code, shown
 

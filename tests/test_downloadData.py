@@ -3,18 +3,18 @@
 import io
 import json
 import random
-from collections import namedtuple
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from downloads import assert_error, limit_disk
 from huggingface_hub import constants
 from localHub import Repository
 
 import datasets
 import downloadData
 from datasets import Dataset, DatasetDict, load_from_disk
-from inputs import folders
+from inputs import files
 from inputs.texts import load_corpora
 
 LINE = " Robert Boulter is an English film , television and theatre actor . " * 10
@@ -30,7 +30,7 @@ def table(**columns):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "DATASETS", tmp_path / "datasets")
+    monkeypatch.setattr(files, "DATASETS", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
     return tmp_path / "datasets"
@@ -56,14 +56,12 @@ def both(hub, folder, monkeypatch):
 
 
 def run(*arguments):
+    """The exit code of downloadData.py."""
     return downloadData.main([*arguments])
 
 
 def refused(capsys, *words, arguments=()):
-    assert run(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("downloadData.py: error: ") and error.count("\n") == 1
-    assert all(word in error for word in words) and "UserError" not in error, error
+    assert_error(capsys, *words, arguments=arguments, script=downloadData)
 
 
 def test_both_come_and_load_back_offline(hub, both, capsys):
@@ -135,8 +133,7 @@ def test_a_table_of_another_hash_is_never_taken(hub, both, capsys):
 
 
 def test_too_small_a_disk_is_refused_before_anything_moves(hub, both, capsys, monkeypatch):
-    usage = namedtuple("usage", "total used free")(1, 1, 5000)
-    monkeypatch.setattr("inputs.hub.shutil.disk_usage", lambda _: usage)
+    limit_disk(monkeypatch, 5000)
     refused(capsys, "room", arguments=("wikitext",))
     assert hub.moved == 0
 

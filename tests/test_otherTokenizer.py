@@ -18,10 +18,10 @@ from decoding.model import Model
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
 from engine.restrictedModel import RestrictedModel
-from inputs.translation import Translation
 from methods import otherTokenizer
 from methods.cascade import CascadeDrafter
 from methods.otherTokenizer import OtherTokenizerDrafter
+from methods.translation import Translation
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling, probabilities

@@ -15,7 +15,7 @@ import pytest
 from conftest import refused
 from helpers import tiny
 
-from inputs.escape import visible
+from inputs.commandLine import visible
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter

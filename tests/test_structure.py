@@ -167,8 +167,6 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "lookup": "drafters",
     "cascade": "drafters",
     "selection": "settings",
-    "escape": "security",
-    "folders": "models",
     "hub": "downloadModel",
     "manifest": "downloadModel",
     "prompts": "cli",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inputs.folders import DATASETS
+from inputs.files import DATASETS
 from inputs.models import load_model
 from inputs.tokenizers import load_tokenizer
 from scripts import acceptance, trainBundled

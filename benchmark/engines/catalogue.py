@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from inputs.folders import ROOT
+from inputs.files import ROOT
 
 FOLDER = ROOT / ".peers"  # what `python -m benchmark.engines.install` installs, and the converted models
 SITE, SERVER = FOLDER / "site", FOLDER / "llama-server"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from benchmark.engines.catalogue import SITE
-from inputs.folders import ROOT
+from inputs.files import ROOT
 
 WAIT = 1800.0  # seconds for an answer; converting a large model takes minutes
 COMMAND = (sys.executable, "-m", "benchmark.engines.worker")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmark.engines.catalogue import FOLDER, SERVER, SITE
 from benchmark.engines.client import one_line
-from inputs.folders import ROOT
+from inputs.files import ROOT
 
 REQUIREMENTS = ROOT / "requirements-peers.txt"
 SOURCE = "llama-cpp-python"
