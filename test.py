@@ -17,8 +17,8 @@ from experiments.runRecord import run_record
 from experiments.settings import parse
 from inputs.commandLine import as_command
 from lossless.proof import prove, prove_greedy
+from playback.play import play
 from report import figures, losslessReport, runReport
-from report.play import play
 from report.results import Results
 
 
