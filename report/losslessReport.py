@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
 from report.lines import Line, of_kind
-from report.tables import grid, name_of, plain
+from report.tableFormat import grid, name_of, plain
 
 SAMPLED_COLUMNS = [
     "",

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from report import losslessReport
 from report.lines import Line, mode_of, of_kind
-from report.speedTables import speed_notes, speed_tables, sweep_tables
-from report.tables import WIDTH, plain
+from report.runTables import speed_notes, speed_tables, sweep_tables
+from report.tableFormat import WIDTH, plain
 from report.textTables import DIVERSITY_NOTES, corpus_table, diversity_table, text_table
 
 

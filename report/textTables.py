@@ -8,7 +8,7 @@ from rich.table import Table
 
 from experiments.diversity import ARTICLE, FIGURES
 from report.lines import Line
-from report.tables import give_or_take, grid, name_of, number, plain
+from report.tableFormat import give_or_take, grid, name_of, number, plain
 
 DIVERSITY_COLUMNS = [
     "",

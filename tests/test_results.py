@@ -18,7 +18,7 @@ from report import results
 from report.lines import swept
 from report.results import Results
 from report.runReport import show
-from report.tables import WIDTH
+from report.tableFormat import WIDTH
 from utils import UserError
 
 FORK = multiprocessing.get_context("fork")

@@ -12,7 +12,7 @@ from experiments.acceptance import expected
 from experiments.speed import interval, paired_ratios, summarize
 from experiments.sweep import predict
 from report.lines import Line, mode_of, swept
-from report.tables import grid, median, name_of, span
+from report.tableFormat import grid, median, name_of, span
 
 # Flags named above a table of speeds, each with the value at which it is not mentioned.
 SHOWN = {
