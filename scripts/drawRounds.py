@@ -23,7 +23,7 @@ from inputs.folders import ROOT
 from inputs.models import default_pair, load_model
 from inputs.tokenizers import check_tokenizers, load_tokenizer
 from methods.drafters import ModelDrafter
-from playback.trace import Trace, Watched, pieces_of
+from playback.trace import RecordingDrafter, Trace, pieces_of
 from specSampling import specSampling
 from utils import Sampling, UserError
 
@@ -49,7 +49,7 @@ def rounds_of(
     seed: int,
 ) -> list[list[list[str]]]:
     """The rounds of one continuation: for each kind of token (as in COLOURS) the pieces of text."""
-    watched = Watched(ModelDrafter(draft))
+    watched = RecordingDrafter(ModelDrafter(draft))
     trace = Trace(watched)
     specSampling(
         [tokenizer(prompt)["input_ids"]],

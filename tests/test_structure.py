@@ -200,7 +200,6 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "losslessReport": "losslessness",
     "page": "playback",
     "play": "playback",
-    "screen": "playback",
     "runTables": "results",
     "tableFormat": "results",
     "trace": "playback",
