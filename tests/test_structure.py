@@ -173,8 +173,6 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "manifest": "downloadModel",
     "prompts": "cli",
     "tokenizers": "models",
-    "decodingFlags": "flags",
-    "flagChecks": "flags",
     "makers": "catalogue",
     "measure": "cli",
     "twoTokenizers": "cli",
@@ -202,7 +200,6 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "keepRecord": "docs",
     "generateArguments": "customGenerate",
     "twins": "customGenerate",
-    "choices": "settings",
     "packGenerate": "customGenerate",
     "test": "cli",
 }
