@@ -114,7 +114,8 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
         role: model_record(name, "random weights" if options.shapes else model_version(name), models[role])
         for role, name in options.names.items()
     }
-    record = origin(argv, options.flags | {"prompts": len(prompts)}, device, versions) | {"dtype": dtype}
+    flags = options.flags | {"prompts": len(prompts)}
+    record: dict[str, Any] = {**origin(argv, flags, device, versions), "dtype": dtype}
     if processes.count > 1:
         record["processes"] = devices(processes, device, record["machine"], versions, digest(prompts))
         record["device"] = device.split(":")[0]  # The processes' own devices have numbers.

@@ -177,7 +177,6 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "measure": "cli",
     "twoTokenizers": "cli",
     "prepare": "cli",
-    "runRecord": "cli",
     "evidence": "losslessness",
     "scorer": "losslessness",
     "plantedMistakes": "losslessness",
