@@ -17,9 +17,9 @@ from experiments.runRecord import run_record
 from experiments.settings import parse
 from inputs.commandLine import as_command
 from lossless.proof import prove, prove_greedy
-from report import figures, losslessReport, runReport
-from report.play import play
-from report.results import Results
+from playback.play import play
+from report import figures, losslessReport
+from report.results import Results, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def run(
         try:
             store.render()
         finally:  # The screen needs no room on a disk.
-            runReport.show(*store.run(name))
+            show(*store.run(name))
     print(f"Written to {store.text.name} (every measurement: {store.lines.name}).")
     return store.run(name)
 

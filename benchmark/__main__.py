@@ -47,7 +47,7 @@ from inputs.files import gigabytes
 from inputs.models import DTYPES, find_model, load_model, model_version, outline
 from inputs.texts import load_corpora
 from inputs.tokenizers import check_tokenizers, load_tokenizer
-from report.tables import WIDTH
+from report.tableFormat import WIDTH
 from utils import UserError
 
 Loaded = tuple[dict[str, CachedModel], list[list[int]]]  # {role: model}, and the prompts as token ids

@@ -23,7 +23,7 @@ from inputs.folders import ROOT
 from inputs.models import default_pair, load_model
 from inputs.tokenizers import check_tokenizers, load_tokenizer
 from methods.drafters import ModelDrafter
-from report.trace import Trace, Watched, pieces_of
+from playback.trace import Trace, Watched, pieces_of
 from specSampling import specSampling
 from utils import Sampling, UserError
 

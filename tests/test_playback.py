@@ -19,11 +19,11 @@ from inputs.escape import visible
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
+from playback import page as page_module
+from playback.page import write_page
+from playback.screen import Screen
+from playback.trace import Pieces, Round, Trace, Watched, pieces_of
 from regrSampling import regrSampling
-from report import playback
-from report.playback import write_page
-from report.screen import Screen
-from report.trace import Pieces, Round, Trace, Watched, pieces_of
 from specSampling import specSampling
 
 CURSED = "</script><img src=x onerror=alert(1)> & <b> \u2028 <!-- "
@@ -384,10 +384,10 @@ document.title = JSON.stringify(log);
 
 
 def test_keys_buttons_and_slider(tokenizer, tmp_path, browser, monkeypatch):
-    shutil.copytree(playback.PARTS, tmp_path / "parts")
+    shutil.copytree(page_module.PARTS, tmp_path / "parts")
     with (tmp_path / "parts" / "script.js").open("a") as script:
         script.write(DRIVER)
-    monkeypatch.setattr(playback, "PARTS", tmp_path / "parts")
+    monkeypatch.setattr(page_module, "PARTS", tmp_path / "parts")
     write_page(tmp_path / "page.html", "", of_text(tokenizer, MANY_BYTES), tokenizer, "", {})
     log = json.loads(Page(browser(f"file://{tmp_path}/page.html")).texts["title"])
     last = int(log[0].split("#")[0].split()[-1])

@@ -8,9 +8,9 @@ from decoding.interfaces import Drafter
 from experiments.prepare import Prepared
 from inputs.escape import visible
 from methods.selection import build
-from report.playback import write_page
-from report.screen import Screen
-from report.trace import Trace, Watched
+from playback.page import write_page
+from playback.screen import Screen
+from playback.trace import Trace, Watched
 
 TITLE = "Speculative decoding, round by round"
 

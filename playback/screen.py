@@ -10,7 +10,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from inputs.escape import visible
-from report.trace import KINDS, Pieces, Round
+from playback.trace import KINDS, Pieces, Round
 
 COLOURS, MARKS = ("green", "red strike", "bold bright_blue"), ("[]", "~~", None)  # of each of KINDS
 Styled = tuple[str, str]  # text, and the style that rich gives it
