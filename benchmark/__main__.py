@@ -38,9 +38,10 @@ from engine.compiling import compile_all
 from engine.graphs import Plan
 from engine.progress import Bar
 from engine.twins import twin
+from experiments.lines import TimedText
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
-from experiments.speed import Measurement, digest, measure
+from experiments.speed import digest, measure
 from inputs.commandLine import as_command
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
@@ -170,7 +171,7 @@ def speed(
     device: str,
     processes: Processes,
     peers: Sequence[Peer] = (),
-) -> list[Measurement]:
+) -> list[TimedText]:
     """One line for each row, prompt and repeat, as `speed.measure` gives them. A peer that fails has none."""
     timed = samplers(options, variants, library)
     timed |= {peer.row.name: peer.sampler for peer in peers if peer.failed is None}
