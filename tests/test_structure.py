@@ -191,7 +191,6 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "evidence": "losslessness",
     "scorer": "losslessness",
     "plantedMistakes": "losslessness",
-    "plantedTrees": "treeVerification",
     "proof": "losslessness",
     "figures": "results",
     "lines": "results",
