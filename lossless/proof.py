@@ -15,8 +15,7 @@ from typing import cast
 import torch
 
 from engine.progress import followed
-from experiments.lines import GreedyFigures, MistakeFigures, TrialConditions
-from experiments.measure import Append
+from experiments.lines import Append, GreedyFigures, GreedyLine, MistakeFigures, TrialConditions
 from experiments.prepare import LoadedModels, Prepared
 from inputs.devices import pick_dtype
 from lossless.evidence import Evidence, limit_of, seen_by
@@ -42,7 +41,7 @@ def other_dtype(dtype: str, device: str) -> str:
 class Proof:
     """Tests whether methods are lossless, as the settings of a run ask for.
 
-    models: in `dtype`. append: takes each line of results by keywords.
+    models: in `dtype`. append: takes each line of results.
     """
 
     def __init__(self, prepared: Prepared, models: LoadedModels, dtype: str, append: Append) -> None:
@@ -99,13 +98,16 @@ class Proof:
         done = followed(self.processes.mapped(write, batches), "lossless", len(batches))
         for name, group in itertools.groupby(zip(done, batches), lambda pair: pair[1][0]):
             parts, seconds = zip(*(result for result, _ in group))
+            evidence: Evidence = sum(parts[1:], parts[0])
             self.append(
-                kind="lossless",
-                method=name,
-                **self.shown,
-                seconds=math.fsum(seconds),
-                repeatable=repeatable(name, self.decoding),
-                **sum(parts[1:], parts[0]).figures(),
+                {
+                    "kind": "lossless",
+                    "method": name,
+                    **self.shown,
+                    "seconds": math.fsum(seconds),
+                    "repeatable": repeatable(name, self.decoding),
+                    **evidence.figures(),
+                }
             )
 
     def find_mistakes(self) -> None:
@@ -116,7 +118,7 @@ class Proof:
             names += TREE_MISTAKES
         done = self.processes.mapped(self.find_mistake, names)
         for line in followed(done, "planted mistakes", len(names)):
-            self.append(kind="power", **self.shown, **line)
+            self.append({"kind": "power", **self.shown, **line})
 
     def find_mistake(self, name: str) -> MistakeFigures:
         """The figures of a sampler with a planted mistake, tested on twice as many texts each time until a test
@@ -153,8 +155,10 @@ class Proof:
 
         done = followed(self.processes.mapped(compare, names), "greedy", len(names))
         for figures, name in zip(done, names):
-            clocked = {} if name == "target" else {"repeatable": repeatable(name, self.decoding)}
-            self.append(kind="greedy", method=name, dtype=self.dtype, **clocked, **figures)
+            line: GreedyLine = {"kind": "greedy", "method": name, "dtype": self.dtype, **figures}
+            if name != "target":
+                line["repeatable"] = repeatable(name, self.decoding)
+            self.append(line)
 
 
 def prove(prepared: Prepared, models: LoadedModels, append: Append) -> bool:
