@@ -38,16 +38,17 @@ from engine.compiling import compile_all
 from engine.graphs import Plan
 from engine.progress import Bar
 from engine.twins import twin
+from experiments.lines import TimedText
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
-from experiments.speed import Measurement, digest, measure
+from experiments.speed import digest, measure
 from inputs.commandLine import as_command
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
 from inputs.models import DTYPES, find_model, load_model, model_version, outline
 from inputs.texts import load_corpora
 from inputs.tokenizers import check_tokenizers, load_tokenizer
-from report.tables import WIDTH
+from report.tableFormat import WIDTH
 from utils import UserError
 
 Loaded = tuple[dict[str, CachedModel], list[list[int]]]  # {role: model}, and the prompts as token ids
@@ -114,7 +115,8 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
         role: model_record(name, "random weights" if options.shapes else model_version(name), models[role])
         for role, name in options.names.items()
     }
-    record = origin(argv, options.flags | {"prompts": len(prompts)}, device, versions) | {"dtype": dtype}
+    flags = options.flags | {"prompts": len(prompts)}
+    record: dict[str, Any] = {**origin(argv, flags, device, versions), "dtype": dtype}
     if processes.count > 1:
         record["processes"] = devices(processes, device, record["machine"], versions, digest(prompts))
         record["device"] = device.split(":")[0]  # The processes' own devices have numbers.
@@ -169,7 +171,7 @@ def speed(
     device: str,
     processes: Processes,
     peers: Sequence[Peer] = (),
-) -> list[Measurement]:
+) -> list[TimedText]:
     """One line for each row, prompt and repeat, as `speed.measure` gives them. A peer that fails has none."""
     timed = samplers(options, variants, library)
     timed |= {peer.row.name: peer.sampler for peer in peers if peer.failed is None}

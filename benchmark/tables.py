@@ -16,7 +16,7 @@ from benchmark.rows import ALPHAS
 from experiments import theory
 from experiments.speed import Interval, interval, paired_ratios, summarize
 from inputs.files import gigabytes
-from report.tables import grid, plain, span
+from report.tableFormat import grid, plain, span
 
 Record = dict[str, Any]  # as benchmark.json holds it
 

@@ -15,8 +15,8 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
 from engine.restrictedModel import RestrictedModel
 from experiments import diversity
-from experiments.choices import Settings
 from experiments.processes import ALONE, Processes
+from experiments.settings import Settings
 from experiments.twoTokenizers import said_of, with_translation
 from inputs.devices import pick_dtype
 from inputs.models import Outline, find_model, load_model, outline

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from experiments.choices import Settings
+from experiments.settings import Settings
 from inputs.tokenizers import check_tokenizers, load_tokenizer
 from methods.catalogue import METHODS
 from methods.translation import Translation

@@ -11,7 +11,7 @@ from typing import Any
 from report.results import Results
 from utils import UserError
 
-Record = dict[str, Any]
+Record = Any
 BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b")  # files that `python -m benchmark` writes
 
 

@@ -11,9 +11,9 @@ from experiments.speed import summarize
 from experiments.sweep import predict
 from lossless.evidence import BINS, TESTS
 from report.losslessReport import verdict
-from report.runReport import show
-from report.speedTables import beside_theory, tokens_a_round
-from report.tables import give_or_take, span
+from report.results import show
+from report.runTables import beside_theory, tokens_a_round
+from report.tableFormat import give_or_take, span
 from scripts.docsRecords import Record, Records
 from utils import UserError
 

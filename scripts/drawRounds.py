@@ -22,7 +22,7 @@ from inputs.files import ROOT
 from inputs.models import default_pair, load_model
 from inputs.tokenizers import check_tokenizers, load_tokenizer
 from methods.drafters import ModelDrafter
-from report.trace import Trace, Watched, pieces_of
+from playback.trace import RecordingDrafter, Trace, pieces_of
 from specSampling import specSampling
 from utils import Sampling, UserError
 
@@ -48,7 +48,7 @@ def rounds_of(
     seed: int,
 ) -> list[list[list[str]]]:
     """The rounds of one continuation: for each kind of token (as in COLOURS) the pieces of text."""
-    watched = Watched(ModelDrafter(draft))
+    watched = RecordingDrafter(ModelDrafter(draft))
     trace = Trace(watched)
     specSampling(
         [tokenizer(prompt)["input_ids"]],

@@ -15,7 +15,7 @@ from decoding.treeShapes import expected as tokens_of
 from decoding.treeVerification import TREE_RULES
 from decoding.verification import token_rule
 from experiments import sweep, theory
-from experiments.acceptance import Drawn, acceptance_of, chances, expected, overlaps_of, visited
+from experiments.acceptance import RoundGuesses, acceptance_of, chances, expected, overlaps_in_text, overlaps_of
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
 from methods.makers import Decoding, loop, speculative
@@ -32,8 +32,10 @@ def test_one_round_has_the_overlaps_of_its_contexts():
     target, q = helpers.tiny(), torch.rand(3, 61).softmax(-1)
     record = Record([0.1, 0.2, 0.3], [1, 2, 1], [0, 3, 0], [0, 1, 0])
     text, sampling = [7, 3, 9, 4], Sampling(0.8, 0, 0.9, 1.2)
-    drawn = Drawn(torch.tensor([3, 5, 5]), q, [(1,), (2,), (3,), ()])
-    found = visited([5, 9], text, record, [drawn, Drawn(drawn.drafts[:0], q[:0], [()])], target, sampling)
+    guesses = RoundGuesses(torch.tensor([3, 5, 5]), q, [(1,), (2,), (3,), ()])
+    found = overlaps_in_text(
+        [5, 9], text, record, [guesses, RoundGuesses(guesses.drafts[:0], q[:0], [()])], target, sampling
+    )
     overlaps = []
     for i, known in enumerate(([5, 9, 7], [5, 9, 7, 3])):
         seen = torch.zeros(1, 61, dtype=torch.bool).scatter(1, torch.tensor([known]), True)
@@ -71,7 +73,8 @@ def test_overlaps_are_those_that_verification_meets():
     )
     watched = watched_alpha(PROMPTS, target, draft, 40)
     assert expected(found.positions)["overlap"] == pytest.approx(watched, abs=1e-5)
-    assert sweep.overlap_alpha(PROMPTS, target, draft, DRAW, token_rule, 40, 0) == pytest.approx(watched, abs=1e-5)
+    in_sweep = sweep.overlaps(4, PROMPTS, target, draft, DRAW, token_rule, 40, 0)
+    assert expected(in_sweep)["overlap"] == pytest.approx(watched, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["model", "unsure", "lookup", "both"])

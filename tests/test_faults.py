@@ -104,7 +104,7 @@ def test_a_full_disk_is_one_line_for_figures_and_pages_too(cli, flags, disk, cap
     one_line(capsys, str(page), "No space left")
     assert os.listdir(disk.folder) == ["filling"]
     monkeypatch.setattr("experiments.sweep.GAMMAS", range(1, 3))
-    monkeypatch.setattr("report.runReport.sweep_tables", lambda *_: ())
+    monkeypatch.setattr("report.results.sweep_tables", lambda *_: ())
     assert disk.mount("remount,size=28k").returncode == 0
     assert cli.main([*flags, "--sweep", "--sentences", "1", "--out", str(disk.folder)]) == 2
     one_line(capsys, "No space left", "What was measured is kept")

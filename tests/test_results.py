@@ -15,10 +15,9 @@ import pytest
 from conftest import ROOT, refused
 
 from report import results
-from report.lines import swept
-from report.results import Results
-from report.runReport import show
-from report.tables import WIDTH
+from report.results import Results, show
+from report.runTables import swept
+from report.tableFormat import WIDTH
 from utils import UserError
 
 FORK = multiprocessing.get_context("fork")

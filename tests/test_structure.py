@@ -9,7 +9,18 @@ import pytest
 from conftest import ROOT
 
 ROOT_FILES = {"downloadData", "downloadModel", "utils", "regrSampling", "specSampling", "PPL", "test"}
-FOLDERS = {"decoding", "engine", "methods", "inputs", "experiments", "lossless", "report", "benchmark", "scripts"}
+FOLDERS = {
+    "decoding",
+    "engine",
+    "methods",
+    "inputs",
+    "experiments",
+    "lossless",
+    "report",
+    "playback",
+    "benchmark",
+    "scripts",
+}
 # A module may import what stands before its own layer, and its own folder.
 LAYERS = (
     {"utils"},
@@ -19,7 +30,7 @@ LAYERS = (
     {"PPL", "downloadModel", "downloadData"},
     {"experiments"},
     {"lossless"},
-    {"report"},
+    {"report", "playback"},
     {"test", "benchmark"},
     {"scripts"},
 )
@@ -171,27 +182,21 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "manifest": "downloadModel",
     "prompts": "cli",
     "tokenizers": "models",
-    "decodingFlags": "flags",
-    "flagChecks": "flags",
     "makers": "catalogue",
     "measure": "cli",
     "twoTokenizers": "cli",
     "prepare": "cli",
-    "runRecord": "cli",
     "evidence": "losslessness",
     "scorer": "losslessness",
     "plantedMistakes": "losslessness",
-    "plantedTrees": "treeVerification",
     "proof": "losslessness",
     "figures": "results",
     "lines": "results",
     "losslessReport": "losslessness",
+    "page": "playback",
     "play": "playback",
-    "runReport": "results",
-    "screen": "playback",
-    "speedTables": "results",
-    "tables": "results",
-    "textTables": "results",
+    "runTables": "results",
+    "tableFormat": "results",
     "trace": "playback",
     "drawRounds": "security",
     "fullSize": "downloadModel",
@@ -200,7 +205,6 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "keepRecord": "docs",
     "generateArguments": "customGenerate",
     "twins": "customGenerate",
-    "choices": "settings",
     "packGenerate": "customGenerate",
     "test": "cli",
 }

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from inputs.commandLine import visible
 from inputs.files import replace_file
-from report.trace import KINDS, Round, pieces_of
+from playback.trace import KINDS, Round, pieces_of
 from utils import UserError
 
 PARTS = Path(__file__).with_name("page")
