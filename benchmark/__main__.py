@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmark.engines.prepare import Peer
+from benchmark.engines.peers import Peer
 from benchmark.engines.sources import start
 from benchmark.figure import draw
-from benchmark.forwards import LARGE, PROMPT, WIDTHS, growth, limits
 from benchmark.options import Options, parse
 from benchmark.parts import parts, tokens_of_rounds
 from benchmark.peers import library_twin
 from benchmark.prefill import prefill
-from benchmark.rows import TREE, Library, Variants, samplers
+from benchmark.samplers import TREE, Library, Variants, samplers
 from benchmark.shapes import VOCABULARY, random_model, weights_of
+from benchmark.stepTimes import LARGE, PROMPT, WIDTHS, growth, limits
 from benchmark.tables import tables
 from decoding.room import check_room
 from engine.cachedModel import CachedModel

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark.engines.catalogue import ENGINES
+from benchmark.engines.engineModule import ENGINES
 from benchmark.shapes import SHAPES
 from inputs.commandLine import Parser, path, text, whole
 from inputs.folders import ROOT

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Generator
 
-from benchmark.forwards import Line, fill, forward, one_token
 from benchmark.inTurn import Work, in_turn
 from benchmark.peers import SAMPLING
-from benchmark.rows import Variants, synthetic
+from benchmark.samplers import Variants, synthetic
+from benchmark.stepTimes import Line, fill, forward, one_token
 from decoding.rounds import score_block
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel

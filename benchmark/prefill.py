@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Generator
 
-from benchmark.forwards import Line
 from benchmark.inTurn import Work, in_turn
 from benchmark.peers import SAMPLING
-from benchmark.rows import Variants
+from benchmark.samplers import Variants
+from benchmark.stepTimes import Line
 from decoding.rounds import first_token
 from decoding.rows import Rows
 from engine.cachedModel import CachedModel

@@ -9,10 +9,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmark.engines.check import verdict
-from benchmark.forwards import LARGE, PROMPT
+from benchmark.engines.textCheck import verdict
 from benchmark.peers import SAMPLING
-from benchmark.rows import ALPHAS
+from benchmark.samplers import ALPHAS
+from benchmark.stepTimes import LARGE, PROMPT
 from experiments import theory
 from experiments.speed import Interval, interval, paired_ratios, summarize
 from inputs.files import gigabytes

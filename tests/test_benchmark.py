@@ -9,7 +9,9 @@ from test_specSampling import near
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn, peers, prefill, rows, shapes, tables
+from benchmark import inTurn, peers, prefill, shapes, tables
+from benchmark import samplers as rows
+from benchmark import stepTimes as forwards
 from benchmark.options import parse
 from benchmark.parts import works_of
 from engine.cachedModel import CachedModel

@@ -13,9 +13,14 @@ import pytest
 import torch
 
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn, shapes, tables
-from benchmark.engines import catalogue, check, client, install, prepare, sources
-from benchmark.engines.client import Child, PeerError
+from benchmark import inTurn, shapes, tables
+from benchmark import stepTimes as forwards
+from benchmark.engines import engineModule as catalogue
+from benchmark.engines import engineProcess as client
+from benchmark.engines import install, sources
+from benchmark.engines import peers as prepare
+from benchmark.engines import textCheck as check
+from benchmark.engines.engineProcess import Child, PeerError
 from benchmark.engines.weights import Weights
 from engine.cachedModel import CachedModel
 from inputs.models import load_model

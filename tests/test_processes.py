@@ -18,7 +18,8 @@ import pytest
 from conftest import ROOT, refused
 
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn
+from benchmark import inTurn
+from benchmark import stepTimes as forwards
 from decoding.verification import token_rule
 from experiments import processes as sharing
 from experiments import sweep

@@ -18,7 +18,8 @@ from helpers import FULL
 import PPL
 import specSampling as loop
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn
+from benchmark import inTurn
+from benchmark import stepTimes as forwards
 from decoding import drawing
 from decoding.rows import Rows
 from decoding.verification import RULES as VERIFICATIONS

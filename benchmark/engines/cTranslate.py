@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from benchmark.engines.catalogue import Answer, Asked, Load
+from benchmark.engines.engineModule import Answer, Asked, Load
 from benchmark.engines.weights import Weights
 
 TRIAL, TRIALS = Asked([0], 8, 0.0, 1.0, 0), 4  # what is decoded to find the better number of threads, and how often

@@ -15,8 +15,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from benchmark.engines.catalogue import FOLDER, SERVER, SITE
-from benchmark.engines.client import one_line
+from benchmark.engines.engineModule import FOLDER, SERVER, SITE
+from benchmark.engines.engineProcess import one_line
 from inputs.folders import ROOT
 
 REQUIREMENTS = ROOT / "requirements-peers.txt"

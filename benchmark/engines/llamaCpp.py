@@ -15,7 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from benchmark.engines.catalogue import SERVER, Answer, Asked, Load
+from benchmark.engines.engineModule import SERVER, Answer, Asked, Load
 from benchmark.engines.weights import Weights
 
 NAMES = {  # of the weights of a layer

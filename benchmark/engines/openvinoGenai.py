@@ -11,7 +11,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from benchmark.engines.catalogue import Answer, Asked, Load
+from benchmark.engines.engineModule import Answer, Asked, Load
 from benchmark.engines.openvinoGraph import write_graph
 from benchmark.engines.weights import Weights
 

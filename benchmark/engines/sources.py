@@ -7,12 +7,12 @@ from functools import partial
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmark.engines.catalogue import rows
-from benchmark.engines.check import Checker, InFloat32
-from benchmark.engines.client import Child
-from benchmark.engines.prepare import MODELS, ROOM, Peer, Source, prepare, written
+from benchmark.engines.engineModule import rows
+from benchmark.engines.engineProcess import Child
+from benchmark.engines.peers import MODELS, ROOM, Peer, Source, prepare, written
+from benchmark.engines.textCheck import Checker, InFloat32
 from benchmark.options import Options
-from benchmark.rows import ALPHAS
+from benchmark.samplers import ALPHAS
 from engine.cachedModel import CachedModel
 from inputs.models import find_model, model_version
 from lossless.evidence import limit_of

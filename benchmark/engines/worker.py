@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmark.engines.catalogue import Asked, Load
+from benchmark.engines.engineModule import Asked, Load
 from benchmark.engines.weights import Weights
 
 

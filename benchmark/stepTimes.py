@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from benchmark.inTurn import Work, in_turn
 from benchmark.peers import SAMPLING
-from benchmark.rows import Variants
+from benchmark.samplers import Variants
 from decoding import drawing, rounds
 from engine.cachedModel import CachedModel
 from engine.kernels.hugePages import on_huge_pages

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from benchmark.engines.catalogue import SITE
+from benchmark.engines.engineModule import SITE
 from inputs.folders import ROOT
 
 WAIT = 1800.0  # seconds for an answer; converting a large model takes minutes

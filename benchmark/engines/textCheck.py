@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmark.engines.catalogue import BITS, Row
+from benchmark.engines.engineModule import BITS, Row
 from benchmark.peers import SAMPLING
 from lossless.evidence import TESTS, seen_by
 from lossless.scorer import Scorer

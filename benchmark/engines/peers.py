@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Generator
 
-from benchmark.engines.catalogue import FOLDER, Load, Row
-from benchmark.engines.check import Checker
-from benchmark.engines.client import Child, PeerError, one_line
+from benchmark.engines.engineModule import FOLDER, Load, Row
+from benchmark.engines.engineProcess import Child, PeerError, one_line
+from benchmark.engines.textCheck import Checker
 from benchmark.peers import SAMPLING, Generated
 from decoding.record import Record
 from engine.progress import followed
