@@ -15,8 +15,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from benchmark.engines.engineModule import FOLDER, SERVER, SITE
-from benchmark.engines.engineProcess import one_line
+from benchmark.engines.engineProcess import FOLDER, SERVER, SITE, last_line, short_reason
 from inputs.folders import ROOT
 
 REQUIREMENTS = ROOT / "requirements-peers.txt"
@@ -44,8 +43,7 @@ def run(command: list[str]) -> None:
     """Run a command. Raises RuntimeError with the last line that it printed, if it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
-        lines = [line for line in done.stdout.splitlines() if line.strip()]
-        raise RuntimeError((lines or ["no message"])[-1])
+        raise RuntimeError(last_line(done.stdout))
 
 
 def install(group: list[str], stamp: Path) -> None:
@@ -88,7 +86,7 @@ def main() -> int:
             install(group, FOLDER / f"{name}.txt")
         except (RuntimeError, OSError, ValueError) as error:
             failed += 1
-            print(f"{name} is left out: {one_line(str(error))}", file=sys.stderr)
+            print(f"{name} is left out: {short_reason(str(error))}", file=sys.stderr)
     return int(failed == len(groups))
 
 
