@@ -17,14 +17,6 @@ import numpy as np
 
 from benchmark.engines.engineProcess import SERVER, Answer, LoadRequest, TextRequest, Weights
 
-NAMES = {  # of the weights of a layer
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "attention.query_key_value": "attn_qkv",
-    "attention.dense": "attn_output",
-    "mlp.dense_h_to_4h": "ffn_up",
-    "mlp.dense_4h_to_h": "ffn_down",
-}
 SURE = 0.5  # how probable a guess must be to the draft
 WAIT = 600  # seconds for the server to load a model, and to write a text
 
@@ -46,13 +38,9 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list([f"t{token}" for token in range(weights.vocabulary)])
     writer.add_token_types([gguf.TokenType.NORMAL] * weights.vocabulary)
-    # {name in the file: name of the weight}
-    names = {"token_embd.weight": "gpt_neox.embed_in.weight", "output.weight": "embed_out.weight"}
-    for part in ("weight", "bias"):
-        names[f"output_norm.{part}"] = f"gpt_neox.final_layer_norm.{part}"
-        for layer in range(weights.layers):
-            for name, gguf_name in NAMES.items():
-                names[f"blk.{layer}.{gguf_name}.{part}"] = f"gpt_neox.layers.{layer}.{name}.{part}"
+    by_name = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPTNEOX, weights.layers)
+    names = {by_name.get_name(source, (".weight", ".bias")): source for source in weights.files}
+    names.pop(None, None)  # Old files hold buffers too, which are no weights.
     # The sizes come first, and then the weights one after another: in memory there is never more than one of them.
     for name, source in names.items():
         shape = weights.stored(source).shape
@@ -113,17 +101,16 @@ class Engine:
         The server may die of its code for AMX: GCC 12 leaves out a part of the stores that describe the tiles, because
         its `_tile_loadconfig` claims to read 8 of the 64 bytes. Without repacked weights that code is not used.
         """
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            self.wait()
+            self.launch(command)
         except RuntimeError:
             if self.process.poll() != -signal.SIGSEGV:
                 raise
-            self.process = subprocess.Popen([*command, "--no-repack"], stdout=subprocess.DEVNULL)
-            self.wait()
+            self.launch([*command, "--no-repack"])
 
-    def wait(self) -> None:
-        """Wait until the model is loaded."""
+    def launch(self, command: list[str]) -> None:
+        """Run the server. Raises RuntimeError if it does not load the model."""
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         end = time.monotonic() + WAIT
         while time.monotonic() < end:
             if self.process.poll() is not None:

@@ -13,7 +13,6 @@ import openvino
 import openvino_genai
 import torch
 from openvino import opset13 as ops
-from openvino.op.util import Variable, VariableInfo
 from torch import Tensor
 
 from benchmark.engines.engineProcess import Answer, LoadRequest, TextRequest, Weights
@@ -144,14 +143,11 @@ class GraphBuilder:
     def cached(self, new: Node, name: str, batch: Node, beams: Node) -> Node:
         """The KV cache with the new keys or values, `[B, heads, length, head]`. The state `name` holds it."""
         heads, head = self.weights.heads, self.weights.head
-        info = VariableInfo()
-        info.data_shape, info.data_type = openvino.PartialShape([-1, heads, -1, head]), openvino.Type.f32
-        info.variable_id = name
-        variable = Variable(info)
+        shape = openvino.PartialShape([-1, heads, -1, head])
         empty = ops.broadcast(ops.constant(np.float32(0)), ops.concat([batch, integers(heads, 0, head)], 0))
-        past = ops.gather(ops.read_value(empty, variable), beams, integer(0))
+        past = ops.gather(ops.read_value(empty, name, openvino.Type.f32, shape), beams, integer(0))
         cache = ops.concat([past, new], 2)
-        self.states.append(ops.assign(cache, variable))
+        self.states.append(ops.assign(cache, name))
         return cache
 
     def layer(self, x: Node, number: int, inputs: dict[str, Node]) -> Node:
