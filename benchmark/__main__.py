@@ -161,7 +161,7 @@ def speed(
     prompts: list[list[int]],
     device: str,
     processes: Processes,
-    peers: Sequence[Peer] = (),
+    peers: Sequence[Peer],
 ) -> list[Measurement]:
     """One line for each row, prompt and repeat, as `speed.measure` gives them. A peer that fails has none."""
     timed = samplers(options, variants, library)

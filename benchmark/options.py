@@ -16,8 +16,8 @@ from inputs.models import DTYPES, default_pair
 from utils import UserError
 
 # Texts so long that the first token is under a tenth of the time.
-USUAL = {"maxLen": 300, "prompts": 5, "repeats": 3}
-USUAL_SHAPES = {"maxLen": 64, "prompts": 2, "repeats": 2}  # with --shapes
+DEFAULTS = {"maxLen": 300, "prompts": 5, "repeats": 3}
+SHAPE_DEFAULTS = {"maxLen": 64, "prompts": 2, "repeats": 2}  # with --shapes
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def parser() -> Parser:
     shapes = "random weights in two of these shapes instead: " + ", ".join(SHAPES)
     add("--shapes", type=text, metavar="TARGET,DRAFT", help=shapes)
     add("--gamma", type=whole(1, 1000), default=4, metavar="N", help="tokens guessed in a round (4)")
-    for flag, value in USUAL.items():
-        usual = f"({value}; with --shapes {USUAL_SHAPES[flag]})"
+    for flag, value in DEFAULTS.items():
+        usual = f"({value}; with --shapes {SHAPE_DEFAULTS[flag]})"
         add(f"--{flag}", type=whole(1, 10_000), metavar="N", help=usual)
     add("--dtype", choices=list(DTYPES), help="(bfloat16 if the device computes in it)")
     add("--device", type=text, help="cpu, cuda ... (cuda if there is a GPU)")
@@ -79,7 +79,7 @@ def parser() -> Parser:
 def parse(argv: Sequence[str]) -> Options:
     """The options that the flags `argv` say. Raises UserError for flags that cannot be right."""
     args = parser().parse_args(argv)
-    for flag, value in (USUAL_SHAPES if args.shapes else USUAL).items():
+    for flag, value in (SHAPE_DEFAULTS if args.shapes else DEFAULTS).items():
         if getattr(args, flag) is None:
             setattr(args, flag, value)
     if not os.path.isdir(args.out):

@@ -52,11 +52,13 @@ def samplers(options: Options, variants: Variants, library: Library) -> dict[str
     max_len, gamma = options.max_len, options.gamma
     for variant, models in variants.items():
         target, draft = models["target"], models["draft"]
-        rows[f"plain, {variant}"] = sampler(regrSampling, target, max_len)
+        rows[f"plain, {variant}"] = as_sampler(regrSampling, target, max_len)
         for name, rule in rules(options.shapes, target).items():
-            rows[f"{name}, {variant}"] = sampler(specSampling, target, ModelDrafter(draft), max_len, gamma, verify=rule)
+            rows[f"{name}, {variant}"] = as_sampler(
+                specSampling, target, ModelDrafter(draft), max_len, gamma, verify=rule
+            )
         for name, tree_rule in tree_rules(options.shapes, target).items():
-            rows[f"{name}, {variant}"] = sampler(
+            rows[f"{name}, {variant}"] = as_sampler(
                 treeSampling, target, TreeDrafter(draft), max_len, TREE, verify=tree_rule
             )
     rows["transformers"] = library_sampler(library["target"], max_len)
@@ -65,7 +67,7 @@ def samplers(options: Options, variants: Variants, library: Library) -> dict[str
     return rows | trained_rows(library, max_len, gamma, variants["eager"]["target"].vocabulary)
 
 
-def sampler(sample: Callable[..., Generated], *arguments: object, **options: object) -> Timed:
+def as_sampler(sample: Callable[..., Generated], *arguments: object, **options: object) -> Timed:
     """A row of this project. sample: `regrSampling` or the like, called with `arguments` after the prompt."""
     return lambda prompt, generator: sample([prompt], *arguments, sampling=SAMPLING, generator=generator, **options)
 

@@ -193,8 +193,8 @@ def forwards_table(record: BenchmarkRecord) -> Table:
 def bandwidths(record: BenchmarkRecord) -> str:
     """What reading alone achieved."""
     speeds = {
-        what: f"{interval(speeds)[0] / 1e9:.1f} (best {max(speeds) / 1e9:.1f})"
-        for what, speeds in record["bandwidth"].items()
+        name: f"{interval(turns)[0] / 1e9:.1f} (best {max(turns) / 1e9:.1f})"
+        for name, turns in record["bandwidth"].items()
     }
     return (
         f"GB/s read: {speeds['target']} for as many bytes as the target's weights, {speeds['draft']} for the draft's, "

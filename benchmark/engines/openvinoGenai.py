@@ -92,7 +92,7 @@ class GraphBuilder:
 
     def __init__(self, weights: Weights, bits: int) -> None:
         self.weights, self.bits = weights, bits
-        self.alive: list[np.ndarray] = []  # what constants refer to
+        self.alive: list[np.ndarray] = []  # Constants refer to this memory until the graph is written.
         self.decompressions: set[str] = set()
         self.states: list[Node] = []
 
@@ -164,10 +164,10 @@ class GraphBuilder:
         read = ops.scaled_dot_product_attention(q, k, v, inputs["mask"])
         read = ops.transpose(read, integers(0, 2, 1, 3))
         read = ops.reshape(read, integers(0, 0, heads * head), True)
-        wide = ops.gelu(
+        hidden = ops.gelu(
             self.linear(self.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp.dense_h_to_4h"), "erf"
         )
-        mlp = self.linear(wide, f"{name}.mlp.dense_4h_to_h")
+        mlp = self.linear(hidden, f"{name}.mlp.dense_4h_to_h")
         return ops.add(ops.add(self.linear(read, f"{attention}.dense"), mlp), x)
 
     def model(self) -> openvino.Model:
