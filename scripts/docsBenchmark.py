@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import isnan
-from typing import Any
+from typing import Any, cast
 
+from benchmark.records import BenchmarkRecord
 from benchmark.tables import predict, texts_of, variants_of
 from benchmark.tables import ratio as paired
 from experiments.speed import interval, paired_ratios, summarize
@@ -186,7 +187,7 @@ def figures_of(row: dict[str, Any]) -> list[str]:
 def speed(record: Record) -> str:
     """Every row of a benchmark."""
     theirs = {row["method"]: row["speedup"] for row in summarize(record["speed"], "transformers")}
-    texts, rows = texts_of(record), []
+    texts, rows = texts_of(cast(BenchmarkRecord, record)), []
     for row in summarize(record["speed"], "plain, eager"):
         guesses = bool(row["acceptance_by_position"])
         throughput, *times = figures_of(row)
@@ -279,7 +280,7 @@ def theory(record: Record) -> str:
             f"{row['c']:.3f}",
             f"{row['scoring']:.2f}",
         ]
-        for row in predict(record)
+        for row in predict(cast(BenchmarkRecord, record))
     ]
     body = table(["", "alpha", "measured", "theory", "c", "scoring"], rows)
     return f"{body}\n\n{benchmark_source(record)}"

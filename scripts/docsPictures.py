@@ -10,13 +10,14 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import matplotlib
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from benchmark.figure import draw
+from benchmark.records import BenchmarkRecord
 from report.figures import draw_lossless, draw_sweep
 from scripts.docsCode import arrows, shown
 from scripts.docsRecords import BENCHMARKS, Records, digest
@@ -41,7 +42,9 @@ class Picture(NamedTuple):
 def benchmark_picture(name: str) -> Picture:
     """The picture of a benchmark's record."""
     return Picture(
-        lambda records: records.benchmark(name), lambda records, path: draw(records.benchmark(name), path), True
+        lambda records: records.benchmark(name),
+        lambda records, path: draw(cast(BenchmarkRecord, records.benchmark(name)), path),
+        True,
     )
 
 

@@ -210,7 +210,7 @@ GUARDED = {
         "experiments.prepare.load_model",
         "report.results.Results.append",
     ],
-    "benchmark": ["benchmark.__main__.load", "benchmark.__main__.load_tokenizer", "benchmark.__main__.load_model"],
+    "benchmark": ["benchmark.__main__.load_pair", "benchmark.__main__.load_tokenizer", "benchmark.__main__.load_model"],
     "downloadModel": ["downloadModel.download", "downloadModel.show_models"],
     "downloadData": [
         f"downloadData.{name}" for name in ("download_wikitext", "download_pg19", "install_from", "show_data_sets")

@@ -18,7 +18,7 @@ import pytest
 from conftest import ROOT, refused
 
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn
+from benchmark import stepTimes
 from decoding.verification import token_rule
 from experiments import processes as sharing
 from experiments import sweep
@@ -340,9 +340,9 @@ def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, f
 
 def test_the_benchmark_shares_out_its_prompts(pair_folder, tmp_path, monkeypatch):
     """The tokens are those of one process. The record names all processes, and a line says that one of them idles."""
-    monkeypatch.setattr(inTurn, "TURNS", (1, 1))
-    monkeypatch.setattr(forwards, "LARGE", 1 << 20)
-    monkeypatch.setattr(forwards, "CONTEXTS", (64,))
+    monkeypatch.setattr(stepTimes, "TURNS", (1, 1))
+    monkeypatch.setattr(stepTimes, "LARGE", 1 << 20)
+    monkeypatch.setattr(stepTimes, "CONTEXTS", (64,))
     flags = ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dtype", "float32"]
     flags += ["--maxLen", "4", "--repeats", "1", "--no-compile", "--prompts", "2"]
     found = []
