@@ -7,6 +7,7 @@ from functools import partial
 
 from benchmark import tables as printed
 from experiments.speed import interval, paired_ratios, summarize
+from report.tables import median
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
 from scripts.keepRecord import BENCHMARKS, Record, Records
 from utils import UserError
@@ -127,10 +128,10 @@ def side_by_side(machines: dict[str, Record]) -> str:
 
 def speed_rows(record: Record) -> list[list[str]]:
     """Every row of a benchmark, with the verdict on the text of another engine in the last column."""
-    titles = " | tokens/s | of trans- formers | of plain, eager | TTFT ms | TPOT ms | alpha | tokens/ round"
-    rows, texts = cells_of(printed.speed_table(record), titles), printed.texts_of(record)
+    columns = " | tokens/s | of trans- formers | of plain, eager | TTFT ms | TPOT ms | alpha | tokens/ round"
+    rows, texts = cells_of(printed.speed_table(record), columns), printed.texts_of(record)
     for row, measured in zip(rows, summarize(record["speed"], "plain, eager")):
-        row[4:6] = (cell(measured[time][:1] * 3, 1e3) for time in ("ttft", "tpot"))  # without their intervals
+        row[4:6] = (cell(measured[time], 1e3, median) for time in ("ttft", "tpot"))
     return [[NAMES.get(method, method), *cells, texts.get(method, "")] for method, *cells in rows]
 
 
@@ -160,7 +161,7 @@ def forwards(record: Record) -> str:
     rows = cells_of(printed.forwards_table(record))
     for row in rows:
         for column, variant in zip(range(3, len(row), 3), printed.variants_of(record["forwards"])):
-            row[column] = cell(interval(seconds[row[0], variant, int(row[1])])[:1] * 3, 1e3)  # without its interval
+            row[column] = cell(interval(seconds[row[0], variant, int(row[1])]), 1e3, median)
     reads = {what: interval(speeds)[0] / 1e9 for what, speeds in record["bandwidth"].items()}
     memory = (
         f"Memory was read at {reads['memory']:.1f} GB/s, as many bytes as the target's forward at "

@@ -46,9 +46,9 @@ def cells_of(printed: Table, titles: str = "") -> list[list[str]]:
     return [[str(cell).replace("\n", " ") for cell in row] for row in zip(*(column.cells for column in chosen))]
 
 
-def cell(triple: Sequence[float], scale: float = 1.0) -> str:
-    """A median and its interval in one line; nothing if there is no figure."""
-    return "" if isnan(triple[0]) else span(triple, scale).replace("\n", " ")
+def cell(triple: Sequence[float], scale: float = 1.0, show: Callable[[Sequence[float], float], str] = span) -> str:
+    """A median and its interval in one line, or the `median` alone; nothing if there is no figure."""
+    return "" if isnan(triple[0]) else show(triple, scale).replace("\n", " ")
 
 
 def of_kind(lines: Iterable[Record], kind: str) -> list[Record]:
@@ -104,8 +104,8 @@ def compare(records: Records, words: Words) -> str:
     run, lines = records.run("compare")
     speed, overlaps = of_kind(lines, "speed"), {m["method"]: m for m in lines if m["kind"] == "overlap"}
     methods = summarize(speed)
-    titles = " | TTFT ms | TPOT ms | tokens/s | speed-up | alpha | tokens/ round"
-    printed = cells_of(speed_table(run, speed, methods), titles)
+    columns = " | TTFT ms | TPOT ms | tokens/s | speed-up | alpha | tokens/ round"
+    printed = cells_of(speed_table(run, speed, methods), columns)
     beside = cells_of(theory_table(methods, overlaps), " | sum of min(p, q) | of expected")
     theory = {name: cells for name, *cells in beside}
     rows = [[f"`{m['method']}`", *cells, *theory.get(name, ["", ""])] for m, (name, *cells) in zip(methods, printed)]
@@ -124,8 +124,8 @@ def sweep_of(records: Records) -> tuple[Record, list[Record], Record, Record]:
 def sweep(records: Records, words: Words) -> str:
     """Speed over gamma, beside theory."""
     run, speed, _, theory = sweep_of(records)
-    titles = "gamma | tokens/s | speed-up | theory | measured/ theory | the paper's | alpha | tokens/ round"
-    rows = cells_of(sweep_table(run, speed, theory), f"{titles} | of ex- pected")
+    columns = "gamma | tokens/s | speed-up | theory | measured/ theory | the paper's | alpha | tokens/ round"
+    rows = cells_of(sweep_table(run, speed, theory), f"{columns} | of ex- pected")
     titles = "gamma | tokens/s | speed-up | theory | measured / theory | the paper's theory | alpha | tokens per round"
     return f"{table(f'{titles} | of expected', rows)}\n\n{timed(run, speed)}"
 
@@ -170,8 +170,8 @@ def lossless_tests(records: Records, words: Words) -> str:
     """The tests of drawn texts, a row for each method."""
     run, lines = records.run("lossless")
     sampled = of_kind(lines, "lossless")
-    titles = f"tokens | {BINS} bins p | K-S p | neigh- bours p |  p | surprise z | perplexity of text |  expected"
-    printed = cells_of(sampled_table(sampled), f"{titles} | impos- sible")
+    columns = f"tokens | {BINS} bins p | K-S p | neigh- bours p |  p | surprise z | perplexity of text |  expected"
+    printed = cells_of(sampled_table(sampled), f"{columns} | impos- sible")
     titles = (
         f"method | tokens | u in {BINS} bins: p | u, Kolmogorov-Smirnov: p | neighbours of u: p | surprise: p | "
         "surprise: z | perplexity of the text | expected | impossible tokens"
