@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +34,9 @@ from scripts.keepRecord import BENCHMARKS, Records
 from utils import UserError
 
 MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.-]+) -->")
-BLOCK = re.compile(r"<!-- begin ([a-zA-Z0-9.-]+) -->((?:(?!<!-- (?:begin|end) ).)*?)<!-- end \1 -->", re.S)
+BLOCK = re.compile(
+    r"<!-- begin (?P<name>[a-zA-Z0-9.-]+) -->(?P<content>(?:(?!<!-- (?:begin|end) ).)*?)<!-- end (?P=name) -->", re.S
+)
 FENCE = re.compile(r"^(```+|~~~+).*\n((?:.*\n)*?)\1[ ]*$", re.M)
 FIGURES = {"sweep": draw_sweep, "lossless": draw_lossless}  # of runs
 PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *BENCHMARKS)}
@@ -57,39 +59,17 @@ def records_table(records: Records, words: Words) -> str:
 BLOCKS = docsTables.BLOCKS | docsBenchmark.BLOCKS | docsCode.BLOCKS | {"records": records_table}
 
 
-class Block(NamedTuple):
-    """A block of a text: its name, its content's place in the text, the line it begins in, and whether it is a block of
-    lines."""
+class Fault(NamedTuple):
+    """A fault of a text: its line, what it is, and whether the text cannot be rendered because of it."""
 
-    name: str
-    start: int
-    end: int
     line: int
-    of_lines: bool
+    words: str
+    final: bool
 
 
 def files(root: Path) -> list[Path]:
     """All texts of the documentation."""
     return [*sorted(root.glob("README*.md")), *sorted((root / "docs").rglob("*.md"))]
-
-
-def blocks_of(text: str) -> tuple[list[Block], list[tuple[int, str]]]:
-    """(the blocks of a text, its faults as (line, words))."""
-    blocks, faults, paired = [], [], set()
-    for match in BLOCK.finditer(text):
-        paired |= {match.start(), match.end(2)}
-        before, line = text[: match.start()].rsplit("\n", 1)[-1], text.count("\n", 0, match.start()) + 1
-        of_lines = not before and match[2].startswith("\n")
-        if not before and not of_lines:
-            faults.append((line, f"block {match[1]} of words begins its line: Markdown takes such a line as HTML"))
-        blocks.append(Block(match[1], match.start(2), match.end(2), line, of_lines))
-    for mark in MARK.finditer(text):
-        if mark.start() not in paired:
-            words = (
-                f"block {mark[2]} has no end" if mark[1] == "begin" else f"the end of block {mark[2]} has no beginning"
-            )
-            faults.append((text.count("\n", 0, mark.start()) + 1, words))
-    return blocks, faults
 
 
 @cache
@@ -103,29 +83,45 @@ def content_of(name: str, records: Records, chinese: bool) -> str:
     return content
 
 
-def rendered(path: Path, records: Records) -> tuple[str, list[str], list[str]]:
-    """(a text with its blocks rendered, the faults that rendering cannot mend, the blocks that differ)."""
-    text = path.read_text(encoding="utf-8")
-    blocks, faults = blocks_of(text)
-    differing = []
-    for block in reversed(blocks):  # From the end, so that the places before stay right.
+def rendered(text: str, records: Records, chinese: bool) -> tuple[str, list[Fault]]:
+    """(a text with its blocks rendered, its faults as it is)."""
+    faults: list[Fault] = []
+
+    def note(place: int, words: str, final: bool = True) -> None:
+        faults.append(Fault(text.count("\n", 0, place) + 1, words, final))
+
+    def render_block(block: re.Match[str]) -> str:
+        name, old = block["name"], block["content"]
+        begins_line = block.start() == 0 or text[block.start() - 1] == "\n"
+        of_lines = begins_line and old.startswith("\n")
+        if begins_line and not of_lines:
+            note(block.start(), f"block {name} of words begins its line: Markdown takes such a line as HTML")
         try:
-            content = content_of(block.name, records, path.name.endswith(".zh-CN.md"))
+            new = content_of(name, records, chinese)
         except UserError as error:
-            faults.append((block.line, f"block {block.name}: {error}"))
-            continue
-        content = f"\n{content}\n" if block.of_lines else content
-        if not text[block.start : block.end].strip():
-            differing.append((block.line, f"block {block.name} is empty"))
-        elif text[block.start : block.end] != content:
-            differing.append((block.line, f"block {block.name} differs from its record"))
-        text = text[: block.start] + content + text[block.end :]
-    return text, located(faults, path, records.root), located(differing, path, records.root)
+            note(block.start(), f"block {name}: {error}")
+            return block[0]
+        new = f"\n{new}\n" if of_lines else new
+        if new != old:
+            note(block.start(), f"block {name} {'differs from its record' if old.strip() else 'is empty'}", False)
+        return f"<!-- begin {name} -->{new}<!-- end {name} -->"
+
+    whole = {place for block in BLOCK.finditer(text) for place in (block.start(), block.end("content"))}
+    for mark in MARK.finditer(text):
+        if mark.start() not in whole:
+            begins, name = mark[1] == "begin", mark[2]
+            note(mark.start(), f"block {name} has no end" if begins else f"the end of block {name} has no beginning")
+    for fence in FENCE.finditer(text):
+        if not fence[2].strip():
+            note(fence.start(), "an empty code block", False)
+    return BLOCK.sub(render_block, text), faults
 
 
-def located(faults: list[tuple[int, str]], path: Path, root: Path) -> list[str]:
-    """Faults of a text as (line, words), each in one line with its place."""
-    return [f"{path.relative_to(root)}:{line}: {words}" for line, words in sorted(faults)]
+def pages(records: Records) -> Iterator[tuple[Path, str, list[Fault]]]:
+    """(path, text with its blocks rendered, faults in the order of their lines) of all texts of the documentation."""
+    for path in files(records.root):
+        text, faults = rendered(path.read_text(encoding="utf-8"), records, path.name.endswith(".zh-CN.md"))
+        yield path, text, sorted(faults)
 
 
 def digest_of(picture: str, records: Records) -> str:
@@ -173,25 +169,24 @@ def redraw(picture: str, records: Records) -> bool:
 
 def check(root: Path) -> list[str]:
     """All faults of the documentation in the folder `root`."""
-    records, found = Records(root), []
-    for path in files(root):
-        _, faults, differing = rendered(path, records)
-        text = path.read_text(encoding="utf-8")
-        fences = [fence.start() for fence in FENCE.finditer(text) if not fence[2].strip()]
-        empty = [(text.count("\n", 0, start) + 1, "an empty code block") for start in fences]
-        found += [*faults, *differing, *located(empty, path, root)]
-    return found + [f"{name} {fault}" for name in PICTURES if (fault := fault_of(name, records))]
+    records = Records(root)
+    faults = [
+        f"{path.relative_to(root)}:{fault.line}: {fault.words}"
+        for path, _, faults in pages(records)
+        for fault in faults
+    ]
+    return faults + [f"{name} {fault}" for name in PICTURES if (fault := fault_of(name, records))]
 
 
 def render(root: Path) -> list[str]:
     """Render the documentation in the folder `root`; returns the files that changed. Raises UserError, and then no text
     has changed."""
     records, changed = Records(root), {}
-    for path in files(root):
-        text, faults, differing = rendered(path, records)
-        if faults:
-            raise UserError(faults[0])
-        if differing:
+    for path, text, faults in pages(records):
+        for fault in faults:
+            if fault.final:
+                raise UserError(f"{path.relative_to(root)}:{fault.line}: {fault.words}")
+        if text != path.read_text(encoding="utf-8"):
             changed[path] = text
     for path, text in changed.items():
         replace_file(path, text)
