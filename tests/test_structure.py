@@ -200,7 +200,6 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "trace": "playback",
     "drawRounds": "security",
     "fullSize": "downloadModel",
-    "acceptance": "trainBundled",
     "training": "trainBundled",
     "keepRecord": "docs",
     "generateArguments": "customGenerate",
