@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import constants
 
-from engine.progress import followed
 from inputs import files
 from inputs.commandLine import Parser, as_command, one_line, script_parser, text, whole
 from inputs.files import file_errors, gigabytes, lock_folder, replace_folder
@@ -35,6 +34,7 @@ from inputs.manifest import (
     read_manifest,
     write_manifest,
 )
+from inputs.progress import followed
 from inputs.texts import ENDINGS, FOLDERS, HEADING, is_saved, read
 from utils import UserError
 

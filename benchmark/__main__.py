@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from engine.graphs import Plan
 from rich.console import Console
 
 from benchmark.engines.peers import Peer, start_peers
@@ -29,22 +30,21 @@ from benchmark.samplers import TREE, Library, Variants, library_twin, samplers
 from benchmark.shapes import VOCABULARY, random_model, weights_of
 from benchmark.stepTimes import LARGE, PROMPT, WIDTHS, step_times, tokens_of_rounds
 from benchmark.tables import tables
-from decoding.room import check_room
+from decoding.rows import check_room
 from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
-from engine.graphs import Plan
-from engine.progress import Bar
-from engine.twins import twin
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
-from experiments.speed import Measurement, digest, measure
+from experiments.speed import TimedText, digest, measure
 from inputs.commandLine import as_command
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
 from inputs.models import DTYPES, find_model, load_model, model_version, outline
+from inputs.progress import Bar
 from inputs.texts import load_corpora
 from inputs.tokenizers import check_tokenizers, load_tokenizer
-from report.tables import WIDTH
+from methods.customGenerate import sharing_copy
+from report.tableFormat import WIDTH
 from utils import UserError
 
 Loaded = tuple[dict[str, CachedModel], list[list[int]]]  # {role: model}, and the prompts as token ids
@@ -89,7 +89,9 @@ def load_trained(options: Options, dtype: str, device: str, max_len: int) -> Loa
 
 def compiled(models: dict[str, CachedModel], gamma: int) -> tuple[dict[str, CachedModel], list[float | None]]:
     """The same models once more, compiled, and the seconds of each step of compiling; None where it failed."""
-    ready = {role: CachedModel(twin(model.model), model.vocabulary, model.name) for role, model in models.items()}
+    ready = {
+        role: CachedModel(sharing_copy(model.model), model.vocabulary, model.name) for role, model in models.items()
+    }
     plans = {
         "target": Plan(frozenset({*WIDTHS, gamma + 1}), frozenset({1}), nodes=frozenset({TREE.size + 1})),
         "draft": Plan(frozenset(WIDTHS), frozenset({1, gamma}), read=2, trees=frozenset({TREE})),
@@ -162,7 +164,7 @@ def speed(
     device: str,
     processes: Processes,
     peers: Sequence[Peer],
-) -> list[Measurement]:
+) -> list[TimedText]:
     """One line for each row, prompt and repeat, as `speed.measure` gives them. A peer that fails has none."""
     timed = samplers(options, variants, library)
     timed |= {peer.row.name: peer.sampler for peer in peers if peer.failed is None}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from experiments.speed import Interval, Measurement
+from experiments.speed import Interval, TimedText
 
 
 class StepLine(TypedDict):
@@ -82,7 +82,7 @@ class BenchmarkRecord(StepRecord):
     models: dict[str, dict[str, Any]]
     dtype: str
     compile_seconds: list[float | None] | None
-    speed: list[Measurement]
+    speed: list[TimedText]
     peers: list[PeerLine]
     peak_memory: int
 

@@ -18,16 +18,16 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from benchmark.options import Options
-from decoding.interfaces import Model, TreeRule, VerificationRule
+from decoding.model import Model
 from decoding.record import Record
-from decoding.trees import Tree
-from decoding.treeShapes import Acceptance, best_tree
-from decoding.treeVerification import first_passed, path_of, traversal_rule
-from decoding.verification import block_rule, token_rule
+from decoding.trees.shapes import Acceptance, best_tree
+from decoding.trees.tree import Tree
+from decoding.trees.verification import TreeRule, first_passed, path_of, traversal_rule
+from decoding.verification import VerificationRule, block_rule, token_rule
 from engine.cachedModel import CachedModel
-from engine.twins import twin
 from experiments.speed import Timed
 from methods import customGenerate
+from methods.customGenerate import sharing_copy
 from methods.drafters import ModelDrafter
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
@@ -109,8 +109,8 @@ def trained_rows(library: Library, max_len: int, gamma: int, vocabulary: int) ->
 
 
 def library_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A twin with `transformers`' own attention."""
-    other = twin(model)
+    """A sharing_copy with `transformers`' own attention."""
+    other = sharing_copy(model)
     other.set_attn_implementation("sdpa")
     return other
 

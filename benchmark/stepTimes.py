@@ -9,18 +9,18 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from decoding.rounds import first_token, score_block
 from torch import Generator, Tensor
 
 from benchmark.records import ForwardLine, GrowthLine, PartLine, PrefillLine, StepRecord
 from benchmark.samplers import SAMPLING, Variants, synthetic
 from decoding import drawing, rounds
-from decoding.rounds import first_token, score_block
 from decoding.rows import Rows
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from engine.kernels.hugePages import on_huge_pages
-from engine.progress import Bar
 from experiments.speed import quiet, synchronize
+from inputs.progress import Bar
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 

@@ -14,9 +14,9 @@ from benchmark.records import BenchmarkRecord, Prediction, StepLine
 from benchmark.samplers import ALPHAS, SAMPLING
 from benchmark.stepTimes import LARGE, PROMPT
 from experiments import theory
-from experiments.speed import Interval, Measurement, interval, paired_ratios, summarize
+from experiments.speed import Interval, TimedText, interval, paired_ratios, summarize
 from inputs.files import gigabytes
-from report.tables import grid, median, plain, span
+from report.tableFormat import grid, median, plain, span
 
 
 def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
@@ -79,7 +79,7 @@ def cell(figures: Interval, scale: float = 1.0) -> str:
     return span(figures, scale) if figures[0] == figures[0] else ""
 
 
-def longest_prefill(lines: Sequence[Measurement]) -> tuple[str, float]:
+def longest_prefill(lines: Sequence[TimedText]) -> tuple[str, float]:
     """The row whose first token takes the largest share of its time, and that share."""
     shares = {
         method: interval([line["ttft"] / line["seconds"] for line in lines if line["method"] == method])[0]

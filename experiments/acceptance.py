@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decoding.guesses import Guesses
-from decoding.interfaces import Model
+from decoding.drafter import Guesses
+from decoding.model import Model
 from decoding.record import Record
-from decoding.treeRounds import TreeGuesses
-from decoding.treeShapes import Acceptance
-from decoding.treeVerification import after_child
+from decoding.trees.guesses import TreeGuesses
+from decoding.trees.shapes import Acceptance
+from decoding.trees.verification import after_child
 from experiments import theory
 from experiments.lines import Positions
-from methods.makers import Sampler, Wrap
+from methods.samplers import Sampler, Wrap
 from utils import Sampling, probabilities, seen_after
 
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from decoding.lengthRules import RULES as DRAFT_LENGTHS
-from decoding.treeVerification import TREE_RULES
+from decoding.trees.verification import TREE_RULES
 from decoding.verification import RULES as VERIFICATIONS
 from inputs.commandLine import Parser, number, path, text, whole
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from inputs.models import DTYPES
-from methods.catalogue import METHODS
-from methods.makers import Decoding
-from methods.selection import provable
+from methods.catalogue import METHODS, provable
+from methods.samplers import Decoding
 from utils import Sampling, UserError
 
 Options = dict[str, Any]  # what `add_argument` takes by keyword

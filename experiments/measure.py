@@ -11,17 +11,16 @@ import torch
 
 import PPL
 from decoding.verification import RULES as VERIFICATIONS
-from engine.progress import Bar, followed
 from experiments import diversity, sweep
 from experiments.acceptance import OverlapCounts, overlaps_of
 from experiments.lines import Append, Conditions
 from experiments.prepare import LoadedModels, Prepared
 from experiments.speed import Timed, digest, measure
-from inputs.escape import visible
+from inputs.commandLine import visible
+from inputs.progress import Bar, followed
 from inputs.texts import Corpus
-from methods.catalogue import METHODS
-from methods.makers import Models, Sampler, Wrap, guesser
-from methods.selection import build, repeatable
+from methods.catalogue import METHODS, build, repeatable
+from methods.samplers import Models, Sampler, Wrap, guesser
 from utils import GREEDY, Sampling
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from methods.selection import plan_graphs
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +25,6 @@ from inputs.prompts import check_passages, choose_prompts, encode, read_prompts,
 from inputs.texts import Corpus, load_corpora
 from inputs.tokenizers import load_tokenizer, most_frequent
 from methods.catalogue import METHODS
-from methods.selection import plan_graphs
 from methods.translation import Translation
 from utils import UserError
 

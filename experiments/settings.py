@@ -11,10 +11,8 @@ from typing import Any
 
 from experiments.flags import read_flags
 from inputs.models import default_mid, default_pair
-from methods.catalogue import METHODS
-from methods.makers import Decoding
-from methods.selection import check_roles, choose, choose_lossless, in_mode
-from methods.treeMakers import choice_of
+from methods.catalogue import METHODS, check_roles, choose, choose_lossless, in_mode
+from methods.samplers import Decoding, tree_choice
 from utils import Sampling, UserError
 
 TIMED = ("speed", "speedNew", "speedMulti", "contrastive", "compare", "sweep")  # modes that measure speed
@@ -288,7 +286,7 @@ def check_together(settings: Settings) -> None:
 def check_tree(settings: Settings) -> None:
     """Raise UserError for what cannot be done with a tree of guesses."""
     flags = settings.flags
-    choice_of(settings.decoding)
+    tree_choice(settings.decoding)
     if settings.decoding.lookup:
         raise UserError("a tree grows from a draft model, and --draft lookup is none; leave out --tree")
     if settings.decoding.lookup_first:

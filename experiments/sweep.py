@@ -9,16 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from decoding.draftLength import Fixed
-from decoding.interfaces import Drafter, Model, VerificationRule
 from decoding.rounds import forward
+from methods.makers import loop
+
+from decoding.drafter import Drafter
+from decoding.lengthRules import Fixed
+from decoding.model import Model
+from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
 from experiments import theory
 from experiments.acceptance import expected, overlaps_of
 from experiments.lines import Costs, Positions, TimedText
 from experiments.speed import interval, paired_ratios, quiet, summarize
-from methods.makers import Sampler, Wrap, loop
+from methods.samplers import Sampler, Wrap
 from utils import Sampling, seen_after
 
 GAMMAS = range(1, 11)

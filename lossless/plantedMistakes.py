@@ -15,16 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from decoding.guesses import Guesses
-from decoding.interfaces import Drafter, LengthRule, TreeModel
+from decoding.drafter import Drafter, Guesses
+from decoding.lengthRules import LengthRule
+from decoding.model import Model
 from decoding.rows import Rows, upload
-from decoding.trees import Tree
-from decoding.treeVerification import in_postorder, judge, traversal_rule
+from decoding.trees.tree import Tree
+from decoding.trees.verification import in_postorder, judge, traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from engine.kvCache import SlotCache
 from methods.drafters import ModelDrafter
-from methods.makers import Sampler
+from methods.samplers import Sampler
 from methods.treeSampling import TreeDrafter, treeSampling
 from specSampling import specSampling
 from utils import Sampling, pick, residual
@@ -231,7 +232,7 @@ def tree_drafter(drafter: Drafter, sampling: Sampling, threshold: float, heat: f
     """Guesses trees. heat: the draft's temperature over the wanted one; None: that of the flags."""
     assert isinstance(drafter, ModelDrafter)
     temperature = drafter.temperature if heat is None else heat * sampling.temperature
-    return TreeDrafter(cast(TreeModel, drafter.model), temperature, drafter.top_p)
+    return TreeDrafter(cast(Model, drafter.model), temperature, drafter.top_p)
 
 
 def unchanged(part: T, *_: object) -> T:

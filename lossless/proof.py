@@ -14,16 +14,15 @@ from typing import cast
 
 import torch
 
-from engine.progress import followed
 from experiments.lines import Append, GreedyFigures, GreedyLine, MistakeFigures, TrialConditions
 from experiments.prepare import LoadedModels, Prepared
 from inputs.devices import pick_dtype
+from inputs.progress import followed
 from lossless.evidence import Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES, TREE_MISTAKES
 from lossless.scorer import TextScorer, greedy_figures
-from methods.catalogue import METHODS
-from methods.makers import Models, Sampler, guesser
-from methods.selection import build, repeatable
+from methods.catalogue import METHODS, build, repeatable
+from methods.samplers import Models, Sampler, guesser
 from regrSampling import regrSampling
 from utils import Sampling
 

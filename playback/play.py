@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from decoding.interfaces import Drafter
+from decoding.drafter import Drafter
 from experiments.prepare import Prepared
-from inputs.escape import visible
-from methods.selection import build
+from inputs.commandLine import visible
+from methods.catalogue import build
 from playback.page import write_page
 from playback.trace import KINDS, Pieces, RecordingDrafter, Round, Trace
 

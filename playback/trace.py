@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.guesses import Guesses
-from decoding.interfaces import Drafter
+from decoding.drafter import Drafter, Guesses
 from decoding.rows import Rows
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to

@@ -35,7 +35,7 @@ from experiments.lines import (
     TextPerplexityLine,
     of_kind,
 )
-from inputs.escape import visible
+from inputs.commandLine import visible
 from inputs.files import replace_file
 from report import losslessReport
 from report.runTables import (

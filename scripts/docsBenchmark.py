@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmark import tables as printed
 from experiments.speed import interval, paired_ratios, summarize
-from report.tables import median
+from report.tableFormat import median
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
 from scripts.keepRecord import BENCHMARKS, Record, Records
 from utils import UserError

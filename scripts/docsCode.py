@@ -9,7 +9,7 @@ from argparse import Action
 from functools import cache
 
 from experiments.flags import parser
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from methods.catalogue import METHODS
 from scripts.docsTables import Render, Words, table
 from scripts.keepRecord import Records

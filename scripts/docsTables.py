@@ -11,18 +11,18 @@ from math import isnan
 from pathlib import Path
 from textwrap import wrap
 
+from report.lines import swept
+from report.runReport import show
+from report.speedTables import speed_table, sweep_table, theory_table
+from report.textTables import diversity_table
 from rich.table import Table
 
 from experiments.diversity import FIGURES
 from experiments.speed import summarize
 from experiments.sweep import predict
 from lossless.evidence import BINS
-from report.lines import swept
 from report.losslessReport import power_table, sampled_table, verdict
-from report.runReport import show
-from report.speedTables import speed_table, sweep_table, theory_table
-from report.tables import span
-from report.textTables import diversity_table
+from report.tableFormat import span
 from scripts.keepRecord import Record, Records
 from utils import UserError
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.progress import followed
 from experiments.prepare import LoadedModels, prepare
 from experiments.settings import parse
 from experiments.speed import interval
 from experiments.theory import overlap
 from inputs.commandLine import as_command
+from inputs.progress import followed
 from regrSampling import regrSampling
 from utils import Sampling, UserError, probabilities, seen_after
 

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from report.trace import Trace, Watched, pieces_of
 
-from inputs.commandLine import Parser, as_command, number, path, text, whole
-from inputs.escape import visible
-from inputs.folders import ROOT
+from inputs.commandLine import Parser, as_command, number, path, text, visible, whole
+from inputs.files import ROOT
 from inputs.models import default_pair, load_model
 from inputs.tokenizers import check_tokenizers, load_tokenizer
 from methods.drafters import ModelDrafter
-from report.trace import Trace, Watched, pieces_of
 from specSampling import specSampling
 from utils import Sampling, UserError
 

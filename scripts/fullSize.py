@@ -24,7 +24,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmark.shapes import random_model
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from tests.localHub import LocalHub, Repository
 
 SIZES = ("70m", "410m", "2.8b")

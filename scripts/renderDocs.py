@@ -25,8 +25,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from benchmark.figure import draw
 from inputs.commandLine import Parser, as_command
-from inputs.files import replace_file
-from inputs.folders import ROOT
+from inputs.files import ROOT, replace_file
 from report.figures import draw_lossless, draw_sweep
 from scripts import docsBenchmark, docsCode, docsTables
 from scripts.docsTables import CHINESE, Words, command_of, table

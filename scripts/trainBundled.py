@@ -37,11 +37,11 @@ from transformers import (
 )
 
 from engine.cachedModel import CachedModel
-from engine.progress import followed
 from inputs.commandLine import Parser, as_command, number, path, text, whole
 from inputs.devices import pick_device
 from inputs.files import ROOT
 from inputs.models import find_model
+from inputs.progress import followed
 from inputs.texts import read
 from PPL import calculate_ppl_corpus
 from regrSampling import regrSampling

@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from torch import Generator
 
-from decoding.treeShapes import best_tree, expected
-from engine.progress import Bar
+from decoding.trees.shapes import best_tree, expected
 from experiments.acceptance import Positions, acceptance_of, overlaps_of, total
 from experiments.prepare import prepare
 from experiments.settings import parse
 from experiments.speed import interval
 from inputs.commandLine import as_command
-from methods.makers import Decoding, Models, Sampler, Wrap, speculative
-from methods.treeMakers import tree
+from inputs.progress import Bar
+from methods.samplers import Decoding, Models, Sampler, Wrap, speculative, tree
 
 Maker = Callable[[Models, Decoding, Wrap], Sampler]
 BUDGETS = 4, 8, 12, 16, 32

@@ -20,9 +20,8 @@ from tokenizerKinds import KINDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from inputs import progress
 from engine.kernels import loader
-from inputs import files
+from inputs import files, progress
 from inputs.files import DATASETS
 from utils import UserError
 

@@ -5,21 +5,21 @@ import itertools
 import helpers
 import pytest
 import torch
+from methods.makers import loop
 from test_specSampling import PROMPTS, near
 
 from decoding.lengthRules import DraftConfidence
 from decoding.record import Record
-from decoding.treeChoice import Always
-from decoding.trees import Tree
-from decoding.treeShapes import expected as tokens_of
-from decoding.treeVerification import TREE_RULES
+from decoding.trees.shapes import FixedTree
+from decoding.trees.shapes import expected as tokens_of
+from decoding.trees.tree import Tree
+from decoding.trees.verification import TREE_RULES
 from decoding.verification import token_rule
 from experiments import sweep, theory
 from experiments.acceptance import RoundGuesses, acceptance_of, chances, expected, overlaps_in_text, overlaps_of
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.makers import Decoding, loop, speculative
-from methods.treeMakers import tree
+from methods.samplers import Decoding, speculative, tree
 from methods.treeSampling import TreeDrafter, treeSampling
 from specSampling import specSampling
 from utils import Sampling, probabilities, residual
@@ -112,7 +112,7 @@ def test_the_share_of_each_sibling_is_what_it_adds_on_average():
     assert found[0] == pytest.approx(float(theory.overlap(p, q)))
 
 
-class InTurn(Always):
+class InTurn(FixedTree):
     """Plain decoding, a chain and a tree in turn."""
 
     shapes = None, Tree.chain(2), Tree.of("3,1")

@@ -5,6 +5,7 @@ import json
 import helpers
 import pytest
 import torch
+from engine.graphs import Plan
 from test_specSampling import near
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,7 +14,6 @@ from benchmark import samplers, shapes, stepTimes, tables
 from benchmark.options import parse
 from engine.cachedModel import CachedModel
 from engine.compiling import compile_model
-from engine.graphs import Plan
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling, draw
 

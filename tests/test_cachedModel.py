@@ -10,8 +10,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from decoding.lengthRules import Fixed
-from decoding.trees.tree import Places
 from decoding.rows import Rows
+from decoding.trees.tree import Places
 from methods.cascade import CascadeDrafter, InnerRows
 from methods.drafters import ModelDrafter
 from specSampling import specSampling

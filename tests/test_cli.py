@@ -18,8 +18,7 @@ from localHub import Repository
 from experiments import settings, sweep
 from inputs.tokenizers import load_tokenizer
 from methods import makers
-from methods.catalogue import METHODS
-from methods.selection import choose, choose_lossless, in_mode
+from methods.catalogue import METHODS, choose, choose_lossless, in_mode
 from utils import UserError
 
 ROLES = {"draft", "mid"}

@@ -9,20 +9,19 @@ import helpers
 import pytest
 import torch
 from conftest import ROOT
+from decoding.drawing import draw_tokens
+from decoding.operators import PYTORCH
+from decoding.rounds import forward, prefill
+from engine.graphs import Plan
 from test_specSampling import PROMPTS, near
 from torch.nn.functional import gelu
 
-from decoding.lengthRules import Fixed
-from decoding.drawing import draw_tokens
-from decoding.lengthRules import CostAware, DraftConfidence, TargetConfidence
-from decoding.operators import PYTORCH
-from decoding.rounds import forward, prefill
+from decoding.lengthRules import CostAware, DraftConfidence, Fixed, TargetConfidence
 from decoding.rows import Rows
 from decoding.trees.tree import Tree
 from engine import cpuGraphs
 from engine.cachedModel import CachedModel
 from engine.compiling import compile_model, compile_round
-from engine.graphs import Plan
 from engine.kernels import loader, packedLinear
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast

@@ -3,12 +3,12 @@
 import helpers
 import pytest
 import torch
+from engine.graphs import Plan
 from test_specSampling import PROMPTS, near
 
 from decoding.trees.tree import Tree
 from decoding.trees.verification import TREE_RULES
 from engine.compiling import compile_model
-from engine.graphs import Plan
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling

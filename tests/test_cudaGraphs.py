@@ -6,12 +6,12 @@ import itertools
 import helpers
 import pytest
 import torch
+from decoding.drawing import draw_tokens
+from decoding.rounds import score_block
 from test_acceptance import watched_alpha
 from test_specSampling import FREE, PROMPTS, near
 
 from decoding.lengthRules import Fixed
-from decoding.drawing import draw_tokens
-from decoding.rounds import score_block
 from decoding.verification import RULES
 from engine import cudaGraphs
 from engine.cudaModel import CudaModel

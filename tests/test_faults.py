@@ -27,9 +27,9 @@ from inputs.commandLine import as_command
 from inputs.tokenizers import load_tokenizer
 from methods import makers
 from methods.cascade import CascadeDrafter
+from methods.catalogue import choose, choose_lossless
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
-from methods.selection import choose, choose_lossless
 from regrSampling import regrSampling
 from report import results
 from specSampling import specSampling

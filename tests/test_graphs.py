@@ -5,11 +5,11 @@ import inspect
 import helpers
 import pytest
 import torch
+from engine.graphs import Graphs, Plan
 
 from decoding import drawing, rounds
 from engine.cpuModel import CpuModel
 from engine.cudaModel import CudaModel
-from engine.graphs import Graphs, Plan
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import GREEDY

@@ -7,16 +7,16 @@ import sys
 
 import pytest
 import torch
+from decoding.operators import PYTORCH
+from engine.kernels.operators import Kernels
 from helpers import FULL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.operators import PYTORCH
 from decoding.trees.tree import Tree
 from decoding.trees.verification import top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
 from engine.kernels import loader
-from engine.kernels.operators import Kernels
 from utils import GREEDY, Sampling, draw
 
 KERNELS = Kernels()

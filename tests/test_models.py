@@ -8,11 +8,11 @@ import pickle
 import pytest
 import torch
 from conftest import CONTEXT, PADDED, VOCABULARY, refused
+from engine.graphs import Plan
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from engine.compiling import compile_model
-from engine.graphs import Plan
 from inputs import files, models
 from inputs.devices import pick_dtype
 from inputs.manifest import MANIFEST, write_manifest

@@ -12,8 +12,7 @@ from test_specSampling import FREE, PROMPTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decoding.lengthRules import Fixed
-from decoding.lengthRules import Additive, DraftConfidence
+from decoding.lengthRules import Additive, DraftConfidence, Fixed
 from decoding.model import Model
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule

@@ -1,13 +1,13 @@
 """What flags mean together, beside what is refused (test_flags.py)."""
 
 import pytest
-
 from engine.graphs import Plan
+from methods.selection import plan_graphs
+
 from experiments import flags, settings
 from methods import catalogue
-from methods.catalogue import Method
-from methods.makers import Decoding
-from methods.selection import build, choose, choose_lossless, plan_graphs, repeatable
+from methods.catalogue import Method, build, choose, choose_lossless, repeatable
+from methods.samplers import Decoding
 
 
 def planned(argv):

@@ -14,6 +14,7 @@ import pytest
 import softwareCuda
 import torch
 from helpers import FULL
+from methods.selection import plan_graphs
 
 import PPL
 import specSampling as loop
@@ -25,11 +26,9 @@ from decoding.verification import RULES as VERIFICATIONS
 from engine import cudaGraphs
 from engine.cachedModel import CachedModel
 from engine.compiling import compile_all
-from methods.catalogue import METHODS
+from methods.catalogue import METHODS, build
 from methods.contrastive import Contrast
 from methods.samplers import Decoding
-from methods.catalogue import build
-from methods.selection import plan_graphs
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling
 

@@ -36,7 +36,7 @@ import numpy as np
 from safetensors import safe_open
 from torch import Tensor
 
-from inputs.folders import ROOT
+from inputs.files import ROOT
 
 ENGINES = {"OpenVINO": "openvinoGenai", "llama.cpp": "llamaCpp", "CTranslate2": "cTranslate"}  # {name: module}
 FOLDER = ROOT / ".peers"  # what `python -m benchmark.engines.install` installs, and the converted models

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from benchmark.engines.engineProcess import FOLDER, SERVER, SITE, last_line, short_reason
-from inputs.folders import ROOT
+from inputs.files import ROOT
 
 REQUIREMENTS = ROOT / "requirements-peers.txt"
 SOURCE = "llama-cpp-python"

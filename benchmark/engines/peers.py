@@ -22,10 +22,10 @@ from benchmark.records import PeerLine
 from benchmark.samplers import ALPHAS, SAMPLING, Generated
 from decoding.record import Record
 from engine.cachedModel import CachedModel
-from engine.progress import followed
 from inputs.devices import available_memory
 from inputs.files import gigabytes
 from inputs.models import find_model, model_version
+from inputs.progress import followed
 from lossless.evidence import limit_of
 
 MODELS = FOLDER / "models"

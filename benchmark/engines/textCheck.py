@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from benchmark.samplers import SAMPLING
 from lossless.evidence import TESTS, seen_by
-from lossless.scorer import Scorer
+from lossless.scorer import TextScorer
 from utils import GREEDY
 
 GREEDY_TOKENS, TEXTS, TEXT_TOKENS = 50, 40, 100  # of the greedy text of each prompt; drawn texts, and of each of them
@@ -26,7 +26,7 @@ Write = Callable[[list[int], int, float, int], list[int]]  # (prompt, count, tem
 class Float32Model:
     """A model whose `score` computes in float32, one module at a time, so that no second copy of the weights is needed.
 
-    Has what `Scorer` asks of a `CachedModel`. dtype: the one the texts were written in, for the rounding to allow.
+    Has what `TextScorer` asks of a `CachedModel`. dtype: the one the texts were written in, for the rounding to allow.
     """
 
     def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
@@ -76,7 +76,7 @@ class TextChecker:
         """The figures of greedy texts: tokens, those that are not the argmax, and those that rounding does not
         explain. unit: the unit roundoff of the engine. Raises ValueError if there are any of the last kind."""
         texts = [write(prompt, GREEDY_TOKENS, 0.0, self.seed) for prompt in prompts]
-        scorer = Scorer(self.target, None, GREEDY, self.seed, unit)  # type: ignore[arg-type]
+        scorer = TextScorer(self.target, None, GREEDY, self.seed, unit)  # type: ignore[arg-type]
         gap, limit, is_argmax = scorer.logit_gaps(prompts, texts)
         beyond = gap > limit
         figures = {
@@ -98,7 +98,7 @@ class TextChecker:
         roundoff of the engine."""
         if self.draft is None:
             return None
-        scorer = Scorer(self.target, self.draft, SAMPLING, self.seed, unit)  # type: ignore[arg-type]
+        scorer = TextScorer(self.target, self.draft, SAMPLING, self.seed, unit)  # type: ignore[arg-type]
         prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]
         texts = [
             write(prompt, TEXT_TOKENS, SAMPLING.temperature, self.seed + 7919 * number)
