@@ -15,11 +15,11 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
-from engine.graphs import Plan
 from rich.console import Console
 
 from benchmark.engines.peers import Peer, start_peers
@@ -30,9 +30,11 @@ from benchmark.samplers import TREE, Library, Variants, library_twin, samplers
 from benchmark.shapes import VOCABULARY, random_model, weights_of
 from benchmark.stepTimes import LARGE, PROMPT, WIDTHS, step_times, tokens_of_rounds
 from benchmark.tables import tables
+from decoding.lengthRules import Fixed
 from decoding.rows import check_room
+from decoding.trees.shapes import FixedTree
 from engine.cachedModel import CachedModel
-from engine.compiling import compile_all
+from engine.compiling import compiled, make_graphs
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
 from experiments.speed import TimedText, digest, measure
@@ -40,13 +42,18 @@ from inputs.commandLine import as_command
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
 from inputs.models import DTYPES, find_model, load_model, model_version, outline
-from inputs.progress import Bar
+from inputs.progress import Bar, followed
 from inputs.texts import load_corpora
 from inputs.tokenizers import check_tokenizers, load_tokenizer
 from methods.customGenerate import sharing_copy
+from methods.rehearsal import compile_samplers
+from methods.treeSampling import TreeDrafter, treeSampling
+from regrSampling import regrSampling
 from report.tableFormat import WIDTH
+from specSampling import specSampling
 from utils import UserError
 
+T = TypeVar("T")
 Loaded = tuple[dict[str, CachedModel], list[list[int]]]  # {role: model}, and the prompts as token ids
 
 
@@ -87,16 +94,34 @@ def load_trained(options: Options, dtype: str, device: str, max_len: int) -> Loa
     return {role: load_model(name, tokenizer, dtype, device) for role, name in options.names.items()}, prompts
 
 
-def compiled(models: dict[str, CachedModel], gamma: int) -> tuple[dict[str, CachedModel], list[float | None]]:
-    """The same models once more, compiled, and the seconds of each step of compiling; None where it failed."""
-    ready = {
-        role: CachedModel(sharing_copy(model.model), model.vocabulary, model.name) for role, model in models.items()
-    }
-    plans = {
-        "target": Plan(frozenset({*WIDTHS, gamma + 1}), frozenset({1}), nodes=frozenset({TREE.size + 1})),
-        "draft": Plan(frozenset(WIDTHS), frozenset({1, gamma}), read=2, trees=frozenset({TREE})),
-    }
-    return ready, compile_all(ready, plans, {gamma})
+def compiled_pair(
+    models: dict[str, CachedModel], gamma: int, prompt: list[int]
+) -> tuple[dict[str, CachedModel], list[float | None]]:
+    """The same models once more, compiled. And the seconds of compiling blocks of WIDTHS tokens, and all samplers; None
+    where it failed."""
+    pair = {role: compiled(CachedModel(sharing_copy(m.model), m.vocabulary, m.name)) for role, m in models.items()}
+    target, drafter = pair["target"], TreeDrafter(pair["draft"])
+
+    def read_blocks() -> None:
+        for model in pair.values():
+            model.reserve(1, max(WIDTHS))
+            for width in WIDTHS:
+                at = torch.arange(width, device=model.device)[None]
+                model.forward(at % model.vocabulary, at)
+
+    def follow(graphs: Sequence[T]) -> Iterable[T]:
+        return followed(graphs, "compiling", len(graphs))
+
+    rows: list[Any] = [
+        *(partial(regrSampling, target=model) for model in pair.values()),
+        partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma)),
+        partial(treeSampling, target=target, drafter=drafter, tree=FixedTree(TREE)),
+    ]
+    seconds = [
+        make_graphs(pair.values(), read_blocks, follow),
+        compile_samplers(rows, pair.values(), prompt, follow=follow),
+    ]
+    return pair, seconds
 
 
 def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
@@ -112,7 +137,7 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     record = conditions(options, argv, processes, device, models, prompts)
     variants, record["compile_seconds"] = {"eager": models}, None
     if options.compile:
-        ready, record["compile_seconds"] = compiled(models, options.gamma)
+        ready, record["compile_seconds"] = compiled_pair(models, options.gamma, prompts[0])
         if None not in record["compile_seconds"]:  # Otherwise a line has said why.
             variants["compiled"] = ready
     # After compiling, which takes as much memory again as the models: the engines must fit into what is left.
@@ -144,7 +169,7 @@ def conditions(
         role: model_record(name, "random weights" if options.shapes else model_version(name), models[role])
         for role, name in options.names.items()
     }
-    record = origin(argv, options.flags | {"prompts": len(prompts)}, device, versions)
+    record: dict[str, Any] = {**origin(argv, options.flags | {"prompts": len(prompts)}, device, versions)}
     record["dtype"] = str(models["target"].dtype).removeprefix("torch.")
     if processes.count > 1:
         record["processes"] = devices(processes, device, record["machine"], versions, digest(prompts))

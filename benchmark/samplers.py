@@ -75,7 +75,7 @@ def as_sampler(sample: Callable[..., Generated], *arguments: object, **options: 
 def rules(synthetic_acceptance: bool, target: Model) -> dict[str, VerificationRule]:
     """{name: verification rule} of the rows with speculative sampling. Models with random weights accept by a coin."""
     if synthetic_acceptance:
-        rule = target.operators.rule(token_rule)
+        rule = target.rule(token_rule)
         return {f"synthetic {alpha}": synthetic(alpha, rule) for alpha in ALPHAS}
     return {"speculative": token_rule, "block verification": block_rule}
 
@@ -83,7 +83,7 @@ def rules(synthetic_acceptance: bool, target: Model) -> dict[str, VerificationRu
 def tree_rules(synthetic_acceptance: bool, target: Model) -> dict[str, TreeRule]:
     """{name: verification rule} of the rows with a tree of guesses."""
     if synthetic_acceptance:
-        rule = target.operators.rule(traversal_rule)
+        rule = target.rule(traversal_rule)
         return {f"tree, synthetic {SIBLINGS[0]}": synthetic_tree(SIBLINGS, rule)}
     return {f"tree of {TREE.size}": traversal_rule}
 
@@ -109,7 +109,7 @@ def trained_rows(library: Library, max_len: int, gamma: int, vocabulary: int) ->
 
 
 def library_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A sharing_copy with `transformers`' own attention."""
+    """A copy that shares the weights, with `transformers`' own attention."""
     other = sharing_copy(model)
     other.set_attn_implementation("sdpa")
     return other

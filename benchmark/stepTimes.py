@@ -9,12 +9,11 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from decoding.rounds import first_token, score_block
 from torch import Generator, Tensor
 
 from benchmark.records import ForwardLine, GrowthLine, PartLine, PrefillLine, StepRecord
 from benchmark.samplers import SAMPLING, Variants, synthetic
-from decoding import drawing, rounds
+from decoding.model import uniform
 from decoding.rows import Rows
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
@@ -85,21 +84,26 @@ def fill(model: CachedModel, length: int, capacity: int) -> None:
     model.reserve(1, capacity)
     for start in range(0, length, 256):  # In pieces, so that the logits stay small.
         at = torch.arange(start, min(start + 256, length), device=model.device)[None]
-        model.forward(at % model.vocabulary, at, keep=[at.shape[1] - 1] * len(at))
+        model.forward(at % model.vocabulary, at, keep=torch.tensor([at.shape[1] - 1], device=model.device))
 
 
 def forward(model: CachedModel, count: int, start: int) -> Callable[[], Tensor]:
     """A step: the forward of `count` tokens from position `start` on."""
     at = torch.arange(start, start + count, device=model.device)[None]
     tokens = at % model.vocabulary
-    return lambda: rounds.forward(model, tokens, at)
+    return lambda: model.forward(tokens, at)
 
 
 def one_token(model: CachedModel, start: int, generator: Generator) -> Step:
     """A step: reads the token at position `start` and draws the next one."""
     at = torch.tensor([[start]], device=model.device)
     tokens = at % model.vocabulary
-    return lambda: drawing.draw_tokens(model, tokens, at, 1, SAMPLING, generator)[0].item()
+
+    def step() -> None:
+        u = uniform(1, 1, device=model.device, generator=generator)
+        model.draw(tokens, at, u, SAMPLING)[0].item()
+
+    return step
 
 
 def weight_bytes(model: CachedModel) -> int:
@@ -176,22 +180,21 @@ def round_steps(
         fill(model, len(prompt), len(prompt) + tokens_of_rounds(gamma))
     logits = forward(target, gamma + 1, len(prompt))()
     at = torch.arange(gamma + 1, device=target.device)[None] + len(prompt)
-    operators = target.operators
-    q = operators.probabilities(logits[:, :gamma], SAMPLING)
-    drafts = operators.pick(q, torch.rand(q.shape[:-1], device=target.device, generator=generator))
+    q = target.probabilities(logits[:, :gamma], SAMPLING)
+    drafts = target.pick(q, torch.rand(q.shape[:-1], device=target.device, generator=generator))
     block = torch.cat([at[:, :1] % target.vocabulary, drafts], 1)
 
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, device=target.device, generator=generator)
+    def numbers(*shape: int) -> Tensor:
+        return uniform(*shape, device=target.device, generator=generator)
 
     def scoring() -> None:
-        score_block(target, block, at, q, uniform(1, gamma + 1), SAMPLING, token_rule)[1].tolist()
+        target.score_block(block, at, q, numbers(1, gamma + 1), SAMPLING, token_rule)[1].tolist()
 
     def sampling() -> None:
         for i in range(gamma):
-            operators.pick(operators.probabilities(logits[:, i], SAMPLING), uniform(1))
-        p = operators.probabilities(logits, SAMPLING)
-        operators.rule(token_rule)(p, q, drafts, uniform(1, gamma + 1))[0].tolist()
+            target.pick(target.probabilities(logits[:, i], SAMPLING), numbers(1))
+        p = target.probabilities(logits, SAMPLING)
+        target.rule(token_rule)(p, q, drafts, numbers(1, gamma + 1))[0].tolist()
 
     return {
         "plain step": one_token(target, len(prompt), generator),
@@ -212,7 +215,7 @@ def seconds_of_round(
 ) -> float:
     """Mean seconds of two rounds in which all guesses are accepted. The round before them does not count: in it the
     draft reads the prompt."""
-    rule, max_len = synthetic(1.0, target.operators.rule(token_rule)), tokens_of_rounds(gamma)
+    rule, max_len = synthetic(1.0, target.rule(token_rule)), tokens_of_rounds(gamma)
     _, (record,) = specSampling(
         [prompt], target, ModelDrafter(draft), max_len, gamma, SAMPLING, None, generator, verify=rule
     )
@@ -237,7 +240,7 @@ def first_step(target: CachedModel, length: int, longest: int, generator: Genera
     prompt = (torch.arange(length) % target.vocabulary).tolist()
 
     def step() -> None:
-        first_token(Rows([prompt], longest + 1 - length, [target]), target, SAMPLING, generator)
+        target.first_token(Rows([prompt], longest + 1 - length, [target]), SAMPLING, generator)
 
     return step
 

@@ -88,7 +88,9 @@ def overlaps_of(
             return recorders[0]
 
         generator = torch.Generator(target.device).manual_seed(seed + number)
-        (text,), (record,) = make(wrap)([prompts[number]], max_len, sampling, end_of_text, generator)
+        (text,), (record,) = make(wrap)(
+            [prompts[number]], max_len=max_len, sampling=sampling, end_of_text=end_of_text, generator=generator
+        )
         rounds = recorders[0].rounds if recorders else []
         positions = overlaps_in_text(prompts[number], text, record, rounds, target, sampling)
         return OverlapCounts(positions, len(record.accepted) - 1, sum(record.accepted))

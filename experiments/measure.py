@@ -72,7 +72,9 @@ def time_group(
 
     def timed(sampler: Sampler) -> Timed:
         end_of_text = prepared.tokenizer.eos_token_id
-        return lambda prompt, generator: sampler([prompt], max_len, sampling, end_of_text, generator)
+        return lambda prompt, generator: sampler(
+            [prompt], max_len=max_len, sampling=sampling, end_of_text=end_of_text, generator=generator
+        )
 
     methods, repeats = {name: timed(sampler) for name, sampler in samplers.items()}, measuring.repeats_of(mode)
     with Bar(mode, len(methods) * len(prompts) * repeats) as bar:
@@ -120,7 +122,9 @@ def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) 
         name, repeat = batch
         sampler, sampling = runs[name]
         generator = torch.Generator(prepared.device).manual_seed(settings.measuring.seed + repeat)
-        texts, _ = sampler(prompts, max_len, sampling, tokenizer.eos_token_id, generator)
+        texts, _ = sampler(
+            prompts, max_len=max_len, sampling=sampling, end_of_text=tokenizer.eos_token_id, generator=generator
+        )
         return texts, [diversity.figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
 
     results = prepared.processes.mapped(write, batches)

@@ -3,17 +3,17 @@ here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from methods.selection import plan_graphs
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decoding.rows import check_room
 from downloadModel import is_hub_id, on_first_use
 from engine.cachedModel import CachedModel
-from engine.compiling import compile_all
+from engine.compiling import compiled
 from engine.restrictedModel import RestrictedModel
 from experiments import diversity
 from experiments.processes import ALONE, Processes
@@ -21,10 +21,12 @@ from experiments.settings import Settings
 from experiments.twoTokenizers import said_of, with_translation
 from inputs.devices import pick_dtype
 from inputs.models import Outline, find_model, load_model, outline
+from inputs.progress import followed
 from inputs.prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
 from inputs.texts import Corpus, load_corpora
 from inputs.tokenizers import load_tokenizer, most_frequent
-from methods.catalogue import METHODS
+from methods.catalogue import METHODS, build
+from methods.rehearsal import compile_samplers
 from methods.translation import Translation
 from utils import UserError
 
@@ -93,7 +95,7 @@ class Prepared:
         timed = bool(self.settings.measuring.timed or self.settings.measuring.played)
         models = self.load(self.dtype if timed else self.text_dtype)
         if self.settings.models.compile and continues(self.settings):
-            compile_models(models, self.settings)
+            models = compile_models(models, self.settings, next(iter(self.prompts.values()))[0])
         return models
 
 
@@ -212,15 +214,21 @@ def find_models(settings: Settings) -> dict[str, Path]:
     return folders
 
 
-def compile_models(models: LoadedModels, settings: Settings) -> None:
-    """Make the graphs that the methods are worth, and say how long it took. No measurement includes it."""
-    plans, rounds = plan_graphs(
-        settings.measuring.names,
-        settings.decoding,
-        settings.sampling.repetition_penalty != 1,
-        "sweep" in settings.measuring.groups,
+def compile_models(models: LoadedModels, settings: Settings, prompt: Sequence[int]) -> LoadedModels:
+    """The models, with the graphs that the methods need, and a line that says how long it took. No measurement includes
+    it. prompt: token ids for a rehearsal."""
+    made: LoadedModels = {role: compiled(model) for role, model in models.items()}
+    sweep = "sweep" in settings.measuring.groups  # Over gamma: all are measured alike, so no round is one graph.
+    names = [*sorted(settings.measuring.names), *(["additive"] if sweep else [])]
+    seconds = compile_samplers(
+        build(names, dict(made), settings.decoding).values(),
+        made.values(),
+        prompt,
+        settings.sampling.of("compare"),
+        settings.rows,
+        whole_rounds=not sweep,
+        follow=lambda graphs: followed(graphs, "compiling", len(graphs)),
     )
-    took = compile_all(models, plans, rounds, settings.rows)
-    seconds = [each for each in took if each is not None]
-    if len(seconds) == len(took):
-        print(f"Compiled in {sum(seconds):.0f} s; the graphs are kept for the next time.")
+    if seconds is not None:
+        print(f"Compiled in {seconds:.0f} s; the graphs are kept for the next time.")
+    return made

@@ -26,12 +26,6 @@ TOKENS, ROWS = 100_000, 64  # of --lossless: tokens tested, and texts written at
 PLAYED = {"contrastive": "speculativeContrastive", "speedMulti": "cascade", "speedNew": "additive"}  # by --show, --html
 
 
-def default_gamma(draft_length: str, looks_up: bool) -> int:
-    """The number of guesses in a round if --gamma does not say it: more where they cost nothing (looks_up: the text so
-    far guesses), and where the rule may stop before."""
-    return 10 if looks_up or draft_length in ("draftConfidence", "costAware") else 4
-
-
 @dataclass(frozen=True)
 class Measuring:
     """What to measure. groups: {mode: its methods}; played: the one method whose text is played, and nothing is
@@ -165,7 +159,7 @@ class Settings:
     def gamma_of(self, mode: str) -> int | None:
         """The number of guesses in a round of that mode; None if each method has its own."""
         shared = mode == "speed" and self.decoding.draft_length == "fixed"
-        return self.decoding.gamma or (default_gamma("fixed", self.decoding.lookup) if shared else None)
+        return self.decoding.gamma_of("fixed", self.decoding.lookup) if shared else self.decoding.gamma
 
 
 def parse(argv: Sequence[str]) -> Settings:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from decoding.rounds import forward
-from methods.makers import loop
 
 from decoding.drafter import Drafter
 from decoding.lengthRules import Fixed
@@ -22,15 +21,21 @@ from experiments.acceptance import expected, overlaps_of
 from experiments.lines import Costs, Positions, TimedText
 from experiments.speed import interval, paired_ratios, quiet, summarize
 from methods.samplers import Sampler, Wrap
+from specSampling import specSampling
 from utils import Sampling, seen_after
 
 GAMMAS = range(1, 11)
 ALPHA_GAMMA = 4
 
 
+def sampler(target: Model, drafter: Drafter, gamma: int, verify: VerificationRule) -> Sampler:
+    """Speculative sampling with a fixed number of guesses."""
+    return partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma), verify=verify)
+
+
 def samplers(target: Model, drafter: Drafter, verify: VerificationRule) -> dict[str, Sampler]:
     """{"gamma 1": ..., "gamma 2": ..., ...}: speculative sampling for each of GAMMAS."""
-    return {f"gamma {gamma}": loop(target, drafter, Fixed(gamma), verify) for gamma in GAMMAS}
+    return {f"gamma {gamma}": sampler(target, drafter, gamma, verify) for gamma in GAMMAS}
 
 
 def costs(
@@ -73,7 +78,7 @@ def overlaps(
     """The overlaps by position in rounds with `gamma` guesses."""
 
     def make(wrap: Wrap) -> Sampler:
-        return loop(target, wrap(drafter), Fixed(gamma), verify)
+        return sampler(target, wrap(drafter), gamma, verify)
 
     return overlaps_of(make, prompts, target, sampling, max_len, None, seed, spread).positions
 
@@ -96,8 +101,8 @@ def scoring_costs(
     with quiet(device):
         for repeat, (at, width) in itertools.product(range(repeats), enumerate(widths)):
             begin, block = time.perf_counter(), tokens[:, :width].contiguous()
-            logits = forward(target, block, torch.arange(start, start + width, device=device)[None])
-            p = target.operators.probabilities(logits, sampling, seen_after(seen, block))
+            logits = target.forward(block, torch.arange(start, start + width, device=device)[None])
+            p = target.probabilities(logits, sampling, seen_after(seen, block))
             p[0, -1, 0].item()  # A host sync, as each round has one.
             seconds[repeat, at] = time.perf_counter() - begin
     seconds = seconds[2:]  # The first two are the warm-up.

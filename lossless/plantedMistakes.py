@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,11 @@ from torch import Generator, Tensor
 
 from decoding.drafter import Drafter, Guesses
 from decoding.lengthRules import LengthRule
-from decoding.model import Model
 from decoding.rows import Rows, upload
-from decoding.trees.tree import Tree
+from decoding.trees.tree import Places, Tree
 from decoding.trees.verification import in_postorder, judge, traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
-from engine.kvCache import SlotCache
 from methods.drafters import ModelDrafter
 from methods.samplers import Sampler
 from methods.treeSampling import TreeDrafter, treeSampling
@@ -133,24 +131,25 @@ class FlawedTarget(CachedModel):
 class StaleSlotTarget(FlawedTarget):
     """A target whose cache keeps a rejected guess: the token that replaces it does not overwrite its slot."""
 
+    def prefill(self, rows: Rows) -> Tensor:
+        """As `CachedModel.prefill`."""
+        self.highest: Tensor | None = None
+        logits = super().prefill(rows)
+        self.highest = upload([[length - 1] for length in rows.prompt_lengths], self.device)
+        return logits
+
     def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor | None = None,
-        mask: Tensor | None = None,
-        keep: Sequence[int] | None = None,
+        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
         """As `CachedModel.forward`, but the first token's slot keeps its old content if it was written before."""
-        if keep is not None:  # prefill
-            self.highest = upload([[last] for last in keep], self.device)
-            return super().forward(tokens, positions, slots, mask, keep)
+        if self.highest is None:
+            return super().forward(tokens, positions, places, keep)
         assert self.cache is not None
         slot = positions[:, :1, None, None]
         stale = slot <= self.highest[..., None, None]
         states = [states for layer in self.cache.layers for states in (layer.keys, layer.values)]
         before = [states_at(tensor, slot) for tensor in states]
-        logits = super().forward(tokens, positions, slots, mask)
+        logits = super().forward(tokens, positions, places, keep)
         for tensor, old in zip(states, before):
             kept = torch.where(stale, old, states_at(tensor, slot))
             tensor.scatter_(2, slot.expand_as(kept), kept)
@@ -167,39 +166,38 @@ class SiblingMaskTarget(FlawedTarget):
     """A target whose ancestor masks have siblings in them: a node attends to all nodes before it."""
 
     def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor | None = None,
-        mask: Tensor | None = None,
-        keep: Sequence[int] | None = None,
+        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
         """As `CachedModel.forward`."""
-        if slots is not None and mask is not None:
-            mask = torch.arange(mask.shape[-1], device=mask.device) <= slots[..., None]
-        return super().forward(tokens, positions, slots, mask, keep)
+        if places is not None:
+            elder = 2 << torch.arange(len(places.ancestors), device=self.device)
+            places = places._replace(ancestors=elder - 1)
+        return super().forward(tokens, positions, places, keep)
 
 
 class WrongSlotTarget(FlawedTarget):
     """A target whose keys of the accepted path are moved to wrong slots: each to the one after its own."""
 
-    def reserve(self, rows: int, capacity: int) -> SlotCache:
-        """As `CachedModel.reserve`."""
-        cache: Any = super().reserve(rows, capacity)
-        move = type(cache).move
-        cache.move = lambda source, slots: move(cache, source.roll(1, 1), slots)
-        return cache
+    def move(self, source: Tensor, slots: Tensor) -> None:
+        """As `CachedModel.move`."""
+        super().move(source.roll(1, 1), slots)
 
 
 # Drafters: f(drafter, sampling, threshold). sampling: whose distribution is wanted. threshold: --draftThreshold.
 
 
-class FlawedDrafter:
+class FlawedDrafter(Drafter):
     """The guesses of `drafter` with `sampling`, whatever the target is told, after `change` was made to them."""
 
     def __init__(self, drafter: Drafter, sampling: Sampling, change: Callable[[Guesses], Guesses]) -> None:
         self.drafter, self.sampling, self.change = drafter, sampling, change
-        self.models, self.begin, self.rewind = drafter.models, drafter.begin, drafter.rewind
+        self.models = drafter.models
+
+    def begin(self, rows: Rows) -> None:
+        self.drafter.begin(rows)
+
+    def rewind(self, count: int) -> None:
+        self.drafter.rewind(count)
 
     def draft(
         self,
@@ -232,7 +230,7 @@ def tree_drafter(drafter: Drafter, sampling: Sampling, threshold: float, heat: f
     """Guesses trees. heat: the draft's temperature over the wanted one; None: that of the flags."""
     assert isinstance(drafter, ModelDrafter)
     temperature = drafter.temperature if heat is None else heat * sampling.temperature
-    return TreeDrafter(cast(Model, drafter.model), temperature, drafter.top_p)
+    return TreeDrafter(drafter.model, temperature, drafter.top_p)
 
 
 def unchanged(part: T, *_: object) -> T:

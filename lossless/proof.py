@@ -73,7 +73,7 @@ class Proof:
         """
         prompts = self.choose(first, count)
         generator = torch.Generator(self.device).manual_seed(self.seed + 1_000_003 * first)
-        texts, _ = sampler(prompts, self.max_len, scorer.sampling, None, generator)
+        texts, _ = sampler(prompts, max_len=self.max_len, sampling=scorer.sampling, generator=generator)
         return scorer.evidence(prompts, texts, first)
 
     def scorer(self, sampling: Sampling, order: str = "draft") -> TextScorer:
@@ -124,7 +124,7 @@ class Proof:
         fails."""
         mistake, most = (MISTAKES | TREE_MISTAKES)[name], self.batches * self.rows  # texts
         tested, drafter = mistake.tested(self.sampling), guesser(self.models, self.decoding)
-        gamma, threshold = self.decoding.gamma or 4, self.decoding.draft_threshold
+        gamma, threshold = self.decoding.gamma_of("fixed"), self.decoding.draft_threshold
         sampler = mistake.sampler(self.loaded["target"], drafter, gamma, tested, threshold)
         scorer = self.scorer(tested)
         evidence = self.write(sampler, scorer, 0, min(FIRST, most))
@@ -149,7 +149,7 @@ class Proof:
 
         def compare(name: str) -> GreedyFigures:
             """The figures of a method's texts."""
-            texts = plain if name == "target" else samplers[name](prompts, count, sampling)[0]
+            texts = plain if name == "target" else samplers[name](prompts, max_len=count, sampling=sampling)[0]
             return greedy_figures(texts, plain, prompts, scorer)
 
         done = followed(self.processes.mapped(compare, names), "greedy", len(names))

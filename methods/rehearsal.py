@@ -40,6 +40,7 @@ def compile_samplers(
     prompt: token ids, of which some are used. whole_rounds: whether a round may be one graph. follow, and the result:
     see `engine.compiling.make_graphs`.
     """
+    models = list(models)
     works = [model for model in models if isinstance(model, CompiledModel)]
     for model in works:
         model.fuses = model.fuses and whole_rounds
@@ -58,7 +59,8 @@ def compile_samplers(
                 generator=generator,
             )
 
-    return make_graphs(works, rehearse, follow) if works else 0.0
+    seconds = make_graphs(works, rehearse, follow) if works else None
+    return seconds if len(works) == len(models) else None
 
 
 class Rehearsal:

@@ -43,8 +43,14 @@ def play(prepared: Prepared) -> None:
     if screen:
         screen.begin(text)
     try:
-        max_len, sampling = settings.sampling.max_len_of("show"), settings.sampling.of("show")
-        sampler([prompt], max_len, sampling, tokenizer.eos_token_id, generator, trace.callback)
+        sampler(
+            [prompt],
+            max_len=settings.sampling.max_len_of("show"),
+            sampling=settings.sampling.of("show"),
+            end_of_text=tokenizer.eos_token_id,
+            generator=generator,
+            callback=trace.callback,
+        )
     finally:
         if screen:
             screen.end()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from torch import Generator
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafter import Drafter, Guesses
+from decoding.lengthRules import LengthRule
 from decoding.rows import Rows
+from utils import Sampling
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 KINDS = ("guesses accepted", "guesses rejected", "the target's own tokens")  # in the order of Round's fields
@@ -23,16 +26,29 @@ class Round(NamedTuple):
     target: list[int]
 
 
-class RecordingDrafter:
+class RecordingDrafter(Drafter):
     """A drafter that remembers its last guesses for row 0."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.models, self.begin, self.rewind = drafter, drafter.models, drafter.begin, drafter.rewind
+        self.drafter, self.models = drafter, drafter.models
         self.guesses: list[int] = []
 
-    def draft(self, rows: Rows, *args: Any, **options: Any) -> Guesses:
-        """The guesses of the drafter, whose arguments these are."""
-        guesses = self.drafter.draft(rows, *args, **options)
+    def begin(self, rows: Rows) -> None:
+        self.drafter.begin(rows)
+
+    def rewind(self, count: int) -> None:
+        self.drafter.rewind(count)
+
+    def draft(
+        self,
+        rows: Rows,
+        gamma: int,
+        sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses:
+        """The guesses of the other drafter."""
+        guesses = self.drafter.draft(rows, gamma, sampling, generator, length)
         real = guesses.of_drafts()[0] > 0  # The others only pad the row.
         # The last token that a row may add is no guess: other rows may guess on.
         self.guesses = guesses.drafts[0][real].tolist()[: max(0, rows.left[0] - 1)]

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmark import tables as printed
+from benchmark.records import BenchmarkRecord
 from experiments.speed import interval, paired_ratios, summarize
 from report.tableFormat import median
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
-from scripts.keepRecord import BENCHMARKS, Record, Records
+from scripts.keepRecord import BENCHMARKS, Records
 from utils import UserError
 
 PAIR, SHAPES = BENCHMARKS
@@ -24,23 +25,23 @@ NAMES = {
 }
 
 
-def fastest(record: Record) -> str:
+def fastest(record: BenchmarkRecord) -> str:
     """The end of the names of this project's fastest rows: ", compiled", or ", eager" with --no-compile."""
     return f", {printed.variants_of(record['forwards'])[-1]}"
 
 
-def throughputs(record: Record) -> dict[str, tuple[float, float, float]]:
+def throughputs(record: BenchmarkRecord) -> dict[str, tuple[float, float, float]]:
     """{row: tokens per second, with the interval}."""
     return {row["method"]: row["throughput"] for row in summarize(record["speed"], "transformers")}
 
 
-def best_assisted(record: Record) -> str:
+def best_assisted(record: BenchmarkRecord) -> str:
     """The library's assisted generation in its faster setting."""
     speeds = throughputs(record)
     return max((name for name in speeds if name.startswith("transformers, assistant")), key=lambda name: speeds[name])
 
 
-def ratio(record: Record, method: str, baseline: str) -> str:
+def ratio(record: BenchmarkRecord, method: str, baseline: str) -> str:
     """The throughput of a row over that of another, with its interval. Raises UserError if a row is missing."""
     ratios = paired_ratios(record["speed"], method, baseline)
     if not ratios:
@@ -84,21 +85,21 @@ def best(records: Records, words: Words) -> str:
     return f"{table(say('models | decoding | tokens/s | of `generate` | of plain'), rows)}\n\n{' '.join(sources)}"
 
 
-def by_machine(records: Records, name: str) -> dict[str, list[Record]]:
+def by_machine(records: Records, name: str) -> dict[str, list[BenchmarkRecord]]:
     """{processor and threads: the records of a benchmark}. There are several where engines do not fit into memory
     together."""
-    machines: dict[str, list[Record]] = {}
+    machines: dict[str, list[BenchmarkRecord]] = {}
     for record in records.benchmarks(name).values():
         machines.setdefault(machine_of(record), []).append(record)
     return machines
 
 
-def machine_of(record: Record) -> str:
+def machine_of(record: BenchmarkRecord) -> str:
     """The title of a machine's tables."""
     return f"{record['machine']['processor']}, {record['machine']['threads']} threads"
 
 
-def each_machine(name: str, show: Callable[[Record], str], records: Records, words: Words) -> str:
+def each_machine(name: str, show: Callable[[BenchmarkRecord], str], records: Records, words: Words) -> str:
     """What `show` gives for a benchmark's first record of each machine."""
     machines = by_machine(records, name).items()
     return "\n\n".join(f"**{machine}**\n\n{show(first)}" for machine, (first, *_) in machines)
@@ -117,7 +118,7 @@ def all_rows(name: str, records: Records, words: Words) -> str:
     return "\n\n".join(pieces)
 
 
-def side_by_side(machines: dict[str, Record]) -> str:
+def side_by_side(machines: dict[str, BenchmarkRecord]) -> str:
     """One row for each method, three columns for each of the records, which have titles."""
     columns = [{row[0]: [row[1], *row[4:6]] for row in speed_rows(record) if row[1]} for record in machines.values()]
     methods = dict.fromkeys(method for column in columns for method in column)
@@ -126,7 +127,7 @@ def side_by_side(machines: dict[str, Record]) -> str:
     return table(" | ".join(["", *titles]), rows)
 
 
-def speed_rows(record: Record) -> list[list[str]]:
+def speed_rows(record: BenchmarkRecord) -> list[list[str]]:
     """Every row of a benchmark, with the verdict on the text of another engine in the last column."""
     columns = " | tokens/s | of trans- formers | of plain, eager | TTFT ms | TPOT ms | alpha | tokens/ round"
     rows, texts = cells_of(printed.speed_table(record), columns), printed.texts_of(record)
@@ -135,7 +136,7 @@ def speed_rows(record: Record) -> list[list[str]]:
     return [[NAMES.get(method, method), *cells, texts.get(method, "")] for method, *cells in rows]
 
 
-def speed(record: Record) -> str:
+def speed(record: BenchmarkRecord) -> str:
     """Every row of a benchmark, and what was timed."""
     titles = " | tokens/s | of `generate` | of plain, eager | TTFT, ms | TPOT, ms | alpha | tokens per round"
     rows, flags = speed_rows(record), record["flags"]
@@ -148,14 +149,14 @@ def speed(record: Record) -> str:
     )
 
 
-def by_variant(record: Record, titles: str, whats: str, rows: list[list[str]], words: str = "") -> str:
+def by_variant(record: BenchmarkRecord, titles: str, whats: str, rows: list[list[str]], words: str = "") -> str:
     """A table with the columns `whats`, "a | b | c", for each variant, and the words below it."""
     variants = printed.variants_of(record["forwards"])
     columns = [f"{variant}: {what}" for variant in variants for what in whats.split(" | ")]
     return f"{table(' | '.join([titles, *columns]), rows)}\n\n{words}{source(record, record['dtype'])}"
 
 
-def forwards(record: Record) -> str:
+def forwards(record: BenchmarkRecord) -> str:
     """What a forward of several tokens takes, beside reading its bytes."""
     seconds = {(m["role"], m["variant"], m["tokens"]): m["seconds"] for m in record["forwards"]}
     rows = cells_of(printed.forwards_table(record))
@@ -171,17 +172,17 @@ def forwards(record: Record) -> str:
     return by_variant(record, " | tokens | MB read", "ms | of one token | % of the limit", rows, memory)
 
 
-def context(record: Record) -> str:
+def context(record: BenchmarkRecord) -> str:
     """What a token takes after a long context."""
     return by_variant(record, "tokens before it", "ms | of the first row", cells_of(printed.growth_table(record)))
 
 
-def prefill(record: Record) -> str:
+def prefill(record: BenchmarkRecord) -> str:
     """What the first token takes after a long prompt."""
     return by_variant(record, "tokens of the prompt", "ms | ms a token", cells_of(printed.prefill_table(record)))
 
 
-def parts(record: Record) -> str:
+def parts(record: BenchmarkRecord) -> str:
     """The parts of a round in which all guesses are accepted, beside a plain step."""
     steps = {m["variant"]: cell(interval(m["seconds"]), 1e3) for m in record["parts"] if m["part"] == "plain step"}
     rows = [[variant, steps[variant], *cells] for variant, *cells in cells_of(printed.round_table(record))]
@@ -189,7 +190,7 @@ def parts(record: Record) -> str:
     return f"{table(titles, rows)}\n\n{source(record, record['dtype'])}"
 
 
-def theory(record: Record) -> str:
+def theory(record: BenchmarkRecord) -> str:
     """Synthetic acceptance beside theory."""
     body = table(" | alpha | measured | theory | c | scoring", cells_of(printed.synthetic_table(record)))
     return f"{body}\n\n{source(record, record['dtype'])}"

@@ -10,20 +10,21 @@ from io import StringIO
 from math import isnan
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
-from report.lines import swept
-from report.runReport import show
-from report.speedTables import speed_table, sweep_table, theory_table
-from report.textTables import diversity_table
 from rich.table import Table
 
+from benchmark.records import BenchmarkRecord
 from experiments.diversity import FIGURES
+from experiments.lines import CostsLine, Line, RunLine, SpeedLine
 from experiments.speed import summarize
 from experiments.sweep import predict
 from lossless.evidence import BINS
 from report.losslessReport import power_table, sampled_table, verdict
+from report.results import show
+from report.runTables import Prediction, diversity_table, speed_table, sweep_table, swept, theory_table
 from report.tableFormat import span
-from scripts.keepRecord import Record, Records
+from scripts.keepRecord import Records
 from utils import UserError
 
 Words = dict[str, str]  # {English words: the same in the language of a text}; empty for English
@@ -51,7 +52,7 @@ def cell(triple: Sequence[float], scale: float = 1.0, show: Callable[[Sequence[f
     return "" if isnan(triple[0]) else show(triple, scale).replace("\n", " ")
 
 
-def of_kind(lines: Iterable[Record], kind: str) -> list[Record]:
+def of_kind(lines: Iterable[Line], kind: str) -> list[Any]:
     """The lines of one kind. Raises UserError if there are none."""
     chosen = [line for line in lines if line["kind"] == kind]
     if not chosen:
@@ -59,12 +60,12 @@ def of_kind(lines: Iterable[Record], kind: str) -> list[Record]:
     return chosen
 
 
-def command_of(record: Record) -> str:
+def command_of(record: RunLine | BenchmarkRecord) -> str:
     """The command line of a run or of a benchmark."""
     return f"python {'test.py' if 'run' in record else '-m benchmark'} {record['command']}".rstrip()
 
 
-def source(record: Record, dtype: str, words: Words | None = None) -> str:
+def source(record: RunLine | BenchmarkRecord, dtype: str, words: Words | None = None) -> str:
     """The line under a table: how, with what and where its figures were measured."""
     machine, threads = record["machine"], record["machine"]["threads"]
     say = (words or {}).get
@@ -89,7 +90,7 @@ def excerpt(records: Records, words: Words) -> str:
     return "\n".join(["```text", *text, "[...]", "```"])
 
 
-def timed(run: Record, speed: Sequence[Record]) -> str:
+def timed(run: RunLine, speed: Sequence[SpeedLine]) -> str:
     """What was timed, and where."""
     first, count, repeats = speed[0], len({m["prompt"] for m in speed}), len({m["repeat"] for m in speed})
     return (
@@ -113,7 +114,7 @@ def compare(records: Records, words: Words) -> str:
     return f"{table(f'{titles} | of expected', rows)}\n\n{timed(run, speed)}"
 
 
-def sweep_of(records: Records) -> tuple[Record, list[Record], Record, Record]:
+def sweep_of(records: Records) -> tuple[RunLine, list[SpeedLine], CostsLine, Prediction]:
     """(the run, the speed lines of its first temperature and length of prompt, its costs, theory beside them)."""
     run, lines = records.run("sweep")
     costs = of_kind(lines, "costs")[0]

@@ -14,20 +14,20 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from report.trace import Trace, Watched, pieces_of
 
 from inputs.commandLine import Parser, as_command, number, path, text, visible, whole
 from inputs.files import ROOT
 from inputs.models import default_pair, load_model
 from inputs.tokenizers import check_tokenizers, load_tokenizer
 from methods.drafters import ModelDrafter
+from playback.trace import RecordingDrafter, Trace, pieces_of
 from specSampling import specSampling
 from utils import Sampling, UserError
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
 
-STYLES = (  # background, colour and label of each kind of token, in the order of `report.trace.KINDS`
+STYLES = (  # background, colour and label of each kind of token, in the order of `playback.trace.KINDS`
     ("#c7e9c0", "black", "guessed by the draft, accepted"),
     ("#f6c3bd", "#999999", "guessed, rejected (and what follows it, unread)"),
     ("#bfd3f2", "black", "the target's own token"),
@@ -89,7 +89,7 @@ def rounds_of(args: argparse.Namespace) -> list[list[list[str]]]:
     sampling, tokenizer = Sampling(args.temperature), load_tokenizer(args.target)
     check_tokenizers(tokenizer, load_tokenizer(args.draft))
     target, draft = (load_model(name, tokenizer, "float32", "cpu") for name in (args.target, args.draft))
-    watched = Watched(ModelDrafter(draft))
+    watched = RecordingDrafter(ModelDrafter(draft))
     trace = Trace(watched)
     specSampling(
         [tokenizer(args.prompt)["input_ids"]],

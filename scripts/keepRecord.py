@@ -17,17 +17,19 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from benchmark.records import BenchmarkRecord
+from experiments.lines import Line, RunLine
 from inputs.commandLine import Parser, as_command, path, text
 from inputs.files import ROOT, replace_file
 from report.results import Results
 from utils import UserError
 
-Record = dict[str, Any]
+Run = tuple[RunLine, list[Line]]  # the run's own line, and its measurements
 BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b")  # files that `python -m benchmark` writes
 
 
@@ -63,11 +65,11 @@ class Records:
         return read_json(file) if file.exists() else {}
 
     @cached_property
-    def runs(self) -> dict[str, tuple[Record, list[Record]]]:
+    def runs(self) -> dict[str, Run]:
         """{run: (its own record, its measurements)}."""
         return {run["run"]: (run, lines) for run, lines in Results(self.folder).runs()}
 
-    def run(self, name: str) -> tuple[Record, list[Record]]:
+    def run(self, name: str) -> Run:
         """The record of a run and its measurements, by the run's name in the index. Raises UserError if there is no
         such run."""
         if name not in self.index:
@@ -76,11 +78,11 @@ class Records:
             raise UserError(f"run {self.index[name]} of {name!r} is not in docs/records/results.jsonl")
         return self.runs[self.index[name]]
 
-    def benchmark(self, name: str = "benchmark") -> Record:
+    def benchmark(self, name: str = "benchmark") -> BenchmarkRecord:
         """The record of a benchmark. Raises UserError if there is none."""
-        return read_json(self.folder / f"{name}.json")
+        return cast(BenchmarkRecord, read_json(self.folder / f"{name}.json"))
 
-    def benchmarks(self, name: str) -> dict[str, Record]:
+    def benchmarks(self, name: str) -> dict[str, BenchmarkRecord]:
         """{file without .json: the record of a benchmark} of every machine, the first one first. Raises UserError if
         that is missing."""
         others = tuple(other for other in BENCHMARKS if len(other) > len(name))  # All names begin with "benchmark".
@@ -88,7 +90,7 @@ class Records:
         return {stem: self.benchmark(stem) for stem in [name, *(s for s in stems if not s.startswith(others))]}
 
 
-def read_json(file: Path) -> Record:
+def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises UserError if there is none."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
@@ -99,7 +101,7 @@ def read_json(file: Path) -> Record:
     return record
 
 
-def without_places(record: Record) -> Record:
+def without_places(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record without the folders of the machine it was made on."""
     kept = {key: value for key, value in record.items() if key != "folder"}
     if "flags" in kept:
@@ -113,7 +115,7 @@ def without_places(record: Record) -> Record:
     return kept
 
 
-def choose_run(store: Results, name: str) -> tuple[Record, list[Record]]:
+def choose_run(store: Results, name: str) -> Run:
     """A run of a folder's results: by its name, or 1 for the newest, 2 for the one before. Raises UserError for a run
     that is not there or was not finished."""
     runs = {run["run"]: (run, lines) for run, lines in store.runs()}
@@ -136,7 +138,7 @@ def keep_run(name: str, chosen: str, folder: Path, root: Path) -> str:
     lines = [line | {"file": f"figures/{name}.png"} if line["kind"] == "figure" else line for line in lines]
     index = records.index | {name: run["run"]}
     runs = {key: records.runs[key] for key in index.values() if key in records.runs}
-    runs[run["run"]] = without_places(run), lines
+    runs[run["run"]] = cast(RunLine, without_places(run)), lines
     in_order = sorted(runs.values(), key=lambda pair: pair[0]["time"])
     written = [json.dumps(line, ensure_ascii=False) for head, body in in_order for line in (head, *body)]
     records.folder.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from benchmark.figure import draw
+from benchmark.records import BenchmarkRecord
+from experiments.lines import RunLine
 from inputs.commandLine import Parser, as_command
 from inputs.files import ROOT, replace_file
 from report.figures import draw_lossless, draw_sweep
@@ -44,7 +46,9 @@ DIGEST = "Record"  # the text field of a PNG file
 
 def records_table(records: Records, words: Words) -> str:
     """The table of docs/records/README.md: every record, its command and its machine."""
-    entries = [(name, f"run `{run}` in results.jsonl", records.run(name)[0]) for name, run in records.index.items()]
+    entries: list[tuple[str, str, RunLine | BenchmarkRecord]] = []
+    for name, run in records.index.items():
+        entries.append((name, f"run `{run}` in results.jsonl", records.run(name)[0]))
     for benchmark in BENCHMARKS:
         entries += [(name, f"{name}.json", record) for name, record in records.benchmarks(benchmark).items()]
     rows = []

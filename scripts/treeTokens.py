@@ -64,7 +64,8 @@ def show(argv: Sequence[str]) -> None:
         sample, tokens = method(models, decoding, lambda drafter: drafter), []
         for number, batch in enumerate(batches):
             generator = Generator(target.device).manual_seed(seed + number)
-            tokens += [record.tokens_per_round for record in sample(batch, max_len, sampling, None, generator)[1]]
+            _, records = sample(batch, max_len=max_len, sampling=sampling, generator=generator)
+            tokens += [record.tokens_per_round for record in records]
             bar.update()
         return np.array(tokens)
 
