@@ -17,7 +17,7 @@ from localHub import Repository
 
 from experiments import settings, sweep
 from inputs.tokenizers import load_tokenizer
-from methods import makers
+from methods import samplers as makers
 from methods.catalogue import METHODS, choose, choose_lossless, in_mode
 from utils import UserError
 

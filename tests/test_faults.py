@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decoding.verification import RULES
 from inputs.commandLine import as_command
 from inputs.tokenizers import load_tokenizer
-from methods import makers
+from methods import samplers as makers
 from methods.cascade import CascadeDrafter
 from methods.catalogue import choose, choose_lossless
 from methods.contrastive import Contrast

@@ -16,7 +16,7 @@ from lossless import scorer as scoring
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES, TREE_MISTAKES, always_accept
 from lossless.scorer import TextScorer, greedy_figures
-from methods import makers
+from methods import samplers
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from report import losslessReport
@@ -238,7 +238,7 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, 
 
 
 def test_a_wrong_sampler_fails_the_run(cli, flags, tmp_path, monkeypatch):
-    monkeypatch.setitem(makers.VERIFICATIONS, "token", always_accept)
+    monkeypatch.setitem(samplers.VERIFICATIONS, "token", always_accept)
     code, lines, text = prove(cli, flags, tmp_path, "--tokens", "64", "--top_p", "0.5")
     assert code == 1 and "Not lossless: speculative fails by" in text
 

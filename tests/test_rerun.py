@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_flags import TABLES, said
 from tqdm import tqdm
 
-from engine import progress
+from inputs import progress
 from experiments import rerun, settings
 from methods.catalogue import METHODS, repeatable
 from methods.samplers import Decoding
