@@ -173,7 +173,7 @@ class SiblingMaskTarget(FlawedTarget):
         mask: Tensor | None = None,
         keep: Sequence[int] | None = None,
     ) -> Tensor:
-        """As `CachedModel.forward`."""
+        """As `CachedModel.forward`, but a node of a tree attends to every slot up to its own."""
         if slots is not None and mask is not None:
             mask = torch.arange(mask.shape[-1], device=mask.device) <= slots[..., None]
         return super().forward(tokens, positions, slots, mask, keep)
@@ -183,7 +183,7 @@ class WrongSlotTarget(FlawedTarget):
     """A target whose keys of the accepted path are moved to wrong slots: each to the one after its own."""
 
     def reserve(self, rows: int, capacity: int) -> SlotCache:
-        """As `CachedModel.reserve`."""
+        """As `CachedModel.reserve`; the cache moves each key to the slot that the next one should have."""
         cache: Any = super().reserve(rows, capacity)
         move = type(cache).move
         cache.move = lambda source, slots: move(cache, source.roll(1, 1), slots)
@@ -208,7 +208,7 @@ class FlawedDrafter:
         generator: Generator | None = None,
         length: LengthRule | None = None,
     ) -> Guesses:
-        """As `Drafter.draft`."""
+        """The changed guesses. `sampling`, which the target is told, is not used."""
         return self.change(self.drafter.draft(rows, gamma, self.sampling, generator, length))
 
 
