@@ -168,7 +168,7 @@ class SiblingMaskTarget(FlawedTarget):
     def forward(
         self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
-        """As `CachedModel.forward`."""
+        """As `CachedModel.forward`, but a node of a tree attends to all nodes before it."""
         if places is not None:
             elder = 2 << torch.arange(len(places.ancestors), device=self.device)
             places = places._replace(ancestors=elder - 1)
@@ -179,7 +179,7 @@ class WrongSlotTarget(FlawedTarget):
     """A target whose keys of the accepted path are moved to wrong slots: each to the one after its own."""
 
     def move(self, source: Tensor, slots: Tensor) -> None:
-        """As `CachedModel.move`."""
+        """As `CachedModel.move`, but each node goes to the slot of the next one."""
         super().move(source.roll(1, 1), slots)
 
 
@@ -207,7 +207,7 @@ class FlawedDrafter(Drafter):
         generator: Generator | None = None,
         length: LengthRule | None = None,
     ) -> Guesses:
-        """As `Drafter.draft`."""
+        """The changed guesses. `sampling`, which the target is told, is not used."""
         return self.change(self.drafter.draft(rows, gamma, self.sampling, generator, length))
 
 
