@@ -40,25 +40,25 @@ class Store(Protocol):
     def runs(self) -> list[Run]: ...
 
 
-def choose(store: Store, asked: str) -> Run:
-    """The record and the lines of a run. asked: its name, or 1 for the newest, 2 for the one before.
+def choose(store: Store, name: str) -> Run:
+    """The record and the lines of a run, by its name, or by a number: 1 for the newest, 2 for the one before.
 
     Raises UserError for a run that does not exist or cannot be repeated.
     """
     runs = store.runs()
-    named = {run["run"]: (run, lines) for run, lines in runs}
-    if asked in named:
-        run, lines = named[asked]
-    elif asked.isascii() and asked.isdecimal() and 1 <= int(asked[:9]) <= len(runs):
-        run, lines = runs[-int(asked[:9])]
+    by_name = {run["run"]: (run, lines) for run, lines in runs}
+    if name in by_name:
+        run, lines = by_name[name]
+    elif name.isascii() and name.isdecimal() and 1 <= int(name[:9]) <= len(runs):
+        run, lines = runs[-int(name[:9])]
     else:
-        known = ", ".join(list(named)[-5:]) or "none"
-        raise UserError(f"--rerun {asked}: {store.lines} has {len(runs)} runs; the newest are: {known}")
+        known = ", ".join(list(by_name)[-5:]) or "none"
+        raise UserError(f"--rerun {name}: {store.lines} has {len(runs)} runs; the newest are: {known}")
     if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
-        raise UserError(f"--rerun {asked}: run {run['run']} was written by another version: its record lacks the flags")
+        raise UserError(f"--rerun {name}: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
         raise UserError(
-            f"--rerun {asked}: run {run['run']} has nothing to compare with: it ended before anything was measured, "
+            f"--rerun {name}: run {run['run']} has nothing to compare with: it ended before anything was measured, "
             "or was written by a version that kept no hashes"
         )
     return run, lines
