@@ -7,9 +7,9 @@ names. Times are not compared, and neither are texts whose guesses follow the cl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from experiments.flags import parser
 from experiments.lines import Line, Run, RunLine
@@ -32,20 +32,11 @@ COMPARED = {
 }
 
 
-class Store(Protocol):
-    """Where runs are kept: `report.results.Results`. lines: the path of results.jsonl."""
-
-    lines: Path
-
-    def runs(self) -> list[Run]: ...
-
-
-def choose(store: Store, name: str) -> Run:
+def choose(runs: Sequence[Run], path: Path, name: str) -> Run:
     """The record and the lines of a run, by its name, or by a number: 1 for the newest, 2 for the one before.
 
-    Raises UserError for a run that does not exist or cannot be repeated.
+    runs: of results.jsonl, whose path is `path`. Raises UserError for a run that does not exist or cannot be repeated.
     """
-    runs = store.runs()
     by_name = {run["run"]: (run, lines) for run, lines in runs}
     if name in by_name:
         run, lines = by_name[name]
@@ -53,7 +44,7 @@ def choose(store: Store, name: str) -> Run:
         run, lines = runs[-int(name[:9])]
     else:
         known = ", ".join(list(by_name)[-5:]) or "none"
-        raise UserError(f"--rerun {name}: {store.lines} has {len(runs)} runs; the newest are: {known}")
+        raise UserError(f"--rerun {name}: {path} has {len(runs)} runs; the newest are: {known}")
     if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
         raise UserError(f"--rerun {name}: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
