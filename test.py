@@ -45,7 +45,7 @@ def work(argv: Sequence[str], processes: Processes) -> int:
 
 def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes) -> int:
     """Run again what a record says, and compare. Returns 1 if something differs."""
-    earlier, lines = rerun.choose(store, name)
+    earlier, lines = rerun.choose(store.runs(), store.lines, name)
     folder = os.path.abspath(store.lines.parent)
     if os.path.isdir(earlier.get("folder", "")):
         os.chdir(earlier["folder"])  # Relative paths among its flags start there.

@@ -1,8 +1,9 @@
 """The lines of `results.jsonl`: one type for each kind.
 
 A line is a JSON object, and its field "kind" says what it holds. A run begins with its `RunLine`; each line after it is
-a measurement, and names the run. A field that is NotRequired is missing in records of earlier versions, or where there
-is nothing to say. JSON has no nan: it is written as null, and read as None.
+a measurement, and names the run in a field "run", which is added when the line is written. A field that is NotRequired
+is missing in records of earlier versions, or where there is nothing to say. JSON has no nan: it is written as null, and
+read as None.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -73,12 +74,6 @@ class RunLine(Origin):
     folder: NotRequired[str]
 
 
-class Measurement(TypedDict):
-    """What all lines but the first have. run: the name of the run."""
-
-    run: NotRequired[str]
-
-
 class TimedText(TypedDict):
     """The figures of one timed text: times in seconds, throughput in tokens per second.
 
@@ -118,7 +113,7 @@ class Conditions(TypedDict):
     top_p: float
 
 
-class SpeedLine(Measurement, Conditions, TimedText):
+class SpeedLine(Conditions, TimedText):
     """One timed text. repeatable: flags and seed fix its tokens."""
 
     kind: Literal["speed"]
@@ -134,13 +129,13 @@ class Costs(TypedDict):
     overlap_by_position: NotRequired[Positions]
 
 
-class CostsLine(Measurement, Conditions, Costs):
+class CostsLine(Conditions, Costs):
     """The costs measured by --sweep at one temperature."""
 
     kind: Literal["costs"]
 
 
-class OverlapLine(Measurement, Conditions):
+class OverlapLine(Conditions):
     """The overlaps of p and q of a method of --compare, in texts that are not timed. rounds, accepted: of these."""
 
     kind: Literal["overlap"]
@@ -150,7 +145,7 @@ class OverlapLine(Measurement, Conditions):
     accepted: NotRequired[int]
 
 
-class DiversityLine(Measurement):
+class DiversityLine(TypedDict):
     """Texts of a method and how varied they are. each: {figure: value} of each text. input, sha256: the digests of all
     prompts and of all texts."""
 
@@ -168,7 +163,7 @@ class DiversityLine(Measurement):
     each: list[dict[str, float]]
 
 
-class TextPerplexityLine(Measurement):
+class TextPerplexityLine(TypedDict):
     """Perplexities of the texts of a corpus. each, ppl: {role: perplexity} of each text, and their means."""
 
     kind: Literal["ppl_text"]
@@ -182,7 +177,7 @@ class TextPerplexityLine(Measurement):
     ppl: dict[str, float]
 
 
-class CorpusPerplexityLine(Measurement):
+class CorpusPerplexityLine(TypedDict):
     """Perplexities of a whole corpus, read in windows. ppl: {role: {"token", "word" or "byte": perplexity}}."""
 
     kind: Literal["ppl_corpus"]
@@ -225,7 +220,7 @@ class TrialConditions(TypedDict):
     limit: float
 
 
-class LosslessLine(Measurement, TrialConditions, EvidenceFigures):
+class LosslessLine(TrialConditions, EvidenceFigures):
     """The tests of the texts that a method drew. seconds: that it took to write and score them."""
 
     kind: Literal["lossless"]
@@ -244,7 +239,7 @@ class MistakeFigures(EvidenceFigures):
     shown: bool
 
 
-class PowerLine(Measurement, TrialConditions, MistakeFigures):
+class PowerLine(TrialConditions, MistakeFigures):
     """How much text it takes to notice one planted mistake."""
 
     kind: Literal["power"]
@@ -262,7 +257,7 @@ class GreedyFigures(TypedDict):
     allowed: float
 
 
-class GreedyLine(Measurement, GreedyFigures):
+class GreedyLine(GreedyFigures):
     """The greedy texts of a method in one dtype."""
 
     kind: Literal["greedy"]
@@ -271,7 +266,7 @@ class GreedyLine(Measurement, GreedyFigures):
     repeatable: NotRequired[bool]
 
 
-class FigureLine(Measurement):
+class FigureLine(TypedDict):
     """A figure that was drawn. of: the mode. file: its path in the folder of the results."""
 
     kind: Literal["figure"]
@@ -279,7 +274,7 @@ class FigureLine(Measurement):
     file: str
 
 
-class EndLine(Measurement):
+class EndLine(TypedDict):
     """The last line of a run that was not stopped."""
 
     kind: Literal["end"]

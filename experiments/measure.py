@@ -170,18 +170,18 @@ def measure_texts(
 ) -> None:
     """Perplexity of each of some texts, and its mean."""
     scores = prepared.processes.mapped(lambda ids: PPL.perplexities(ids, models["target"], models["draft"]), passages)
-    each = list(followed(scores, f"perplexity per text, {visible(name, '')}", len(passages)))
+    perplexities = list(followed(scores, f"perplexity per text, {visible(name, '')}", len(passages)))
     append(
         {
             "kind": "ppl_text",
             "dtype": prepared.text_dtype,
             "sentenceLimit": prepared.settings.texts.sentence_limit,
             "corpus": name,
-            "texts": len(each),
+            "texts": len(perplexities),
             "tokens": sum(map(len, passages)),
             "input": digest(passages),
-            "each": each,
-            "ppl": {role: math.fsum(ppl[role] for ppl in each) / len(each) for role in ROLES},
+            "each": perplexities,
+            "ppl": {role: math.fsum(ppl[role] for ppl in perplexities) / len(perplexities) for role in ROLES},
         }
     )
 

@@ -7,9 +7,9 @@ names. Times are not compared, and neither are texts whose guesses follow the cl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from experiments.flags import parser
 from experiments.lines import Line, Run, RunLine
@@ -32,33 +32,24 @@ COMPARED = {
 }
 
 
-class Store(Protocol):
-    """Where runs are kept: `report.results.Results`. lines: the path of results.jsonl."""
+def choose(runs: Sequence[Run], path: Path, name: str) -> Run:
+    """The record and the lines of a run, by its name, or by a number: 1 for the newest, 2 for the one before.
 
-    lines: Path
-
-    def runs(self) -> list[Run]: ...
-
-
-def choose(store: Store, asked: str) -> Run:
-    """The record and the lines of a run. asked: its name, or 1 for the newest, 2 for the one before.
-
-    Raises UserError for a run that does not exist or cannot be repeated.
+    runs: of results.jsonl, whose path is `path`. Raises UserError for a run that does not exist or cannot be repeated.
     """
-    runs = store.runs()
-    named = {run["run"]: (run, lines) for run, lines in runs}
-    if asked in named:
-        run, lines = named[asked]
-    elif asked.isascii() and asked.isdecimal() and 1 <= int(asked[:9]) <= len(runs):
-        run, lines = runs[-int(asked[:9])]
+    by_name = {run["run"]: (run, lines) for run, lines in runs}
+    if name in by_name:
+        run, lines = by_name[name]
+    elif name.isascii() and name.isdecimal() and 1 <= int(name[:9]) <= len(runs):
+        run, lines = runs[-int(name[:9])]
     else:
-        known = ", ".join(list(named)[-5:]) or "none"
-        raise UserError(f"--rerun {asked}: {store.lines} has {len(runs)} runs; the newest are: {known}")
+        known = ", ".join(list(by_name)[-5:]) or "none"
+        raise UserError(f"--rerun {name}: {path} has {len(runs)} runs; the newest are: {known}")
     if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
-        raise UserError(f"--rerun {asked}: run {run['run']} was written by another version: its record lacks the flags")
+        raise UserError(f"--rerun {name}: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
         raise UserError(
-            f"--rerun {asked}: run {run['run']} has nothing to compare with: it ended before anything was measured, "
+            f"--rerun {name}: run {run['run']} has nothing to compare with: it ended before anything was measured, "
             "or was written by a version that kept no hashes"
         )
     return run, lines

@@ -66,8 +66,8 @@ def measure(
 
     methods: {name: method}. warm_up: calls of each method that come first and do not count. numbers: of the prompts
         that are timed; None: all.
-    The generator's seed depends only on the prompt and the repeat, so a
-    method's tokens do not depend on which other methods run.
+    The generator's seed depends only on the prompt and the repeat, so a method's tokens do not depend on which other
+    methods run.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
     for _ in range(warm_up if numbers else 0):

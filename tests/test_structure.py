@@ -184,7 +184,6 @@ ELSEWHERE = {  # modules that are proved by the tests of another one
     "tokenizers": "models",
     "makers": "catalogue",
     "measure": "cli",
-    "twoTokenizers": "cli",
     "prepare": "cli",
     "evidence": "losslessness",
     "scorer": "losslessness",
