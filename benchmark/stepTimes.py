@@ -36,18 +36,18 @@ WARM, LONG = 0.005, 0.5  # seconds; a step that takes LONG fills the caches itse
 
 def step_times(variants: Variants, prompt: list[int], gamma: int, device: torch.device | str, seed: int) -> StepRecord:
     """All measurements of this module. prompt: the text before the parts of a round."""
-    forwards, bandwidth = limits(variants, device)
+    forwards, bandwidth = forward_times(variants, device)
     return {
         "forwards": forwards,
         "bandwidth": bandwidth,
-        "parts": parts(variants, prompt, gamma, device, seed),
-        "prefill": prefill(variants, device, seed),
-        "growth": growth(variants, device, seed),
+        "parts": round_times(variants, prompt, gamma, device, seed),
+        "prefill": prefill_times(variants, device, seed),
+        "growth": growth_times(variants, device, seed),
     }
 
 
 @torch.inference_mode()
-def in_turn(steps: Mapping[Key, Step], device: torch.device | str, title: str) -> dict[Key, list[float]]:
+def time_in_turn(steps: Mapping[Key, Step], device: torch.device | str, title: str) -> dict[Key, list[float]]:
     """{name: [seconds, ...]} of `steps`, called in turn (A B C A B C ...). title: of the progress bar.
 
     A step that returns a float has timed itself. Before each call that counts, the step is called for WARM seconds: in
@@ -121,7 +121,7 @@ def cache_bytes(model: CachedModel, length: int) -> int:
     return size * length // model.cache.capacity
 
 
-def limits(variants: Variants, device: torch.device | str) -> tuple[list[ForwardLine], dict[str, list[float]]]:
+def forward_times(variants: Variants, device: torch.device | str) -> tuple[list[ForwardLine], dict[str, list[float]]]:
     """Forwards of WIDTHS tokens beside the memory limit, and the bytes per second of each reading.
 
     Each model's forwards are timed in turn with reading as many bytes as its weights have, and with reading a large
@@ -139,7 +139,7 @@ def limits(variants: Variants, device: torch.device | str) -> tuple[list[Forward
         for variant, models in variants.items() if name in sizes else ():
             fill(models[name], PROMPT, PROMPT + max(WIDTHS))
             steps |= {(name, variant, n): forward(models[name], n, PROMPT) for n in WIDTHS}
-    seconds = in_turn(steps, device, "forwards")
+    seconds = time_in_turn(steps, device, "forwards")
     speeds = {}
     for name, buffer in buffers.items():
         turns = zip(*(taken for key, taken in seconds.items() if key[:2] == (name, "read")))
@@ -155,7 +155,9 @@ def limits(variants: Variants, device: torch.device | str) -> tuple[list[Forward
     return lines, speeds
 
 
-def parts(variants: Variants, prompt: list[int], gamma: int, device: torch.device | str, seed: int) -> list[PartLine]:
+def round_times(
+    variants: Variants, prompt: list[int], gamma: int, device: torch.device | str, seed: int
+) -> list[PartLine]:
     """The parts of a round.
 
     "plain step", "draft step": a token of the target, and of the draft. "scoring": gamma + 1 tokens scored at once, and
@@ -167,7 +169,7 @@ def parts(variants: Variants, prompt: list[int], gamma: int, device: torch.devic
     for variant, models in variants.items():
         by_name = round_steps(models["target"], models["draft"], prompt, gamma, generator)
         steps |= {(variant, part): step for part, step in by_name.items()}
-    seconds = in_turn(steps, device, "a round")
+    seconds = time_in_turn(steps, device, "a round")
     return [{"variant": variant, "part": part, "seconds": taken} for (variant, part), taken in seconds.items()]
 
 
@@ -222,7 +224,7 @@ def seconds_of_round(
     return (record.times[-1] - record.times[1]) / (len(record.times) - 2)
 
 
-def prefill(variants: Variants, device: torch.device | str, seed: int) -> list[PrefillLine]:
+def prefill_times(variants: Variants, device: torch.device | str, seed: int) -> list[PrefillLine]:
     """Reading a prompt and drawing the first token, as every decoding method of this project begins."""
     limit = shortest_context(variants) - 1
     lengths = sorted({min(length, limit) for length in PROMPTS})
@@ -230,7 +232,7 @@ def prefill(variants: Variants, device: torch.device | str, seed: int) -> list[P
     for variant, models in variants.items():
         generator = Generator(device).manual_seed(seed)
         steps |= {(variant, n): first_step(models["target"], n, lengths[-1], generator) for n in lengths}
-    seconds = in_turn(steps, device, "prompts")
+    seconds = time_in_turn(steps, device, "prompts")
     return [{"variant": variant, "tokens": n, "seconds": taken} for (variant, n), taken in seconds.items()]
 
 
@@ -245,7 +247,7 @@ def first_step(target: CachedModel, length: int, longest: int, generator: Genera
     return step
 
 
-def growth(variants: Variants, device: torch.device | str, seed: int) -> list[GrowthLine]:
+def growth_times(variants: Variants, device: torch.device | str, seed: int) -> list[GrowthLine]:
     """A token of the target, drawn after contexts of growing length."""
     limit = shortest_context(variants)
     contexts = sorted({min(length, limit) for length in CONTEXTS})
@@ -254,7 +256,7 @@ def growth(variants: Variants, device: torch.device | str, seed: int) -> list[Gr
     for variant, models in variants.items():
         fill(models["target"], contexts[-1], min(2048, limit))
         steps |= {(variant, n): one_token(models["target"], n - 1, generator) for n in contexts}
-    seconds = in_turn(steps, device, "context")
+    seconds = time_in_turn(steps, device, "context")
     return [{"variant": variant, "context": n, "seconds": taken} for (variant, n), taken in seconds.items()]
 
 

@@ -156,7 +156,7 @@ def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
         target, "read_prompt", lambda rows: read.append((rows.lengths.tolist(), rows.capacity)) or own(rows)
     )
     monkeypatch.setattr(stepTimes, "PROMPTS", (4, 9, 500))
-    lines = stepTimes.prefill({"eager": {"target": target}}, "cpu", 0)
+    lines = stepTimes.prefill_times({"eager": {"target": target}}, "cpu", 0)
     assert [line["tokens"] for line in lines] == [4, 9, 127] and all(len(line["seconds"]) == 2 for line in lines)
     assert {tuple(lengths) for lengths, _ in read} == {(4,), (9,), (127,)} and {size for _, size in read} == {128}
 
