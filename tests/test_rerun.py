@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from test_flags import TABLES, said
 from tqdm import tqdm
 
-from inputs import progress
 from experiments import rerun, settings
+from inputs import progress
 from methods.catalogue import METHODS, repeatable
 from methods.samplers import Decoding
 from utils import UserError
