@@ -208,7 +208,10 @@ class CompiledModel(CachedModel, ABC):
         """From now on, compute steps of these shapes by graphs. Returns the shapes to make."""
         for shape in asked:
             if isinstance(shape, (Draw, Growth)):
-                self.reads[shape.rows] = max(self.reads.get(shape.rows, 1), shape.read)
+                # The fewest that were asked for: what a draft missed besides is read by the graph of prefill. A model
+                # that decodes alone reads one token. It can as well read the one before it again.
+                known, read = self.reads.get(shape.rows, 1), shape.read
+                self.reads[shape.rows] = max(known, read) if 1 in (known, read) else min(known, read)
         made = list(dict.fromkeys(part for shape in sorted(asked, key=str) for part in self.parts(shape)))
         self.shapes |= set(made)
         for shape in made:

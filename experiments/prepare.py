@@ -272,17 +272,22 @@ def compile_models(models: LoadedModels, settings: Settings, prompt: Sequence[in
     """The models, with the graphs that the methods need, and a line that says how long it took. No measurement includes
     it. prompt: token ids for a rehearsal."""
     made: LoadedModels = {role: compiled(model) for role, model in models.items()}
+    seconds = make_all_graphs(made, settings, prompt)
+    if seconds is not None:
+        print(f"Compiled in {seconds:.0f} s; the graphs are kept for the next time.")
+    return made
+
+
+def make_all_graphs(models: LoadedModels, settings: Settings, prompt: Sequence[int]) -> float | None:
+    """Make the graphs of compiled `models` that the methods need. Returns the seconds, or None if some failed."""
     sweep = "sweep" in settings.measuring.groups  # Over gamma: all are measured alike, so no round is one graph.
     names = [*sorted(settings.measuring.names), *(["additive"] if sweep else [])]
-    seconds = compile_samplers(
-        build(names, dict(made), settings.decoding).values(),
-        made.values(),
+    return compile_samplers(
+        build(names, dict(models), settings.decoding).values(),
+        models.values(),
         prompt,
         settings.sampling.of("compare"),
         settings.rows,
         whole_rounds=not sweep,
         follow=lambda graphs: followed(graphs, "compiling", len(graphs)),
     )
-    if seconds is not None:
-        print(f"Compiled in {seconds:.0f} s; the graphs are kept for the next time.")
-    return made

@@ -23,6 +23,7 @@ from specSampling import specSampling
 from utils import Sampling
 
 FEW = (1, 2, 3, 4, 6, 10)  # Numbers of guesses that have graphs where a round may have any number of them.
+SHORT = 4  # As many guesses, and the token before them, are scored in about the time of one token: none is too many.
 PROMPT = 16  # Tokens of the prompt. No two are the same, so there is nothing to look up in it.
 
 
@@ -100,7 +101,7 @@ class LengthRehearsal(LengthRule):
     def __init__(self, rule: LengthRule, varies: bool) -> None:
         self.rule, self.stop, self.sure = rule, rule.stop, rule.sure
         counts = set(rule.lengths or FEW)
-        if varies or rule.stop:
+        if (varies or rule.stop) and max(counts) > SHORT:
             counts |= {count for count in FEW if count < max(counts)}
         # The greatest first: after a round without guesses, a draft reads more than in others.
         self.counts = sorted(counts | {0}, reverse=True)

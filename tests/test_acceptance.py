@@ -1,11 +1,11 @@
 """The overlaps of p and q that texts visit, against those of a verification that is watched, and by hand."""
 
 import itertools
+from functools import partial
 
 import helpers
 import pytest
 import torch
-from methods.makers import loop
 from test_specSampling import PROMPTS, near
 
 from decoding.lengthRules import DraftConfidence
@@ -17,6 +17,7 @@ from decoding.trees.verification import TREE_RULES
 from decoding.verification import token_rule
 from experiments import sweep, theory
 from experiments.acceptance import RoundGuesses, acceptance_of, chances, expected, overlaps_in_text, overlaps_of
+from experiments.sweep import sampler
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
 from methods.samplers import Decoding, speculative, tree
@@ -68,9 +69,7 @@ def watched_alpha(prompts, target, drafter, max_len):
 def test_overlaps_are_those_that_verification_meets():
     target = helpers.tiny()
     draft = ModelDrafter(near(target, noise=0.3))
-    found = overlaps_of(
-        lambda wrap: loop(target, wrap(draft), sweep.Fixed(4), token_rule), PROMPTS, target, DRAW, 40, None, 0
-    )
+    found = overlaps_of(lambda wrap: sampler(target, wrap(draft), 4, token_rule), PROMPTS, target, DRAW, 40, None, 0)
     watched = watched_alpha(PROMPTS, target, draft, 40)
     assert expected(found.positions)["overlap"] == pytest.approx(watched, abs=1e-5)
     in_sweep = sweep.overlaps(4, PROMPTS, target, draft, DRAW, token_rule, 40, 0)
@@ -85,7 +84,13 @@ def test_tokens_a_round_are_those_expected(name):
     length = DraftConfidence(4, 0.4) if name == "unsure" else sweep.Fixed(4)
     prompts = [[token % 12 for token in prompt] for prompt in PROMPTS]
     found = overlaps_of(
-        lambda wrap: loop(target, wrap(drafter), length, token_rule), prompts, target, DRAW, 60, None, 0
+        lambda wrap: partial(specSampling, target=target, drafter=wrap(drafter), gamma=length),
+        prompts,
+        target,
+        DRAW,
+        60,
+        None,
+        0,
     )
     _, records = specSampling(
         prompts * 15, target, drafter, 60, length, DRAW, generator=torch.Generator().manual_seed(1)
@@ -165,12 +170,6 @@ def test_a_chain_has_the_same_overlaps_whether_it_is_called_a_tree_or_not():
 def test_nothing_guessed_is_expected_to_be_unknown():
     target = helpers.tiny()
     found = overlaps_of(
-        lambda wrap: loop(target, wrap(ModelDrafter(target)), sweep.Fixed(4), token_rule),
-        [[5]],
-        target,
-        DRAW,
-        2,
-        None,
-        0,
+        lambda wrap: sampler(target, wrap(ModelDrafter(target)), 4, token_rule), [[5]], target, DRAW, 2, None, 0
     )
     assert found == ([], 1, 0) and all(value != value for value in expected(found.positions).values())

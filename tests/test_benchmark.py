@@ -5,7 +5,6 @@ import json
 import helpers
 import pytest
 import torch
-from engine.graphs import Plan
 from test_specSampling import near
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,7 +12,7 @@ from benchmark import __main__ as benchmark
 from benchmark import samplers, shapes, stepTimes, tables
 from benchmark.options import parse
 from engine.cachedModel import CachedModel
-from engine.compiling import compile_model
+from engine.compiling import compiled
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling, draw
 
@@ -226,8 +225,11 @@ class KernelCalls(TorchDispatchMode):
 def variants():
     """A tiny pair, eager and with the kernels of a compiled one."""
     models = {"target": helpers.tiny(), "draft": helpers.tiny(seed=1)}
-    ready = {role: CachedModel(samplers.twin(model.model), model.vocabulary) for role, model in models.items()}
-    if None in [compile_model(model, Plan(prefill=False)) for model in ready.values()]:
+    ready = {
+        role: compiled(CachedModel(samplers.sharing_copy(model.model), model.vocabulary))
+        for role, model in models.items()
+    }
+    if any(type(model) is CachedModel for model in ready.values()):
         pytest.skip("no C++ compiler")
     return {"eager": models, "compiled": ready}
 
