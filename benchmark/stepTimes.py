@@ -17,7 +17,7 @@ from decoding.model import uniform
 from decoding.rows import Rows
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
-from engine.kernels.hugePages import on_huge_pages
+from engine.kernels.packedLinear import on_huge_pages
 from experiments.speed import quiet, synchronize
 from inputs.progress import Bar
 from methods.drafters import ModelDrafter

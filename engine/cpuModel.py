@@ -23,11 +23,12 @@ from decoding.model import Model
 from decoding.trees.tree import Places, Tree
 from decoding.trees.verification import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import Rule, VerificationRule, block_rule, token_rule
-from engine.compiledModel import CompiledModel, Step, read_chunk
+from engine.compiledModel import CompiledModel, Step
 from engine.flatGraph import FlatGraph
 from engine.kernels import loader
 from engine.kernels.packedLinear import pack
 from engine.kvCache import sdpa_in_cache_dtype
+from engine.steps import read_chunk
 from utils import Sampling, penalised
 
 OPTIONS = {

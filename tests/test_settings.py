@@ -4,7 +4,7 @@ import helpers
 import pytest
 
 from decoding.trees.tree import Tree
-from engine.compiledModel import Block, Draw, Growth, Nodes, Prompt, Round
+from engine.steps import Block, Draw, Growth, Nodes, Prompt, Round
 from experiments import flags, prepare, settings
 from methods import catalogue
 from methods.catalogue import Method, build, choose, choose_lossless, repeatable
