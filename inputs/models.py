@@ -125,7 +125,7 @@ def working_bytes(config: PretrainedConfig, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Outline:
-    """What limits the texts a model can read, known before its weights are loaded (`decoding.interfaces.Reader`)."""
+    """What limits the texts a model can read, known before its weights are loaded (`decoding.rows.Reader`)."""
 
     name: str
     vocabulary: int

@@ -81,7 +81,7 @@ def wrong_temperature(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[
     return accepted, pick(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])
 
 
-# Verification rules for trees. Arguments and results are those of decoding/treeVerification.py.
+# Verification rules for trees. Arguments and results are those of decoding/trees/verification.py.
 
 
 def siblings_not_renormalised(
