@@ -273,17 +273,16 @@ class CompiledModel(CachedModel, ABC):
     ) -> Guesses | None:
         if not self.fuses or not isinstance(draft, CompiledModel) or self.parameters > LARGE:
             return None
+        if draft.device != self.device:
+            return None
         batch, seen = len(rows.tokens), rows.seen(self.vocabulary, sampling)
-        shape = Round(batch, draft, self.reads_of_rounds(draft, batch, read), count)
-        if not self.ready(shape, seen=seen, length=length, unread=rows.unread) or self.asked is not None:
+        if not self.ready(Round(batch, draft, count), seen=seen, length=length, unread=rows.unread):
+            return None
+        if self.asked is not None or not draft.has(Draw(batch, read, count)):
             return None  # In a rehearsal the steps are computed apart, as they are at the end of a text.
-        tokens, positions = draft.at_most(shape.read, *rows.last(read, count))
+        tokens, positions = draft.at_most(draft.reads[batch], *rows.last(read, count))
         u = uniform(count, batch, device=self.device, generator=generator)
         return Guesses(*self.run(whole_round, draft, tokens, positions, u, sampling, draft_sampling))
-
-    def reads_of_rounds(self, draft: CompiledModel, rows: int, read: int) -> int:
-        """Tokens that the draft reads in a graph of a whole round: as many as in its graphs that draw."""
-        return draft.reads[rows] if self.asked is None and draft.has(Draw(rows, read, 1)) else read
 
     def score_block(
         self,

@@ -55,16 +55,16 @@ class Draw:
 
 @dataclass(frozen=True)
 class Round:
-    """`count` guesses by `draft` after blocks `[rows, read]`, and the forward that scores them."""
+    """`count` guesses by `draft` after as many tokens as its graphs read, and the forward that scores them."""
 
     rows: int
     draft: CompiledModel
-    read: int
     count: int
 
     def call(self, model: CompiledModel) -> None:
         self.draft.reserve(self.rows, 2)
-        tokens, positions = zeros(model, self.rows, self.read), zeros(model, self.rows, self.read + self.count)
+        read = self.draft.reads.get(self.rows, 1)
+        tokens, positions = zeros(model, self.rows, read), zeros(model, self.rows, read + self.count)
         u = torch.zeros(self.count, self.rows, device=model.device)
         model.run(whole_round, self.draft, tokens, positions, u, Sampling(), Sampling(1.0))
 

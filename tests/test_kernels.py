@@ -1,5 +1,5 @@
 """The kernels of sampling and verification give the same numbers as the PyTorch code that they replace. (For those of
-linear layers and attention see test_cpuGraphs.py.)"""
+linear layers and attention see test_cpuModel.py.)"""
 
 import os
 import subprocess
@@ -7,8 +7,6 @@ import sys
 
 import pytest
 import torch
-from decoding.operators import PYTORCH
-from engine.kernels.operators import Kernels
 from helpers import FULL
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,17 +14,19 @@ from hypothesis import strategies as st
 from decoding.trees.tree import Tree
 from decoding.trees.verification import top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
+from engine.cachedModel import CachedModel
+from engine.cpuModel import CpuModel
 from engine.kernels import loader
 from utils import GREEDY, Sampling, draw
 
-KERNELS = Kernels()
-
+# What these models make of logits does not depend on their weights.
+PYTORCH, KERNELS = CachedModel.__new__(CachedModel), CpuModel.__new__(CpuModel)
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def both(work):
-    """What `work(operators)` returns with the kernels, and with the functions of utils.py and verification.py."""
+    """What `work(model)` returns with the kernels, and with the functions of utils.py and verification.py."""
     return work(KERNELS), work(PYTORCH)
 
 
@@ -39,7 +39,7 @@ def test_probabilities(sampling, shape):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(shape, generator=generator)
     logits[..., 5] = -torch.inf
-    found, wanted = both(lambda operators: operators.probabilities(logits, sampling))
+    found, wanted = both(lambda model: model.probabilities(logits, sampling))
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
     assert torch.equal(found > 0, wanted > 0)
 
@@ -50,9 +50,9 @@ def test_probabilities_with_ties(seed, size, sampling):
     """Few different values: tokens as probable as the last one kept are kept too."""
     logits = torch.randint(0, 4, (2, size), generator=torch.Generator().manual_seed(seed)).float()
     without_top_p = Sampling(sampling.temperature, sampling.top_k, 1.0)
-    found, wanted = both(lambda operators: operators.probabilities(logits, without_top_p))
+    found, wanted = both(lambda model: model.probabilities(logits, without_top_p))
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
-    found, _ = both(lambda operators: operators.probabilities(logits, sampling))
+    found, _ = both(lambda model: model.probabilities(logits, sampling))
     for row, value in ((r, v) for r in range(2) for v in logits[r].unique()):
         assert sampling == GREEDY or found[row][logits[row] == value].unique().numel() == 1
 
@@ -72,7 +72,7 @@ def test_pick(size):
     p[:, -1] += p.sum(-1) == 0
     u = torch.rand(500, generator=generator)
     u[:3] = torch.tensor([0.0, 1 - 2**-24, 0.5])
-    found, wanted = both(lambda operators: operators.pick(p, u))
+    found, wanted = both(lambda model: model.pick(p, u))
     assert (found == wanted).float().mean() > 0.99  # If u falls on a border, rounding decides.
     assert (p.gather(1, found[:, None]) > 0).all()
 
@@ -90,7 +90,7 @@ def test_the_rules(rule, seed, gamma, size):
     p = p / p.sum(-1, keepdim=True)
     u = torch.rand(3, gamma + 1, generator=generator)
     assert KERNELS.rule(rule) is not rule
-    found, wanted = both(lambda operators: operators.rule(rule)(p, q, drafts, u))
+    found, wanted = both(lambda model: model.rule(rule)(p, q, drafts, u))
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
@@ -111,7 +111,7 @@ def test_the_rules_for_trees(rule, shape, seed, size):
         law[:, :, 0] += law.sum(-1) == 0
         law = (law + 3 * p[:, tree.parents[children[0] - 1], None]) / (law.sum(-1, keepdim=True) + 3)
         u = torch.rand(4, 1, len(children), generator=generator)
-        both_drawn = both(lambda operators: operators.siblings(law, u, (len(children),)))
+        both_drawn = both(lambda model: model.siblings(law, u, (len(children),)))
         for found, wanted in zip(*both_drawn):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
         at = [child - 1 for child in children]
@@ -119,7 +119,7 @@ def test_the_rules_for_trees(rule, shape, seed, size):
     q[1, tree.size // 2 :] = 0  # This row has fewer guesses than the others.
     u = torch.rand(4, tree.size + 1, generator=generator)
     assert KERNELS.rule(rule) is not rule
-    found, wanted = both(lambda operators: operators.rule(rule)(p, q, drafts, u, tree))
+    found, wanted = both(lambda model: model.rule(rule)(p, q, drafts, u, tree))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted))
 
 
@@ -132,7 +132,7 @@ def test_siblings(counts):
     q = q / q.sum(-1, keepdim=True)
     q[20, -1] = torch.nan
     u = torch.rand(50, len(counts), 4, generator=generator)
-    found, wanted = both(lambda operators: operators.siblings(q, u, counts))
+    found, wanted = both(lambda model: model.siblings(q, u, counts))
     same = (found[0] == wanted[0]).all(1)
     assert same.float().mean() > 0.97  # If u falls on a border, rounding decides.
     torch.testing.assert_close(found[1][same], wanted[1][same], equal_nan=True)
@@ -149,15 +149,15 @@ def test_from_nan_comes_no_token(size):
     drafts = draw(q, generator)
     p[0, 2], q[1, 1] = torch.nan, torch.nan
     u = torch.rand(3, 4, generator=generator)
-    for accepted, token in both(lambda operators: operators.rule(token_rule)(p, q, drafts, u)):
+    for accepted, token in both(lambda model: model.rule(token_rule)(p, q, drafts, u)):
         assert accepted.tolist() == [2, 1, 3] and token[0] == size and (token[1:] < size).all()
     # The block rule looks a place ahead.
-    for accepted, token in both(lambda operators: operators.rule(block_rule)(p, q, drafts, u)):
+    for accepted, token in both(lambda model: model.rule(block_rule)(p, q, drafts, u)):
         assert accepted.tolist() == [1, 0, 3] and (token < size).all()
     last = p[:, 2:], q[:, 2:], drafts[:, 2:], u[:, 2:]
-    for accepted, token in both(lambda operators: operators.rule(block_rule)(*last)):
+    for accepted, token in both(lambda model: model.rule(block_rule)(*last)):
         assert accepted[0] == 0 and token[0] == size
-    for token in both(lambda operators: operators.pick(p[0, 1:3], torch.tensor([0.5, 0.5]))):
+    for token in both(lambda model: model.pick(p[0, 1:3], torch.tensor([0.5, 0.5]))):
         assert token[0] < size and token[1] == size
 
 
@@ -167,7 +167,7 @@ def test_from_nan_comes_no_token_in_a_tree(rule):
     drafts = torch.tensor([0, 1, 2, 3]).expand(3, 4)
     p[0], p[1, 1], q[2, 0] = torch.nan, torch.nan, torch.nan
     given = p, q, drafts, torch.full((3, 5), 0.5), Tree.of("2/1,1")
-    found, wanted = both(lambda operators: operators.rule(rule)(*given))
+    found, wanted = both(lambda model: model.rule(rule)(*given))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted))
 
 

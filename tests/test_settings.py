@@ -76,7 +76,7 @@ def test_the_guesses_that_are_one_graph_with_their_scoring(argv, guesses):
 def test_gamma_is_for_the_chains_beside_a_tree():
     models = rehearsed(["--compare", "block,tree", "--tree", "2,1", "--gamma", "3", "--draft", "bundled-draft"])
     target, draft = models["target"], models["draft"]
-    assert target.shapes == {Prompt(1), Block(1, 4), Draw(1, 1, 1), Nodes(1, 5), Round(1, draft, 2, 3)}
+    assert target.shapes == {Prompt(1), Block(1, 4), Draw(1, 1, 1), Nodes(1, 5), Round(1, draft, 3)}
     assert draft.shapes == {Prompt(1), Draw(1, 2, 3), Growth(1, 2, Tree.of("2,1"))}
 
 

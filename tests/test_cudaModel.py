@@ -6,15 +6,15 @@ import itertools
 import helpers
 import pytest
 import torch
-from decoding.drawing import draw_tokens
-from decoding.rounds import score_block
 from test_acceptance import watched_alpha
 from test_specSampling import FREE, PROMPTS, near
 
 from decoding.lengthRules import Fixed
+from decoding.model import uniform
 from decoding.verification import RULES
-from engine import cudaGraphs
+from engine import compiledModel
 from engine.cudaModel import CudaModel
+from engine.steps import Block, Draw
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
@@ -22,60 +22,75 @@ from specSampling import specSampling
 from utils import GREEDY, Sampling
 
 
-def captured(model, widths=(), draws=(), rows=1):
+def captured(model, *shapes):
     """`model`, as if its steps of these shapes were captured on a GPU."""
-    model.graphs, model._reads_filled = CudaModel(model.model, model.vocabulary), False
-    for width in widths:
-        model.graphs.add_forward(rows, width)
-    for read, count in draws:
-        model.graphs.add_draw(rows, read, count)
+    model = CudaModel(model.model, model.vocabulary, model.name)
+    model.reads_filled = False
+    model.add(set(shapes))
     return model
+
+
+def draw_key(read, count, sampling):
+    """The key of a capture that draws for one row."""
+    return "draw", (1, read), (1, read + count - 1), (count, 1), sampling
+
+
+def score_key(rows, width, n, sampling, rule):
+    """The key of a capture that scores and verifies blocks with n guesses."""
+    return "score_block", (rows, width), (rows, width), (rows, n, 61), (rows, n + 1), sampling, rule
 
 
 @pytest.mark.parametrize("rule", RULES.values())
 def test_recorded_forwards_are_the_same_without_a_gpu(rule):
     """The steps of a recording, copied inputs and filled-up blocks, run again where a GPU would replay them."""
-    eager, target = helpers.tiny(), captured(helpers.tiny(), (1, 5), [(1, 1)])
-    draft = captured(near(helpers.tiny(), noise=0.1), (2,), [(2, 4)])
+    eager, target = helpers.tiny(), captured(helpers.tiny(), Block(1, 1), Block(1, 5), Draw(1, 1, 1))
+    draft = captured(near(helpers.tiny(), noise=0.1), Block(1, 2), Draw(1, 2, 4))
     for prompt in PROMPTS:
         wanted = regrSampling([prompt], eager, 40, GREEDY)[0]
         assert specSampling([prompt], target, ModelDrafter(draft), 40, 4, GREEDY, verify=rule)[0] == wanted
         assert regrSampling([prompt], target, 40, GREEDY)[0] == wanted
     # A round without guesses uses the recording of plain decoding.
-    assert target.graphs.used > 100 and set(target.graphs.captures) == {(1, 5, 1, GREEDY, rule), (1, 1, 1, GREEDY)}
-    assert set(draft.graphs.captures) == {(1, 2, 4, GREEDY)}
+    assert target.used > 100
+    assert set(target.captures) == {score_key(1, 5, 4, GREEDY, rule), draw_key(1, 1, GREEDY)}
+    assert set(draft.captures) == {draw_key(2, 4, GREEDY)}
 
 
 def test_a_cascades_inner_target_is_recorded_too():
     """It has tokens to read that nobody judges: as many as it is behind."""
-    target, mid = captured(helpers.tiny(), (4,)), captured(near(helpers.tiny(), noise=0.1), (2, 4))
+    target, mid = (
+        captured(helpers.tiny(), Block(1, 4)),
+        captured(near(helpers.tiny(), noise=0.1), Block(1, 2), Block(1, 4)),
+    )
     drafter = CascadeDrafter(mid, ModelDrafter(near(helpers.tiny(), noise=0.2)), Fixed(2))
     for prompt in PROMPTS:
         wanted = regrSampling([prompt], helpers.tiny(), 40, GREEDY)[0]
         assert specSampling([prompt], target, drafter, 40, 3, GREEDY)[0] == wanted
-    assert {key[:3] for key in mid.graphs.captures} >= {(1, 4, 1), (1, 4, 2)}
+    assert {key[:4] for key in mid.captures} >= {score_key(1, 4, n, GREEDY, None)[:4] for n in (2, 3)}
 
 
 def test_draws_are_captured_with_the_drafts_own_sampling():
-    target, draft = captured(helpers.tiny(), (1, 5)), captured(near(helpers.tiny()), (2,), [(2, 4)])
+    target = captured(helpers.tiny(), Block(1, 1), Block(1, 5))
+    draft = captured(near(helpers.tiny()), Block(1, 2), Draw(1, 2, 4))
     wanted = regrSampling(PROMPTS[:1], helpers.tiny(), 40, GREEDY)[0]
     assert specSampling(PROMPTS[:1], target, ModelDrafter(draft, 0.4, 0.8), 40, 4, GREEDY)[0] == wanted
-    assert set(draft.graphs.captures) == {(1, 2, 4, Sampling(0.4, 0, 0.8))}
-    assert {key[3] for key in target.graphs.captures} == {GREEDY}
+    assert set(draft.captures) == {draw_key(2, 4, Sampling(0.4, 0, 0.8))}
+    assert {key[5] for key in target.captures} == {GREEDY}
 
 
 def test_what_is_not_captured():
     """A rule that waits, and tokens that are penalised as they come: they only use the forwards."""
-    target, drafter = captured(helpers.tiny(), (1, 5)), ModelDrafter(near(helpers.tiny(), noise=0.3))
+    target, drafter = captured(helpers.tiny(), Block(1, 1), Block(1, 5)), ModelDrafter(near(helpers.tiny(), noise=0.3))
+    forwards = {("read_block", (1, width), (1, width)) for width in (1, 5)}
     alpha = watched_alpha(PROMPTS, target, drafter, 20)
     assert alpha == pytest.approx(watched_alpha(PROMPTS, helpers.tiny(), drafter, 20), abs=1e-5)
-    assert (1, 5) in target.graphs.captures and set(target.graphs.captures) <= {(1, 1), (1, 5)}
+    assert ("read_block", (1, 5), (1, 5)) in target.captures and set(target.captures) <= forwards
     penalised = Sampling(0.0, 0, 1.0, 1.3)
     wanted = regrSampling(PROMPTS[:1], helpers.tiny(), 30, penalised)[0]
     assert specSampling(PROMPTS[:1], target, drafter, 30, 4, penalised)[0] == wanted
-    assert (1, 5) in target.graphs.captures and set(target.graphs.captures) <= {(1, 1), (1, 5)}
+    assert ("read_block", (1, 5), (1, 5)) in target.captures and set(target.captures) <= forwards
 
 
+@torch.inference_mode()
 def judged(models, rows, n, behind, sampling, rule):
     """What each of `models` makes of the same blocks of n drafts; of two rows one guesses less."""
     generator = torch.Generator().manual_seed(10 * n + behind)
@@ -94,8 +109,8 @@ def judged(models, rows, n, behind, sampling, rule):
         for model in models:
             model.reserve(rows, 20)
             if not turn:
-                model.forward(prompts, torch.arange(5).expand(rows, 5), keep=[4] * rows)
-            found.append(score_block(model, block, positions, q, u, sampling, rule))
+                model.forward(prompts, torch.arange(5).expand(rows, 5), keep=torch.tensor([4]))
+            found.append(model.score_block(block, positions, q, u, sampling, rule))
         yield found
 
 
@@ -113,10 +128,7 @@ def unlike(model, rule, sampling=FREE):
 
 
 def any_width():
-    model = captured(helpers.tiny(), (1, 3, 6))
-    for width in 1, 3, 6:
-        model.graphs.add_forward(2, width)
-    return model
+    return captured(helpers.tiny(), *(Block(rows, width) for rows in (1, 2) for width in (1, 3, 6)))
 
 
 @pytest.mark.parametrize("rule", RULES.values())
@@ -125,21 +137,23 @@ def test_a_judged_block_is_what_it_is_without_recordings(rule, sampling):
     """Of any width, filled up or not, of rows with fewer guesses than others, and where nothing is guessed."""
     model = any_width()
     assert unlike(model, rule, sampling) == 0
-    assert set(model.graphs.captures) == {(2, w, b, sampling, rule) for w in (1, 3, 6) for b in (1, 2) if w >= b}
+    wanted = {score_key(2, w, w - b, sampling, rule) for w in (1, 3, 6) for b in (1, 2) if w >= b}
+    assert set(model.captures) == wanted
 
 
 @pytest.mark.parametrize("rule", RULES.values())
 def test_tokens_filled_in_that_count_as_guesses_are_caught(rule, monkeypatch):
-    pad = cudaGraphs.pad
-    monkeypatch.setattr(cudaGraphs, "pad", lambda x, by: pad(x, by, value=0.1 if len(by) == 4 else 0.0))
+    pad = compiledModel.pad
+    monkeypatch.setattr(compiledModel, "pad", lambda x, by: pad(x, by, value=0.1 if len(by) == 4 else 0.0))
     assert unlike(any_width(), rule)
 
 
 @pytest.mark.parametrize("counts", [(1,), (4,), (1, 2, 4), (3, 5)])
 @pytest.mark.parametrize("block", [1, 2])
+@torch.inference_mode()
 def test_a_run_by_graphs_of_any_lengths_is_the_run_step_by_step(counts, block):
     """Longer ones are cut into those there are, the last one is cut short; a block too narrow is filled up."""
-    eager, model = helpers.tiny(), captured(helpers.tiny(), draws=[(2, count) for count in counts], rows=2)
+    eager, model = helpers.tiny(), captured(helpers.tiny(), *(Draw(2, 2, count) for count in counts))
     prompts = torch.tensor([[5, 9, 2, 11], [7, 7, 30, 1]])
     for wanted in range(1, 8):
         found = []
@@ -147,8 +161,8 @@ def test_a_run_by_graphs_of_any_lengths_is_the_run_step_by_step(counts, block):
             each.reserve(2, 20)
             each.forward(prompts, torch.arange(4).expand(2, 4))
             positions = torch.arange(4 - block, 3 + wanted).expand(2, -1)
-            generator = torch.Generator().manual_seed(wanted)
-            found.append(draw_tokens(each, prompts[:, -block:], positions, wanted, Sampling(0.9, 40, 0.95), generator))
+            u = uniform(wanted, 2, device=each.device, generator=torch.Generator().manual_seed(wanted))
+            found.append(each.draw(prompts[:, -block:], positions, u, Sampling(0.9, 40, 0.95)))
         assert torch.equal(found[0][0], found[1][0]) and found[1][0].shape == (2, wanted)
         torch.testing.assert_close(found[0][1], found[1][1], atol=1e-5, rtol=1e-4)
-    assert model.graphs.used >= 7
+    assert model.used >= 7

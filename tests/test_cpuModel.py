@@ -1,4 +1,4 @@
-"""Compiled forwards against eager ones, and what happens where nothing can be compiled."""
+"""Compiled steps against eager ones, and what happens where nothing can be compiled."""
 
 import itertools
 import os
@@ -9,20 +9,20 @@ import helpers
 import pytest
 import torch
 from conftest import ROOT
-from decoding.drawing import draw_tokens
-from decoding.operators import PYTORCH
-from decoding.rounds import forward, prefill
-from engine.graphs import Plan
 from test_specSampling import PROMPTS, near
 from torch.nn.functional import gelu
 
 from decoding.lengthRules import CostAware, DraftConfidence, Fixed, TargetConfidence
+from decoding.model import Model
 from decoding.rows import Rows
 from decoding.trees.tree import Tree
-from engine import cpuGraphs
+from decoding.trees.verification import TREE_RULES
+from engine import cpuModel
 from engine.cachedModel import CachedModel
-from engine.compiling import compile_model, compile_round
+from engine.compiling import compiled
+from engine.cpuModel import CpuModel
 from engine.kernels import loader, packedLinear
+from engine.steps import Block, Draw, Growth, Nodes, Prompt, Round, whole_round
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
@@ -53,16 +53,22 @@ def first_layer(target):
     return CachedModel(model, target.vocabulary, "draft")
 
 
+@torch.inference_mode()
+def with_graphs(model, *shapes):
+    """The same model, compiled, with graphs for these shapes."""
+    for shape in model.add(set(shapes)):
+        assert model.make(shape)
+    return model
+
+
 @pytest.fixture(scope="module")
 def models(kernels):
     """(eager target, compiled target, compiled draft); as few graphs as the tests need, since each takes seconds."""
     torch._dynamo.utils.counters.clear()
-    eager, target = two_layers(), two_layers()
-    draft = first_layer(eager)
-    assert compile_model(target, Plan(frozenset({5}), frozenset({1}))) > 0
-    assert compile_model(draft, Plan(frozenset({5}), frozenset({4}), read=2, prefill=False)) > 0
-    assert compile_round(target, draft, 4) > 0
-    return eager, target, draft
+    eager = two_layers()
+    target, draft = compiled(two_layers()), compiled(first_layer(eager))
+    with_graphs(draft, Block(1, 5), Draw(1, 2, 4))
+    return eager, with_graphs(target, Prompt(1), Block(1, 5), Draw(1, 1, 1), Round(1, draft, 4)), draft
 
 
 SAMPLERS = {
@@ -86,9 +92,9 @@ def test_every_sampler_writes_with_graphs_what_it_writes_without(models, name):
     eager, target, draft = models
     plain = first_layer(eager)
     for prompt in PROMPTS:
-        forwards = target.graphs.used
+        used = target.used
         assert SAMPLERS[name](target, draft, prompt)[0] == SAMPLERS[name](eager, plain, prompt)[0]
-        assert target.graphs.used > forwards  # the graphs were used
+        assert target.used > used
 
 
 def test_logits_are_eagers_whatever_the_width_the_length_and_what_was_there_before(models):
@@ -101,44 +107,52 @@ def test_logits_are_eagers_whatever_the_width_the_length_and_what_was_there_befo
         model.forward(prompt, torch.arange(40)[None])
     for start, width in ((40, 5), (42, 1), (43, 3), (30, 5), (35, 4), (39, 1), (80, 5), (85, 5), (3, 2)):
         block, at = torch.randint(61, (1, width), generator=generator), torch.arange(start, start + width)[None]
-        wanted, found = (forward(model, block, at) for model in (eager, target))
+        wanted, found = (model.forward(block, at) for model in (eager, target))
         assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 7, 15, 16, 17, 40])
+@torch.inference_mode()
 def test_the_graph_of_prefill_reads_prompts_of_all_lengths(models, monkeypatch, prompt):
     """In one chunk and in several, and into a cache that held another text before."""
-    monkeypatch.setattr(cpuGraphs, "CHUNK", 15)
     eager, target, _ = models
+    monkeypatch.setattr(target, "chunk", 15)
     text = torch.randint(61, (prompt,), generator=torch.Generator().manual_seed(prompt)).tolist()
-    used = target.graphs.used
-    wanted, found = (prefill(model, Rows([text], 9, [model])) for model in (eager, target))
-    assert target.graphs.used == used + 1
+    used = target.used
+    wanted, found = (model.prefill(Rows([text], 9, [model])) for model in (eager, target))
+    assert target.used == used + -(-prompt // 15)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     for ours, eagers in zip(target.cache.layers, eager.cache.layers):
         torch.testing.assert_close(ours.keys[:, :, :prompt], eagers.keys[:, :, :prompt], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("count", [1, 2, 20])
+@torch.inference_mode()
 def test_the_graph_of_prefill_reads_what_a_model_missed(models, monkeypatch, count):
     """Anywhere in a text, in one chunk and in several."""
-    monkeypatch.setattr(cpuGraphs, "CHUNK", 7)
     eager, target, _ = models
+    monkeypatch.setattr(target, "chunk", 7)
     text = torch.randint(61, (1, 40), generator=torch.Generator().manual_seed(count))
     block, at = text[:, 11 : 11 + count], torch.arange(11, 11 + count)[None]
     for model in eager, target:
         model.reserve(1, 60)
         model.forward(text[:, :11], torch.arange(11)[None])
     eager.forward(block, at)
-    target.graphs.read(block, at, target.cache)
-    wanted, found = (forward(model, text[:, -2:], torch.tensor([[11, 12]]) + count) for model in (eager, target))
+    target.read(block, at)
+    wanted, found = (model.forward(text[:, -2:], torch.tensor([[11, 12]]) + count) for model in (eager, target))
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_a_draft_that_missed_rounds_reads_them_by_a_graph_and_guesses_by_another(models):
+def test_a_draft_that_missed_rounds_reads_them_by_a_graph_and_guesses_by_another(models, monkeypatch):
     eager, target, _ = models
-    calls, read = [], target.graphs.read
-    target.graphs.read = lambda tokens, *args: calls.append(tokens.shape[1]) or read(tokens, *args)
+    counts, read = [], target.read
+
+    def counted(tokens, positions, lengths=None):
+        if lengths is None:  # This is no prompt.
+            counts.append(tokens.shape[1])
+        return read(tokens, positions, lengths)
+
+    monkeypatch.setattr(target, "read", counted)
 
     class Pausing(Fixed):
         """Three rounds without guesses after each with."""
@@ -149,17 +163,16 @@ def test_a_draft_that_missed_rounds_reads_them_by_a_graph_and_guesses_by_another
             self.round += 1
             return [0 if self.round % 4 else 4]
 
-    try:
-        text = specSampling(PROMPTS[:1], eager, ModelDrafter(target), 30, Pausing(4), GREEDY)[0]
-    finally:
-        target.graphs.read = read
-    assert text == regrSampling(PROMPTS[:1], eager, 30, GREEDY)[0] and set(calls) == {3} and len(calls) > 2
+    text = specSampling(PROMPTS[:1], eager, ModelDrafter(target), 30, Pausing(4), GREEDY)[0]
+    # It is five tokens behind, and the graph that guesses reads one.
+    assert text == regrSampling(PROMPTS[:1], eager, 30, GREEDY)[0] and set(counts) == {4} and len(counts) > 2
 
 
 @pytest.mark.parametrize(
     "sampling, own",
     [(Sampling(), Sampling()), (GREEDY, GREEDY), (Sampling(), Sampling(0.4, 0, 1.0)), (GREEDY, Sampling())],
 )
+@torch.inference_mode()
 def test_a_round_by_one_graph_is_the_run_and_the_forward(models, sampling, own):
     """Also at the last positions there are, in caches of different sizes, and where the draft's sampling is its own."""
     _, target, draft = models
@@ -170,33 +183,30 @@ def test_a_round_by_one_graph_is_the_run_and_the_forward(models, sampling, own):
     for start, read in ((38, 2), (20, 2), (55, 2)):
         tokens, at = prompt[:, start % 38 :][:, :read], torch.arange(start, start + 6).clamp(max=59)[None]
         u = torch.rand(4, 1, generator=torch.Generator().manual_seed(1))
-        found = target.graphs.round(draft.graphs, tokens, at, u, sampling, own, draft.cache, target.cache)
-        drafts, q = draw_tokens(draft, tokens, at[:, :-1], 4, own, torch.Generator().manual_seed(1))
-        logits = forward(target, torch.cat([tokens[:, 1:], drafts], 1), at[:, 1:])
+        found = target.run(whole_round, draft, tokens, at, u, sampling, own)
+        drafts, q = draft.draw(tokens, at[:, :-1], u, own)
+        logits = target.forward(torch.cat([tokens[:, 1:], drafts], 1), at[:, 1:])
         for ours, wanted in zip(found, (drafts, q, probabilities(logits, sampling))):
             torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-4)
-    assert not target.graphs.has("round", draft.graphs, 1, 2, 3)
+    assert not target.has(Round(1, draft, 3))
 
 
-def test_a_round_is_one_graph_only_where_nothing_happens_inside_it(models):
+def test_a_round_is_one_graph_only_where_nothing_happens_inside_it(models, monkeypatch):
     """Not where a rule stops the guesses, a penalty counts them, or a cascade reads more than one token."""
     _, target, draft = models
-    made, whole = [], target.graphs.round
-    target.graphs.round = lambda *args: made.append(1) or whole(*args)
-    try:
-        for used, length, sampling in (
-            (True, Fixed(4), Sampling()),
-            (True, TargetConfidence(4, 0.1), Sampling()),
-            (False, Fixed(3), Sampling()),
-            (False, DraftConfidence(4, 0.1), Sampling()),
-            (True, CostAware(4), Sampling()),
-            (False, Fixed(4), Sampling(repetition_penalty=1.2)),
-        ):
-            made.clear()
-            specSampling(PROMPTS[:1], target, ModelDrafter(draft), 30, length, sampling)
-            assert bool(made) == used
-    finally:
-        target.graphs.round = whole
+    steps, run = [], target.run
+    monkeypatch.setattr(target, "run", lambda step, *inputs: steps.append(step) or run(step, *inputs))
+    for used, length, sampling in (
+        (True, Fixed(4), Sampling()),
+        (True, TargetConfidence(4, 0.1), Sampling()),
+        (False, Fixed(3), Sampling()),
+        (False, DraftConfidence(4, 0.1), Sampling()),
+        (True, CostAware(4), Sampling()),
+        (False, Fixed(4), Sampling(repetition_penalty=1.2)),
+    ):
+        steps.clear()
+        specSampling(PROMPTS[:1], target, ModelDrafter(draft), 30, length, sampling)
+        assert (whole_round in steps) == used
 
 
 def test_as_many_graphs_as_widths_and_never_another(models):
@@ -211,24 +221,24 @@ def test_as_many_graphs_as_widths_and_never_another(models):
 def test_kernels_belong_to_the_compiled_model(models, monkeypatch):
     """Eager decoding is pure PyTorch, even where another model of the process was compiled."""
     eager, target, draft = models
-    assert eager.operators is PYTORCH and target.operators is draft.operators is not PYTORCH
+    assert type(eager).probabilities is Model.probabilities is not type(target).probabilities
     wanted = specSampling(PROMPTS[:1], eager, ModelDrafter(first_layer(eager)), 20, 4, GREEDY)[0]
     for name in loader.SHAPES | {"accept": None, "accept_block": None}:
         monkeypatch.setattr(torch.ops.native, name, lambda *args: pytest.fail("a kernel was called"))
     assert specSampling(PROMPTS[:1], eager, ModelDrafter(first_layer(eager)), 20, 4, GREEDY)[0] == wanted
     with pytest.raises(pytest.fail.Exception):  # The mistake that the check is for.
-        monkeypatch.setattr(eager, "operators", target.operators)
+        monkeypatch.setattr(eager, "probabilities", target.probabilities)
         specSampling(PROMPTS[:1], eager, ModelDrafter(first_layer(eager)), 20, 4, GREEDY)
 
 
 def test_batches_without_a_graph_of_their_size_are_read_eagerly(models):
     eager, target, draft = models
-    used = target.graphs.used
+    used = target.used
     assert (
         specSampling(PROMPTS, target, ModelDrafter(draft), 30, 4, GREEDY)[0]
         == regrSampling(PROMPTS, eager, 30, GREEDY)[0]
     )
-    assert target.graphs.used == used
+    assert target.used == used
 
 
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
@@ -292,7 +302,7 @@ def test_gelu_goes_into_the_layer_before_it_and_sines_are_stored(models):
             return gelu(self.layer(x)), gelu(y), y, x.cos(), (2 * x).sin()
 
     work, x = Work(), torch.randn(3, 8)
-    graph = cpuGraphs.rewritten(torch.fx.symbolic_trace(work), 2)
+    graph = cpuModel.rewritten(torch.fx.symbolic_trace(work), 2)
     for found, wanted in zip(graph(x), work(x)):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
     used = [node.target for node in graph.graph.nodes]
@@ -307,45 +317,72 @@ def test_gelu_is_torchs_for_every_number(models):
     torch.testing.assert_close(found, gelu(x), atol=1e-6, rtol=1e-6, equal_nan=True)
 
 
+@torch.inference_mode()
 def test_the_graph_of_prefill_reads_ragged_batches(models, monkeypatch):
     """The rows end in different chunks."""
-    monkeypatch.setattr(cpuGraphs, "CHUNK", 15)
-    eager, target = helpers.tiny(layers=1), helpers.tiny(layers=1)
-    assert compile_model(target, Plan(), rows=3) > 0
-    texts = [torch.randint(61, (n,)).tolist() for n in (33, 2, 30)]
-    wanted, found = (prefill(model, Rows(texts, 9, [model])) for model in (eager, target))
+    monkeypatch.setattr(CpuModel, "chunk", 15)
+    eager, target = helpers.tiny(layers=1), with_graphs(compiled(helpers.tiny(layers=1)), Prompt(3))
+    used, texts = target.used, [torch.randint(61, (n,)).tolist() for n in (33, 2, 30)]
+    wanted, found = (model.prefill(Rows(texts, 9, [model])) for model in (eager, target))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-    assert target.graphs.used == 1
-    again = prefill(target, Rows([text[::-1] for text in texts], 9, [target]))  # The mistake the check is for.
+    assert target.used == used + 3
+    again = target.prefill(Rows([text[::-1] for text in texts], 9, [target]))  # The mistake the check is for.
     assert not torch.allclose(again, wanted, atol=1e-2)
+
+
+TREE = Tree.of("3/2,1,0/1,2,0")
+
+
+@pytest.fixture(scope="module")
+def tree_models(kernels):
+    """A target and a draft with graphs for one shape of tree."""
+    target = helpers.tiny(seed=0, layers=1)
+    rows, draft = len(PROMPTS), compiled(near(target))
+    return with_graphs(compiled(target), Nodes(rows, TREE.size + 1)), with_graphs(draft, Growth(rows, 2, TREE))
+
+
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_texts_with_trees_are_those_of_eager_models(tree_models, rule):
+    target, eager = tree_models[0], helpers.tiny(seed=0, layers=1)
+    for sampling in (GREEDY, Sampling(0.85, 0, 0.9), Sampling(1.0, 5, 1.0, 1.3)):
+        texts = []
+        for pair in (tree_models, (eager, near(eager))):
+            before = target.used
+            generator = torch.Generator().manual_seed(3)
+            inputs = PROMPTS, pair[0], TreeDrafter(pair[1]), 40, TREE, sampling, None, generator, None, TREE_RULES[rule]
+            texts.append(treeSampling(*inputs)[0])
+            uses = target.used > before + 3
+            assert uses == (pair is tree_models)
+        assert texts[0] == texts[1]
+    plain, _ = regrSampling(PROMPTS, eager, 40, GREEDY)
+    assert treeSampling(PROMPTS, target, TreeDrafter(tree_models[1]), 40, TREE, GREEDY)[0] == plain
 
 
 def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     loader.load.cache_clear()
     eager, target = helpers.tiny(), helpers.tiny()
-    assert compile_model(target, Plan(frozenset({1}))) is None
+    assert compiled(target) is target
     said = capsys.readouterr().err
     loader.load.cache_clear()
     assert said.startswith("gpt_neox-0 stays eager") and said.count("\n") == 1
-    assert target.graphs is None and target.operators is PYTORCH
     assert regrSampling(PROMPTS, target, 20, GREEDY)[0] == regrSampling(PROMPTS, eager, 20, GREEDY)[0]
 
 
 def test_heads_without_a_kernel_stay_eager(models, monkeypatch, capsys):
     monkeypatch.setattr(loader, "HEAD_WIDTHS", (16,))
-    assert compile_model(helpers.tiny(), Plan(frozenset({1}))) is None and "heads" in capsys.readouterr().err
+    target = helpers.tiny()
+    assert compiled(target) is target and "heads" in capsys.readouterr().err
 
 
 SCRIPT = """
 import helpers, torch
-from engine.cachedModel import CachedModel
-from engine.compiling import compile_model, compile_round
-from engine.graphs import Plan
+from engine.steps import Block
+from engine.compiling import compiled, make_graphs
 from regrSampling import regrSampling
 from utils import GREEDY
-eager, model = helpers.tiny(layers=1), helpers.tiny(layers=1)
-assert compile_model(model, Plan(frozenset({5}), prefill=False)) > 0
+eager, model = helpers.tiny(layers=1), compiled(helpers.tiny(layers=1))
+assert make_graphs([model], lambda: model.asked.add(Block(1, 5))) > 0
 assert regrSampling([[5, 9, 2]], model, 30, GREEDY)[0] == regrSampling([[5, 9, 2]], eager, 30, GREEDY)[0]
 print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 """
