@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from benchmark.options import Options
 from decoding.model import Model
-from decoding.record import Record
+from decoding.rows import Record
 from decoding.trees.shapes import Acceptance, best_tree
 from decoding.trees.tree import Tree
 from decoding.trees.verification import TreeRule, first_passed, path_of, traversal_rule

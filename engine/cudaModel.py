@@ -14,8 +14,8 @@ from torch import Tensor
 
 from decoding.model import Model
 from decoding.trees.tree import Places
+from engine.cachedModel import SlotCache
 from engine.compiledModel import CompiledModel, Step
-from engine.kvCache import SlotCache
 from engine.steps import Move, Shape
 
 Work = Callable[..., Sequence[Tensor]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decoding.drafter import Guesses
 from decoding.model import Model
-from decoding.record import Record
+from decoding.rows import Record
 from decoding.trees.guesses import TreeGuesses
 from decoding.trees.shapes import Acceptance
 from decoding.trees.verification import after_child

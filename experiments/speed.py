@@ -18,7 +18,7 @@ import torch
 from scipy.stats import bootstrap
 from torch import Generator
 
-from decoding.record import Record
+from decoding.rows import Record
 from experiments.lines import TimedText
 
 # f(prompt, generator) continues one prompt: its new tokens and its record, each in a list of one.

@@ -9,7 +9,7 @@ import torch
 from test_specSampling import PROMPTS, near
 
 from decoding.lengthRules import DraftConfidence
-from decoding.record import Record
+from decoding.rows import Record
 from decoding.trees.shapes import FixedTree
 from decoding.trees.shapes import expected as tokens_of
 from decoding.trees.tree import Tree

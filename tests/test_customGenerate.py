@@ -35,7 +35,7 @@ from transformers import (
 
 from decoding.lengthRules import DraftConfidence
 from decoding.verification import RULES
-from engine.kvCache import ATTENTION, sdpa_in_cache_dtype
+from engine.cachedModel import ATTENTION, sdpa_in_cache_dtype
 from methods import customGenerate, generateArguments
 from methods.customGenerate import kept_copy, speculative
 from methods.generateArguments import as_sampling, unpadded

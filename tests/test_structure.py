@@ -90,8 +90,8 @@ def test_imports_go_one_way():
 @pytest.mark.parametrize(
     "file, line",
     [
-        ("decoding/rows.py", "from engine.kvCache import SlotCache"),
-        ("engine/kvCache.py", "def f():\n    import methods.catalogue"),
+        ("decoding/rows.py", "from engine.cachedModel import SlotCache"),
+        ("engine/cachedModel.py", "def f():\n    import methods.catalogue"),
         ("utils.py", "import decoding.rows"),
         ("specSampling.py", "from engine import compiling"),
     ],

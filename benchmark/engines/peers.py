@@ -20,7 +20,7 @@ from benchmark.engines.textCheck import Figures, Float32Model, TextChecker
 from benchmark.options import Options
 from benchmark.records import PeerLine
 from benchmark.samplers import ALPHAS, SAMPLING, Generated
-from decoding.record import Record
+from decoding.rows import Record
 from engine.cachedModel import CachedModel
 from inputs.devices import available_memory
 from inputs.files import gigabytes
