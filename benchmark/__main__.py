@@ -22,12 +22,12 @@ from typing import Any, TypeVar, cast
 import torch
 from rich.console import Console
 
+from benchmark.contenders import TREE, Library, Variants, library_twin, samplers
 from benchmark.engines.peers import Peer, start_peers
 from benchmark.figure import draw
 from benchmark.options import Options, parse
+from benchmark.randomModels import VOCABULARY, random_model, weights_of
 from benchmark.records import BenchmarkRecord
-from benchmark.samplers import TREE, Library, Variants, library_twin, samplers
-from benchmark.shapes import VOCABULARY, random_model, weights_of
 from benchmark.stepTimes import LARGE, PROMPT, WIDTHS, step_times, tokens_of_rounds
 from benchmark.tables import tables
 from decoding.lengthRules import Fixed

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from benchmark.engines.engineProcess import ENGINES
-from benchmark.shapes import SHAPES
+from benchmark.randomModels import SHAPES
 from inputs.commandLine import Parser, path, text, whole
 from inputs.files import ROOT
 from inputs.models import DTYPES, default_pair

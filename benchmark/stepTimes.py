@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Generator, Tensor
 
+from benchmark.contenders import SAMPLING, Variants, synthetic
 from benchmark.records import ForwardLine, GrowthLine, PartLine, PrefillLine, StepRecord
-from benchmark.samplers import SAMPLING, Variants, synthetic
 from decoding.model import uniform
 from decoding.rows import Rows
 from decoding.verification import token_rule

@@ -9,9 +9,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from benchmark.contenders import ALPHAS, SAMPLING
 from benchmark.engines.textCheck import verdict
 from benchmark.records import BenchmarkRecord, Prediction, StepLine
-from benchmark.samplers import ALPHAS, SAMPLING
 from benchmark.stepTimes import LARGE, PROMPT
 from experiments import theory
 from experiments.speed import Interval, TimedText, interval, paired_ratios, summarize

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from decoding.drafter import Guesses
     from decoding.lengthRules import LengthRule
     from decoding.rows import Rows
-    from decoding.trees.verification import TreeRule
+    from decoding.trees.rules import TreeRule
     from decoding.verification import Rule, VerificationRule
 
 
@@ -228,7 +228,7 @@ class Model(ABC):
         """Score a tree of guesses with one forward, and verify it.
 
         block: int64 `[B, n + 1]`, the tokens of all nodes, the root first. q: float32 `[B, n, V]`, the laws of the
-        guesses. u: float32 `[B, n + 1]`, uniform numbers for the rule `verify` (trees/verification.py).
+        guesses. u: float32 `[B, n + 1]`, uniform numbers for the rule `verify` (trees/rules.py).
         Returns p `[B, n + 1, V]`, the distributions after each node, and the rule's `accepted[B]`, `path[B, depth]` and
         `token[B]`.
         """

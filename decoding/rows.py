@@ -1,4 +1,4 @@
-"""`Rows`: the committed tokens of a ragged batch, whose rows grow by different amounts. `Record`: the history of a row."""
+"""`Rows`: the committed tokens of a ragged batch, whose rows grow by different amounts, and each row's `Record`."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from decoding.drafter import Guesses
 from decoding.lengthRules import LengthRule
 from decoding.model import Model, uniform
 from decoding.rows import Rows, upload
+from decoding.trees.rules import TreeRule
 from decoding.trees.tree import Places, Tree
-from decoding.trees.verification import TreeRule
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
 from engine.steps import Block, Draw, Growth, Nodes, Prompt, Round, Shape, read_block, read_chunk, whole_round

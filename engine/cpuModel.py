@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache, StaticLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from decoding.model import Model
+from decoding.trees.rules import TreeRule, top_down_rule, traversal_rule
 from decoding.trees.tree import Places, Tree
-from decoding.trees.verification import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import Rule, VerificationRule, block_rule, token_rule
 from engine.cachedModel import sdpa_in_cache_dtype
 from engine.compiledModel import CompiledModel, Step

@@ -14,8 +14,8 @@ from decoding.drafter import Guesses
 from decoding.model import Model
 from decoding.rows import Record
 from decoding.trees.guesses import TreeGuesses
+from decoding.trees.rules import after_child
 from decoding.trees.shapes import Acceptance
-from decoding.trees.verification import after_child
 from experiments import theory
 from experiments.lines import Positions
 from methods.samplers import Sampler, Wrap

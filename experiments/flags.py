@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from decoding.lengthRules import RULES as DRAFT_LENGTHS
-from decoding.trees.verification import TREE_RULES
+from decoding.trees.rules import TREE_RULES
 from decoding.verification import RULES as VERIFICATIONS
 from inputs.commandLine import Parser, number, path, text, whole
 from inputs.files import ROOT

@@ -18,8 +18,8 @@ from torch import Generator, Tensor
 from decoding.drafter import Drafter, Guesses
 from decoding.lengthRules import LengthRule
 from decoding.rows import Rows, upload
+from decoding.trees.rules import in_postorder, judge, traversal_rule
 from decoding.trees.tree import Places, Tree
-from decoding.trees.verification import in_postorder, judge, traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter
@@ -81,7 +81,7 @@ def wrong_temperature(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[
     return accepted, pick(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])
 
 
-# Verification rules for trees. Arguments and results are those of decoding/trees/verification.py.
+# Verification rules for trees. Arguments and results are those of decoding/trees/rules.py.
 
 
 def siblings_not_renormalised(

@@ -14,9 +14,9 @@ from decoding.lengthRules import RULES as LENGTH_RULES
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
 from decoding.rows import Callback, Record
+from decoding.trees.rules import TREE_RULES
 from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree
-from decoding.trees.verification import TREE_RULES
 from decoding.verification import RULES as VERIFICATIONS
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast

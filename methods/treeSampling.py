@@ -12,9 +12,9 @@ from decoding.lengthRules import Fixed
 from decoding.model import Model, uniform
 from decoding.rows import Callback, EndOfText, Record, Rows
 from decoding.trees.guesses import TreeGuesses
+from decoding.trees.rules import TreeRule, top_down_rule, traversal_rule
 from decoding.trees.shapes import FixedTree, TreeChoice
 from decoding.trees.tree import Places, Tree
-from decoding.trees.verification import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import VerificationRule, block_rule, token_rule
 from methods.drafters import ModelDrafter
 from specSampling import advance as chain_round
@@ -61,7 +61,7 @@ def treeSampling(
     """Continue each of `prefixes` with tokens distributed exactly as `target`'s own, in fewer forwards of `target`.
 
     tree: the shape of a round's guesses, or what chooses it (decoding/trees/shapes.py).
-    verify: which guesses to accept (decoding/trees/verification.py).
+    verify: which guesses to accept (decoding/trees/rules.py).
     The other arguments, both results and the errors are those of `regrSampling`.
 
     A round is a plain step, a round of `specSampling` if the shape is a chain, or a round with a tree. Each one adds

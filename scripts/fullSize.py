@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmark.shapes import random_model
+from benchmark.randomModels import random_model
 from inputs.files import ROOT
 from tests.localHub import LocalHub, Repository
 

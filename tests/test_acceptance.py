@@ -10,10 +10,10 @@ from test_specSampling import PROMPTS, near
 
 from decoding.lengthRules import DraftConfidence
 from decoding.rows import Record
+from decoding.trees.rules import TREE_RULES
 from decoding.trees.shapes import FixedTree
 from decoding.trees.shapes import expected as tokens_of
 from decoding.trees.tree import Tree
-from decoding.trees.verification import TREE_RULES
 from decoding.verification import token_rule
 from experiments import sweep, theory
 from experiments.acceptance import RoundGuesses, acceptance_of, chances, expected, overlaps_in_text, overlaps_of
@@ -142,9 +142,7 @@ def test_tokens_a_round_with_trees_are_those_expected(rule, shape):
 
     def make(wrap):
         drafter, choice = wrap(TreeDrafter(draft)), Tree.of(shape) if shape else InTurn()
-        return lambda prefixes, max_len, sampling, end, generator: treeSampling(
-            prefixes, target, drafter, max_len, choice, sampling, end, generator, None, TREE_RULES[rule]
-        )
+        return partial(treeSampling, target=target, drafter=drafter, tree=choice, verify=TREE_RULES[rule])
 
     found = overlaps_of(make, prompts * 8, target, DRAW, 40, None, 0)
     ratio = (1 + found.accepted / found.rounds) / expected(found.positions)["tokens"]

@@ -9,7 +9,7 @@ from test_specSampling import near
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import __main__ as benchmark
-from benchmark import samplers, shapes, stepTimes, tables
+from benchmark import contenders, randomModels, stepTimes, tables
 from benchmark.options import parse
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
@@ -82,7 +82,7 @@ def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys, mo
 
 def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsys):
     for name, shape in {"large": (32, 2, 4), "small": (16, 1, 2)}.items():
-        monkeypatch.setitem(shapes.SHAPES, name, shape)
+        monkeypatch.setitem(randomModels.SHAPES, name, shape)
     for module in benchmark, stepTimes, tables:
         monkeypatch.setattr(module, "PROMPT", 8)
     for module in benchmark, shapes:
@@ -110,7 +110,7 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
     record = json.loads((tmp_path / "benchmark-large.json").read_text())
     assert [line["method"] for line in record["speed"]] == [
         "plain, eager",
-        *(f"synthetic {alpha}, eager" for alpha in samplers.ALPHAS),
+        *(f"synthetic {alpha}, eager" for alpha in contenders.ALPHAS),
         "tree, synthetic 0.6, eager",
         "transformers",
     ]
@@ -119,8 +119,8 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
 
 
 def test_a_random_model_computes_what_one_made_the_usual_way_does(monkeypatch):
-    monkeypatch.setitem(shapes.SHAPES, "tiny", (32, 2, 4))
-    model = shapes.random_model("tiny", torch.float32, "cpu", 0)
+    monkeypatch.setitem(randomModels.SHAPES, "tiny", (32, 2, 4))
+    model = randomModels.random_model("tiny", torch.float32, "cpu", 0)
     usual = type(model)(model.config).eval()
     usual.load_state_dict(model.state_dict())
     tokens = torch.randint(0, 50304, (1, 20))
@@ -129,7 +129,7 @@ def test_a_random_model_computes_what_one_made_the_usual_way_does(monkeypatch):
 
 def test_a_twin_shares_weights_and_keeps_the_librarys_attention():
     ours = helpers.tiny()
-    other = samplers.library_twin(ours.model)
+    other = contenders.library_twin(ours.model)
     assert other.config._attn_implementation == "sdpa" != ours.model.config._attn_implementation
     assert all(a is b for a, b in zip(ours.model.parameters(), other.parameters()))
 
@@ -139,7 +139,7 @@ def test_the_librarys_tokens_are_timed_as_they_come(gamma):
     """Not all at the end: a text's record has a time for each forward of the target."""
     target = helpers.tiny()
     assistant = None if gamma is None else helpers.tiny(seed=1).model
-    sampler = samplers.library_sampler(target.model, 20, assistant, gamma)
+    sampler = contenders.library_sampler(target.model, 20, assistant, gamma)
     (tokens,), (record,) = sampler([5, 9, 2], torch.Generator().manual_seed(0))
     assert len(tokens) == record.tokens == 20
     assert len(record.times) > 1 and record.times == sorted(set(record.times))
@@ -150,9 +150,9 @@ def test_the_librarys_tokens_are_timed_as_they_come(gamma):
 def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
     """By the model's own prefill, once for each call, with a KV cache of one size."""
     target, read = helpers.tiny(), []
-    own = target.read_prompt
+    prefill = target.prefill
     monkeypatch.setattr(
-        target, "read_prompt", lambda rows: read.append((rows.lengths.tolist(), rows.capacity)) or own(rows)
+        target, "prefill", lambda rows: read.append((rows.lengths.tolist(), rows.capacity)) or prefill(rows)
     )
     monkeypatch.setattr(stepTimes, "PROMPTS", (4, 9, 500))
     lines = stepTimes.prefill_times({"eager": {"target": target}}, "cpu", 0)
@@ -163,7 +163,7 @@ def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
 def test_without_a_cache_greedy_is_plain_decoding():
     target, draft = helpers.tiny(), helpers.tiny(seed=1)
     for model in (draft, near(target, noise=0.1)):
-        (tokens,), (record,) = samplers.cache_free([5, 9, 2], target.model, model.model, 20, 4, sampling=GREEDY)
+        (tokens,), (record,) = contenders.cache_free([5, 9, 2], target.model, model.model, 20, 4, sampling=GREEDY)
         assert [tokens] == regrSampling([[5, 9, 2]], target, 20, GREEDY)[0]
         assert record.tokens == 20 and len(record.times) == len(record.accepted)
 
@@ -172,7 +172,7 @@ def test_without_a_cache_it_draws_from_the_target():
     target, sampling = helpers.tiny(vocabulary=5, layers=1), Sampling(1.0, 0, 1.0)
     draft, generator = near(target, noise=1.0), torch.Generator().manual_seed(0)
     drawn = [
-        samplers.cache_free([1, 2], target.model, draft.model, 2, 2, generator, sampling)[0][0] for _ in range(1500)
+        contenders.cache_free([1, 2], target.model, draft.model, 2, 2, generator, sampling)[0][0] for _ in range(1500)
     ]
     joint = helpers.joint_distribution(target, [1, 2], 2, sampling)
     assert helpers.chi_square(drawn, joint, 5) > 1e-3
@@ -184,7 +184,7 @@ def test_the_synthetic_rule_accepts_at_its_rate(alpha):
     p, q = (torch.rand(count, n, 7, generator=generator).pow(3) for n in (3, 2))
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     drafts = draw(q, generator)
-    accepted, token = samplers.synthetic(alpha)(p, q, drafts, torch.rand(count, 3, generator=generator))
+    accepted, token = contenders.synthetic(alpha)(p, q, drafts, torch.rand(count, 3, generator=generator))
     shares = torch.bincount(accepted, minlength=3) / count
     wanted = torch.tensor([1 - alpha, alpha * (1 - alpha), alpha**2])
     torch.testing.assert_close(shares, wanted, atol=0.015, rtol=0)
@@ -208,7 +208,7 @@ def test_a_wrong_flag_is_one_line(wrong, tmp_path, monkeypatch, capsys):
     assert captured.err.startswith("benchmark: error: ") and captured.err.count("\n") == 1 and not captured.out
     assert not list(tmp_path.iterdir())
     if "1m" in wrong:
-        assert all(name in captured.err for name in shapes.SHAPES)
+        assert all(name in captured.err for name in randomModels.SHAPES)
 
 
 class KernelCalls(TorchDispatchMode):
@@ -226,7 +226,7 @@ def variants():
     """A tiny pair, eager and with the kernels of a compiled one."""
     models = {"target": helpers.tiny(), "draft": helpers.tiny(seed=1)}
     ready = {
-        role: compiled(CachedModel(samplers.sharing_copy(model.model), model.vocabulary))
+        role: compiled(CachedModel(contenders.sharing_copy(model.model), model.vocabulary))
         for role, model in models.items()
     }
     if any(type(model) is CachedModel for model in ready.values()):
@@ -238,9 +238,9 @@ def variants():
 def test_only_compiled_rows_call_kernels(variants, flags):
     """Although the kernels are loaded in this process."""
     options = parse(["--maxLen", "9", *flags])
-    library = {role: samplers.library_twin(model.model) for role, model in variants["eager"].items()}
+    library = {role: contenders.library_twin(model.model) for role, model in variants["eager"].items()}
     called = {}
-    for name, sampler in samplers.samplers(options, variants, library).items():
+    for name, sampler in contenders.samplers(options, variants, library).items():
         with KernelCalls() as calls:
             sampler([5, 9, 2], torch.Generator().manual_seed(0))
         called[name] = calls.count > 0

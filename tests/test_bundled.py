@@ -55,7 +55,7 @@ def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_50_prompts
     else:
         models, wanted = {"target": mid, "draft": draft}, "mids_own"
     sampler = build([name], models, Decoding())[name]
-    assert sampler(prompts, 100, GREEDY)[0] == request.getfixturevalue(wanted)
+    assert sampler(prompts, max_len=100, sampling=GREEDY)[0] == request.getfixturevalue(wanted)
 
 
 def by_transformers(model, prompts):

@@ -15,8 +15,8 @@ from torch.nn.functional import gelu
 from decoding.lengthRules import CostAware, DraftConfidence, Fixed, TargetConfidence
 from decoding.model import Model
 from decoding.rows import Rows
+from decoding.trees.rules import TREE_RULES
 from decoding.trees.tree import Tree
-from decoding.trees.verification import TREE_RULES
 from engine import cpuModel
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled

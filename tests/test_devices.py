@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import refused
 
-from engine.compiling import engine_for
+from engine.compiling import compiled_class
 from experiments import processes
 from experiments.prepare import where_to_run
 from experiments.settings import parse
@@ -37,7 +37,7 @@ def test_the_gpu_of_an_apple_computer(monkeypatch):
         pass
     assert waited == ["text"] * 2 and pick_dtype("mps") == "float16"
     with pytest.raises(RuntimeError, match="no graphs on mps"):
-        engine_for(SimpleNamespace(device=torch.device("mps")))
+        compiled_class(SimpleNamespace(device=torch.device("mps")))
     if not torch.backends.mps.is_available():
         with refused("mps", "use cpu"):
             pick_device("mps")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmark import __main__ as benchmark
-from benchmark import shapes, stepTimes, tables
+from benchmark import randomModels, stepTimes, tables
 from benchmark.engines import engineProcess, install, peers, textCheck
 from benchmark.engines.engineProcess import EngineProcess, PeerError, Weights
 from engine.cachedModel import CachedModel
@@ -212,8 +212,8 @@ def test_in_float32_is_what_a_float32_copy_computes():
 
 
 def test_weights_are_read_and_cut(tmp_path, monkeypatch):
-    monkeypatch.setitem(shapes.SHAPES, "tiny", (32, 2, 4))
-    model = shapes.random_model("tiny", torch.bfloat16, "cpu", 0)
+    monkeypatch.setitem(randomModels.SHAPES, "tiny", (32, 2, 4))
+    model = randomModels.random_model("tiny", torch.bfloat16, "cpu", 0)
     model.save_pretrained(tmp_path)
     weights = Weights(tmp_path, 100)
     assert (weights.layers, weights.heads, weights.head, weights.rotary) == (2, 4, 8, 2)

@@ -15,11 +15,11 @@ import torch
 from torch import Generator
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmark.contenders import ALPHAS, SAMPLING, Generated
 from benchmark.engines.engineProcess import ENGINES, FOLDER, EngineProcess, LoadRequest, PeerError, short_reason
 from benchmark.engines.textCheck import Figures, Float32Model, TextChecker
 from benchmark.options import Options
 from benchmark.records import PeerLine
-from benchmark.samplers import ALPHAS, SAMPLING, Generated
 from decoding.rows import Record
 from engine.cachedModel import CachedModel
 from inputs.devices import available_memory

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmark.samplers import SAMPLING
+from benchmark.contenders import SAMPLING
 from lossless.evidence import TESTS, seen_by
 from lossless.scorer import TextScorer
 from utils import GREEDY

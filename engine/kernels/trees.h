@@ -1,4 +1,4 @@
-// Trees of guesses: draws without replacement, and the rules. decoding/trees/guesses.py and decoding/trees/verification.py
+// Trees of guesses: draws without replacement, and the rules. decoding/trees/guesses.py and decoding/trees/rules.py
 // define what these compute.
 #pragma once
 #include "sampling.h"

@@ -20,9 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 from benchmark.options import Options
 from decoding.model import Model
 from decoding.rows import Record
+from decoding.trees.rules import TreeRule, first_passed, path_of, traversal_rule
 from decoding.trees.shapes import Acceptance, best_tree
 from decoding.trees.tree import Tree
-from decoding.trees.verification import TreeRule, first_passed, path_of, traversal_rule
 from decoding.verification import VerificationRule, block_rule, token_rule
 from engine.cachedModel import CachedModel
 from experiments.speed import Timed
