@@ -85,7 +85,7 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
         monkeypatch.setitem(randomModels.SHAPES, name, shape)
     for module in benchmark, stepTimes, tables:
         monkeypatch.setattr(module, "PROMPT", 8)
-    for module in benchmark, shapes:
+    for module in benchmark, randomModels:
         monkeypatch.setattr(module, "VOCABULARY", 3000)  # What draws cost: a true one makes them longer than forwards.
     assert (
         benchmark.main(
