@@ -512,9 +512,8 @@ FILTERED = Sampling(0.9, 4, 0.8)  # It selects and sorts.
 def test_mps_writes_the_texts_of_the_cpu(apple, name):
     """Greedy texts; with a repetition penalty, too."""
     for sampling in GREEDY, PENALISED:
-        texts, wanted = (
-            sampler(name, models(device))(FIRST, max_len=10, sampling=sampling)[0] for device in ("mps", "cpu")
-        )
+        samplers = (sampler(name, models(device)) for device in ("mps", "cpu"))
+        texts, wanted = (write(FIRST, max_len=10, sampling=sampling)[0] for write in samplers)
         assert texts == wanted
 
 
