@@ -19,13 +19,13 @@ from torch import Tensor
 from utils import UserError, not_finite
 
 Window = tuple[int, int, int]
-Mapping = Callable[..., Iterable[Any]]  # map(function, items), as the builtin
+MapFunction = Callable[..., Iterable[Any]]  # map(function, items), as the builtin
 ROWS = 256  # Positions whose distributions are computed at a time. It bounds the memory for large vocabularies.
 
 
-class Scorer(Protocol):
-    """What perplexity needs of a model. score(tokens `[1, n]`): the logits after each token, float32 `[1, n, V]`, where
-    the tokens are."""
+class ScoringModel(Protocol):
+    """What perplexity needs of a model. score(tokens `[1, n]`): the logits after each token, float32 `[1, n, V]`, on
+    the device of the tokens."""
 
     name: str
     device: Any
@@ -52,42 +52,43 @@ def speculative_log_probs(log_p: Tensor, log_q: Tensor, tokens: Tensor) -> Tenso
     return log_px + (m + (1 - beta) * after_rejection).log()
 
 
-def token_log_probs(tokens: Tensor, target: Scorer, draft: Scorer | None = None) -> dict[str, Tensor]:
+def token_log_probs(tokens: Tensor, target: ScoringModel, draft: ScoringModel | None = None) -> dict[str, Tensor]:
     """The log-probability of each of `tokens[1:]` given the tokens before it, from one forward of each model.
 
     Returns float32 `[n - 1]` on the host for "target" and, with a draft, for "draft" and "speculative" (the sampler of
     both). Raises UserError for a model whose logits are not finite.
     """
     tokens = tokens.to(target.device)
-    scores = [model.score(tokens[None])[0, :-1] for model in (target, draft) if model is not None]
-    roles = ("target",) if draft is None else ("target", "draft", "speculative")
-    pieces: dict[str, list[Tensor]] = {role: [] for role in roles}
-    for start in range(0, len(tokens) - 1, ROWS):
-        log_probs = [s[start : start + ROWS].log_softmax(-1) for s in scores]
-        following = tokens[start + 1 : start + 1 + len(log_probs[0])]
-        for role, distribution in zip(roles, log_probs):
+    models = {"target": target} if draft is None else {"target": target, "draft": draft}
+    logits = [model.score(tokens[None])[0, :-1].split(ROWS) for model in models.values()]
+    pieces: dict[str, list[Tensor]] = {role: [] for role in models}
+    for following, *rows in zip(tokens[1:].split(ROWS), *logits):
+        log_probs = [row.log_softmax(-1) for row in rows]
+        for role, distribution in zip(models, log_probs):
             pieces[role].append(distribution.gather(-1, following[:, None])[:, 0])
         if draft is not None:
             log_p, log_q = log_probs
-            pieces["speculative"].append(speculative_log_probs(log_p, log_q, following))
-    found = {role: torch.cat(parts).cpu() for role, parts in pieces.items()}
-    for role, model in ("target", target), ("draft", draft):
-        if model is not None and found[role].isnan().any():
+            pieces.setdefault("speculative", []).append(speculative_log_probs(log_p, log_q, following))
+    token_values = {role: torch.cat(parts).cpu() for role, parts in pieces.items()}
+    for role, model in models.items():
+        if token_values[role].isnan().any():
             raise not_finite(model)
-    return found
+    return token_values
 
 
-def calculate_ppl_regr(tokens: Sequence[int] | Tensor, target: Scorer) -> float:
+def calculate_ppl_regr(tokens: Sequence[int] | Tensor, target: ScoringModel) -> float:
     """The perplexity of one text (two token ids or more) under one model: exp of the mean of -log p(x_i | x_<i)."""
     return perplexities(tokens, target)["target"]
 
 
-def calculate_ppl_spec(tokens: Sequence[int] | Tensor, target: Scorer, draft: Scorer) -> float:
+def calculate_ppl_spec(tokens: Sequence[int] | Tensor, target: ScoringModel, draft: ScoringModel) -> float:
     """The perplexity of one text under the speculative sampler made of `target` and `draft`."""
     return perplexities(tokens, target, draft)["speculative"]
 
 
-def perplexities(tokens: Sequence[int] | Tensor, target: Scorer, draft: Scorer | None = None) -> dict[str, float]:
+def perplexities(
+    tokens: Sequence[int] | Tensor, target: ScoringModel, draft: ScoringModel | None = None
+) -> dict[str, float]:
     """The perplexity of one text for each role of `token_log_probs`."""
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")
@@ -137,12 +138,12 @@ class CorpusPerplexity:
 def calculate_ppl_corpus(
     text: str,
     tokenizer: Callable[..., Any],
-    target: Scorer,
-    draft: Scorer | None = None,
+    target: ScoringModel,
+    draft: ScoringModel | None = None,
     window: int = 1024,
     stride: int = 512,
     progress: Callable[[int], object] | None = None,
-    spread: Mapping = map,
+    spread: MapFunction = map,
 ) -> dict[str, CorpusPerplexity]:
     """The `CorpusPerplexity` of one text for each role of `token_log_probs`.
 
@@ -164,15 +165,15 @@ def calculate_ppl_corpus(
 
     def score(piece: Window) -> dict[str, float]:
         """The negative log-likelihood of the tokens that are new in a window, in nats, for each role."""
-        start, scored, end = piece
-        found = token_log_probs(tokens[start:end], target, draft)
-        return {role: -log_probs[scored - end :].double().sum().item() for role, log_probs in found.items()}
+        start, first_new, end = piece
+        log_probs = token_log_probs(tokens[start:end], target, draft)
+        return {role: -values[first_new - end :].double().sum().item() for role, values in log_probs.items()}
 
     nll: dict[str, float] = {}
-    for nats, (_, scored, end) in zip(spread(score, pieces), pieces):
+    for nats, (_, first_new, end) in zip(spread(score, pieces), pieces):
         nll = {role: nll.get(role, 0.0) + nats[role] for role in nats}
         if progress:
-            progress(end - scored)
+            progress(end - first_new)
     return {role: CorpusPerplexity(nats, len(tokens) - 1, **size) for role, nats in nll.items()}
 
 

@@ -8,8 +8,6 @@ python downloadData.py --list                         what is there
 
 from __future__ import annotations
 
-import argparse
-import functools
 import itertools
 import os
 import re
@@ -22,23 +20,22 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import constants
 
-from engine.progress import followed
-from inputs import folders
-from inputs.commandLine import Parser, as_command, text, whole
-from inputs.escape import one_line
-from inputs.files import file_errors, gigabytes, lock, swap
-from inputs.hub import check_disk, describe, fetch, hub_errors, to_move
+from inputs import files
+from inputs.commandLine import Parser, as_command, one_line, script_parser, text, whole
+from inputs.files import file_errors, gigabytes, lock_folder, replace_folder
+from inputs.hub import check_disk, fetch, hub_errors, list_repository, missing_bytes
 from inputs.manifest import (
     UNFINISHED,
     HubFile,
     Manifest,
     damaged,
     digest_of,
-    list_folders,
+    print_folders,
     read_manifest,
     write_manifest,
 )
-from inputs.texts import ENDINGS, FOLDERS, HEADING, read
+from inputs.progress import followed
+from inputs.texts import ENDINGS, FOLDERS, HEADING, is_saved, read
 from utils import UserError
 
 if TYPE_CHECKING:  # Importing it takes a second.
@@ -54,50 +51,71 @@ def folder_of(name: str) -> Path:
     """The folder of a data set under datasets/. Raises UserError for a name that leads elsewhere."""
     if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name == "sample" or name.endswith(UNFINISHED):
         raise UserError(f"{name!r} cannot name a data set here: use letters, digits, '_' and '-', and not 'sample'")
-    return folders.DATASETS / FOLDERS.get(name, name)
+    return files.DATASETS / FOLDERS.get(name, name)
 
 
-def install(name: str, make: Callable[[Path], tuple[DatasetDict, dict[str, str]]], replace: bool = False) -> None:
-    """Make a data set and save it as `datasets/<name>`. Raises UserError if that fails.
-
-    make(staging): returns the data set and the repo and commit it is from. Files that it downloads into the staging
-        folder stay there after an error, so they are not fetched again.
-    The data set's folder appears when it is complete.
-    """
+def is_installed(
+    name: str, repo: str, offline: bool, is_enough: Callable[[Manifest], bool] = lambda manifest: True
+) -> bool:
+    """Whether a data set was downloaded from `repo` before and is whole. Raises UserError if it is not, and may not be
+    replaced or downloaded."""
     folder = folder_of(name)
-    if folder.exists() and not replace:
-        raise UserError(f"{folder} is there already; move it away first")
-    staging = folder.with_name(folder.name + UNFINISHED)
-    with file_errors(), lock(folder), library_errors(name), staged(staging) as saved:
-        splits, origin = make(staging)
-        check(name, splits)
-        check_disk(staging, sum(rows.data.nbytes for rows in splits.values()))
-        splits.save_to_disk(saved)
-        files = [
-            HubFile(path.relative_to(saved).as_posix(), path.stat().st_size, digest_of(path, "sha256"))
-            for path in sorted(saved.rglob("*"))
-            if path.is_file()
-        ]
-        rows = {split: len(rows) for split, rows in splits.items()}
-        write_manifest(saved, files, rows=rows, **origin)
-        swap(saved, folder)
-        shutil.rmtree(staging)
-    print(f"{name}: whole, in {folder} ({counted(rows)})")
+    manifest = read_manifest(folder)
+    broken = damaged(folder, manifest.files) if manifest else []
+    if manifest and not broken and is_enough(manifest):
+        print(f"{name}: whole, in {folder}; nothing to download")
+        return True
+    if folder.exists() and (manifest is None or manifest.repo != repo):
+        raise UserError(
+            f"{folder} holds texts from {manifest.repo if manifest else 'elsewhere'}, not all that is "
+            f"asked for of {repo}; move it away first"
+        )
+    if offline and broken:
+        raise UserError(f"{folder / broken[0].path} is damaged; run this again without --offline to repair it")
+    if offline:
+        raise UserError(
+            f"{name} is not in {folder}, or not enough of it, and --offline (or HF_HUB_OFFLINE) forbids to download it"
+        )
+    return False
 
 
 @contextmanager
-def staged(staging: Path) -> Iterator[Path]:
-    """The folder in `staging` that a data set is saved in. After an error only downloaded files stay in `staging`."""
+def installation(name: str) -> Iterator[Path]:
+    """A folder to make the data set `name` in; the block calls `install`. Raises UserError for what goes broken.
+
+    The folder is `<the data set's>.incomplete`. Files that are downloaded into it stay there after an error, so they
+    are not fetched again; everything else is removed.
+    """
+    folder = folder_of(name)
+    staging = folder.with_name(folder.name + UNFINISHED)
+    with file_errors(), lock_folder(folder), library_errors(name):
+        try:
+            shutil.rmtree(staging / "saved", ignore_errors=True)
+            staging.mkdir(parents=True, exist_ok=True)
+            yield staging
+        finally:
+            for unneeded in "saved", "cache":
+                shutil.rmtree(staging / unneeded, ignore_errors=True)
+            if staging.exists() and not any(path.is_file() for path in staging.rglob("*")):
+                shutil.rmtree(staging)
+    if manifest := read_manifest(folder):
+        print(f"{name}: whole, in {folder} ({row_counts(manifest.rows)})")
+
+
+def install(name: str, staging: Path, splits: DatasetDict, repo: str, commit: str) -> None:
+    """Save a data set as the folder `datasets/<name>`, which appears when it is complete."""
+    check_splits(name, splits)
+    check_disk(staging, sum(rows.data.nbytes for rows in splits.values()))
     saved = staging / "saved"
-    try:
-        shutil.rmtree(saved, ignore_errors=True)
-        staging.mkdir(parents=True, exist_ok=True)
-        yield saved
-    finally:
-        for unneeded in saved, staging / "cache":
-            shutil.rmtree(unneeded, ignore_errors=True)
-        if staging.exists() and not any(file.is_file() for file in staging.rglob("*")):
-            shutil.rmtree(staging)
+    splits.save_to_disk(saved)
+    hashes = [
+        HubFile(path.relative_to(saved).as_posix(), path.stat().st_size, digest_of(path, "sha256"))
+        for path in sorted(saved.rglob("*"))
+        if path.is_file()
+    ]
+    write_manifest(saved, hashes, rows={split: len(rows) for split, rows in splits.items()}, repo=repo, commit=commit)
+    replace_folder(folder_of(name), saved)
+    shutil.rmtree(staging)
 
 
 @contextmanager
@@ -121,7 +139,7 @@ def library_errors(name: str) -> Iterator[None]:
         ) from None
 
 
-def check(name: str | Path, splits: DatasetDict | dict[str, Dataset]) -> None:
+def check_splits(name: str | Path, splits: DatasetDict | dict[str, Dataset]) -> None:
     """Raise UserError unless `inputs.texts.load_corpora` will find texts in a data set."""
     if "test" not in splits:
         raise UserError(f"{name} has no split 'test', only {', '.join(splits)}; measurements are made on that")
@@ -132,86 +150,63 @@ def check(name: str | Path, splits: DatasetDict | dict[str, Dataset]) -> None:
             raise UserError(f"{name} has a column 'text' that does not hold text")
 
 
-def present(name: str, repo: str, offline: bool, enough: Callable[[Manifest], bool] = lambda manifest: True) -> bool:
-    """Whether a data set was downloaded from `repo` before and is whole. Raises UserError if it is not, and may not be
-    replaced or downloaded."""
-    folder = folder_of(name)
-    manifest = read_manifest(folder)
-    wrong = damaged(folder, manifest.files) if manifest else []
-    if manifest and not wrong and enough(manifest):
-        print(f"{name}: whole, in {folder}; nothing to download")
-        return True
-    if folder.exists() and (manifest is None or manifest.repo != repo):
-        raise UserError(
-            f"{folder} holds texts from {manifest.repo if manifest else 'elsewhere'}, not all that is "
-            f"asked for of {repo}; move it away first"
-        )
-    if offline and wrong:
-        raise UserError(f"{folder / wrong[0].path} is damaged; run this again without --offline to repair it")
-    if offline:
-        raise UserError(
-            f"{name} is not in {folder}, or not enough of it, and --offline (or HF_HUB_OFFLINE) forbids to download it"
-        )
-    return False
-
-
 def download_wikitext(offline: bool = False) -> None:
-    """Download WikiText-2 in its raw form, all splits, unless it is there."""
-    if not present("wikitext", WIKITEXT, offline):
-        install("wikitext", make_wikitext, replace=True)
-
-
-def make_wikitext(staging: Path) -> tuple[DatasetDict, dict[str, str]]:
-    """WikiText-2 from the hub's Parquet files, with one line of text in each row. The files are verified."""
+    """Download WikiText-2 in its raw form, all splits, unless it is there: the hub's Parquet files, with one line of
+    text in each row. The files are verified."""
+    if is_installed("wikitext", WIKITEXT, offline):
+        return
     from datasets import load_dataset
 
-    commit, files = describe(WIKITEXT, kind="dataset")
-    tables = [
-        file for path, file in files.items() if path.startswith(f"{CONFIGURATION}/") and path.endswith(".parquet")
-    ]
-    if not tables:
-        raise UserError(f"{WIKITEXT} at {constants.ENDPOINT} holds no {CONFIGURATION}/*.parquet; try another mirror")
-    wrong = damaged(staging, tables)
-    moving = sum(to_move(staging, file) for file in wrong)
-    check_disk(staging, 5 * moving)  # Room for the tables and for the text in them.
-    print(f"wikitext: {gigabytes(moving)} to download from {constants.ENDPOINT}", flush=True)
-    for file in wrong:
-        fetch(WIKITEXT, commit, file, staging, "dataset")
-    splits: dict[str, list[str]] = {}
-    for file in tables:
-        splits.setdefault(Path(file.path).name.split("-")[0], []).append(str(staging / file.path))
-    data = load_dataset("parquet", data_files=splits, cache_dir=str(staging / "cache"))
-    return data, {"repo": WIKITEXT, "commit": commit}
+    with installation("wikitext") as staging:
+        commit, repository = list_repository(WIKITEXT, kind="dataset")
+        tables = [
+            file
+            for path, file in repository.items()
+            if path.startswith(f"{CONFIGURATION}/") and path.endswith(".parquet")
+        ]
+        if not tables:
+            raise UserError(
+                f"{WIKITEXT} at {constants.ENDPOINT} holds no {CONFIGURATION}/*.parquet; try another mirror"
+            )
+        to_fetch = damaged(staging, tables)
+        missing = sum(missing_bytes(staging, file) for file in to_fetch)
+        check_disk(staging, 5 * missing)  # Room for the tables and for the text in them.
+        print(f"wikitext: {gigabytes(missing)} to download from {constants.ENDPOINT}", flush=True)
+        for file in to_fetch:
+            fetch(WIKITEXT, commit, file, staging, "dataset")
+        paths: dict[str, list[str]] = {}
+        for file in tables:
+            paths.setdefault(Path(file.path).name.split("-")[0], []).append(str(staging / file.path))
+        splits = load_dataset("parquet", data_files=paths, cache_dir=str(staging / "cache"))
+        install("wikitext", staging, splits, WIKITEXT, commit)
 
 
 def download_pg19(books: int = 10, offline: bool = False) -> None:
-    """Download the first `books` books of PG-19's test split, unless they are there."""
-    if not present("pg19", PG19, offline, lambda manifest: manifest.rows.get("test", 0) >= books):
-        install("pg19", functools.partial(make_pg19, books=books), replace=True)
-
-
-def make_pg19(staging: Path, books: int) -> tuple[DatasetDict, dict[str, str]]:
-    """Books of PG-19, streamed: only the row groups of the Parquet file that hold them are fetched."""
+    """Download the first `books` books of PG-19's test split, unless they are there. They are streamed: only the row
+    groups of the Parquet file that hold them are fetched."""
+    if is_installed("pg19", PG19, offline, lambda manifest: manifest.rows.get("test", 0) >= books):
+        return
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     from datasets import Dataset, DatasetDict, load_dataset
 
-    commit, _ = describe(PG19, kind="dataset")
-    print(f"pg19: {books} books to stream from {constants.ENDPOINT}", flush=True)
-    with hub_errors(PG19, commit):
-        stream = load_dataset(
-            PG19,
-            split="test",
-            revision=commit,
-            streaming=True,
-            fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False),
-        )
-        rows = list(followed(itertools.islice(stream, books), "books", books))
-    if not rows:
-        raise UserError(f"{PG19} at {constants.ENDPOINT} holds no book; try another mirror")
-    if len(rows) < books:
-        print(f"pg19: the test split has only {len(rows)} books")
-    return DatasetDict(test=Dataset.from_list(rows)), {"repo": PG19, "commit": commit}
+    with installation("pg19") as staging:
+        commit, _ = list_repository(PG19, kind="dataset")
+        print(f"pg19: {books} books to stream from {constants.ENDPOINT}", flush=True)
+        with hub_errors(PG19, commit):
+            stream = load_dataset(
+                PG19,
+                split="test",
+                revision=commit,
+                streaming=True,
+                fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False),
+            )
+            rows = list(followed(itertools.islice(stream, books), "books", books))
+        if not rows:
+            raise UserError(f"{PG19} at {constants.ENDPOINT} holds no book; try another mirror")
+        if len(rows) < books:
+            print(f"pg19: the test split has only {len(rows)} books")
+        install("pg19", staging, DatasetDict(test=Dataset.from_list(rows)), PG19, commit)
 
 
 def install_from(name: str, source: str) -> None:
@@ -220,28 +215,30 @@ def install_from(name: str, source: str) -> None:
     path = Path(os.path.expanduser(source))
     if not os.path.exists(path):
         raise UserError(f"--from {path}: no such file or folder")
-    install(name, functools.partial(make_from, path))
+    if folder_of(name).exists():
+        raise UserError(f"{folder_of(name)} is there already; move it away first")
+    with installation(name) as staging:
+        install(name, staging, read_splits(path, staging / "cache"), str(path), "")
 
 
-def make_from(source: Path, staging: Path) -> tuple[DatasetDict, dict[str, str]]:
+def read_splits(source: Path, cache: Path) -> DatasetDict:
     """The data set of `install_from`. A file named *train* or *valid* is that split, all others are 'test'."""
     from datasets import DatasetDict, concatenate_datasets, load_from_disk
 
-    origin = {"repo": str(source), "commit": ""}
-    if (source / "dataset_dict.json").exists() or (source / "dataset_info.json").exists():
+    if is_saved(source):
         saved = load_from_disk(str(source))
-        return saved if isinstance(saved, DatasetDict) else DatasetDict(test=saved), origin
+        return saved if isinstance(saved, DatasetDict) else DatasetDict(test=saved)
     splits: dict[str, list[Dataset]] = {}
     for path in [source] if source.is_file() else sorted(source.rglob("*")):
         if path.is_file() and path.suffix.lower() in (*ENDINGS, *TABLES) or path == source:
             split = next((split for word, split in SPLITS.items() if word in path.stem.lower()), "test")
-            splits.setdefault(split, []).append(read_rows(path, staging))
-    if not any(len(rows) for each in splits.values() for rows in each):
+            splits.setdefault(split, []).append(read_rows(path, cache))
+    if not any(map(len, itertools.chain.from_iterable(splits.values()))):
         raise UserError(f"--from {source} holds no text ({', '.join((*ENDINGS, *TABLES))})")
-    return DatasetDict({split: concatenate_datasets(each) for split, each in splits.items()}), origin
+    return DatasetDict({split: concatenate_datasets(parts) for split, parts in splits.items()})
 
 
-def read_rows(path: Path, staging: Path) -> Dataset:
+def read_rows(path: Path, cache: Path) -> Dataset:
     """The rows of a file: those of a table, the lines of a text in WikiText's format, or one row for any other text."""
     from datasets import Dataset, Value, load_dataset
 
@@ -250,36 +247,29 @@ def read_rows(path: Path, staging: Path) -> Dataset:
         wiki = any(HEADING.match(line) for line in content.split("\n")[:50])
         return Dataset.from_dict({"text": re.findall(r"[^\n]*\n|[^\n]+", content) if wiki else [content]})
     try:
-        rows = load_dataset(
-            TABLES[path.suffix.lower()], data_files=str(path), split="train", cache_dir=str(staging / "cache")
-        )
+        rows = load_dataset(TABLES[path.suffix.lower()], data_files=str(path), split="train", cache_dir=str(cache))
     except Exception as error:  # The library raises types of its own, of pyarrow and of Python.
         raise UserError(f"{path} cannot be read as a table ({type(error).__name__}: {one_line(error)})") from None
-    check(path, {"test": rows})
+    check_splits(path, {"test": rows})
     return rows.select_columns("text").cast_column("text", Value("string"))
 
 
-def counted(rows: dict[str, int]) -> str:
+def row_counts(rows: dict[str, int]) -> str:
+    """The number of rows of each split, as a person reads it."""
     return ", ".join(f"{count:,} rows of {split}" for split, count in rows.items())
 
 
-def show() -> None:
+def show_data_sets() -> None:
     """Print a line for each folder of datasets/: its size, whether it is whole, where it is from, and its rows."""
 
     def origin(manifest: Manifest) -> str:
-        return f"{manifest.repo} {manifest.commit[:12]}".strip() + f"; {counted(manifest.rows)}".rstrip("; ")
+        return f"{manifest.repo} {manifest.commit[:12]}".strip() + f"; {row_counts(manifest.rows)}".rstrip("; ")
 
-    for line in list_folders(folders.DATASETS, origin, ("no record", "")):
-        print(line)
+    print_folders(files.DATASETS, origin, ("no record", ""))
 
 
 def command_line() -> Parser:
-    parser = Parser(
-        prog="downloadData.py",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("downloadData.py", __doc__)
     parser.add_argument(
         "names", nargs="*", type=text, metavar="NAME", help="wikitext, pg19 (default: both), or any with --from"
     )
@@ -295,22 +285,20 @@ def command_line() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         args = command_line().parse_args(argv)
-        wanted = args.names or ["wikitext", "pg19"]
+        names = args.names or ["wikitext", "pg19"]
         if args.source and len(args.names) != 1:
             raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
-        if not args.source and (unknown := [name for name in wanted if name not in ("wikitext", "pg19")]):
+        if not args.source and (unknown := [name for name in names if name not in ("wikitext", "pg19")]):
             raise UserError(f"{unknown[0]!r} is neither wikitext nor pg19; other texts are installed with --from")
         offline = args.offline or constants.HF_HUB_OFFLINE
         if args.list:
-            with file_errors():
-                show()
-        elif args.source:
-            install_from(args.names[0], args.source)
-        else:
-            if "wikitext" in wanted:
-                download_wikitext(offline)
-            if "pg19" in wanted:
-                download_pg19(args.books, offline)
+            return show_data_sets()
+        if args.source:
+            return install_from(args.names[0], args.source)
+        if "wikitext" in names:
+            download_wikitext(offline)
+        if "pg19" in names:
+            download_pg19(args.books, offline)
 
     return as_command("downloadData.py", work, "What came is kept; run this again to go on.")
 

@@ -9,28 +9,27 @@ it stopped. Files that are there are verified (sizes and hashes) and not fetched
 HF_TOKEN a token.
 """
 
-import argparse
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from huggingface_hub import constants
 
-from inputs import folders
-from inputs.commandLine import Parser, as_command, text
-from inputs.files import file_errors, gigabytes, lock, swap
-from inputs.hub import HUB_ID, check_disk, check_id, describe, fetch, to_move
+from inputs import files
+from inputs.commandLine import Parser, as_command, script_parser, text
+from inputs.files import file_errors, gigabytes, lock_folder, replace_folder
+from inputs.hub import HUB_ID, check_disk, check_id, fetch, list_repository, missing_bytes
 from inputs.manifest import (
     MANIFEST,
     UNFINISHED,
     HubFile,
     Manifest,
     damaged,
-    list_folders,
+    print_folders,
     read_manifest,
     write_manifest,
 )
@@ -41,36 +40,32 @@ SMALL_FILES = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)"
     r"\.json|merges\.txt|tokenizer\.model|chat_template\.jinja"
 )
-INDEX = "model.safetensors.index.json"
+INDEX = constants.SAFETENSORS_INDEX_FILE
 
 
-def needed(repo: str, files: dict[str, HubFile]) -> list[HubFile]:
+def files_to_download(repo: str, repository: dict[str, HubFile]) -> list[HubFile]:
     """Of all files of a repository, those to download, the weights last. Raises UserError if it is not a model that can
     be loaded."""
-    weights = (
-        ["model.safetensors"]
-        if "model.safetensors" in files
-        else sorted(
-            (path for path in files if path == INDEX or re.fullmatch(r"model-\d+-of-\d+\.safetensors", path)),
-            key=lambda path: (path != INDEX, path),  # The index comes first: it is checked before the others come.
-        )
-    )
+    weights = [path for path in repository if path == INDEX or re.fullmatch(r"model-\d+-of-\d+\.safetensors", path)]
+    weights.sort(key=lambda path: (path != INDEX, path))  # The index comes first: it is checked before the others come.
+    if "model.safetensors" in repository:
+        weights = ["model.safetensors"]
     if not weights:
-        others = [path for path in files if path.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
+        others = [path for path in repository if path.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
         only = f", only {others[0]}" if others else ""
         raise UserError(
             f"{repo} has no safetensors{only}, and pickled weights are never loaded; another revision may "
             "have them (often --revision refs/pr/1), or choose another model"
         )
-    if "config.json" not in files:
+    if "config.json" not in repository:
         raise UserError(f"{repo} has no config.json: it is not a model that transformers can load")
-    return [file for path, file in files.items() if SMALL_FILES.fullmatch(path)] + [files[path] for path in weights]
+    return [repository[path] for path in (*filter(SMALL_FILES.fullmatch, repository), *weights)]
 
 
 def folder_of(repo: str) -> Path:
     """The folder of a repository, models/<name>. Raises UserError if that folder holds something else."""
     check_id(repo)
-    folder = folders.MODELS / repo.split("/")[1]
+    folder = files.MODELS / repo.split("/")[1]
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{repo}: a name ending in {UNFINISHED} is for unfinished downloads; choose another model")
     for place in (folder, folder.with_name(folder.name + UNFINISHED)):
@@ -80,7 +75,7 @@ def folder_of(repo: str) -> Path:
     return folder
 
 
-def present(repo: str, revision: str | None = None) -> Path | None:
+def downloaded_folder(repo: str, revision: str | None = None) -> Path | None:
     """The folder of a model that was downloaded before (at `revision`, if given), or None. Sends no request."""
     folder = folder_of(repo)
     manifest = read_manifest(folder)
@@ -89,16 +84,17 @@ def present(repo: str, revision: str | None = None) -> Path | None:
 
 def is_hub_id(name: str) -> bool:
     """Whether `name` can only be a hub id: it reads owner/name, and it is no path on this machine."""
-    here = os.path.exists(folders.MODELS / name) or os.path.exists(name.split("/")[0])
-    return bool(re.fullmatch(HUB_ID, name, re.ASCII)) and not here
+    is_path = os.path.exists(files.MODELS / name) or os.path.exists(name.split("/")[0])
+    return bool(re.fullmatch(HUB_ID, name, re.ASCII)) and not is_path
 
 
 def on_first_use(name: str, offline: bool = False) -> str:
     """A name for `inputs.models.find_model`: `name` itself, or the folder of a hub id, which is downloaded if it is not
     there."""
-    return str(present(name) or download(name, offline=offline)) if is_hub_id(name) else name
+    return str(downloaded_folder(name) or download(name, offline=offline)) if is_hub_id(name) else name
 
 
+@file_errors()
 def download(repo: str, revision: str | None = None, offline: bool = False) -> Path:
     """Download a model into `models/<name>`, or verify that it is there; returns the folder.
 
@@ -106,74 +102,76 @@ def download(repo: str, revision: str | None = None, offline: bool = False) -> P
     version of the model can be used.
     revision: None is the main one. Raises UserError for everything that can go wrong.
     """
-    with file_errors():
-        folder = folder_of(repo)
-        if offline or constants.HF_HUB_OFFLINE:
-            verify(repo, folder, revision)
-            return folder
-        commit, files = describe(repo, revision or "main")
-        wanted, manifest = needed(repo, files), read_manifest(folder)
-        origin = {"repo": repo, "revision": revision or "main", "commit": commit}
-        wrong = damaged(folder, wanted)
-        if not wrong and not stale(manifest, wanted):
-            if not manifest or any(getattr(manifest, key) != value for key, value in origin.items()):
-                write_manifest(folder, wanted, **origin)
-            print(f"{repo}: whole, in {folder}; nothing to download")
-            return folder
-        if folder.exists() and not manifest:
-            raise UserError(
-                f"{folder} is there and not {repo} ({wrong[0].path} is missing or differs); move it away first"
-            )
-        with lock(folder):
-            bring(repo, commit, wanted, folder, origin)
-        print(f"{repo}: whole, in {folder}")
+    folder = folder_of(repo)
+    if offline or constants.HF_HUB_OFFLINE:
+        verify_offline(repo, folder, revision)
         return folder
+    commit, repository = list_repository(repo, revision or "main")
+    wanted, manifest = files_to_download(repo, repository), read_manifest(folder)
+    origin = {"repo": repo, "revision": revision or "main", "commit": commit}
+    broken = damaged(folder, wanted)
+    if not broken and not outdated(manifest, wanted):
+        if not manifest or any(getattr(manifest, key) != value for key, value in origin.items()):
+            write_manifest(folder, wanted, **origin)
+        print(f"{repo}: whole, in {folder}; nothing to download")
+        return folder
+    if folder.exists() and not manifest:
+        raise UserError(
+            f"{folder} is there and not {repo} ({broken[0].path} is missing or differs); move it away first"
+        )
+    with lock_folder(folder):
+        replace_model(folder, wanted, origin)
+    print(f"{repo}: whole, in {folder}")
+    return folder
 
 
-def verify(repo: str, folder: Path, revision: str | None) -> None:
+def verify_offline(repo: str, folder: Path, revision: str | None) -> None:
     """Check a model that was downloaded before, without a network. Raises UserError if it is not whole."""
     manifest = read_manifest(folder)
-    if not manifest or not present(repo, revision):
+    if not manifest or not downloaded_folder(repo, revision):
         raise UserError(
             f"{repo}{f' at {revision}' if revision else ''} is not in {folder}, and --offline (or "
             "HF_HUB_OFFLINE) forbids to download it"
         )
-    if wrong := damaged(folder, manifest.files):
-        raise UserError(f"{folder / wrong[0].path} is damaged; run this again without --offline to repair it")
+    if broken := damaged(folder, manifest.files):
+        raise UserError(f"{folder / broken[0].path} is damaged; run this again without --offline to repair it")
     print(f"{repo}: whole, in {folder}")
 
 
-def stale(manifest: Manifest | None, wanted: Sequence[HubFile]) -> set[str]:
+def outdated(manifest: Manifest | None, wanted: Iterable[HubFile]) -> set[str]:
     """The files that an earlier revision had and this one does not."""
     return {file.path for file in manifest.files} - {file.path for file in wanted} if manifest else set()
 
 
-def bring(repo: str, commit: str, wanted: Sequence[HubFile], folder: Path, origin: dict[str, str]) -> None:
-    """Collect `wanted` in `<folder>.incomplete`, from the folder and from the hub, and replace the folder by it."""
-    unfinished, manifest = folder.with_name(folder.name + UNFINISHED), read_manifest(folder)
+def replace_model(folder: Path, wanted: Sequence[HubFile], origin: dict[str, str]) -> None:
+    """Collect `wanted` in `<folder>.incomplete`, from the folder and from the hub, and replace the folder by it.
+
+    origin: repo, revision and commit, for the manifest.
+    """
+    repo, unfinished, manifest = origin["repo"], folder.with_name(folder.name + UNFINISHED), read_manifest(folder)
     unfinished.mkdir(exist_ok=True)
     if folder.exists() and manifest:
         for file in damaged(folder, manifest.files):  # Nobody should go on using it.
             (folder / file.path).unlink(missing_ok=True)
-        left_behind = stale(manifest, wanted) | {MANIFEST}
+        unwanted = outdated(manifest, wanted) | {MANIFEST}
         for path in folder.rglob("*"):  # The user's own files in the folder are kept too.
-            if path.is_file() and path.relative_to(folder).as_posix() not in left_behind:
-                share(path, unfinished / path.relative_to(folder))
+            if path.is_file() and path.relative_to(folder).as_posix() not in unwanted:
+                link_or_copy(path, unfinished / path.relative_to(folder))
     write_manifest(unfinished, wanted, **origin)
-    wrong = damaged(unfinished, wanted)
-    moving, whole = sum(to_move(unfinished, file) for file in wrong), sum(file.size for file in wanted)
-    check_disk(unfinished, moving)
-    part = f" of {gigabytes(whole)} (the rest is here)" if moving < whole else ""
-    print(f"{repo}: {gigabytes(moving)}{part} to download from {constants.ENDPOINT} into {folder}", flush=True)
-    for file in wrong:
-        fetch(repo, commit, file, unfinished)
+    to_fetch = damaged(unfinished, wanted)
+    missing, size = sum(missing_bytes(unfinished, file) for file in to_fetch), sum(file.size for file in wanted)
+    check_disk(unfinished, missing)
+    part = f" of {gigabytes(size)} (the rest is here)" if missing < size else ""
+    print(f"{repo}: {gigabytes(missing)}{part} to download from {constants.ENDPOINT} into {folder}", flush=True)
+    for file in to_fetch:
+        fetch(repo, origin["commit"], file, unfinished)
         if file.path == INDEX:
             check_index(repo, unfinished / INDEX, wanted)
     write_manifest(unfinished, wanted, **origin)  # Again, because `model_version` wants it newer than the weights.
-    swap(unfinished, folder)
+    replace_folder(folder, unfinished)
 
 
-def share(path: Path, other: Path) -> None:
+def link_or_copy(path: Path, other: Path) -> None:
     """Make `other` the same file: a hard link if the disk can do that, else a copy. An existing `other` stays."""
     other.parent.mkdir(parents=True, exist_ok=True)
     if not other.exists():
@@ -183,33 +181,27 @@ def share(path: Path, other: Path) -> None:
             shutil.copy2(path, other)
 
 
-def check_index(repo: str, index: Path, files: Sequence[HubFile]) -> None:
+def check_index(repo: str, index: Path, wanted: Iterable[HubFile]) -> None:
     """Raise UserError if the index of weights in several files names one that the repository lacks."""
     try:
         named = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{INDEX} of {repo} does not list any weights; choose another revision") from None
-    if lacking := named - {file.path for file in files}:
+    if lacking := named - {file.path for file in wanted}:
         raise UserError(f"{repo} lacks {sorted(lacking)[0]}, which its {INDEX} names; choose another revision")
 
 
-def show() -> None:
+def show_models() -> None:
     """Print a line for each folder of models/: its size, whether it is whole, and where it is from."""
-
-    def origin(manifest: Manifest) -> str:
-        return f"{manifest.repo} at {manifest.revision} ({manifest.commit[:12]})"
-
-    for line in list_folders(folders.MODELS, origin, ("not checked", "not downloaded from a hub")):
-        print(line)
+    print_folders(
+        files.MODELS,
+        lambda manifest: f"{manifest.repo} at {manifest.revision} ({manifest.commit[:12]})",
+        ("not checked", "not downloaded from a hub"),
+    )
 
 
 def command_line() -> Parser:
-    parser = Parser(
-        prog="downloadModel.py",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("downloadModel.py", __doc__)
     parser.add_argument(
         "models", nargs="*", type=text, default=PYTHIA, metavar="OWNER/NAME", help="hub ids (default: Pythia)"
     )
@@ -225,8 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for repo in args.models:
             folder_of(repo)
         if args.list:
-            with file_errors():
-                return show()
+            return show_models()
         for repo in args.models:
             download(repo, args.revision, args.offline)
 

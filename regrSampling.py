@@ -6,8 +6,7 @@ import torch
 from torch import Generator
 
 from decoding.model import Model, uniform
-from decoding.record import Record
-from decoding.rows import Callback, EndOfText, Rows
+from decoding.rows import Callback, EndOfText, Record, Rows
 from utils import Sampling
 
 

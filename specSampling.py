@@ -9,8 +9,7 @@ from torch import Generator, Tensor
 from decoding.drafter import Drafter
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model, uniform
-from decoding.record import Record
-from decoding.rows import Callback, EndOfText, Rows
+from decoding.rows import Callback, EndOfText, Record, Rows
 from decoding.verification import VerificationRule, drawn_with, token_rule
 from utils import Sampling, not_finite
 

@@ -7,27 +7,27 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from experiments import rerun
-from experiments.measure import Append, measure_diversity, measure_perplexity, measure_speed
+from experiments.lines import Append, Line, Run, RunLine
+from experiments.measure import measure_diversity, measure_perplexity, measure_speed
 from experiments.prepare import LoadedModels, Prepared, prepare
 from experiments.processes import Processes, together
 from experiments.runRecord import run_record
 from experiments.settings import parse
 from inputs.commandLine import as_command
 from lossless.proof import prove, prove_greedy
-from report import figures, losslessReport, runReport
-from report.play import play
-from report.results import Results
+from playback.play import play
+from report import figures, losslessReport
+from report.results import Results, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code: 0, 1 for a "no", 2 for what cannot be done."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     kept = "What was measured is kept in results.txt."
     smaller = "use smaller models, a smaller --dtype, --maxLen or --window"
-    return together(lambda work: as_command("test.py", work, kept, smaller), lambda processes: work(given, processes))
+    return together(lambda work: as_command("test.py", work, kept, smaller), lambda processes: work(words, processes))
 
 
 def work(argv: Sequence[str], processes: Processes) -> int:
@@ -43,9 +43,9 @@ def work(argv: Sequence[str], processes: Processes) -> int:
     return losslessReport.exit_code(lines) if processes.first and "lossless" in settings.measuring.groups else 0
 
 
-def repeat(asked: str, store: Results, argv: Sequence[str], processes: Processes) -> int:
+def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes) -> int:
     """Run again what a record says, and compare. Returns 1 if something differs."""
-    earlier, lines = rerun.choose(store, asked)
+    earlier, lines = rerun.choose(store.runs(), store.lines, name)
     folder = os.path.abspath(store.lines.parent)
     if os.path.isdir(earlier.get("folder", "")):
         os.chdir(earlier["folder"])  # Relative paths among its flags start there.
@@ -58,35 +58,33 @@ def repeat(asked: str, store: Results, argv: Sequence[str], processes: Processes
     return 0 if same else 1
 
 
-def run(
-    prepared: Prepared, argv: Sequence[str], earlier: dict[str, Any] | None = None
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None) -> Run:
     """Measure what was asked for and write the results; earlier: the record of the run that this one repeats. Returns
-    the run's record and its lines. Processes other than the first write nothing."""
+    the run. Processes other than the first write nothing."""
     models = prepared.load_first()
     store, record = Results(prepared.settings.output.folder), run_record(prepared, models, argv)
     if not prepared.processes.first:
-        measure(prepared, models, lambda **line: None, lambda of: None)
+        measure(prepared, models, lambda line: None, lambda of: None)
         return record, []
-    for line in rerun.changes(earlier, record) if earlier else ():
-        print(line)
+    for sentence in rerun.changes(earlier, record) if earlier else ():
+        print(sentence)
     store.append(**record)
     name = record["run"]
 
-    def append(**line: object) -> None:
+    def append(line: Line) -> None:
         store.append(run=name, **line)
 
     def picture(of: str) -> None:
-        append(kind="figure", of=of, file=figures.draw(of, store.run(name)[1], store.lines.parent, name))
+        append({"kind": "figure", "of": of, "file": figures.draw(of, store.run(name)[1], store.lines.parent, name)})
 
     try:
         measure(prepared, models, append, picture)
-        append(kind="end")
+        append({"kind": "end"})
     finally:
         try:
             store.render()
         finally:  # The screen needs no room on a disk.
-            runReport.show(*store.run(name))
+            show(*store.run(name))
     print(f"Written to {store.text.name} (every measurement: {store.lines.name}).")
     return store.run(name)
 

@@ -15,51 +15,55 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from rich.console import Console
 
-from benchmark.engines.prepare import Peer
-from benchmark.engines.sources import start
+from benchmark.engines.peers import Peer, start_peers
 from benchmark.figure import draw
-from benchmark.forwards import LARGE, PROMPT, WIDTHS, growth, limits
 from benchmark.options import Options, parse
-from benchmark.parts import parts, tokens_of_rounds
-from benchmark.peers import library_twin
-from benchmark.prefill import prefill
-from benchmark.rows import TREE, Library, Variants, samplers
+from benchmark.records import BenchmarkRecord
+from benchmark.samplers import TREE, Library, Variants, library_twin, samplers
 from benchmark.shapes import VOCABULARY, random_model, weights_of
+from benchmark.stepTimes import LARGE, PROMPT, WIDTHS, step_times, tokens_of_rounds
 from benchmark.tables import tables
-from decoding.room import check_room
+from decoding.lengthRules import Fixed
+from decoding.rows import check_room
+from decoding.trees.shapes import FixedTree
 from engine.cachedModel import CachedModel
-from engine.compiling import compile_all
-from engine.graphs import Plan
-from engine.progress import Bar
-from engine.twins import twin
+from engine.compiling import compiled, make_graphs
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
-from experiments.speed import Measurement, digest, measure
+from experiments.speed import TimedText, digest, measure
 from inputs.commandLine import as_command
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
 from inputs.models import DTYPES, find_model, load_model, model_version, outline
+from inputs.progress import Bar, followed
 from inputs.texts import load_corpora
 from inputs.tokenizers import check_tokenizers, load_tokenizer
-from report.tables import WIDTH
+from methods.customGenerate import sharing_copy
+from methods.rehearsal import compile_samplers
+from methods.treeSampling import TreeDrafter, treeSampling
+from regrSampling import regrSampling
+from report.tableFormat import WIDTH
+from specSampling import specSampling
 from utils import UserError
 
+T = TypeVar("T")
 Loaded = tuple[dict[str, CachedModel], list[list[int]]]  # {role: model}, and the prompts as token ids
 
 
-def load(options: Options, dtype: str, device: str) -> Loaded:
+def load_pair(options: Options, dtype: str, device: str) -> Loaded:
     """The pair, and the prompts that it continues. Raises UserError if they do not fit each other, or the memory."""
-    most = max(options.max_len, tokens_of_rounds(options.gamma))
-    return load_shapes(options, dtype, device, most) if options.shapes else load_pair(options, dtype, device, most)
+    max_len = max(options.max_len, tokens_of_rounds(options.gamma))
+    return (load_random if options.shapes else load_trained)(options, dtype, device, max_len)
 
 
-def load_shapes(options: Options, dtype: str, device: str, most: int) -> Loaded:
+def load_random(options: Options, dtype: str, device: str, max_len: int) -> Loaded:
     """Models with random weights, and random prompts."""
     weights = sum(map(weights_of, options.names.values()))
     needed = weights * DTYPES[dtype].itemsize * (2 if options.compile else 1) + 3 * LARGE
@@ -75,29 +79,49 @@ def load_shapes(options: Options, dtype: str, device: str, most: int) -> Loaded:
     }
     generator = torch.Generator().manual_seed(options.seed)
     prompts = torch.randint(VOCABULARY, (options.prompts, PROMPT), generator=generator).tolist()
-    check_room(prompts, most, list(models.values()))
+    check_room(prompts, max_len, list(models.values()))
     return models, prompts
 
 
-def load_pair(options: Options, dtype: str, device: str, most: int) -> Loaded:
+def load_trained(options: Options, dtype: str, device: str, max_len: int) -> Loaded:
     """Trained models, and prompts from the bundled texts: as many as were asked for, or as there are."""
     tokenizer = load_tokenizer(options.target)
     check_tokenizers(tokenizer, load_tokenizer(options.draft), (options.target, options.draft))
     pairs = zip(*(corpus.passages(500) for corpus in load_corpora("sample")))
     passages = [passage for pair in pairs for passage in pair]
     prompts = [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[: options.prompts]]
-    check_room(prompts, most, [outline(find_model(name), tokenizer) for name in options.names.values()])
+    check_room(prompts, max_len, [outline(find_model(name), tokenizer) for name in options.names.values()])
     return {role: load_model(name, tokenizer, dtype, device) for role, name in options.names.items()}, prompts
 
 
-def compiled(models: dict[str, CachedModel], gamma: int) -> tuple[dict[str, CachedModel], list[float | None]]:
-    """The same models once more, compiled, and the seconds of each step of compiling; None where it failed."""
-    ready = {role: CachedModel(twin(model.model), model.vocabulary, model.name) for role, model in models.items()}
-    plans = {
-        "target": Plan(frozenset({*WIDTHS, gamma + 1}), frozenset({1}), nodes=frozenset({TREE.size + 1})),
-        "draft": Plan(frozenset(WIDTHS), frozenset({1, gamma}), read=2, trees=frozenset({TREE})),
-    }
-    return ready, compile_all(ready, plans, {gamma})
+def compiled_pair(
+    models: dict[str, CachedModel], gamma: int, prompt: list[int]
+) -> tuple[dict[str, CachedModel], list[float | None]]:
+    """The same models once more, compiled. And the seconds of compiling blocks of WIDTHS tokens, and all samplers; None
+    where it failed."""
+    pair = {role: compiled(CachedModel(sharing_copy(m.model), m.vocabulary, m.name)) for role, m in models.items()}
+    target, drafter = pair["target"], TreeDrafter(pair["draft"])
+
+    def read_blocks() -> None:
+        for model in pair.values():
+            model.reserve(1, max(WIDTHS))
+            for width in WIDTHS:
+                at = torch.arange(width, device=model.device)[None]
+                model.forward(at % model.vocabulary, at)
+
+    def follow(graphs: Sequence[T]) -> Iterable[T]:
+        return followed(graphs, "compiling", len(graphs))
+
+    rows: list[Any] = [
+        *(partial(regrSampling, target=model) for model in pair.values()),
+        partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma)),
+        partial(treeSampling, target=target, drafter=drafter, tree=FixedTree(TREE)),
+    ]
+    seconds = [
+        make_graphs(pair.values(), read_blocks, follow),
+        compile_samplers(rows, pair.values(), prompt, follow=follow),
+    ]
+    return pair, seconds
 
 
 def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
@@ -108,57 +132,53 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     if options.peers and device != "cpu":
         raise UserError("--peers needs --device cpu: the other engines run on the CPU here")
     dtype = options.dtype or pick_dtype(device)
-    models, prompts = load(options, dtype, device)
+    models, prompts = load_pair(options, dtype, device)
     library = {role: library_twin(model.model) for role, model in models.items()}
-    versions = {
-        role: model_record(name, "random weights" if options.shapes else model_version(name), models[role])
-        for role, name in options.names.items()
-    }
-    record = origin(argv, options.flags | {"prompts": len(prompts)}, device, versions) | {"dtype": dtype}
-    if processes.count > 1:
-        record["processes"] = devices(processes, device, record["machine"], versions, digest(prompts))
-        record["device"] = device.split(":")[0]  # The processes' own devices have numbers.
-        where = [f"{each['host']} {each['device']}" for each in record["processes"]]
-        print(f"{len(where)} processes, each with prompts of its own: {', '.join(where)}")
-        if len(where) > len(prompts):
-            print(f"More processes ({len(where)}) than prompts ({len(prompts)}): {len(where) - len(prompts)} idle.")
-    variants, took = {"eager": models}, None
+    record = conditions(options, argv, processes, device, models, prompts)
+    variants, record["compile_seconds"] = {"eager": models}, None
     if options.compile:
-        ready, took = compiled(models, options.gamma)
-        if None not in took:  # Otherwise a line has said why.
+        ready, record["compile_seconds"] = compiled_pair(models, options.gamma, prompts[0])
+        if None not in record["compile_seconds"]:  # Otherwise a line has said why.
             variants["compiled"] = ready
-    record["compile_seconds"] = took
     # After compiling, which takes as much memory again as the models: the engines must fit into what is left.
-    peers = start(options, models, library, prompts, dtype)
+    peers = start_peers(options, models, library, prompts, dtype)
     try:
         record["speed"] = speed(options, variants, library, prompts, device, processes, peers)
     finally:
         for peer in peers:
             peer.close()
     record["peers"] = [peer.line() for peer in peers]
-
-    def rest(_: object) -> dict[str, Any]:
-        """What is no text."""
-        forwards, bandwidth = limits(variants, device)
-        found = {"forwards": forwards, "bandwidth": bandwidth}
-        found["parts"] = parts(variants, prompts[0], options.gamma, device, options.seed)
-        found["prefill"] = prefill(variants, device, options.seed)
-        return found | {"growth": growth(variants, device, options.seed)}
-
-    for found in processes.mapped(rest, [None]):  # One item: process 0 has it, and the others wait.
-        record |= found
+    # One item: process 0 measures it, and the others wait.
+    (steps,) = processes.mapped(
+        lambda seed: step_times(variants, prompts[0], options.gamma, device, seed), [options.seed]
+    )
     if processes.first:
-        finish(record, options)
+        finish(cast(BenchmarkRecord, record | steps), options)
 
 
-def finish(record: dict[str, Any], options: Options) -> None:
-    """Print the record and write it."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    record["peak_memory"] = peak * (1 if sys.platform == "darwin" else 1024)
-    console = Console(width=WIDTH + (15 if record["peers"] else 0), markup=False, emoji=False, highlight=False)
-    for piece in tables(record):
-        console.print(piece)
-    write(record, options)
+def conditions(
+    options: Options,
+    argv: Sequence[str],
+    processes: Processes,
+    device: str,
+    models: dict[str, CachedModel],
+    prompts: list[list[int]],
+) -> dict[str, Any]:
+    """Where the measurements come from. Several processes are named on the screen."""
+    versions = {
+        role: model_record(name, "random weights" if options.shapes else model_version(name), models[role])
+        for role, name in options.names.items()
+    }
+    record: dict[str, Any] = {**origin(argv, options.flags | {"prompts": len(prompts)}, device, versions)}
+    record["dtype"] = str(models["target"].dtype).removeprefix("torch.")
+    if processes.count > 1:
+        record["processes"] = devices(processes, device, record["machine"], versions, digest(prompts))
+        record["device"] = device.split(":")[0]  # The processes' own devices have numbers.
+        names = [f"{process['host']} {process['device']}" for process in record["processes"]]
+        print(f"{len(names)} processes, each with prompts of its own: {', '.join(names)}")
+        if len(names) > len(prompts):
+            print(f"More processes ({len(names)}) than prompts ({len(prompts)}): {len(names) - len(prompts)} idle.")
+    return record
 
 
 def speed(
@@ -168,23 +188,28 @@ def speed(
     prompts: list[list[int]],
     device: str,
     processes: Processes,
-    peers: Sequence[Peer] = (),
-) -> list[Measurement]:
+    peers: Sequence[Peer],
+) -> list[TimedText]:
     """One line for each row, prompt and repeat, as `speed.measure` gives them. A peer that fails has none."""
     timed = samplers(options, variants, library)
     timed |= {peer.row.name: peer.sampler for peer in peers if peer.failed is None}
     lines = []
     with Bar("speed", len(timed) * len(prompts) * options.repeats) as bar:
-        own = measure(timed, prompts, options.repeats, options.seed, device, 1, processes.share(prompts))
-        for line in processes.merged(own):
+        measured = measure(timed, prompts, options.repeats, options.seed, device, 1, processes.share(prompts))
+        for line in processes.merged(measured):
             lines.append(line)
             bar.update()
     failed = {peer.row.name for peer in peers if peer.failed}
     return [line for line in lines if line["method"] not in failed]
 
 
-def write(record: dict[str, Any], options: Options) -> None:
-    """Write the record and the figure."""
+def finish(record: BenchmarkRecord, options: Options) -> None:
+    """Print the record, and write it and its figure."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    record["peak_memory"] = peak * (1 if sys.platform == "darwin" else 1024)
+    console = Console(width=WIDTH + (15 if record["peers"] else 0), markup=False, emoji=False, highlight=False)
+    for piece in tables(record):
+        console.print(piece)
     name = f"benchmark-{options.target}" if options.shapes else "benchmark"
     try:
         draw(record, options.out / "figures" / f"{name}.png")
@@ -197,12 +222,11 @@ def write(record: dict[str, Any], options: Options) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     smaller = "use smaller models, a smaller --dtype, or --no-compile"
 
     def work(processes: Processes) -> int:
-        options = parse(given)
-        run(options, given, processes)
+        run(parse(words), words, processes)
         return 0
 
     return together(lambda work: as_command("benchmark", work, "Nothing was written.", smaller), work)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
+from benchmark.records import BenchmarkRecord
 from experiments.speed import interval, summarize
 
 matplotlib.use("Agg")
@@ -29,7 +29,7 @@ STYLES = {
 }
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
+def draw(record: BenchmarkRecord, path: Path) -> None:
     """Write the figure of a record: tokens per second by method, and how near forwards are to the memory limit."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), dpi=120, width_ratios=(1.25, 1))
     draw_speed(left, record)
@@ -51,7 +51,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_speed(axes: plt.Axes, record: dict[str, Any]) -> None:
+def draw_speed(axes: plt.Axes, record: BenchmarkRecord) -> None:
     """One bar for each method."""
     rows = summarize(record["speed"], "plain, eager")[::-1]
     for y, row in enumerate(rows):
@@ -64,16 +64,16 @@ def draw_speed(axes: plt.Axes, record: dict[str, Any]) -> None:
     axes.tick_params(axis="y", labelsize=9, length=0)
 
 
-def draw_limits(axes: plt.Axes, record: dict[str, Any]) -> None:
+def draw_limits(axes: plt.Axes, record: BenchmarkRecord) -> None:
     """One line for each model and variant, over the tokens scored at once."""
     for (role, variant), style in STYLES.items():
-        own = [line for line in record["forwards"] if (line["role"], line["variant"]) == (role, variant)]
-        if own:
-            shares = zip(*(interval(line["share"]) for line in own))
+        lines = [line for line in record["forwards"] if (line["role"], line["variant"]) == (role, variant)]
+        if lines:
+            shares = zip(*(interval(line["share"]) for line in lines))
             middle, low, high = ([100 * value for value in values] for values in shares)
             colour = "#2c3e50" if role == "target" else "#d98c3f"
-            axes.plot(range(len(own)), middle, style, color=colour, markersize=5, label=f"{role}, {variant}")
-            axes.fill_between(range(len(own)), low, high, color=colour, alpha=0.12, linewidth=0)
+            axes.plot(range(len(lines)), middle, style, color=colour, markersize=5, label=f"{role}, {variant}")
+            axes.fill_between(range(len(lines)), low, high, color=colour, alpha=0.12, linewidth=0)
     widths = sorted({line["tokens"] for line in record["forwards"]})
     axes.axhline(100, color="#999999", linewidth=0.8, linestyle=":")
     axes.set(

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from benchmark.engines.catalogue import ENGINES
+from benchmark.engines.engineProcess import ENGINES
 from benchmark.shapes import SHAPES
 from inputs.commandLine import Parser, path, text, whole
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from inputs.models import DTYPES, default_pair
 from utils import UserError
 
 # Texts so long that the first token is under a tenth of the time.
-USUAL = {"maxLen": 300, "prompts": 5, "repeats": 3}
-USUAL_SHAPES = {"maxLen": 64, "prompts": 2, "repeats": 2}  # with --shapes
+DEFAULTS = {"maxLen": 300, "prompts": 5, "repeats": 3}
+SHAPE_DEFAULTS = {"maxLen": 64, "prompts": 2, "repeats": 2}  # with --shapes
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class Options:
 
 def parser() -> Parser:
     """The parser of the benchmark's flags."""
-    made = Parser(
+    flags = Parser(
         prog="python -m benchmark",
         allow_abbrev=False,
         description="Tokens per second beside transformers' own decoding, forwards beside the memory limit, "
         "growth with the context, and the share of sampling.",
     )
-    add = made.add_argument
+    add = flags.add_argument
     add("--target", type=text, metavar="MODEL", help="the large model (default: as test.py)")
     add("--draft", type=text, metavar="MODEL", help="the small model")
     shapes = "random weights in two of these shapes instead: " + ", ".join(SHAPES)
     add("--shapes", type=text, metavar="TARGET,DRAFT", help=shapes)
     add("--gamma", type=whole(1, 1000), default=4, metavar="N", help="tokens guessed in a round (4)")
-    for flag, value in USUAL.items():
-        usual = f"({value}; with --shapes {USUAL_SHAPES[flag]})"
+    for flag, value in DEFAULTS.items():
+        usual = f"({value}; with --shapes {SHAPE_DEFAULTS[flag]})"
         add(f"--{flag}", type=whole(1, 10_000), metavar="N", help=usual)
     add("--dtype", choices=list(DTYPES), help="(bfloat16 if the device computes in it)")
     add("--device", type=text, help="cpu, cuda ... (cuda if there is a GPU)")
@@ -73,42 +73,36 @@ def parser() -> Parser:
     add("--no-compile", action="store_true", help="leave out the compiled models")
     engines = f"time other engines too; after `make bench-peers` all of {', '.join(ENGINES)}, or those named"
     add("--peers", type=text, nargs="?", const=",".join(ENGINES), metavar="ENGINE,...", help=engines)
-    return made
+    return flags
 
 
 def parse(argv: Sequence[str]) -> Options:
     """The options that the flags `argv` say. Raises UserError for flags that cannot be right."""
     args = parser().parse_args(argv)
-    for flag, value in (USUAL_SHAPES if args.shapes else USUAL).items():
+    for flag, value in (SHAPE_DEFAULTS if args.shapes else DEFAULTS).items():
         if getattr(args, flag) is None:
             setattr(args, flag, value)
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
     args.target, args.draft = models_of(args)
-    return Options(
-        target=args.target,
-        draft=args.draft,
-        shapes=args.shapes is not None,
-        gamma=args.gamma,
-        max_len=args.maxLen,
-        prompts=args.prompts,
-        repeats=args.repeats,
-        dtype=args.dtype,
-        device=args.device,
-        seed=args.seed,
-        out=args.out,
-        compile=not args.no_compile,
-        peers=peers_of(args),
-        flags={key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-    )
+    flags = vars(args)
+    named_alike = {field.name: flags[field.name] for field in fields(Options) if field.name in flags}
+    others = {
+        "shapes": args.shapes is not None,
+        "max_len": args.maxLen,
+        "compile": not args.no_compile,
+        "peers": tuple(known_names(args.peers, ENGINES, "engine")),
+        "flags": {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()},
+    }
+    return Options(**(named_alike | others))
 
 
-def peers_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """The names of the engines. Raises UserError for an unknown one."""
-    names = tuple(args.peers.split(",")) if args.peers else ()
+def known_names(words: str | None, known: Collection[str], what: str) -> list[str]:
+    """The names in a list with commas. Raises UserError for one that is not known."""
+    names = words.split(",") if words else []
     for name in names:
-        if name not in ENGINES:
-            raise UserError(f"unknown engine {name!r}; known are: {', '.join(ENGINES)}")
+        if name not in known:
+            raise UserError(f"unknown {what} {name!r}; known are: {', '.join(known)}")
     return names
 
 
@@ -119,10 +113,7 @@ def models_of(args: argparse.Namespace) -> tuple[str, str]:
         return args.target or pair[0], args.draft or pair[1]
     if args.target or args.draft:
         raise UserError("--shapes names both models; leave out --target and --draft")
-    names = args.shapes.split(",")
-    for name in names:
-        if name not in SHAPES:
-            raise UserError(f"unknown shape {name!r}; known are: {', '.join(SHAPES)}")
+    names = known_names(args.shapes, SHAPES, "shape")
     if len(names) != 2:
         raise UserError("--shapes takes two shapes, TARGET,DRAFT")
     return names[0], names[1]

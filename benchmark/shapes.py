@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from engine.progress import followed
+from inputs.progress import followed
 
 VOCABULARY = 50304
 #                   hidden layers heads

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmark.engines.check import verdict
-from benchmark.forwards import LARGE, PROMPT
-from benchmark.peers import SAMPLING
-from benchmark.rows import ALPHAS
+from benchmark.engines.textCheck import verdict
+from benchmark.records import BenchmarkRecord, Prediction, StepLine
+from benchmark.samplers import ALPHAS, SAMPLING
+from benchmark.stepTimes import LARGE, PROMPT
 from experiments import theory
-from experiments.speed import Interval, interval, paired_ratios, summarize
+from experiments.speed import Interval, TimedText, interval, paired_ratios, summarize
 from inputs.files import gigabytes
-from report.tables import grid, plain, span
-
-Record = dict[str, Any]  # as benchmark.json holds it
-
-SPEED_COLUMNS = [
-    "",
-    "tokens/s",
-    "of plain,\neager",
-    "of trans-\nformers",
-    "TTFT\nms",
-    "TPOT\nms",
-    "alpha",
-    "tokens/\nround",
-]
+from report.tableFormat import grid, median, plain, span
 
 
-def tables(record: Record) -> Iterator[RenderableType]:
+def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
     """Everything that is printed."""
     yield plain(heading(record))
     yield speed_table(record)
@@ -63,7 +50,7 @@ def tables(record: Record) -> Iterator[RenderableType]:
     yield Text(f"Medians [95 % bootstrap interval], all measured in turn. Peak memory of the process: {peak}.")
 
 
-def heading(record: Record) -> str:
+def heading(record: BenchmarkRecord) -> str:
     """Models, dtype, machine and libraries, in one line."""
     flags, machine = record["flags"], record["machine"]
     return (
@@ -79,21 +66,29 @@ def ratio(upper: Sequence[float], lower: Sequence[float]) -> Interval:
     return interval([a / b for a, b in zip(upper, lower)])
 
 
+def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A `grid` with its rows."""
+    table = grid(title, columns)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def cell(figures: Interval, scale: float = 1.0) -> str:
     """`span`, or nothing if there is no figure."""
     return span(figures, scale) if figures[0] == figures[0] else ""
 
 
-def longest_prefill(lines: Sequence[dict[str, Any]]) -> tuple[str, float]:
+def longest_prefill(lines: Sequence[TimedText]) -> tuple[str, float]:
     """The row whose first token takes the largest share of its time, and that share."""
     shares = {
-        method: interval([m["ttft"] / m["seconds"] for m in lines if m["method"] == method])[0]
-        for method in dict.fromkeys(m["method"] for m in lines)
+        method: interval([line["ttft"] / line["seconds"] for line in lines if line["method"] == method])[0]
+        for method in dict.fromkeys(line["method"] for line in lines)
     }
-    return max(shares.items(), key=lambda each: each[1])
+    return max(shares.items(), key=lambda share: share[1])
 
 
-def texts_of(record: Record) -> dict[str, str]:
+def texts_of(record: BenchmarkRecord) -> dict[str, str]:
     """{row: what is known of its text} of the other engines' rows."""
     return {
         peer["method"]: f"left out: {peer['failed']}" if peer["failed"] else verdict(peer["lossless"])
@@ -101,103 +96,105 @@ def texts_of(record: Record) -> dict[str, str]:
     }
 
 
-def speed_table(record: Record) -> Table:
+def speed_table(record: BenchmarkRecord) -> Table:
     """One row for each sampler."""
     flags, lines, texts = record["flags"], record["speed"], texts_of(record)
-    table = grid(
-        f"Tokens per second: {flags['prompts']} prompts of {PROMPT} tokens, maxLen {flags['maxLen']}, gamma "
-        f"{flags['gamma']}, temperature {SAMPLING.temperature}, top_p {SAMPLING.top_p}",
-        SPEED_COLUMNS + ["text"] * bool(texts),
-    )
-    beside_library = {row["method"]: row["speedup"] for row in summarize(lines, "transformers")}
+    columns = ["", "tokens/s", "of plain,\neager", "of trans-\nformers", "TTFT\nms", "TPOT\nms", "alpha"]
+    columns += ["tokens/\nround", "text"] if texts else ["tokens/\nround"]
+    of_library = {row["method"]: row["speedup"] for row in summarize(lines, "transformers")}
+    rows = []
     for row in summarize(lines, "plain, eager"):
         guesses = row["acceptance_by_position"]
-        table.add_row(
-            row["method"],
-            span(row["throughput"]),
-            span(row["speedup"]),
-            span(beside_library[row["method"]]),
-            cell(row["ttft"], 1e3),
-            cell(row["tpot"], 1e3),
-            f"{row['alpha']:.3f}" if guesses else "",
-            span(row["tokens_per_round"][:1] * 3) if guesses else "",
-            *([texts.get(row["method"], "").split(":")[0]] if texts else []),
-        )
-    for method in (peer["method"] for peer in record["peers"] if peer["failed"]):
-        table.add_row(method, *[""] * (len(SPEED_COLUMNS) - 1), "left out")
-    return table
+        cells = [row["method"], *map(span, (row["throughput"], row["speedup"], of_library[row["method"]]))]
+        cells += [cell(row["ttft"], 1e3), cell(row["tpot"], 1e3)]
+        cells += [f"{row['alpha']:.3f}", median(row["tokens_per_round"])] if guesses else ["", ""]
+        cells += [texts.get(row["method"], "").split(":")[0]] if texts else []
+        rows.append(cells)
+    for peer in record["peers"]:
+        if peer["failed"]:
+            rows.append([peer["method"], *[""] * (len(columns) - 2), "left out"])
+    title = (
+        f"Tokens per second: {flags['prompts']} prompts of {PROMPT} tokens, maxLen {flags['maxLen']}, gamma "
+        f"{flags['gamma']}, temperature {SAMPLING.temperature}, top_p {SAMPLING.top_p}"
+    )
+    return table_of(title, columns, rows)
 
 
-def variants_of(lines: Sequence[dict[str, Any]]) -> list[str]:
+def variants_of(lines: Sequence[StepLine]) -> list[str]:
     """ "eager", and "compiled" if it was measured."""
     return list(dict.fromkeys(line["variant"] for line in lines))
 
 
-def predict(record: Record) -> list[dict[str, Any]]:
-    """[{variant, alpha, c, scoring, theory, measured}]: speed-ups with synthetic acceptance, and those of theorem 3.8
-    with the measured costs of drafting and scoring."""
-    found, seconds = [], {(line["variant"], line["part"]): line["seconds"] for line in record["parts"]}
+def predict(record: BenchmarkRecord) -> list[Prediction]:
+    """Measured and predicted speed-ups, one line for each variant and alpha."""
+    seconds = part_seconds(record)
+    lines: list[Prediction] = []
     for variant in variants_of(record["parts"]):
         step = seconds[variant, "plain step"]
         c, scoring = (ratio(seconds[variant, part], step)[0] for part in ("draft step", "scoring"))
         for alpha in ALPHAS:
             ratios = paired_ratios(record["speed"], f"synthetic {alpha}, {variant}", f"plain, {variant}")
-            predicted = theory.improvement(alpha, record["flags"]["gamma"], c, scoring)
-            found.append(
+            lines.append(
                 {
                     "variant": variant,
                     "alpha": alpha,
                     "c": c,
                     "scoring": scoring,
-                    "theory": predicted,
+                    "theory": theory.improvement(alpha, record["flags"]["gamma"], c, scoring),
                     "measured": interval(ratios),
                 }
             )
-    return found
+    return lines
 
 
-def synthetic_table(record: Record) -> Table:
+def part_seconds(record: BenchmarkRecord) -> dict[tuple[str, str], list[float]]:
+    """{(variant, part of a round): seconds}."""
+    return {(line["variant"], line["part"]): line["seconds"] for line in record["parts"]}
+
+
+def synthetic_table(record: BenchmarkRecord) -> Table:
     """One row for each variant and alpha."""
-    table = grid(
-        "Synthetic acceptance: speed-up over plain decoding of the same kind",
-        ["", "alpha", "measured", "theory", "c", "scoring"],
-    )
-    for row in predict(record):
-        table.add_row(
-            row["variant"],
-            str(row["alpha"]),
-            span(row["measured"]),
-            f"{row['theory']:.2f}",
-            f"{row['c']:.3f}",
-            f"{row['scoring']:.2f}",
-        )
-    return table
+    rows = [
+        [
+            line["variant"],
+            str(line["alpha"]),
+            span(line["measured"]),
+            f"{line['theory']:.2f}",
+            f"{line['c']:.3f}",
+            f"{line['scoring']:.2f}",
+        ]
+        for line in predict(record)
+    ]
+    columns = ["", "alpha", "measured", "theory", "c", "scoring"]
+    return table_of("Synthetic acceptance: speed-up over plain decoding of the same kind", columns, rows)
 
 
-def forwards_table(record: Record) -> Table:
+def by_variant(variants: Sequence[str], *figures: str) -> list[str]:
+    """The columns of figures that stand in the table once for each variant."""
+    return [f"{variant}\n{figure}" for variant in variants for figure in figures]
+
+
+def forwards_table(record: BenchmarkRecord) -> Table:
     """One row for each model and number of tokens."""
     lines = {(line["role"], line["variant"], line["tokens"]): line for line in record["forwards"]}
-    variants = variants_of(record["forwards"])
-    table = grid(
-        "Forwards beside the time to read as many bytes",
-        ["", "tokens", "MB", *(f"{variant}\n{what}" for variant in variants for what in ("ms", "of one", "% limit"))],
-    )
+    variants, rows = variants_of(record["forwards"]), []
     for role in ("target", "draft"):
         for n in sorted({tokens for _, _, tokens in lines}):
-            cells = []
+            row = [role, str(n), f"{lines[role, variants[0], n]['bytes'] / 1e6:,.0f}"]
             for variant in variants:
-                line = lines[role, variant, n]
-                of_one = ratio(line["seconds"], lines[role, variant, 1]["seconds"])[0]
-                cells += [span(interval(line["seconds"]), 1e3), f"{of_one:.2f}", span(interval(line["share"]), 100)]
-            table.add_row(role, str(n), f"{lines[role, variants[0], n]['bytes'] / 1e6:,.0f}", *cells)
-    return table
+                line, one = lines[role, variant, n], lines[role, variant, 1]
+                of_one = ratio(line["seconds"], one["seconds"])[0]
+                row += [span(interval(line["seconds"]), 1e3), f"{of_one:.2f}", span(interval(line["share"]), 100)]
+            rows.append(row)
+    columns = ["", "tokens", "MB", *by_variant(variants, "ms", "of one", "% limit")]
+    return table_of("Forwards beside the time to read as many bytes", columns, rows)
 
 
-def bandwidths(record: Record) -> str:
+def bandwidths(record: BenchmarkRecord) -> str:
     """What reading alone achieved."""
     speeds = {
-        what: f"{interval(speeds)[0] / 1e9:.1f} (best {max(speeds) / 1e9:.1f})"
-        for what, speeds in record["bandwidth"].items()
+        name: f"{interval(turns)[0] / 1e9:.1f} (best {max(turns) / 1e9:.1f})"
+        for name, turns in record["bandwidth"].items()
     }
     return (
         f"GB/s read: {speeds['target']} for as many bytes as the target's weights, {speeds['draft']} for the draft's, "
@@ -206,52 +203,37 @@ def bandwidths(record: Record) -> str:
     )
 
 
-def prefill_table(record: Record) -> Table:
+def prefill_table(record: BenchmarkRecord) -> Table:
     """One row for each length of the prompt."""
-    variants = variants_of(record["prefill"])
-    table = grid(
-        "Time to the first token after a prompt of so many tokens",
-        ["prompt", *(f"{variant}\n{what}" for variant in variants for what in ("ms", "ms a token"))],
-    )
-    seconds = {(line["variant"], line["tokens"]): line["seconds"] for line in record["prefill"]}
-    for length in sorted({tokens for _, tokens in seconds}):
-        cells = []
-        for variant in variants:
-            took = interval(seconds[variant, length])
-            cells += [span(took, 1e3), span(took[:1] * 3, 1e3 / length)]
-        table.add_row(str(length), *cells)
-    return table
+    took = {(line["variant"], line["tokens"]): interval(line["seconds"]) for line in record["prefill"]}
+    variants, rows = variants_of(record["prefill"]), []
+    for n in sorted({tokens for _, tokens in took}):
+        cells = [(span(took[variant, n], 1e3), median(took[variant, n], 1e3 / n)) for variant in variants]
+        rows.append([str(n), *chain(*cells)])
+    columns = ["prompt", *by_variant(variants, "ms", "ms a token")]
+    return table_of("Time to the first token after a prompt of so many tokens", columns, rows)
 
 
-def growth_table(record: Record) -> Table:
+def growth_table(record: BenchmarkRecord) -> Table:
     """One row for each context."""
-    variants = variants_of(record["growth"])
-    table = grid(
-        "A token of the target after a context of so many tokens",
-        ["context", *(f"{variant}\n{what}" for variant in variants for what in ("ms", "of the first"))],
-    )
     seconds = {(line["variant"], line["context"]): line["seconds"] for line in record["growth"]}
     contexts = sorted({context for _, context in seconds})
-    for context in contexts:
-        cells = []
-        for variant in variants:
-            own = seconds[variant, context]
-            cells += [span(interval(own), 1e3), span(ratio(own, seconds[variant, contexts[0]]))]
-        table.add_row(str(context), *cells)
-    return table
+    variants, rows = variants_of(record["growth"]), []
+    for n in contexts:
+        pairs = [(seconds[variant, n], seconds[variant, contexts[0]]) for variant in variants]
+        rows.append([str(n), *chain(*((span(interval(took), 1e3), span(ratio(took, first))) for took, first in pairs))])
+    columns = ["context", *by_variant(variants, "ms", "of the first")]
+    return table_of("A token of the target after a context of so many tokens", columns, rows)
 
 
-def round_table(record: Record) -> Table:
+def round_table(record: BenchmarkRecord) -> Table:
     """One row for each variant."""
-    seconds = {(line["variant"], line["part"]): line["seconds"] for line in record["parts"]}
-    table = grid(
-        "A round in which all guesses are accepted, and its filters, draws and verification (sampling)",
-        ["", "draft step\nms", "scoring\nms", "round\nms", "sampling\nms", "share of\nround, %"],
-    )
+    seconds = part_seconds(record)
+    parts = ("draft step", "scoring", "round", "sampling")
+    rows = []
     for variant in variants_of(record["parts"]):
-        table.add_row(
-            variant,
-            *(span(interval(seconds[variant, part]), 1e3) for part in ("draft step", "scoring", "round", "sampling")),
-            span(ratio(seconds[variant, "sampling"], seconds[variant, "round"]), 100),
-        )
-    return table
+        share = ratio(seconds[variant, "sampling"], seconds[variant, "round"])
+        rows.append([variant, *(span(interval(seconds[variant, part]), 1e3) for part in parts), span(share, 100)])
+    columns = ["", *(f"{part}\nms" for part in parts), "share of\nround, %"]
+    title = "A round in which all guesses are accepted, and its filters, draws and verification (sampling)"
+    return table_of(title, columns, rows)

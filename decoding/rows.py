@@ -1,15 +1,15 @@
-"""`Rows`: the committed tokens of a ragged batch, whose rows grow by different amounts."""
+"""`Rows`: the committed tokens of a ragged batch, whose rows grow by different amounts. `Record`: the history of a row."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from decoding.record import Record
 from utils import Sampling, UserError, not_finite
 
 if TYPE_CHECKING:
@@ -53,6 +53,71 @@ def upload(values: Sequence[Any], device: torch.device) -> Tensor:
     """Lists of numbers as a tensor on `device`. The copy to a GPU is asynchronous, from pinned memory: no host sync."""
     tensor = torch.tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+@dataclass
+class Record:
+    """One row's history. A round is one forward of the target; round 0 is the prefill.
+
+    times: seconds from the call to the moment each round's tokens were on the host.
+    committed: tokens each round added; their sum is the length of the output.
+    drafted, accepted: tokens guessed in each round, and how many of them verification accepted.
+    """
+
+    times: list[float] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, now: float, committed: int, drafted: int, accepted: int) -> None:
+        """One more round."""
+        self.times.append(now)
+        self.committed.append(committed)
+        self.drafted.append(drafted)
+        self.accepted.append(accepted)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.committed)
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token, in seconds."""
+        return self.times[0]
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first, in seconds; nan for a single token."""
+        return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else float("nan")
+
+    @property
+    def throughput(self) -> float:
+        """Tokens per second, prefill included."""
+        return self.tokens / self.times[-1]
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean tokens committed by a round of drafting and scoring; prefill does not count as one."""
+        rounds = self.committed[1:]
+        return sum(rounds) / len(rounds) if rounds else float("nan")
+
+    @property
+    def acceptance_by_position(self) -> list[tuple[int, int]]:
+        """[(tested, passed), ...]: how often the i-th guess of a round was tested, that is, all guesses before it had
+        passed; and how often it passed."""
+        counts = [[0, 0] for _ in range(max(self.drafted, default=0))]
+        for drafted, accepted in zip(self.drafted, self.accepted):
+            for i in range(min(accepted + 1, drafted)):
+                counts[i][0] += 1
+                counts[i][1] += i < accepted
+        return [(tested, passed) for tested, passed in counts]
+
+    @property
+    def alpha(self) -> float:
+        """Acceptance rate: guesses that passed over guesses tested. The paper's alpha, if guesses pass independently.
+        nan if nothing was guessed."""
+        tested, passed = (sum(column) for column in zip(*self.acceptance_by_position or [(0, 0)]))
+        return passed / tested if tested else float("nan")
 
 
 class Rows:

@@ -1,7 +1,7 @@
 """Which guesses to accept, so that the tokens committed are distributed exactly as the target's own.
 
-A rule is a pure function of p, q, the drafts and uniform random numbers u. It may be captured in a CUDA graph: then it
-must not synchronise with the host or keep state. If it must, set `verify.waits = True`.
+A rule is a pure function of p, q, the drafts and uniform random numbers u. It must not synchronise with the host, nor
+keep state: an engine may record its work and repeat it. If it must, set `verify.waits = True`.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,144 +26,12 @@ from decoding.trees.tree import Places, Tree
 from decoding.trees.verification import TreeRule
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
+from engine.steps import Block, Draw, Growth, Nodes, Prompt, Round, Shape, read_block, read_chunk, whole_round
 from utils import Sampling
 
 LARGE = 200_000_000  # Parameters. A larger model's rounds take so long that a graph of a whole round gains nothing.
 LONGEST = 6  # Tokens drawn by one graph at most. A graph of more takes long to compile and gains nothing.
 Step = Callable[..., Any]  # step(model, *inputs): tensors from tensors and the model's cache
-
-
-# The shapes of steps. `call` asks a model for the step, with inputs of that shape.
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Prefill of a batch of `rows` rows, of any lengths."""
-
-    rows: int
-
-    def call(self, model: CompiledModel) -> None:
-        model.read(zeros(model, self.rows, 2), zeros(model, self.rows, 2))
-
-
-@dataclass(frozen=True)
-class Block:
-    """The forward of blocks `[rows, width]`."""
-
-    rows: int
-    width: int
-
-    def call(self, model: CompiledModel) -> None:
-        model.forward(zeros(model, self.rows, self.width), zeros(model, self.rows, self.width))
-
-
-@dataclass(frozen=True)
-class Draw:
-    """`count` tokens drawn in sequence after blocks `[rows, read]`."""
-
-    rows: int
-    read: int
-    count: int
-
-    def call(self, model: CompiledModel) -> None:
-        tokens, positions = zeros(model, self.rows, self.read), zeros(model, self.rows, self.read + self.count - 1)
-        model.draw(tokens, positions, torch.zeros(self.count, self.rows, device=model.device), Sampling())
-
-
-@dataclass(frozen=True)
-class Round:
-    """`count` guesses by `draft` after as many tokens as its graphs read, and the forward that scores them."""
-
-    rows: int
-    draft: CompiledModel
-    count: int
-
-    def call(self, model: CompiledModel) -> None:
-        self.draft.reserve(self.rows, 2)
-        read = self.draft.reads.get(self.rows, 1)
-        tokens, positions = zeros(model, self.rows, read), zeros(model, self.rows, read + self.count)
-        u = torch.zeros(self.count, self.rows, device=model.device)
-        model.run(whole_round, self.draft, tokens, positions, u, Sampling(), Sampling(1.0))
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The forward of `count` nodes of a tree, whatever its shape."""
-
-    rows: int
-    count: int
-
-    def call(self, model: CompiledModel) -> None:
-        model.forward(zeros(model, self.rows, self.count), *places(model, self.rows, self.count))
-
-
-@dataclass(frozen=True)
-class Growth:
-    """The growth of `tree` after blocks `[rows, read]`."""
-
-    rows: int
-    read: int
-    tree: Tree
-
-    def call(self, model: CompiledModel) -> None:
-        block, nodes = zeros(model, self.rows, self.read), places(model, self.rows, self.tree.size + 1)[1]
-        u = torch.zeros(self.rows, self.tree.draws, device=model.device)
-        model.grow(self.tree, block, block.clone(), nodes, u, Sampling())
-
-
-@dataclass(frozen=True)
-class Move:
-    """`count` slots of each row that are moved."""
-
-    rows: int
-    count: int
-
-    def call(self, model: CompiledModel) -> None:
-        model.move(zeros(model, self.rows, self.count), zeros(model, self.rows, self.count))
-
-
-Shape = Prompt | Block | Draw | Round | Nodes | Growth | Move
-
-
-def zeros(model: CompiledModel, *shape: int) -> Tensor:
-    """Token ids or positions."""
-    return torch.zeros(shape, dtype=torch.long, device=model.device)
-
-
-def places(model: CompiledModel, rows: int, count: int) -> tuple[Tensor, Places]:
-    """Positions of `count` nodes, and their places."""
-    positions, ancestors = zeros(model, rows, count), torch.ones_like(zeros(model, count))
-    return positions, Places(positions, positions.clone(), zeros(model, rows), ancestors)
-
-
-# Steps that are not methods of `Model`.
-
-
-def read_block(model: Model, tokens: Tensor, positions: Tensor, nodes: Places | None = None) -> Tensor:
-    """`Model.forward` of a block, or of nodes of a tree."""
-    return model.forward(tokens, positions, nodes)
-
-
-def read_chunk(model: Model, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
-    """`Model.forward` of a part of a prompt."""
-    return model.forward(tokens, positions, keep=keep)
-
-
-def whole_round(
-    target: Model,
-    draft: Model,
-    tokens: Tensor,
-    positions: Tensor,
-    u: Tensor,
-    sampling: Sampling,
-    draft_sampling: Sampling,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Guesses `[B, n]` of `draft` after the block `tokens[B, w]`, their q `[B, n, V]` and the target's p
-    `[B, n + 1, V]`. positions: int64 `[B, w + n]`, of the block and the guesses. u: float32 `[n, B]`."""
-    drafts, q = draft.draw(tokens, positions[:, :-1], u, draft_sampling)
-    drafts = drafts.clamp(max=q.shape[-1] - 1)  # A guess from nan is no token: the round reports it.
-    block = torch.cat([tokens[:, -1:], drafts], 1)
-    return drafts, q, target.probabilities(target.forward(block, positions[:, -block.shape[1] :]), sampling)
 
 
 class CompiledModel(CachedModel, ABC):
@@ -208,7 +76,10 @@ class CompiledModel(CachedModel, ABC):
         """From now on, compute steps of these shapes by graphs. Returns the shapes to make."""
         for shape in asked:
             if isinstance(shape, (Draw, Growth)):
-                self.reads[shape.rows] = max(self.reads.get(shape.rows, 1), shape.read)
+                # The fewest that were asked for: what a draft missed besides is read by the graph of prefill. A model
+                # that decodes alone reads one token. It can as well read the one before it again.
+                known, read = self.reads.get(shape.rows, 1), shape.read
+                self.reads[shape.rows] = max(known, read) if 1 in (known, read) else min(known, read)
         made = list(dict.fromkeys(part for shape in sorted(asked, key=str) for part in self.parts(shape)))
         self.shapes |= set(made)
         for shape in made:

@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 
 from engine.cachedModel import CachedModel
-from engine.compiledModel import CompiledModel, Shape
+from engine.compiledModel import CompiledModel
+from engine.steps import Shape
 
 T = TypeVar("T")
 

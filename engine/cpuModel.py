@@ -23,11 +23,12 @@ from decoding.model import Model
 from decoding.trees.tree import Places, Tree
 from decoding.trees.verification import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import Rule, VerificationRule, block_rule, token_rule
-from engine.compiledModel import CompiledModel, Step, read_chunk
+from engine.cachedModel import sdpa_in_cache_dtype
+from engine.compiledModel import CompiledModel, Step
 from engine.flatGraph import FlatGraph
 from engine.kernels import loader
 from engine.kernels.packedLinear import pack
-from engine.kvCache import sdpa_in_cache_dtype
+from engine.steps import read_chunk
 from utils import Sampling, penalised
 
 OPTIONS = {
@@ -183,7 +184,7 @@ class SlotsLayer(StaticLayer):
         return Slots(key_states, self.keys, *written), Slots(value_states, self.values, *written)
 
     def get_seq_length(self) -> int:
-        """Always 0, as in `engine.kvCache`."""
+        """Always 0, as in `engine.cachedModel`."""
         return 0
 
 
@@ -208,7 +209,7 @@ class Slots:
 def attention(
     module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by the kernel inside a graph; in an eager forward that of `engine.kvCache`."""
+    """Attention by the kernel inside a graph; in an eager forward that of `engine.cachedModel`."""
     if isinstance(key, Slots):
         return key.attended_by(query, value, kwargs["scaling"]), None
     return sdpa_in_cache_dtype(module, query, key, value, attention_mask, **kwargs)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from decoding.model import Model
 from decoding.trees.tree import Places
-from engine.compiledModel import CompiledModel, Move, Shape, Step
-from engine.kvCache import SlotCache
+from engine.cachedModel import SlotCache
+from engine.compiledModel import CompiledModel, Step
+from engine.steps import Move, Shape
 
 Work = Callable[..., Sequence[Tensor]]
 Capture = tuple[list[Tensor], Callable[[], object], Sequence[Tensor]]

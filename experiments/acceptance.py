@@ -10,28 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decoding.guesses import Guesses
-from decoding.interfaces import Model
-from decoding.record import Record
-from decoding.treeRounds import TreeGuesses
-from decoding.treeShapes import Acceptance
-from decoding.treeVerification import after_child
+from decoding.drafter import Guesses
+from decoding.model import Model
+from decoding.rows import Record
+from decoding.trees.guesses import TreeGuesses
+from decoding.trees.shapes import Acceptance
+from decoding.trees.verification import after_child
 from experiments import theory
-from methods.makers import Sampler, Wrap
+from experiments.lines import Positions
+from methods.samplers import Sampler, Wrap
 from utils import Sampling, probabilities, seen_after
 
-# The counts of one depth of a round, (reached, tested, overlap, tested, chance, ...), summed over rounds:
-#   reached: rounds in which all guesses before this depth were accepted;
-#   tested, overlap: of these, the rounds with a guess here, and the sum of their overlaps;
-#   tested, chance: in a tree, the same for second children, and so on: the rounds that had one, and the sum of the
-#     probabilities that it is the child accepted.
-# (10, 10, 7.0, 6, 0.9): ten rounds came this far, and each had a guess here. The overlap was 0.7 on average. Six had a
-# second child too, which was accepted with a probability of 0.15 on average.
-Position = tuple[float, ...]
-Positions = list[Position]
 
-
-class Drawn(NamedTuple):
+class RoundGuesses(NamedTuple):
     """The guesses of a round for one row: drafts `[n]`, and q `[n, V]` that each was drawn from. children: of nodes
     0, ..., n, as `Tree.children`."""
 
@@ -40,33 +31,33 @@ class Drawn(NamedTuple):
     children: Sequence[Sequence[int]]
 
 
-class Watched:
-    """A drafter that remembers all guesses for row 0."""
+class RecordingDrafter:
+    """A drafter that keeps all guesses of another one for row 0."""
 
     def __init__(self, drafter: Any) -> None:
         self.drafter, self.models, self.rewind = drafter, drafter.models, drafter.rewind
 
     def begin(self, *args: Any) -> None:
-        """As of the watched drafter."""
-        self.rounds: list[Drawn] = []
+        """As of the other drafter."""
+        self.rounds: list[RoundGuesses] = []
         self.drafter.begin(*args)
 
     def draft(self, *args: Any, **options: Any) -> Guesses:
-        """As of the watched drafter."""
+        """As of the other drafter."""
         guesses = self.drafter.draft(*args, **options)
         drafts, q = guesses.drafts[0], guesses.q[0]
-        self.rounds.append(Drawn(drafts, q, [*((node,) for node in range(1, len(drafts) + 1)), ()]))
+        self.rounds.append(RoundGuesses(drafts, q, [*((node,) for node in range(1, len(drafts) + 1)), ()]))
         return guesses
 
     def grow(self, *args: Any, **options: Any) -> TreeGuesses:
-        """As of a watched `TreeDrafter`."""
+        """As of a `TreeDrafter`."""
         guesses = self.drafter.grow(*args, **options)
-        self.rounds.append(Drawn(guesses.drafts[0], guesses.q[0], guesses.tree.children))
+        self.rounds.append(RoundGuesses(guesses.drafts[0], guesses.q[0], guesses.tree.children))
         return guesses
 
 
-class Overlaps(NamedTuple):
-    """What texts show that were watched. rounds, accepted: of these texts, guesses accepted in them."""
+class OverlapCounts(NamedTuple):
+    """The overlaps in some texts. rounds, accepted: of these texts, and the guesses accepted in them."""
 
     positions: Positions
     rounds: int
@@ -82,39 +73,42 @@ def overlaps_of(
     end_of_text: int | None,
     seed: int,
     spread: Callable[..., Iterable[Any]] = map,
-) -> Overlaps:
+) -> OverlapCounts:
     """The overlaps at each depth of a round, over one text after each of `prompts`.
 
     make: makes the sampler, with its drafter wrapped. It is run apart from any that is timed, so that nothing is kept
         or computed while a clock runs. spread: applies a function to each item, as the builtin `map`.
     """
 
-    def of_text(number: int) -> Overlaps:
-        watched: list[Watched] = []
+    def of_text(number: int) -> OverlapCounts:
+        recorders: list[RecordingDrafter] = []
 
-        def watch(drafter: Any) -> Any:
-            watched.append(Watched(drafter))
-            return watched[0]
+        def wrap(drafter: Any) -> Any:
+            recorders.append(RecordingDrafter(drafter))
+            return recorders[0]
 
         generator = torch.Generator(target.device).manual_seed(seed + number)
-        (text,), (record,) = make(watch)([prompts[number]], max_len, sampling, end_of_text, generator)
-        positions = visited(prompts[number], text, record, watched[0].rounds, target, sampling) if watched else []
-        return Overlaps(positions, len(record.accepted) - 1, sum(record.accepted))
+        (text,), (record,) = make(wrap)(
+            [prompts[number]], max_len=max_len, sampling=sampling, end_of_text=end_of_text, generator=generator
+        )
+        rounds = recorders[0].rounds if recorders else []
+        positions = overlaps_in_text(prompts[number], text, record, rounds, target, sampling)
+        return OverlapCounts(positions, len(record.accepted) - 1, sum(record.accepted))
 
-    found = list(spread(of_text, range(len(prompts))))
-    return Overlaps(
-        total(each.positions for each in found),
-        sum(each.rounds for each in found),
-        sum(each.accepted for each in found),
+    counts = list(spread(of_text, range(len(prompts))))
+    return OverlapCounts(
+        total(text.positions for text in counts),
+        sum(text.rounds for text in counts),
+        sum(text.accepted for text in counts),
     )
 
 
 @torch.inference_mode()
-def visited(
+def overlaps_in_text(
     prompt: Sequence[int],
     text: Sequence[int],
     record: Record,
-    rounds: Sequence[Drawn],
+    rounds: Sequence[RoundGuesses],
     target: Model,
     sampling: Sampling,
 ) -> Positions:
@@ -122,30 +116,32 @@ def visited(
 
     The contexts in which guesses were tested are beginnings of the text, so one forward over all of it gives each p.
     """
-    whole = torch.tensor([[*prompt, *text]], device=target.device)
+    if not rounds:
+        return []
+    tokens = torch.tensor([[*prompt, *text]], device=target.device)
     seen = None
     if sampling.repetition_penalty != 1:
-        seen = seen_after(torch.zeros(1, target.vocabulary, dtype=torch.bool, device=whole.device), whole)
-    p = probabilities(target.score(whole), sampling, seen)[0]
-    found: list[Positions] = []
+        seen = seen_after(torch.zeros(1, target.vocabulary, dtype=torch.bool, device=tokens.device), tokens)
+    p = probabilities(target.score(tokens), sampling, seen)[0]
+    by_round: list[Positions] = []
     start = len(prompt) + record.committed[0]
-    for drawn, committed, drafted, accepted in zip(
-        rounds, *(part[1:] for part in (record.committed, record.drafted, record.accepted))
+    for guesses, committed, drafted, accepted in zip(
+        rounds, record.committed[1:], record.drafted[1:], record.accepted[1:]
     ):
         node, positions = 0, []
         for depth, at in enumerate(range(start, start + accepted + 1)):
             # A row may end before its last accepted guess.
-            nodes = [child - 1 for child in drawn.children[node]] if depth < drafted and at < whole.shape[1] else []
+            nodes = [child - 1 for child in guesses.children[node]] if depth < drafted and at < tokens.shape[1] else []
             shares = []
             if nodes:
-                drafts = drawn.drafts[nodes]
-                shares = chances(p[at - 1], drawn.q[nodes].to(p.device), drafts.to(p.device))
+                drafts = guesses.drafts[nodes]
+                shares = chances(p[at - 1], guesses.q[nodes].to(p.device), drafts.to(p.device))
             positions.append((1, *(figure for share in shares or [0.0] for figure in (len(nodes) > 0, share))))
-            if depth < accepted and nodes and at < whole.shape[1]:
-                node = nodes[drafts.tolist().index(int(whole[0, at]))] + 1
-        found.append(positions)
+            if depth < accepted and nodes:
+                node = nodes[drafts.tolist().index(int(tokens[0, at]))] + 1
+        by_round.append(positions)
         start += committed
-    return total(found)
+    return total(by_round)
 
 
 def chances(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
@@ -156,12 +152,12 @@ def chances(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
     rejected: its mean over rounds is the probability.
     """
     mass, w = p[None, None], torch.ones_like(p[None, :1])
-    rejected, found = torch.ones_like(w), []
+    rejected, shares = torch.ones_like(w), []
     for law, x in zip(q, drafts):
-        found.append(rejected * theory.overlap(mass, law))
+        shares.append(rejected * theory.overlap(mass, law))
         ratio, mass, w = after_child(mass, w, law[None, None], x[None, None])
         rejected = rejected * (1 - ratio)
-    return torch.cat(found, 1)[0].tolist()
+    return torch.cat(shares, 1)[0].tolist()
 
 
 def total(parts: Iterable[Positions]) -> Positions:
@@ -172,16 +168,16 @@ def total(parts: Iterable[Positions]) -> Positions:
     return [tuple(map(sum, itertools.zip_longest(*column, fillvalue=0))) for column in columns]
 
 
-def acceptance_of(positions: Sequence[Sequence[float]]) -> Acceptance:
+def acceptance_of(positions: Positions) -> Acceptance:
     """The acceptance of siblings of each rank at each depth."""
-    found = Acceptance()
+    acceptance = Acceptance()
     for depth, (_, *pairs) in enumerate(positions):
         for rank, (tested, share) in enumerate(zip(pairs[::2], pairs[1::2])):
-            found.reached[depth, rank], found.accepted[depth, rank] = tested, share
-    return found
+            acceptance.reached[depth, rank], acceptance.accepted[depth, rank] = tested, share
+    return acceptance
 
 
-def expected(positions: Sequence[Sequence[float]]) -> dict[str, float]:
+def expected(positions: Positions) -> dict[str, float]:
     """What positions say. "overlap": the mean over all guesses that were tested (in a tree, over first children), which
     is the probability that one guess is accepted. "tokens": the tokens a round that should follow if guesses are judged
     one by one. nan where nothing was guessed."""

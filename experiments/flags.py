@@ -1,271 +1,395 @@
-"""`parser`: the flags of `test.py`. settings.py says what they mean together."""
+"""The flags of `test.py`: `parser`, and the checks of each flag by itself. settings.py says what they mean together."""
 
 from __future__ import annotations
 
-from experiments.decodingFlags import Group, add_contrastive, add_decoding, add_drafters, add_sampling
-from inputs.commandLine import Parser, path, text, whole
-from inputs.folders import ROOT
+import argparse
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from decoding.lengthRules import RULES as DRAFT_LENGTHS
+from decoding.trees.verification import TREE_RULES
+from decoding.verification import RULES as VERIFICATIONS
+from inputs.commandLine import Parser, number, path, text, whole
+from inputs.files import ROOT
 from inputs.models import DTYPES
-from methods.catalogue import METHODS
-from methods.selection import provable
+from methods.catalogue import METHODS, provable
+from methods.samplers import Decoding
+from utils import Sampling, UserError
+
+Options = dict[str, Any]  # what `add_argument` takes by keyword
+
+
+def flag(
+    kind: Callable[[str], Any], help: str, default: object = None, metavar: str | None = "N", **options: Any
+) -> Options:
+    """A flag that takes a value of that kind. A default that is a word or a number ends the help text. None: there is
+    no default, or settings.py decides it."""
+    if isinstance(default, (int, float, str)):
+        help += f" Default: {default if isinstance(default, str) else format(default, 'g')}."
+    return {"type": kind, "help": help, "default": default, "metavar": metavar} | options
+
+
+def choice(values: Iterable[str], help: str, default: str | None = None) -> Options:
+    """A flag that takes one of several words."""
+    return flag(str, help, default, None, choices=list(values))
+
+
+def switch(help: str) -> Options:
+    """A flag without a value."""
+    return {"action": "store_true", "help": help}
+
+
+def on_off(help: str) -> Options:
+    """A flag that takes 0 or 1, or no value, which means 1."""
+    return flag(whole(0, 1), help, metavar=None, nargs="?", const=1, choices=(0, 1))
+
+
+# {title of a group: {flag: its options}}. `parser` puts lists of methods for {methods}, {left_out} and {provable}.
+FLAGS = {
+    "modes that measure speed (the default is --speed --ppl)": {
+        "--speed": on_off(
+            "Measure the time to the first token (TTFT), the time per output token (TPOT) and the tokens per second "
+            "of the draft alone, the target alone, and speculative sampling. --speed 0 switches it off."
+        ),
+        "--speedNew": switch(
+            "Measure the speed of the additive draft-length rule (see --draftLength) on long texts: 1000 new tokens "
+            "unless --maxLen says otherwise."
+        ),
+        "--speedMulti": switch(
+            "Measure the speed of a cascade of three models: the draft guesses for --mid, and both together guess for "
+            "the target."
+        ),
+        "--contrastive": switch("Measure the speed of contrastive decoding, plain and speculative."),
+        "--compare": flag(
+            text,
+            "Measure the speed of several methods side by side. Give all, or a comma-separated list of: {methods}. "
+            "The target alone is always measured too, as the baseline. all stands for every method whose models are "
+            "there, except {left_out}.",
+            metavar="METHODS",
+        ),
+        "--sweep": switch(
+            "Measure the speed of speculative sampling with gamma from 1 to 10, compare it with the speed that theory "
+            "predicts, and draw a figure. Here --temperature takes several values."
+        ),
+    },
+    "other modes": {
+        "--ppl": on_off(
+            "Measure the perplexity of the draft, the target and the speculative sampler: of each text, and of the "
+            "whole corpus. --ppl 0 switches it off."
+        ),
+        "--diversity": switch(
+            "Measure how varied the texts of each method are: n-gram entropy, distinct n-grams, repetition, and their "
+            "perplexity under the target."
+        ),
+        "--lossless": flag(
+            text,
+            "Prove by statistical tests that the text of a method is distributed exactly as the target's own. Give "
+            "all, or a comma-separated list of: {provable}. Without a value: speculative. This is a run of its own. "
+            "The exit code is 0 if all tests pass and 1 otherwise.",
+            metavar="METHODS",
+            nargs="?",
+            const="speculative",
+        ),
+        "--show": switch(
+            "Show one text on the screen as it is decoded: guesses accepted, guesses rejected, and the target's own "
+            "tokens. Nothing is measured. --speedNew, --speedMulti or --contrastive choose the method; the default is "
+            "speculative sampling."
+        ),
+        "--html": flag(path, "Write the same as a web page that plays the text back round by round.", metavar="FILE"),
+        "--rerun": flag(
+            text,
+            "Repeat a run of results.jsonl and report whether it gives the same tokens. Give the run's name, or 1 for "
+            "the newest run, 2 for the one before. Takes no other flag but --out. The exit code is 0 if everything is "
+            "the same and 1 otherwise.",
+            metavar="RUN",
+        ),
+    },
+    "models": {
+        "--target": flag(
+            text,
+            "The large model whose text is to be generated: the name of a folder in models/, a path, or a hub id "
+            "owner/name, which is downloaded at its first use. Default: pythia-2.8b if that and pythia-70m are in "
+            "models/, else the bundled target.",
+            metavar="MODEL",
+        ),
+        "--draft": flag(
+            text,
+            "The small model that guesses, named as --target. If it has another tokenizer, it guesses the tokens that "
+            "both have. Or lookup: no model, the guesses come from the text so far. Default: pythia-70m or the "
+            "bundled draft, as for --target.",
+            metavar="MODEL",
+        ),
+        "--mid": flag(
+            text,
+            "The model between the two, which a cascade needs. Default: if neither --target nor --draft is given, "
+            "pythia-410m or the bundled mid model; else none.",
+            metavar="MODEL",
+        ),
+        "--offline": switch("Download nothing. A model that is missing is an error."),
+        "--dtype": choice(
+            DTYPES,
+            "The dtype of the weights. Default: for speed the fastest that the device supports natively (bfloat16, "
+            "float16 on GPUs without bfloat16, else float32); for --ppl, --diversity and --lossless float32.",
+        ),
+        "--compile": switch(
+            "Compile the decode steps, on a GPU into CUDA graphs. On a CPU the first time takes minutes; later runs "
+            "reuse the result. Compilation is not part of any measurement. --diversity and --ppl stay eager."
+        ),
+        "--device": flag(
+            text,
+            "cpu, cuda, cuda:1 and so on, or auto: a model too large for one GPU is spread over all GPUs and the "
+            "host's memory. mps is the GPU of an Apple computer (not tested on a real one). Default: cuda if "
+            "available, else cpu.",
+            metavar=None,
+        ),
+        "--draftDevice": flag(
+            text,
+            "Put the draft on a device of its own: cpu, cuda:1 and so on. Only tokens, guesses and the guesses' "
+            "distributions travel between the two. Default: the target's device.",
+            metavar="DEVICE",
+        ),
+    },
+    "how to guess and to verify": {
+        "--gamma": flag(
+            whole(1, 1000),
+            "How many tokens to guess in a round. For the additive rule it is the least, for draftConfidence and "
+            "costAware the most. Default: 4; for draftConfidence, costAware and lookup 10.",
+        ),
+        "--draftLength": choice(
+            DRAFT_LENGTHS,
+            "The rule that decides how many tokens to guess. fixed: always gamma. additive: one more after a round "
+            "accepted in full, else half as many. draftConfidence: until the draft is unsure. targetConfidence: only "
+            "while the target is sure. costAware: as many as pay, by measured costs.",
+            Decoding.draft_length,
+        ),
+        "--draftThreshold": flag(
+            number(0, 1),
+            "draftConfidence stops guessing after a token that the draft gave a probability below this.",
+            Decoding.draft_threshold,
+            metavar="P",
+        ),
+        "--targetThreshold": flag(
+            number(0, 1),
+            "targetConfidence does not guess after a token that the target gave a probability below this.",
+            Decoding.target_threshold,
+            metavar="P",
+        ),
+        "--verification": choice(
+            VERIFICATIONS,
+            "The rule that accepts guesses. token: one after the other. block: the guesses of a round together, which "
+            "accepts at least as many on average.",
+            Decoding.verification,
+        ),
+        "--tree": flag(
+            str,
+            "Guess a tree instead of a chain. 3,2,1,1: the last token has 3 children, each of these 2, and so on. "
+            "3/2,1,0: level by level, with one number for each node. auto: the shape with the most tokens per second, "
+            "by measured acceptance and costs; plain decoding and chains are among its choices. Default: a chain; for "
+            "the methods tree and topDown of --compare and --lossless auto.",
+            metavar="SHAPE",
+        ),
+        "--treeRule": choice(
+            TREE_RULES,
+            "The rule that accepts guesses of a tree. traversal: whole paths, from the leaves to the root. topDown: "
+            "token by token, from the root.",
+            Decoding.tree_rule,
+        ),
+        "--gamma1": flag(
+            whole(1, 1000),
+            "In a cascade, how many tokens the draft guesses for the mid model in a round.",
+            Decoding.gamma1,
+        ),
+        "--gamma2": flag(
+            whole(1, 1000),
+            "In a cascade, how many tokens the draft and the mid model together guess for the target in a round.",
+            Decoding.gamma2,
+        ),
+        "--lookupFirst": switch(
+            "Let the text so far guess where its last tokens occurred before, as for --draft lookup, and the draft "
+            "model elsewhere."
+        ),
+        "--ngram": flag(
+            whole(1),
+            "For lookup: at least so many of the last tokens must have occurred before. As many as possible are "
+            "looked up. Default: 1; 4 where a draft model guesses elsewhere.",
+        ),
+        "--draftVocab": flag(
+            whole(1),
+            "Let the draft guess only the N most frequent tokens, which makes its output layer smaller. Default: all "
+            "tokens.",
+        ),
+        "--draftTemperature": flag(
+            number(0, 1000),
+            "The temperature of the draft alone. The text stays distributed as the target's; how many guesses are "
+            "accepted changes. Default: the target's.",
+            metavar="T",
+        ),
+        "--draftTop_p": flag(
+            number(0, 1), "The top_p of the draft alone, likewise. Default: the target's.", metavar="P"
+        ),
+    },
+    "contrastive decoding": {
+        "--plausibility": flag(
+            number(0, 1),
+            "Drop tokens that the target gives less than this share of its highest probability.",
+            Decoding.plausibility,
+            metavar="A",
+        ),
+        "--amateurTemperature": flag(
+            number(1e-4, 1000),
+            "The temperature of the draft's distribution, which is subtracted in logarithms from the target's.",
+            Decoding.amateur_temperature,
+            metavar="T",
+        ),
+        "--contrastiveTemperature": flag(
+            number(0, 1000),
+            "The temperature at which tokens are drawn from the scores. 0 takes the token of the highest score.",
+            Decoding.contrastive_temperature,
+            metavar="T",
+        ),
+    },
+    "sampling": {
+        "--maxLen": flag(
+            whole(1), "The most new tokens of a text. Default: 200; for --speedNew 1000, for --diversity 45."
+        ),
+        "--temperature": flag(
+            number(0, 1000),
+            "The temperature of the target, and of the draft unless --draftTemperature is given. 0 is greedy "
+            "decoding. --sweep takes several. Default: 0.85; for --diversity 1.",
+            metavar="T",
+            nargs="+",
+        ),
+        "--top_p": flag(
+            number(0, 1),
+            "Keep the smallest set of most probable tokens that holds this much probability (nucleus sampling). 1 "
+            "keeps all. Default: 0.9; for --diversity 1.",
+            metavar="P",
+        ),
+        "--top_k": flag(whole(0), "Keep the K most probable tokens. 0 keeps all.", 0, metavar="K"),
+        "--repetition_penalty": flag(
+            number(0.01, 100),
+            "Divide positive logits, and multiply negative ones, of tokens already in the text by this. 1 does "
+            "nothing.",
+            1.0,
+            metavar="R",
+        ),
+    },
+    "texts": {
+        "--dataset": flag(
+            text,
+            "The texts to use: sample, wikitext, pg19, another data set installed by downloadData.py, or the path of "
+            "a text file, of a folder of text files, or of a saved data set.",
+            "sample",
+            metavar="NAME",
+        ),
+        "--books": flag(whole(1), "The most documents of the data set to use. Default: all."),
+        "--sentences": flag(
+            whole(1),
+            "How many texts to use: prompts where texts are generated, texts of each corpus for --ppl. Default: 10; "
+            "for --lossless 64.",
+        ),
+        "--sentenceLimit": flag(whole(1), "Use only texts of at least this many characters.", 500),
+        "--prompt": flag(text, "Continue this text instead of the data set.", metavar="TEXT"),
+        "--question": flag(
+            text,
+            "Ask a chat model this question in the form of its chat template, instead of using the data set.",
+            metavar="TEXT",
+        ),
+        "--promptFile": flag(path, "Continue each line of this file instead of the data set.", metavar="FILE"),
+        "--promptLen": flag(
+            whole(1),
+            "The length of prompts from the data set, in tokens. Several lengths are measured one after the other. "
+            "Default: 64.",
+            nargs="+",
+            default=[64],
+        ),
+        "--window": flag(
+            whole(2), "The window of the corpus perplexity, in tokens; at most the models' context.", 1024
+        ),
+        "--stride": flag(whole(1), "How many tokens each window starts after the one before; less than --window.", 512),
+    },
+    "measuring": {
+        "--repeats": flag(
+            whole(1),
+            "How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20.",
+        ),
+        "--tokens": flag(whole(1), "How many tokens of each method --lossless tests at least. Default: 100000."),
+        "--seed": flag(whole(0, (1 << 62) - 1), "The seed of every random choice.", 0),
+        "--out": flag(
+            path,
+            "The folder of results.txt, results.jsonl and figures/. Default: the project's folder.",
+            metavar="FOLDER",
+            default=ROOT,
+        ),
+    },
+}
 
 
 def parser() -> Parser:
-    """The parser of `test.py`, one group of flags after the other. Where the default depends on what is measured, the
-    parser's default is None, and settings.py fills it in."""
-    made = Parser(
+    """The parser of `test.py`."""
+    result = Parser(
         prog="test.py",
         allow_abbrev=False,
         description="Speculative decoding, measured: speed (TTFT, TPOT, throughput), perplexity, and every decoding "
         "method side by side. Results go to results.txt. README.md explains how to read them.",
     )
-    add_speed_modes(made.add_argument_group("modes that measure speed (the default is --speed --ppl)"))
-    add_other_modes(made.add_argument_group("other modes"))
-    add_models(made.add_argument_group("models"))
-    decoding = made.add_argument_group("how to guess and to verify")
-    add_decoding(decoding)
-    add_drafters(decoding)
-    add_contrastive(made.add_argument_group("contrastive decoding"))
-    add_sampling(made.add_argument_group("sampling"))
-    add_prompts(made.add_argument_group("texts"))
-    add_measuring(made.add_argument_group("measuring"))
-    return made
+    lists = {
+        "methods": "; ".join(f"{name} ({method.title})" for name, method in METHODS.items()),
+        "left_out": ", ".join(name for name, method in METHODS.items() if not method.in_all),
+        "provable": ", ".join(provable()),
+    }
+    for title, flags in FLAGS.items():
+        group = result.add_argument_group(title)
+        for name, options in flags.items():
+            group.add_argument(name, **options | {"help": options["help"].format(**lists)})
+    return result
 
 
-def add_speed_modes(group: Group) -> None:
-    """The modes that measure speed."""
-    group.add_argument(
-        "--speed",
-        nargs="?",
-        type=whole(0, 1),
-        const=1,
-        choices=(0, 1),
-        help="Measure the time to the first token (TTFT), the time per output token (TPOT) and the tokens per second "
-        "of the draft alone, the target alone, and speculative sampling. --speed 0 switches it off.",
-    )
-    group.add_argument(
-        "--speedNew",
-        action="store_true",
-        help="Measure the speed of the additive draft-length rule (see --draftLength) on long texts: 1000 new tokens "
-        "unless --maxLen says otherwise.",
-    )
-    group.add_argument(
-        "--speedMulti",
-        action="store_true",
-        help="Measure the speed of a cascade of three models: the draft guesses for --mid, and both together guess "
-        "for the target.",
-    )
-    group.add_argument(
-        "--contrastive", action="store_true", help="Measure the speed of contrastive decoding, plain and speculative."
-    )
-    group.add_argument(
-        "--compare",
-        type=text,
-        metavar="METHODS",
-        help="Measure the speed of several methods side by side. Give all, or a comma-separated list of: "
-        + "; ".join(f"{name} ({method.title})" for name, method in METHODS.items())
-        + ". The target alone is always measured too, as the baseline. all stands for every method whose models are "
-        f"there, except {', '.join(name for name, method in METHODS.items() if not method.in_all)}.",
-    )
-    group.add_argument(
-        "--sweep",
-        action="store_true",
-        help="Measure the speed of speculative sampling with gamma from 1 to 10, compare it with the speed that theory "
-        "predicts, and draw a figure. Here --temperature takes several values.",
-    )
+def read_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of the command line `argv`. Raises UserError for a value that no other flag can make right."""
+    args = parser().parse_args(argv)
+    if args.rerun:
+        check_rerun(args)
+    check_numbers(args)
+    check_prompts(args)
+    if not os.path.isdir(args.out):
+        raise UserError(f"--out {args.out} is not a folder")
+    return args
 
 
-def add_other_modes(group: Group) -> None:
-    """The modes that measure texts, show one, or repeat a run."""
-    group.add_argument(
-        "--ppl",
-        nargs="?",
-        type=whole(0, 1),
-        const=1,
-        choices=(0, 1),
-        help="Measure the perplexity of the draft, the target and the speculative sampler: of each text, and of the "
-        "whole corpus. --ppl 0 switches it off.",
-    )
-    group.add_argument(
-        "--diversity",
-        action="store_true",
-        help="Measure how varied the texts of each method are: n-gram entropy, distinct n-grams, repetition, and their "
-        "perplexity under the target.",
-    )
-    group.add_argument(
-        "--lossless",
-        type=text,
-        nargs="?",
-        const="speculative",
-        metavar="METHODS",
-        help="Prove by statistical tests that the text of a method is distributed exactly as the target's own. Give "
-        "all, or a comma-separated list of: " + ", ".join(provable()) + ". Without a value: speculative. This is a run "
-        "of its own. The exit code is 0 if all tests pass and 1 otherwise.",
-    )
-    group.add_argument(
-        "--show",
-        action="store_true",
-        help="Show one text on the screen as it is decoded: guesses accepted, guesses rejected, and the target's own "
-        "tokens. Nothing is measured. --speedNew, --speedMulti or --contrastive choose the method; the default is "
-        "speculative sampling.",
-    )
-    group.add_argument(
-        "--html",
-        type=path,
-        metavar="FILE",
-        help="Write the same as a web page that plays the text back round by round.",
-    )
-    group.add_argument(
-        "--rerun",
-        type=text,
-        metavar="RUN",
-        help="Repeat a run of results.jsonl and report whether it gives the same tokens. Give the run's name, or 1 for "
-        "the newest run, 2 for the one before. Takes no other flag but --out. The exit code is 0 if everything is the "
-        "same and 1 otherwise.",
-    )
+def check_rerun(args: argparse.Namespace) -> None:
+    """Raise UserError if other flags stand beside --rerun."""
+    defaults = vars(parser().parse_args([]))
+    for name, value in vars(args).items():
+        if name not in ("rerun", "out") and value != defaults[name]:
+            raise UserError(f"--rerun takes its flags from the run; leave out --{name}")
 
 
-def add_models(group: Group) -> None:
-    """Which models are used, and how they are loaded."""
-    group.add_argument(
-        "--target",
-        type=text,
-        metavar="MODEL",
-        help="The large model whose text is to be generated: the name of a folder in models/, a path, or a hub id "
-        "owner/name, which is downloaded at its first use. Default: pythia-2.8b if that and pythia-70m are in models/, "
-        "else the bundled target.",
-    )
-    group.add_argument(
-        "--draft",
-        type=text,
-        metavar="MODEL",
-        help="The small model that guesses, named as --target. If it has another tokenizer, it guesses the tokens that "
-        "both have. Or lookup: no model, the guesses come from the text so far. Default: pythia-70m or the bundled "
-        "draft, as for --target.",
-    )
-    group.add_argument(
-        "--mid",
-        type=text,
-        metavar="MODEL",
-        help="The model between the two, which a cascade needs. Default: if neither --target nor --draft is given, "
-        "pythia-410m or the bundled mid model; else none.",
-    )
-    group.add_argument("--offline", action="store_true", help="Download nothing. A model that is missing is an error.")
-    group.add_argument(
-        "--dtype",
-        choices=list(DTYPES),
-        help="The dtype of the weights. Default: for speed the fastest that the device supports natively (bfloat16, "
-        "float16 on GPUs without bfloat16, else float32); for --ppl, --diversity and --lossless float32.",
-    )
-    group.add_argument(
-        "--compile",
-        action="store_true",
-        help="Compile the decode steps, on a GPU into CUDA graphs. On a CPU the first time takes minutes; later runs "
-        "reuse the result. Compilation is not part of any measurement. --diversity and --ppl stay eager.",
-    )
-    group.add_argument(
-        "--device",
-        type=text,
-        help="cpu, cuda, cuda:1 and so on, or auto: a model too large for one GPU is spread over all GPUs and the "
-        "host's memory. mps is the GPU of an Apple computer (not tested on a real one). Default: cuda if available, "
-        "else cpu.",
-    )
-    group.add_argument(
-        "--draftDevice",
-        type=text,
-        metavar="DEVICE",
-        help="Put the draft on a device of its own: cpu, cuda:1 and so on. Only tokens, guesses and the guesses' "
-        "distributions travel between the two. Default: the target's device.",
-    )
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise UserError for numbers that no single flag can refuse."""
+    if args.stride >= args.window:
+        raise UserError(f"--stride ({args.stride}) must be less than --window ({args.window})")
+    Sampling(args.contrastiveTemperature)
+    Sampling().but(args.draftTemperature, args.draftTop_p)
+    if args.temperature and len(args.temperature) > 1 and not args.sweep:
+        raise UserError("several temperatures are for --sweep; give one")
+    for temperature in args.temperature or [1.0]:
+        Sampling(temperature, args.top_k, 1.0 if args.top_p is None else args.top_p, args.repetition_penalty)
 
 
-def add_prompts(group: Group) -> None:
-    """Which texts are continued, and which are scored for perplexity."""
-    group.add_argument(
-        "--dataset",
-        type=text,
-        default="sample",
-        metavar="NAME",
-        help="The texts to use: sample, wikitext, pg19, another data set installed by downloadData.py, or the path of "
-        "a text file, of a folder of text files, or of a saved data set. Default: sample.",
-    )
-    group.add_argument(
-        "--books", type=whole(1), metavar="N", help="The most documents of the data set to use. Default: all."
-    )
-    group.add_argument(
-        "--sentences",
-        type=whole(1),
-        metavar="N",
-        help="How many texts to use: prompts where texts are generated, texts of each corpus for --ppl. Default: 10; "
-        "for --lossless 64.",
-    )
-    group.add_argument(
-        "--sentenceLimit",
-        type=whole(1),
-        default=500,
-        metavar="N",
-        help="Use only texts of at least this many characters. Default: 500.",
-    )
-    group.add_argument("--prompt", type=text, metavar="TEXT", help="Continue this text instead of the data set.")
-    group.add_argument(
-        "--question",
-        type=text,
-        metavar="TEXT",
-        help="Ask a chat model this question in the form of its chat template, instead of using the data set.",
-    )
-    group.add_argument(
-        "--promptFile", type=path, metavar="FILE", help="Continue each line of this file instead of the data set."
-    )
-    group.add_argument(
-        "--promptLen",
-        type=whole(1),
-        nargs="+",
-        default=[64],
-        metavar="N",
-        help="The length of prompts from the data set, in tokens. Several lengths are measured one after the other. "
-        "Default: 64.",
-    )
-    group.add_argument(
-        "--window",
-        type=whole(2),
-        default=1024,
-        metavar="N",
-        help="The window of the corpus perplexity, in tokens; at most the models' context. Default: 1024.",
-    )
-    group.add_argument(
-        "--stride",
-        type=whole(1),
-        default=512,
-        metavar="N",
-        help="How many tokens each window starts after the one before; less than --window. Default: 512.",
-    )
-
-
-def add_measuring(group: Group) -> None:
-    """How often is measured, with which seed, and where the results go."""
-    group.add_argument(
-        "--repeats",
-        type=whole(1),
-        metavar="N",
-        help="How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20.",
-    )
-    group.add_argument(
-        "--tokens",
-        type=whole(1),
-        metavar="N",
-        help="How many tokens of each method --lossless tests at least. Default: 100000.",
-    )
-    group.add_argument(
-        "--seed",
-        type=whole(0, (1 << 62) - 1),
-        default=0,
-        metavar="N",
-        help="The seed of every random choice. Default: 0.",
-    )
-    group.add_argument(
-        "--out",
-        type=path,
-        default=ROOT,
-        metavar="FOLDER",
-        help="The folder of results.txt, results.jsonl and figures/. Default: the project's folder.",
-    )
+def check_prompts(args: argparse.Namespace) -> None:
+    """Raise UserError for prompts that cannot be continued, and a page that cannot be written."""
+    prompts = [flag for flag in ("prompt", "question", "promptFile") if getattr(args, flag) is not None]
+    if len(prompts) > 1:
+        raise UserError(f"--{prompts[0]} and --{prompts[1]} both say what to continue; give one of them")
+    for flag in "prompt", "question":
+        text = getattr(args, flag)
+        if text is not None and not text.strip("\n"):
+            raise UserError(f"--{flag} is empty: give some text")
+        if text and text != text.encode(errors="replace").decode():
+            raise UserError(f"--{flag} is not text in this terminal's encoding: give UTF-8")
+    if args.html and not os.path.isdir(os.path.dirname(os.path.abspath(args.html))):
+        raise UserError(f"--html {args.html} is in no folder that exists")
+    if args.html and os.path.isdir(args.html):
+        raise UserError(f"--html {args.html} is a folder; name a file")

@@ -5,103 +5,100 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 import PPL
 from decoding.verification import RULES as VERIFICATIONS
-from engine.progress import Bar, followed
 from experiments import diversity, sweep
-from experiments.acceptance import Overlaps, overlaps_of
+from experiments.acceptance import OverlapCounts, overlaps_of
+from experiments.lines import Append, Conditions
 from experiments.prepare import LoadedModels, Prepared
 from experiments.speed import Timed, digest, measure
-from inputs.escape import visible
-from methods.catalogue import METHODS
-from methods.makers import LOOKED_UP, Models, Sampler, Wrap, guesser
-from methods.selection import build, repeatable
+from inputs.commandLine import visible
+from inputs.progress import Bar, followed
+from inputs.texts import Corpus
+from methods.catalogue import METHODS, build, repeatable
+from methods.samplers import Models, Sampler, Wrap, guesser
 from utils import GREEDY, Sampling
-
-Append = Callable[..., object]  # takes one line of results by keywords
 
 
 def measure_speed(prepared: Prepared, models: LoadedModels, mode: str, append: Append) -> None:
-    """Time the methods of one mode, for each length of prompt."""
-    for length, prompts in prepared.prompts.items():
+    """Time the methods of one mode, for each length of prompt and, in a sweep, each temperature."""
+    choice = prepared.settings.sampling
+    temperatures = choice.temperatures if mode == "sweep" and choice.temperatures else [None]
+    for length in prepared.prompts:
+        for temperature in temperatures:
+            sampling = choice.of(mode, temperature)
+            conditions: Conditions = {
+                "dtype": prepared.dtype,
+                "promptLen": length,
+                "mode": mode,
+                "maxLen": choice.max_len_of(mode),
+                "gamma": prepared.settings.gamma_of(mode),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+            }
+            time_group(prepared, models, conditions, sampling, append)
 
-        def line(length: int = length, **figures: object) -> None:
-            append(dtype=prepared.dtype, promptLen=length, **figures)
 
-        time_group(prepared, models, mode, prompts, line)
-
-
-def time_group(prepared: Prepared, models: LoadedModels, mode: str, prompts: list[list[int]], append: Append) -> None:
-    """Time the methods of one mode on `prompts`; `--sweep` does so for each temperature."""
-    settings, tokenizer, device = prepared.settings, prepared.tokenizer, prepared.device
-    measuring, decoding = settings.measuring, settings.decoding
-    max_len, repeats = settings.sampling.max_len_of(mode), measuring.repeats_of(mode)
-    usual = LOOKED_UP if decoding.lookup else 4
-    gamma = (
-        usual if mode == "speed" and decoding.draft_length == "fixed" else None
-    )  # Elsewhere each method has its own.
-    for temperature in settings.sampling.temperatures or [None] if mode == "sweep" else [None]:
-        sampling = settings.sampling.of(mode, temperature)
-        roles: Models = dict(models)
-        samplers = build(measuring.groups[mode], roles, decoding)
-        shown = {
-            "mode": mode,
-            "maxLen": max_len,
-            "gamma": decoding.gamma or gamma,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-        }
-        if mode == "sweep":
-            drafter, verify = guesser(roles, decoding), VERIFICATIONS[decoding.verification]
-            samplers |= sweep.samplers(models["target"], drafter, verify)
-            costs = sweep.costs(
-                prompts,
-                models["target"],
-                drafter,
-                sampling,
-                verify,
-                max_len,
-                measuring.seed,
-                device,
-                prepared.processes.mapped,
+def time_group(
+    prepared: Prepared, models: LoadedModels, conditions: Conditions, sampling: Sampling, append: Append
+) -> None:
+    """Time the methods of one mode under the same conditions, and measure what theory needs beside the times."""
+    measuring, decoding = prepared.settings.measuring, prepared.settings.decoding
+    mode, max_len, prompts = conditions["mode"], conditions["maxLen"], prepared.prompts[conditions["promptLen"]]
+    roles: Models = dict(models)
+    samplers = build(measuring.groups[mode], roles, decoding)
+    if mode == "sweep":
+        drafter, verify = guesser(roles, decoding), VERIFICATIONS[decoding.verification]
+        samplers |= sweep.samplers(models["target"], drafter, verify)
+        seed, device, mapped = measuring.seed, prepared.device, prepared.processes.mapped
+        costs = sweep.costs(prompts, models["target"], drafter, sampling, verify, max_len, seed, device, mapped)
+        append({"kind": "costs", **conditions, **costs})
+    if mode == "compare":
+        for name, overlaps in overlaps_by_method(prepared, roles, prompts, sampling):
+            append(
+                {
+                    "kind": "overlap",
+                    **conditions,
+                    "method": name,
+                    "overlap_by_position": overlaps.positions,
+                    "rounds": overlaps.rounds,
+                    "accepted": overlaps.accepted,
+                }
             )
-            append(kind="costs", **shown, **costs)
 
-        if mode == "compare":
-            for name, found in overlaps(prepared, roles, prompts, sampling):
-                counts = {"rounds": found.rounds, "accepted": found.accepted}
-                append(kind="overlap", **shown, method=name, overlap_by_position=found.positions, **counts)
+    def timed(sampler: Sampler) -> Timed:
+        end_of_text = prepared.tokenizer.eos_token_id
+        return lambda prompt, generator: sampler(
+            [prompt], max_len=max_len, sampling=sampling, end_of_text=end_of_text, generator=generator
+        )
 
-        def timed(sampler: Sampler) -> Timed:
-            return lambda prompt, generator: sampler([prompt], max_len, sampling, tokenizer.eos_token_id, generator)  # noqa: B023
-
-        works = {name: timed(sampler) for name, sampler in samplers.items()}
-        with Bar(mode, len(works) * len(prompts) * repeats) as bar:
-            own = prepared.processes.share(prompts)
-            lines = measure(works, prompts, repeats, measuring.seed, device, numbers=own)
-            for line in prepared.processes.merged(lines):
-                append(kind="speed", repeatable=repeatable(line["method"], decoding), **shown, **line)
-                bar.update()
+    methods, repeats = {name: timed(sampler) for name, sampler in samplers.items()}, measuring.repeats_of(mode)
+    with Bar(mode, len(methods) * len(prompts) * repeats) as bar:
+        numbers = prepared.processes.share(prompts)
+        texts = measure(methods, prompts, repeats, measuring.seed, prepared.device, numbers=numbers)
+        for text in prepared.processes.merged(texts):
+            append({"kind": "speed", "repeatable": repeatable(text["method"], decoding), **conditions, **text})
+            bar.update()
 
 
-def overlaps(
+def overlaps_by_method(
     prepared: Prepared, models: Models, prompts: list[list[int]], sampling: Sampling
-) -> Iterator[tuple[str, Overlaps]]:
+) -> Iterator[tuple[str, OverlapCounts]]:
     """The methods of --compare that guess, and the overlaps of p and q at each depth of a round."""
-    settings = prepared.settings
+    settings, mapped = prepared.settings, prepared.processes.mapped
+    max_len, end_of_text = settings.sampling.max_len_of("compare"), prepared.tokenizer.eos_token_id
     names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and name != "target"]
     for name in followed(names, "overlap of p and q", len(names)):
 
         def make(wrap: Wrap, name: str = name) -> Sampler:
             return METHODS[name].make(models, settings.decoding, wrap)
 
-        max_len, ends = settings.sampling.max_len_of("compare"), prepared.tokenizer.eos_token_id
-        given = models["target"], sampling, max_len, ends, settings.measuring.seed, prepared.processes.mapped
-        yield name, overlaps_of(make, prompts, *given)
+        seed = settings.measuring.seed
+        yield name, overlaps_of(make, prompts, models["target"], sampling, max_len, end_of_text, seed, mapped)
 
 
 def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) -> None:
@@ -109,46 +106,51 @@ def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) 
     settings, tokenizer, prompts = prepared.settings, prepared.tokenizer, prepared.article
     sampling, max_len = settings.sampling.of("diversity"), settings.sampling.max_len_of("diversity")
     samplers = build(settings.measuring.groups["diversity"], dict(models), settings.decoding)
-    runs = {"naive": (samplers.pop("target"), sampling)} | {name: (s, sampling) for name, s in samplers.items()}
-    runs["greedy"] = runs["naive"][0], GREEDY
-    heats = {"greedy": 0.0, "naive": sampling.temperature, "speculative": sampling.temperature}
-    repeats = {
-        name: settings.measuring.repeats_of("diversity")
-        if heats.get(name, settings.decoding.contrastive_temperature)
-        else 1
+    target = samplers.pop("target")
+    runs = {"naive": (target, sampling)} | {name: (s, sampling) for name, s in samplers.items()}
+    runs["greedy"] = target, GREEDY
+    temperatures = dict.fromkeys(runs, settings.decoding.contrastive_temperature)
+    temperatures |= {"greedy": 0.0, "naive": sampling.temperature, "speculative": sampling.temperature}
+    batches = [
+        (name, repeat)
         for name in runs
-    }
+        for repeat in range(settings.measuring.repeats_of("diversity") if temperatures[name] else 1)
+    ]
 
     def write(batch: tuple[str, int]) -> tuple[list[list[int]], list[dict[str, float]]]:
         """One text of each prompt by a method, and the figures of each."""
         name, repeat = batch
-        sampler, how = runs[name]
+        sampler, sampling = runs[name]
         generator = torch.Generator(prepared.device).manual_seed(settings.measuring.seed + repeat)
-        texts, _ = sampler(prompts, max_len, how, tokenizer.eos_token_id, generator)
+        texts, _ = sampler(
+            prompts, max_len=max_len, sampling=sampling, end_of_text=tokenizer.eos_token_id, generator=generator
+        )
         return texts, [diversity.figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
 
-    batches = [(name, repeat) for name in runs for repeat in range(repeats[name])]
-    done = prepared.processes.mapped(write, batches)
+    results = prepared.processes.mapped(write, batches)
     with Bar("diversity", len(batches) * len(prompts)) as bar:
-        for name, group in itertools.groupby(zip(done, batches), lambda pair: pair[1][0]):
-            each, written, sampling = [], [], runs[name][1]
-            for (texts, figures), _ in group:
-                written += texts
-                each += figures
+        for name, group in itertools.groupby(zip(results, batches), lambda pair: pair[1][0]):
+            texts: list[list[int]] = []
+            figures: list[dict[str, float]] = []
+            for (batch_texts, batch_figures), _ in group:
+                texts += batch_texts
+                figures += batch_figures
                 bar.update(len(prompts))
             append(
-                kind="diversity",
-                dtype=prepared.text_dtype,
-                method=name,
-                repeatable=repeatable(name, settings.decoding),
-                input=digest(prompts),
-                sha256=digest(written),
-                prompts=len(prompts),
-                texts=len(each),
-                maxLen=max_len,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                each=each,
+                {
+                    "kind": "diversity",
+                    "dtype": prepared.text_dtype,
+                    "method": name,
+                    "repeatable": repeatable(name, settings.decoding),
+                    "input": digest(prompts),
+                    "sha256": digest(texts),
+                    "prompts": len(prompts),
+                    "texts": len(figures),
+                    "maxLen": max_len,
+                    "temperature": runs[name][1].temperature,
+                    "top_p": runs[name][1].top_p,
+                    "each": figures,
+                }
             )
 
 
@@ -158,57 +160,56 @@ ROLES = "draft", "target", "speculative"
 def measure_perplexity(prepared: Prepared, models: LoadedModels, append: Append) -> None:
     """Perplexity of each corpus: per text, and of the whole corpus."""
     for corpus, passages in prepared.texts:
-        shown = visible(corpus.name, "")
         if passages:
-            scored = prepared.processes.mapped(
-                lambda ids: PPL.perplexities(ids, models["target"], models["draft"]), passages
-            )
-            title = f"perplexity per text, {shown}"
-            each = list(followed(scored, title, len(passages)))
-            append(
-                kind="ppl_text",
-                dtype=prepared.text_dtype,
-                sentenceLimit=prepared.settings.texts.sentence_limit,
-                corpus=corpus.name,
-                texts=len(each),
-                tokens=sum(map(len, passages)),
-                input=digest(passages),
-                each=each,
-                ppl={role: math.fsum(e[role] for e in each) / len(each) for role in ROLES},
-            )
-        tokenizer = prepared.tokenizer
-        documents = [text for text in corpus.documents if len(tokenizer(text, verbose=False)["input_ids"]) > 1]
-        if documents:
-            measure_corpus(prepared, models, corpus.name, documents, append)
+            measure_texts(prepared, models, corpus.name, passages, append)
+        measure_corpus(prepared, models, corpus, append)
 
 
-def measure_corpus(prepared: Prepared, models: LoadedModels, name: str, documents: list[str], append: Append) -> None:
-    """Perplexity of a whole corpus, read in windows."""
-    window, stride = prepared.window, prepared.stride
-    with Bar(f"corpus perplexity, {visible(name, '')}", None, " tokens") as bar:
+def measure_texts(
+    prepared: Prepared, models: LoadedModels, name: str, passages: list[list[int]], append: Append
+) -> None:
+    """Perplexity of each of some texts, and its mean."""
+    scores = prepared.processes.mapped(lambda ids: PPL.perplexities(ids, models["target"], models["draft"]), passages)
+    perplexities = list(followed(scores, f"perplexity per text, {visible(name, '')}", len(passages)))
+    append(
+        {
+            "kind": "ppl_text",
+            "dtype": prepared.text_dtype,
+            "sentenceLimit": prepared.settings.texts.sentence_limit,
+            "corpus": name,
+            "texts": len(perplexities),
+            "tokens": sum(map(len, passages)),
+            "input": digest(passages),
+            "each": perplexities,
+            "ppl": {role: math.fsum(ppl[role] for ppl in perplexities) / len(perplexities) for role in ROLES},
+        }
+    )
+
+
+def measure_corpus(prepared: Prepared, models: LoadedModels, corpus: Corpus, append: Append) -> None:
+    """Perplexity of a whole corpus, read in windows. A document of one token has none."""
+    tokenizer, window, stride = prepared.tokenizer, prepared.window, prepared.stride
+    documents = [text for text in corpus.documents if len(tokenizer(text, verbose=False)["input_ids"]) > 1]
+    if not documents:
+        return
+    target, draft, mapped = models["target"], models["draft"], prepared.processes.mapped
+    with Bar(f"corpus perplexity, {visible(corpus.name, '')}", None, " tokens") as bar:
         parts = [
-            PPL.calculate_ppl_corpus(
-                text,
-                prepared.tokenizer,
-                models["target"],
-                models["draft"],
-                window,
-                stride,
-                bar.update,
-                prepared.processes.mapped,
-            )
+            PPL.calculate_ppl_corpus(text, tokenizer, target, draft, window, stride, bar.update, mapped)
             for text in documents
         ]
     totals = {role: sum((part[role] for part in parts), PPL.CorpusPerplexity()) for role in ROLES}
     append(
-        kind="ppl_corpus",
-        dtype=prepared.text_dtype,
-        sentenceLimit=prepared.settings.texts.sentence_limit,
-        corpus=name,
-        tokens=totals["target"].tokens,
-        documents=len(documents),
-        input=digest(documents),
-        window=window,
-        stride=stride,
-        ppl={role: {"token": t.token_ppl, "word": t.word_ppl, "byte": t.byte_ppl} for role, t in totals.items()},
+        {
+            "kind": "ppl_corpus",
+            "dtype": prepared.text_dtype,
+            "sentenceLimit": prepared.settings.texts.sentence_limit,
+            "corpus": corpus.name,
+            "tokens": totals["target"].tokens,
+            "documents": len(documents),
+            "input": digest(documents),
+            "window": window,
+            "stride": stride,
+            "ppl": {role: {"token": t.token_ppl, "word": t.word_ppl, "byte": t.byte_ppl} for role, t in totals.items()},
+        }
     )

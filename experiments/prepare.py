@@ -3,7 +3,8 @@ here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -12,22 +13,23 @@ from transformers import PreTrainedTokenizerBase
 from decoding.rows import check_room
 from downloadModel import is_hub_id, on_first_use
 from engine.cachedModel import CachedModel
-from engine.compiling import compile_all
+from engine.compiling import compiled
 from engine.restrictedModel import RestrictedModel
 from experiments import diversity
-from experiments.choices import Settings
 from experiments.processes import ALONE, Processes
-from experiments.twoTokenizers import said_of, with_translation
+from experiments.settings import Settings
 from inputs.devices import pick_dtype
 from inputs.models import Outline, find_model, load_model, outline
+from inputs.progress import followed
 from inputs.prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
 from inputs.texts import Corpus, load_corpora
-from inputs.tokenizers import load_tokenizer, most_frequent
-from inputs.translation import Translation
-from methods.catalogue import METHODS
-from methods.selection import plan_graphs
+from inputs.tokenizers import check_tokenizers, load_tokenizer, most_frequent
+from methods.catalogue import METHODS, build
+from methods.rehearsal import compile_samplers
+from methods.translation import Translation
 from utils import UserError
 
+COVERED = 0.5  # Where fewer of the text's tokens can be guessed, guessing hardly ever pays.
 LoadedModels = dict[str, CachedModel]  # {role: model}; roles: target, draft, mid, restricted
 
 
@@ -93,7 +95,7 @@ class Prepared:
         timed = bool(self.settings.measuring.timed or self.settings.measuring.played)
         models = self.load(self.dtype if timed else self.text_dtype)
         if self.settings.models.compile and continues(self.settings):
-            compile_models(models, self.settings)
+            models = compile_models(models, self.settings, next(iter(self.prompts.values()))[0])
         return models
 
 
@@ -104,36 +106,28 @@ def continues(settings: Settings) -> bool:
 
 def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     """Find and check what the settings name. Raises UserError for what cannot be used."""
-    measuring, texts = settings.measuring, settings.texts
+    texts = settings.texts
     device, draft_device, dtype = where_to_run(settings, processes)
     corpora = []
-    if measuring.ppl or (texts.from_corpora and continues(settings)):
+    if settings.measuring.ppl or (texts.from_corpora and continues(settings)):
         corpora = load_corpora(texts.dataset, texts.books)
         check_passages(corpora, texts.dataset, texts.sentence_limit)
-    given = None if texts.from_corpora else read_prompts(texts.prompt, texts.question, texts.prompt_file)
+    named = None if texts.from_corpora else read_prompts(texts.prompt, texts.question, texts.prompt_file)
     folders = processes.in_turn(lambda: find_models(settings))
     tokenizer = load_tokenizer(folders["target"])
     settings, translation = with_translation(settings, folders, tokenizer)
-    measuring = settings.measuring
+    measuring, draft_vocab = settings.measuring, settings.models.draft_vocab
     outlines = [outline(folder, tokenizer) for folder in folders.values()]
-    context = min(each.context for each in outlines)
-    prompts, article = {}, []
-    if given and (continues(settings) or "diversity" in measuring.groups):
-        given_ids = encode(given, tokenizer, texts.question is not None, settings.models.target)
-    if continues(settings):
-        wanted = texts.prompt_lengths, context, texts.sentence_limit, texts.sentences
-        prompts = {max(map(len, given_ids)): given_ids} if given else choose_prompts(tokenizer, corpora, *wanted)
-    if "diversity" in measuring.groups:
-        article = given_ids if given else encode(diversity.PROMPTS, tokenizer)
+    context = min(model.context for model in outlines)
+    prompts, article = choose_texts(settings, named, corpora, tokenizer, context)
     most = check_rooms(settings, prompts, article, outlines)
     if translation is not None:  # The draft reads the same prompts in its own tokens.
-        own = {length: [translation.row(ids) for ids in each] for length, each in prompts.items()}
-        theirs = [translation.row(ids) for ids in article]
-        check_rooms(settings, own, theirs, [outline(folders["draft"], translation.tokenizer)])
+        translated = {length: list(map(translation.row, rows)) for length, rows in prompts.items()}
+        draft = outline(folders["draft"], translation.tokenizer)
+        check_rooms(settings, translated, list(map(translation.row, article)), [draft])
     passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
     window = min(texts.window, context)
-    draft_vocab = settings.models.draft_vocab
-    found = Prepared(
+    prepared = Prepared(
         settings,
         processes,
         device,
@@ -151,10 +145,25 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         most_frequent(draft_vocab, tokenizer) if draft_vocab else None,
         translation,
     )
-    print(end=found.idle)
+    print(end=prepared.idle)
     if translation is not None:
-        print(said_of(translation, settings, [*sum(prompts.values(), []), *article]))
-    return found
+        print(about_translation(translation, settings, [*sum(prompts.values(), []), *article]))
+    return prepared
+
+
+def choose_texts(
+    settings: Settings, named: list[str] | None, corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, context: int
+) -> tuple[dict[int, list[list[int]]], list[list[int]]]:
+    """The prompts by length, and those of --diversity, as token ids. named: prompts that a flag names, if one does."""
+    texts, diverse = settings.texts, "diversity" in settings.measuring.groups
+    prompts: dict[int, list[list[int]]] = {}
+    if named and (continues(settings) or diverse):
+        rows = encode(named, tokenizer, texts.question is not None, settings.models.target)
+        return {max(map(len, rows)): rows} if continues(settings) else {}, rows if diverse else []
+    if continues(settings):
+        lengths, limit = texts.prompt_lengths, texts.sentence_limit
+        prompts = choose_prompts(tokenizer, corpora, lengths, context, limit, texts.sentences)
+    return prompts, encode(diversity.PROMPTS, tokenizer) if diverse else []
 
 
 def check_rooms(
@@ -164,10 +173,10 @@ def check_rooms(
     tokens that a batch can have."""
     most = 0
     for mode in settings.measuring.modes:
-        each = article if mode == "diversity" else sum(prompts.values(), [])
+        rows = article if mode == "diversity" else sum(prompts.values(), [])
         max_len = settings.sampling.max_len_of(mode)
-        check_room(each, max_len, outlines)
-        most = max(most, settings.rows * (max_len + max(map(len, each))))
+        check_room(rows, max_len, outlines)
+        most = max(most, settings.rows * (max_len + max(map(len, rows))))
     return most
 
 
@@ -182,6 +191,53 @@ def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, st
     if dtype == "bfloat16" and "mps" in (device, draft_device):
         raise UserError("bfloat16 is not for mps: use --dtype float16 or float32")
     return device, draft_device, dtype
+
+
+def with_translation(
+    settings: Settings, folders: dict[str, Path], tokenizer: PreTrainedTokenizerBase
+) -> tuple[Settings, Translation | None]:
+    """The settings and None if all models share the target's `tokenizer`. If the draft has another one: the settings
+    with its `Translation` and without perplexity, and the translation.
+
+    Raises UserError for a model that must share it, and for what needs a draft that does.
+    """
+    of_draft = None
+    for role, folder in folders.items():
+        other = load_tokenizer(folder)
+        if role == "draft" and other.get_vocab() != tokenizer.get_vocab():
+            of_draft = other
+        else:
+            check_tokenizers(tokenizer, other, (folders["target"].name, folder.name))
+    if of_draft is None:
+        return settings, None
+    names, measuring = (folders["target"].name, folders["draft"].name), settings.measuring
+    differ = f"{names[1]} has another tokenizer than {names[0]}"
+    if settings.models.draft_vocab:
+        raise UserError(f"{differ}, so it guesses only the tokens that both have; leave out --draftVocab")
+    if any(METHODS[name].contrasts for name in measuring.names):
+        raise UserError(
+            f"{differ}, so they cannot be contrasted (in --contrastive, --diversity, --compare all); leave that out or "
+            "name a draft that shares the target's"
+        )
+    if any(METHODS[name].guesses_tree(settings.decoding) for name in measuring.names):
+        raise UserError(f"{differ}, so it grows no trees of guesses (tree, topDown, --tree); name other methods")
+    if measuring.ppl and not measuring.modes:
+        raise UserError(f"{differ}, so their perplexities cannot be compared; leave out --ppl")
+    translation = Translation(tokenizer, of_draft, names)
+    decoding = replace(settings.decoding, translation=translation)
+    return replace(settings, decoding=decoding, measuring=replace(measuring, ppl=False)), translation
+
+
+def about_translation(translation: Translation, settings: Settings, prompts: Sequence[Sequence[int]]) -> str:
+    """One line: what is done, how much both tokenizers share, and whether that is too little to gain."""
+    covered = translation.coverage(prompts)
+    return (
+        f"{translation.names[1]} has another tokenizer than {translation.names[0]}: it guesses the "
+        f"{len(translation.draft)} tokens that both have, {translation.share:.1%} of the target's and {covered:.1%} of "
+        "those in the prompts."
+        + (" That is too few to gain anything." if covered < COVERED else "")
+        + (" Perplexities cannot be compared and are left out." if settings.flags["ppl"] else "")
+    )
 
 
 def scored_texts(
@@ -200,27 +256,38 @@ def scored_texts(
 
 def find_models(settings: Settings) -> dict[str, Path]:
     """{role: folder} of the models that are needed; those named by a hub id are downloaded."""
-    choice, used = settings.models, settings.measuring.names
-    needed = {role for name in used for role in METHODS[name].needs}
+    choice, methods = settings.models, settings.measuring.names
+    needed = {role for name in methods for role in METHODS[name].needs}
     needed |= {"target"} if settings.decoding.lookup else {"target", "draft"}
-    named: dict[str, str] = {role: getattr(choice, role) for role in ("target", "draft", "mid") if role in needed}
-    in_order = sorted(dict.fromkeys(named.values()), key=is_hub_id)  # A wrong name is found before a large download.
-    found = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
-    folders: dict[str, Path] = {role: found[name] for role, name in named.items()}
-    if any(METHODS[name].contrasts for name in used) and folders["target"] == folders["draft"]:
+    names: dict[str, str] = {role: getattr(choice, role) for role in ("target", "draft", "mid") if role in needed}
+    in_order = sorted(dict.fromkeys(names.values()), key=is_hub_id)  # A wrong name is found before a large download.
+    by_name = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
+    folders = {role: by_name[name] for role, name in names.items()}
+    if any(METHODS[name].contrasts for name in methods) and folders["target"] == folders["draft"]:
         raise UserError("contrastive decoding needs two models: --target and --draft are the same")
     return folders
 
 
-def compile_models(models: LoadedModels, settings: Settings) -> None:
-    """Make the graphs that the methods are worth, and say how long it took. No measurement includes it."""
-    plans, rounds = plan_graphs(
-        settings.measuring.names,
-        settings.decoding,
-        settings.sampling.repetition_penalty != 1,
-        "sweep" in settings.measuring.groups,
+def compile_models(models: LoadedModels, settings: Settings, prompt: Sequence[int]) -> LoadedModels:
+    """The models, with the graphs that the methods need, and a line that says how long it took. No measurement includes
+    it. prompt: token ids for a rehearsal."""
+    made: LoadedModels = {role: compiled(model) for role, model in models.items()}
+    seconds = make_all_graphs(made, settings, prompt)
+    if seconds is not None:
+        print(f"Compiled in {seconds:.0f} s; the graphs are kept for the next time.")
+    return made
+
+
+def make_all_graphs(models: LoadedModels, settings: Settings, prompt: Sequence[int]) -> float | None:
+    """Make the graphs of compiled `models` that the methods need. Returns the seconds, or None if some failed."""
+    sweep = "sweep" in settings.measuring.groups  # Over gamma: all are measured alike, so no round is one graph.
+    names = [*sorted(settings.measuring.names), *(["additive"] if sweep else [])]
+    return compile_samplers(
+        build(names, dict(models), settings.decoding).values(),
+        models.values(),
+        prompt,
+        settings.sampling.of("compare"),
+        settings.rows,
+        whole_rounds=not sweep,
+        follow=lambda graphs: followed(graphs, "compiling", len(graphs)),
     )
-    took = compile_all(models, plans, rounds, settings.rows)
-    seconds = [each for each in took if each is not None]
-    if len(seconds) == len(took):
-        print(f"Compiled in {sum(seconds):.0f} s; the graphs are kept for the next time.")

@@ -25,8 +25,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from inputs.commandLine import one_line
 from inputs.devices import check_device, pick_device
-from inputs.escape import one_line
 from utils import UserError
 
 T = TypeVar("T")
@@ -84,31 +84,31 @@ class Processes:
         """The numbers of the items that this process computes."""
         return range(self.index, len(items), self.count)
 
-    def merged(self, own: Iterable[T]) -> Iterator[T]:
-        """The items of all processes. own: the items that this one computes.
+    def merged(self, items: Iterable[T]) -> Iterator[T]:
+        """The items of all processes. items: those that this one computes.
 
         Process 0 gets them as they come; the others, when all are there. Every process must read them to the end.
         """
         if self.count == 1:
-            yield from own
+            yield from items
         elif self.first:
-            found: list[T] = []
-            for each in self.arriving(own):
-                found.append(each)
-                yield each
+            collected: list[T] = []
+            for item in self.arriving(items):
+                collected.append(item)
+                yield item
             for peer in self.links:
-                self.send(peer, "all", found)
+                self.send(peer, "all", collected)
         else:
-            for each in own:
-                self.send(0, "item", each)
+            for item in items:
+                self.send(0, "item", item)
             self.send(0, "done")
             yield from self.inbox.get()[1]
 
-    def arriving(self, own: Iterable[T]) -> Iterator[T]:
+    def arriving(self, items: Iterable[T]) -> Iterator[T]:
         """In process 0: its own items, after each those that have come from others, and at last the rest."""
         done = 0
 
-        def come(wait: bool = False) -> Iterator[T]:
+        def received(wait: bool = False) -> Iterator[T]:
             nonlocal done
             while wait or not self.inbox.empty():
                 kind, value = self.inbox.get()
@@ -118,22 +118,22 @@ class Processes:
                     yield value
 
         try:
-            for each in own:
-                yield each
-                yield from come()
-            yield from come(wait=done < self.count - 1)
+            for item in items:
+                yield item
+                yield from received()
+            yield from received(wait=done < self.count - 1)
         except (UserError, KeyboardInterrupt):  # The run ends here. What has come is kept.
-            yield from come()
+            yield from received()
             raise
 
     def mapped(self, function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         """`function` of each item, in order, on every process: the builtin `map`, shared out."""
-        waiting: dict[int, R] = {}
+        results: dict[int, R] = {}  # that have come, but not yet those before them
         following = 0
         for number, result in self.merged((number, function(items[number])) for number in self.share(items)):
-            waiting[number] = result
-            while following in waiting:
-                yield waiting.pop(following)
+            results[number] = result
+            while following in results:
+                yield results.pop(following)
                 following += 1
 
     def gathered(self, value: T) -> list[T]:
@@ -143,14 +143,13 @@ class Processes:
     def in_turn(self, work: Callable[[], T]) -> T:
         """`work()` in process 0, then in one process of each other machine, then in the rest: for what must not be
         done twice at once, such as a download."""
-        turn = 0 if self.first else 1 if self.local == 0 else 2
-        found = None
-        for now in range(3):
-            if now == turn:
-                found = [work()]
-            self.gathered(None)
-        assert found is not None
-        return found[0]
+        own_turn = 0 if self.first else 1 if self.local == 0 else 2
+        results = []
+        for turn in range(3):
+            if turn == own_turn:
+                results.append(work())
+            self.gathered(None)  # Everyone waits until this turn is over.
+        return results[0]
 
     def own_device(self, name: str | None) -> str:
         """The device that this process uses if `--device` says `name`: a GPU of its own, or the CPU. Raises UserError
@@ -192,12 +191,12 @@ class Processes:
                 return self.lose(peer, value)
             self.inbox.put((kind, value))
 
-    def lose(self, peer: int, why: str | None) -> None:
-        """A connection has ended. If the run has not, the first such news stops this process too. why: what went wrong
-        there, if anything did."""
+    def lose(self, peer: int, reason: str | None) -> None:
+        """A connection has ended. If the run has not, the first such news stops this process too. reason: what went
+        wrong there, if anything did."""
         self.open.discard(peer)
-        if not self.over and self.loss is None and (why or not self.first):
-            self.loss = f"{self.names[peer]}{why}" if why else ""
+        if not self.over and self.loss is None and (reason or not self.first):
+            self.loss = f"{self.names[peer]}{reason}" if reason else ""
             self.interrupt()
 
     def stop(self, *_: object) -> None:
@@ -216,23 +215,23 @@ class Processes:
     def run(self, work: Callable[[Processes], T]) -> T:
         """`work`, after all processes have said who they are. The loss of another process stops either."""
         try:
-            own = f"{socket.gethostname()}, process id {os.getpid()}"
-            for peer, name in enumerate(self.gathered(own)):
-                self.names[peer] += f" ({name})"
+            place = f"{socket.gethostname()}, process id {os.getpid()}"
+            for peer, place_of_peer in enumerate(self.gathered(place)):
+                self.names[peer] += f" ({place_of_peer})"
             return work(self)
         finally:
             self.over = True
             if self.count > 1:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def farewell(self, wrong: str | None) -> None:
+    def farewell(self, problem: str | None) -> None:
         """Say goodbye to the others and wait for theirs, so that no launcher sees a process end before process 0 has.
-        wrong: the line that says why this process cannot go on."""
-        if wrong and not self.first:
+        problem: the line that says why this process cannot go on."""
+        if problem and not self.first:
             self.await_others(1)  # The same may be wrong in process 0, which then says so itself.
         for link in self.links.values():
             with contextlib.suppress(RuntimeError):
-                link.send(("end", f": {wrong}" if wrong and not self.first else None))
+                link.send(("end", f": {problem}" if problem and not self.first else None))
         self.await_others(10 if self.first else 60)
 
     def await_others(self, seconds: float) -> None:
@@ -291,21 +290,21 @@ def together(command: Callable[[Callable[[], int]], int], work: Callable[[Proces
     processes = started()
     if processes.count == 1:
         return command(lambda: work(processes))
-    code, said, wrong = 1, io.StringIO(), None
+    code, stderr, problem = 1, io.StringIO(), None
     try:
         with contextlib.ExitStack() as silent:
             if not processes.first:
                 silent.enter_context(contextlib.redirect_stdout(io.StringIO()))
-                silent.enter_context(contextlib.redirect_stderr(said))
+                silent.enter_context(contextlib.redirect_stderr(stderr))
             code = command(lambda: processes.run(work))
-        wrong = last_line(said.getvalue()) if code else None
+        problem = last_line(stderr.getvalue()) if code else None
     except Exception as error:
-        wrong = f"{type(error).__name__}: {one_line(error)}"
+        problem = f"{type(error).__name__}: {one_line(error)}"
         raise
     finally:
-        processes.farewell(wrong)
+        processes.farewell(problem)
         if processes.index == 1 and processes.loss:  # Process 0 cannot say that it has died.
-            print(said.getvalue(), end="", file=sys.stderr)
+            print(stderr.getvalue(), end="", file=sys.stderr)
     sys.stdout.flush()
     if processes.loss is not None:  # A group that has lost a process cannot be taken down.
         os._exit(code)
@@ -313,7 +312,6 @@ def together(command: Callable[[Callable[[], int]], int], work: Callable[[Proces
     return code
 
 
-def last_line(said: str) -> str:
+def last_line(printed: str) -> str:
     """The last line of what a command printed, without the words that every such line begins with."""
-    lines = said.strip().split("\n")
-    return lines[-1].split("error: ", 1)[-1]
+    return printed.strip().split("\n")[-1].split("error: ", 1)[-1]

@@ -7,15 +7,16 @@ names. Times are not compared, and neither are texts whose guesses follow the cl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from experiments.flags import parser
+from experiments.lines import Line, Run, RunLine
 from utils import UserError
 
-Line = dict[str, Any]  # one line of results.jsonl; the first line of a run is its record
 Key = tuple[Any, ...]  # the kind of a line, and the values that tell it from others of its kind
+Fields = Mapping[str, Any]  # a line of any kind
 
 TOLERANCE = 1e-9  # relative, for perplexities and rates
 # For each kind of line that is compared: the figure compared, and the names whose values tell such lines apart.
@@ -31,39 +32,30 @@ COMPARED = {
 }
 
 
-class Store(Protocol):
-    """Where runs are kept: `report.results.Results`. lines: the path of results.jsonl."""
+def choose(runs: Sequence[Run], path: Path, name: str) -> Run:
+    """The record and the lines of a run, by its name, or by a number: 1 for the newest, 2 for the one before.
 
-    lines: Path
-
-    def runs(self) -> list[tuple[Line, list[Line]]]: ...
-
-
-def choose(store: Store, asked: str) -> tuple[Line, list[Line]]:
-    """The record and the lines of the run `asked`: its name, or 1 for the newest, 2 for the one before.
-
-    Raises UserError for a run that does not exist or cannot be repeated.
+    runs: of results.jsonl, whose path is `path`. Raises UserError for a run that does not exist or cannot be repeated.
     """
-    runs = store.runs()
-    named = {run["run"]: (run, lines) for run, lines in runs}
-    if asked in named:
-        run, lines = named[asked]
-    elif asked.isascii() and asked.isdecimal() and 1 <= int(asked[:9]) <= len(runs):
-        run, lines = runs[-int(asked[:9])]
+    by_name = {run["run"]: (run, lines) for run, lines in runs}
+    if name in by_name:
+        run, lines = by_name[name]
+    elif name.isascii() and name.isdecimal() and 1 <= int(name[:9]) <= len(runs):
+        run, lines = runs[-int(name[:9])]
     else:
-        known = ", ".join(list(named)[-5:]) or "none"
-        raise UserError(f"--rerun {asked}: {store.lines} has {len(runs)} runs; the newest are: {known}")
+        known = ", ".join(list(by_name)[-5:]) or "none"
+        raise UserError(f"--rerun {name}: {path} has {len(runs)} runs; the newest are: {known}")
     if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
-        raise UserError(f"--rerun {asked}: run {run['run']} was written by another version: its record lacks the flags")
+        raise UserError(f"--rerun {name}: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
         raise UserError(
-            f"--rerun {asked}: run {run['run']} has nothing to compare with: it ended before anything was measured, "
+            f"--rerun {name}: run {run['run']} has nothing to compare with: it ended before anything was measured, "
             "or was written by a version that kept no hashes"
         )
     return run, lines
 
 
-def arguments(run: Line, out: str) -> list[str]:
+def arguments(run: RunLine, out: str) -> list[str]:
     """The command line that says everything a run's record says, including the device, and writes to the folder
     `out`."""
     flags = {"device": run.get("device")} | {name: value for name, value in run["flags"].items() if value is not None}
@@ -71,30 +63,31 @@ def arguments(run: Line, out: str) -> list[str]:
     for name in flags:
         if name not in known:
             raise UserError(f"run {run['run']} was written by another version: there is no flag --{name} any more")
-    given = []
+    words = []
     for name, value in (flags | {"out": out}).items():
         if isinstance(value, list):
-            given += [f"--{name}", *map(str, value)]
+            words += [f"--{name}", *map(str, value)]
         elif value is True:
-            given.append(f"--{name}")
+            words.append(f"--{name}")
         elif value is not False and value is not None:
-            given.append(f"--{name}={value}")
-    return given
+            words.append(f"--{name}={value}")
+    return words
 
 
-def changes(earlier: Line, run: Line) -> Iterator[str]:
+def changes(earlier: RunLine, run: RunLine) -> Iterator[str]:
     """One sentence for each thing that has changed since the run `earlier` was made. run: the record of the new one."""
     for role, model in run["models"].items():
-        was, now = earlier["models"].get(role, {}).get("version", "not there"), model["version"]
-        if was != now:
-            yield f"The weights of the {role}, {model['name']}, have changed: they were {was} and are {now}."
-    before, here = earlier.get("machine", {}), run["machine"]
-    changed = [f"{name} was {before.get(name)} and is {here[name]}" for name in here if before.get(name) != here[name]]
+        known = earlier["models"].get(role)
+        before, now = known["version"] if known else "not there", model["version"]
+        if before != now:
+            yield f"The weights of the {role}, {model['name']}, have changed: they were {before} and are {now}."
+    old, new = earlier.get("machine", {}), run["machine"]
+    changed = [f"{name} was {old.get(name)} and is {value}" for name, value in new.items() if old.get(name) != value]
     if changed:
         yield "The machine is not the same, so tokens may differ: " + "; ".join(changed) + "."
 
 
-def compare(earlier: Line, lines: list[Line], run: Line, new: list[Line]) -> tuple[list[str], bool]:
+def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) -> tuple[list[str], bool]:
     """Compare the lines of the run `earlier` with the `new` lines of its repetition `run`. Returns sentences that say
     what differs, and whether all is the same."""
     old, fresh = comparable(lines), comparable(new)
@@ -120,17 +113,17 @@ def compare(earlier: Line, lines: list[Line], run: Line, new: list[Line]) -> tup
     return sentences, same and not lacking
 
 
-def comparable(lines: Iterable[Line]) -> dict[Key, Line]:
+def comparable(lines: Iterable[Fields]) -> dict[Key, Fields]:
     """{key: line} of the lines that flags and seed fix."""
-    found = {}
+    by_key = {}
     for line in lines:
         figure, names = COMPARED.get(line["kind"], (None, ()))
         if figure in line and all(name in line for name in names) and repeatable(line):
-            found[(line["kind"], *(line[name] for name in names))] = line
-    return found
+            by_key[(line["kind"], *(line[name] for name in names))] = line
+    return by_key
 
 
-def repeatable(line: Line) -> bool:
+def repeatable(line: Fields) -> bool:
     """Whether flags and seed fix what the line says. Earlier versions did not record it."""
     return line.get("repeatable", line.get("method") != "costAware")
 
@@ -154,7 +147,7 @@ def describe(key: Key) -> str:
     return ", ".join([key[0], *(f"{name} {value}" for name, value in zip(COMPARED[key[0]][1], key[1:]))])
 
 
-def why(old: Line, new: Line) -> str:
+def why(old: Fields, new: Fields) -> str:
     """The reason for a difference, if the lines show one."""
     if "input" in old and old["input"] != new["input"]:
         return " (the text that is read has changed)"

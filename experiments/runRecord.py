@@ -1,6 +1,7 @@
 """`run_record`: the first line of a run in results.jsonl. It says all that is needed to run it again."""
 
 import os
+import platform
 import shlex
 import socket
 import time
@@ -8,8 +9,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
+import torch
+import transformers
+
 from engine.cachedModel import CachedModel
-from experiments.machine import machine
+from experiments.lines import Machine, ModelRecord, Origin, ProcessRecord, RunLine
 from experiments.prepare import LoadedModels, Prepared
 from experiments.processes import Processes
 from experiments.speed import digest
@@ -17,52 +22,62 @@ from inputs.models import model_version
 from utils import UserError
 
 
-def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) -> dict[str, Any]:
+def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) -> RunLine:
     """The record of a run by the command line `argv`."""
     versions = {
         role: model_record(folder.name, model_version(folder), models[role])
         for role, folder in prepared.folders.items()
     }
     if prepared.settings.models.draft_device and "draft" in versions:
-        versions["draft"] |= {"device": prepared.draft_device, "processor": machine(prepared.draft_device)["processor"]}
-    named = {"kind": "run", "run": uuid.uuid4().hex[:8], "folder": os.getcwd()}
-    if prepared.processes.count == 1:
-        return named | origin(argv, prepared.settings.flags, prepared.device, versions)
-    kind = prepared.device.split(":")[0]  # The processes' own devices have numbers.
-    record = named | origin(argv, prepared.settings.flags, kind, versions)
-    texts = digest([prepared.prompts, prepared.article, prepared.texts])
-    return record | {"processes": devices(prepared.processes, prepared.device, record["machine"], versions, texts)}
+        versions["draft"]["device"] = prepared.draft_device
+        versions["draft"]["processor"] = machine(prepared.draft_device)["processor"]
+    several = prepared.processes.count > 1
+    kind = prepared.device.split(":")[0] if several else prepared.device  # The processes' own devices have numbers.
+    record: RunLine = {
+        "kind": "run",
+        "run": uuid.uuid4().hex[:8],
+        "folder": os.getcwd(),
+        **origin(argv, prepared.settings.flags, kind, versions),
+    }
+    if several:
+        texts = digest([prepared.prompts, prepared.article, prepared.texts])
+        record["processes"] = devices(prepared.processes, prepared.device, record["machine"], versions, texts)
+    return record
 
 
 def devices(
-    processes: Processes, device: str, here: dict[str, Any], versions: Mapping[str, dict[str, Any]], texts: str
-) -> list[dict[str, Any]]:
+    processes: Processes, device: str, machine: Machine, models: Mapping[str, ModelRecord], texts: str
+) -> list[ProcessRecord]:
     """The machine and the device of each process.
 
-    here: this process's machine. versions: {role: `model_record`}. texts: the digest of what is read. Raises UserError
-    if something that decides tokens or times is not the same in all of them.
+    machine, device: of this process. texts: the digest of what is read. Raises UserError if something that decides
+    tokens or times is not the same in all of them.
     """
-    same = {"device": here["processor"]} | {name: here[name] for name in ("torch", "transformers", "numpy")}
+    same: dict[str, Any] = {
+        "device": machine["processor"],
+        "torch": machine["torch"],
+        "transformers": machine["transformers"],
+        "numpy": machine["numpy"],
+    }
     if device == "cpu":
-        same["threads"] = here["threads"]  # Sums are split over them, so rounding follows their number.
-    same |= {f"weights of the {role}": version["version"] for role, version in versions.items()}
+        same["threads"] = machine["threads"]  # Sums are split over them, so rounding follows their number.
+    same |= {f"weights of the {role}": model["version"] for role, model in models.items()}
     same["texts"] = texts
-    own = {"host": socket.gethostname(), "device": device, "processor": here["processor"]}
-    everyone = processes.gathered((own, same))
-    for index, (process, there) in enumerate(everyone):
-        for name, value in everyone[0][1].items():
-            if there[name] != value:
+    process: ProcessRecord = {"host": socket.gethostname(), "device": device, "processor": machine["processor"]}
+    gathered = processes.gathered((process, same))
+    first, expected = gathered[0]
+    for index, (process, values) in enumerate(gathered):
+        for name, value in expected.items():
+            if values[name] != value:
                 raise UserError(
-                    f"the processes differ in their {name}: {value} in process 0 ({everyone[0][0]['host']}), "
-                    f"{there[name]} in process {index} ({process['host']}); results would depend on who computes what"
+                    f"the processes differ in their {name}: {value} in process 0 ({first['host']}), "
+                    f"{values[name]} in process {index} ({process['host']}); results would depend on who computes what"
                 )
-    return [process for process, _ in everyone]
+    return [process for process, _ in gathered]
 
 
-def origin(
-    argv: Sequence[str], flags: Mapping[str, object], device: str, models: Mapping[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """Where measurements come from: time, command line, flags, device, machine and models {role: `model_record`}."""
+def origin(argv: Sequence[str], flags: Mapping[str, object], device: str, models: Mapping[str, ModelRecord]) -> Origin:
+    """Where measurements come from: time, command line, flags, device, machine and models {role: record}."""
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(argv),
@@ -73,6 +88,30 @@ def origin(
     }
 
 
-def model_record(name: str, version: str, model: CachedModel) -> dict[str, Any]:
+def machine(device: str) -> Machine:
+    """The processor (on a GPU, the GPU), the threads, and the versions."""
+    return {
+        "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else processor_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": numpy.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def processor_name() -> str:
+    """The name of the CPU: from Linux's /proc/cpuinfo, or what Python knows if there is none."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def model_record(name: str, version: str, model: CachedModel) -> ModelRecord:
     """A model in a record. version: what identifies its weights (`inputs.models.model_version`)."""
     return {"name": name, "version": version, "parameters": model.parameters}

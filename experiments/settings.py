@@ -1,43 +1,170 @@
 """`parse`: the flags of `test.py` as typed settings. What cannot be right is refused here, as far as it shows before
 anything is loaded."""
 
-from __future__ import annotations
-
 import argparse
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
-from experiments.choices import (
-    ALL_MODES,
-    MODES,
-    ROWS,
-    Measuring,
-    ModelChoice,
-    Output,
-    SamplingChoice,
-    Settings,
-    TextChoice,
-)
-from experiments.flagChecks import check_numbers, check_prompts, check_rerun
-from experiments.flags import parser
+from experiments.flags import read_flags
 from inputs.models import default_mid, default_pair
-from methods.catalogue import METHODS
-from methods.makers import Decoding
-from methods.selection import check_roles, choose, choose_lossless, in_mode
-from methods.treeMakers import choice_of
-from utils import UserError
+from methods.catalogue import METHODS, check_roles, choose, choose_lossless, in_mode
+from methods.samplers import Decoding, tree_choice
+from utils import Sampling, UserError
+
+TIMED = ("speed", "speedNew", "speedMulti", "contrastive", "compare", "sweep")  # modes that measure speed
+MODES = (*TIMED, "diversity", "lossless")  # modes that measure methods
+ALL_MODES = (*MODES, "ppl", "show", "html")
+# Defaults that differ from mode to mode; the value for the other modes stands where they are used.
+MAX_LEN = {"speedNew": 1000, "diversity": 45}
+REPEATS = {"compare": 2, "sweep": 2, "diversity": 20}
+FILTERS = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naive sampling has neither
+TOKENS, ROWS = 100_000, 64  # of --lossless: tokens tested, and texts written at a time
+PLAYED = {"contrastive": "speculativeContrastive", "speedMulti": "cascade", "speedNew": "additive"}  # by --show, --html
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What to measure. groups: {mode: its methods}; played: the one method whose text is played, and nothing is
+    measured; repeats, tokens None: the mode's default."""
+
+    groups: dict[str, list[str]]
+    played: str | None
+    ppl: bool
+    repeats: int | None
+    tokens: int | None
+    seed: int
+
+    @property
+    def timed(self) -> list[str]:
+        """The modes that measure speed."""
+        return [mode for mode in self.groups if mode in TIMED]
+
+    @property
+    def names(self) -> set[str]:
+        """All methods that are measured or played."""
+        return {name for names in self.groups.values() for name in names} | ({self.played} if self.played else set())
+
+    @property
+    def modes(self) -> list[str]:
+        """All modes that generate text."""
+        return [*self.groups, *(["show"] if self.played else [])]
+
+    def repeats_of(self, mode: str) -> int:
+        """How often each prompt is continued in that mode."""
+        return self.repeats or REPEATS.get(mode, 3)
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which models, and how they are loaded. draft "lookup": the text so far guesses; None: the default, for
+    draft_device the target's device."""
+
+    target: str
+    draft: str
+    mid: str | None
+    draft_vocab: int | None
+    dtype: str | None
+    device: str | None
+    draft_device: str | None
+    compile: bool
+    offline: bool
+
+    @property
+    def roles(self) -> set[str]:
+        """The models there are beside the target."""
+        return ({"draft"} if self.draft != "lookup" else set()) | ({"mid"} if self.mid else set())
+
+
+@dataclass(frozen=True)
+class SamplingChoice:
+    """How tokens are drawn, and how many. None: the mode's default."""
+
+    temperatures: tuple[float, ...]
+    top_p: float | None
+    top_k: int
+    repetition_penalty: float
+    max_len: int | None
+
+    def of(self, mode: str, temperature: float | None = None) -> Sampling:
+        """`Sampling` of that mode, at one of several temperatures."""
+        default, top_p = FILTERS.get(mode, (0.85, 0.9))
+        if temperature is None:
+            temperature = self.temperatures[0] if self.temperatures else default
+        return Sampling(temperature, self.top_k, top_p if self.top_p is None else self.top_p, self.repetition_penalty)
+
+    def max_len_of(self, mode: str) -> int:
+        """New tokens at most in that mode."""
+        return self.max_len or MAX_LEN.get(mode, 200)
+
+
+@dataclass(frozen=True)
+class TextChoice:
+    """Which texts are continued and scored."""
+
+    dataset: str
+    books: int | None
+    sentences: int
+    sentence_limit: int
+    prompt: str | None
+    question: str | None
+    prompt_file: Path | None
+    prompt_lengths: tuple[int, ...]
+    window: int
+    stride: int
+
+    @property
+    def from_corpora(self) -> bool:
+        """Whether the prompts come from the data set, not from a flag."""
+        return self.prompt is None and self.question is None and self.prompt_file is None
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go. show: on the screen, as text is decoded; html: the page that plays it."""
+
+    folder: Path
+    show: bool
+    html: Path | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything the flags say. rerun: the run to repeat; flags: the flags themselves, for the run's record."""
+
+    measuring: Measuring
+    models: ModelChoice
+    decoding: Decoding
+    sampling: SamplingChoice
+    texts: TextChoice
+    output: Output
+    rerun: str | None
+    flags: dict[str, Any]
+
+    @property
+    def rows(self) -> int:
+        """Texts that are decoded at a time. `--lossless` writes many; else each is timed alone."""
+        if "lossless" not in self.measuring.groups:
+            return 1
+        return min(ROWS, -(-self.tokens // self.sampling.max_len_of("lossless")))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each method that `--lossless` tests at least."""
+        return self.measuring.tokens or TOKENS
+
+    def gamma_of(self, mode: str) -> int | None:
+        """The number of guesses in a round of that mode; None if each method has its own."""
+        shared = mode == "speed" and self.decoding.draft_length == "fixed"
+        return self.decoding.gamma_of("fixed", self.decoding.lookup) if shared else self.decoding.gamma
 
 
 def parse(argv: Sequence[str]) -> Settings:
     """The settings that the flags `argv` say. Raises UserError for what cannot be right."""
-    args = parser().parse_args(argv)
-    if args.rerun:
-        check_rerun(args)
-    check_numbers(args)
-    check_prompts(args)
-    if not os.path.isdir(args.out):
-        raise UserError(f"--out {args.out} is not a folder")
+    args = read_flags(argv)
     args.promptLen = sorted(set(args.promptLen))
     args.temperature = args.temperature and list(dict.fromkeys(args.temperature))
     if not args.rerun:
@@ -51,89 +178,45 @@ def parse(argv: Sequence[str]) -> Settings:
 
 
 def typed(args: argparse.Namespace) -> Settings:
-    """The flags, sorted into settings."""
-    models = ModelChoice(
-        args.target,
-        args.draft,
-        args.mid,
-        args.draftVocab,
-        args.dtype,
-        args.device,
-        args.draftDevice,
-        args.compile,
-        args.offline,
-    )
-    decoding = Decoding(
-        gamma=args.gamma,
-        draft_length=args.draftLength,
-        draft_threshold=args.draftThreshold,
-        target_threshold=args.targetThreshold,
-        verification=args.verification,
-        tree=args.tree,
-        tree_rule=args.treeRule,
-        gamma1=args.gamma1,
-        gamma2=args.gamma2,
-        ngram=args.ngram,
-        lookup=args.draft == "lookup",
-        draft_temperature=args.draftTemperature,
-        draft_top_p=args.draftTop_p,
-        lookup_first=args.lookupFirst,
-        plausibility=args.plausibility,
-        amateur_temperature=args.amateurTemperature,
-        contrastive_temperature=args.contrastiveTemperature,
-    )
-    texts = TextChoice(
-        dataset=args.dataset,
-        books=args.books,
-        sentences=args.sentences,
-        sentence_limit=args.sentenceLimit,
-        prompt=args.prompt,
-        question=args.question,
-        prompt_file=args.promptFile,
-        prompt_lengths=tuple(args.promptLen),
-        window=args.window,
-        stride=args.stride,
-    )
-    groups, played = ({}, None) if args.rerun else (groups_of(args, models), played_of(args, models))
-    return Settings(
-        Measuring(groups, played, bool(args.ppl), args.repeats, args.tokens, args.seed),
-        models,
-        decoding,
-        sampling_of(args),
-        texts,
-        Output(args.out, args.show, args.html),
-        args.rerun,
-        {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-    )
+    """The flags, sorted into settings. A flag sets the field of its name: --draftLength sets `draft_length`."""
+    values = {re.sub("[A-Z]", r"_\g<0>", name).lower(): value for name, value in vars(args).items()}
+    values |= {
+        "ppl": bool(args.ppl),
+        "lookup": args.draft == "lookup",
+        "temperatures": tuple(args.temperature or ()),
+        "prompt_lengths": tuple(args.promptLen),
+        "folder": args.out,
+        "flags": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+    }
+    roles = from_values(ModelChoice, values).roles
+    values["groups"], values["played"] = ({}, None) if args.rerun else methods_of(args, roles)
+    return from_values(Settings, values)
 
 
-def sampling_of(args: argparse.Namespace) -> SamplingChoice:
-    """The flags that say how tokens are drawn."""
-    return SamplingChoice(tuple(args.temperature or ()), args.top_p, args.top_k, args.repetition_penalty, args.maxLen)
+def from_values(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A dataclass with the values of its fields' names; fields that are dataclasses are made likewise. A field without
+    a value has its default."""
+    parts = {field.name: from_values(field.type, values) for field in fields(kind) if is_dataclass(field.type)}
+    return kind(**parts, **{field.name: values[field.name] for field in fields(kind) if field.name in values})
 
 
-def groups_of(args: argparse.Namespace, models: ModelChoice) -> dict[str, list[str]]:
-    """{mode: the methods it measures}, of the modes asked for. Raises UserError if a method lacks a model."""
+def methods_of(args: argparse.Namespace, roles: set[str]) -> tuple[dict[str, list[str]], str | None]:
+    """{mode: the methods it measures}, of the modes asked for; and the method whose text is played, instead of any
+    measurement. Raises UserError if a method lacks a model."""
     groups: dict[str, list[str]] = {}
-    for mode in MODES if not (args.show or args.html) else ():
+    if args.show or args.html:
+        played = next((method for mode, method in PLAYED.items() if getattr(args, mode)), "speculative")
+        check_roles([played], roles)
+        return groups, played
+    for mode in MODES:
         if mode == "compare" and args.compare is not None:
-            groups[mode] = choose(args.compare, models.roles)
+            groups[mode] = choose(args.compare, roles)
         elif mode == "lossless" and args.lossless is not None:
-            groups[mode] = choose_lossless(args.lossless, models.roles)
+            groups[mode] = choose_lossless(args.lossless, roles)
         elif getattr(args, mode):
-            groups[mode] = [name for name in in_mode(mode) if name != "draft" or "draft" in models.roles]
-            check_roles(groups[mode], models.roles)
-    return groups
-
-
-def played_of(args: argparse.Namespace, models: ModelChoice) -> str | None:
-    """The method whose text --show and --html play; None if neither is asked for."""
-    if not (args.show or args.html):
-        return None
-    named = {"contrastive": "speculativeContrastive", "speedMulti": "cascade", "speedNew": "additive"}
-    name = next((method for mode, method in named.items() if getattr(args, mode)), "speculative")
-    check_roles([name], models.roles)
-    return name
+            groups[mode] = [name for name in in_mode(mode) if name != "draft" or "draft" in roles]
+            check_roles(groups[mode], roles)
+    return groups, None
 
 
 def name_models(args: argparse.Namespace) -> None:
@@ -148,9 +231,6 @@ def name_models(args: argparse.Namespace) -> None:
         )
         args.mid = default_mid(pair)
     args.target, args.draft = args.target or pair[0], args.draft or pair[1]
-
-
-# What cannot be right together.
 
 
 def check_modes(args: argparse.Namespace) -> None:
@@ -180,18 +260,18 @@ def check_together(settings: Settings) -> None:
                 raise UserError(f"--show and --html play one text and measure nothing; leave out --{mode}")
         if sum(bool(flags[mode]) for mode in ("speedNew", "speedMulti", "contrastive")) > 1:
             raise UserError("--show and --html play one method: of --speedNew, --speedMulti and --contrastive give one")
-    if settings.decoding.lookup and settings.models.draft_device:
+    decoding = settings.decoding
+    if decoding.lookup and settings.models.draft_device:
         raise UserError("--draft lookup is no model and needs no device; leave out --draftDevice")
     if settings.models.draft_device == "auto":
         raise UserError("--draftDevice auto: a draft is on one device; name it")
-    if settings.decoding.tree is not None:
+    if decoding.tree is not None:
         check_tree(settings)
-    own = settings.decoding.draft_temperature, settings.decoding.draft_top_p
-    if settings.decoding.lookup and own != (None, None):
+    if decoding.lookup and (decoding.draft_temperature, decoding.draft_top_p) != (None, None):
         raise UserError("--draft lookup draws nothing; leave out --draftTemperature and --draftTop_p")
-    if settings.decoding.lookup and settings.decoding.lookup_first:
+    if decoding.lookup and decoding.lookup_first:
         raise UserError("--lookupFirst is for a draft model that guesses too; leave it out, or name one with --draft")
-    if settings.decoding.lookup and settings.measuring.ppl:
+    if decoding.lookup and settings.measuring.ppl:
         raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
     if settings.models.draft_vocab:
         check_draft_vocabulary(settings)
@@ -200,7 +280,7 @@ def check_together(settings: Settings) -> None:
 def check_tree(settings: Settings) -> None:
     """Raise UserError for what cannot be done with a tree of guesses."""
     flags = settings.flags
-    choice_of(settings.decoding)
+    tree_choice(settings.decoding)
     if settings.decoding.lookup:
         raise UserError("a tree grows from a draft model, and --draft lookup is none; leave out --tree")
     if settings.decoding.lookup_first:

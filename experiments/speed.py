@@ -11,18 +11,18 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from scipy.stats import bootstrap
 from torch import Generator
 
-from decoding.record import Record
+from decoding.rows import Record
+from experiments.lines import TimedText
 
 # f(prompt, generator) continues one prompt: its new tokens and its record, each in a list of one.
 Timed = Callable[[list[int], Generator], tuple[Sequence[Sequence[int]], Sequence[Record]]]
-Measurement = dict[str, Any]  # the figures of one timed text, see `figures_of`
 Interval = tuple[float, float, float]  # a median, and the ends of its 95 % interval
 
 
@@ -61,13 +61,13 @@ def measure(
     device: torch.device | str,
     warm_up: int = 2,
     numbers: Sequence[int] | None = None,
-) -> Iterator[Measurement]:
+) -> Iterator[TimedText]:
     """Time every method on every prompt, `repeats` times, interleaved (A B C A B C ...).
 
     methods: {name: method}. warm_up: calls of each method that come first and do not count. numbers: of the prompts
         that are timed; None: all.
-    Yields one dictionary for each timed text. The generator's seed depends only on the prompt and the repeat, so a
-    method's tokens do not depend on which other methods run.
+    The generator's seed depends only on the prompt and the repeat, so a method's tokens do not depend on which other
+    methods run.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
     for _ in range(warm_up if numbers else 0):
@@ -83,14 +83,19 @@ def measure(
                     generator = Generator(device).manual_seed(seed + 1_000_003 * repeat + index)
                     with quiet(device):
                         (tokens,), (record,) = method(prompt, generator)
-                    yield {"method": name, "prompt": index, "repeat": repeat} | figures_of(prompt, tokens, record)
+                    yield timed_text(name, index, repeat, prompt, tokens, record)
     finally:
         gc.unfreeze()
 
 
-def figures_of(prompt: Sequence[int], tokens: Sequence[int], record: Record) -> Measurement:
-    """The figures of one timed text, in seconds, and tokens per second."""
+def timed_text(
+    method: str, number: int, repeat: int, prompt: Sequence[int], tokens: Sequence[int], record: Record
+) -> TimedText:
+    """The figures of one timed text. number: of the prompt."""
     return {
+        "method": method,
+        "prompt": number,
+        "repeat": repeat,
         "prompt_tokens": len(prompt),
         "tokens": record.tokens,
         "ttft": record.ttft,
@@ -130,44 +135,48 @@ def interval(
 @functools.lru_cache(maxsize=4096)  # The documentation shows the same figures at several places.
 def resampled(values: tuple[float, ...], statistic: Callable[..., Any], seed: int) -> tuple[float, float]:
     """The ends of the 95 % bootstrap interval of two or more values."""
-    found = bootstrap(
+    ends = bootstrap(
         (np.array(values),), statistic, method="percentile", n_resamples=2000, rng=np.random.default_rng(seed)
     ).confidence_interval
-    return float(found.low), float(found.high)
+    return float(ends.low), float(ends.high)
 
 
 def paired_ratios(
-    measurements: Sequence[Measurement], method: str, baseline: str, figure: str = "throughput"
+    texts: Sequence[TimedText], method: str, baseline: str, figure: Literal["throughput", "tpot"] = "throughput"
 ) -> list[float]:
     """`method`'s figure over `baseline`'s, for each prompt and repeat that both have. A text of one token has no
     TPOT."""
-    ours, theirs = (
-        {(m["prompt"], m["repeat"]): m[figure] for m in measurements if m["method"] == name and m[figure] is not None}
+    upper, lower = (
+        {(text["prompt"], text["repeat"]): text[figure] for text in texts if text["method"] == name}
         for name in (method, baseline)
     )
-    return [ours[key] / theirs[key] for key in ours if key in theirs]
+    pairs = ((value, lower.get(key)) for key, value in upper.items())
+    return [a / b for a, b in pairs if a is not None and b is not None]
 
 
-def summarize(measurements: Sequence[Measurement], baseline: str = "target") -> list[dict[str, Any]]:
+def summarize(texts: Sequence[TimedText], baseline: str = "target") -> list[dict[str, Any]]:
     """One row of figures for each method, in order.
 
     Medians with intervals over prompts and repeats; the speed-up over `baseline` is the median of paired throughput
     ratios.
     """
     rows = []
-    for name in dict.fromkeys(m["method"] for m in measurements):
-        own = [m for m in measurements if m["method"] == name]
-        tested, passed = acceptance(own)
+    for name in dict.fromkeys(text["method"] for text in texts):
+        of_method: list[Any] = [text for text in texts if text["method"] == name]
+        tested, passed = acceptance(of_method)
         rows.append(
             {
                 "method": name,
-                "runs": len(own),
+                "runs": len(of_method),
                 **{
-                    figure: interval([m[figure] for m in own])
+                    figure: interval([text[figure] for text in of_method])
                     for figure in ("ttft", "tpot", "throughput", "report_tpot", "tokens_per_round", "seconds")
                 },
-                **{figure: np.mean([m[figure] for m in own]) for figure in ("rounds", "drafted", "accepted")},
-                "speedup": interval(paired_ratios(measurements, name, baseline)),
+                **{
+                    figure: np.mean([text[figure] for text in of_method])
+                    for figure in ("rounds", "drafted", "accepted")
+                },
+                "speedup": interval(paired_ratios(texts, name, baseline)),
                 "alpha": passed.sum() / tested.sum() if len(tested) else float("nan"),
                 "acceptance_by_position": [float(a / t) for t, a in zip(tested, passed) if t],
             }
@@ -175,9 +184,9 @@ def summarize(measurements: Sequence[Measurement], baseline: str = "target") -> 
     return rows
 
 
-def acceptance(measurements: Sequence[Measurement]) -> tuple[np.ndarray, np.ndarray]:
+def acceptance(texts: Sequence[TimedText]) -> tuple[np.ndarray, np.ndarray]:
     """How often the guess at each position of a round was tested, and how often it passed."""
-    counts = [m["acceptance_by_position"] for m in measurements]
+    counts = [text["acceptance_by_position"] for text in texts]
     width = max(map(len, counts))
     tested, passed = (np.array([sum(c[i][j] for c in counts if i < len(c)) for i in range(width)]) for j in (0, 1))
     return tested, passed

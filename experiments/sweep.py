@@ -5,27 +5,37 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from decoding.draftLength import Fixed
-from decoding.interfaces import Drafter, Model, VerificationRule
-from decoding.rounds import forward
+from decoding.drafter import Drafter
+from decoding.lengthRules import Fixed
+from decoding.model import Model
+from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
 from experiments import theory
-from experiments.acceptance import Positions, expected, overlaps_of
-from experiments.speed import Measurement, interval, paired_ratios, quiet, summarize
-from methods.makers import Sampler, Wrap, loop
+from experiments.acceptance import expected, overlaps_of
+from experiments.lines import Costs, Positions, TimedText
+from experiments.speed import interval, paired_ratios, quiet, summarize
+from methods.samplers import Sampler, Wrap
+from specSampling import specSampling
 from utils import Sampling, seen_after
 
 GAMMAS = range(1, 11)
+ALPHA_GAMMA = 4
+
+
+def sampler(target: Model, drafter: Drafter, gamma: int, verify: VerificationRule) -> Sampler:
+    """Speculative sampling with a fixed number of guesses."""
+    return partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma), verify=verify)
 
 
 def samplers(target: Model, drafter: Drafter, verify: VerificationRule) -> dict[str, Sampler]:
     """{"gamma 1": ..., "gamma 2": ..., ...}: speculative sampling for each of GAMMAS."""
-    return {f"gamma {gamma}": loop(target, drafter, Fixed(gamma), verify) for gamma in GAMMAS}
+    return {f"gamma {gamma}": sampler(target, drafter, gamma, verify) for gamma in GAMMAS}
 
 
 def costs(
@@ -38,51 +48,39 @@ def costs(
     seed: int,
     device: str,
     spread: Callable[..., Iterable[Any]] = map,
-) -> dict[str, Any]:
-    """What theory needs beside the timed texts: {"alpha": `overlap_alpha`, "scoring": `scoring_costs`,
-    "overlap_by_position": `overlaps`}. spread: as in `overlap_alpha`."""
+) -> Costs:
+    """What theory needs beside the timed texts. spread: applies a function to each item, as the builtin `map`.
+
+    alpha is the mean overlap of p and q over the contexts in which a guess was tested, with ALPHA_GAMMA guesses in a
+    round; nan if none was. It is less noisy than counting accepted guesses: a context counts with its probability of
+    acceptance, not with the outcome of one draw. The overlaps by position need rounds as long as the longest of GAMMAS.
+    Such rounds visit other contexts, where the mean overlap is another, so alpha comes from texts of its own.
+    """
     (scoring,) = spread(lambda prompt: scoring_costs(prompt, target, sampling, device), prompts[:1])
-    alpha = overlap_alpha(prompts, target, drafter, sampling, verify, max_len, seed, spread)
-    positions = overlaps(prompts, target, drafter, sampling, verify, max_len, seed, spread)
-    return {"alpha": alpha, "scoring": scoring, "overlap_by_position": positions}
+    for_alpha, by_position = (
+        overlaps(gamma, prompts, target, drafter, sampling, verify, max_len, seed, spread)
+        for gamma in (ALPHA_GAMMA, max(GAMMAS))
+    )
+    return {"alpha": expected(for_alpha)["overlap"], "scoring": scoring, "overlap_by_position": by_position}
 
 
 def overlaps(
+    gamma: int,
     prompts: Sequence[list[int]],
-    target: CachedModel,
+    target: Model,
     drafter: Drafter,
     sampling: Sampling,
     verify: VerificationRule,
     max_len: int,
     seed: int,
     spread: Callable[..., Iterable[Any]] = map,
-    gamma: int = max(GAMMAS),
 ) -> Positions:
-    """The positions of `overlaps_of`, for rounds with `gamma` guesses."""
+    """The overlaps by position in rounds with `gamma` guesses."""
 
     def make(wrap: Wrap) -> Sampler:
-        return loop(target, wrap(drafter), Fixed(gamma), verify)
+        return sampler(target, wrap(drafter), gamma, verify)
 
     return overlaps_of(make, prompts, target, sampling, max_len, None, seed, spread).positions
-
-
-def overlap_alpha(
-    prompts: Sequence[list[int]],
-    target: CachedModel,
-    drafter: Drafter,
-    sampling: Sampling,
-    verify: VerificationRule,
-    max_len: int,
-    seed: int,
-    spread: Callable[..., Iterable[Any]] = map,
-) -> float:
-    """The acceptance rate, as the mean of `theory.overlap(p, q)` over the contexts in which a guess was tested.
-
-    It is less noisy than counting accepted guesses: a context counts with its probability of acceptance, not with the
-    outcome of one draw. nan if no guess was tested. spread: applies a function to each item, as the builtin `map`.
-    """
-    given = prompts, target, drafter, sampling, verify, max_len, seed, spread
-    return expected(overlaps(*given, gamma=4))["overlap"]
 
 
 @torch.inference_mode()
@@ -103,15 +101,15 @@ def scoring_costs(
     with quiet(device):
         for repeat, (at, width) in itertools.product(range(repeats), enumerate(widths)):
             begin, block = time.perf_counter(), tokens[:, :width].contiguous()
-            logits = forward(target, block, torch.arange(start, start + width, device=device)[None])
-            p = target.operators.probabilities(logits, sampling, seen_after(seen, block))
+            logits = target.forward(block, torch.arange(start, start + width, device=device)[None])
+            p = target.probabilities(logits, sampling, seen_after(seen, block))
             p[0, -1, 0].item()  # A host sync, as each round has one.
             seconds[repeat, at] = time.perf_counter() - begin
     seconds = seconds[2:]  # The first two are the warm-up.
     return np.median(seconds / seconds[:, :1], axis=0).tolist()
 
 
-def predict(lines: Sequence[Measurement], costs: dict[str, Any]) -> dict[str, Any]:
+def predict(texts: Sequence[TimedText], costs: Costs) -> dict[str, Any]:
     """What was measured at one temperature, and what theory predicts.
 
     "rows": for each gamma the measured figures of `speed.summarize`, with "paper", the speed-up by the paper's theorem
@@ -119,15 +117,15 @@ def predict(lines: Sequence[Measurement], costs: dict[str, Any]) -> dict[str, An
     overlaps of p and q (nan where the record has none). "alpha", "c": what theory is given. "plain": the target alone.
     "best": the gamma that is best by the paper's theorem.
     """
-    rows = {row["method"]: row for row in summarize(lines)}
+    by_method = {row["method"]: row for row in summarize(texts)}
     # Without a draft model (lookup) a guess costs nothing.
-    c = interval(paired_ratios(lines, "draft", "target", "tpot"))[0] if "draft" in rows else 0.0
-    counts = [pair for m in lines if m["method"].startswith("gamma") for pair in m["acceptance_by_position"]]
+    c = interval(paired_ratios(texts, "draft", "target", "tpot"))[0] if "draft" in by_method else 0.0
+    counts = [pair for text in texts if text["method"].startswith("gamma") for pair in text["acceptance_by_position"]]
     tested, passed = (sum(column) for column in zip(*counts or [(0, 0)]))
     alpha = passed / tested if tested else float("nan")
-    rates = [overlap / tested for _, tested, overlap in costs.get("overlap_by_position", ())]
-    found = [
-        rows[f"gamma {gamma}"]
+    rates = [position[2] / position[1] for position in costs.get("overlap_by_position", ())]
+    rows = [
+        by_method[f"gamma {gamma}"]
         | {
             "gamma": gamma,
             "paper": theory.improvement(alpha, gamma, c),
@@ -135,6 +133,6 @@ def predict(lines: Sequence[Measurement], costs: dict[str, Any]) -> dict[str, An
             "expected": theory.expected_chain(rates[:gamma]) if len(rates) >= gamma else float("nan"),
         }
         for gamma in GAMMAS
-        if f"gamma {gamma}" in rows  # Some are missing in a run that was stopped.
+        if f"gamma {gamma}" in by_method  # Some are missing in a run that was stopped.
     ]
-    return {"alpha": alpha, "c": c, "rows": found, "plain": rows["target"], "best": theory.best_gamma(alpha, c)}
+    return {"alpha": alpha, "c": c, "rows": rows, "plain": by_method["target"], "best": theory.best_gamma(alpha, c)}

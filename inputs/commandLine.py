@@ -1,58 +1,83 @@
-"""What the scripts' command lines share: the types of flags, errors of one line, and exit codes."""
+"""What the scripts' command lines share: types of flags, text that is safe to show, errors of one line, exit codes."""
 
 import argparse
 import io
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from inputs.escape import visible
 from utils import UserError, out_of_memory
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, but a wrong flag raises a UserError of one line."""
+    """argparse's parser, but flags are never abbreviated, and a wrong flag raises a UserError of one line."""
+
+    def __init__(self, *, allow_abbrev: bool = False, **options: Any) -> None:
+        super().__init__(allow_abbrev=allow_abbrev, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 
+def script_parser(prog: str, docstring: str | None) -> Parser:
+    """The parser of a script whose --help shows its module's docstring as it is written."""
+    return Parser(prog=prog, description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
     """The type of a flag that takes a whole number from `least` to `most`."""
 
-    def convert(given: str) -> int:  # `int` alone also takes 1_000, other scripts' digits, and numbers of any length.
-        if not re.fullmatch("[+-]?[0-9]{1,30}", given) or not least <= int(given) <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {given[:40]!r}")
-        return int(given)
+    def parse(value: str) -> int:  # `int` alone also takes 1_000, other scripts' digits, and numbers of any length.
+        if not re.fullmatch("[+-]?[0-9]{1,30}", value) or not least <= int(value) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {value[:40]!r}")
+        return int(value)
 
-    return convert
+    return parse
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
     """The type of a flag that takes a number from `least` to `most`, not nan."""
 
-    def convert(given: str) -> float:
-        decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", given)
-        if not decimal or not least <= float(given) <= most:
-            raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {given[:40]!r}")
-        return float(given)
+    def parse(value: str) -> float:
+        decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", value)
+        if not decimal or not least <= float(value) <= most:
+            raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {value[:40]!r}")
+        return float(value)
 
-    return convert
+    return parse
 
 
-def text(given: str) -> str:
+def text(value: str) -> str:
     """The type of a flag that takes a name. An unset shell variable gives "", which is refused."""
-    if not given:
+    if not value:
         raise argparse.ArgumentTypeError("must not be empty")
-    return given
+    return value
 
 
-def path(given: str) -> Path:
+def path(value: str) -> Path:
     """The type of a flag that takes a path."""
-    return Path(text(given))
+    return Path(text(value))
+
+
+def visible(shown: str, keep: str = "\n") -> str:
+    """`shown` with every character escaped that is not printable, not a kind of space and not in `keep`.
+
+    Text of models, files and users then cannot move the cursor, colour the screen or hide.
+    """
+    return "".join(
+        c if c in keep or c.isprintable() or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in shown
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message on one line of at most 200 characters."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    return message if len(message) < 200 else message[:197] + "..."
 
 
 def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: str = "use smaller models") -> int:
@@ -70,7 +95,7 @@ def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: 
         print(end="", flush=True)  # While an error of the output, such as a full disk, can still be reported.
         return code or 0
     except UserError as error:
-        wrong = str(error)
+        message = str(error)
     except KeyboardInterrupt:
         print(f"\nInterrupted. {kept}", file=sys.stderr)
         return 130
@@ -79,10 +104,10 @@ def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: 
         return 1
     except Exception as error:
         if out_of_memory(error):
-            wrong = f"out of memory; {smaller}, or close other programs. {kept}"
+            message = f"out of memory; {smaller}, or close other programs. {kept}"
         elif isinstance(error, OSError):
-            wrong = (f"{error.filename}: " if error.filename else "") + f"{error.strerror or error}. {kept}"
+            message = (f"{error.filename}: " if error.filename else "") + f"{error.strerror or error}. {kept}"
         else:
             raise
-    print(f"{script}: error:", visible(" ".join(wrong.split())), file=sys.stderr)  # A name may hold any character.
+    print(f"{script}: error:", visible(" ".join(message.split())), file=sys.stderr)  # A name may hold any character.
     return 2

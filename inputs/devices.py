@@ -5,7 +5,7 @@ import re
 import psutil
 import torch
 
-from inputs.escape import one_line
+from inputs.commandLine import one_line
 from utils import UserError
 
 

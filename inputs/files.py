@@ -1,4 +1,5 @@
-"""Files and folders on the disk: replaced as a whole, locked, and their errors as one line each."""
+"""Files and folders on the disk: where the project's own are, how they are replaced as a whole, and their errors as one
+line each."""
 
 import errno
 import hashlib
@@ -11,8 +12,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from inputs.escape import one_line
+from inputs.commandLine import one_line
 from utils import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+# Use these two as `files.MODELS` and `files.DATASETS`, so that a test can replace them in one place.
+MODELS = ROOT / "models"
+DATASETS = ROOT / "datasets"
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -38,7 +44,7 @@ def replace_file(path: Path, text: str) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def swap(finished: Path, folder: Path) -> None:
+def replace_folder(folder: Path, finished: Path) -> None:
     """Rename the folder `finished` to `folder`, and remove what had that name."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -49,7 +55,7 @@ def swap(finished: Path, folder: Path) -> None:
 
 
 @contextmanager
-def lock(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Keep other processes from writing `folder` meanwhile. Makes the folder it is in. Raises UserError if another
     process holds the lock."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +69,7 @@ def lock(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def file_errors() -> Iterator[None]:
-    """Raise the OSErrors of the block as UserErrors."""
+    """Raise the OSErrors of the block, or of the function that this decorates, as UserErrors."""
     try:
         yield
     except OSError as error:

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers, logging
 
-from inputs.escape import one_line
+from inputs.commandLine import one_line
 from inputs.files import file_error, gigabytes
 from inputs.manifest import HubFile, is_whole, stays_inside
 from utils import UserError
@@ -42,8 +42,8 @@ def check_id(repo: str) -> None:
         raise UserError(f"{repo!r} is not a hub id: those read owner/name, such as EleutherAI/pythia-70m")
 
 
-def describe(repo: str, revision: str = "main", kind: str = "model") -> tuple[str, dict[str, HubFile]]:
-    """What a repository holds: its commit and {path: HubFile}. Raises UserError if the hub does not tell.
+def list_repository(repo: str, revision: str = "main", kind: str = "model") -> tuple[str, dict[str, HubFile]]:
+    """A repository's commit and its files, {path: HubFile}. Raises UserError if the hub does not tell.
 
     kind: 'model' or 'dataset'.
     """
@@ -68,11 +68,11 @@ def describe(repo: str, revision: str = "main", kind: str = "model") -> tuple[st
     return info.sha, files
 
 
-def to_move(folder: Path, file: HubFile) -> int:
+def missing_bytes(folder: Path, file: HubFile) -> int:
     """Bytes still to fetch for a file that is not whole."""
     part = folder / f"{file.path}.part"
-    have = part.stat().st_size if part.exists() else 0
-    return file.size - have if have <= file.size else file.size
+    size = part.stat().st_size if part.exists() else 0
+    return file.size - size if size <= file.size else file.size
 
 
 def check_disk(folder: Path, needed: int) -> None:
@@ -95,7 +95,7 @@ def fetch(repo: str, commit: str, file: HubFile, folder: Path, kind: str = "mode
         if isinstance(cached, str) and is_whole(Path(cached), file):
             shutil.copyfile(cached, part)
         for _ in range(2):  # Damage in a part shows only at the end. The second try begins at the file's start.
-            resume(url, part, file)
+            append_missing(url, part, file)
             if is_whole(part, file):
                 os.replace(part, path)
                 return
@@ -106,30 +106,27 @@ def fetch(repo: str, commit: str, file: HubFile, folder: Path, kind: str = "mode
     )
 
 
-def resume(url: str, part: Path, file: HubFile) -> None:
+def append_missing(url: str, part: Path, file: HubFile) -> None:
     """Append the bytes that `part` lacks. A connection that breaks is made again as long as each one brings bytes."""
-    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+    options = {
+        "headers": build_hf_headers() | {"Accept-Encoding": "identity"},
+        "expected_size": file.size,
+        "displayed_filename": file.path,
+    }
     while True:
         with open(part, "ab") as stream:
             if stream.tell() > file.size:
                 stream.seek(0)
                 stream.truncate()
-            have = stream.tell()
+            start = stream.tell()
             try:
                 # A hub redirects requests for large files, each time to another address.
-                http_get(
-                    url,
-                    stream,
-                    resume_size=have,
-                    headers=headers,
-                    expected_size=file.size,
-                    displayed_filename=file.path,
-                )
+                http_get(url, stream, resume_size=start, **options)
                 return
             except HfHubHTTPError:
                 raise
             except HTTPError:
-                if stream.tell() <= have:
+                if stream.tell() <= start:
                     raise
 
 
@@ -145,10 +142,10 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
             "here by hand (docs/pythia-on-gpu.md)"
         ) from None
     except HfHubHTTPError as error:
-        raise UserError(refusal(error, repo, revision)) from None
+        raise UserError(refused_request(error, repo, revision)) from None
     except HTTPError as error:
         raise UserError(
-            f"no connection to {asked_host(error) or host} ({type(error).__name__}); check the network, or "
+            f"no connection to {other_host(error) or host} ({type(error).__name__}); check the network, or "
             "name a mirror in HF_ENDPOINT (it begins with https://). What came is kept: the next run goes "
             "on from there. With --offline only what is here is used."
         ) from None
@@ -161,7 +158,7 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         ) from None
 
 
-def refusal(error: HfHubHTTPError, repo: str, revision: str) -> str:
+def refused_request(error: HfHubHTTPError, repo: str, revision: str) -> str:
     """The message for an HTTP status by which a hub refuses a request."""
     host, status = constants.ENDPOINT, error.response.status_code
     if isinstance(error, GatedRepoError):
@@ -183,7 +180,7 @@ def refusal(error: HfHubHTTPError, repo: str, revision: str) -> str:
     return f"{host} answered {status} for {repo}; try again later, or name a mirror in HF_ENDPOINT. What came is kept."
 
 
-def asked_host(error: HTTPError) -> str | None:
+def other_host(error: HTTPError) -> str | None:
     """The host that a failed request went to, unless it is the hub itself: large files may be on another host."""
     try:
         host = error.request.url.host

@@ -5,16 +5,16 @@ It is written last, so a folder with a manifest was complete once. `damaged` say
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from tqdm import tqdm
 
-from inputs.escape import visible
-from inputs.files import gigabytes, replace_file
+from inputs.commandLine import visible
+from inputs.files import file_errors, gigabytes, replace_file
 
 MANIFEST = "download.json"
 UNFINISHED = ".incomplete"  # a folder's name ends so until its download is complete
@@ -51,14 +51,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder. None if there is none, if it cannot be read, or if it names a file outside the folder:
     a file that is not whole would be removed."""
     try:
-        read = json.loads((folder / MANIFEST).read_text())
-        files = [HubFile(**file) for file in read["files"]]
-        rows = {str(split): int(count) for split, count in read.get("rows", {}).items()}
+        content = json.loads((folder / MANIFEST).read_text())
+        files = [HubFile(**file) for file in content["files"]]
+        rows = {str(split): int(count) for split, count in content.get("rows", {}).items()}
         inside = all(stays_inside(file.path) for file in files)
-        manifest = Manifest(str(read["repo"]), str(read["commit"]), str(read.get("revision", "main")), rows, files)
+        origin = str(content["repo"]), str(content["commit"]), str(content.get("revision", "main"))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return manifest if inside else None
+    return Manifest(*origin, rows, files) if inside else None
 
 
 def stays_inside(path: str) -> bool:
@@ -68,23 +68,16 @@ def stays_inside(path: str) -> bool:
 
 def digest_of(path: Path, kind: str) -> str:
     """'sha256:...' or 'git:...' of a file."""
+    if kind == "git":
+        return f"git:{git_hash(path.read_bytes())}"
     size = path.stat().st_size
-    digest = hashlib.sha1(f"blob {size}\0".encode()) if kind == "git" else hashlib.sha256()
+    bar = {"desc": f"checking {path.name}", "unit": "B", "unit_scale": True, "leave": False}
+    disable = None if size > BAR_BYTES else True
     with (
-        open(path, "rb") as stream,
-        tqdm(
-            total=size,
-            desc=f"checking {path.name}",
-            unit="B",
-            unit_scale=True,
-            leave=False,
-            disable=None if size > BAR_BYTES else True,
-        ) as bar,
+        open(path, "rb") as file,
+        tqdm.wrapattr(file, "read", total=size, bytes=False, disable=disable, **bar) as followed,
     ):
-        while block := stream.read(1 << 22):
-            digest.update(block)
-            bar.update(len(block))
-    return f"{kind}:{digest.hexdigest()}"
+        return f"sha256:{sha_fileobj(followed, 1 << 22).hex()}"
 
 
 def is_whole(path: Path, file: HubFile) -> bool:
@@ -101,19 +94,20 @@ def damaged(folder: Path, files: Sequence[HubFile]) -> list[HubFile]:
     return [file for file in files if not is_whole(folder / file.path, file)]
 
 
-def list_folders(
+@file_errors()
+def print_folders(
     parent: Path, origin: Callable[[Manifest], str], no_manifest: tuple[str, str] = ("not checked", "")
-) -> Iterator[str]:
-    """A line for each folder of `parent`: its name, size, state and origin. All hashes are computed.
+) -> None:
+    """Print a line for each folder of `parent`: its name, size, state and origin. All hashes are computed.
 
     no_manifest: state and origin of a folder without a manifest.
     """
     for folder in sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         manifest = read_manifest(folder)
-        state, where = ("whole", origin(manifest)) if manifest else no_manifest
-        if manifest and (wrong := damaged(folder, manifest.files)):
-            state = f"not whole: {', '.join(file.path for file in wrong)}"
+        state, source = ("whole", origin(manifest)) if manifest else no_manifest
+        if manifest and (broken := damaged(folder, manifest.files)):
+            state = f"not whole: {', '.join(file.path for file in broken)}"
         elif folder.name.endswith(UNFINISHED):
             state = "not finished"
-        yield visible(f"{folder.name:28} {gigabytes(size):>9}  {state:12} {where}".rstrip(), "")
+        print(visible(f"{folder.name:28} {gigabytes(size):>9}  {state:12} {source}".rstrip(), ""))

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from engine.cachedModel import CachedModel, context_of
-from inputs import folders
+from inputs import files
+from inputs.commandLine import one_line, visible
 from inputs.devices import all_devices, available_memory
-from inputs.escape import one_line, visible
 from inputs.files import gigabytes
 from inputs.manifest import MANIFEST, UNFINISHED, read_manifest
 from utils import UserError, out_of_memory
@@ -34,16 +36,16 @@ logging.disable_progress_bar()
 
 def find_model(name: str | Path) -> Path:
     """The folder of a model, named by a folder under `models/` or by any path. Raises UserError if it is none."""
-    for folder in (folders.MODELS / name, Path(os.path.abspath(os.path.expanduser(name)))):
-        if os.path.isdir(folder) and folder != folders.MODELS:  # `models/` itself is found for "."
+    for folder in (files.MODELS / name, Path(os.path.abspath(os.path.expanduser(name)))):
+        if os.path.isdir(folder) and folder != files.MODELS:  # `models/` itself is found for "."
             break
     else:
-        if os.path.isdir(folders.MODELS / f"{name}{UNFINISHED}"):
+        if os.path.isdir(files.MODELS / f"{name}{UNFINISHED}"):
             raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
-        there = sorted(f.name for f in folders.MODELS.iterdir() if f.is_dir()) if folders.MODELS.is_dir() else []
+        names = sorted(path.name for path in files.MODELS.iterdir() if path.is_dir()) if files.MODELS.is_dir() else []
         raise UserError(
-            f"no model folder {str(name)!r}, neither under {folders.MODELS.name}/ nor as a path; "
-            f"there are: {', '.join(there) or 'none'}. downloadModel.py gets models; a hub id is "
+            f"no model folder {str(name)!r}, neither under {files.MODELS.name}/ nor as a path; "
+            f"there are: {', '.join(names) or 'none'}. downloadModel.py gets models; a hub id is "
             "owner/name"
         )
     if folder.name.endswith(UNFINISHED):
@@ -60,22 +62,22 @@ def find_model(name: str | Path) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that hold a model's weights. Raises UserError if there are none."""
-    index = folder / "model.safetensors.index.json"
-    if os.path.isfile(folder / "model.safetensors"):
-        return [folder / "model.safetensors"]
+    index = folder / SAFETENSORS_INDEX_FILE
+    if os.path.isfile(folder / SAFETENSORS_SINGLE_FILE):
+        return [folder / SAFETENSORS_SINGLE_FILE]
     if not os.path.isfile(index):
         raise UserError(
             f"{folder} holds no .safetensors weights, and no other format is loaded; "
             "download the model again with its safetensors files"
         )
     try:
-        files = set(read_json(index)["weight_map"].values())
-        elsewhere = [file for file in files if Path(file).name != file]
+        names = set(read_json(index)["weight_map"].values())
+        outside = [name for name in names if Path(name).name != name]
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{index} does not list any weights; download it again") from None
-    if elsewhere:
-        raise UserError(f"{index} names {elsewhere[0]!r}, which is not in its folder; download it again")
-    return sorted(folder / file for file in files)
+    if outside:
+        raise UserError(f"{index} names {outside[0]!r}, which is not in its folder; download it again")
+    return sorted(folder / name for name in names)
 
 
 def read_json(path: Path) -> Any:
@@ -89,13 +91,13 @@ def read_json(path: Path) -> Any:
 def default_pair() -> tuple[str, str]:
     """(target, draft) if none is named: Pythia if both were downloaded, else the bundled pair."""
     pythia = ("pythia-2.8b", "pythia-70m")
-    return pythia if all((folders.MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
+    return pythia if all((files.MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
 
 
 def default_mid(pair: tuple[str, str]) -> str | None:
     """The model between the two of `default_pair`, or None if it is not there."""
     name = "pythia-410m" if pair[0].startswith("pythia") else "bundled-mid"
-    return name if (folders.MODELS / name).is_dir() else None
+    return name if (files.MODELS / name).is_dir() else None
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
@@ -106,8 +108,7 @@ def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
         try:
             with safe_open(file, "pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - the file is no dict
-                    shape = tensors.get_slice(key).get_shape()
-                    count += torch.Size(shape).numel()
+                    count += math.prod(tensors.get_slice(key).get_shape())
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} cannot be read as safetensors ({one_line(error)}); download it again") from None
     return count * dtype.itemsize
@@ -124,7 +125,7 @@ def working_bytes(config: PretrainedConfig, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Outline:
-    """What limits the texts a model can read, known before its weights are loaded (`decoding.interfaces.Reader`)."""
+    """What limits the texts a model can read, known before its weights are loaded (`decoding.rows.Reader`)."""
 
     name: str
     vocabulary: int
@@ -142,11 +143,12 @@ def read_config(folder: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # A broken folder can raise nearly anything.
-        raise UserError(unusable(folder, error)) from None
+        raise not_loadable(folder, error) from None
 
 
-def unusable(folder: Path, error: Exception) -> str:
-    return (
+def not_loadable(folder: Path, error: Exception) -> UserError:
+    """The UserError for a model folder that transformers cannot load."""
+    return UserError(
         f"{folder} cannot be loaded ({one_line(error)}); download it again, or use a causal language model that "
         "transformers knows: code that comes with a model is never run"
     )
@@ -195,7 +197,7 @@ def load_model(
             raise UserError(
                 f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model"
             ) from None
-        raise UserError(unusable(folder, error)) from None
+        raise not_loadable(folder, error) from None
     check_weights(folder, info)
     return CachedModel(model, len(tokenizer), visible(folder.name, ""))
 
@@ -207,16 +209,16 @@ def choose_devices(
     weights, free = weight_bytes(folder, DTYPES[dtype]), available_memory(device)
     text = config.get_text_config()
     needed = weights + working_bytes(text, min(tokens, context_of(text)))
-    wide = spread and needed > free
-    if wide:
-        free = sum(available_memory(each) for each in all_devices())
+    spreads = spread and needed > free
+    if spreads:
+        free = sum(map(available_memory, all_devices()))
     if needed > free:
         raise UserError(
             f"{folder.name} needs about {gigabytes(needed)} in {dtype} and {device} has "
-            f"{gigabytes(free)} free{' with all others' if wide else ''}; use a smaller dtype (--dtype "
+            f"{gigabytes(free)} free{' with all others' if spreads else ''}; use a smaller dtype (--dtype "
             "bfloat16) or a smaller model"
         )
-    return "auto" if wide else {"": device}
+    return "auto" if spreads else {"": device}
 
 
 def check_weights(folder: Path, info: dict[str, Any]) -> None:
@@ -224,14 +226,14 @@ def check_weights(folder: Path, info: dict[str, Any]) -> None:
 
     transformers would go on, with random weights or fewer layers. Buffers that no layer asks for are harmless.
     """
-    wrong = (
+    keys = (
         sorted(info["missing_keys"])
         + sorted(key for key, *_ in info["mismatched_keys"])
         + sorted(key for key in info["unexpected_keys"] if key.endswith(".weight"))
     )
-    if wrong:
+    if keys:
         raise UserError(
-            f"{folder}: config.json and the weights do not match ({wrong[0]} is missing, left over or of "
+            f"{folder}: config.json and the weights do not match ({keys[0]} is missing, left over or of "
             "another shape); download both again from one place"
         )
 
@@ -240,12 +242,12 @@ def model_version(name: str | Path) -> str:
     """What identifies the weights of a model: the hub's commit if downloadModel.py recorded one and no file has changed
     since, else 'sha256:' and 16 digits of a hash of the safetensors files."""
     folder = find_model(name)
-    files, manifest = weight_files(folder), read_manifest(folder)
-    if manifest and all(file.stat().st_mtime <= (folder / MANIFEST).stat().st_mtime for file in files):
+    weights, manifest = weight_files(folder), read_manifest(folder)
+    if manifest and all(path.stat().st_mtime <= (folder / MANIFEST).stat().st_mtime for path in weights):
         return manifest.commit
     digest = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as stream:
-            while block := stream.read(1 << 22):
+    for path in weights:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 22):
                 digest.update(block)
     return f"sha256:{digest.hexdigest()[:16]}"

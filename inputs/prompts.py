@@ -1,11 +1,12 @@
 """Token ids of the texts that are continued or scored: those given by flag, or the first of each corpus."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from inputs.escape import one_line
+from inputs.commandLine import one_line
 from inputs.texts import Corpus, read
 from utils import UserError
 
@@ -34,21 +35,18 @@ def read_prompts(prompt: str | None, question: str | None, file: Path | None) ->
 def encode(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, is_question: bool = False, model: str = ""
 ) -> list[list[int]]:
-    """Token ids of texts that are continued from their end. A question gets the form that its chat model `model` was
-    trained on. Raises UserError if there is no such form."""
+    """Token ids of texts that are continued from their end. A question is written in the chat template of its model
+    `model`. Raises UserError if there is none."""
     if not is_question:
         return [tokenizer(text, verbose=False)["input_ids"] for text in texts]
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer of {model} has no chat template; give the question with --prompt, or name an instruct model"
         )
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    options = {"add_generation_prompt": True, "return_dict": True}
     try:
-        return [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-            for text in texts
-        ]
+        return [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
     except Exception as error:  # A template is a program. It may do anything but what its sandbox forbids.
         raise UserError(
             f"the chat template of {model} fails ({one_line(error)}); give the question with --prompt"
@@ -71,16 +69,16 @@ def choose_prompts(
     """
     prompts = {}
     for length in sorted({min(length, context) for length in lengths}):
-        passages = [corpus.passages(least, CHARACTERS * length) for corpus in corpora]
-        in_turn = [p[i] for i in range(max(map(len, passages))) for p in passages if i < len(p)]
-        whole: list[list[int]] = []
-        shorter: list[list[int]] = []
-        for text in in_turn:
+        passages = (corpus.passages(least, CHARACTERS * length) for corpus in corpora)
+        texts = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*passages)))
+        long: list[list[int]] = []
+        short: list[list[int]] = []
+        for text in texts:
             ids = tokenizer(text, verbose=False)["input_ids"][:length]
-            (whole if len(ids) == length else shorter).append(ids)
-            if len(whole) == count:
+            (long if len(ids) == length else short).append(ids)
+            if len(long) == count:
                 break
-        prompts[length] = (whole + sorted(shorter, key=len, reverse=True))[:count]
+        prompts[length] = (long + sorted(short, key=len, reverse=True))[:count]
     return prompts
 
 

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from inputs import folders
-from inputs.escape import one_line
+from inputs import files
+from inputs.commandLine import one_line
 from inputs.manifest import MANIFEST
 from utils import UserError
 
@@ -30,17 +30,17 @@ class Corpus:
         A passage is a line of a document in WikiText's format, headings left out, or a paragraph of any other document.
         reach: each passage goes on into the text that follows, up to this many characters or the document's end.
         """
-        found = []
+        passages = []
         for document in self.documents:
             wiki = re.search(r"^ = [^=\n]* = $", document, re.M)
             gaps = [gap.span() for gap in re.finditer(r"\n" if wiki else r"\n\s*\n", document)]
             start = 0
             for end, following in (*gaps, (len(document), len(document))):
-                part = document[start:end]
-                if len(part.strip()) >= least and not HEADING.match(part):
-                    found.append(document[start : start + reach] if reach else part)
+                passage = document[start:end]
+                if len(passage.strip()) >= least and not HEADING.match(passage):
+                    passages.append(document[start : start + reach] if reach else passage)
                 start = following
-        return found
+        return passages
 
 
 def load_corpora(name: str, books: int | None = None) -> list[Corpus]:
@@ -55,14 +55,14 @@ def load_corpora(name: str, books: int | None = None) -> list[Corpus]:
     label = name if name in FOLDERS else path.name
     if path.is_file():
         corpora = [Corpus(path.name, [read(path)])]
-    elif list(path.glob("dataset_dict.json")) or list(path.glob("dataset_info.json")):
+    elif is_saved(path):
         corpora = [Corpus(label, read_saved(path))]
     else:
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
+        texts = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
         if name == "sample":  # Two styles, reported separately. Any other folder is one corpus of many documents.
-            corpora = [Corpus(file.name, [read(file)]) for file in files]
+            corpora = [Corpus(file.name, [read(file)]) for file in texts]
         else:
-            corpora = [Corpus(label, [read(file) for file in files])]
+            corpora = [Corpus(label, [read(file) for file in texts])]
     for corpus in corpora:
         corpus.documents = [document for document in corpus.documents if document.strip()][:books]
     corpora = [corpus for corpus in corpora if corpus.documents]
@@ -75,8 +75,8 @@ def load_corpora(name: str, books: int | None = None) -> list[Corpus]:
 
 def find_texts(name: str) -> Path:
     """The file or folder of a data set. Raises UserError if there is none."""
-    if name in FOLDERS or os.path.isfile(folders.DATASETS / name / MANIFEST):
-        path = folders.DATASETS / FOLDERS.get(name, name)
+    if name in FOLDERS or os.path.isfile(files.DATASETS / name / MANIFEST):
+        path = files.DATASETS / FOLDERS.get(name, name)
         if not path.exists():
             raise UserError(
                 f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "
@@ -98,6 +98,11 @@ def read(path: Path) -> str:
     if "\0" in text:
         raise UserError(f"{path} is a binary file; name a text file")
     return text
+
+
+def is_saved(path: Path) -> bool:
+    """Whether the `datasets` library's `save_to_disk` wrote this folder."""
+    return any(os.path.exists(path / name) for name in ("dataset_dict.json", "dataset_info.json"))
 
 
 def read_saved(path: Path) -> list[str]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from inputs.escape import one_line
+from inputs.commandLine import one_line
 from inputs.models import find_model
 from inputs.texts import load_corpora
 from utils import UserError, out_of_memory
@@ -33,12 +33,12 @@ def check_tokenizers(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, names: tuple[str, str] = ("target", "draft")
 ) -> None:
     """Raise UserError unless both give every token the same id, for models that must read the same ids."""
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours == theirs:
+    vocab, draft_vocab = target.get_vocab().items(), draft.get_vocab().items()
+    if vocab == draft_vocab:
         return
-    token, index = min(ours.items() - theirs.items() or theirs.items() - ours.items(), key=lambda item: item[1])
+    token, index = min(vocab - draft_vocab or draft_vocab - vocab, key=lambda item: item[1])
     raise UserError(
-        f"the tokenizers of {names[0]} ({len(ours)} tokens) and {names[1]} ({len(theirs)}) differ, first "
+        f"the tokenizers of {names[0]} ({len(vocab)} tokens) and {names[1]} ({len(draft_vocab)}) differ, first "
         f"at id {index} ({token!r}); name two models that share one tokenizer"
     )
 
@@ -54,10 +54,8 @@ def most_frequent(count: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     counts = torch.zeros(len(tokenizer), dtype=torch.long)
     for corpus in load_corpora("sample"):
         for document in corpus.documents:
-            counts += torch.bincount(
-                torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long),
-                minlength=len(tokenizer),
-            )
+            ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long)
+            counts += torch.bincount(ids, minlength=len(tokenizer))
     if tokenizer.eos_token_id is not None:
         counts[tokenizer.eos_token_id] = counts.sum() + 1
     return counts.argsort(descending=True, stable=True)[:count].sort().values

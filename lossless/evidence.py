@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import chisquare, kstest, norm
 
+from experiments.lines import EvidenceFigures
+
 BINS = 50
 FALSE_ALARM = 1e-3  # Probability that all tests of a run of exact samplers, taken together, raise any alarm.
 TESTS = {
@@ -52,7 +54,7 @@ class Evidence:
     def __add__(self, other: Evidence) -> Evidence:
         return Evidence(*(np.concatenate(pair) for pair in zip(astuple(self), astuple(other))))
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> EvidenceFigures:
         """The figures of a line of results: counts, p-values by test, perplexities."""
         kept = ~np.isnan(self.u)
         counts = np.histogram(self.u[kept], BINS, (0, 1))[0]

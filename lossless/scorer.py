@@ -1,16 +1,16 @@
-"""`Scorer`: computes the target's distributions for texts that are already written, and the evidence that they give."""
+"""`TextScorer`: computes the distributions of the target for texts already written, and the evidence that they give."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.cachedModel import CachedModel
+from experiments.lines import GreedyFigures
 from lossless.evidence import Evidence
 from utils import Sampling, probabilities, seen_after
 
@@ -34,7 +34,7 @@ class Batch:
     seen: Tensor | None
 
 
-class Scorer:
+class TextScorer:
     """Scores texts with teacher forcing, in pure PyTorch.
 
     target: its `score` uses no KV cache, so a stale slot in the sampler's cache shows.
@@ -132,17 +132,16 @@ class Scorer:
         The first: the largest logit minus the token's, 0 for the argmax and its equals. The second: how much of that
         rounding can explain. The third, bool: the token is the argmax.
         """
-        found = []
+        gaps, limits, argmaxes = [], [], []
         for prompt, text in zip(prompts, texts):
             batch = self.batch([prompt], [text])
             logits = logits_of(self.target, batch)
             penalty = Sampling(1.0, 0, 1.0, self.sampling.repetition_penalty)
             scores = probabilities(logits, penalty, batch.seen).log()  # Logits after the penalty, minus a constant.
-            gap = scores.amax(-1) - scores.gather(-1, batch.x)[..., 0]
-            is_argmax = scores.argmax(-1) == batch.x[..., 0]
-            found.append((gap, rounding(self.target, logits, self.unit)[..., 0], is_argmax))
-        gaps, limits, argmaxes = (torch.cat(each).cpu() for each in zip(*found))
-        return gaps, limits, argmaxes
+            gaps.append(scores.amax(-1) - scores.gather(-1, batch.x)[..., 0])
+            limits.append(rounding(self.target, logits, self.unit)[..., 0])
+            argmaxes.append(scores.argmax(-1) == batch.x[..., 0])
+        return torch.cat(gaps).cpu(), torch.cat(limits).cpu(), torch.cat(argmaxes).cpu()
 
 
 def logits_of(model: CachedModel, batch: Batch) -> Tensor:
@@ -168,12 +167,12 @@ def rounding(model: CachedModel, logits: Tensor, unit: float | None = None) -> T
     estimate, but a few large numbers make its tails heavy: the largest error was 6.6 of it.
     """
     config = model.model.config.get_text_config()
-    own, accumulated = (torch.finfo(dtype).eps / 2 for dtype in (model.dtype, torch.float32))
-    relative = (2 * config.num_hidden_layers) ** 0.5 * ((unit or own) + config.hidden_size**0.5 * accumulated)
+    rounded, accumulated = unit or torch.finfo(model.dtype).eps / 2, torch.finfo(torch.float32).eps / 2
+    relative = (2 * config.num_hidden_layers) ** 0.5 * (rounded + config.hidden_size**0.5 * accumulated)
     return 8 * relative * logits.std(-1, keepdim=True)
 
 
-def greedy_figures(texts: Texts, plain: Texts, prompts: Texts, scorer: Scorer) -> dict[str, Any]:
+def greedy_figures(texts: Texts, plain: Texts, prompts: Texts, scorer: TextScorer) -> GreedyFigures:
     """The figures of a line of results for greedy texts. plain: the texts of plain decoding.
 
     differing: texts that differ from plain decoding's. near_ties: tokens that are not the argmax of the text read as a
@@ -182,18 +181,18 @@ def greedy_figures(texts: Texts, plain: Texts, prompts: Texts, scorer: Scorer) -
     """
     gap, limit, is_argmax = scorer.logit_gaps(prompts, texts)
     beyond = gap > limit
-    forks, far = 0, 0
-    for prompt, ours, theirs in zip(prompts, texts, plain):
-        if ours != theirs:
-            fork = next(i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b)
-            other, allowed, _ = scorer.logit_gaps([prompt], [theirs[: fork + 1]])
-            forks, far = forks + 1, far + int(other[0, -1] > allowed[0, -1])
+    differing, plain_beyond = 0, 0
+    for prompt, text, plain_text in zip(prompts, texts, plain):
+        if text != plain_text:
+            fork = next(i for i, (a, b) in enumerate(zip(text, plain_text)) if a != b)
+            plain_gap, plain_limit, _ = scorer.logit_gaps([prompt], [plain_text[: fork + 1]])
+            differing, plain_beyond = differing + 1, plain_beyond + int(plain_gap[0, -1] > plain_limit[0, -1])
     return {
         "texts": len(texts),
         "tokens": gap.numel(),
-        "differing": forks,
+        "differing": differing,
         "near_ties": int((~is_argmax & ~beyond).sum()),
-        "beyond": int(beyond.sum()) + far,
+        "beyond": int(beyond.sum()) + plain_beyond,
         "largest_gap": float(gap.max()),
         "allowed": float(limit.max()),
     }

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from decoding.lengthRules import LengthRule
-from decoding.record import Record
+from decoding.rows import Record
 from decoding.verification import RULES, VerificationRule
 from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter

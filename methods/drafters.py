@@ -107,9 +107,11 @@ def draw_until(
     """
     drawn: list[Tensor] = []
     q: list[Tensor] = []
-    for numbers in u.split(1 if tokens.device.type == "cpu" else 2):
+    piece = 1 if tokens.device.type == "cpu" else 2
+    for start in range(0, len(u), piece):
         if drawn and not going.any():
             break
+        numbers = u[start : start + piece]
         reach = tokens.shape[1] + len(numbers) - 1
         x, laws = model.draw(tokens, positions[:, :reach], numbers, sampling, seen)
         x = x.clamp(max=laws.shape[-1] - 1)  # A distribution of nan gives no token, V, which cannot be read.

@@ -23,6 +23,7 @@ from specSampling import specSampling
 from utils import Sampling
 
 FEW = (1, 2, 3, 4, 6, 10)  # Numbers of guesses that have graphs where a round may have any number of them.
+SHORT = 4  # As many guesses, and the token before them, are scored in about the time of one token: none is too many.
 PROMPT = 16  # Tokens of the prompt. No two are the same, so there is nothing to look up in it.
 
 
@@ -40,6 +41,7 @@ def compile_samplers(
     prompt: token ids, of which some are used. whole_rounds: whether a round may be one graph. follow, and the result:
     see `engine.compiling.make_graphs`.
     """
+    models = list(models)
     works = [model for model in models if isinstance(model, CompiledModel)]
     for model in works:
         model.fuses = model.fuses and whole_rounds
@@ -58,7 +60,8 @@ def compile_samplers(
                 generator=generator,
             )
 
-    return make_graphs(works, rehearse, follow) if works else 0.0
+    seconds = make_graphs(works, rehearse, follow) if works else None
+    return seconds if len(works) == len(models) else None
 
 
 class Rehearsal:
@@ -98,7 +101,7 @@ class LengthRehearsal(LengthRule):
     def __init__(self, rule: LengthRule, varies: bool) -> None:
         self.rule, self.stop, self.sure = rule, rule.stop, rule.sure
         counts = set(rule.lengths or FEW)
-        if varies or rule.stop:
+        if (varies or rule.stop) and max(counts) > SHORT:
             counts |= {count for count in FEW if count < max(counts)}
         # The greatest first: after a round without guesses, a draft reads more than in others.
         self.counts = sorted(counts | {0}, reverse=True)

@@ -13,8 +13,7 @@ from decoding.drafter import Drafter
 from decoding.lengthRules import RULES as LENGTH_RULES
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
-from decoding.record import Record
-from decoding.rows import Callback
+from decoding.rows import Callback, Record
 from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree
 from decoding.trees.verification import TREE_RULES

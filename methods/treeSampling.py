@@ -10,8 +10,7 @@ from torch import Generator, Tensor
 
 from decoding.lengthRules import Fixed
 from decoding.model import Model, uniform
-from decoding.record import Record
-from decoding.rows import Callback, EndOfText, Rows
+from decoding.rows import Callback, EndOfText, Record, Rows
 from decoding.trees.guesses import TreeGuesses
 from decoding.trees.shapes import FixedTree, TreeChoice
 from decoding.trees.tree import Places, Tree

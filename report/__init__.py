@@ -1,1 +1,1 @@
-"""What is shown: the results files, tables, figures, the verdict of a proof, and the rounds of one text."""
+"""What is shown of a run: results.jsonl and results.txt, tables, figures, and the verdict of a proof."""

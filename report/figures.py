@@ -8,8 +8,9 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+from experiments.lines import CostsLine, Line, LosslessLine, PowerLine, of_kind
 from experiments.sweep import predict
-from report.lines import Line, of_kind, swept
+from report.runTables import Prediction, swept
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
@@ -23,6 +24,12 @@ THEORIES = (  # key of `sweep.predict`, style of the line, label
 )
 
 
+def draw(mode: str, lines: Sequence[Line], folder: Path, run: str) -> str:
+    """Draw the figure of a run's mode, "sweep" or "lossless". Returns its path in the folder of the results."""
+    path = {"sweep": draw_sweep, "lossless": draw_lossless}[mode](lines, folder / "figures" / f"{mode}-{run}.png")
+    return path.relative_to(folder).as_posix()
+
+
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as a file, in a folder that is made if it is missing. Returns the path."""
     path.parent.mkdir(exist_ok=True)
@@ -31,44 +38,36 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def draw(of: str, lines: Sequence[Line], folder: Path, run: str) -> str:
-    """Draw the figure of a run's mode, "sweep" or "lossless". Returns its path in the folder of the results."""
-    path = {"sweep": draw_sweep, "lossless": draw_lossless}[of](lines, folder / "figures" / f"{of}-{run}.png")
-    return path.relative_to(folder).as_posix()
-
-
 def draw_sweep(lines: Sequence[Line], path: Path) -> Path:
     """Draw tokens per second and seconds per text over gamma, one row of axes a temperature. Returns the path."""
-    costs = of_kind(lines, "costs")
+    costs = of_kind(lines, CostsLine)
     figure, grid = plt.subplots(len(costs), 2, figsize=(11, 3.6 * len(costs) + 0.5), dpi=120, squeeze=False)
-    for cost, row in zip(costs, grid):
-        found = predict(swept(lines, cost), cost)
-        draw_over_gamma(row[0], found, "throughput", "tokens per second")
-        draw_over_gamma(row[1], found, "seconds", "seconds a text")
-        row[0].set_title(
-            f"temperature {cost['temperature']}, top-p {cost['top_p']}: alpha {found['alpha']:.2f}, c {found['c']:.2f}",
-            loc="left",
-            fontsize=10,
-        )
+    for cost, (left, right) in zip(costs, grid):
+        prediction = predict(swept(lines, cost), cost)
+        draw_over_gamma(left, prediction, "throughput", "tokens per second")
+        draw_over_gamma(right, prediction, "seconds", "seconds a text")
+        conditions = f"temperature {cost['temperature']}, top-p {cost['top_p']}"
+        title = f"{conditions}: alpha {prediction['alpha']:.2f}, c {prediction['c']:.2f}"
+        left.set_title(title, loc="left", fontsize=10)
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=9, frameon=False)
     figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
     return save(figure, path)
 
 
-def draw_over_gamma(axes: Axes, found: Line, key: str, label: str) -> None:
+def draw_over_gamma(axes: Axes, prediction: Prediction, key: str, label: str) -> None:
     """Draw one figure over gamma: measured with 95 % intervals, plain decoding as a line, theory as curves.
 
-    found: what `sweep.predict` returns. key: "throughput" or "seconds".
+    key: "throughput" or "seconds".
     """
-    gammas = [row["gamma"] for row in found["rows"]]
-    middle, low, high = np.array([row[key] for row in found["rows"]]).T
+    gammas = [row["gamma"] for row in prediction["rows"]]
+    middle, low, high = np.array([row[key] for row in prediction["rows"]]).T
     error = [middle - low, high - middle]
     axes.bar(gammas, middle, yerr=error, color=BLUE, capsize=2, ecolor=GREY, label="speculative, measured")
-    plain = found["plain"][key][0]
+    plain = prediction["plain"][key][0]
     axes.axhline(plain, color=RED, linestyle="--", label="plain decoding")
     for theory, style, name in THEORIES:
-        ratio = np.array([row[theory] for row in found["rows"]])
+        ratio = np.array([row[theory] for row in prediction["rows"]])
         expected = plain * ratio if key == "throughput" else plain / ratio
         axes.plot(gammas, expected, style, markersize=3, color=DARK, label=name)
     axes.set(xlabel="gamma", ylabel=label, xticks=gammas)
@@ -77,8 +76,8 @@ def draw_over_gamma(axes: Axes, found: Line, key: str, label: str) -> None:
 
 def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
     """Draw the histograms of u: of all methods tested, and of one planted mistake. Returns the path."""
-    sampled = of_kind(lines, "lossless")
-    planted = [line for line in of_kind(lines, "power") if line["shown"]]
+    sampled = {line["method"]: line["counts"] for line in of_kind(lines, LosslessLine)}
+    planted = {line["mistake"]: line["counts"] for line in of_kind(lines, PowerLine) if line["shown"]}
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.9), dpi=120, sharey=True)
     draw_histograms(left, sampled, plt.cm.tab10.colors, "each method" if len(sampled) > 1 else "the sampler")
     draw_histograms(right, planted, [RED], "the planted mistake")
@@ -88,17 +87,20 @@ def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
     return save(figure, path)
 
 
-def draw_histograms(axes: Axes, lines: Sequence[Line], colours: Sequence[object], whose: str) -> None:
-    """Draw the histogram of u of each line, over the band in which the bins of a uniform u lie."""
-    for line, colour in zip(lines, colours):
-        counts = np.array(line["counts"])
-        edges, label = np.linspace(0, 1, len(counts) + 1), line.get("mistake") or line["method"]
+def draw_histograms(axes: Axes, counts_of: dict[str, list[int]], colours: Sequence[object], samplers: str) -> None:
+    """Draw histograms of u, over the band in which the bins of a uniform u lie.
+
+    counts_of: {label: counts of the bins}. samplers: whose they are, in words.
+    """
+    for (label, bins), colour in zip(counts_of.items(), colours):
+        counts = np.array(bins)
+        edges = np.linspace(0, 1, len(counts) + 1)
         axes.stairs(counts / counts.mean(), edges, baseline=None, color=colour, linewidth=1.3, label=label)
     spread = 3.29 * counts.mean() ** -0.5  # A normal number lies within 3.29 standard deviations 999 times of 1,000.
     label = "99.9 % of an exact sampler's bins"
     axes.axhspan(1 - spread, 1 + spread, color=BLUE, alpha=0.6, linewidth=0, zorder=0, label=label)
     axes.axhline(1, color=GREY, linewidth=0.8, zorder=0)
-    axes.set_title(f"u of {counts.sum():,} tokens of {whose}", loc="left", fontsize=10)
+    axes.set_title(f"u of {counts.sum():,} tokens of {samplers}", loc="left", fontsize=10)
     axes.set(xlabel="u (at the right: tokens the draft gives more than the target)", xlim=(0, 1))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper left")

@@ -8,23 +8,29 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from experiments.lines import EndLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
-from report.lines import Line, of_kind
-from report.tables import grid, name_of, plain
+from report.tableFormat import Columns, name_of, plain, table_of
 
-SAMPLED_COLUMNS = [
-    "",
-    "tokens",
-    f"{BINS} bins\np",
-    "K-S\np",
-    "surprise\nz",
-    "\np",
-    "neigh-\nbours p",
-    "perplexity\nof text",
-    "\nexpected",
-    "at the\nedge",
-    "impos-\nsible",
-]
+
+def perplexity_cell(perplexity: float | None) -> str:
+    """A perplexity; empty where no token has one."""
+    return "" if perplexity is None else f"{perplexity:.3f}"
+
+
+SAMPLED_COLUMNS: Columns[LosslessLine] = {
+    "": lambda line: name_of(line["method"]),
+    "tokens": lambda line: f"{line['tokens']:,}",
+    f"{BINS} bins\np": lambda line: f"{line['p']['chi_square']:.2g}",
+    "K-S\np": lambda line: f"{line['p']['kolmogorov_smirnov']:.2g}",
+    "surprise\nz": lambda line: f"{line['z']:+.2f}",
+    "\np": lambda line: f"{line['p']['surprise']:.2g}",
+    "neigh-\nbours p": lambda line: f"{line['p']['neighbours']:.2g}",
+    "perplexity\nof text": lambda line: perplexity_cell(line["perplexity"]),
+    "\nexpected": lambda line: perplexity_cell(line["expected_perplexity"]),
+    "at the\nedge": lambda line: f"{line['excluded']:,}",
+    "impos-\nsible": lambda line: f"{line['impossible']:,}",
+}
 SAMPLED_NOTES = (
     f"p: p-values of four tests: chi-square of u in {BINS} bins, Kolmogorov-Smirnov of u, the surprise (of its z), and "
     "the correlation of u with its neighbours. A p-value below {limit:.1e} rejects the method; with exact samplers "
@@ -32,22 +38,27 @@ SAMPLED_NOTES = (
     "entropy. at the edge: tokens that only rounding put outside of top-p or top-k. impossible: tokens to which the "
     "target gives no probability."
 )
-GREEDY_COLUMNS = [
-    "",
-    "dtype",
-    "texts",
-    "tokens",
-    "of them\ndiffer",
-    "near-\nties",
-    "beyond\nrounding",
-    "largest\ngap",
-    "allowed",
-]
+GREEDY_COLUMNS: Columns[GreedyLine] = {
+    "": lambda line: name_of(line["method"]),
+    "dtype": lambda line: line["dtype"],
+    "texts": lambda line: f"{line['texts']:,}",
+    "tokens": lambda line: f"{line['tokens']:,}",
+    "of them\ndiffer": lambda line: f"{line['differing']:,}",
+    "near-\nties": lambda line: f"{line['near_ties']:,}",
+    "beyond\nrounding": lambda line: f"{line['beyond']:,}",
+    "largest\ngap": lambda line: f"{line['largest_gap']:.2g}",
+    "allowed": lambda line: f"{line['allowed']:.2g}",
+}
 GREEDY_NOTES = (
     "near-ties: tokens that are not the argmax when the target reads the whole text at once, but whose logit is within "
     "rounding of the largest. gap: how far below the largest, in logits; allowed: what rounding in that dtype explains."
 )
-POWER_COLUMNS = ["", "what is wrong", "tokens\nneeded", "seen by"]
+POWER_COLUMNS: Columns[PowerLine] = {
+    "": lambda line: line["mistake"],
+    "what is wrong": lambda line: line["what"],
+    "tokens\nneeded": lambda line: f"{'' if line['seen_by'] else '> '}{line['tokens']:,}",
+    "seen by": lambda line: ", ".join(TESTS[test] for test in line["seen_by"]) or "none",
+}
 POWER_NOTES = (
     "Each row is this project's sampler with one mistake. It writes texts, twice as many each time, until a test "
     "rejects it."
@@ -56,11 +67,10 @@ POWER_NOTES = (
 
 def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
     """Whether no test rejects a method, and the verdict as a sentence. lines: of a run that has ended."""
-    noes = rejections(lines)
-    if noes:
-        return False, f"Not lossless: {'; '.join(noes)}."
-    found = [*of_sampled(of_kind(lines, "lossless")), *of_greedy(lines), *of_power(of_kind(lines, "power"))]
-    return True, f"Lossless: {'; '.join(found)}."
+    if failures := [*sampled_failures(lines), *greedy_failures(lines)]:
+        return False, f"Not lossless: {'; '.join(failures)}."
+    clauses = [*sampled_clauses(lines), *greedy_clauses(lines), *power_clauses(lines)]
+    return True, f"Lossless: {'; '.join(clauses)}."
 
 
 def exit_code(lines: Sequence[Line]) -> int:
@@ -68,38 +78,40 @@ def exit_code(lines: Sequence[Line]) -> int:
     return 0 if verdict(lines)[0] else 1
 
 
-def rejections(lines: Sequence[Line]) -> list[str]:
-    """A clause for each method that a test rejects."""
-    sampled = [
-        f"{name_of(line['method'])} fails by " + " and ".join(TESTS[test] for test in failed)
-        for line in of_kind(lines, "lossless")
-        if (failed := seen_by(line, line["limit"]))
-    ]
-    greedy = [
-        f"{name_of(m['method'])} writes {m['beyond']:,} greedy tokens in {m['dtype']} that are not the target's"
-        for m in of_kind(lines, "greedy")
-        if m["beyond"]
-    ]
-    return sampled + greedy
+def sampled_failures(lines: Sequence[Line]) -> Iterator[str]:
+    """A clause for each method whose drawn texts a test rejects."""
+    for line in of_kind(lines, LosslessLine):
+        if failed := seen_by(line, line["limit"]):
+            yield f"{name_of(line['method'])} fails by {' and '.join(TESTS[test] for test in failed)}"
 
 
-def of_sampled(sampled: Sequence[Line]) -> Iterator[str]:
-    """The clause on drawn texts."""
-    if sampled:
+def greedy_failures(lines: Sequence[Line]) -> Iterator[str]:
+    """A clause for each method and dtype with greedy tokens that rounding cannot explain."""
+    for line in of_kind(lines, GreedyLine):
+        if line["beyond"]:
+            yield (
+                f"{name_of(line['method'])} writes {line['beyond']:,} greedy tokens in {line['dtype']} that are not "
+                "the target's"
+            )
+
+
+def sampled_clauses(lines: Sequence[Line]) -> Iterator[str]:
+    """The clause on drawn texts, if there are any."""
+    if sampled := of_kind(lines, LosslessLine):
         p = [value for line in sampled for value in line["p"].values()]
-        whose = name_of(sampled[0]["method"]) if len(sampled) == 1 else f"each of {len(sampled)} methods"
+        methods = name_of(sampled[0]["method"]) if len(sampled) == 1 else f"each of {len(sampled)} methods"
         yield (
-            f"{sampled[0]['tokens']:,} tokens of {whose} cannot be told from the target's own (the least of "
+            f"{sampled[0]['tokens']:,} tokens of {methods} cannot be told from the target's own (the least of "
             f"{len(p)} p-values is {min(p):.2g}; {sampled[0]['limit']:.1e} would be too small)"
         )
 
 
-def of_greedy(lines: Sequence[Line]) -> Iterator[str]:
+def greedy_clauses(lines: Sequence[Line]) -> Iterator[str]:
     """A clause on greedy texts in each dtype."""
-    greedy = of_kind(lines, "greedy")
+    greedy = of_kind(lines, GreedyLine)
     for dtype in dict.fromkeys(line["dtype"] for line in greedy):
-        own = [line for line in greedy if line["dtype"] == dtype and line["method"] != "target"]
-        differing, texts = sum(line["differing"] for line in own), sum(line["texts"] for line in own)
+        methods = [line for line in greedy if line["dtype"] == dtype and line["method"] != "target"]
+        differing, texts = sum(line["differing"] for line in methods), sum(line["texts"] for line in methods)
         yield (
             f"greedy text in {dtype} equals plain decoding's token for token"
             if not differing
@@ -107,9 +119,9 @@ def of_greedy(lines: Sequence[Line]) -> Iterator[str]:
         )
 
 
-def of_power(power: Sequence[Line]) -> Iterator[str]:
-    """The clause on planted mistakes."""
-    if power:
+def power_clauses(lines: Sequence[Line]) -> Iterator[str]:
+    """The clause on planted mistakes, if there are any."""
+    if power := of_kind(lines, PowerLine):
         missed = [line["mistake"] for line in power if not line["seen_by"]]
         most = max(line["tokens"] for line in power)
         yield (
@@ -121,62 +133,30 @@ def of_power(power: Sequence[Line]) -> Iterator[str]:
 
 def report(lines: Sequence[Line]) -> Iterator[RenderableType]:
     """The verdict and the tables of a run, as rich renderables; nothing if the run proved nothing."""
-    sampled, greedy, power = (of_kind(lines, kind) for kind in ("lossless", "greedy", "power"))
-    if (sampled or greedy) and of_kind(lines, "end"):
+    sampled, greedy = of_kind(lines, LosslessLine), of_kind(lines, GreedyLine)
+    if (sampled or greedy) and of_kind(lines, EndLine):
         yield plain(verdict(lines)[1])
     if sampled:
         yield sampled_table(sampled)
         yield Text(SAMPLED_NOTES.format(limit=sampled[0]["limit"]))
     if greedy:
-        yield greedy_table(greedy)
+        yield table_of("Greedy texts beside plain decoding's", GREEDY_COLUMNS, greedy)
         yield Text(GREEDY_NOTES)
-    if power:
+    if power := of_kind(lines, PowerLine):
         yield power_table(power)
         yield Text(POWER_NOTES)
 
 
-def sampled_table(lines: Sequence[Line]) -> Table:
+def sampled_table(lines: Sequence[LosslessLine]) -> Table:
     """The tests of drawn texts, one row for each method."""
     first = lines[0]
     conditions = f"temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}"
-    table = grid(f"Drawn texts: {conditions}", SAMPLED_COLUMNS)
-    for line in lines:
-        p = {test: f"{value:.2g}" for test, value in line["p"].items()}
-        table.add_row(
-            name_of(line["method"]),
-            f"{line['tokens']:,}",
-            p["chi_square"],
-            p["kolmogorov_smirnov"],
-            f"{line['z']:+.2f}",
-            p["surprise"],
-            p["neighbours"],
-            *("" if line[name] is None else f"{line[name]:.3f}" for name in ("perplexity", "expected_perplexity")),
-            f"{line['excluded']:,}",
-            f"{line['impossible']:,}",
-        )
-    return table
+    return table_of(f"Drawn texts: {conditions}", SAMPLED_COLUMNS, lines)
 
 
-def greedy_table(lines: Sequence[Line]) -> Table:
-    """Greedy texts beside those of plain decoding, one row for each method and dtype."""
-    table = grid("Greedy texts beside plain decoding's", GREEDY_COLUMNS)
-    for line in lines:
-        table.add_row(
-            name_of(line["method"]),
-            line["dtype"],
-            *(f"{line[name]:,}" for name in ("texts", "tokens", "differing", "near_ties", "beyond")),
-            *(f"{line[name]:.2g}" for name in ("largest_gap", "allowed")),
-        )
-    return table
-
-
-def power_table(lines: Sequence[Line]) -> Table:
-    """How much text it takes to notice each planted mistake."""
-    table = grid("Planted mistakes", POWER_COLUMNS)
+def power_table(lines: Sequence[PowerLine]) -> Table:
+    """How much text it takes to notice each planted mistake. Its columns of words are folded."""
+    table = table_of("Planted mistakes", POWER_COLUMNS, lines)
     for column in table.columns[1], table.columns[3]:
         column.justify, column.no_wrap = "left", False
-    for line in lines:
-        tests = ", ".join(TESTS[test] for test in line["seen_by"])
-        needed = f"{line['tokens']:,}" if tests else f"> {line['tokens']:,}"
-        table.add_row(line["mistake"], line["what"], needed, tests or "none")
     return table

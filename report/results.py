@@ -1,4 +1,4 @@
-"""`results.jsonl`, one line for each measurement, and `results.txt`, rendered from it.
+"""`results.jsonl`, one line for each measurement, and `results.txt`, rendered from it as on the screen.
 
 A run begins with a line of kind "run": its flags, seed, models and machine. Each line of a measurement names its run.
 A line is appended in one write and fsynced: a kill loses nothing that was measured, and the lines of two runs at once
@@ -9,36 +9,60 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from inputs.escape import visible
-from inputs.files import replace_file
-from report.lines import Line
-from report.runReport import show
-from utils import UserError
+from filelock import FileLock
+from rich.console import Console, RenderableType
+from rich.text import Text
 
-Run = tuple[Line, list[Line]]  # the run's own line, and its measurements
+from experiments.lines import (
+    CorpusPerplexityLine,
+    CostsLine,
+    DiversityLine,
+    EndLine,
+    FigureLine,
+    Line,
+    OverlapLine,
+    Run,
+    RunLine,
+    SpeedLine,
+    TextPerplexityLine,
+    of_kind,
+)
+from inputs.commandLine import visible
+from inputs.files import replace_file
+from report import losslessReport
+from report.runTables import (
+    DIVERSITY_NOTES,
+    corpus_table,
+    diversity_table,
+    mode_of,
+    speed_notes,
+    speed_tables,
+    sweep_tables,
+    text_table,
+)
+from report.tableFormat import WIDTH, plain
+from utils import UserError
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """A lock on a folder: of several processes that render its results, one reads and writes at a time. So the last
-    text holds the lines of all. Where folders cannot be locked, nothing is."""
-    handle = None
-    with suppress(ImportError, OSError):
-        import fcntl  # Windows has none.
-
-        handle = os.open(folder, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
+    text holds the lines of all. Where no lock can be had, nothing is locked."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            status = folder.stat()
+            # Not in the folder: a lock stays as an empty file.
+            name = f"results-{status.st_dev}-{status.st_ino}.lock"
+            stack.enter_context(FileLock(Path(tempfile.gettempdir()) / name))
         yield
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 class Results:
@@ -70,7 +94,7 @@ class Results:
                 f"{self.lines} cannot be written: {error.strerror or error}; what was written before is kept"
             ) from None
 
-    def records(self) -> list[Line]:
+    def records(self) -> list[dict[str, Any]]:
         """All whole lines, as dictionaries. A line that a kill cut off is skipped."""
         records = []
         if self.lines.exists():
@@ -81,7 +105,7 @@ class Results:
 
     def runs(self) -> list[Run]:
         """All runs, oldest first."""
-        runs: dict[str, Run] = {}
+        runs: dict[str, Any] = {}  # {name: Run}
         for record in self.records():
             name = record.get("run")
             if not isinstance(name, str):
@@ -118,3 +142,59 @@ class Results:
                 name = visible(run["run"], "")
                 buffer.write(f"Run {name} was written by another version: see {self.lines.name}.\n\n")
         return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def show(run: RunLine, lines: Sequence[Line], **options: Any) -> None:
+    """Print the report of a run: on the screen, or where the `options` of a `rich` console say."""
+    pieces = list(report(run, lines))
+    console = Console(width=WIDTH, markup=False, emoji=False, highlight=False, **options)
+    for piece in pieces:
+        console.print(piece)
+
+
+def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
+    """Everything shown of a run, as rich renderables. lines: its measurements."""
+    yield from heading(run, finished=bool(of_kind(lines, EndLine)))
+    pythia = run["models"]["target"]["name"] == "pythia-2.8b" and run["models"]["draft"]["name"] == "pythia-70m"
+    speed = of_kind(lines, SpeedLine)
+    for mode, length in dict.fromkeys((mode_of(line), line.get("promptLen")) for line in speed):
+        timed = [line for line in speed if (mode_of(line), line.get("promptLen")) == (mode, length)]
+        if mode == "sweep":
+            yield from sweep_tables(run, timed, [c for c in of_kind(lines, CostsLine) if c["promptLen"] == length])
+        else:
+            overlaps = of_kind(lines, OverlapLine)
+            overlaps = [line for line in overlaps if (line["mode"], line["promptLen"]) == (mode, length)]
+            yield from speed_tables(run, timed, overlaps)
+    yield from losslessReport.report(lines)
+    for figure in of_kind(lines, FigureLine):
+        yield plain(f"Figure: {figure['file']}")
+    if speed:
+        yield Text(speed_notes(speed, pythia))
+    if diversity := of_kind(lines, DiversityLine):
+        yield diversity_table(diversity)
+        yield Text(DIVERSITY_NOTES)
+    if texts := of_kind(lines, TextPerplexityLine):
+        yield text_table(texts, pythia)
+    if corpora := of_kind(lines, CorpusPerplexityLine):
+        yield corpus_table(corpora)
+    yield Text()
+
+
+def heading(run: RunLine, finished: bool) -> Iterator[RenderableType]:
+    """The command line, the models and the machine of a run."""
+    machine = run["machine"]
+    yield Text("=" * WIDTH)
+    yield plain(f"Run {run['run']} of {run['time']}" + ("" if finished else ", not finished"))
+    yield plain("python test.py " + run["command"])
+    for role, model in run["models"].items():
+        where = f", on {model['device']} ({model['processor']})" if "device" in model else ""
+        size = f"{model['parameters'] / 1e6:,.1f} M parameters"
+        yield plain(f"{role}: {model['name']}, {size}, {model['version']}{where}")
+    yield plain(
+        f"{machine['processor']}, {machine['threads']} threads, {run['device']}; torch {machine['torch']}, "
+        f"transformers {machine['transformers']}; seed {run['flags']['seed']}"
+    )
+    if processes := run.get("processes"):
+        places = Counter(f"{process['host']} {process['device']}" for process in processes)
+        counts = [f"{count} on {place}" if count > 1 else place for place, count in places.items()]
+        yield plain(f"{len(processes)} processes: {', '.join(counts)}")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from math import isnan
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
-from benchmark.tables import predict, texts_of, variants_of
-from benchmark.tables import ratio as paired
+from benchmark import tables as printed
+from benchmark.records import BenchmarkRecord
 from experiments.speed import interval, paired_ratios, summarize
-from scripts.docsRecords import BENCHMARKS, Record, Records
-from scripts.docsRuns import CHINESE, ENGLISH, cell, source, table
+from report.tableFormat import median
+from scripts.docsTables import Render, Words, cell, cells_of, source, table
+from scripts.keepRecord import BENCHMARKS, Records
 from utils import UserError
 
-Render = Callable[[Records, str], str]
 PAIR, SHAPES = BENCHMARKS
-ASSISTED = ("transformers, assistant", "transformers, assistant as it comes")
 # What the documentation calls the rows of a record; the others keep their names.
 NAMES = {
     "transformers": "`transformers`' `generate`",
@@ -25,289 +23,188 @@ NAMES = {
     "speculative, inside generate": "the eager sampler inside `generate`",
     "speculative, no cache": "speculative without a KV cache, as in the course report",
 }
-COLUMNS = {
-    ENGLISH: ["models", "decoding", "tokens/s", "of `generate`", "of plain"],
-    CHINESE: ["模型", "解码方式", "tokens/s", "相对 `generate`", "相对普通解码"],
-}
-WORDS = {
-    ENGLISH: {
-        "library": "`transformers`' `generate`",
-        "assisted": "`generate` with `assistant_model`",
-        "plain": "plain",
-        "speculative": "speculative",
-        "block verification": "speculative, block verification",
-        "synthetic": "speculative, {} % of guesses accepted (synthetic)",
-        "compiled": ", compiled",
-        "eager": ", eager",
-        "bundled": "bundled pair",
-        "random": "Pythia-2.8b and 70m, random weights",
-    },
-    CHINESE: {
-        "library": "`transformers` 的 `generate`",
-        "assisted": "`generate` 加 `assistant_model`",
-        "plain": "普通解码",
-        "speculative": "投机解码",
-        "block verification": "投机解码，块验证",
-        "synthetic": "投机解码，接受 {} % 的猜测（合成）",
-        "compiled": "，已编译",
-        "eager": "，未编译",
-        "bundled": "自带模型",
-        "random": "Pythia-2.8b 与 70m，随机权重",
-    },
-}
-SYNTHETIC = 60  # per cent of guesses accepted, in the README's row
 
 
-def variant_of(record: Record) -> str:
-    """The faster variant of a record: "compiled", or "eager" if it was measured with --no-compile."""
-    return variants_of(record["forwards"])[-1]
+def fastest(record: BenchmarkRecord) -> str:
+    """The end of the names of this project's fastest rows: ", compiled", or ", eager" with --no-compile."""
+    return f", {printed.variants_of(record['forwards'])[-1]}"
 
 
-def ratio(record: Record, method: str, baseline: str) -> tuple[float, float, float]:
+def throughputs(record: BenchmarkRecord) -> dict[str, tuple[float, float, float]]:
+    """{row: tokens per second, with the interval}."""
+    return {row["method"]: row["throughput"] for row in summarize(record["speed"], "transformers")}
+
+
+def best_assisted(record: BenchmarkRecord) -> str:
+    """The library's assisted generation in its faster setting."""
+    speeds = throughputs(record)
+    return max((name for name in speeds if name.startswith("transformers, assistant")), key=lambda name: speeds[name])
+
+
+def ratio(record: BenchmarkRecord, method: str, baseline: str) -> str:
     """The throughput of a row over that of another, with its interval. Raises UserError if a row is missing."""
     ratios = paired_ratios(record["speed"], method, baseline)
     if not ratios:
         raise UserError(f"the benchmark's record has no rows {method!r} and {baseline!r}")
-    return interval(ratios)
+    return cell(interval(ratios))
 
 
-def benchmark_source(record: Record, language: str = ENGLISH) -> str:
-    """`source` of a benchmark."""
-    models = [model["name"] for model in record["models"].values()]
-    command = f"python -m benchmark {record['command']}".rstrip()
-    return source(command, record, models, record["dtype"], language)
+def ratio_figure(method: str, baseline: str, records: Records, words: Words) -> str:
+    """One ratio of throughputs, for the running text. baseline: a row, or "assisted"."""
+    record = records.benchmark()
+    names = {"assisted": best_assisted(record), "plain": f"plain{fastest(record)}"}
+    return ratio(record, method + fastest(record), names.get(baseline, baseline))
 
 
-def conditions(record: Record) -> str:
-    """What was timed, in one sentence."""
-    flags = record["flags"]
-    took = [seconds for seconds in record.get("compile_seconds") or () if seconds is not None]
-    compiled = f" Compiling took {sum(took):.0f} s." if took else ""
-    return (
-        f"{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens, gamma "
-        f"{flags['gamma']}; medians [95 % bootstrap interval].{compiled} {benchmark_source(record)}"
-    )
-
-
-def best_assisted(record: Record) -> str:
-    """The library's assisted generation in its faster setting."""
-    rows = {row["method"]: row["throughput"][0] for row in summarize(record["speed"], "transformers")}
-    return max((name for name in ASSISTED if name in rows), key=lambda name: rows[name])
-
-
-def best(records: Records, language: str) -> str:
+def best(records: Records, words: Words) -> str:
     """The README's table: this project beside `transformers`, with the bundled pair and at Pythia's true shapes."""
-    words = WORDS[language]
-    rows: list[list[str]] = []
-    sources: list[str] = []
+
+    def say(english: str) -> str:
+        return words.get(english, english)
+
+    rows, sources = [], []
     for name in BENCHMARKS:
         record = records.benchmark(name)
-        variant, shapes = variant_of(record), bool(record["flags"]["shapes"])
-        plain = f"plain, {variant}"
-        chosen = {plain: words["plain"] + words[variant]}
-        if shapes:
-            chosen[f"synthetic {SYNTHETIC / 100}, {variant}"] = words["synthetic"].format(SYNTHETIC) + words[variant]
+        speeds, variant = throughputs(record), fastest(record)
+        models, library, project = "bundled pair", {}, {"plain": "plain"}
+        if name == SHAPES:
+            models = "Pythia-2.8b and 70m, random weights"
+            project["synthetic 0.6"] = "speculative, 60 % of guesses accepted (synthetic)"
         else:
-            library = {"transformers": words["library"], best_assisted(record): words["assisted"]}
-            ours = {f"{row}, {variant}": words[row] + words[variant] for row in ("speculative", "block verification")}
-            chosen = library | chosen | ours
-        speeds = {row["method"]: row["throughput"] for row in summarize(record["speed"], "transformers")}
-        for method, shown in chosen.items():
-            ratios = [cell(ratio(record, method, base)) if method != base else "1" for base in ("transformers", plain)]
-            rows.append([words["random" if shapes else "bundled"], shown, cell(speeds[method]), *ratios])
-        sources.append(benchmark_source(record, language))
-    lines = table(COLUMNS[language], rows)
-    return f"{lines}\n\n{' '.join(sources)}"
+            library["transformers"] = "`transformers`' `generate`"
+            library[best_assisted(record)] = "`generate` with `assistant_model`"
+            project["speculative"] = "speculative"
+            project["block verification"] = "speculative, block verification"
+        shown = {method: say(row) for method, row in library.items()}
+        shown |= {method + variant: say(row) + say(variant) for method, row in project.items()}
+        baselines = ("transformers", f"plain{variant}")
+        for method, row in shown.items():
+            ratios = [ratio(record, method, base) if method != base else "1" for base in baselines]
+            rows.append([say(models), row, cell(speeds[method]), *ratios])
+        sources.append(source(record, record["dtype"], words))
+    return f"{table(say('models | decoding | tokens/s | of `generate` | of plain'), rows)}\n\n{' '.join(sources)}"
 
 
-def by_machine(found: Iterable[Record]) -> dict[str, list[Record]]:
-    """Records by processor and threads. There are several where engines do not fit into memory together."""
-    machines: dict[str, list[Record]] = {}
-    for record in found:
-        machine = record["machine"]
-        machines.setdefault(f"{machine['processor']}, {machine['threads']} threads", []).append(record)
+def by_machine(records: Records, name: str) -> dict[str, list[BenchmarkRecord]]:
+    """{processor and threads: the records of a benchmark}. There are several where engines do not fit into memory
+    together."""
+    machines: dict[str, list[BenchmarkRecord]] = {}
+    for record in records.benchmarks(name).values():
+        machines.setdefault(machine_of(record), []).append(record)
     return machines
 
 
-def titled(shown: list[tuple[str, str]]) -> str:
-    """Pieces of a block, each below its title if there are several."""
-    if len(shown) == 1:
-        return shown[0][1]
-    return "\n\n".join(f"**{title}**\n\n{piece}" for title, piece in shown)
+def machine_of(record: BenchmarkRecord) -> str:
+    """The title of a machine's tables."""
+    return f"{record['machine']['processor']}, {record['machine']['threads']} threads"
 
 
-def each_machine(name: str, show: Callable[[Record], str]) -> Render:
-    """A block with what `show` gives for the benchmark's first record of each machine. Two or more are named."""
-
-    def render(records: Records, language: str) -> str:
-        machines = by_machine(records.benchmarks(name).values())
-        return titled([(machine, show(first)) for machine, (first, *_) in machines.items()])
-
-    return render
+def each_machine(name: str, show: Callable[[BenchmarkRecord], str], records: Records, words: Words) -> str:
+    """What `show` gives for a benchmark's first record of each machine."""
+    machines = by_machine(records, name).items()
+    return "\n\n".join(f"**{machine}**\n\n{show(first)}" for machine, (first, *_) in machines)
 
 
-def all_rows(name: str) -> Render:
-    """Every row of a benchmark. With two machines or more, first side by side: throughput, TTFT and TPOT. A machine's
-    later records follow its first, named by the engines that were timed in them."""
-
-    def render(records: Records, language: str) -> str:
-        machines, tables = by_machine(records.benchmarks(name).values()), []
-        for machine, (first, *others) in machines.items():
-            tables.append((machine, speed(first)))
-            for other in others:
-                engines = dict.fromkeys(peer["engine"] for peer in other.get("peers", ()))
-                tables.append((f"{machine}, beside {', '.join(engines) or 'no other engine'}", speed(other)))
-        firsts = {machine: first for machine, (first, *_) in machines.items()}
-        return titled(tables) if len(machines) == 1 else f"{side_by_side(firsts)}\n\n{titled(tables)}"
-
-    return render
+def all_rows(name: str, records: Records, words: Words) -> str:
+    """Every row of a benchmark: throughput, TTFT and TPOT of the machines side by side, then each record. A machine's
+    later records are named by the engines that were timed in them."""
+    machines = by_machine(records, name)
+    pieces = [side_by_side({machine: first for machine, (first, *_) in machines.items()})]
+    for machine, (first, *others) in machines.items():
+        pieces.append(f"**{machine}**\n\n{speed(first)}")
+        for other in others:
+            engines = ", ".join(dict.fromkeys(peer["engine"] for peer in other["peers"])) or "no other engine"
+            pieces.append(f"**{machine}, beside {engines}**\n\n{speed(other)}")
+    return "\n\n".join(pieces)
 
 
-def side_by_side(found: dict[str, Record]) -> str:
+def side_by_side(machines: dict[str, BenchmarkRecord]) -> str:
     """One row for each method, three columns for each of the records, which have titles."""
-    methods = dict.fromkeys(line["method"] for record in found.values() for line in record["speed"])
-    cells: dict[str, list[str]] = {method: [] for method in methods}
-    for record in found.values():
-        rows = {row["method"]: row for row in summarize(record["speed"], "plain, eager")}
-        for method, own in cells.items():
-            own += figures_of(rows[method]) if method in rows else [""] * 3
-    whats = ("tokens/s", "TTFT, ms", "TPOT, ms")
-    columns = ["", *(f"{title}: {what}" for title in found for what in whats)]
-    return table(columns, [[NAMES.get(method, method), *own] for method, own in cells.items()])
+    columns = [{row[0]: [row[1], *row[4:6]] for row in speed_rows(record) if row[1]} for record in machines.values()]
+    methods = dict.fromkeys(method for column in columns for method in column)
+    rows = [[method, *(cell for column in columns for cell in column.get(method, ["", "", ""]))] for method in methods]
+    titles = [f"{machine}: {what}" for machine in machines for what in ("tokens/s", "TTFT, ms", "TPOT, ms")]
+    return table(" | ".join(["", *titles]), rows)
 
 
-def figures_of(row: dict[str, Any]) -> list[str]:
-    """Throughput, TTFT and TPOT of a row. An old record may not have all."""
-    return [cell(row["throughput"])] + [
-        "" if isnan(times[0]) else cell(times[:1] * 3, 1e3) for times in (row["ttft"], row["tpot"])
-    ]
+def speed_rows(record: BenchmarkRecord) -> list[list[str]]:
+    """Every row of a benchmark, with the verdict on the text of another engine in the last column."""
+    columns = " | tokens/s | of trans- formers | of plain, eager | TTFT ms | TPOT ms | alpha | tokens/ round"
+    rows, texts = cells_of(printed.speed_table(record), columns), printed.texts_of(record)
+    for row, measured in zip(rows, summarize(record["speed"], "plain, eager")):
+        row[4:6] = (cell(measured[time], 1e3, median) for time in ("ttft", "tpot"))
+    return [[NAMES.get(method, method), *cells, texts.get(method, "")] for method, *cells in rows]
 
 
-def speed(record: Record) -> str:
-    """Every row of a benchmark."""
-    theirs = {row["method"]: row["speedup"] for row in summarize(record["speed"], "transformers")}
-    texts, rows = texts_of(record), []
-    for row in summarize(record["speed"], "plain, eager"):
-        guesses = bool(row["acceptance_by_position"])
-        throughput, *times = figures_of(row)
-        cells = [NAMES.get(row["method"], row["method"]), throughput]
-        cells += [*(cell(figures) for figures in (theirs[row["method"]], row["speedup"])), *times]
-        cells += [f"{row['alpha']:.3f}" if guesses else "", cell(row["tokens_per_round"][:1] * 3) if guesses else ""]
-        rows.append(cells + [texts.get(row["method"], "")] * bool(texts))
-    columns = ["", "tokens/s", "of `generate`", "of plain, eager", "TTFT, ms", "TPOT, ms", "alpha", "tokens per round"]
-    for peer in record.get("peers", ()):
-        if peer["failed"]:
-            rows.append([peer["method"], *[""] * (len(columns) - 1), texts[peer["method"]]])
-    return f"{table(columns + ['text'] * bool(texts), rows)}\n\n{conditions(record)}"
+def speed(record: BenchmarkRecord) -> str:
+    """Every row of a benchmark, and what was timed."""
+    titles = " | tokens/s | of `generate` | of plain, eager | TTFT, ms | TPOT, ms | alpha | tokens per round"
+    rows, flags = speed_rows(record), record["flags"]
+    body = table(f"{titles} | text", rows) if record["peers"] else table(titles, [row[:-1] for row in rows])
+    seconds = [value for value in record.get("compile_seconds") or () if value is not None]
+    compiled = f" Compiling took {sum(seconds):.0f} s." if seconds else ""
+    return (
+        f"{body}\n\n{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens, gamma "
+        f"{flags['gamma']}; medians [95 % bootstrap interval].{compiled} {source(record, record['dtype'])}"
+    )
 
 
-def forwards(record: Record) -> str:
+def by_variant(record: BenchmarkRecord, titles: str, whats: str, rows: list[list[str]], words: str = "") -> str:
+    """A table with the columns `whats`, "a | b | c", for each variant, and the words below it."""
+    variants = printed.variants_of(record["forwards"])
+    columns = [f"{variant}: {what}" for variant in variants for what in whats.split(" | ")]
+    return f"{table(' | '.join([titles, *columns]), rows)}\n\n{words}{source(record, record['dtype'])}"
+
+
+def forwards(record: BenchmarkRecord) -> str:
     """What a forward of several tokens takes, beside reading its bytes."""
-    found = {(m["role"], m["variant"], m["tokens"]): m for m in record["forwards"]}
-    kinds, rows = variants_of(record["forwards"]), []
-    for role in ("target", "draft"):
-        for n in sorted({tokens for _, _, tokens in found}):
-            cells = [role, str(n), f"{found[role, kinds[0], n]['bytes'] / 1e6:,.0f}"]
-            for kind in kinds:
-                m, one = found[role, kind, n], found[role, kind, 1]
-                cells += [
-                    cell(interval(m["seconds"])[:1] * 3, 1e3),
-                    f"{paired(m['seconds'], one['seconds'])[0]:.2f}",
-                    cell(interval(m["share"]), 100),
-                ]
-            rows.append(cells)
-    whats = ("ms", "of one token", "% of the limit")
-    columns = ["", "tokens", "MB read", *(f"{kind}: {what}" for kind in kinds for what in whats)]
+    seconds = {(m["role"], m["variant"], m["tokens"]): m["seconds"] for m in record["forwards"]}
+    rows = cells_of(printed.forwards_table(record))
+    for row in rows:
+        for column, variant in zip(range(3, len(row), 3), printed.variants_of(record["forwards"])):
+            row[column] = cell(interval(seconds[row[0], variant, int(row[1])]), 1e3, median)
     reads = {what: interval(speeds)[0] / 1e9 for what, speeds in record["bandwidth"].items()}
     memory = (
         f"Memory was read at {reads['memory']:.1f} GB/s, as many bytes as the target's forward at "
         f"{reads['target']:.1f} GB/s, as the draft's at {reads['draft']:.1f} GB/s. The process took at most "
-        f"{record['peak_memory'] / 1e9:.1f} GB."
+        f"{record['peak_memory'] / 1e9:.1f} GB. "
     )
-    return f"{table(columns, rows)}\n\n{memory} {benchmark_source(record)}"
+    return by_variant(record, " | tokens | MB read", "ms | of one token | % of the limit", rows, memory)
 
 
-def lengths(record: Record, what: str, key: str, named: str, second: str) -> str:
-    """A table of times that grow with a length. what: the measurements in the record. key: their length, and `named` in
-    words. second: what stands beside the milliseconds: "of the first row" or "ms a token"."""
-    if what not in record:
-        return "This record is older than the table."
-    found = {(m["variant"], m[key]): m["seconds"] for m in record[what]}
-    steps, kinds, rows = sorted({each for _, each in found}), variants_of(record[what]), []
-    for each in steps:
-        cells = [str(each)]
-        for kind in kinds:
-            own = found[kind, each]
-            share = paired(own, found[kind, steps[0]])
-            cells += [cell(interval(own), 1e3)]
-            cells += [cell(share) if second != "ms a token" else cell(interval(own)[:1] * 3, 1e3 / each)]
-        rows.append(cells)
-    columns = [named, *(f"{kind}: {words}" for kind in kinds for words in ("ms", second))]
-    return f"{table(columns, rows)}\n\n{benchmark_source(record)}"
-
-
-def context(record: Record) -> str:
+def context(record: BenchmarkRecord) -> str:
     """What a token takes after a long context."""
-    return lengths(record, "growth", "context", "tokens before it", "of the first row")
+    return by_variant(record, "tokens before it", "ms | of the first row", cells_of(printed.growth_table(record)))
 
 
-def prefill(record: Record) -> str:
+def prefill(record: BenchmarkRecord) -> str:
     """What the first token takes after a long prompt."""
-    return lengths(record, "prefill", "tokens", "tokens of the prompt", "ms a token")
+    return by_variant(record, "tokens of the prompt", "ms | ms a token", cells_of(printed.prefill_table(record)))
 
 
-def parts(record: Record) -> str:
-    """The parts of a round in which all guesses are accepted."""
-    seconds = {(m["variant"], m["part"]): m["seconds"] for m in record["parts"]}
-    names = ("plain step", "draft step", "scoring", "round", "sampling")
-    rows = []
-    for kind in variants_of(record["forwards"]):
-        share = paired(seconds[kind, "sampling"], seconds[kind, "round"])
-        rows.append([kind, *(cell(interval(seconds[kind, part]), 1e3) for part in names), cell(share, 100)])
-    columns = ["", *(f"{part}, ms" for part in names), "sampling, % of the round"]
-    return f"{table(columns, rows)}\n\n{benchmark_source(record)}"
+def parts(record: BenchmarkRecord) -> str:
+    """The parts of a round in which all guesses are accepted, beside a plain step."""
+    steps = {m["variant"]: cell(interval(m["seconds"]), 1e3) for m in record["parts"] if m["part"] == "plain step"}
+    rows = [[variant, steps[variant], *cells] for variant, *cells in cells_of(printed.round_table(record))]
+    titles = " | plain step, ms | draft step, ms | scoring, ms | round, ms | sampling, ms | sampling, % of the round"
+    return f"{table(titles, rows)}\n\n{source(record, record['dtype'])}"
 
 
-def theory(record: Record) -> str:
+def theory(record: BenchmarkRecord) -> str:
     """Synthetic acceptance beside theory."""
-    rows = [
-        [
-            row["variant"],
-            str(row["alpha"]),
-            cell(row["measured"]),
-            f"{row['theory']:.2f}",
-            f"{row['c']:.3f}",
-            f"{row['scoring']:.2f}",
-        ]
-        for row in predict(record)
-    ]
-    body = table(["", "alpha", "measured", "theory", "c", "scoring"], rows)
-    return f"{body}\n\n{benchmark_source(record)}"
+    body = table(" | alpha | measured | theory | c | scoring", cells_of(printed.synthetic_table(record)))
+    return f"{body}\n\n{source(record, record['dtype'])}"
 
 
-def over(method: str, baseline: Callable[[Record], str]) -> Render:
-    """One ratio of throughputs in the fastest variant, for the running text."""
-
-    def render(records: Records, language: str) -> str:
-        record = records.benchmark()
-        return cell(ratio(record, f"{method}, {variant_of(record)}", baseline(record)))
-
-    return render
-
-
-TABLES = {"forwards": forwards, "prefill": prefill, "context": context, "round": parts}
 BLOCKS: dict[str, Render] = {
     "best": best,
-    "speed": all_rows(PAIR),
-    "pythia-speed": all_rows(SHAPES),
-    **{
-        prefix + block: each_machine(name, show)
-        for prefix, name in (("", PAIR), ("pythia-", SHAPES))
-        for block, show in TABLES.items()
-    },
-    "pythia-theory": each_machine(SHAPES, theory),
-    "over-assisted": over("speculative", best_assisted),
-    "over-no-cache": over("speculative", lambda record: "speculative, no cache"),
-    "over-plain": over("speculative", lambda record: f"plain, {variant_of(record)}"),
-    "over-plain-block": over("block verification", lambda record: f"plain, {variant_of(record)}"),
+    "over-assisted": partial(ratio_figure, "speculative", "assisted"),
+    "over-no-cache": partial(ratio_figure, "speculative", "speculative, no cache"),
+    "over-plain": partial(ratio_figure, "speculative", "plain"),
+    "over-plain-block": partial(ratio_figure, "block verification", "plain"),
+    "pythia-theory": partial(each_machine, SHAPES, theory),
 }
+for prefix, benchmark in (("", PAIR), ("pythia-", SHAPES)):
+    BLOCKS[f"{prefix}speed"] = partial(all_rows, benchmark)
+    for block, show in (("forwards", forwards), ("prefill", prefill), ("context", context), ("round", parts)):
+        BLOCKS[prefix + block] = partial(each_machine, benchmark, show)

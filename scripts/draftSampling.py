@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.progress import followed
 from experiments.prepare import LoadedModels, prepare
 from experiments.settings import parse
 from experiments.speed import interval
 from experiments.theory import overlap
 from inputs.commandLine import as_command
+from inputs.progress import followed
 from regrSampling import regrSampling
 from utils import Sampling, UserError, probabilities, seen_after
 
@@ -59,18 +59,17 @@ def grid(
         after = seen_after(seen, whole)
         assert after is not None, "seen is given"
         seen = after[0, len(prompt) - 1 : -1]
-        theirs, ours = (model.score(whole)[0, len(prompt) - 1 : -1] for model in (target, draft))
-        p = probabilities(theirs, sampling, seen)
-        for cell, found in cells.items():
-            q = probabilities(ours, sampling.but(*cell), seen)
-            found.append((float(overlap(p, q).mean()), tokens_of_round(p, q, whole[0, len(prompt) :], gamma)))
+        target_logits, draft_logits = (model.score(whole)[0, len(prompt) - 1 : -1] for model in (target, draft))
+        p = probabilities(target_logits, sampling, seen)
+        for cell, texts in cells.items():
+            q = probabilities(draft_logits, sampling.but(*cell), seen)
+            texts.append((float(overlap(p, q).mean()), tokens_of_round(p, q, whole[0, len(prompt) :], gamma)))
     return cells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return as_command("draftSampling", lambda: show(given), "Nothing is kept.")
+    return as_command("draftSampling", lambda: show(sys.argv[1:] if argv is None else argv), "Nothing is kept.")
 
 
 def show(argv: Sequence[str]) -> None:
@@ -79,23 +78,20 @@ def show(argv: Sequence[str]) -> None:
     prepared, sampling = prepare(settings), settings.sampling.of("speed")
     if settings.decoding.lookup or prepared.translation:
         raise UserError("there is no q to compare: name a --draft model with the target's tokenizer")
-    prompts = [prompt for each in prepared.prompts.values() for prompt in each]
-    models, gamma = prepared.load(prepared.text_dtype), settings.decoding.gamma or 4
+    prompts = [prompt for of_length in prepared.prompts.values() for prompt in of_length]
+    models, gamma = prepared.load(prepared.text_dtype), settings.decoding.gamma_of("fixed")
     max_len = settings.sampling.max_len_of("speed")
-    found = grid(models, prompts, max_len, sampling, gamma, settings.measuring.seed)
-    cells = {cell: np.array(each) for cell, each in found.items()}
+    measured = grid(models, prompts, max_len, sampling, gamma, settings.measuring.seed)
+    cells = {cell: np.array(texts) for cell, texts in measured.items()}
     usual = cells.get((sampling.temperature, sampling.top_p))
     print(f"{len(prompts)} texts of {max_len} tokens; target at {sampling}; gamma {gamma}")
-    print(
-        "T     top-p  alpha  tokens/round"
-        + ("  more than at the target's own [95 % interval]" if usual is not None else "")
-    )
-    for (temperature, top_p), each in cells.items():
-        alpha, tokens = each.mean(0)
+    title = "T     top-p  alpha  tokens/round"
+    print(title if usual is None else f"{title}  more than at the target's own [95 % interval]")
+    for (temperature, top_p), texts in cells.items():
+        alpha, tokens = texts.mean(0)
         line = f"{temperature:<5} {top_p:<5}  {alpha:.4f} {tokens:.4f}"
-        if usual is not None:
-            for column in range(2):
-                line += "  {:+.4f} [{:+.4f}, {:+.4f}]".format(*interval((each - usual)[:, column], np.mean))
+        for more in [] if usual is None else (texts - usual).T:
+            line += "  {:+.4f} [{:+.4f}, {:+.4f}]".format(*interval(more, np.mean))
         print(line)
 
 

@@ -21,12 +21,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from transformers import AutoTokenizer, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmark.shapes import configuration
-from engine.progress import followed
-from inputs.folders import ROOT
+from benchmark.shapes import random_model
+from inputs.files import ROOT
 from tests.localHub import LocalHub, Repository
 
 SIZES = ("70m", "410m", "2.8b")
@@ -50,28 +48,12 @@ def write_tokenizer(folder: Path, file: Path | None) -> int:
 def write_checkpoint(folder: Path, size: str) -> None:
     """Save random weights with the names and shapes of the real ones, and a file of pickles that must not be
     downloaded."""
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        shapes = {
-            name: tuple(p.shape) for name, p in GPTNeoXForCausalLM(configuration(f"pythia-{size}")).named_parameters()
-        }
-    weights = {}
-    for name, shape in followed(shapes.items(), f"making {folder.name}", len(shapes)):
-        weights[name] = torch.empty(shape, dtype=torch.bfloat16)
-        if name.endswith("bias"):
-            weights[name].zero_()
-        elif len(shape) == 1:
-            weights[name].fill_(1)
-        else:
-            weights[name].normal_(0, 0.02)
-    configuration(f"pythia-{size}", dtype="bfloat16").save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = random_model(f"pythia-{size}", torch.bfloat16, "cpu", seed=0)
+    model.save_pretrained(folder, max_shard_size="20GB")
+    (folder / "generation_config.json").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80" * 1_000_000)
-    print(
-        f"{folder.name}: {sum(w.numel() for w in weights.values()):,} parameters, "
-        f"{(folder / 'model.safetensors').stat().st_size / 1e9:.2f} GB",
-        flush=True,
-    )
+    gigabytes = (folder / "model.safetensors").stat().st_size / 1e9
+    print(f"{folder.name}: {model.num_parameters():,} parameters, {gigabytes:.2f} GB", flush=True)
 
 
 def make_repository(folder: Path, size: str, tokenizer: Path | None) -> Repository:
@@ -89,15 +71,11 @@ def make_repository(folder: Path, size: str, tokenizer: Path | None) -> Reposito
 def copy_project(copy: Path) -> None:
     """Copy the project without results, downloads and hidden files, and add a short text."""
 
-    def left_out(folder: str, names: list[str]) -> list[str]:
-        downloads = Path(folder).name in ("models", "datasets")
-        return [
-            name
-            for name in names
-            if name.startswith(".")
-            or name in ("__pycache__", "results.jsonl", "results.txt")
-            or (downloads and not name.startswith(("bundled-", "sample", "README")))
-        ]
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        results = {name for name in names if name.startswith((".", "__pycache__", "results."))}
+        if Path(folder).name not in ("models", "datasets"):
+            return results
+        return results | {name for name in names if not name.startswith(("bundled-", "sample", "README"))}
 
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(ROOT, copy, ignore=left_out)
@@ -134,6 +112,7 @@ def run_steps(hub: LocalHub, sizes: Sequence[str], copy: Path, environment: Mapp
 
 
 def main() -> None:
+    """Make the checkpoints and the copy, and run all steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoints and the copy are written")
     parser.add_argument("--tokenizer", type=Path, help="Pythia's tokenizer.json (default: a stand-in of its size)")

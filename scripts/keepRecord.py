@@ -12,24 +12,96 @@ benchmark's tables show all machines; figures in running text are those of the r
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, cast
 
+from benchmark.records import BenchmarkRecord
+from experiments.lines import Line, RunLine
 from inputs.commandLine import Parser, as_command, path, text
-from inputs.files import replace_file
-from inputs.folders import ROOT
+from inputs.files import ROOT, replace_file
 from report.results import Results
-from scripts.docsPictures import PICTURES
-from scripts.docsRecords import BENCHMARKS, Record, Records, on_machine, read_json
 from utils import UserError
 
+Run = tuple[RunLine, list[Line]]  # the run's own line, and its measurements
+BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b")  # files that `python -m benchmark` writes
 
-def without_places(record: Record) -> Record:
+
+class Records:
+    """The committed measurements of the project in the folder `root`, from which every figure in its documentation
+    comes.
+
+    docs/records/ holds three kinds of files. index.json names runs: {"compare": "0a37afb3", ...}. results.jsonl holds
+    these runs, in the format that test.py writes. benchmark*.json are the records of the benchmark: benchmark.json is
+    the first machine's, benchmark-MACHINE.json another's. Records with the same content are equal.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folder = root / "docs" / "records"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all files."""
+        files = sorted(self.folder.glob("*.json*"))
+        return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Records) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @cached_property
+    def index(self) -> dict[str, str]:
+        """{name: run}. Empty if no run was kept yet."""
+        file = self.folder / "index.json"
+        return read_json(file) if file.exists() else {}
+
+    @cached_property
+    def runs(self) -> dict[str, Run]:
+        """{run: (its own record, its measurements)}."""
+        return {run["run"]: (run, lines) for run, lines in Results(self.folder).runs()}
+
+    def run(self, name: str) -> Run:
+        """The record of a run and its measurements, by the run's name in the index. Raises UserError if there is no
+        such run."""
+        if name not in self.index:
+            raise UserError(f"docs/records/index.json names no run {name!r}: see docs/records/README.md")
+        if self.index[name] not in self.runs:
+            raise UserError(f"run {self.index[name]} of {name!r} is not in docs/records/results.jsonl")
+        return self.runs[self.index[name]]
+
+    def benchmark(self, name: str = "benchmark") -> BenchmarkRecord:
+        """The record of a benchmark. Raises UserError if there is none."""
+        return cast(BenchmarkRecord, read_json(self.folder / f"{name}.json"))
+
+    def benchmarks(self, name: str) -> dict[str, BenchmarkRecord]:
+        """{file without .json: the record of a benchmark} of every machine, the first one first. Raises UserError if
+        that is missing."""
+        others = tuple(other for other in BENCHMARKS if len(other) > len(name))  # All names begin with "benchmark".
+        stems = [file.stem for file in sorted(self.folder.glob(f"{name}-*.json"))]
+        return {stem: self.benchmark(stem) for stem in [name, *(s for s in stems if not s.startswith(others))]}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError if there is none."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file.name} cannot be read as a record: {error}") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{file.name} is not a record: it holds no object")
+    return record
+
+
+def without_places(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record without the folders of the machine it was made on."""
     kept = {key: value for key, value in record.items() if key != "folder"}
     if "flags" in kept:
@@ -43,48 +115,39 @@ def without_places(record: Record) -> Record:
     return kept
 
 
-def choose(store: Results, asked: str) -> tuple[Record, list[Record]]:
-    """The run `asked` of a folder's results: by name, or 1 for the newest, 2 for the one before. Raises UserError for a
-    run that is not there or was not finished."""
+def choose_run(store: Results, name: str) -> Run:
+    """A run of a folder's results: by its name, or 1 for the newest, 2 for the one before. Raises UserError for a run
+    that is not there or was not finished."""
     runs = {run["run"]: (run, lines) for run, lines in store.runs()}
-    if asked not in runs and asked.isascii() and asked.isdecimal() and 1 <= int(asked[:9]) <= len(runs):
-        asked = list(runs)[-int(asked[:9])]
-    if asked not in runs:
-        raise UserError(f"{store.lines} has no run {asked}; it has: {', '.join(list(runs)[-9:]) or 'none'}")
-    run, lines = runs[asked]
+    if name not in runs and name.isascii() and name.isdecimal() and 1 <= int(name[:9]) <= len(runs):
+        name = list(runs)[-int(name[:9])]
+    if name not in runs:
+        raise UserError(f"{store.lines} has no run {name}; it has: {', '.join(list(runs)[-9:]) or 'none'}")
+    run, lines = runs[name]
     if not any(line["kind"] == "end" for line in lines):
-        raise UserError(f"run {asked} was not finished: keep a whole one")
+        raise UserError(f"run {name} was not finished: keep a whole one")
     return run, lines
 
 
-def keep_run(name: str, asked: str, folder: Path, root: Path) -> str:
-    """Copy a run into docs/records/ under a name; returns the run's own name."""
+def keep_run(name: str, chosen: str, folder: Path, root: Path) -> str:
+    """Copy a run into docs/records/ under a name, and render results.txt of the project from all runs that are kept.
+    Returns the run's own name."""
     records = Records(root)
-    run, lines = choose(Results(folder), asked)
-    index = dict(records.index) | {name: run["run"]}
-    kept = {each: records.runs[each] for each in index.values() if each in records.runs and each != run["run"]}
-    pictures = {f"figures/{each}.png" for each in index} & set(PICTURES)
-    own = [line | {"file": f"figures/{name}.png"} if names_picture(line, name, pictures) else line for line in lines]
-    kept[run["run"]] = without_places(run), own
-    in_order = sorted(kept.values(), key=lambda each: each[0]["time"])
+    run, lines = choose_run(Results(folder), chosen)
+    # The figure of a run that is kept has a name of its own in figures/.
+    lines = [line | {"file": f"figures/{name}.png"} if line["kind"] == "figure" else line for line in lines]
+    index = records.index | {name: run["run"]}
+    runs = {key: records.runs[key] for key in index.values() if key in records.runs}
+    runs[run["run"]] = cast(RunLine, without_places(run)), lines
+    in_order = sorted(runs.values(), key=lambda pair: pair[0]["time"])
+    written = [json.dumps(line, ensure_ascii=False) for head, body in in_order for line in (head, *body)]
     records.folder.mkdir(parents=True, exist_ok=True)
-    written = [json.dumps(line, ensure_ascii=False) for run, own in in_order for line in (run, *own)]
     replace_file(records.folder / "results.jsonl", "\n".join(written) + "\n")
     replace_file(records.folder / "index.json", json.dumps(index, indent=2) + "\n")
-    show_runs(root)
-    return run["run"]
-
-
-def names_picture(line: Record, name: str, pictures: set[str]) -> bool:
-    """Whether a line names the picture of its run, which has a name of its own in figures/."""
-    return line["kind"] == "figure" and f"figures/{name}.png" in pictures
-
-
-def show_runs(root: Path) -> None:
-    """Render results.txt of the project from the runs that are kept."""
-    store = Results(root / "docs" / "records")
+    store = Results(records.folder)
     store.text = root / "results.txt"
     store.render()
+    return run["run"]
 
 
 def machine_name(value: str) -> str:
@@ -99,14 +162,14 @@ def keep_benchmarks(folder: Path, root: Path, machine: str | None = None) -> lis
     names = [name for name in BENCHMARKS if (folder / f"{name}.json").exists()]
     if not names:
         raise UserError(f"{folder} has neither of {', '.join(f'{name}.json' for name in BENCHMARKS)}")
-    kept = {name: on_machine(name, machine) for name in names}
-    for name, as_name in kept.items():
+    kept = {name: f"{name}-{machine}" if machine else name for name in names}
+    for name, kept_name in kept.items():
         record = without_places(read_json(folder / f"{name}.json"))
-        replace_file(root / "docs" / "records" / f"{as_name}.json", json.dumps(record, ensure_ascii=False) + "\n")
+        replace_file(root / "docs" / "records" / f"{kept_name}.json", json.dumps(record, ensure_ascii=False) + "\n")
     return list(kept.values())
 
 
-def work(root: Path, argv: Sequence[str] | None) -> int:
+def work(root: Path, argv: Sequence[str] | None) -> None:
     """Parse the flags and copy."""
     parser = Parser(
         prog="python -m scripts.keepRecord",
@@ -137,7 +200,6 @@ def work(root: Path, argv: Sequence[str] | None) -> int:
     else:
         print(f"Kept: run {keep_run(args.name, args.run, args.folder, root)} as {args.name!r}; results.txt shows it.")
     print("Now render the documentation: python -m scripts.renderDocs")
-    return 0
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:

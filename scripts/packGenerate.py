@@ -10,40 +10,37 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from inputs.commandLine import Parser, as_command, path
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from utils import UserError
 
 SOURCE = ROOT / "custom_generate"
 
 
-def imported(file: Path) -> Iterator[tuple[str, Path]]:
-    """(name, file) of each module of this project that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            module = ROOT / f"{node.module.replace('.', '/')}.py"
-            if module.exists():
-                yield node.module, module
-
-
 def packed() -> dict[str, str]:
     """{file name: its text} of the folder. A module keeps the last part of its name."""
-    found, files = {}, [SOURCE / "generate.py"]
-    for file in files:  # It grows.
+    texts: dict[str, str] = {}
+    files = [SOURCE / "generate.py"]
+    for file in files:  # The list grows by what its files import, anywhere in them.
         text = file.read_text(encoding="utf-8")
-        for name, module in imported(file):
-            text = re.sub(rf"^(\s*)from {re.escape(name)} import", rf"\1from .{module.stem} import", text, flags=re.M)
-            if module not in files:
-                files.append(module)
-        found[file.name] = text
-    assert len(found) == len(files), "two modules have one name"
-    return found | {"requirements.txt": (SOURCE / "requirements.txt").read_text(encoding="utf-8")}
+        for node in ast.walk(ast.parse(text)):
+            module = node.module if isinstance(node, ast.ImportFrom) and node.module else ""
+            copied = ROOT / f"{module.replace('.', '/')}.py"
+            if module and copied.exists():
+                files += [copied] if copied not in files else []
+                text = re.sub(
+                    rf"^(\s*)from {re.escape(module)} import", rf"\1from .{copied.stem} import", text, flags=re.M
+                )
+        texts[file.name] = text
+    assert len(texts) == len(files), "two modules have one name"
+    return texts | {"requirements.txt": (SOURCE / "requirements.txt").read_text(encoding="utf-8")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` and return the exit code."""
+
     def work() -> None:
         parser = Parser(prog="python -m scripts.packGenerate", allow_abbrev=False, description=__doc__)
         parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -4,61 +4,70 @@
     python -m scripts.renderDocs --check    changes nothing, and says what is not as it would be written
 
 A block stands between two comments, `begin NAME` and `end NAME`. A comment alone in its line begins a block of lines;
-one within a line begins a block of words.
+one within a line begins a block of words. A picture carries the digest of its record in a text field of its PNG file,
+which tells whether it is older than the record.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from benchmark.figure import draw
+from benchmark.records import BenchmarkRecord
+from experiments.lines import RunLine
 from inputs.commandLine import Parser, as_command
-from inputs.files import replace_file
-from inputs.folders import ROOT
-from scripts import docsBenchmark, docsCode, docsRuns
-from scripts.docsPictures import PICTURES, fault_of, redraw
-from scripts.docsRecords import BENCHMARKS, Records
-from scripts.docsRuns import CHINESE, ENGLISH, command_of, table
+from inputs.files import ROOT, replace_file
+from report.figures import draw_lossless, draw_sweep
+from scripts import docsBenchmark, docsCode, docsTables
+from scripts.docsTables import CHINESE, Words, command_of, table
+from scripts.keepRecord import BENCHMARKS, Records
 from utils import UserError
 
 MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.-]+) -->")
+BLOCK = re.compile(
+    r"<!-- begin (?P<name>[a-zA-Z0-9.-]+) -->(?P<content>(?:(?!<!-- (?:begin|end) ).)*?)<!-- end (?P=name) -->", re.S
+)
 FENCE = re.compile(r"^(```+|~~~+).*\n((?:.*\n)*?)\1[ ]*$", re.M)
+FIGURES = {"sweep": draw_sweep, "lossless": draw_lossless}  # of runs
+PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *BENCHMARKS)}
+DIGEST = "Record"  # the text field of a PNG file
 
 
-def records_table(records: Records, language: str) -> str:
+def records_table(records: Records, words: Words) -> str:
     """The table of docs/records/README.md: every record, its command and its machine."""
-    found = []
-    for name in records.index:
-        run, _ = records.run(name)
-        found.append((name, f"run `{run['run']}` in results.jsonl", command_of(run), run))
+    entries: list[tuple[str, str, RunLine | BenchmarkRecord]] = []
+    for name, run in records.index.items():
+        entries.append((name, f"run `{run}` in results.jsonl", records.run(name)[0]))
     for benchmark in BENCHMARKS:
-        for name, record in records.benchmarks(benchmark).items():
-            found.append((name, f"{name}.json", f"python -m benchmark {record['command']}".rstrip(), record))
+        entries += [(name, f"{name}.json", record) for name, record in records.benchmarks(benchmark).items()]
     rows = []
-    for name, place, command, record in found:
+    for name, place, record in entries:
         made_on = record["machine"]
         machine = f"{made_on['processor']}, threads: {made_on['threads']}, {record['device']}; torch {made_on['torch']}"
-        rows.append([f"`{name}`", place, f"`{command}`", machine, record["time"][:10]])
-    return table(["name", "record", "made by", "machine", "on"], rows)
+        rows.append([f"`{name}`", place, f"`{command_of(record)}`", machine, record["time"][:10]])
+    return table("name | record | made by | machine | on", rows)
 
 
-BLOCKS = docsRuns.BLOCKS | docsBenchmark.BLOCKS | docsCode.BLOCKS | {"records": records_table}
+BLOCKS = docsTables.BLOCKS | docsBenchmark.BLOCKS | docsCode.BLOCKS | {"records": records_table}
 
 
-class Block(NamedTuple):
-    """A block of a text: its name, its content's place in the text, the line it begins in, and whether it is a block of
-    lines."""
+class Fault(NamedTuple):
+    """A fault of a text: its line, what it is, and whether the text cannot be rendered because of it."""
 
-    name: str
-    start: int
-    end: int
     line: int
-    of_lines: bool
+    words: str
+    final: bool
 
 
 def files(root: Path) -> list[Path]:
@@ -66,110 +75,125 @@ def files(root: Path) -> list[Path]:
     return [*sorted(root.glob("README*.md")), *sorted((root / "docs").rglob("*.md"))]
 
 
-def language_of(path: Path) -> str:
-    """The language of a text, by its name."""
-    return CHINESE if path.name.endswith(".zh-CN.md") else ENGLISH
-
-
-def blocks_of(text: str) -> tuple[list[Block], list[tuple[int, str]]]:
-    """(the blocks of a text, its faults as (line, words))."""
-    found: list[Block] = []
-    faults: list[tuple[int, str]] = []
-    opened: tuple[str, int, int] | None = None  # name, where the content starts, line
-    for mark in MARK.finditer(text):
-        line, name = text.count("\n", 0, mark.start()) + 1, mark[2]
-        if mark[1] == "begin":
-            if opened:
-                faults.append((opened[2], f"block {opened[0]} has no end"))
-            opened = name, mark.end(), line
-        elif not opened or opened[0] != name:
-            faults.append((line, f"the end of block {name} has no beginning"))
-        else:
-            before = text[: opened[1]].rsplit("\n", 1)[-1]
-            of_lines = not MARK.sub("", before, count=1) and text[opened[1]] == "\n"
-            if not of_lines and before.startswith("<!--"):
-                faults.append((line, f"block {name} of words begins its line: Markdown takes such a line as HTML"))
-            found.append(Block(name, opened[1], mark.start(), opened[2], of_lines))
-            opened = None
-    if opened:
-        faults.append((opened[2], f"block {opened[0]} has no end"))
-    return found, faults
-
-
 @cache
-def content_of(name: str, records: Records, language: str) -> str:
+def content_of(name: str, records: Records, chinese: bool) -> str:
     """What a block holds. Raises UserError if it has no renderer or no record."""
     if name not in BLOCKS:
         raise UserError("there is no renderer of this name")
-    content = BLOCKS[name](records, language)
+    content = BLOCKS[name](records, CHINESE if chinese else {})
     if not content.strip():
         raise UserError("its record gives nothing to show")
     return content
 
 
-def rendered(block: Block, records: Records, language: str) -> str:
-    """What stands between the comments of a block. Raises UserError as `content_of`."""
-    content = content_of(block.name, records, language)
-    return f"\n{content}\n" if block.of_lines else content
+def rendered(text: str, records: Records, chinese: bool) -> tuple[str, list[Fault]]:
+    """(a text with its blocks rendered, its faults as it is)."""
+    faults: list[Fault] = []
 
+    def note(place: int, words: str, final: bool = True) -> None:
+        faults.append(Fault(text.count("\n", 0, place) + 1, words, final))
 
-def faults_of(path: Path, records: Records) -> list[str]:
-    """Everything in a text that is not as it would be written."""
-    text = path.read_text(encoding="utf-8")
-    blocks, faults = blocks_of(text)
+    def render_block(block: re.Match[str]) -> str:
+        name, old = block["name"], block["content"]
+        begins_line = block.start() == 0 or text[block.start() - 1] == "\n"
+        of_lines = begins_line and old.startswith("\n")
+        if begins_line and not of_lines:
+            note(block.start(), f"block {name} of words begins its line: Markdown takes such a line as HTML")
+        try:
+            new = content_of(name, records, chinese)
+        except UserError as error:
+            note(block.start(), f"block {name}: {error}")
+            return block[0]
+        new = f"\n{new}\n" if of_lines else new
+        if new != old:
+            note(block.start(), f"block {name} {'differs from its record' if old.strip() else 'is empty'}", False)
+        return f"<!-- begin {name} -->{new}<!-- end {name} -->"
+
+    whole = {place for block in BLOCK.finditer(text) for place in (block.start(), block.end("content"))}
+    for mark in MARK.finditer(text):
+        if mark.start() not in whole:
+            begins, name = mark[1] == "begin", mark[2]
+            note(mark.start(), f"block {name} has no end" if begins else f"the end of block {name} has no beginning")
     for fence in FENCE.finditer(text):
         if not fence[2].strip():
-            faults.append((text.count("\n", 0, fence.start()) + 1, "an empty code block"))
-    for block in blocks:
-        content = text[block.start : block.end]
-        try:
-            expected = rendered(block, records, language_of(path))
-        except UserError as error:
-            faults.append((block.line, f"block {block.name}: {error}"))
-            continue
-        if not content.strip():
-            faults.append((block.line, f"block {block.name} is empty"))
-        elif content != expected:
-            faults.append((block.line, f"block {block.name} differs from its record"))
-    name = path.relative_to(records.root)
-    return [f"{name}:{line}: {words}" for line, words in sorted(faults)]
+            note(fence.start(), "an empty code block", False)
+    return BLOCK.sub(render_block, text), faults
+
+
+def pages(records: Records) -> Iterator[tuple[Path, str, list[Fault]]]:
+    """(path, text with its blocks rendered, faults in the order of their lines) of all texts of the documentation."""
+    for path in files(records.root):
+        text, faults = rendered(path.read_text(encoding="utf-8"), records, path.name.endswith(".zh-CN.md"))
+        yield path, text, sorted(faults)
+
+
+def digest_of(picture: str, records: Records) -> str:
+    """16 hexadecimal digits that stand for the record of a picture."""
+    name = PICTURES[picture]
+    record = records.benchmark(name) if name in BENCHMARKS else records.run(name)
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def stamp_of(path: Path) -> str | None:
+    """The digest that a picture carries; None if it carries none."""
+    with Image.open(path) as image:
+        return image.info.get(DIGEST)
+
+
+def fault_of(picture: str, records: Records) -> str | None:
+    """What is wrong with a picture; None if nothing is. The benchmark itself writes its figures without a digest."""
+    if not (records.root / picture).exists():
+        return "is missing"
+    stamp = stamp_of(records.root / picture)
+    if stamp is None and PICTURES[picture] in BENCHMARKS:
+        return None
+    try:
+        return None if stamp == digest_of(picture, records) else "was drawn from another record"
+    except UserError as error:
+        return f"has no record: {error}"
+
+
+def redraw(picture: str, records: Records) -> bool:
+    """Draw a picture, unless it was drawn from this record. Returns whether it was drawn."""
+    path, name, digest = records.root / picture, PICTURES[picture], digest_of(picture, records)
+    if path.exists() and stamp_of(path) == digest:
+        return False
+    if name in BENCHMARKS:
+        draw(records.benchmark(name), path)
+    else:
+        FIGURES[name](records.run(name)[1], path)
+    info = PngInfo()
+    info.add_text(DIGEST, digest)
+    with Image.open(path) as image:
+        image.load()
+        image.save(path, pnginfo=info, optimize=True)
+    return True
 
 
 def check(root: Path) -> list[str]:
     """All faults of the documentation in the folder `root`."""
     records = Records(root)
-    faults = [fault for path in files(root) for fault in faults_of(path, records)]
-    for name in PICTURES:
-        try:
-            fault = fault_of(name, records)
-        except UserError as error:
-            fault = f"has no record: {error}"
-        if fault:
-            faults.append(f"{name} {fault}")
-    return faults
-
-
-def written(path: Path, records: Records) -> str:
-    """A text with all its blocks rendered. Raises UserError for the first fault that rendering cannot mend."""
-    text = path.read_text(encoding="utf-8")
-    blocks, faults = blocks_of(text)
-    if faults:
-        raise UserError(f"{path.relative_to(records.root)}:{faults[0][0]}: {faults[0][1]}")
-    for block in reversed(blocks):  # From the end, so that the places before stay right.
-        text = text[: block.start] + rendered(block, records, language_of(path)) + text[block.end :]
-    return text
+    faults = [
+        f"{path.relative_to(root)}:{fault.line}: {fault.words}"
+        for path, _, faults in pages(records)
+        for fault in faults
+    ]
+    return faults + [f"{name} {fault}" for name in PICTURES if (fault := fault_of(name, records))]
 
 
 def render(root: Path) -> list[str]:
     """Render the documentation in the folder `root`; returns the files that changed. Raises UserError, and then no text
     has changed."""
-    records = Records(root)
-    texts = {path: written(path, records) for path in files(root)}
-    changed = [path for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
-    for path in changed:
-        replace_file(path, texts[path])
-    drawn = [name for name in PICTURES if redraw(name, records)]
-    return [*(str(path.relative_to(root)) for path in changed), *drawn]
+    records, changed = Records(root), {}
+    for path, text, faults in pages(records):
+        for fault in faults:
+            if fault.final:
+                raise UserError(f"{path.relative_to(root)}:{fault.line}: {fault.words}")
+        if text != path.read_text(encoding="utf-8"):
+            changed[path] = text
+    for path, text in changed.items():
+        replace_file(path, text)
+    return [*(str(path.relative_to(root)) for path in changed), *(name for name in PICTURES if redraw(name, records))]
 
 
 def work(root: Path, argv: Sequence[str] | None) -> int:

@@ -4,20 +4,25 @@
 
 `PATH:3` counts a text three times in each pass over the corpus. The smaller models learn the target's distribution
 instead of the text's next token (distillation; DistillSpec, arXiv 2310.08461): speculative decoding gains from a draft
-that agrees with the target. The draft is then trained for acceptance (scripts/acceptance.py).
+that agrees with the target. The draft is then trained for acceptance (scripts/training.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import os
+import random
 import re
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,17 +39,21 @@ from transformers import (
 from engine.cachedModel import CachedModel
 from inputs.commandLine import Parser, as_command, number, path, text, whole
 from inputs.devices import pick_device
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from inputs.models import find_model
+from inputs.progress import followed
 from inputs.texts import read
 from PPL import calculate_ppl_corpus
-from scripts.training import Stage, train
+from regrSampling import regrSampling
+from scripts.training import AT_A_TIME, SAMPLING, LabelledText, Stage, most_probable, train
 from utils import UserError
 
 VOCABULARY = 4096
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 2048  # tokens a trained model can read
 HEAD = 32  # width of an attention head
+PROMPT = 64  # tokens of the corpus that the target continues
+TOGETHER = 256  # rows written at a time
 MIXED = (256, 256, 1024, CONTEXT)  # row lengths
 MORE_WRITTEN = (256, 256, 1024)  # in training for acceptance, the target writes the rows of 256
 MORE_READ = (1024, 256, 1024, 256, 1024)
@@ -66,29 +75,21 @@ class Recipe:
 # second stage read too few windows of the corpus, again and again; its third reads more. Its fourth reads more
 # texts that the target wrote. Alone it agreed less at temperature 1; the mean of the weights before and after does not.
 # Its fifth reads more such texts, at higher rates. A mean with the weights before it does not help.
+TARGET = [
+    Stage(12_600_000, 1.0, (256,), (CONTEXT,)),
+    Stage(4_000_000, 0.3, MIXED, MIXED),
+    Stage(10_200_000, 1.0, MIXED, MIXED),
+]
+DRAFT = [
+    Stage(7_000_000, 1.0, MIXED, MIXED),
+    Stage(12_288_000, 0.5, MORE_WRITTEN, MORE_WRITTEN, {256: 3328, 1024: 256}),
+    Stage(21_356_544, 0.5, MORE_READ, MORE_READ, {256: 3328, 1024: 1920}),
+    Stage(8_367_496, 0.45, MOST_WRITTEN, MOST_WRITTEN, {256: 4352, 1024: 150}, averaged=True),
+    Stage(30_287_896, 0.8, MOST_WRITTEN, MOST_WRITTEN, {256: 12_160, 1024: 200}),
+]
 MODELS = {
-    "target": Recipe(
-        12,
-        192,
-        None,
-        [
-            Stage(12_600_000, 1.0, (256,), (CONTEXT,)),
-            Stage(4_000_000, 0.3, MIXED, MIXED),
-            Stage(10_200_000, 1.0, MIXED, MIXED),
-        ],
-    ),
-    "draft": Recipe(
-        1,
-        128,
-        "target",
-        [
-            Stage(7_000_000, 1.0, MIXED, MIXED),
-            Stage(12_288_000, 0.5, MORE_WRITTEN, MORE_WRITTEN, {256: 3328, 1024: 256}),
-            Stage(21_356_544, 0.5, MORE_READ, MORE_READ, {256: 3328, 1024: 1920}),
-            Stage(8_367_496, 0.45, MOST_WRITTEN, MOST_WRITTEN, {256: 4352, 1024: 150}, averaged=True),
-            Stage(30_287_896, 0.8, MOST_WRITTEN, MOST_WRITTEN, {256: 12_160, 1024: 200}),
-        ],
-    ),
+    "target": Recipe(12, 192, None, TARGET),
+    "draft": Recipe(1, 128, "target", DRAFT),
     "mid": Recipe(4, 160, "target", [Stage(4_000_000, 1.0, MIXED, MIXED)]),
 }
 
@@ -146,6 +147,69 @@ def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Tens
     return torch.from_numpy(np.concatenate(pieces).astype(np.int64))
 
 
+def windows(tokens: Tensor, length: int, rng: random.Random) -> Iterator[Tensor]:
+    """Endless windows `[length + 1]` of `tokens[N]`: passes over the corpus from a random offset, in random order."""
+    while True:
+        starts = list(range(rng.randrange(length), len(tokens) - length - 1, length))
+        rng.shuffle(starts)
+        for start in starts:
+            yield tokens[start : start + length + 1]
+
+
+def write_texts(teacher: nn.Module, prompts: Iterator[Tensor], count: int, length: int, minutes: float) -> Tensor:
+    """Texts `[count, length]`: prompts of the corpus, continued by the teacher with SAMPLING. Fewer rows if they take
+    longer than `minutes`."""
+    model = CachedModel(copy.deepcopy(teacher).to(torch.bfloat16))
+    generator = torch.Generator(model.device).manual_seed(count)
+    begin = time.monotonic()
+    texts: list[list[int]] = []
+    for at in followed(range(0, count, TOGETHER), "the target writes", -(-count // TOGETHER)):
+        if texts and time.monotonic() - begin > 60 * minutes:
+            break
+        batch = [next(prompts).tolist() for _ in range(min(TOGETHER, count - at))]
+        new, _ = regrSampling(batch, model, length - PROMPT, SAMPLING, generator=generator)
+        texts += [prompt + tokens for prompt, tokens in zip(batch, new)]
+    return torch.tensor(texts)
+
+
+@torch.inference_mode()
+def label_texts(teacher: nn.Module, texts: Tensor, device: str, prompt: int = 1) -> list[LabelledText]:
+    """The texts `[N, n + 1]` with the teacher's distributions over the tokens that follow the first `prompt`."""
+    labelled = []
+    for tokens in followed(texts, "the target reads", len(texts)):
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+            logits = teacher(tokens[None, :-1].to(device), use_cache=False).logits[0, prompt - 1 :]
+        parts = zip(*map(most_probable, logits.split(AT_A_TIME)))
+        labelled.append(LabelledText(tokens.to(torch.int16), *(torch.cat(part).cpu() for part in parts)))
+    return labelled
+
+
+def shuffled(texts: Sequence[LabelledText], rng: random.Random) -> Iterator[LabelledText]:
+    """The texts in random order, again and again."""
+    while True:
+        yield from rng.sample(texts, len(texts))
+
+
+def sources_of(
+    stage: Stage, tokens: Tensor, minutes: float, teacher: nn.Module | None, device: str, rng: random.Random
+) -> dict[int, Iterator[Any]]:
+    """For each row length of a stage, endless windows of `tokens[N]`, or for acceptance endless `LabelledText`s. The
+    teacher writes for `minutes` at most."""
+    if not stage.acceptance:
+        return {length: windows(tokens, length, rng) for length in (*stage.lengths, *stage.last_lengths)}
+    assert teacher is not None, "acceptance is a teacher's"
+    sources = {}
+    for length, count in stage.acceptance.items():
+        if length == min(stage.acceptance):
+            texts = write_texts(teacher, windows(tokens, PROMPT - 1, rng), count, length + 1, minutes)
+            labelled = label_texts(teacher, texts, device, PROMPT)
+        else:
+            texts = torch.stack(list(islice(windows(tokens, length, rng), count)))
+            labelled = label_texts(teacher, texts, device)
+        sources[length] = shuffled(labelled, rng)
+    return sources
+
+
 def new_model(layers: int, width: int) -> nn.Module:
     """A GPT-NeoX model with random weights."""
     return GPTNeoXForCausalLM(
@@ -170,18 +234,12 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--texts",
-        nargs="+",
-        type=text,
-        required=True,
-        help="files or folders to train on; PATH:3 counts it three times",
-    )
+    texts = "files or folders to train on; PATH:3 counts it three times"
+    parser.add_argument("--texts", nargs="+", type=text, required=True, help=texts)
     parser.add_argument("--heldout", nargs="*", type=path, default=[], help="texts whose perplexity is printed")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which to train")
-    parser.add_argument(
-        "--minutes", type=number(0.01, 10**6), default=math.inf, help="at most this long for each stage of a model"
-    )
+    minutes = "at most this long for each stage of a model"
+    parser.add_argument("--minutes", type=number(0.01, 10**6), default=math.inf, help=minutes)
     parser.add_argument("--tokens", type=whole(1), help="at most this many tokens for each stage of a model")
     parser.add_argument("--stage", type=whole(1, 5), default=1, help="start at this stage, from the weights in --out")
     parser.add_argument("--out", type=path, default=ROOT / "models")
@@ -203,6 +261,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def folder_of(args: Namespace, name: str) -> Path:
+    """The folder of a bundled model."""
     return Path(os.path.abspath(args.out)) / f"bundled-{name}"
 
 
@@ -224,9 +283,8 @@ def run(args: Namespace) -> None:
         model = CachedModel(train_model(args, name, tokenizer, tokens))
         for file, words in heldout.items():
             ppl = calculate_ppl_corpus(words, tokenizer, model)["target"]
-            print(
-                f"  perplexity on {file.name}: {ppl.token_ppl:.3f} per token, {ppl.word_ppl:.2f} per word", flush=True
-            )
+            figures = f"{ppl.token_ppl:.3f} per token, {ppl.word_ppl:.2f} per word"
+            print(f"  perplexity on {file.name}: {figures}", flush=True)
 
 
 def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerBase, tokens: Tensor) -> nn.Module:
@@ -236,16 +294,11 @@ def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerBase, 
     model = new_model(recipe.layers, recipe.width) if args.stage == 1 else load(folder)
     teacher = load(folder_of(args, recipe.teacher)).eval().to(args.device) if recipe.teacher else None
     for turn, stage in list(enumerate(recipe.stages, 1))[args.stage - 1 :]:
-        steps, seen, loss = train(
-            model,
-            tokens,
-            replace(stage, tokens=min(stage.tokens, args.tokens or stage.tokens)),
-            args.minutes,
-            teacher,
-            args.device,
-            args.seed + turn - 1,
-            f"bundled-{name}, stage {turn}",
-        )
+        begin, rng = time.monotonic(), random.Random(args.seed + turn - 1)
+        sources = sources_of(stage, tokens, args.minutes / 3, teacher, args.device, rng)
+        left = max(args.minutes - (time.monotonic() - begin) / 60, args.minutes / 3)
+        stage = replace(stage, tokens=min(stage.tokens, args.tokens or stage.tokens))
+        steps, seen, loss = train(model, sources, stage, left, teacher, args.device, f"bundled-{name}, stage {turn}")
         print(
             f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, stage {turn}: "
             f"{steps:,} steps, {seen:,} tokens, loss {loss:.4f}",

@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from torch import Generator
 
-from decoding.treeShapes import best_tree, expected
-from engine.progress import Bar
+from decoding.trees.shapes import best_tree, expected
 from experiments.acceptance import Positions, acceptance_of, overlaps_of, total
 from experiments.prepare import prepare
 from experiments.settings import parse
 from experiments.speed import interval
 from inputs.commandLine import as_command
-from methods.makers import Decoding, Models, Sampler, Wrap, speculative
-from methods.treeMakers import tree
+from inputs.progress import Bar
+from methods.samplers import Decoding, Models, Sampler, Wrap, speculative, tree
 
 Maker = Callable[[Models, Decoding, Wrap], Sampler]
 BUDGETS = 4, 8, 12, 16, 32
@@ -37,15 +36,14 @@ ROWS = 20  # texts in a batch
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return as_command("treeTokens", lambda: show(given), "Nothing is kept.")
+    return as_command("treeTokens", lambda: show(sys.argv[1:] if argv is None else argv), "Nothing is kept.")
 
 
 def show(argv: Sequence[str]) -> None:
     """Measure and print."""
     settings = parse(["--speed", *argv])
     prepared, sampling = prepare(settings), settings.sampling.of("speed")
-    prompts = [prompt for each in prepared.prompts.values() for prompt in each]
+    prompts = [prompt for of_length in prepared.prompts.values() for prompt in of_length]
     batches = [prompts[at : at + ROWS] for at in range(0, len(prompts), ROWS)]
     models: Models = dict(prepared.load(prepared.text_dtype))
     max_len, seed, target = settings.sampling.max_len_of("speed"), settings.measuring.seed, models["target"]
@@ -63,12 +61,13 @@ def show(argv: Sequence[str]) -> None:
 
     def run(method: Maker, decoding: Decoding) -> np.ndarray:
         """Tokens of a round, of each prompt."""
-        sample, found = method(models, decoding, lambda drafter: drafter), []
+        sample, tokens = method(models, decoding, lambda drafter: drafter), []
         for number, batch in enumerate(batches):
             generator = Generator(target.device).manual_seed(seed + number)
-            found += [record.tokens_per_round for record in sample(batch, max_len, sampling, None, generator)[1]]
+            _, records = sample(batch, max_len=max_len, sampling=sampling, generator=generator)
+            tokens += [record.tokens_per_round for record in records]
             bar.update()
-        return np.array(found)
+        return np.array(tokens)
 
     table = acceptance_of(total(map(probed, PROBES))).table(depth=10, ranks=8)
     print(f"{len(prompts)} texts of {max_len} tokens; {sampling}")
@@ -79,10 +78,10 @@ def show(argv: Sequence[str]) -> None:
     for budget in BUDGETS:
         best = best_tree(budget, table)
         chain, shape = replace(settings.decoding, gamma=budget), replace(settings.decoding, tree=str(best))
-        found = [run(speculative("fixed", rule), chain) for rule in ("token", "block")]
-        found += [run(tree(rule), shape) for rule in ("topDown", "traversal")]
-        cells = ["{:.2f} [{:.2f}, {:.2f}]".format(each.mean(), *interval(each, np.mean)[1:]) for each in found]
-        ratio = "{:.3f} [{:.3f}, {:.3f}]".format(*interval(found[3] / found[1]))
+        columns = [run(speculative("fixed", rule), chain) for rule in ("token", "block")]
+        columns += [run(tree(rule), shape) for rule in ("topDown", "traversal")]
+        cells = ["{:.2f} [{:.2f}, {:.2f}]".format(*interval(tokens, np.mean)) for tokens in columns]
+        ratio = "{:.3f} [{:.3f}, {:.3f}]".format(*interval(columns[3] / columns[1]))
         print(f"{budget:<9}" + "".join(f"{cell:<19}" for cell in cells) + f"{expected(best, table):<10.2f}{ratio}")
         print(f"         best tree: {best}")
     bar.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 if "PYTEST_XDIST_WORKER" in os.environ:  # Several workers share the processor: a thread for each, also in its children.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import downloads
 import helpers
 import pytest
 from huggingface_hub import constants
@@ -19,9 +20,9 @@ from tokenizerKinds import KINDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from inputs import progress
 from engine.kernels import loader
-from inputs.folders import DATASETS
+from inputs import files, progress
+from inputs.files import DATASETS
 from utils import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,28 +107,9 @@ def cli():
 @pytest.fixture(scope="session")
 def flags(pair_folder, text_file):
     """Flags of a small run on the tiny pair, all but --out."""
-    return [
-        "--target",
-        str(pair_folder / "target"),
-        "--draft",
-        str(pair_folder / "draft"),
-        "--dataset",
-        str(text_file),
-        "--sentenceLimit",
-        "60",
-        "--sentences",
-        "2",
-        "--promptLen",
-        "12",
-        "--maxLen",
-        "8",
-        "--repeats",
-        "1",
-        "--window",
-        "64",
-        "--stride",
-        "32",
-    ]
+    paths = {"--target": pair_folder / "target", "--draft": pair_folder / "draft", "--dataset": text_file}
+    sizes = "--sentenceLimit 60 --sentences 2 --promptLen 12 --maxLen 8 --repeats 1 --window 64 --stride 32"
+    return [*(str(word) for flag in paths.items() for word in flag), *sizes.split()]
 
 
 @pytest.fixture(scope="session")
@@ -151,3 +133,19 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         yield local
+
+
+@pytest.fixture
+def models_folder(tmp_path, monkeypatch):
+    """An empty folder that is taken for models/. Downloads into it are written in small pieces, without pauses."""
+    monkeypatch.setattr(files, "MODELS", tmp_path / "models")
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", downloads.CHUNK)
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def pythia(hub, models_folder):
+    """Where the model `downloads.NAME`, which the hub has, is downloaded to."""
+    hub.models[downloads.NAME] = downloads.model_repository()
+    return models_folder / "pythia-70m"

@@ -1,58 +1,57 @@
-"""Downloads of models for tests: a small repository, and downloadModel.py run against the hub on localhost."""
+"""Downloads for tests: a small repository of a model, and the download scripts run against the hub on localhost."""
 
 import os
+from collections import namedtuple
 
-from huggingface_hub import constants
 from localHub import Repository
 
 import downloadModel
-from inputs import folders
 
 NAME = "EleutherAI/pythia-70m"
-WEIGHTS = 3_000_000
+WEIGHTS = 3_000_000  # bytes
 CHUNK = 100_000  # huggingface_hub writes pieces of 10 MB. A piece is lost if the connection breaks within it.
 SUBPROCESS = (
     "import sys; from pathlib import Path; from huggingface_hub import constants; "
-    "from downloadModel import main; from inputs import folders; "
-    f"constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}; folders.MODELS = Path(sys.argv[1]); sys.exit(main(sys.argv[2:]))"
+    "from downloadModel import main; from inputs import files; "
+    f"constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}; files.MODELS = Path(sys.argv[1]); sys.exit(main(sys.argv[2:]))"
 )
 
 
-def use_folder(folder, monkeypatch):
-    """Make `folder` the folder of models, and downloads fast and written in small pieces."""
-    monkeypatch.setattr(folders, "MODELS", folder)
-    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", CHUNK)
-    return folder
+def model_repository(files=None):
+    """A model's repository, with other files that hubs have and that must not be downloaded. files: {path: bytes} of
+    more files."""
+    content = {
+        "config.json": b"{}",
+        "tokenizer.json": os.urandom(5000),
+        "README.md": b"#" * 3000,
+        "model.safetensors": os.urandom(WEIGHTS),
+        "pytorch_model.bin": b"\x80" * 9000,
+        "onnx/model.safetensors": b"0" * 4000,
+        ".gitattributes": b"*",
+    }
+    return Repository(content | (files or {}))
 
 
-def repository(**more):
-    """A model's repository, with other files that hubs have and that must not be downloaded."""
-    return Repository(
-        {
-            "config.json": b"{}",
-            "tokenizer.json": os.urandom(5000),
-            "README.md": b"#" * 3000,
-            "model.safetensors": os.urandom(WEIGHTS),
-            "pytorch_model.bin": b"\x80" * 9000,
-            "onnx/model.safetensors": b"0" * 4000,
-            ".gitattributes": b"*",
-        }
-        | more.pop("files", {}),
-        **more,
-    )
-
-
-def run(*arguments):
+def download(*arguments):
+    """The exit code of downloadModel.py."""
     return downloadModel.main([*arguments])
 
 
-def refused(capsys, *words, arguments=(NAME,)):
-    assert run(*arguments) == 2
+def assert_error(capsys, *words, arguments=(NAME,), script=downloadModel):
+    """The script stops with one line in which all `words` appear."""
+    assert script.main([*arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("downloadModel.py: error: ") and error.count("\n") == 1
-    assert all(word in error for word in words), error
+    assert error.startswith(f"{script.__name__}.py: error: ") and error.count("\n") == 1
+    assert all(word in error for word in words) and "UserError" not in error, error
 
 
-def same(folder, repo):
-    return all((folder / path).read_bytes() == repo.files[path] for path in ("config.json", "model.safetensors"))
+def matches(folder, repository):
+    """Whether a folder holds the configuration and the weights of a repository."""
+    paths = ("config.json", "model.safetensors")
+    return all((folder / path).read_bytes() == repository.files[path] for path in paths)
+
+
+def limit_disk(monkeypatch, free):
+    """Let the disk have that many bytes free."""
+    usage = namedtuple("usage", "total used free")(1, 1, free)
+    monkeypatch.setattr("inputs.hub.shutil.disk_usage", lambda _: usage)

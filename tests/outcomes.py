@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from decoding import blockVerification, operators, verification
+from decoding import model, verification
 from lossless import plantedMistakes
 from utils import Sampling
 
@@ -94,7 +94,7 @@ def every_outcome(run):
         outcomes = Outcomes(digits)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "rand", outcomes.rand)
-            for module in (operators, verification, blockVerification, mistakes, plantedMistakes):
+            for module in (model, verification, mistakes, plantedMistakes):
                 patch.setattr(module, "pick", outcomes.draw)
             result = run(outcomes)
         if outcomes.choices == choices:

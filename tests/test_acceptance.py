@@ -1,6 +1,7 @@
 """The overlaps of p and q that texts visit, against those of a verification that is watched, and by hand."""
 
 import itertools
+from functools import partial
 
 import helpers
 import pytest
@@ -8,18 +9,18 @@ import torch
 from test_specSampling import PROMPTS, near
 
 from decoding.lengthRules import DraftConfidence
-from decoding.record import Record
-from decoding.treeChoice import Always
-from decoding.trees import Tree
-from decoding.treeShapes import expected as tokens_of
-from decoding.treeVerification import TREE_RULES
+from decoding.rows import Record
+from decoding.trees.shapes import FixedTree
+from decoding.trees.shapes import expected as tokens_of
+from decoding.trees.tree import Tree
+from decoding.trees.verification import TREE_RULES
 from decoding.verification import token_rule
 from experiments import sweep, theory
-from experiments.acceptance import Drawn, acceptance_of, chances, expected, overlaps_of, visited
+from experiments.acceptance import RoundGuesses, acceptance_of, chances, expected, overlaps_in_text, overlaps_of
+from experiments.sweep import sampler
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.makers import Decoding, loop, speculative
-from methods.treeMakers import tree
+from methods.samplers import Decoding, speculative, tree
 from methods.treeSampling import TreeDrafter, treeSampling
 from specSampling import specSampling
 from utils import Sampling, probabilities, residual
@@ -32,8 +33,10 @@ def test_one_round_has_the_overlaps_of_its_contexts():
     target, q = helpers.tiny(), torch.rand(3, 61).softmax(-1)
     record = Record([0.1, 0.2, 0.3], [1, 2, 1], [0, 3, 0], [0, 1, 0])
     text, sampling = [7, 3, 9, 4], Sampling(0.8, 0, 0.9, 1.2)
-    drawn = Drawn(torch.tensor([3, 5, 5]), q, [(1,), (2,), (3,), ()])
-    found = visited([5, 9], text, record, [drawn, Drawn(drawn.drafts[:0], q[:0], [()])], target, sampling)
+    guesses = RoundGuesses(torch.tensor([3, 5, 5]), q, [(1,), (2,), (3,), ()])
+    found = overlaps_in_text(
+        [5, 9], text, record, [guesses, RoundGuesses(guesses.drafts[:0], q[:0], [()])], target, sampling
+    )
     overlaps = []
     for i, known in enumerate(([5, 9, 7], [5, 9, 7, 3])):
         seen = torch.zeros(1, 61, dtype=torch.bool).scatter(1, torch.tensor([known]), True)
@@ -66,12 +69,11 @@ def watched_alpha(prompts, target, drafter, max_len):
 def test_overlaps_are_those_that_verification_meets():
     target = helpers.tiny()
     draft = ModelDrafter(near(target, noise=0.3))
-    found = overlaps_of(
-        lambda wrap: loop(target, wrap(draft), sweep.Fixed(4), token_rule), PROMPTS, target, DRAW, 40, None, 0
-    )
+    found = overlaps_of(lambda wrap: sampler(target, wrap(draft), 4, token_rule), PROMPTS, target, DRAW, 40, None, 0)
     watched = watched_alpha(PROMPTS, target, draft, 40)
     assert expected(found.positions)["overlap"] == pytest.approx(watched, abs=1e-5)
-    assert sweep.overlap_alpha(PROMPTS, target, draft, DRAW, token_rule, 40, 0) == pytest.approx(watched, abs=1e-5)
+    in_sweep = sweep.overlaps(4, PROMPTS, target, draft, DRAW, token_rule, 40, 0)
+    assert expected(in_sweep)["overlap"] == pytest.approx(watched, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["model", "unsure", "lookup", "both"])
@@ -82,7 +84,13 @@ def test_tokens_a_round_are_those_expected(name):
     length = DraftConfidence(4, 0.4) if name == "unsure" else sweep.Fixed(4)
     prompts = [[token % 12 for token in prompt] for prompt in PROMPTS]
     found = overlaps_of(
-        lambda wrap: loop(target, wrap(drafter), length, token_rule), prompts, target, DRAW, 60, None, 0
+        lambda wrap: partial(specSampling, target=target, drafter=wrap(drafter), gamma=length),
+        prompts,
+        target,
+        DRAW,
+        60,
+        None,
+        0,
     )
     _, records = specSampling(
         prompts * 15, target, drafter, 60, length, DRAW, generator=torch.Generator().manual_seed(1)
@@ -109,7 +117,7 @@ def test_the_share_of_each_sibling_is_what_it_adds_on_average():
     assert found[0] == pytest.approx(float(theory.overlap(p, q)))
 
 
-class InTurn(Always):
+class InTurn(FixedTree):
     """Plain decoding, a chain and a tree in turn."""
 
     shapes = None, Tree.chain(2), Tree.of("3,1")
@@ -162,12 +170,6 @@ def test_a_chain_has_the_same_overlaps_whether_it_is_called_a_tree_or_not():
 def test_nothing_guessed_is_expected_to_be_unknown():
     target = helpers.tiny()
     found = overlaps_of(
-        lambda wrap: loop(target, wrap(ModelDrafter(target)), sweep.Fixed(4), token_rule),
-        [[5]],
-        target,
-        DRAW,
-        2,
-        None,
-        0,
+        lambda wrap: sampler(target, wrap(ModelDrafter(target)), 4, token_rule), [[5]], target, DRAW, 2, None, 0
     )
     assert found == ([], 1, 0) and all(value != value for value in expected(found.positions).values())

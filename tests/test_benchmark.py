@@ -9,12 +9,10 @@ from test_specSampling import near
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn, peers, prefill, rows, shapes, tables
+from benchmark import samplers, shapes, stepTimes, tables
 from benchmark.options import parse
-from benchmark.parts import works_of
 from engine.cachedModel import CachedModel
-from engine.compiling import compile_model
-from engine.graphs import Plan
+from engine.compiling import compiled
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling, draw
 
@@ -34,10 +32,10 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(inTurn, "TURNS", (2, 2))
-    monkeypatch.setattr(inTurn, "WARM", 0)
-    monkeypatch.setattr(forwards, "LARGE", 1 << 20)
-    monkeypatch.setattr(forwards, "CONTEXTS", (64, 128, 2000))
+    monkeypatch.setattr(stepTimes, "TURNS", (2, 2))
+    monkeypatch.setattr(stepTimes, "WARM", 0)
+    monkeypatch.setattr(stepTimes, "LARGE", 1 << 20)
+    monkeypatch.setattr(stepTimes, "CONTEXTS", (64, 128, 2000))
 
 
 def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys, monkeypatch):
@@ -85,7 +83,7 @@ def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys, mo
 def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsys):
     for name, shape in {"large": (32, 2, 4), "small": (16, 1, 2)}.items():
         monkeypatch.setitem(shapes.SHAPES, name, shape)
-    for module in benchmark, forwards, tables:
+    for module in benchmark, stepTimes, tables:
         monkeypatch.setattr(module, "PROMPT", 8)
     for module in benchmark, shapes:
         monkeypatch.setattr(module, "VOCABULARY", 3000)  # What draws cost: a true one makes them longer than forwards.
@@ -112,7 +110,7 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
     record = json.loads((tmp_path / "benchmark-large.json").read_text())
     assert [line["method"] for line in record["speed"]] == [
         "plain, eager",
-        *(f"synthetic {alpha}, eager" for alpha in rows.ALPHAS),
+        *(f"synthetic {alpha}, eager" for alpha in samplers.ALPHAS),
         "tree, synthetic 0.6, eager",
         "transformers",
     ]
@@ -131,7 +129,7 @@ def test_a_random_model_computes_what_one_made_the_usual_way_does(monkeypatch):
 
 def test_a_twin_shares_weights_and_keeps_the_librarys_attention():
     ours = helpers.tiny()
-    other = peers.library_twin(ours.model)
+    other = samplers.library_twin(ours.model)
     assert other.config._attn_implementation == "sdpa" != ours.model.config._attn_implementation
     assert all(a is b for a, b in zip(ours.model.parameters(), other.parameters()))
 
@@ -141,7 +139,7 @@ def test_the_librarys_tokens_are_timed_as_they_come(gamma):
     """Not all at the end: a text's record has a time for each forward of the target."""
     target = helpers.tiny()
     assistant = None if gamma is None else helpers.tiny(seed=1).model
-    sampler = peers.by_library(target.model, 20, assistant, gamma)
+    sampler = samplers.library_sampler(target.model, 20, assistant, gamma)
     (tokens,), (record,) = sampler([5, 9, 2], torch.Generator().manual_seed(0))
     assert len(tokens) == record.tokens == 20
     assert len(record.times) > 1 and record.times == sorted(set(record.times))
@@ -156,8 +154,8 @@ def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
     monkeypatch.setattr(
         target, "read_prompt", lambda rows: read.append((rows.lengths.tolist(), rows.capacity)) or own(rows)
     )
-    monkeypatch.setattr(prefill, "LENGTHS", (4, 9, 500))
-    lines = prefill.prefill({"eager": {"target": target}}, "cpu", 0)
+    monkeypatch.setattr(stepTimes, "PROMPTS", (4, 9, 500))
+    lines = stepTimes.prefill_times({"eager": {"target": target}}, "cpu", 0)
     assert [line["tokens"] for line in lines] == [4, 9, 127] and all(len(line["seconds"]) == 2 for line in lines)
     assert {tuple(lengths) for lengths, _ in read} == {(4,), (9,), (127,)} and {size for _, size in read} == {128}
 
@@ -165,7 +163,7 @@ def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
 def test_without_a_cache_greedy_is_plain_decoding():
     target, draft = helpers.tiny(), helpers.tiny(seed=1)
     for model in (draft, near(target, noise=0.1)):
-        (tokens,), (record,) = peers.cache_free([5, 9, 2], target.model, model.model, 20, 4, sampling=GREEDY)
+        (tokens,), (record,) = samplers.cache_free([5, 9, 2], target.model, model.model, 20, 4, sampling=GREEDY)
         assert [tokens] == regrSampling([[5, 9, 2]], target, 20, GREEDY)[0]
         assert record.tokens == 20 and len(record.times) == len(record.accepted)
 
@@ -173,7 +171,9 @@ def test_without_a_cache_greedy_is_plain_decoding():
 def test_without_a_cache_it_draws_from_the_target():
     target, sampling = helpers.tiny(vocabulary=5, layers=1), Sampling(1.0, 0, 1.0)
     draft, generator = near(target, noise=1.0), torch.Generator().manual_seed(0)
-    drawn = [peers.cache_free([1, 2], target.model, draft.model, 2, 2, generator, sampling)[0][0] for _ in range(1500)]
+    drawn = [
+        samplers.cache_free([1, 2], target.model, draft.model, 2, 2, generator, sampling)[0][0] for _ in range(1500)
+    ]
     joint = helpers.joint_distribution(target, [1, 2], 2, sampling)
     assert helpers.chi_square(drawn, joint, 5) > 1e-3
 
@@ -184,7 +184,7 @@ def test_the_synthetic_rule_accepts_at_its_rate(alpha):
     p, q = (torch.rand(count, n, 7, generator=generator).pow(3) for n in (3, 2))
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     drafts = draw(q, generator)
-    accepted, token = rows.synthetic(alpha)(p, q, drafts, torch.rand(count, 3, generator=generator))
+    accepted, token = samplers.synthetic(alpha)(p, q, drafts, torch.rand(count, 3, generator=generator))
     shares = torch.bincount(accepted, minlength=3) / count
     wanted = torch.tensor([1 - alpha, alpha * (1 - alpha), alpha**2])
     torch.testing.assert_close(shares, wanted, atol=0.015, rtol=0)
@@ -225,8 +225,11 @@ class KernelCalls(TorchDispatchMode):
 def variants():
     """A tiny pair, eager and with the kernels of a compiled one."""
     models = {"target": helpers.tiny(), "draft": helpers.tiny(seed=1)}
-    ready = {role: CachedModel(peers.twin(model.model), model.vocabulary) for role, model in models.items()}
-    if None in [compile_model(model, Plan(prefill=False)) for model in ready.values()]:
+    ready = {
+        role: compiled(CachedModel(samplers.sharing_copy(model.model), model.vocabulary))
+        for role, model in models.items()
+    }
+    if any(type(model) is CachedModel for model in ready.values()):
         pytest.skip("no C++ compiler")
     return {"eager": models, "compiled": ready}
 
@@ -235,9 +238,9 @@ def variants():
 def test_only_compiled_rows_call_kernels(variants, flags):
     """Although the kernels are loaded in this process."""
     options = parse(["--maxLen", "9", *flags])
-    library = {role: peers.library_twin(model.model) for role, model in variants["eager"].items()}
+    library = {role: samplers.library_twin(model.model) for role, model in variants["eager"].items()}
     called = {}
-    for name, sampler in rows.samplers(options, variants, library).items():
+    for name, sampler in samplers.samplers(options, variants, library).items():
         with KernelCalls() as calls:
             sampler([5, 9, 2], torch.Generator().manual_seed(0))
         called[name] = calls.count > 0
@@ -249,12 +252,12 @@ def test_only_compiled_parts_call_kernels(variants):
     called = {}
     for variant, models in variants.items():
         generator = torch.Generator().manual_seed(0)
-        works = works_of(models["target"], models["draft"], [5, 9, 2], 3, generator)
-        forwards.fill(models["target"], 3, 20)
-        works["forward"] = forwards.forward(models["target"], 5, 3)
-        works["prompt"] = prefill.first(models["target"], 9, 9, generator)
-        for part, work in works.items():
+        steps = stepTimes.round_steps(models["target"], models["draft"], [5, 9, 2], 3, generator)
+        stepTimes.fill(models["target"], 3, 20)
+        steps["forward"] = stepTimes.forward(models["target"], 5, 3)
+        steps["prompt"] = stepTimes.first_step(models["target"], 9, 9, generator)
+        for part, step in steps.items():
             with KernelCalls() as calls, torch.inference_mode():
-                work()
+                step()
             called[variant, part] = calls.count > 0
     assert called == {(variant, part): variant == "compiled" for variant, part in called} and len(called) == 14

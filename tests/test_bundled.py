@@ -7,9 +7,9 @@ import PPL
 from inputs.models import DTYPES, load_model
 from inputs.texts import load_corpora
 from inputs.tokenizers import load_tokenizer
+from methods.catalogue import build, choose_lossless
 from methods.drafters import ModelDrafter
 from methods.samplers import Decoding
-from methods.catalogue import build, choose_lossless
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY

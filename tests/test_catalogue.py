@@ -7,9 +7,8 @@ from mistakes import always_accept, block_without_what_may_follow, drop_the_unsu
 from outcomes import largest_error, small
 from test_specSampling import PROMPTS, near
 
-from decoding.lengthRules import Fixed
 from decoding.drafter import Guesses
-from decoding.lengthRules import Additive, CostAware, DraftConfidence, TargetConfidence
+from decoding.lengthRules import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
 from decoding.verification import block_rule, token_rule
 from methods import cascade as cascades
 from methods.cascade import CascadeDrafter

@@ -17,9 +17,8 @@ from localHub import Repository
 
 from experiments import settings, sweep
 from inputs.tokenizers import load_tokenizer
-from methods import makers
-from methods.catalogue import METHODS
-from methods.selection import choose, choose_lossless, in_mode
+from methods import samplers as makers
+from methods.catalogue import METHODS, choose, choose_lossless, in_mode
 from utils import UserError
 
 ROLES = {"draft", "mid"}
@@ -324,7 +323,7 @@ def test_a_prompt_length_that_no_text_has_takes_the_longest_there_are(cli, flags
 
 def test_a_hub_id_is_downloaded_on_first_use(cli, flags, pair_folder, hub, tmp_path, capsys, monkeypatch):
     models = tmp_path / "models"
-    monkeypatch.setattr("inputs.folders.MODELS", models)
+    monkeypatch.setattr("inputs.files.MODELS", models)
     for role in ("target", "draft"):
         hub.models[f"some/{role}"] = Repository({f.name: f for f in (pair_folder / role).iterdir()})
     arguments = [*flags, "--speed", "--target", "some/target", "--draft", "some/draft", "--out", str(tmp_path)]

@@ -11,10 +11,11 @@ from decoding.trees.shapes import MENU
 from decoding.trees.tree import Tree
 from engine import compiledModel
 from engine.cachedModel import CachedModel
-from engine.compiledModel import Block, CompiledModel, Draw, Growth, Move, Nodes, Prompt, Round, whole_round
+from engine.compiledModel import CompiledModel
 from engine.compiling import compiled, make_graphs
 from engine.cpuModel import CpuModel, TracedModel
 from engine.cudaModel import CudaModel
+from engine.steps import Block, Draw, Growth, Move, Nodes, Prompt, Round, whole_round
 from methods.catalogue import build
 from methods.drafters import ModelDrafter
 from methods.rehearsal import FEW, compile_samplers

@@ -19,10 +19,10 @@ from decoding.trees.tree import Tree
 from decoding.trees.verification import TREE_RULES
 from engine import cpuModel
 from engine.cachedModel import CachedModel
-from engine.compiledModel import Block, Draw, Growth, Nodes, Prompt, Round, whole_round
 from engine.compiling import compiled
 from engine.cpuModel import CpuModel
 from engine.kernels import loader, packedLinear
+from engine.steps import Block, Draw, Growth, Nodes, Prompt, Round, whole_round
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
@@ -377,7 +377,7 @@ def test_heads_without_a_kernel_stay_eager(models, monkeypatch, capsys):
 
 SCRIPT = """
 import helpers, torch
-from engine.compiledModel import Block
+from engine.steps import Block
 from engine.compiling import compiled, make_graphs
 from regrSampling import regrSampling
 from utils import GREEDY

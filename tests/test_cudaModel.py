@@ -13,8 +13,8 @@ from decoding.lengthRules import Fixed
 from decoding.model import uniform
 from decoding.verification import RULES
 from engine import compiledModel
-from engine.compiledModel import Block, Draw
 from engine.cudaModel import CudaModel
+from engine.steps import Block, Draw
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling

@@ -35,10 +35,9 @@ from transformers import (
 
 from decoding.lengthRules import DraftConfidence
 from decoding.verification import RULES
-from engine.kvCache import ATTENTION, sdpa_in_cache_dtype
-from methods.customGenerate import kept_copy
+from engine.cachedModel import ATTENTION, sdpa_in_cache_dtype
 from methods import customGenerate, generateArguments
-from methods.customGenerate import speculative
+from methods.customGenerate import kept_copy, speculative
 from methods.generateArguments import as_sampling, unpadded
 from scripts import packGenerate
 from utils import Sampling, probabilities, seen_after

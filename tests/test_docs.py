@@ -12,9 +12,10 @@ from accelerate.commands.launch import launch_command_parser
 import downloadData
 import downloadModel
 from benchmark.__main__ import main as benchmark
-from inputs.folders import ROOT
+from inputs.files import ROOT
 from scripts import drawRounds, keepRecord, renderDocs, trainBundled
-from scripts.docsCode import CHINESE_LAYOUT, OTHERS, ROOT_FILES, code, shown
+from scripts.docsCode import OTHERS, ROOT_FILES, imports, shown
+from scripts.docsTables import CHINESE as IN_CHINESE
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 TEXTS = renderDocs.files(ROOT)
@@ -27,11 +28,18 @@ def read(path):
 
 def prose(text):
     """A text without its blocks and code blocks."""
-    blocks, faults = renderDocs.blocks_of(text)
-    assert not faults
-    for block in reversed(blocks):
-        text = text[: block.start] + text[block.end :]
-    return renderDocs.FENCE.sub("", text)
+    return renderDocs.FENCE.sub("", renderDocs.BLOCK.sub("", text))
+
+
+def block_of(text, name):
+    """(where the content of a block begins and ends in a text, the line it begins in)."""
+    (block,) = (block for block in renderDocs.BLOCK.finditer(text) if block["name"] == name)
+    return *block.span("content"), text.count("\n", 0, block.start()) + 1
+
+
+def contents(text):
+    """{name: content} of the blocks of a text."""
+    return {block["name"]: block["content"] for block in renderDocs.BLOCK.finditer(text)}
 
 
 def fences(text):
@@ -82,30 +90,30 @@ def faulty(folder, capsys):
 
 def test_an_emptied_block_is_caught_and_rendered_again(copy, capsys):
     text = read(copy / "README.md")
-    block = next(block for block in renderDocs.blocks_of(text)[0] if block.name == "results")
-    (copy / "README.md").write_text(text[: block.start] + "\n" + text[block.end :], encoding="utf-8")
-    assert faulty(copy, capsys) == [f"README.md:{block.line}: block results is empty"]
+    start, end, line = block_of(text, "results")
+    (copy / "README.md").write_text(text[:start] + "\n" + text[end:], encoding="utf-8")
+    assert faulty(copy, capsys) == [f"README.md:{line}: block results is empty"]
     assert renderDocs.render(copy) == ["README.md"]
     assert read(copy / "README.md") == text
 
 
 def test_an_emptied_block_of_words_is_caught(copy, capsys):
     text = read(copy / "docs/speed.md")
-    block = next(block for block in renderDocs.blocks_of(text)[0] if block.name == "over-plain")
-    assert not block.of_lines
-    (copy / "docs/speed.md").write_text(text[: block.start] + text[block.end :], encoding="utf-8")
-    assert faulty(copy, capsys) == [f"docs/speed.md:{block.line}: block over-plain is empty"]
+    start, end, line = block_of(text, "over-plain")
+    assert text[start] != "\n"
+    (copy / "docs/speed.md").write_text(text[:start] + text[end:], encoding="utf-8")
+    assert faulty(copy, capsys) == [f"docs/speed.md:{line}: block over-plain is empty"]
 
 
 @pytest.mark.parametrize("name", ["results", "best"])
 def test_a_changed_number_is_caught(copy, capsys, name):
     text = read(copy / "README.md")
-    block = next(block for block in renderDocs.blocks_of(text)[0] if block.name == name)
-    content = text[block.start : block.end]
-    at = block.start + re.search("[0-9](?=[^0-9]*$)", content).start()
+    start, end, line = block_of(text, name)
+    content = text[start:end]
+    at = start + re.search("[0-9](?=[^0-9]*$)", content).start()
     digit = str((int(text[at]) + 1) % 10)
     (copy / "README.md").write_text(text[:at] + digit + text[at + 1 :], encoding="utf-8")
-    assert faulty(copy, capsys) == [f"README.md:{block.line}: block {name} differs from its record"]
+    assert faulty(copy, capsys) == [f"README.md:{line}: block {name} differs from its record"]
 
 
 def test_a_block_without_end_is_caught_and_nothing_is_rendered(copy, capsys):
@@ -165,7 +173,7 @@ def test_a_picture_of_another_record_is_caught(copy, capsys):
 
 
 def test_every_renderer_is_used():
-    used = {block.name for path in TEXTS for block in renderDocs.blocks_of(read(path))[0]}
+    used = {name for path in TEXTS for name in contents(read(path))}
     assert set(renderDocs.BLOCKS) == used
 
 
@@ -189,7 +197,7 @@ def test_both_readmes_have_the_same_commands_and_figures():
         for text in texts
     ]
     assert commands[0] == commands[1] and commands[0]
-    blocks = [{block.name: text[block.start : block.end] for block in renderDocs.blocks_of(text)[0]} for text in texts]
+    blocks = [contents(text) for text in texts]
     assert list(blocks[0]) == list(blocks[1])
     assert blocks[0]["results"] == blocks[1]["results"]
     figures = [re.findall(r"\d[\d.,]*\d|\d", each["best"].replace("，", ", ")) for each in blocks]
@@ -200,14 +208,13 @@ def test_both_readmes_have_the_same_commands_and_figures():
 
 def prose_kept(text):
     """A text without its rendered blocks, but with its code blocks."""
-    for block in reversed(renderDocs.blocks_of(text)[0]):
-        text = text[: block.start] + text[block.end :]
-    return text
+    return renderDocs.BLOCK.sub("", text)
 
 
 def test_the_chinese_layout_names_what_the_english_one_names():
-    folders = [name for name in code() if (ROOT / name).is_dir()]
-    assert set(CHINESE_LAYOUT) == {shown(name) for name in (*ROOT_FILES, *folders)} | set(OTHERS)
+    folders = [name for name in imports() if (ROOT / name).is_dir()]
+    named = {name for name in IN_CHINESE if name.endswith(("/", ".py", ".txt"))}
+    assert named == {shown(name) for name in (*ROOT_FILES, *folders)} | set(OTHERS)
 
 
 def anchors(text):

@@ -3,18 +3,18 @@
 import io
 import json
 import random
-from collections import namedtuple
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from downloads import assert_error, limit_disk
 from huggingface_hub import constants
 from localHub import Repository
 
 import datasets
 import downloadData
 from datasets import Dataset, DatasetDict, load_from_disk
-from inputs import folders
+from inputs import files
 from inputs.texts import load_corpora
 
 LINE = " Robert Boulter is an English film , television and theatre actor . " * 10
@@ -30,7 +30,7 @@ def table(**columns):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "DATASETS", tmp_path / "datasets")
+    monkeypatch.setattr(files, "DATASETS", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
     return tmp_path / "datasets"
@@ -56,14 +56,12 @@ def both(hub, folder, monkeypatch):
 
 
 def run(*arguments):
+    """The exit code of downloadData.py."""
     return downloadData.main([*arguments])
 
 
-def refused(capsys, *words, arguments=()):
-    assert run(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("downloadData.py: error: ") and error.count("\n") == 1
-    assert all(word in error for word in words) and "UserError" not in error, error
+def assert_data_error(capsys, *words, arguments=()):
+    assert_error(capsys, *words, arguments=arguments, script=downloadData)
 
 
 def test_both_come_and_load_back_offline(hub, both, capsys):
@@ -85,7 +83,7 @@ def test_a_second_run_moves_nothing_and_fewer_books_need_nothing(hub, both, caps
     assert run("--books", "3") == 0 and len(load_corpora("pg19")[0].documents) == 3
     hub.forget()
     assert run("--books", "3") == run("--books", "2") == run("--books", "1", "--offline") == 0 and hub.requests == []
-    refused(capsys, "not enough", "--offline", arguments=("pg19", "--books", "4", "--offline"))
+    assert_data_error(capsys, "not enough", "--offline", arguments=("pg19", "--books", "4", "--offline"))
     assert run("pg19", "--books", "40") == 0 and "only 15 books" in capsys.readouterr().out
     assert len(load_corpora("pg19")[0].documents) == 15
 
@@ -94,7 +92,7 @@ def test_a_cut_download_goes_on_and_a_damaged_one_is_made_again(hub, both, capsy
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)
     hub.cut_after = 1200
     size = hub.datasets["Salesforce/wikitext"].size(TABLES[0])
-    refused(capsys, hub.url, "goes on", arguments=("wikitext",))
+    assert_data_error(capsys, hub.url, "goes on", arguments=("wikitext",))
     assert not (both / "wikitext").exists()
     assert run("--list") == 0 and "not finished" in capsys.readouterr().out
     hub.cut_after = None
@@ -103,41 +101,40 @@ def test_a_cut_download_goes_on_and_a_damaged_one_is_made_again(hub, both, capsy
     file = next((both / "wikitext" / "test").glob("*.arrow"))
     file.write_bytes(file.read_bytes()[:-1])
     assert run("--list") == 0 and f"not whole: test/{file.name}" in capsys.readouterr().out
-    refused(capsys, "damaged", "without --offline", arguments=("wikitext", "--offline"))
+    assert_data_error(capsys, "damaged", "without --offline", arguments=("wikitext", "--offline"))
     assert run("wikitext") == 0 and run("wikitext", "--offline") == 0
 
 
 def test_what_cannot_be_had_is_one_line(hub, both, capsys, monkeypatch):
-    refused(capsys, "--offline", arguments=("--offline",))
+    assert_data_error(capsys, "--offline", arguments=("--offline",))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    refused(capsys, "HF_HUB_OFFLINE")
+    assert_data_error(capsys, "HF_HUB_OFFLINE")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    refused(capsys, "--books", arguments=("pg19", "--books", "0"))
-    refused(capsys, "nonsense", "--from", arguments=("nonsense",))
+    assert_data_error(capsys, "--books", arguments=("pg19", "--books", "0"))
+    assert_data_error(capsys, "nonsense", "--from", arguments=("nonsense",))
     hub.datasets["emozilla/pg19"].files["data/test-00000-of-00001.parquet"] = b"PAR1 and then nothing"
-    refused(capsys, "pg19", arguments=("pg19",))
+    assert_data_error(capsys, "pg19", arguments=("pg19",))
     hub.datasets["emozilla/pg19"].files["data/test-00000-of-00001.parquet"] = table(body=["a book"])
-    refused(capsys, "no column 'text', only body", arguments=("pg19",))
+    assert_data_error(capsys, "no column 'text', only body", arguments=("pg19",))
     hub.datasets["emozilla/pg19"].token = "secret"
-    refused(capsys, "HF_TOKEN", "emozilla/pg19", arguments=("pg19",))
+    assert_data_error(capsys, "HF_TOKEN", "emozilla/pg19", arguments=("pg19",))
     for path in TABLES:
         del hub.datasets["Salesforce/wikitext"].files[path]
-    refused(capsys, "wikitext-2-raw-v1", "mirror", arguments=("wikitext",))
+    assert_data_error(capsys, "wikitext-2-raw-v1", "mirror", arguments=("wikitext",))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    refused(capsys, "http://127.0.0.1:9", "HF_ENDPOINT", "--offline")
+    assert_data_error(capsys, "http://127.0.0.1:9", "HF_ENDPOINT", "--offline")
     assert not both.exists() or not list(both.iterdir())
 
 
 def test_a_table_of_another_hash_is_never_taken(hub, both, capsys):
     hub.replace[TABLES[0]] = b"1" * hub.datasets["Salesforce/wikitext"].size(TABLES[0])
-    refused(capsys, "hash", arguments=("wikitext",))
+    assert_data_error(capsys, "hash", arguments=("wikitext",))
     assert not (both / "wikitext").exists()
 
 
 def test_too_small_a_disk_is_refused_before_anything_moves(hub, both, capsys, monkeypatch):
-    usage = namedtuple("usage", "total used free")(1, 1, 5000)
-    monkeypatch.setattr("inputs.hub.shutil.disk_usage", lambda _: usage)
-    refused(capsys, "room", arguments=("wikitext",))
+    limit_disk(monkeypatch, 5000)
+    assert_data_error(capsys, "room", arguments=("wikitext",))
     assert hub.moved == 0
 
 
@@ -148,13 +145,13 @@ def test_a_wikitext_file_becomes_what_the_hub_has(folder, tmp_path, capsys):
     (corpus,) = load_corpora("wikitext")
     assert corpus.documents == [file.read_text()] and corpus.passages(500) == [LINE, f" {LINE}"]
     assert run("--list") == 0 and "wiki.test.raw; 5 rows of test" in capsys.readouterr().out
-    refused(capsys, "is there already", "move it away", arguments=("wikitext", "--from", str(file)))
+    assert_data_error(capsys, "is there already", "move it away", arguments=("wikitext", "--from", str(file)))
 
 
 def test_texts_that_were_installed_are_never_replaced_by_a_download(hub, both, tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("My book.")
     assert run("pg19", "--from", str(tmp_path / "mine.txt")) == 0
-    refused(capsys, "mine.txt", "move it away", arguments=("pg19",))
+    assert_data_error(capsys, "mine.txt", "move it away", arguments=("pg19",))
     assert load_corpora("pg19")[0].documents == ["My book."] and run("pg19", "--books", "1") == 0
 
 
@@ -190,28 +187,28 @@ def test_texts_of_every_form_are_installed_under_any_name(folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/x", "", ".", "..", "a/b", "sample", "a b", "x.incomplete", "-x"])
 def test_a_name_that_would_leave_the_folder_is_refused(folder, text_file, capsys, name):
-    refused(capsys, arguments=("--from", str(text_file), "--", name))
+    assert_data_error(capsys, arguments=("--from", str(text_file), "--", name))
     assert not folder.exists()
 
 
 def test_what_cannot_be_installed_is_one_line(folder, tmp_path, text_file, capsys):
-    refused(capsys, "nowhere", "no such file", arguments=("x", "--from", str(tmp_path / "nowhere")))
-    refused(capsys, "one name", arguments=("--from", str(text_file)))
-    refused(capsys, "one name", arguments=("x", "y", "--from", str(text_file)))
+    assert_data_error(capsys, "nowhere", "no such file", arguments=("x", "--from", str(tmp_path / "nowhere")))
+    assert_data_error(capsys, "one name", arguments=("--from", str(text_file)))
+    assert_data_error(capsys, "one name", arguments=("x", "y", "--from", str(text_file)))
     (tmp_path / "empty").mkdir()
-    refused(capsys, "holds no text", arguments=("x", "--from", str(tmp_path / "empty")))
+    assert_data_error(capsys, "holds no text", arguments=("x", "--from", str(tmp_path / "empty")))
     for name, content in {"bad.txt": b"\xff\xfe\x00", "bad.parquet": b"PAR1", "bad.jsonl": b"{"}.items():
         (tmp_path / name).write_bytes(content)
-        refused(capsys, name, arguments=("x", "--from", str(tmp_path / name)))
+        assert_data_error(capsys, name, arguments=("x", "--from", str(tmp_path / name)))
     for name, content, words in (
         ("other.csv", "body\nno text here\n", "no column 'text', only body"),
         ("lists.jsonl", '{"text": ["a", "b"]}\n', "does not hold text"),
         ("train.txt", "Only to train on.", "no split 'test'"),
     ):
         (tmp_path / name).write_text(content)
-        refused(capsys, words, arguments=("x", "--from", str(tmp_path / name)))
-    refused(capsys, "nobody-of-this-name", arguments=("x", "--from", "~nobody-of-this-name/x"))
-    refused(capsys, "--books", arguments=("--books", "x"))
+        assert_data_error(capsys, words, arguments=("x", "--from", str(tmp_path / name)))
+    assert_data_error(capsys, "nobody-of-this-name", arguments=("x", "--from", "~nobody-of-this-name/x"))
+    assert_data_error(capsys, "--books", arguments=("--books", "x"))
     Dataset.from_dict({"text": [1, 2]}).save_to_disk(tmp_path / "numbers")
-    refused(capsys, "does not hold text", arguments=("x", "--from", str(tmp_path / "numbers")))
+    assert_data_error(capsys, "does not hold text", arguments=("x", "--from", str(tmp_path / "numbers")))
     assert not list(folder.iterdir())

@@ -9,48 +9,37 @@ import sys
 
 import pytest
 from conftest import ROOT
-from downloads import NAME, SUBPROCESS, WEIGHTS, refused, repository, run, same, use_folder
+from downloads import NAME, SUBPROCESS, WEIGHTS, assert_error, download, matches, model_repository
 from huggingface_hub import constants
 
 import downloadModel
 
 
-@pytest.fixture
-def models(tmp_path, monkeypatch):
-    return use_folder(tmp_path / "models", monkeypatch)
-
-
-@pytest.fixture
-def one(hub, models):
-    hub.models[NAME] = repository()
-    return models / "pythia-70m"
-
-
-def test_only_what_is_needed_moves_and_a_second_run_moves_nothing(hub, one, capsys):
-    assert run(NAME) == 0
+def test_only_what_is_needed_moves_and_a_second_run_moves_nothing(hub, pythia, capsys):
+    assert download(NAME) == 0
     assert hub.served == {"config.json": 2, "tokenizer.json": 5000, "model.safetensors": WEIGHTS}
-    assert same(one, hub.models[NAME]) and not list(one.parent.glob("*.incomplete"))
+    assert matches(pythia, hub.models[NAME]) and not list(pythia.parent.glob("*.incomplete"))
     assert "3.0 MB to download" in capsys.readouterr().out
     hub.forget()
-    assert run(NAME) == 0 and hub.moved == 0
+    assert download(NAME) == 0 and hub.moved == 0
     assert "nothing to download" in capsys.readouterr().out
 
 
-def test_all_three_pythias_are_the_default(hub, models, capsys):
+def test_all_three_pythias_are_the_default(hub, models_folder, capsys):
     for name in downloadModel.PYTHIA:
-        hub.models[name] = repository()
-    assert run() == 0
-    assert sorted(f.name for f in models.iterdir() if f.is_dir()) == ["pythia-2.8b", "pythia-410m", "pythia-70m"]
-    assert run("--list") == 0
+        hub.models[name] = model_repository()
+    assert download() == 0
+    assert sorted(f.name for f in models_folder.iterdir() if f.is_dir()) == ["pythia-2.8b", "pythia-410m", "pythia-70m"]
+    assert download("--list") == 0
     lines = capsys.readouterr().out.splitlines()[-3:]
     assert all(word in line for line in lines for word in ("3.0 MB", "whole", "at main", "EleutherAI/pythia"))
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "gone", "long"])
-def test_a_damaged_file_is_found_and_fetched_again(hub, one, capsys, damage):
-    assert run(NAME) == 0
+def test_a_damaged_file_is_found_and_fetched_again(hub, pythia, capsys, damage):
+    assert download(NAME) == 0
     hub.forget()
-    file = one / "model.safetensors"
+    file = pythia / "model.safetensors"
     content = file.read_bytes()
     file.unlink() if damage == "gone" else file.write_bytes(
         {
@@ -59,66 +48,66 @@ def test_a_damaged_file_is_found_and_fetched_again(hub, one, capsys, damage):
             "long": content + b"0",
         }[damage]
     )
-    assert run("--list") == 0 and "not whole: model.safetensors" in capsys.readouterr().out
-    refused(capsys, "model.safetensors", "without --offline", arguments=(NAME, "--offline"))
-    assert run(NAME) == 0 and same(one, hub.models[NAME])
+    assert download("--list") == 0 and "not whole: model.safetensors" in capsys.readouterr().out
+    assert_error(capsys, "model.safetensors", "without --offline", arguments=(NAME, "--offline"))
+    assert download(NAME) == 0 and matches(pythia, hub.models[NAME])
     assert hub.served == {"model.safetensors": WEIGHTS}
 
 
-def test_offline_nothing_is_asked(hub, one, capsys, monkeypatch):
-    refused(capsys, "--offline", "HF_HUB_OFFLINE", arguments=(NAME, "--offline"))
-    assert run(NAME) == 0
+def test_offline_nothing_is_asked(hub, pythia, capsys, monkeypatch):
+    assert_error(capsys, "--offline", "HF_HUB_OFFLINE", arguments=(NAME, "--offline"))
+    assert download(NAME) == 0
     hub.forget()
     for revision in ([], ["--revision", "main"], ["--revision", hub.models[NAME].commit]):
-        assert run(NAME, "--offline", *revision) == 0
-    refused(capsys, "--offline", arguments=(NAME, "--offline", "--revision", "step1"))
+        assert download(NAME, "--offline", *revision) == 0
+    assert_error(capsys, "--offline", arguments=(NAME, "--offline", "--revision", "step1"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert run(NAME) == 0 and hub.requests == []
+    assert download(NAME) == 0 and hub.requests == []
 
 
-def test_a_new_revision_replaces_what_changed_and_only_once_it_is_whole(hub, one, capsys):
-    assert run(NAME) == 0
+def test_a_new_revision_replaces_what_changed_and_only_once_it_is_whole(hub, pythia, capsys):
+    assert download(NAME) == 0
     old = hub.models[NAME].files["model.safetensors"]
-    (one / "notes.txt").write_text("mine")
+    (pythia / "notes.txt").write_text("mine")
     hub.forget()
     hub.models[NAME].files |= {"config.json": b'{"new": 1}', "model.safetensors": os.urandom(WEIGHTS)}
     hub.cut_after = 1000
-    assert run(NAME) == 2 and (one / "model.safetensors").read_bytes() == old  # still there, still whole
-    assert run(NAME, "--offline") == 0
+    assert download(NAME) == 2 and (pythia / "model.safetensors").read_bytes() == old  # still there, still whole
+    assert download(NAME, "--offline") == 0
     hub.cut_after = None
-    assert run(NAME) == 0 and same(one, hub.models[NAME]) and (one / "notes.txt").read_text() == "mine"
-    assert json.loads((one / "download.json").read_text())["commit"] == hub.models[NAME].commit
-    assert "tokenizer.json" not in hub.served and not list(one.parent.glob("*.incomplete"))
+    assert download(NAME) == 0 and matches(pythia, hub.models[NAME]) and (pythia / "notes.txt").read_text() == "mine"
+    assert json.loads((pythia / "download.json").read_text())["commit"] == hub.models[NAME].commit
+    assert "tokenizer.json" not in hub.served and not list(pythia.parent.glob("*.incomplete"))
 
 
-def test_weights_of_an_older_revision_do_not_stay_beside_the_new_ones(hub, one):
-    assert run(NAME) == 0
+def test_weights_of_an_older_revision_do_not_stay_beside_the_new_ones(hub, pythia):
+    assert download(NAME) == 0
     files = hub.models[NAME].files
     shards = {f"model-0000{i}-of-00002.safetensors": os.urandom(2000 + i) for i in (1, 2)}
     index = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", shards))}).encode()}
     whole = {"model.safetensors": files.pop("model.safetensors")}
     files |= shards | index
-    assert run(NAME) == 0 and {f.name for f in one.glob("model*")} == set(shards | index)
+    assert download(NAME) == 0 and {f.name for f in pythia.glob("model*")} == set(shards | index)
     for name in shards | index:
         del files[name]
     files |= whole
-    assert run(NAME) == 0 and {f.name for f in one.glob("model*")} == set(whole)
+    assert download(NAME) == 0 and {f.name for f in pythia.glob("model*")} == set(whole)
 
 
-def test_sharded_weights_come_with_their_index(hub, one, capsys):
+def test_sharded_weights_come_with_their_index(hub, pythia, capsys):
     shards = {f"model-0000{i}-of-00002.safetensors": os.urandom(2000 + i) for i in (1, 2)}
     index = json.dumps({"weight_map": dict(zip("ab", shards))}).encode()
-    hub.models[NAME] = repository(files=shards | {"model.safetensors.index.json": index})
+    hub.models[NAME] = model_repository(files=shards | {"model.safetensors.index.json": index})
     del hub.models[NAME].files["model.safetensors"]
-    assert run(NAME) == 0 and set(shards) < set(hub.served)
+    assert download(NAME) == 0 and set(shards) < set(hub.served)
     del hub.models[NAME].files["model-00002-of-00002.safetensors"]
-    shutil.rmtree(one)
-    refused(capsys, "lacks model-00002-of-00002.safetensors")
-    assert not one.exists()
+    shutil.rmtree(pythia)
+    assert_error(capsys, "lacks model-00002-of-00002.safetensors")
+    assert not pythia.exists()
 
 
-def test_a_wrong_flag_is_one_line(models, capsys):
-    refused(capsys, "--nonsense", arguments=("--nonsense",))
+def test_a_wrong_flag_is_one_line(models_folder, capsys):
+    assert_error(capsys, "--nonsense", arguments=("--nonsense",))
 
 
 @pytest.mark.parametrize(
@@ -137,41 +126,41 @@ def test_a_wrong_flag_is_one_line(models, capsys):
         "a/b.incomplete",
     ],
 )
-def test_a_name_that_would_leave_the_folder_is_refused(models, capsys, name):
-    refused(capsys, name, arguments=(name,))
-    assert not models.exists()
+def test_a_name_that_would_leave_the_folder_is_refused(models_folder, capsys, name):
+    assert_error(capsys, name, arguments=(name,))
+    assert not models_folder.exists()
 
 
-def test_a_repository_that_is_no_model_is_refused(hub, one, capsys):
+def test_a_repository_that_is_no_model_is_refused(hub, pythia, capsys):
     files = hub.models[NAME].files
     del files["config.json"]
-    refused(capsys, "no config.json")
+    assert_error(capsys, "no config.json")
     del files["model.safetensors"]
-    refused(capsys, "no safetensors, only pytorch_model.bin", "never loaded", "--revision")
-    assert hub.moved == 0 and not one.parent.exists()
+    assert_error(capsys, "no safetensors, only pytorch_model.bin", "never loaded", "--revision")
+    assert hub.moved == 0 and not pythia.parent.exists()
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(hub, one, capsys):
-    one.mkdir(parents=True)
-    (one / "config.json").write_text("mine")
-    refused(capsys, "pythia-70m", "move it away")
-    (one / "download.json").write_text(json.dumps({"repo": "other/pythia-70m", "commit": "0", "files": []}))
-    refused(capsys, "holds other/pythia-70m", "move it away")
-    assert (one / "config.json").read_text() == "mine"
+def test_a_folder_that_holds_something_else_is_left_alone(hub, pythia, capsys):
+    pythia.mkdir(parents=True)
+    (pythia / "config.json").write_text("mine")
+    assert_error(capsys, "pythia-70m", "move it away")
+    (pythia / "download.json").write_text(json.dumps({"repo": "other/pythia-70m", "commit": "0", "files": []}))
+    assert_error(capsys, "holds other/pythia-70m", "move it away")
+    assert (pythia / "config.json").read_text() == "mine"
 
 
-def test_the_same_files_copied_by_hand_are_taken_for_what_they_are(hub, one):
-    one.mkdir(parents=True)
+def test_the_same_files_copied_by_hand_are_taken_for_what_they_are(hub, pythia):
+    pythia.mkdir(parents=True)
     for path in ("config.json", "tokenizer.json", "model.safetensors"):
-        (one / path).write_bytes(hub.models[NAME].files[path])
-    assert run(NAME) == 0 and hub.moved == 0 and (one / "download.json").exists()
+        (pythia / path).write_bytes(hub.models[NAME].files[path])
+    assert download(NAME) == 0 and hub.moved == 0 and (pythia / "download.json").exists()
 
 
-def test_a_second_download_of_the_same_model_waits_for_nobody(hub, one, capsys):
-    one.parent.mkdir()
-    with downloadModel.lock(one):
+def test_a_second_download_of_the_same_model_waits_for_nobody(hub, pythia, capsys):
+    pythia.parent.mkdir()
+    with downloadModel.lock_folder(pythia):
         other = subprocess.run(
-            [sys.executable, "-c", SUBPROCESS, str(one.parent), NAME],
+            [sys.executable, "-c", SUBPROCESS, str(pythia.parent), NAME],
             cwd=ROOT,
             text=True,
             env=os.environ | {"HF_ENDPOINT": hub.url},

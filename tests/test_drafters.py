@@ -8,8 +8,7 @@ import pytest
 import torch
 from conftest import refused
 
-from decoding.lengthRules import Fixed
-from decoding.lengthRules import TargetConfidence
+from decoding.lengthRules import Fixed, TargetConfidence
 from decoding.rows import Rows
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter

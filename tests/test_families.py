@@ -15,7 +15,7 @@ def test_a_pair_of_any_family_is_downloaded_timed_and_scored(
 ):
     """The draft's vocabulary is padded to 320 entries and the target's to 352, as Pythia-70m's and -12b's are to 50304
     and 50688; the tokenizer has 300."""
-    monkeypatch.setattr("inputs.folders.MODELS", tmp_path / "models")
+    monkeypatch.setattr("inputs.files.MODELS", tmp_path / "models")
     for role, vocabulary, layers in (("target", 352, 2), ("draft", 320, 1)):
         folder = tmp_path / role
         model = helpers.tiny(family, vocabulary=vocabulary, layers=layers).model

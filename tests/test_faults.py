@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decoding.verification import RULES
 from inputs.commandLine import as_command
 from inputs.tokenizers import load_tokenizer
-from methods import makers
+from methods import samplers as makers
 from methods.cascade import CascadeDrafter
+from methods.catalogue import choose, choose_lossless
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
-from methods.selection import choose, choose_lossless
 from regrSampling import regrSampling
 from report import results
 from specSampling import specSampling
@@ -104,7 +104,7 @@ def test_a_full_disk_is_one_line_for_figures_and_pages_too(cli, flags, disk, cap
     one_line(capsys, str(page), "No space left")
     assert os.listdir(disk.folder) == ["filling"]
     monkeypatch.setattr("experiments.sweep.GAMMAS", range(1, 3))
-    monkeypatch.setattr("report.runReport.sweep_tables", lambda *_: ())
+    monkeypatch.setattr("report.results.sweep_tables", lambda *_: ())
     assert disk.mount("remount,size=28k").returncode == 0
     assert cli.main([*flags, "--sweep", "--sentences", "1", "--out", str(disk.folder)]) == 2
     one_line(capsys, "No space left", "What was measured is kept")
@@ -136,7 +136,7 @@ def test_a_folder_that_becomes_read_only_keeps_what_was_written(cli, flags, disk
 
 def test_a_models_folder_that_is_read_only_is_one_line(cli, flags, disk, hub, pair_folder, capsys, monkeypatch):
     hub.models["some/target"] = Repository({f.name: f for f in (pair_folder / "target").iterdir()})
-    monkeypatch.setattr("inputs.folders.MODELS", disk.folder)
+    monkeypatch.setattr("inputs.files.MODELS", disk.folder)
     assert disk.mount("remount,ro").returncode == 0
     assert cli.main([*flags, "--target", "some/target", "--out", str(disk.folder.parent)]) == 2
     one_line(capsys, str(disk.folder / "target.incomplete"), "Read-only")
@@ -418,7 +418,7 @@ def test_what_overflows_in_float16_is_told_and_what_came_before_kept(cli, flags,
 
 def test_a_hub_that_fails_is_one_line(cli, flags, hub, pair_folder, tmp_path, capsys, monkeypatch):
     """Down, slow, busy or wrong, asked what there is or for a file; then it is well again, and nothing came twice."""
-    monkeypatch.setattr("inputs.folders.MODELS", tmp_path / "models")
+    monkeypatch.setattr("inputs.files.MODELS", tmp_path / "models")
     monkeypatch.setattr("time.sleep", lambda _: None)
     files = {f.name: f for f in (pair_folder / "target").iterdir()}
     hub.models["some/target"] = Repository(files)
@@ -450,7 +450,7 @@ def test_a_hub_that_fails_is_one_line(cli, flags, hub, pair_folder, tmp_path, ca
 
 
 def test_a_hub_that_does_not_answer_in_time_is_one_line(cli, flags, hub, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("inputs.folders.MODELS", tmp_path / "models")
+    monkeypatch.setattr("inputs.files.MODELS", tmp_path / "models")
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
     hub.slow = 0.5
     assert cli.main([*flags, "--target", "some/target", "--out", str(tmp_path)]) == 2

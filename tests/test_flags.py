@@ -210,9 +210,11 @@ GUARDED = {
         "experiments.prepare.load_model",
         "report.results.Results.append",
     ],
-    "benchmark": ["benchmark.__main__.load", "benchmark.__main__.load_tokenizer", "benchmark.__main__.load_model"],
-    "downloadModel": ["downloadModel.download", "downloadModel.show"],
-    "downloadData": [f"downloadData.{name}" for name in ("download_wikitext", "download_pg19", "install", "show")],
+    "benchmark": ["benchmark.__main__.load_pair", "benchmark.__main__.load_tokenizer", "benchmark.__main__.load_model"],
+    "downloadModel": ["downloadModel.download", "downloadModel.show_models"],
+    "downloadData": [
+        f"downloadData.{name}" for name in ("download_wikitext", "download_pg19", "install_from", "show_data_sets")
+    ],
     "drawRounds": ["scripts.drawRounds.load_tokenizer", "scripts.drawRounds.load_model"],
     "trainBundled": [
         f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train", "PreTrainedTokenizerFast")

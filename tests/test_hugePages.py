@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.hugePages import HUGE, on_huge_pages
+from engine.kernels.packedLinear import HUGE, on_huge_pages
 
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -8,8 +8,9 @@ from conftest import ROOT
 from test_docs import copied, read
 
 from report.results import Results
-from scripts import docsBenchmark, keepRecord, renderDocs
-from scripts.docsPictures import stamp_of
+from scripts import keepRecord, renderDocs
+from scripts.docsBenchmark import machine_of
+from scripts.renderDocs import stamp_of
 
 
 @pytest.fixture
@@ -79,8 +80,7 @@ def test_other_engines_of_the_same_machine_have_a_table_of_decoding_speed_alone(
     assert keepRecord.main(["benchmark", "--from", str(tmp_path), "--machine", "other.engine"], copy) == 0
     assert "docs/speed.md" in renderDocs.render(copy)
     shown = read(copy / "docs/speed.md")
-    (machine, _), *_ = docsBenchmark.by_machine([other]).items()
-    title = f"**{machine}, beside another engine**"
+    title = f"**{machine_of(other)}, beside another engine**"
     within = re.compile(r"<!-- begin pythia-speed -->.*<!-- end pythia-speed -->", re.S)
     assert title in within.search(shown)[0] and title not in within.sub("", shown)
     assert within.sub("", shown) == within.sub("", before)  # Other tables show what they showed.

@@ -4,9 +4,8 @@ import helpers
 import pytest
 import torch
 
-from engine import kvCache
-from engine.cachedModel import CachedModel
-from engine.kvCache import SlotCache
+from engine import cachedModel as kvCache
+from engine.cachedModel import CachedModel, SlotCache
 
 
 def test_states_go_to_the_slots_named_and_older_ones_stay():

@@ -14,10 +14,9 @@ from test_specSampling import PROMPTS, near
 from experiments import settings
 from lossless import scorer as scoring
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
-from lossless.plantedMistakes import MISTAKES, always_accept
-from lossless.plantedTrees import TREE_MISTAKES
-from lossless.scorer import Scorer, greedy_figures
-from methods import makers
+from lossless.plantedMistakes import MISTAKES, TREE_MISTAKES, always_accept
+from lossless.scorer import TextScorer, greedy_figures
+from methods import samplers
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from report import losslessReport
@@ -45,7 +44,7 @@ def pair():
 
 def test_the_figures_of_three_tokens_by_hand():
     p, q = [0.5, 0.2, 0.3], [0.2, 0.6, 0.2]  # by q / p in order: 0, 2, 1
-    scorer = Scorer(Fixed(p), Fixed(q), Sampling(1.0, 0, 1.0))
+    scorer = TextScorer(Fixed(p), Fixed(q), Sampling(1.0, 0, 1.0))
     scorer.random = SimpleNamespace(random=lambda shape: np.full(shape, 0.25))
     found = scorer.evidence([[0]], [[0, 1, 2]])
     assert found.u[0] == pytest.approx([0.125, 0.85, 0.575])
@@ -65,7 +64,7 @@ def test_the_figures_of_three_tokens_by_hand():
 
 
 def test_without_a_draft_the_most_probable_tokens_come_first():
-    scorer = Scorer(Fixed([0.5, 0.2, 0.3]), None, Sampling(1.0, 0, 1.0))
+    scorer = TextScorer(Fixed([0.5, 0.2, 0.3]), None, Sampling(1.0, 0, 1.0))
     scorer.random = SimpleNamespace(random=np.zeros)
     assert scorer.evidence([[0]], [[0, 1, 2]]).u[0] == pytest.approx([0.0, 0.8, 0.5])
 
@@ -90,7 +89,7 @@ def test_the_tests_of_uniform_numbers_and_of_others():
 
 def test_an_impossible_token_is_told_from_one_at_the_edge():
     def lost(probs, token, sampling):
-        return Scorer(Fixed(probs), None, sampling).evidence([[0]], [[token]]).figures()
+        return TextScorer(Fixed(probs), None, sampling).evidence([[0]], [[token]]).figures()
 
     nucleus = Sampling(1.0, 0, 0.7)
     for probs, token, sampling, edge in (
@@ -113,7 +112,7 @@ def test_an_exact_sampler_passes_and_the_same_seed_repeats_it(pair, sampling):
     def figures():
         generator = torch.Generator().manual_seed(0)
         texts, _ = specSampling(PROMPTS * 10, target, ModelDrafter(draft), 60, 4, sampling, None, generator)
-        return Scorer(target, draft, sampling).evidence(PROMPTS * 10, texts).figures()
+        return TextScorer(target, draft, sampling).evidence(PROMPTS * 10, texts).figures()
 
     found = figures()
     assert found == figures()
@@ -125,7 +124,7 @@ def test_rows_are_looked_at_in_parts(pair, monkeypatch):
     texts, _ = regrSampling(PROMPTS, target, 9, generator=torch.Generator().manual_seed(0))
 
     def look():
-        return Scorer(target, draft, Sampling()).evidence(PROMPTS, texts)
+        return TextScorer(target, draft, Sampling()).evidence(PROMPTS, texts)
 
     whole = look()
     monkeypatch.setattr(scoring, "ELEMENTS", 1)
@@ -139,16 +138,16 @@ def test_each_planted_mistake_is_caught(pair, name):
     mistake, sampling = MISTAKES[name], MISTAKES[name].tested(Sampling(0.6, 0, 1.0))
     sampler = mistake.sampler(target, ModelDrafter(draft), 4, sampling, 0.4)
     texts, _ = sampler(PROMPTS * 16, 100, sampling, None, torch.Generator().manual_seed(0))
-    assert seen_by(Scorer(target, draft, sampling).evidence(PROMPTS * 16, texts).figures(), limit_of(8))
+    assert seen_by(TextScorer(target, draft, sampling).evidence(PROMPTS * 16, texts).figures(), limit_of(8))
 
 
 # A sibling in the mask changes too little in models of this size; test_treeSampling.py sees it in the logits.
 @pytest.mark.parametrize("name", sorted({*TREE_MISTAKES} - {"sibling in the mask"}))
 def test_each_planted_mistake_of_trees_is_caught(pair, name):
     target, draft, sampling = pair[0], near(pair[0], noise=0.5), Sampling(0.6, 0, 1.0)
-    sampler = TREE_MISTAKES[name].sampler(target, ModelDrafter(draft), 4, sampling)
+    sampler = TREE_MISTAKES[name].sampler(target, ModelDrafter(draft), 4, sampling, 0.4)
     texts, _ = sampler(PROMPTS * 16, 100, sampling, None, torch.Generator().manual_seed(0))
-    assert seen_by(Scorer(target, draft, sampling).evidence(PROMPTS * 16, texts).figures(), limit_of(8))
+    assert seen_by(TextScorer(target, draft, sampling).evidence(PROMPTS * 16, texts).figures(), limit_of(8))
 
 
 def test_the_stale_slot_is_stale_only_after_a_rejection(pair):
@@ -160,7 +159,7 @@ def test_the_stale_slot_is_stale_only_after_a_rejection(pair):
 
 def test_greedy_tokens_are_the_argmax_or_near_ties_or_neither():
     target = Fixed([0.3, 0.2999999, 0.3, 0.1])
-    scorer = Scorer(target, None, GREEDY)
+    scorer = TextScorer(target, None, GREEDY)
 
     def figures(text, plain=None):
         found = greedy_figures([text], [plain or text], [[3]], scorer)
@@ -176,7 +175,7 @@ def test_greedy_tokens_are_the_argmax_or_near_ties_or_neither():
 def test_rounding_grows_with_the_dtype_and_wrong_tokens_are_beyond_it(pair):
     target, _ = pair
     plain, _ = regrSampling(PROMPTS, target, 30, GREEDY)
-    scorer = Scorer(target, None, GREEDY)
+    scorer = TextScorer(target, None, GREEDY)
     right = greedy_figures(plain, plain, PROMPTS, scorer)
     assert (right["near_ties"], right["beyond"], right["differing"]) == (0, 0, 0) and right["allowed"] < 1e-3
     wrong = [[(token + 1) % 61 for token in text] for text in plain]
@@ -239,7 +238,7 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, 
 
 
 def test_a_wrong_sampler_fails_the_run(cli, flags, tmp_path, monkeypatch):
-    monkeypatch.setitem(makers.VERIFICATIONS, "token", always_accept)
+    monkeypatch.setitem(samplers.VERIFICATIONS, "token", always_accept)
     code, lines, text = prove(cli, flags, tmp_path, "--tokens", "64", "--top_p", "0.5")
     assert code == 1 and "Not lossless: speculative fails by" in text
 

@@ -12,16 +12,15 @@ from test_specSampling import FREE, PROMPTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decoding.lengthRules import Fixed
-from decoding.lengthRules import Additive, DraftConfidence
+from decoding.lengthRules import Additive, DraftConfidence, Fixed
 from decoding.model import Model
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
 from engine.restrictedModel import RestrictedModel
-from inputs.translation import Translation
 from methods import otherTokenizer
 from methods.cascade import CascadeDrafter
 from methods.otherTokenizer import OtherTokenizerDrafter
+from methods.translation import Translation
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling, probabilities

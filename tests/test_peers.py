@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -13,10 +14,9 @@ import pytest
 import torch
 
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn, shapes, tables
-from benchmark.engines import catalogue, check, client, install, prepare, sources
-from benchmark.engines.client import Child, PeerError
-from benchmark.engines.weights import Weights
+from benchmark import shapes, stepTimes, tables
+from benchmark.engines import engineProcess, install, peers, textCheck
+from benchmark.engines.engineProcess import EngineProcess, PeerError, Weights
 from engine.cachedModel import CachedModel
 from inputs.models import load_model
 from inputs.tokenizers import load_tokenizer
@@ -26,13 +26,12 @@ from utils import GREEDY, Sampling
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch, tmp_path):
-    monkeypatch.setattr(inTurn, "TURNS", (2, 2))
-    monkeypatch.setattr(forwards, "LARGE", 1 << 20)
-    monkeypatch.setattr(forwards, "CONTEXTS", (64,))
+    monkeypatch.setattr(stepTimes, "TURNS", (2, 2))
+    monkeypatch.setattr(stepTimes, "LARGE", 1 << 20)
+    monkeypatch.setattr(stepTimes, "CONTEXTS", (64,))
     for name, value in {"GREEDY_TOKENS": 6, "TEXTS": 4, "TEXT_TOKENS": 25}.items():
-        monkeypatch.setattr(check, name, value)
-    for module in prepare, sources:
-        monkeypatch.setattr(module, "MODELS", tmp_path / "peers")
+        monkeypatch.setattr(textCheck, name, value)
+    monkeypatch.setattr(peers, "MODELS", tmp_path / "peers")
 
 
 class Pretender:
@@ -66,9 +65,6 @@ class Pretender:
     def close(self):
         self.closed = True
 
-    __enter__ = lambda self: self  # noqa: E731
-    __exit__ = lambda self, *failure: self.close()  # noqa: E731
-
 
 def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeypatch, capsys):
     tokenizer = load_tokenizer(pair_folder / "target")
@@ -85,7 +81,7 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
         made.append(Pretender(models, faults))
         return made[-1]
 
-    monkeypatch.setattr(benchmark, "start", partial(sources.start, make_child=pretend))
+    monkeypatch.setattr(benchmark, "start_peers", partial(peers.start_peers, start_process=pretend))
     names = [word for role in models for word in (f"--{role}", str(pair_folder / role))]
     flags = "--maxLen 7 --prompts 2 --repeats 1 --dtype float32 --device cpu --no-compile --peers --out"
     assert benchmark.main([*names, *flags.split(), str(tmp_path)]) == 0
@@ -113,29 +109,29 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
 
 
 def test_what_does_not_fit_says_so(tmp_path):
-    huge = prepare.Source(lambda: tmp_path, tmp_path, 1 << 50, 61)
-    row = catalogue.rows("float32")[0]
-    checker = check.Checker(None, None, 1e-3, 0)
-    (peer,) = prepare.prepare([row], {"target": huge}, checker, [[1]], 5, 3, lambda: pytest.fail("started"))
+    huge = peers.Source(lambda: tmp_path, tmp_path, 1 << 50, 61)
+    row = peers.engine_rows("float32")[0]
+    checker = textCheck.TextChecker(None, None, 1e-3, 0)
+    (peer,) = peers.prepare_peers([row], {"target": huge}, checker, [[1]], 5, 3, lambda: pytest.fail("started"))
     assert peer.failed.startswith("converting needs about ") and "of memory" in peer.failed
 
 
 def test_rows_share_the_memory_that_there_was_before_the_first(tmp_path, monkeypatch):
     """Although it is available still, as where an engine maps its weights from a file."""
-    monkeypatch.setattr(prepare, "available_memory", lambda device: 1_000_000)
-    monkeypatch.setattr(prepare, "convert", lambda row, source, make_child: tmp_path)
-    unloadable, *rows = [row for row in catalogue.rows("float32") if row.stored == 2 and not row.speculative] * 2
-    source = prepare.Source(lambda: tmp_path, tmp_path, 180_000, 61)  # 450,000 bytes with room
+    monkeypatch.setattr(peers, "available_memory", lambda device: 1_000_000)
+    monkeypatch.setattr(peers, "convert", lambda row, source, start_process: tmp_path)
+    unloadable, *rows = [row for row in peers.engine_rows("float32") if row.stored == 2 and not row.speculative] * 2
+    source = peers.Source(lambda: tmp_path, tmp_path, 180_000, 61)  # 450,000 bytes with room
     right = SimpleNamespace(greedy=lambda *_: {}, sampled=lambda *_: {})
     children = iter([Pretender({}, {(unloadable.module, False): "load"}), *(Pretender({}, {}) for _ in rows)])
     given = right, [[1]], 5, 3, lambda: next(children)
-    first, *others, last = prepare.prepare([unloadable, *rows], {"target": source}, *given)
+    first, *others, last = peers.prepare_peers([unloadable, *rows], {"target": source}, *given)
     assert first.failed == "the library is missing"  # It takes nothing.
     assert [peer.failed for peer in others] == [None, None]
     assert last.failed == "loading needs about 450.0 KB of memory, and 100.0 KB are free"
     right.greedy = Mock(side_effect=[PeerError("its text is wrong"), {}, {}])
     children = iter([Pretender({}, {}) for _ in range(3)])
-    first, *others = prepare.prepare([unloadable, *rows[:2]], {"target": source}, *given)
+    first, *others = peers.prepare_peers([unloadable, *rows[:2]], {"target": source}, *given)
     assert first.failed == "its text is wrong"  # It has given back what it took.
     assert [peer.failed for peer in others] == [None, None]
 
@@ -143,8 +139,8 @@ def test_rows_share_the_memory_that_there_was_before_the_first(tmp_path, monkeyp
 def test_a_text_of_another_length_is_refused():
     child = Pretender({}, {})
     child.ask = lambda do, **asked: {"tokens": [1, 2], "times": [[0.1, 1], [0.2, 1]]}
-    peer = prepare.Peer(catalogue.rows("float32")[0], 3)
-    peer.child = child
+    peer = peers.Peer(peers.engine_rows("float32")[0], 3)
+    peer.process = child
     with pytest.raises(PeerError, match="wrote 2 tokens, and 3 were asked for"):
         peer.write([1], 3, 0.0, 0)
 
@@ -152,7 +148,7 @@ def test_a_text_of_another_length_is_refused():
 ENGINE = """
 import os, sys
 from types import SimpleNamespace
-from benchmark.engines import worker
+from benchmark.engines import engineProcess
 class Engine:
     version = "1"
     def __init__(self, load):
@@ -164,8 +160,8 @@ class Engine:
         if asked.seed == 2:
             sys.exit(print("the last words", file=sys.stderr) or 3)
         return asked.prompt[: asked.count], [(0.5, asked.count)]
-worker.importlib.import_module = lambda name: SimpleNamespace(Engine=Engine)
-worker.main()
+engineProcess.importlib.import_module = lambda name: SimpleNamespace(Engine=Engine)
+engineProcess.main()
 """
 LOAD = {"target": "t", "draft": None, "precision": "int8", "threads": 1, "gamma": 3, "context": 9, "alpha": None}
 
@@ -179,7 +175,7 @@ def wait_for(condition):
 
 
 def test_a_child_answers_between_noise_and_stops_when_idle():
-    with Child([sys.executable, "-c", ENGINE]) as child:
+    with closing(EngineProcess([sys.executable, "-c", ENGINE])) as child:
         assert child.ask("load", module="any", **LOAD) == {"version": "1"}
         own = psutil.Process(child.process.pid)
         assert wait_for(lambda: own.status() == psutil.STATUS_STOPPED)
@@ -193,9 +189,9 @@ def test_a_child_answers_between_noise_and_stops_when_idle():
 
 
 def test_a_child_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr(client, "WAIT", 0.2)
+    monkeypatch.setattr(engineProcess, "WAIT", 0.2)
     with (
-        Child([sys.executable, "-c", "import time; time.sleep(60)"]) as child,
+        closing(EngineProcess([sys.executable, "-c", "import time; time.sleep(60)"])) as child,
         pytest.raises(PeerError, match="within"),
     ):
         child.ask("load")
@@ -208,7 +204,9 @@ def test_in_float32_is_what_a_float32_copy_computes():
     copy.model.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
     weights = [id(weight) for weight in model.parameters()]
     tokens = torch.randint(0, 61, (2, 9))
-    torch.testing.assert_close(check.InFloat32(model, 61).score(tokens), copy.score(tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        textCheck.Float32Model(model, 61).score(tokens), copy.score(tokens), rtol=1e-4, atol=1e-4
+    )
     assert weights == [id(weight) for weight in model.parameters()]
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 

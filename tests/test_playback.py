@@ -15,15 +15,15 @@ import pytest
 from conftest import refused
 from helpers import tiny
 
-from inputs.escape import visible
+from inputs.commandLine import visible
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
+from playback import page as page_module
+from playback.page import write_page
+from playback.play import Screen
+from playback.trace import Pieces, RecordingDrafter, Round, Trace, pieces_of
 from regrSampling import regrSampling
-from report import playback
-from report.playback import write_page
-from report.screen import Screen
-from report.trace import Pieces, Round, Trace, Watched, pieces_of
 from specSampling import specSampling
 
 CURSED = "</script><img src=x onerror=alert(1)> & <b> \u2028 <!-- "
@@ -62,12 +62,12 @@ def test_the_pieces_of_all_committed_tokens_are_the_decoded_text(tokenizer, seed
     tokens = tokens[: len(tokens) - seed // 2]  # the last character may be cut
     rounds, said, committed = split(tokens, seed), "", []
     for round, (accepted, rejected, own) in zip(rounds, pieces_of(rounds, tokenizer)):
-        assert list(map(len, (accepted, rejected, own))) == [*map(len, (round.accepted, round.rejected, round.own))]
+        assert list(map(len, (accepted, rejected, own))) == [*map(len, (round.accepted, round.rejected, round.target))]
         committed += round.accepted
         said += "".join(accepted)
         if rejected:
             assert said + "".join(rejected) == tokenizer.decode(committed + round.rejected)
-        committed += round.own
+        committed += round.target
         said += "".join(own)
     assert committed == tokens and said == tokenizer.decode(tokens)
 
@@ -98,21 +98,21 @@ def test_a_token_costs_the_same_however_long_the_text_is(tokenizer):
 
 def test_a_trace_holds_what_the_record_counts():
     target, heard = tiny(), []
-    watched = Watched(ModelDrafter(tiny(seed=1)))
+    watched = RecordingDrafter(ModelDrafter(tiny(seed=1)))
     for _ in range(2):  # a drafter used before must not lend its last guesses to the next prompt
         trace = Trace(watched, heard.append)
         (tokens,), (record,) = specSampling([[1, 2, 3]], target, watched, 10, callback=trace.callback)
-        assert [token for round in trace.rounds for token in round.accepted + round.own] == tokens
+        assert [token for round in trace.rounds for token in round.accepted + round.target] == tokens
         assert [len(round.accepted) for round in trace.rounds] == record.accepted
         assert [len(round.accepted + round.rejected) for round in trace.rounds] == record.drafted
         assert heard[-len(trace.rounds) :] == trace.rounds and any(round.rejected for round in trace.rounds)
 
 
 def test_only_row_0_of_a_batch_is_traced_with_its_own_guesses():
-    watched = Watched(LookupDrafter(61))  # row 0 has fewer guesses than the others, or none
+    watched = RecordingDrafter(LookupDrafter(61))  # row 0 has fewer guesses than the others, or none
     trace = Trace(watched)
     tokens, records = specSampling([[1, 2, 3], [5, 6] * 9], tiny(), watched, 12, callback=trace.callback)
-    assert [token for round in trace.rounds for token in round.accepted + round.own] == tokens[0]
+    assert [token for round in trace.rounds for token in round.accepted + round.target] == tokens[0]
     assert [len(round.accepted + round.rejected) for round in trace.rounds] == records[0].drafted
 
 
@@ -226,7 +226,7 @@ def test_each_round_is_on_the_screen_when_it_is_over(tokenizer, story):
     for round in story:
         screen.round(round)
         assert file.flushed[-1] == file.getvalue()
-        assert file.getvalue().endswith(visible(tokenizer.decode(round.own)))
+        assert file.getvalue().endswith(visible(tokenizer.decode(round.target)))
 
 
 def test_text_the_screen_cannot_write_is_no_error(tokenizer):
@@ -274,7 +274,7 @@ class Page(HTMLParser):
 
 
 def text_until(tokenizer, rounds, last):
-    return tokenizer.decode([token for round in rounds[: last + 1] for token in round.accepted + round.own])
+    return tokenizer.decode([token for round in rounds[: last + 1] for token in round.accepted + round.target])
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def test_the_page_holds_text_as_text_and_loads_nothing(tokenizer, page):
     assert parsed.texts["prompt"] == visible(CURSED)
     assert parsed.texts["text"] == visible(text_until(tokenizer, rounds, len(rounds)))  # without any script
     assert [[[*map(len, kinds)], "".join(kinds[1])] for kinds in json.loads(parsed.texts["rounds"])] == [
-        [[*map(len, (round.accepted, round.rejected, round.own))], visible("".join(pieces[1]), "\n\t\u200c\u200d")]
+        [[*map(len, (round.accepted, round.rejected, round.target))], visible("".join(pieces[1]), "\n\t\u200c\u200d")]
         for round, pieces in zip(rounds, pieces_of(rounds, tokenizer))
     ]
     assert os.listdir(path.parent) == [path.name] and os.stat(path).st_mode & 0o777 == 0o644
@@ -351,7 +351,7 @@ def test_a_browser_opens_the_page_at_a_round(tokenizer, page, browser):
     shown = Page(browser(f"file://{path}#3"))
     assert shown.texts["text"] == visible(text_until(tokenizer, rounds, 3))
     assert shown.texts["where"] == f"Round 3 of {len(rounds) - 1}" and shown.texts["forwards"] == "4"
-    counts = [len(getattr(rounds[3], kind)) for kind in ("accepted", "rejected", "own")]
+    counts = [len(getattr(rounds[3], kind)) for kind in ("accepted", "rejected", "target")]
     assert shown.verdicts == (
         ["accepted"] * counts[0] + ["rejected", *["dropped"] * counts[1]][: counts[1]] + ["target"] * counts[2]
     )
@@ -384,10 +384,10 @@ document.title = JSON.stringify(log);
 
 
 def test_keys_buttons_and_slider(tokenizer, tmp_path, browser, monkeypatch):
-    shutil.copytree(playback.PARTS, tmp_path / "parts")
+    shutil.copytree(page_module.PARTS, tmp_path / "parts")
     with (tmp_path / "parts" / "script.js").open("a") as script:
         script.write(DRIVER)
-    monkeypatch.setattr(playback, "PARTS", tmp_path / "parts")
+    monkeypatch.setattr(page_module, "PARTS", tmp_path / "parts")
     write_page(tmp_path / "page.html", "", of_text(tokenizer, MANY_BYTES), tokenizer, "", {})
     log = json.loads(Page(browser(f"file://{tmp_path}/page.html")).texts["title"])
     last = int(log[0].split("#")[0].split()[-1])

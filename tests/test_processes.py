@@ -18,7 +18,7 @@ import pytest
 from conftest import ROOT, refused
 
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn
+from benchmark import stepTimes
 from decoding.verification import token_rule
 from experiments import processes as sharing
 from experiments import sweep
@@ -219,15 +219,15 @@ def test_a_mixture_of_devices_is_refused():
         assert said[0] == said[1] and word in said[0] and "\n" not in said[0]
 
 
-def test_alpha_by_overlap_is_the_same_for_any_number_of_processes():
+def test_overlaps_in_a_sweep_are_the_same_for_any_number_of_processes():
     pairs = [(helpers.tiny(), ModelDrafter(helpers.tiny(seed=1, layers=1))) for _ in range(2)]
 
-    def alpha(processes):
+    def overlaps(processes):
         target, drafter = pairs[processes.index]
-        given = target, drafter, Sampling(), token_rule, 9, 0
-        return sweep.overlap_alpha([[5, 9], [7], [3, 3]], *given, processes.mapped)
+        prompts, options = [[5, 9], [7], [3, 3]], (Sampling(), token_rule, 9, 0)
+        return sweep.overlaps(sweep.ALPHA_GAMMA, prompts, target, drafter, *options, processes.mapped)
 
-    assert everywhere(group(2)[0], alpha) == [alpha(ALONE)] * 2
+    assert everywhere(group(2)[0], overlaps) == [overlaps(ALONE)] * 2
 
 
 @pytest.mark.parametrize(
@@ -340,9 +340,9 @@ def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, f
 
 def test_the_benchmark_shares_out_its_prompts(pair_folder, tmp_path, monkeypatch):
     """The tokens are those of one process. The record names all processes, and a line says that one of them idles."""
-    monkeypatch.setattr(inTurn, "TURNS", (1, 1))
-    monkeypatch.setattr(forwards, "LARGE", 1 << 20)
-    monkeypatch.setattr(forwards, "CONTEXTS", (64,))
+    monkeypatch.setattr(stepTimes, "TURNS", (1, 1))
+    monkeypatch.setattr(stepTimes, "LARGE", 1 << 20)
+    monkeypatch.setattr(stepTimes, "CONTEXTS", (64,))
     flags = ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dtype", "float32"]
     flags += ["--maxLen", "4", "--repeats", "1", "--no-compile", "--prompts", "2"]
     found = []

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from engine import progress
+from inputs import progress
 
 
 @pytest.fixture

@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from test_flags import TABLES, said
 from tqdm import tqdm
 
-from engine import progress
 from experiments import rerun, settings
-from methods.catalogue import METHODS
-from methods.makers import Decoding
-from methods.selection import repeatable
+from inputs import progress
+from methods.catalogue import METHODS, repeatable
+from methods.samplers import Decoding
 from utils import UserError
 
 # Of all methods, but for those of a temperature of their own, and with two that do not depend on the draft's luck.

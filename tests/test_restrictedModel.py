@@ -6,8 +6,8 @@ import torch
 from outcomes import largest_error, small
 from test_specSampling import PROMPTS, near
 
-from decoding.lengthRules import Fixed
 from decoding.drafter import Guesses
+from decoding.lengthRules import Fixed
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
 from engine.restrictedModel import RestrictedModel

@@ -15,10 +15,9 @@ import pytest
 from conftest import ROOT, refused
 
 from report import results
-from report.lines import swept
-from report.results import Results
-from report.runReport import show
-from report.tables import WIDTH
+from report.results import Results, show
+from report.runTables import swept
+from report.tableFormat import WIDTH
 from utils import UserError
 
 FORK = multiprocessing.get_context("fork")
@@ -325,6 +324,22 @@ def test_no_file_is_left_behind(tmp_path, monkeypatch):
                 Results(tmp_path).render()
         assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
         assert (tmp_path / "results.txt").read_text() == before
+
+
+def test_one_process_renders_at_a_time(tmp_path):
+    with results.locked(tmp_path):
+        process = FORK.Process(target=write, args=(tmp_path, run_line()))
+        process.start()
+        process.join(1)
+        assert process.is_alive() and not (tmp_path / "results.txt").exists()
+    process.join()
+    assert "Run r1" in (tmp_path / "results.txt").read_text()
+
+
+def test_where_no_lock_can_be_had_results_are_rendered_all_the_same(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(results.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+    assert "Run r1" in write(tmp_path, run_line())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

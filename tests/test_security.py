@@ -12,8 +12,8 @@ from localHub import Repository
 
 import downloadData
 import downloadModel
-from inputs import folders
-from inputs.hub import describe
+from inputs import files
+from inputs.hub import list_repository
 from inputs.manifest import HubFile, read_manifest, write_manifest
 from inputs.models import load_model, weight_files
 from inputs.tokenizers import load_tokenizer
@@ -39,7 +39,7 @@ CURSED = "\x1b[31mred\x07\x9b2J\u202e $x$ [bold]b[/] <script>alert(1)</script>\n
 def outside(tmp_path, monkeypatch):
     """The folders of downloads, in a folder that must not change."""
     for name in "MODELS", "DATASETS":
-        monkeypatch.setattr(folders, name, tmp_path / "outside" / name.lower())
+        monkeypatch.setattr(files, name, tmp_path / "outside" / name.lower())
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "mine").write_text("mine")
     yield tmp_path / "outside"
@@ -64,7 +64,7 @@ def test_no_file_of_a_hub_is_written_elsewhere(hub, outside, path):
     for kind in ("model", "dataset"):
         getattr(hub, f"{kind}s")["some/thing"] = Repository({"config.json": b"{}", path: b"x"})
         with refused(path.split("\\")[-1], "written elsewhere"):
-            describe("some/thing", kind=kind)
+            list_repository("some/thing", kind=kind)
 
 
 @pytest.mark.parametrize("path", ELSEWHERE)

@@ -1,44 +1,54 @@
 """What flags mean together, beside what is refused (test_flags.py)."""
 
+import helpers
 import pytest
 
-from engine.graphs import Plan
-from experiments import flags, settings
+from decoding.trees.tree import Tree
+from engine.steps import Block, Draw, Growth, Nodes, Prompt, Round
+from experiments import flags, prepare, settings
 from methods import catalogue
-from methods.catalogue import Method
-from methods.makers import Decoding
-from methods.selection import build, choose, choose_lossless, plan_graphs, repeatable
+from methods.catalogue import Method, build, choose, choose_lossless, repeatable
+from methods.samplers import Decoding
+
+ROLES = ["--target", "bundled-target", "--draft", "bundled-draft", "--mid", "bundled-mid"]
 
 
-def planned(argv):
-    """`plan_graphs` of the methods that these flags name."""
-    found = settings.parse(argv)
-    penalised = found.sampling.repetition_penalty != 1
-    return plan_graphs(found.measuring.names, found.decoding, penalised, "sweep" in found.measuring.groups)
+def rehearsed(argv):
+    """{role: model} of the methods that these flags name, which know the shapes of all steps they were asked for."""
+    parsed = settings.parse(argv)
+    roles = ["target", *(parsed.models.roles if parsed.measuring.names != {"target"} else ())]
+    models = {role: helpers.Rehearsing(helpers.tiny(seed=i, layers=1).model) for i, role in enumerate(roles)}
+    prepare.make_all_graphs(models, parsed, [5, 9, 2, 11])
+    return models
 
 
 @pytest.mark.parametrize(
     ("argv", "graphs"),
     [
         (["--speed"], {"target": ({5}, {1}, 1), "draft": (set(), {1, 4}, 2)}),
-        (["--speed", "--gamma", "7"], {"target": ({8}, {1}, 1), "draft": (set(), {1, 7}, 2)}),
-        (["--lossless"], {"target": ({5}, set(), 1), "draft": (set(), {4}, 2)}),
+        (["--speed", "--gamma", "7"], {"target": ({8}, {1}, 1), "draft": (set(), {1, 6}, 2)}),
+        (["--lossless"], {"target": ({5}, {1}, 1), "draft": (set(), {4}, 2)}),
         (["--compare", "target"], {"target": (set(), {1}, 1)}),
-        (["--speed", "--repetition_penalty", "1.2"], {"target": ({1, 5}, {1}, 1), "draft": ({1, 2}, {1, 4}, 2)}),
+        (["--speed", "--repetition_penalty", "1.2"], {"target": ({1, 5}, set()), "draft": ({1, 2}, set())}),
         (["--contrastive"], {"target": ({1, 5}, {1}, 1), "draft": ({1, 5}, {4}, 2)}),
         (
             ["--compare", "cascade", "--gamma1", "3"],
-            {"target": ({5}, {1}, 1), "mid": ({5}, set(), 1), "draft": (set(), {3}, 2)},
+            {"target": ({5}, {1}, 1), "mid": ({4, 5}, set()), "draft": (set(), {3}, 2)},
         ),
         (["--sweep"], {"target": ({2, 3, 4, 5, 7, 11}, {1}, 1), "draft": (set(), {1, 2, 3, 4, 6}, 2)}),
         (["--compare", "lookup"], {"target": ({2, 3, 4, 5, 7, 11}, {1}, 1)}),
-        (["--compare", "lookupFirst"], {"target": ({5}, {1}, 1), "draft": ({5}, {4}, 2)}),
-        (["--compare", "fixed", "--lookupFirst"], {"target": ({5}, {1}, 1), "draft": ({5}, {4}, 2)}),
+        (["--compare", "lookupFirst"], {"target": ({5}, {1}, 1), "draft": (set(), {4}, 2)}),
+        (["--compare", "fixed", "--lookupFirst"], {"target": ({5}, {1}, 1), "draft": (set(), {4}, 2)}),
     ],
 )
 def test_the_graphs_that_the_flags_are_worth(argv, graphs):
-    plans, _ = planned([*argv, "--target", "bundled-target", "--draft", "bundled-draft", "--mid", "bundled-mid"])
-    assert {role: (plan.widths, plan.draws, plan.read) for role, plan in plans.items()} == graphs
+    models = rehearsed([*argv, *ROLES])
+    made = {
+        role: (set(*model.widths.values()), set(*model.counts.values()), *model.reads.values())
+        for role, model in models.items()
+        if model.shapes
+    }
+    assert made == graphs
 
 
 @pytest.mark.parametrize(
@@ -59,24 +69,24 @@ def test_the_graphs_that_the_flags_are_worth(argv, graphs):
     ],
 )
 def test_the_guesses_that_are_one_graph_with_their_scoring(argv, guesses):
-    _, found = planned([*argv, *([] if "lookup" in argv else ["--draft", "bundled-draft", "--mid", "bundled-mid"])])
-    assert found == guesses
+    models = rehearsed([*argv, *([] if "lookup" in argv else ["--draft", "bundled-draft", "--mid", "bundled-mid"])])
+    assert {shape.count for shape in models["target"].shapes if isinstance(shape, Round)} == guesses
 
 
 def test_gamma_is_for_the_chains_beside_a_tree():
-    plans, rounds = planned(["--compare", "block,tree", "--tree", "2,1", "--gamma", "3", "--draft", "bundled-draft"])
-    assert plans["target"].widths == {4} and plans["target"].nodes == {5} and rounds == {3}
+    models = rehearsed(["--compare", "block,tree", "--tree", "2,1", "--gamma", "3", "--draft", "bundled-draft"])
+    target, draft = models["target"], models["draft"]
+    assert target.shapes == {Prompt(1), Block(1, 4), Draw(1, 1, 1), Nodes(1, 5), Round(1, draft, 3)}
+    assert draft.shapes == {Prompt(1), Draw(1, 2, 3), Growth(1, 2, Tree.of("2,1"))}
 
 
 def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
-    """Nothing else knows the methods by name: one more entry, and flags, help and graphs have it."""
+    """Nothing else knows the methods by name: one more entry, and flags and help have it."""
     toy = Method(
         "toy",
         "an example of a method",
         lambda models, decoding, wrap: models["target"],
         needs=("draft",),
-        graphs=lambda decoding: {"target": Plan(frozenset({decoding.gamma or 17}))},
-        rounds=lambda decoding: frozenset({17}),
         lossless=True,
         seeded=lambda decoding: decoding.verification != "block",
         modes=("speed",),
@@ -90,6 +100,5 @@ def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
     assert "toy" not in choose("all", ())
     helps = {action.dest: action.help for action in flags.parser()._actions}
     assert "toy (an example of a method)" in helps["compare"] and "toy" in helps["lossless"]
-    assert plan_graphs(["toy"], Decoding(), False, False) == ({"target": Plan(frozenset({17}))}, frozenset({17}))
     assert repeatable("toy", Decoding()) and not repeatable("toy", Decoding(verification="block"))
     assert build(["toy"], {"target": 42}, Decoding()) == {"toy": 42}

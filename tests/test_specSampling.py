@@ -128,7 +128,7 @@ def test_a_filter_on_one_side_only_is_caught(monkeypatch):
 
 def test_a_penalty_that_forgets_the_guesses_is_caught(monkeypatch):
     """At each position of a block the tokens before it count, guesses included."""
-    monkeypatch.setattr(rounds, "seen_after", lambda seen, block: seen[:, None].expand(-1, block.shape[1], -1))
+    monkeypatch.setattr("decoding.model.seen_after", lambda seen, block: seen[:, None].expand(-1, block.shape[1], -1))
     assert error(sampling=SETTINGS[3], vocabulary=5, length=3) > 1e-3
 
 

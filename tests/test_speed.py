@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.record import Record
+from decoding.rows import Record
 from experiments.speed import interval, measure, paired_ratios, quiet, summarize
 
 NAN = float("nan")

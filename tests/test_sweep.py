@@ -8,6 +8,7 @@ from test_speed import measurement
 
 from decoding.verification import token_rule
 from experiments import sweep, theory
+from experiments.acceptance import expected
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import Sampling, probabilities
@@ -15,10 +16,16 @@ from utils import Sampling, probabilities
 DRAW = Sampling(1.0, 0, 1.0)
 
 
+def alpha(prompts, target, drafter, max_len):
+    """The alpha that the sweep records."""
+    positions = sweep.overlaps(sweep.ALPHA_GAMMA, prompts, target, drafter, DRAW, token_rule, max_len, 0)
+    return expected(positions)["overlap"]
+
+
 def test_alpha_by_overlap_agrees_with_counting_and_is_that_of_the_visited_contexts():
     target = helpers.tiny()
     draft = near(target, noise=0.3)
-    by_overlap = sweep.overlap_alpha(PROMPTS * 5, target, ModelDrafter(draft), DRAW, token_rule, 60, 0)
+    by_overlap = alpha(PROMPTS * 5, target, ModelDrafter(draft), 60)
     _, records = specSampling(
         PROMPTS * 40, target, ModelDrafter(draft), 60, 4, DRAW, generator=torch.Generator().manual_seed(1)
     )
@@ -28,13 +35,13 @@ def test_alpha_by_overlap_agrees_with_counting_and_is_that_of_the_visited_contex
 
 def test_one_context_has_its_own_overlap():
     target, draft = helpers.tiny(), helpers.tiny(seed=1)
-    found = sweep.overlap_alpha([[5, 9]], target, ModelDrafter(draft), DRAW, token_rule, 2, 0)
+    found = alpha([[5, 9]], target, ModelDrafter(draft), 2)
     assert found != found  # two tokens leave no room for a guess
     tokens = specSampling(
         [[5, 9]], target, ModelDrafter(draft), 3, 4, DRAW, generator=torch.Generator().manual_seed(0)
     )[0][0]
     p, q = (probabilities(m.score(torch.tensor([[5, 9, tokens[0]]]))[0, -1], DRAW) for m in (target, draft))
-    found = sweep.overlap_alpha([[5, 9]], target, ModelDrafter(draft), DRAW, token_rule, 3, 0)
+    found = alpha([[5, 9]], target, ModelDrafter(draft), 3)
     assert found == pytest.approx(theory.overlap(p, q).item(), abs=1e-6)
 
 

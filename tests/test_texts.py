@@ -4,7 +4,7 @@ import pytest
 from conftest import refused
 
 from datasets import Dataset, DatasetDict
-from inputs import folders, texts
+from inputs import files, texts
 from inputs.texts import Corpus, load_corpora
 
 WIKI = [" = Tarn = \n", "", " A tarn is a small lake . \n", " = = Origin = = \n", " It was cut by ice . \n"]
@@ -42,7 +42,7 @@ def test_an_unknown_data_set_is_refused(tmp_path, monkeypatch):
         load_corpora("~nobody-of-this-name/x")
     with refused("no such path"):
         load_corpora("x" * 5000)
-    monkeypatch.setattr(folders, "DATASETS", tmp_path)
+    monkeypatch.setattr(files, "DATASETS", tmp_path)
     with refused("datasets/wikitext", "downloadData.py", "--dataset sample"):
         load_corpora("wikitext")
 
@@ -83,7 +83,7 @@ def test_a_saved_data_set_gives_its_rows(tmp_path):
 
 @pytest.mark.parametrize("rows", [WIKI, [row.rstrip("\n") for row in WIKI]], ids=["with line ends", "without"])
 def test_the_rows_of_wikitext_are_joined_and_its_test_split_used(tmp_path, monkeypatch, rows):
-    monkeypatch.setattr(folders, "DATASETS", tmp_path)
+    monkeypatch.setattr(files, "DATASETS", tmp_path)
     DatasetDict(
         {"train": Dataset.from_dict({"text": ["not this"]}), "test": Dataset.from_dict({"text": rows})}
     ).save_to_disk(tmp_path / "wikitext")

@@ -1,25 +1,25 @@
 """Training writes models that load, and reads texts as it says."""
 
+import random
+
 import pytest
 import torch
 
-from inputs.folders import DATASETS
+from inputs.files import DATASETS
 from inputs.models import load_model
 from inputs.tokenizers import load_tokenizer
-from scripts import acceptance, trainBundled
-from scripts.acceptance import (
+from scripts import trainBundled, training
+from scripts.trainBundled import MIXED, PROMPT, Recipe, label_texts, windows, write_texts
+from scripts.training import (
     KEPT,
-    PROMPT,
     SAMPLING,
-    Rejected,
-    labelled,
+    RejectionLoss,
+    Stage,
+    acceptance_gradient,
     most_probable,
-    of_acceptance,
     soft_nucleus,
-    written,
+    train,
 )
-from scripts.trainBundled import MIXED, Recipe
-from scripts.training import Stage, train, windows
 from utils import Sampling, probabilities
 
 
@@ -77,7 +77,7 @@ def distributions():
 
 @pytest.mark.parametrize("most", [30, 40])
 def test_most_probable_is_the_distribution_that_tokens_are_drawn_from(monkeypatch, distributions, most):
-    monkeypatch.setattr(acceptance, "KEPT", most)
+    monkeypatch.setattr(training, "KEPT", most)
     kept, p, plain = most_probable(distributions[1])
     assert kept.shape == (6, most)
     for sampling, found in ((SAMPLING, p), (Sampling(1.0, 0, 1.0), plain)):
@@ -87,19 +87,19 @@ def test_most_probable_is_the_distribution_that_tokens_are_drawn_from(monkeypatc
 
 @pytest.mark.parametrize("most", [20, 39])
 def test_the_gradient_is_that_of_acceptance_and_of_the_divergence(monkeypatch, distributions, most):
-    monkeypatch.setattr(acceptance, "KEPT", most)
+    monkeypatch.setattr(training, "KEPT", most)
     kept, p, plain = most_probable(distributions[1])
     one, two = (distributions[0].clone().requires_grad_() for _ in range(2))
-    share = Rejected.apply(one, kept, p, plain)
+    share = RejectionLoss.apply(one, kept, p, plain)
     share.backward()
 
     q = two.softmax(-1).gather(-1, kept.long())
     lost = 1 - plain.float().sum(-1)
     entropy = -(plain.float() * q.log()).sum(-1) - lost * (1 - q.sum(-1)).log()
     entropy.mean().backward()
-    passed, descent = of_acceptance(distributions[0], kept.long(), p.float())
+    passed, descent = acceptance_gradient(distributions[0], kept.long(), p.float())
     torch.testing.assert_close(share, (1 - passed).mean())
-    torch.testing.assert_close(one.grad, descent / 6 + acceptance.DIVERGENCE * two.grad, atol=1e-4, rtol=1e-2)
+    torch.testing.assert_close(one.grad, descent / 6 + training.DIVERGENCE * two.grad, atol=1e-4, rtol=1e-2)
 
 
 def test_the_gradient_of_acceptance_is_a_difference_quotient_with_as_much_in_the_nucleus(distributions):
@@ -109,7 +109,7 @@ def test_the_gradient_of_acceptance_is_a_difference_quotient_with_as_much_in_the
     kept, p = kept.long(), p.double()
 
     def inside(probs, edge):
-        return (acceptance.SHARPNESS * (probs / edge).log()).sigmoid()
+        return (training.SHARPNESS * (probs / edge).log()).sigmoid()
 
     probs = (draft / 0.85).softmax(-1)
     found, edge = soft_nucleus(probs)
@@ -125,7 +125,7 @@ def test_the_gradient_of_acceptance_is_a_difference_quotient_with_as_much_in_the
             low, high = torch.where(more, middle, low), torch.where(more, high, middle)
         return torch.minimum(p, (inside(probs, low) * probs / held).gather(-1, kept)).sum(-1)
 
-    passed, descent = of_acceptance(draft, kept, p)
+    passed, descent = acceptance_gradient(draft, kept, p)
     torch.testing.assert_close(passed[:, 0], accepted(draft))
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
@@ -137,7 +137,7 @@ def test_the_gradient_of_acceptance_is_a_difference_quotient_with_as_much_in_the
 def test_a_token_near_the_edge_of_the_nucleus_is_partly_inside():
     """The edge lies between 0.15, the last token that top-p keeps, and 0.05; or, far from 0.001, below 0.3."""
     found, edge = soft_nucleus(torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.699, 0.3, 0.001, 0.0]]))
-    torch.testing.assert_close(edge[:, 0], torch.tensor([(0.15 * 0.05) ** 0.5, acceptance.WIDEST * 0.3]))
+    torch.testing.assert_close(edge[:, 0], torch.tensor([(0.15 * 0.05) ** 0.5, training.WIDEST * 0.3]))
     torch.testing.assert_close(found[0], torch.tensor([0.9991, 0.9931, 0.9, 0.1]), atol=1e-4, rtol=0)
     assert found[1, 1] > 0.99 and found[1, 2] < 0.001
 
@@ -146,7 +146,7 @@ def test_the_soft_nucleus_accepts_about_as_much_as_the_one_that_tokens_are_drawn
     draft, target = 2 * torch.randn(2, 64, 400, generator=torch.Generator().manual_seed(0))
     draft = target + draft / 3
     kept, p, _ = most_probable(target)
-    passed, _ = of_acceptance(draft, kept.long(), p.float())
+    passed, _ = acceptance_gradient(draft, kept.long(), p.float())
     drawn = torch.minimum(probabilities(draft, SAMPLING), probabilities(target, SAMPLING)).sum(-1)
     assert float(passed.mean()) == pytest.approx(float(drawn.mean()), abs=0.01)
 
@@ -161,7 +161,7 @@ def test_steps_on_acceptance_raise_the_overlap_of_what_is_drawn(distributions):
 
     assert overlap() < 0.1
     for _ in range(300):
-        Rejected.apply(logits, *labels).backward()
+        RejectionLoss.apply(logits, *labels).backward()
         logits.data -= 5 * logits.grad
         logits.grad = None
     assert overlap() > 0.6
@@ -172,7 +172,8 @@ def test_an_averaged_stage_keeps_the_mean_of_the_weights_before_and_after():
         torch.manual_seed(0)
         model = trainBundled.new_model(1, 32)
         before = [p.detach().clone() for p in model.parameters()]
-        train(model, torch.arange(1, 4000), Stage(6000, 1.0, (256,), (256,), averaged=averaged))
+        source = windows(torch.arange(1, 4000), 256, random.Random(0))
+        train(model, {256: source}, Stage(6000, 1.0, (256,), (256,), averaged=averaged))
         return before, list(model.parameters())
 
     (before, after), (_, mean) = weights(False), weights(True)
@@ -184,11 +185,11 @@ def test_the_teacher_writes_what_follows_its_prompts():
     torch.manual_seed(0)
     teacher = trainBundled.new_model(1, 32).eval()
     prompts = [torch.randint(1, 4096, (PROMPT,)) for _ in range(3)]
-    texts = written(teacher, iter(prompts), 3, PROMPT + 5, 1.0)
+    texts = write_texts(teacher, iter(prompts), 3, PROMPT + 5, 1.0)
     assert texts.shape == (3, PROMPT + 5) and texts[:, :PROMPT].equal(torch.stack(prompts))
-    rows = labelled(teacher, texts, "cpu")
+    rows = label_texts(teacher, texts, "cpu")
     assert [tuple(part.shape) for part in rows[0]] == [(PROMPT + 5,), *[(PROMPT + 4, KEPT)] * 3]
-    after = labelled(teacher, texts, "cpu", PROMPT)
+    after = label_texts(teacher, texts, "cpu", PROMPT)
     assert all(torch.equal(part, whole[-5:]) for part, whole in zip(after[0][1:], rows[0][1:]))
 
 
@@ -201,8 +202,6 @@ def test_wikitext_is_split_at_its_articles_and_loses_unk(tmp_path):
 
 @pytest.mark.parametrize("length", [4, 7])
 def test_windows_cover_the_corpus_in_each_pass(length):
-    import random
-
     tokens = torch.arange(100)
     source = windows(tokens, length, random.Random(0))
     firsts = {int(next(source)[0]) for _ in range((100 - 2 * length) // length)}

@@ -8,8 +8,8 @@ from tokenizerKinds import KINDS, byte_level
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from inputs.folders import DATASETS
-from inputs.translation import ANEW, Translation
+from inputs.files import DATASETS
+from methods.translation import TAIL, Translation
 
 TEXTS = [
     "The harbour was dark,\nand   café 1987 “old” naïve 漢字 🙂 end",
@@ -85,7 +85,7 @@ def test_a_text_that_grows_is_written_as_a_whole_one(kinds, ours, theirs):
     translation.encode = lambda tokens, *rest: lengths.append(len(tokens)) or encode(tokens, *rest)
     growing = translation.growing()
     assert [growing.row(ids[:end]) for end in ends] == wanted
-    assert len(ids) > 5 * ANEW and sum(length > 2 * ANEW for length in lengths) < 9
+    assert len(ids) > 5 * TAIL and sum(length > 2 * TAIL for length in lengths) < 9
 
 
 def test_tokenizers_that_cannot_be_compared_are_refused(kinds):

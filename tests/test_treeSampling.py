@@ -9,8 +9,8 @@ from helpers import DRAWS
 from test_specSampling import PROMPTS, near
 
 from decoding.rows import Rows
-from decoding.trees.shapes import TreeChoice
 from decoding.trees import tree as trees
+from decoding.trees.shapes import TreeChoice
 from decoding.trees.tree import Tree
 from decoding.trees.verification import TREE_RULES, top_down_rule, traversal_rule
 from methods import treeSampling as loop

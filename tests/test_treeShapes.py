@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from decoding.trees.tree import Tree
 from decoding.trees.shapes import Acceptance, best_by_cost, best_tree, expected
+from decoding.trees.tree import Tree
 
 LARGEST = 6
 

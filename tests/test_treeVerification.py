@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from outcomes import at, joint, number, pairs, softmaxes
 
-from decoding import treeVerification
+from decoding.trees import verification as treeVerification
 from decoding.trees.guesses import siblings
 from decoding.trees.tree import MOST, Tree
 from decoding.trees.verification import TREE_RULES, after_child, in_postorder, top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
-from lossless.plantedTrees import mass_not_updated, siblings_not_renormalised, unsure_node_dropped
+from lossless.plantedMistakes import mass_not_updated, siblings_not_renormalised, unsure_node_dropped
 from utils import draw
 
 

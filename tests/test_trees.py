@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.trees.shapes import MENU, CostAwareTree
+from decoding.trees.shapes import MENU, CostAwareTree, best_by_cost, expected
 from decoding.trees.tree import MOST, Tree
-from decoding.trees.shapes import best_by_cost, expected
 from utils import UserError
 
 

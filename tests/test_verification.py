@@ -15,7 +15,7 @@ from mistakes import (
 )
 from outcomes import at, every_outcome, joint, number, pairs, softmaxes
 
-from decoding import blockVerification, verification
+from decoding import verification
 from decoding.verification import RULES, block_rule, token_rule
 
 
@@ -91,7 +91,7 @@ def test_a_planted_mistake_is_caught(mistake):
 
 @pytest.mark.parametrize("rule", RULES.values())
 def test_a_residual_that_is_p_is_caught(rule, monkeypatch):
-    for module in verification, blockVerification:
+    for module in (verification,):
         monkeypatch.setattr(module, "residual", lambda p, q: p)
     assert error(rule, *softmaxes()) > 1e-3
 

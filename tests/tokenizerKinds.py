@@ -5,7 +5,7 @@ import json
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from inputs.folders import DATASETS
+from inputs.files import DATASETS
 
 TEXTS = [str(DATASETS / "sample" / "articles.raw")]
 # Qwen2's words: a letter's sign before it is part of it, and every digit is a word.
@@ -14,50 +14,50 @@ QWEN2 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s
 
 def byte_level(size, words=None, end="<|endoftext|>", texts=TEXTS, alphabet=None):
     """As GPT-2's tokenizer; words: another pattern of words. alphabet: the single bytes it knows, None: all."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if words:
-        made.normalizer = normalizers.NFC()
-        made.pre_tokenizer = pre_tokenizers.Sequence(
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(words), "isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet() if alphabet is None else alphabet
-    trained = {"vocab_size": size, "special_tokens": [end], "show_progress": False, "initial_alphabet": alphabet}
-    made.train(texts, trainers.BpeTrainer(**trained))
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=end, eos_token=end)
+    options = {"vocab_size": size, "special_tokens": [end], "show_progress": False, "initial_alphabet": alphabet}
+    tokenizer.train(texts, trainers.BpeTrainer(**options))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end)
 
 
 def gpt_neox(size):
     """As Pythia's: byte-level, and beside the end of text a special token for padding, and runs of spaces, which are
     added tokens and so are found before the text is cut into words."""
-    made = byte_level(size)
-    made.backend_tokenizer.normalizer = normalizers.NFC()
-    made.add_special_tokens({"pad_token": "<|padding|>"})
-    made.add_tokens([AddedToken(" " * count, normalized=True) for count in (4, 3, 2)])
-    return made
+    tokenizer = byte_level(size)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
+    tokenizer.add_tokens([AddedToken(" " * count, normalized=True) for count in (4, 3, 2)])
+    return tokenizer
 
 
 def sentence_piece(size):
     """As Llama's: a space is a letter of its own, one is added in front, and bytes stand for unknown characters."""
-    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    made.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
     special = ["<unk>", "<s>", "</s>"]
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
-    trained = {"vocab_size": size, "special_tokens": [*special, *fallback], "show_progress": False}
-    made.train(TEXTS, trainers.BpeTrainer(**trained))
-    content = json.loads(made.to_str())
-    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] in special]
-    made = Tokenizer.from_str(json.dumps(content | {"pre_tokenizer": None}))
-    made.decoder = decoders.Sequence(
+    options = {"vocab_size": size, "special_tokens": [*special, *fallback], "show_progress": False}
+    tokenizer.train(TEXTS, trainers.BpeTrainer(**options))
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in special]
+    tokenizer = Tokenizer.from_str(json.dumps(content | {"pre_tokenizer": None}))
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 KINDS = {

@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from benchmark.engines.catalogue import Answer, Asked, Load
-from benchmark.engines.weights import Weights
+from benchmark.engines.engineProcess import Answer, LoadRequest, TextRequest, Weights
 
-TRIAL, TRIALS = Asked([0], 8, 0.0, 1.0, 0), 4  # what is decoded to find the better number of threads, and how often
+TRIAL = TextRequest([0], 8, 0.0, 1.0, 0)  # what is decoded to find the better number of threads
+TRIALS = 4  # how often
 
 
 def convert(weights: Weights, folder: Path, bits: int) -> None:
@@ -37,22 +37,22 @@ def word(token: int) -> str:
 
 
 class Engine:
-    """A generator, with the number of threads that decodes faster: 1 or `load.threads`.
+    """A generator, with the number of threads that decodes faster: 1 or `request.threads`.
 
     More threads are not always faster: a layer of a small model takes less time than the threads' waiting for each
     other.
     """
 
-    def __init__(self, load: Load) -> None:
-        if load.precision == "float32":
+    def __init__(self, request: LoadRequest) -> None:
+        if request.precision == "float32":
             # oneDNN multiplies. The default on Intel processors is MKL, with which a second thread made a small model
             # several times slower. The library reads the variable when it is imported.
             os.environ["CT2_USE_MKL"] = "0"
         import ctranslate2
 
-        self.library, self.load, self.version = ctranslate2, load, ctranslate2.__version__
+        self.library, self.request, self.version = ctranslate2, request, ctranslate2.__version__
         self.generator: Any = None
-        choices = sorted({1, load.threads})
+        choices = sorted({1, request.threads})
         seconds = {threads: self.start(threads) for threads in choices}
         best = min(choices, key=seconds.__getitem__)
         if best != choices[-1]:
@@ -61,24 +61,24 @@ class Engine:
     def start(self, threads: int) -> float:
         """Load the model for so many threads, and return the seconds of decoding a few tokens."""
         self.generator = None  # The memory of the model before it must be free.
-        kind = "int8" if self.load.precision == "int8" else "float32"
-        self.generator = self.library.Generator(str(self.load.target), compute_type=kind, intra_threads=threads)
+        compute_type = "int8" if self.request.precision == "int8" else "float32"
+        self.generator = self.library.Generator(self.request.target, compute_type=compute_type, intra_threads=threads)
         return min(self.generate(TRIAL)[1][-1][0] for _ in range(TRIALS))
 
-    def generate(self, asked: Asked) -> Answer:
+    def generate(self, request: TextRequest) -> Answer:
         """Continue one prompt."""
-        self.library.set_random_seed(asked.seed % (1 << 32))
-        drawn: dict[str, Any] = {"sampling_topk": 1}
-        if asked.temperature:
-            drawn = {"sampling_topk": 0, "sampling_topp": asked.top_p, "sampling_temperature": asked.temperature}
+        self.library.set_random_seed(request.seed32)
+        options: dict[str, Any] = {"sampling_topk": 1}
+        if request.temperature:
+            options = {"sampling_topk": 0, "sampling_topp": request.top_p, "sampling_temperature": request.temperature}
         times: list[tuple[float, int]] = []
         start = time.perf_counter()
-        (made,) = self.generator.generate_batch(
-            [[word(token) for token in asked.prompt]],
-            max_length=asked.count,
+        (result,) = self.generator.generate_batch(
+            [[word(token) for token in request.prompt]],
+            max_length=request.count,
             include_prompt_in_result=False,
             end_token=[],
             callback=lambda step: times.append((time.perf_counter() - start, 1)),
-            **drawn,
+            **options,
         )
-        return made.sequences_ids[0], times
+        return result.sequences_ids[0], times

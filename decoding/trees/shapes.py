@@ -225,8 +225,8 @@ class CostAwareTree(TreeChoice):
     Acceptance is learnt for the 1st, 2nd, 3rd ... sibling at each depth (`Acceptance`), and gives the expected tokens
     of every shape (Sequoia, arXiv 2402.12374). The seconds of whole rounds are learnt for each shape (`Costs`). Rounds
     come in pairs of one shape. Only the second teaches: the first finds cold caches, as in `CostAware`, and
-    learning takes time that a small model's rounds notice. Shapes are few, because those that return often are faster:
-    graphs are made for each. The estimates outlive a text: use one object for all texts.
+    learning takes time that a small model's rounds notice. Shapes are few, as those that
+    return often are faster. The estimates outlive a text: use one object for all texts.
     """
 
     # One pair of rounds in PROBE tries another shape: by turns the one that seems second best, and each in order, as a

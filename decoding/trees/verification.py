@@ -1,7 +1,7 @@
 """Which guesses of a tree to accept, so that the tokens committed are distributed exactly as the target's own.
 
 A rule is a pure function of p, q, the drafts, uniform random numbers u and the shape of the tree. Like a rule of
-`decoding.verification` it may be captured in a CUDA graph: it must not synchronise with the host or keep state.
+`decoding.verification` it must not synchronise with the host or keep state.
 
 Why a node that is judged with mass m emits m. A mass is a distribution over the next token times a weight of at most 1,
 the probability with which the node must accept. A child x is drawn from its law q, and judged with the mass w_x p_x for

@@ -4,13 +4,17 @@ On a CPU, a forward of a few tokens takes as long as reading its weights, if the
 end to the other (linear.h). The packed weight replaces the original, so memory stays the same.
 """
 
+import ctypes
+import mmap
+import sys
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.kernels.hugePages import on_huge_pages
-
+HUGE = 2 << 20  # Bytes of a huge page. Smaller tensors gain nothing.
+MADV_HUGEPAGE = 14
 SIDE = 32  # outputs side by side in a block, as in linear.h
 
 
@@ -47,3 +51,13 @@ def pack(model: PreTrainedModel) -> PreTrainedModel:
                 if can_be_packed(weight):
                     setattr(module, name, PackedLinear(weight, layer.bias))
     return model
+
+
+def on_huge_pages(empty: Tensor) -> Tensor:
+    """The same tensor, on huge pages if it is in a CPU's memory and the system allows it. Nothing may have been written
+    to it yet: a page gets its size when it is first written."""
+    if sys.platform == "linux" and empty.device.type == "cpu" and empty.nbytes >= HUGE:
+        first = -(-empty.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = empty.data_ptr() + empty.nbytes - first
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), MADV_HUGEPAGE)  # Advice: may fail.
+    return empty

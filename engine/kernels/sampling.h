@@ -1,5 +1,5 @@
 // Filters, draws and verification rules. utils.py, decoding/verification.py,
-// decoding/treeDrawing.py and decoding/treeVerification.py define what these compute.
+// decoding/trees/guesses.py and decoding/trees/verification.py define what these compute.
 #pragma once
 #include "numbers.h"
 

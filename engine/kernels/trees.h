@@ -1,4 +1,4 @@
-// Trees of guesses: draws without replacement, and the rules. decoding/treeDrawing.py and decoding/treeVerification.py
+// Trees of guesses: draws without replacement, and the rules. decoding/trees/guesses.py and decoding/trees/verification.py
 // define what these compute.
 #pragma once
 #include "sampling.h"
@@ -108,7 +108,7 @@ struct Walk {
     }
 };
 
-// The operator `accept_tree`, the rules of treeVerification.py without the last draw: p [B, n + 1, V], q [B, n, V],
+// The operator `accept_tree`, the rules of verification.py without the last draw: p [B, n + 1, V], q [B, n, V],
 // drafts int64 [B, n], u [B, n], the parents of nodes 1 to n, the tree's depth, and whether it is traversal_rule -> how
 // many guesses are accepted, int64 [B], their nodes, int64 [B, depth], and the distribution of the token times some
 // number, [B, V].

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from inputs.escape import visible
+from inputs.commandLine import visible
 from inputs.files import replace_file
-from report.trace import KINDS, Round, pieces_of
+from playback.trace import KINDS, Round, pieces_of
 from utils import UserError
 
 PARTS = Path(__file__).with_name("page")

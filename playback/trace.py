@@ -4,42 +4,51 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
+from torch import Generator
 from transformers import PreTrainedTokenizerBase
 
-from decoding.guesses import Guesses
-from decoding.interfaces import Drafter
+from decoding.drafter import Drafter, Guesses
+from decoding.lengthRules import LengthRule
 from decoding.rows import Rows
+from utils import Sampling
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 KINDS = ("guesses accepted", "guesses rejected", "the target's own tokens")  # in the order of Round's fields
 
 
-@dataclass
-class Round:
-    """Token ids of one round: accepted guesses, rejected guesses, and the target's own."""
+class Round(NamedTuple):
+    """Token ids of one round: accepted guesses, rejected guesses, and the target's own, as in KINDS."""
 
     accepted: list[int]
     rejected: list[int]
-    own: list[int]
-
-    def kinds(self) -> tuple[list[int], list[int], list[int]]:
-        """The token ids in the order of KINDS."""
-        return self.accepted, self.rejected, self.own
+    target: list[int]
 
 
-class Watched:
+class RecordingDrafter(Drafter):
     """A drafter that remembers its last guesses for row 0."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.models, self.begin, self.rewind = drafter, drafter.models, drafter.begin, drafter.rewind
+        self.drafter, self.models = drafter, drafter.models
         self.guesses: list[int] = []
 
-    def draft(self, rows: Rows, *args: Any, **options: Any) -> Guesses:
-        """As of the watched drafter."""
-        guesses = self.drafter.draft(rows, *args, **options)
+    def begin(self, rows: Rows) -> None:
+        self.drafter.begin(rows)
+
+    def rewind(self, count: int) -> None:
+        self.drafter.rewind(count)
+
+    def draft(
+        self,
+        rows: Rows,
+        gamma: int,
+        sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses:
+        """The guesses of the other drafter."""
+        guesses = self.drafter.draft(rows, gamma, sampling, generator, length)
         real = guesses.of_drafts()[0] > 0  # The others only pad the row.
         # The last token that a row may add is no guess: other rows may guess on.
         self.guesses = guesses.drafts[0][real].tolist()[: max(0, rows.left[0] - 1)]
@@ -49,18 +58,20 @@ class Watched:
 class Trace:
     """The rounds of row 0, collected by `callback`, which a sampler calls. The first "round" is the prefill.
 
-    watched: the sampler's drafter; None if nothing guesses. on_round: called with each round when it ends.
+    drafter: the sampler's; None if nothing guesses. on_round: called with each round when it ends.
     """
 
-    def __init__(self, watched: Watched | None = None, on_round: Callable[[Round], object] | None = None) -> None:
-        self.watched, self.on_round = watched, on_round
+    def __init__(
+        self, drafter: RecordingDrafter | None = None, on_round: Callable[[Round], object] | None = None
+    ) -> None:
+        self.drafter, self.on_round = drafter, on_round
         self.rounds: list[Round] = []
 
     def callback(self, row: int, tokens: list[int], guessed: int) -> None:
-        """See `decoding.interfaces.Callback`."""
+        """Row `row` has grown by `tokens`, of which the first `guessed` are accepted guesses."""
         if row == 0:
             # The prefill comes before any guess. What a used drafter remembers then belongs to an earlier prompt.
-            guesses = self.watched.guesses if self.watched and self.rounds else []
+            guesses = self.drafter.guesses if self.drafter and self.rounds else []
             self.rounds.append(Round(tokens[:guessed], guesses[guessed:], tokens[guessed:]))
             if self.on_round:
                 self.on_round(self.rounds[-1])
@@ -75,28 +86,28 @@ class Pieces:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.before: list[int] = []  # tokens between the last two boundaries
-        self.fresh: list[int] = []  # tokens after the last boundary
-        self.given = 0  # characters of their text that were returned
+        self.context: list[int] = []  # tokens between the last two boundaries
+        self.pending: list[int] = []  # tokens after the last boundary
+        self.returned = 0  # characters of their text that were returned
 
     def decode(self) -> str:
         """The text of the tokens that are kept."""
-        return self.tokenizer.decode(self.before + self.fresh)
+        return self.tokenizer.decode(self.context + self.pending)
 
     def add(self, token: int) -> str:
         """The text that `token` adds; empty if it ends within a character."""
-        self.fresh = [*self.fresh, token]
+        self.pending = [*self.pending, token]
         text = self.decode()
         whole = text.rstrip(UNFINISHED)
-        piece, self.given = whole[self.given :], max(self.given, len(whole))
+        piece, self.returned = whole[self.returned :], max(self.returned, len(whole))
         if whole == text:
-            self.before, self.fresh = self.fresh, []
-            self.given = len(self.decode())
+            self.context, self.pending = self.pending, []
+            self.returned = len(self.decode())
         return piece
 
     def rest(self) -> str:
         """The text that is held back: a character that was never finished."""
-        return self.decode()[self.given :]
+        return self.decode()[self.returned :]
 
     def of(self, round: Round) -> list[list[str]]:
         """The pieces of the next round's tokens, in the order of KINDS."""
@@ -105,7 +116,7 @@ class Pieces:
         rejected = [fork.add(token) for token in round.rejected]
         if rejected:
             rejected[-1] += fork.rest()
-        return [accepted, rejected, [self.add(token) for token in round.own]]
+        return [accepted, rejected, [self.add(token) for token in round.target]]
 
 
 def pieces_of(rounds: Sequence[Round], tokenizer: PreTrainedTokenizerBase) -> list[list[list[str]]]:
@@ -113,6 +124,6 @@ def pieces_of(rounds: Sequence[Round], tokenizer: PreTrainedTokenizerBase) -> li
     pieces = Pieces(tokenizer)
     texts = [pieces.of(round) for round in rounds]
     if pieces.rest():
-        accepted, _, own = texts[-1]
-        (own or accepted)[-1] += pieces.rest()
+        accepted, _, target = texts[-1]
+        (target or accepted)[-1] += pieces.rest()
     return texts

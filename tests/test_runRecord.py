@@ -5,12 +5,12 @@ import platform
 
 import torch
 
-from experiments import machine
+from experiments import runRecord
 
 
 def test_it_names_the_processor_and_the_versions():
-    found = machine.machine("cpu")
-    assert found["processor"] == machine.processor_name() and found["torch"] == torch.__version__
+    found = runRecord.machine("cpu")
+    assert found["processor"] == runRecord.processor_name() and found["torch"] == torch.__version__
 
 
 def test_without_linuxs_list_python_is_asked(monkeypatch):
@@ -19,4 +19,4 @@ def test_without_linuxs_list_python_is_asked(monkeypatch):
 
     monkeypatch.setattr(builtins, "open", nothing)
     monkeypatch.setattr(platform, "processor", lambda: "a processor")
-    assert machine.processor_name() == "a processor"
+    assert runRecord.processor_name() == "a processor"

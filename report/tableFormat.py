@@ -1,9 +1,10 @@
-"""Tables and their cells: what all reports are made of."""
+"""How tables look: their columns, and numbers, names and intervals as text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from rich import box
@@ -11,9 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.speed import interval
-from inputs.escape import visible
+from inputs.commandLine import visible
 
 WIDTH = 100
+Row = TypeVar("Row")
+Columns = Mapping[str, Callable[[Row], str | Text]]  # {title of a column: f(row), the row's cell}
 NAMES = {
     "draft": "draft alone",
     "target": "target alone",
@@ -68,4 +71,12 @@ def grid(title: str, columns: Iterable[str]) -> Table:
     )
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=index > 0, overflow="fold")
+    return table
+
+
+def table_of(title: str, columns: Columns[Row], rows: Iterable[Row]) -> Table:
+    """A table with one row of cells for each of `rows`."""
+    table = grid(title, columns)
+    for row in rows:
+        table.add_row(*(cell(row) for cell in columns.values()))
     return table

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmark.engines.catalogue import BITS, Row
-from benchmark.peers import SAMPLING
+from benchmark.samplers import SAMPLING
 from lossless.evidence import TESTS, seen_by
-from lossless.scorer import Scorer
+from lossless.scorer import TextScorer
 from utils import GREEDY
 
 GREEDY_TOKENS, TEXTS, TEXT_TOKENS = 50, 40, 100  # of the greedy text of each prompt; drawn texts, and of each of them
+Figures = dict[str, Any]  # as the record has them
 Write = Callable[[list[int], int, float, int], list[int]]  # (prompt, count, temperature, seed) -> the new tokens
 
 
-class InFloat32:
+class Float32Model:
     """A model whose `score` computes in float32, one module at a time, so that no second copy of the weights is needed.
 
-    Has what `Scorer` asks of a `CachedModel`. dtype: the one the texts were written in, for the rounding to allow.
+    Has what `TextScorer` asks of a `CachedModel`. dtype: the one the texts were written in, for the rounding to allow.
     """
 
     def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
@@ -37,7 +37,7 @@ class InFloat32:
     @torch.inference_mode()
     def score(self, tokens: Tensor) -> Tensor:
         """Logits after each token: int64 `[B, n]` -> float32 `[B, n, V]`."""
-        hooks = [hook for leaf in self.leaves for hook in widened(leaf)]
+        hooks = [hook for leaf in self.leaves for hook in float32_hooks(leaf)]
         try:
             return self.model(input_ids=tokens, use_cache=False).logits[..., : self.vocabulary].float()
         finally:
@@ -45,38 +45,38 @@ class InFloat32:
                 hook.remove()
 
 
-def widened(module: nn.Module) -> list[Any]:
+def float32_hooks(module: nn.Module) -> list[Any]:
     """Hooks that give a module float32 weights while it runs. Afterwards it has its own weights again, and not copies
     of them: others share them."""
-    own: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
 
-    def widen(module: nn.Module, *given: object) -> None:
+    def widen(module: nn.Module, *arguments: object) -> None:
         for name, weight in module._parameters.items():
             if weight is not None:
-                own[name] = weight
+                stored[name] = weight
                 module._parameters[name] = nn.Parameter(weight.float(), requires_grad=False)
 
-    def restore(module: nn.Module, *given: object) -> None:
-        module._parameters.update(own)
+    def restore(module: nn.Module, *arguments: object) -> None:
+        module._parameters.update(stored)
 
     return [module.register_forward_pre_hook(widen), module.register_forward_hook(restore, always_call=True)]
 
 
-class Checker:
+class TextChecker:
     """Checks the rows of a run.
 
     target, draft: in float32. draft: None if sampled texts are not to be tested. limit: the p-value below which a test
     fails.
     """
 
-    def __init__(self, target: InFloat32, draft: InFloat32 | None, limit: float, seed: int) -> None:
+    def __init__(self, target: Float32Model, draft: Float32Model | None, limit: float, seed: int) -> None:
         self.target, self.draft, self.limit, self.seed = target, draft, limit, seed
 
-    def greedy(self, row: Row, write: Write, prompts: Sequence[list[int]]) -> dict[str, Any]:
+    def greedy(self, write: Write, prompts: Sequence[list[int]], unit: float) -> Figures:
         """The figures of greedy texts: tokens, those that are not the argmax, and those that rounding does not
-        explain. Raises ValueError if there are any of these."""
+        explain. unit: the unit roundoff of the engine. Raises ValueError if there are any of the last kind."""
         texts = [write(prompt, GREEDY_TOKENS, 0.0, self.seed) for prompt in prompts]
-        scorer = Scorer(self.target, None, GREEDY, self.seed, unit(row))  # type: ignore[arg-type]
+        scorer = TextScorer(self.target, None, GREEDY, self.seed, unit)  # type: ignore[arg-type]
         gap, limit, is_argmax = scorer.logit_gaps(prompts, texts)
         beyond = gap > limit
         figures = {
@@ -93,32 +93,28 @@ class Checker:
             )
         return figures
 
-    def sampled(self, row: Row, write: Write, prompts: Sequence[list[int]]) -> dict[str, Any] | None:
-        """The figures of drawn texts, and "seen_by": the tests that tell them from the target's own."""
+    def sampled(self, write: Write, prompts: Sequence[list[int]], unit: float) -> Figures | None:
+        """The figures of drawn texts, and "seen_by": the tests that tell them from the target's own. unit: the unit
+        roundoff of the engine."""
         if self.draft is None:
             return None
-        scorer = Scorer(self.target, self.draft, SAMPLING, self.seed, unit(row))  # type: ignore[arg-type]
-        chosen = [prompts[number % len(prompts)] for number in range(TEXTS)]
+        scorer = TextScorer(self.target, self.draft, SAMPLING, self.seed, unit)  # type: ignore[arg-type]
+        prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]
         texts = [
             write(prompt, TEXT_TOKENS, SAMPLING.temperature, self.seed + 7919 * number)
-            for number, prompt in enumerate(chosen, 1)
+            for number, prompt in enumerate(prefixes, 1)
         ]
-        figures = scorer.evidence(chosen, texts).figures()
+        figures = scorer.evidence(prefixes, texts).figures()
         return figures | {"seen_by": seen_by(figures, self.limit)}
 
 
-def unit(row: Row) -> float:
-    """The unit roundoff of a row's precision."""
-    return 2.0 ** -BITS[row.precision]
-
-
-def verdict(figures: dict[str, Any] | None) -> str:
+def verdict(figures: Figures | None) -> str:
     """What is said of a row's sampled texts."""
     if figures is None:
         return ""
     if not figures["seen_by"]:
         return "lossless"
-    told = [TESTS[name] for name in figures["seen_by"]]
+    tests = [TESTS[name] for name in figures["seen_by"]]
     if figures["impossible"]:
-        told[-1] += f" {100 * figures['impossible'] / figures['tokens']:.0f} %"
-    return f"not lossless: {', '.join(told)}"
+        tests[-1] += f" {100 * figures['impossible'] / figures['tokens']:.0f} %"
+    return f"not lossless: {', '.join(tests)}"

@@ -11,8 +11,7 @@ from conftest import refused
 from test_specSampling import PROMPTS, near
 
 from decoding.costs import Costs
-from decoding.lengthRules import Fixed
-from decoding.lengthRules import Additive, CostAware, DraftConfidence, TargetConfidence
+from decoding.lengthRules import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import Sampling

@@ -1,19 +1,63 @@
-"""Rounds on a terminal, as they are decoded."""
+"""`play`: continue one prompt on the terminal, round by round, or as a page that plays it back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TextIO
 
+import torch
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from inputs.escape import visible
-from report.trace import KINDS, Pieces, Round
+from decoding.drafter import Drafter
+from experiments.prepare import Prepared
+from inputs.commandLine import visible
+from methods.catalogue import build
+from playback.page import write_page
+from playback.trace import KINDS, Pieces, RecordingDrafter, Round, Trace
 
+TITLE = "Speculative decoding, round by round"
 COLOURS, MARKS = ("green", "red strike", "bold bright_blue"), ("[]", "~~", None)  # of each of KINDS
 Styled = tuple[str, str]  # text, and the style that rich gives it
+
+
+def play(prepared: Prepared) -> None:
+    """Continue the first prompt by the method that the settings name, as they say: on the screen, or as a page, or
+    both. Loads the models."""
+    settings, tokenizer = prepared.settings, prepared.tokenizer
+    models, name = prepared.load_first(), settings.measuring.played
+    assert name is not None, "the settings ask for it"
+    drafters: list[RecordingDrafter] = []
+
+    def record(drafter: Drafter) -> RecordingDrafter:
+        drafters.append(RecordingDrafter(drafter))
+        return drafters[0]
+
+    sampler = build([name], dict(models), settings.decoding, record)[name]
+    screen = Screen(tokenizer) if settings.output.show else None
+    trace = Trace(drafters[0], screen.round if screen else None)
+    prompt = next(iter(prepared.prompts.values()))[0]
+    text = tokenizer.decode(prompt)
+    generator = torch.Generator(prepared.device).manual_seed(settings.measuring.seed)
+    if screen:
+        screen.begin(text)
+    try:
+        sampler(
+            [prompt],
+            max_len=settings.sampling.max_len_of("show"),
+            sampling=settings.sampling.of("show"),
+            end_of_text=tokenizer.eos_token_id,
+            generator=generator,
+            callback=trace.callback,
+        )
+    finally:
+        if screen:
+            screen.end()
+    if settings.output.html:
+        names = {role: model.name for role, model in models.items()}
+        write_page(settings.output.html, text, trace.rounds, tokenizer, TITLE, names)
+        print(visible(f"Written to {settings.output.html}", ""))
 
 
 class Screen:
@@ -39,7 +83,7 @@ class Screen:
             soft_wrap=True,
         )
 
-    def look(self, kind: int, text: str) -> Styled:
+    def styled(self, kind: int, text: str) -> Styled:
         """`text` as its kind is shown. Rejected guesses end no line, so their newlines are escaped too."""
         text = visible(text, "" if kind == 1 else "\n")
         marks = "" if self.colour or not text else MARKS[kind]
@@ -54,25 +98,26 @@ class Screen:
     def begin(self, prompt: str) -> None:
         """Show the legend and the prompt."""
         stop = "" if self.colour else "|"
-        names = [self.look(kind, name) for kind, name in enumerate(KINDS)]
-        self.write((f"the prompt{stop}", "dim"), *(part for name in names for part in ((", ", ""), name)), end="\n\n")
-        self.write((visible(prompt) + stop, "dim"))
+        self.write((f"the prompt{stop}", "dim"))
+        for kind, name in enumerate(KINDS):
+            self.write((", ", ""), self.styled(kind, name))
+        self.write(("\n\n", ""), (visible(prompt) + stop, "dim"))
 
     def round(self, round: Round) -> None:
         """Show one more round; it is on the screen when this returns."""
         self.rounds.append(round)
-        self.write(*(self.look(kind, "".join(texts)) for kind, texts in enumerate(self.pieces.of(round))))
+        self.write(*(self.styled(kind, "".join(texts)) for kind, texts in enumerate(self.pieces.of(round))))
 
     def end(self) -> None:
         """Show what is left of the text, and one line of figures."""
-        self.write(self.look(2, self.pieces.rest()), end="\n\n")
+        self.write(self.styled(2, self.pieces.rest()), end="\n\n")
         self.write((summary(self.rounds), ""), end="\n")
 
 
 def summary(rounds: Sequence[Round]) -> str:
     """One line of figures. As in `Record`, the prefill does not count among the rounds."""
-    accepted, rejected, own = (sum(len(round.kinds()[kind]) for round in rounds) for kind in range(len(KINDS)))
-    line, more, later = f"{accepted + own} tokens", accepted + own - 1, len(rounds) - 1
+    accepted, rejected, target = (sum(map(len, tokens)) for tokens in zip(*rounds)) if rounds else (0, 0, 0)
+    line, more, later = f"{accepted + target} tokens", accepted + target - 1, len(rounds) - 1
     if later > 0:
         line += f": 1 from reading the prompt, {more} in {later} rounds ({more / later:.2f} tokens per round)"
     return line + (f"; {accepted} of {accepted + rejected} guesses accepted" if accepted + rejected else "")

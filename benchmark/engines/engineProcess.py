@@ -1,0 +1,236 @@
+"""An engine in a process of its own: `EngineProcess` is how the benchmark sees it, and `main` is what it runs.
+
+The module of the engine is imported in that process alone. It has
+
+    convert(weights: Weights, folder, bits)     writes the model in the engine's own format
+    Engine(request: LoadRequest)                loads it
+    Engine.version
+    Engine.generate(request: TextRequest) -> Answer
+
+The process reads messages from stdin and answers on stdout, one JSON object a line.
+
+    {"do": "convert", "module", "source", "folder", "vocabulary", "bits"}   answered by {}
+    {"do": "load", "module", ...}    the fields of `LoadRequest`             answered by {"version"}
+    {"do": "generate", ...}          the fields of `TextRequest`             answered by {"tokens", "times"}
+
+What fails is answered by {"error"}.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from torch import Tensor
+
+from inputs.files import ROOT
+
+ENGINES = {"OpenVINO": "openvinoGenai", "llama.cpp": "llamaCpp", "CTranslate2": "cTranslate"}  # {name: module}
+FOLDER = ROOT / ".peers"  # what `python -m benchmark.engines.install` installs, and the converted models
+SITE, SERVER = FOLDER / "site", FOLDER / "llama-server"
+WAIT = 1800.0  # seconds for an answer; converting a large model takes minutes
+COMMAND = (sys.executable, "-c", "from benchmark.engines import engineProcess; engineProcess.main()")
+REASON = 200  # characters of a reason
+EMBEDDINGS = ("gpt_neox.embed_in.weight", "embed_out.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What an engine loads: the folders of converted models. draft: None without speculative decoding. context: the
+    tokens of a text, prompt included. alpha: of synthetic acceptance."""
+
+    target: str
+    draft: str | None
+    precision: str
+    threads: int
+    gamma: int
+    context: int
+    alpha: float | None = None
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One text that is asked for. temperature: 0 for greedy decoding. The text never ends early."""
+
+    prompt: list[int]
+    count: int
+    temperature: float
+    top_p: float
+    seed: int
+
+    @property
+    def seed32(self) -> int:
+        """The seed as a number of 32 bits: the engines take no other."""
+        return self.seed % (1 << 32)
+
+
+# The tokens, and [seconds since the call, tokens that came then], as they came.
+Answer = tuple[list[int], list[tuple[float, int]]]
+
+
+class Weights:
+    """The GPT-NeoX model in `folder`, read one weight at a time: `weights[name]` is a float32 array. Rows of the
+    embeddings past `vocabulary` are cut off.
+
+    Raises ValueError for another architecture.
+    """
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if config["model_type"] != "gpt_neox":
+            raise ValueError(f"only GPT-NeoX models are converted, not {config['model_type']}")
+        rope = config["rope_parameters"]
+        self.folder, self.vocabulary, self.config = folder, vocabulary, config
+        self.layers, self.heads, self.hidden = (
+            config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        )
+        self.head = self.hidden // self.heads
+        self.rotary, self.theta = int(rope["partial_rotary_factor"] * self.head), rope["rope_theta"]
+        self.epsilon, self.context = config["layer_norm_eps"], config["max_position_embeddings"]
+        self.files: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = safe_open(path, "pt")
+            self.files |= dict.fromkeys(file.keys(), file)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.stored(name).float().numpy()
+
+    def stored(self, name: str) -> Tensor:
+        """A weight in the type that the file has. It is mapped from the file, not copied."""
+        if name not in self.files and name == "embed_out.weight":
+            name = "lm_head.weight"  # as newer versions of transformers call it
+        weight = self.files[name].get_tensor(name)
+        return weight[: self.vocabulary] if name in EMBEDDINGS else weight
+
+
+class PeerError(Exception):
+    """An engine failed. Its text is one line that says why."""
+
+
+def short_reason(words: str) -> str:
+    """The reason of a failure in one line, not too long."""
+    line = " ".join(words.split())
+    return line if len(line) <= REASON else line[: REASON - 4] + " ..."
+
+
+def last_line(output: str) -> str:
+    """The last line that a program printed: mostly why it ended."""
+    return next((line for line in reversed(output.splitlines()) if line.strip()), "no message")
+
+
+class EngineProcess:
+    """A child process that runs `main`, and makes itself a process group.
+
+    Between two requests the whole group is stopped, so that no thread of an idle engine takes time from the row that is
+    being measured.
+    """
+
+    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        path = os.pathsep.join(filter(None, [str(SITE), str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the child
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            encoding="utf-8",
+            env=environment | {"PYTHONPATH": path},
+            cwd=ROOT,
+        )
+
+    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+        """The answer to a message. Raises PeerError if there is none within WAIT seconds, or if it is an error."""
+        assert self.process.stdin and self.process.stdout
+        self.signal(signal.SIGCONT)
+        try:
+            self.process.stdin.write(json.dumps({"do": do} | fields) + "\n")
+            self.process.stdin.flush()
+            if not select.select([self.process.stdout], [], [], WAIT)[0]:
+                raise PeerError(f"it did not answer within {WAIT:.0f} s")
+            line = self.process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise PeerError(self.last_words())
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PeerError(short_reason(answer["error"]))
+        self.signal(signal.SIGSTOP)
+        return answer
+
+    def last_words(self) -> str:
+        """Why the process ended: the last line that it printed."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        self.errors.seek(0)
+        return short_reason(f"its process ended with exit code {self.process.poll()}: {last_line(self.errors.read())}")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and to all that it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        self.signal(signal.SIGKILL)
+        with suppress(OSError), self.process:  # which closes the pipes, and waits
+            self.process.kill()
+        self.errors.close()
+
+
+class RequestHandler:
+    """Does what messages say, in the process of the engine."""
+
+    engine: Any = None
+
+    def convert(self, module: str, source: str, folder: str, vocabulary: int, bits: int) -> dict[str, Any]:
+        """Convert the model in the folder `source`."""
+        engine_module(module).convert(Weights(Path(source), vocabulary), Path(folder), bits)
+        return {}
+
+    def load(self, module: str, **fields: Any) -> dict[str, Any]:
+        """Load converted models."""
+        self.engine = engine_module(module).Engine(LoadRequest(**fields))
+        return {"version": self.engine.version}
+
+    def generate(self, **fields: Any) -> dict[str, Any]:
+        """Continue a prompt."""
+        tokens, times = self.engine.generate(TextRequest(**fields))
+        return {"tokens": list(map(int, tokens)), "times": times}
+
+
+def engine_module(name: str) -> Any:
+    """An engine's module, imported only where it is used: its library may be missing."""
+    return importlib.import_module(f"benchmark.engines.{name}")
+
+
+def main() -> None:
+    """Answer messages until stdin ends."""
+    os.setpgrp()  # `EngineProcess` stops and ends the whole group.
+    # Engines print to stdout. Answers go to a copy of it, and everything else to stderr.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    handler = RequestHandler()
+    for line in sys.stdin:
+        message = json.loads(line)
+        try:
+            answer = getattr(handler, message.pop("do"))(**message)
+        except Exception as error:  # Whatever an engine raises is the reason why its row is left out.
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()

@@ -1,0 +1,291 @@
+"""`start_peers`: the rows of other engines, ready to be timed: converted, loaded and checked. What fails is a row that
+says why."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Generator
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmark.engines.engineProcess import ENGINES, FOLDER, EngineProcess, LoadRequest, PeerError, short_reason
+from benchmark.engines.textCheck import Figures, Float32Model, TextChecker
+from benchmark.options import Options
+from benchmark.records import PeerLine
+from benchmark.samplers import ALPHAS, SAMPLING, Generated
+from decoding.rows import Record
+from engine.cachedModel import CachedModel
+from inputs.devices import available_memory
+from inputs.files import gigabytes
+from inputs.models import find_model, model_version
+from inputs.progress import followed
+from lossless.evidence import limit_of
+
+MODELS = FOLDER / "models"
+DONE = "done"  # a file in the folder of a converted model that is complete
+SPACE = 1.25  # memory and disk that a model takes, over the bytes of its weights
+WORKING = 2  # bytes for each weight while a model is converted: engines keep what they write, but for 16-bit weights
+BITS = {"float32": 24, "float16": 11, "bfloat16": 8, "int8": 6}  # of precision: 2 ** -BITS is the unit roundoff
+
+StartProcess = Callable[[], EngineProcess]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row: an engine with weights of some precision, with or without a draft model.
+
+    engine: one of ENGINES. precision: in which it computes: one of BITS. stored: bytes of a stored weight, which tell
+    how much memory the row needs. alpha: of synthetic acceptance, for models with random weights.
+    """
+
+    engine: str
+    precision: str
+    stored: int
+    speculative: bool = False
+    alpha: float | None = None
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table. A row with quantised weights says so."""
+        name = f"{self.engine}, {self.precision}" + (" (quantised)" if self.quantised else "")
+        if self.alpha:
+            return f"{name}, synthetic {self.alpha}"
+        return f"{name}, speculative" if self.speculative else name
+
+    @property
+    def module(self) -> str:
+        """The engine's module in this folder."""
+        return ENGINES[self.engine]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether its weights are not those of the target."""
+        return self.precision == "int8"
+
+    @property
+    def unit_roundoff(self) -> float:
+        """The unit roundoff of its precision."""
+        return 2.0 ** -BITS[self.precision]
+
+
+def engine_rows(dtype: str, alpha: float | None = None) -> list[Row]:
+    """All rows, in the order of the table. dtype: of the benchmark's own rows. OpenVINO computes in it; llama.cpp has
+    float16 everywhere, CTranslate2 has no 16-bit type on CPUs.
+
+    alpha: accept guesses by a coin. Only llama.cpp can; the speculative rows of others are left out.
+    """
+    short = "float32" if dtype == "float16" else dtype
+    rows = [
+        Row("OpenVINO", short, 2),
+        Row("OpenVINO", short, 2, speculative=True),
+        Row("OpenVINO", "int8", 1),
+        Row("llama.cpp", "float16", 2),
+        Row("llama.cpp", "float16", 2, speculative=True, alpha=alpha),
+        Row("llama.cpp", "int8", 1),
+        Row("CTranslate2", "float32", 4),
+        Row("CTranslate2", "int8", 1),
+    ]
+    return [row for row in rows if alpha is None or row.alpha or not row.speculative]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to convert: its folder of safetensors, where converted models go, its size.
+
+    folder: a function, because the weights of a model that exists only in memory are written when they are needed.
+    """
+
+    folder: Callable[[], Path]
+    converted: Path
+    parameters: int
+    vocabulary: int
+
+
+class Peer:
+    """A row of another engine. `failed` says why it is left out; None if it is timed."""
+
+    def __init__(self, row: Row, max_len: int) -> None:
+        self.row, self.max_len = row, max_len
+        self.process: EngineProcess | None = None
+        self.failed: str | None = None
+        self.memory = 0.0  # bytes that it takes while it is loaded
+        self.version: str | None = None
+        self.greedy: Figures | None = None
+        self.lossless: Figures | None = None
+
+    def load(
+        self, sources: Mapping[str, Source], gamma: int, context: int, free: float, start_process: StartProcess
+    ) -> None:
+        """Convert and load what the row needs, into at most `free` bytes of memory."""
+        row = self.row
+        roles = ("target", "draft") if row.speculative else ("target",)
+        folders = {role: str(convert(row, sources[role], start_process)) for role in roles}
+        needed = SPACE * row.stored * sum(sources[role].parameters for role in roles)
+        check_free("loading", needed, min(free, available_memory("cpu")), "of memory")
+        threads = torch.get_num_threads()
+        request = LoadRequest(
+            folders["target"], folders.get("draft"), row.precision, threads, gamma, context, row.alpha
+        )
+        self.process = start_process()
+        self.version = self.process.ask("load", module=row.module, **asdict(request))["version"]
+        self.memory = needed
+
+    def ask(self, prompt: list[int], count: int, temperature: float, seed: int) -> Generated:
+        """The text after a prompt, and its record. Raises PeerError if it does not come or has another length."""
+        assert self.process is not None
+        answer = self.process.ask(
+            "generate", prompt=prompt, count=count, temperature=temperature, top_p=SAMPLING.top_p, seed=seed
+        )
+        tokens, record = answer["tokens"], Record()
+        for seconds, new in answer["times"]:
+            if new:
+                record.add(seconds, new, 0, 0)
+        if not len(tokens) == record.tokens == count:
+            raise PeerError(f"it wrote {len(tokens)} tokens, and {count} were asked for")
+        return [tokens], [record]
+
+    def write(self, prompt: list[int], count: int, temperature: float, seed: int) -> list[int]:
+        """The text after a prompt."""
+        (tokens,), _ = self.ask(prompt, count, temperature, seed)
+        return tokens
+
+    def sampler(self, prompt: list[int], generator: Generator) -> Generated:
+        """The function that is timed. If the engine fails, the time is nan, and the row is left out from then on."""
+        if self.failed is None:
+            try:
+                return self.ask(prompt, self.max_len, SAMPLING.temperature, generator.initial_seed())
+            except PeerError as error:
+                self.fail(error)
+        return [[0]], [Record([float("nan")], [1], [0], [0])]
+
+    def fail(self, error: Exception) -> None:
+        """Leave the row out."""
+        self.failed = short_reason(str(error))
+        self.close()
+
+    def close(self) -> None:
+        """End the process of the engine."""
+        if self.process is not None:
+            self.process.close()
+        self.process, self.memory = None, 0.0
+
+    def line(self) -> PeerLine:
+        """What the record says of the row."""
+        row = asdict(self.row) | {"module": self.row.module, "method": self.row.name, "quantised": self.row.quantised}
+        figures = {"failed": self.failed, "greedy": self.greedy, "lossless": self.lossless}
+        return cast(PeerLine, row | {"version": self.version} | figures)
+
+
+def check_free(what: str, needed: float, free: float, where: str) -> None:
+    """Raise PeerError if `what` needs more bytes than are free."""
+    if needed > free:
+        raise PeerError(f"{what} needs about {gigabytes(needed)} {where}, and {gigabytes(free)} are free")
+
+
+def write_once(folder: Path, write: Callable[[Path], object], what: str, disk: float, memory: float = 0.0) -> Path:
+    """A folder that `write` has filled, now or in an earlier run. Raises PeerError if there is too little memory or
+    disk for `what`."""
+    if not (folder / DONE).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        check_free(what, memory, available_memory("cpu"), "of memory")
+        check_free(what, disk, shutil.disk_usage(folder).free, "on the disk")
+        write(folder)
+        (folder / DONE).touch()
+    return folder
+
+
+def convert(row: Row, source: Source, start_process: StartProcess) -> Path:
+    """The folder of a model as the row's engine stores it. Rows that store it alike share it."""
+    bits = 8 * row.stored
+
+    def write(folder: Path) -> None:
+        with closing(start_process()) as process:
+            process.ask(
+                "convert",
+                module=row.module,
+                source=str(source.folder()),
+                folder=str(folder),
+                vocabulary=source.vocabulary,
+                bits=bits,
+            )
+
+    disk, memory = SPACE * row.stored * source.parameters, SPACE * WORKING * source.parameters
+    return write_once(source.converted / f"{row.module}-{bits}", write, "converting", disk, memory)
+
+
+def source_of(options: Options, role: str, model: CachedModel, library: PreTrainedModel) -> Source:
+    """A model of this run, as the engines convert it."""
+    name, size = options.names[role], model.parameters
+    if not options.shapes:
+        folder = find_model(name)
+        converted = MODELS / f"{folder.name}-{model_version(name).replace(':', '-')}"
+        return Source(lambda: folder, converted, size, model.vocabulary)
+    converted = MODELS / f"{name}-random-{str(model.dtype).removeprefix('torch.')}-{options.seed}"
+    disk = SPACE * size * model.dtype.itemsize
+    save = partial(write_once, converted / "source", library.save_pretrained, "writing the weights", disk)
+    return Source(save, converted, size, model.vocabulary)
+
+
+def reference(options: Options, role: str, model: CachedModel, library: PreTrainedModel) -> Float32Model:
+    """A model of this run with the weights that the engines convert: `library` may have rounded them to its dtype."""
+    if not options.shapes:
+        library = AutoModelForCausalLM.from_pretrained(find_model(options.names[role]), dtype="auto").eval()
+    return Float32Model(library, model.vocabulary)
+
+
+def start_peers(
+    options: Options,
+    models: Mapping[str, CachedModel],
+    library: Mapping[str, PreTrainedModel],
+    prompts: Sequence[list[int]],
+    dtype: str,
+    start_process: StartProcess = EngineProcess,
+) -> list[Peer]:
+    """The rows of the engines in `options.peers`, ready or failed."""
+    if not options.peers:
+        return []
+    alpha = ALPHAS[1] if options.shapes else None
+    rows = [row for row in engine_rows(dtype, alpha) if row.engine in options.peers]
+    references = {role: reference(options, role, models[role], library[role]) for role in models}
+    # Models with random weights agree by accident, so nothing is learnt from their speculative text.
+    draft = None if options.shapes else references["draft"]
+    checker = TextChecker(references["target"], draft, limit_of(len(rows)), options.seed)
+    sources = {role: source_of(options, role, models[role], library[role]) for role in models}
+    return prepare_peers(rows, sources, checker, prompts, options.max_len, options.gamma, start_process)
+
+
+def prepare_peers(
+    rows: Sequence[Row],
+    sources: Mapping[str, Source],
+    checker: TextChecker,
+    prompts: Sequence[list[int]],
+    max_len: int,
+    gamma: int,
+    start_process: StartProcess,
+) -> list[Peer]:
+    """The rows, each converted, loaded and checked, or failed."""
+    peers: list[Peer] = []
+    memory = available_memory("cpu")
+    context = max(map(len, prompts)) + max_len + 2 * gamma + 8
+    for row in followed(rows, "other engines", len(rows)):
+        peer = Peer(row, max_len)
+        peers.append(peer)
+        try:
+            # What an engine maps from a file counts as available, and must stay in memory all the same.
+            free = memory - sum(other.memory for other in peers)
+            peer.load(sources, gamma, context, free, start_process)
+            # Synthetic acceptance writes tokens that are not the target's.
+            if not row.alpha:
+                peer.greedy = checker.greedy(peer.write, prompts, row.unit_roundoff)
+                peer.lossless = checker.sampled(peer.write, prompts, row.unit_roundoff)
+        except (PeerError, ValueError, OSError) as error:
+            peer.fail(error)
+    return peers

@@ -1,0 +1,99 @@
+"""`BenchmarkRecord`: what a run of the benchmark writes as JSON, and the lines of measurements in it.
+
+In these lines, `variant` is "eager" or "compiled", `role` is "target" or "draft", and `seconds` has one number a turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from experiments.speed import Interval, TimedText
+
+
+class StepLine(TypedDict):
+    """The times of one step."""
+
+    variant: str
+    seconds: list[float]
+
+
+class ForwardLine(StepLine):
+    """Forwards of `tokens` tokens at once. share: the time to read `bytes` bytes over the time of the forward."""
+
+    role: str
+    tokens: int
+    bytes: int
+    share: list[float]
+
+
+class PartLine(StepLine):
+    """A part of a round: "plain step", "draft step", "scoring", "sampling" or "round"."""
+
+    part: str
+
+
+class PrefillLine(StepLine):
+    """The first token after a prompt of `tokens` tokens."""
+
+    tokens: int
+
+
+class GrowthLine(StepLine):
+    """A token of the target after `context` tokens."""
+
+    context: int
+
+
+class PeerLine(TypedDict):
+    """A row of another engine: the fields of its `Row`, its name, and what its checks showed (engines/textCheck.py)."""
+
+    engine: str
+    module: str
+    precision: str
+    stored: int
+    speculative: bool
+    alpha: float | None
+    method: str
+    quantised: bool
+    version: str | None
+    failed: str | None
+    greedy: dict[str, Any] | None
+    lossless: dict[str, Any] | None
+
+
+class StepRecord(TypedDict):
+    """What the steps of decoding cost. bandwidth: {what was read: bytes per second, one number a turn}."""
+
+    forwards: list[ForwardLine]
+    bandwidth: dict[str, list[float]]
+    parts: list[PartLine]
+    prefill: list[PrefillLine]
+    growth: list[GrowthLine]
+
+
+class BenchmarkRecord(StepRecord):
+    """A run. compile_seconds: of each step of compiling, None where it failed. peak_memory: bytes."""
+
+    time: str
+    command: str
+    flags: dict[str, Any]
+    device: str
+    machine: dict[str, Any]
+    models: dict[str, dict[str, Any]]
+    dtype: str
+    compile_seconds: list[float | None] | None
+    speed: list[TimedText]
+    peers: list[PeerLine]
+    peak_memory: int
+
+
+class Prediction(TypedDict):
+    """What `benchmark.tables.predict` gives: a speed-up with synthetic acceptance, and that of theorem 3.8 with the
+    measured costs of drafting and scoring, c and scoring, in units of a plain step."""
+
+    variant: str
+    alpha: float
+    c: float
+    scoring: float
+    theory: float
+    measured: Interval

@@ -1,0 +1,306 @@
+"""The lines of `results.jsonl`: one type for each kind.
+
+A line is a JSON object, and its field "kind" says what it holds. A run begins with its `RunLine`; each line after it is
+a measurement, and names the run in a field "run", which is added when the line is written. A field that is NotRequired
+is missing in records of earlier versions, or where there is nothing to say. JSON has no nan: it is written as null, and
+read as None.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
+
+from typing_extensions import NotRequired
+
+# The counts of one depth of a round, (reached, tested, overlap, tested, chance, ...), summed over rounds:
+#   reached: rounds in which all guesses before this depth were accepted;
+#   tested, overlap: of these, the rounds with a guess here, and the sum of their overlaps;
+#   tested, chance: in a tree, the same for second children, and so on: the rounds that had one, and the sum of the
+#     probabilities that it is the child accepted.
+# (10, 10, 7.0, 6, 0.9): ten rounds came this far, and each had a guess here. The overlap was 0.7 on average. Six had a
+# second child too, which was accepted with a probability of 0.15 on average.
+Position = Sequence[float]
+Positions = Sequence[Position]
+
+
+class Machine(TypedDict):
+    """The machine and the library versions of a run. threads: that torch computes with."""
+
+    processor: str
+    cores: int | None
+    threads: int
+    system: str
+    python: str
+    torch: str
+    transformers: str
+    numpy: str
+    cuda: str | None
+
+
+class ModelRecord(TypedDict):
+    """A model of a run. version: identifies its weights. device, processor: of a draft that has a device of its own."""
+
+    name: str
+    version: str
+    parameters: int
+    device: NotRequired[str]
+    processor: NotRequired[str]
+
+
+class ProcessRecord(TypedDict):
+    """Where one process of a run computes."""
+
+    host: str
+    device: str
+    processor: str
+
+
+class Origin(TypedDict):
+    """Where measurements come from. flags: {name: value}. models: {role: model}."""
+
+    time: str
+    command: str
+    flags: dict[str, Any]
+    device: str
+    machine: Machine
+    models: dict[str, ModelRecord]
+    processes: NotRequired[list[ProcessRecord]]
+
+
+class RunLine(Origin):
+    """The first line of a run: all that is needed to run it again. run: its name. folder: where it was started."""
+
+    kind: Literal["run"]
+    run: str
+    folder: NotRequired[str]
+
+
+class TimedText(TypedDict):
+    """The figures of one timed text: times in seconds, throughput in tokens per second.
+
+    prompt: its number. report_tpot: the course report's time per token, prefill included. rounds, drafted, accepted: of
+    the text. acceptance_by_position: (tested, accepted) for the guess at each position of a round. input, sha256: the
+    digests of the prompt and of the new tokens.
+    """
+
+    method: str
+    prompt: int
+    repeat: int
+    prompt_tokens: int
+    tokens: int
+    ttft: float
+    tpot: float | None
+    throughput: float
+    report_tpot: float
+    tokens_per_round: float | None
+    seconds: float
+    rounds: int
+    drafted: int
+    accepted: int
+    acceptance_by_position: Sequence[Sequence[int]]
+    input: NotRequired[str]
+    sha256: NotRequired[str]
+
+
+class Conditions(TypedDict):
+    """What the timed texts of one mode have in common. gamma: None if each method has its own."""
+
+    dtype: str
+    promptLen: NotRequired[int]
+    mode: NotRequired[str]
+    maxLen: int
+    gamma: int | None
+    temperature: float
+    top_p: float
+
+
+class SpeedLine(Conditions, TimedText):
+    """One timed text. repeatable: flags and seed fix its tokens."""
+
+    kind: Literal["speed"]
+    repeatable: NotRequired[bool]
+
+
+class Costs(TypedDict):
+    """What theory needs to predict speed. alpha: the mean overlap of p and q where a guess was tested. scoring: the
+    cost of scoring 1, 2, ... tokens, in units of the cost of one."""
+
+    alpha: float | None
+    scoring: list[float]
+    overlap_by_position: NotRequired[Positions]
+
+
+class CostsLine(Conditions, Costs):
+    """The costs measured by --sweep at one temperature."""
+
+    kind: Literal["costs"]
+
+
+class OverlapLine(Conditions):
+    """The overlaps of p and q of a method of --compare, in texts that are not timed. rounds, accepted: of these."""
+
+    kind: Literal["overlap"]
+    method: str
+    overlap_by_position: Positions
+    rounds: NotRequired[int]
+    accepted: NotRequired[int]
+
+
+class DiversityLine(TypedDict):
+    """Texts of a method and how varied they are. each: {figure: value} of each text. input, sha256: the digests of all
+    prompts and of all texts."""
+
+    kind: Literal["diversity"]
+    dtype: str
+    method: str
+    repeatable: NotRequired[bool]
+    input: NotRequired[str]
+    sha256: NotRequired[str]
+    prompts: int
+    texts: int
+    maxLen: int
+    temperature: float
+    top_p: float
+    each: list[dict[str, float]]
+
+
+class TextPerplexityLine(TypedDict):
+    """Perplexities of the texts of a corpus. each, ppl: {role: perplexity} of each text, and their means."""
+
+    kind: Literal["ppl_text"]
+    dtype: str
+    sentenceLimit: int
+    corpus: str
+    texts: int
+    tokens: int
+    input: NotRequired[str]
+    each: list[dict[str, float]]
+    ppl: dict[str, float]
+
+
+class CorpusPerplexityLine(TypedDict):
+    """Perplexities of a whole corpus, read in windows. ppl: {role: {"token", "word" or "byte": perplexity}}."""
+
+    kind: Literal["ppl_corpus"]
+    dtype: str
+    sentenceLimit: int
+    corpus: str
+    tokens: int
+    documents: int
+    input: NotRequired[str]
+    window: int
+    stride: int
+    ppl: dict[str, dict[str, float]]
+
+
+class EvidenceFigures(TypedDict):
+    """The figures of drawn texts that are tested against the target's distributions (`lossless.evidence.Evidence`).
+
+    excluded: tokens that only rounding put outside of top-p or top-k. impossible: tokens with no probability. counts:
+    the histogram of u. p: {test: p-value}. z: of the surprise.
+    """
+
+    texts: int
+    tokens: int
+    excluded: int
+    impossible: int
+    counts: list[int]
+    p: dict[str, float]
+    z: float
+    perplexity: float | None
+    expected_perplexity: float | None
+
+
+class TrialConditions(TypedDict):
+    """What all drawn texts of --lossless have in common. limit: the p-value below which a test rejects a method."""
+
+    temperature: float
+    top_p: float
+    maxLen: int
+    dtype: str
+    limit: float
+
+
+class LosslessLine(TrialConditions, EvidenceFigures):
+    """The tests of the texts that a method drew. seconds: that it took to write and score them."""
+
+    kind: Literal["lossless"]
+    method: str
+    seconds: float
+    repeatable: NotRequired[bool]
+
+
+class MistakeFigures(EvidenceFigures):
+    """The tests of the texts of a sampler with a planted mistake. tokens: those that were needed to notice it. seen_by:
+    the tests that did. shown: the figure shows its histogram."""
+
+    mistake: str
+    what: str
+    seen_by: list[str]
+    shown: bool
+
+
+class PowerLine(TrialConditions, MistakeFigures):
+    """How much text it takes to notice one planted mistake."""
+
+    kind: Literal["power"]
+
+
+class GreedyFigures(TypedDict):
+    """Greedy texts beside those of plain decoding (`lossless.scorer.greedy_figures`). gaps are in logits."""
+
+    texts: int
+    tokens: int
+    differing: int
+    near_ties: int
+    beyond: int
+    largest_gap: float
+    allowed: float
+
+
+class GreedyLine(GreedyFigures):
+    """The greedy texts of a method in one dtype."""
+
+    kind: Literal["greedy"]
+    method: str
+    dtype: str
+    repeatable: NotRequired[bool]
+
+
+class FigureLine(TypedDict):
+    """A figure that was drawn. of: the mode. file: its path in the folder of the results."""
+
+    kind: Literal["figure"]
+    of: str
+    file: str
+
+
+class EndLine(TypedDict):
+    """The last line of a run that was not stopped."""
+
+    kind: Literal["end"]
+
+
+# Any line but the first of a run.
+Line = (
+    SpeedLine
+    | CostsLine
+    | OverlapLine
+    | DiversityLine
+    | TextPerplexityLine
+    | CorpusPerplexityLine
+    | LosslessLine
+    | PowerLine
+    | GreedyLine
+    | FigureLine
+    | EndLine
+)
+Run = tuple[RunLine, list[Line]]  # a run's first line, and its measurements
+Append = Callable[[Line], object]  # writes a line
+
+L = TypeVar("L")
+
+
+def of_kind(lines: Iterable[Line], kind: type[L]) -> list[L]:
+    """The lines of a kind, which is given as its type: `of_kind(lines, SpeedLine)`."""
+    (name,) = get_args(kind.__annotations__["kind"])
+    return [cast(L, line) for line in lines if line["kind"] == name]

@@ -1,0 +1,199 @@
+"""`Translation`: from the tokenizer of a target to that of a draft. It knows which tokens both have, and writes a text
+of the target in the draft's tokens.
+
+Tokens are compared as bytes, not as they are written. A byte-level tokenizer writes each byte as one letter.
+SentencePiece writes a space as U+2581, and most other characters as they are.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import json
+import re
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from utils import UserError
+
+BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write bytes
+FALLBACK = r"<0x([0-9A-F]{2})>"  # as SentencePiece writes a byte that is in no other token
+SPACE = "\u2581"  # as SentencePiece writes a space
+TAIL = 32  # At least this many tokens at the end of a growing text are encoded again.
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
+    """The bytes of each token; None for a special token, which stands for no text.
+
+    Raises UserError if the tokenizer of the model `name` writes its tokens in an unknown way.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    kinds = decoder_kinds(json.loads(backend.to_str())["decoder"]) if backend is not None else set()
+    if not kinds & {"ByteLevel", "Metaspace", SPACE}:
+        raise UserError(
+            f"the tokenizer of {name} is neither byte-level nor in the manner of SentencePiece, so the bytes of its "
+            "tokens are not known; name two models that share one tokenizer"
+        )
+    contents: list[bytes | None] = [None] * len(tokenizer)
+    for token, index in tokenizer.get_vocab().items():
+        if index < len(contents):
+            fallback = re.fullmatch(FALLBACK, token) if "ByteFallback" in kinds else None
+            if fallback:
+                contents[index] = bytes([int(fallback[1], 16)])
+            elif "ByteLevel" in kinds:
+                is_spelled = BYTE_OF.keys() >= set(token)
+                contents[index] = bytes(BYTE_OF[letter] for letter in token) if is_spelled else token.encode()
+            else:
+                contents[index] = token.replace(SPACE, " ").encode()
+    for index, added in tokenizer.added_tokens_decoder.items():  # They are written as they are.
+        if index < len(contents):
+            contents[index] = None if added.special else added.content.encode()
+    return contents
+
+
+def decoder_kinds(decoder: object) -> set[str]:
+    """The types of a decoder's parts, as tokenizer.json names them. A part that replaces `SPACE` counts as SPACE."""
+    if not isinstance(decoder, dict):
+        return set()
+    kinds = {str(decoder["type"])}.union(*map(decoder_kinds, decoder.get("decoders", ())))
+    return kinds | {SPACE} if decoder.get("pattern") == {"String": SPACE} else kinds
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """{name: id} of the special tokens. The end of text has the same name for all tokenizers."""
+    ids = {
+        added.content: index
+        for index, added in tokenizer.added_tokens_decoder.items()
+        if added.special and index < len(tokenizer)
+    }
+    return ids if tokenizer.eos_token_id is None else ids | {"end of text": tokenizer.eos_token_id}
+
+
+def ids_by_bytes(contents: Sequence[bytes | None]) -> dict[bytes, int]:
+    """{bytes: id}. Of tokens with the same bytes the last is taken: SentencePiece has its single bytes first, and
+    writes a letter by the ordinary token."""
+    return {content: index for index, content in enumerate(contents) if content}
+
+
+def ids_in_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts before every text, such as a beginning of text."""
+    whole, text = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+    return next(whole[:i] for i in range(len(whole) + 1) if whole[i : i + len(text)] == text)
+
+
+def adds_space(tokenizer: PreTrainedTokenizerBase, contents: Sequence[bytes | None]) -> bool:
+    """Whether the tokenizer puts a space before every text, as SentencePiece does."""
+    ids = tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids
+    return b"".join(contents[i] or b"" for i in ids).startswith(b" ")
+
+
+class Translation:
+    """From the tokenizer of a target to that of a draft.
+
+    target, draft: int64 `[N]`, the ids of the tokens that both have, in the same order. vocabulary: the target's
+    number of tokens. tokenizer: the draft's. names: of the two models, for messages. contents: the bytes of each of the
+    target's tokens, for a special token those of its name. special: {the target's id: the draft's} of special tokens.
+    Raises UserError if they have no token in common, or if the bytes of their tokens are not known.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedTokenizerBase,
+        draft: PreTrainedTokenizerBase,
+        names: tuple[str, str] = ("target", "draft"),
+    ) -> None:
+        self.names, self.vocabulary, self.tokenizer = names, len(target), draft
+        contents, draft_contents = token_bytes(target, names[0]), token_bytes(draft, names[1])
+        target_ids, draft_ids = ids_by_bytes(contents), ids_by_bytes(draft_contents)
+        pairs = {target_ids[content]: draft_ids[content] for content in target_ids if content in draft_ids}
+        if not pairs:
+            raise UserError(f"the tokenizers of {names[0]} and {names[1]} have no token in common; name another draft")
+        target_special, draft_special = special_tokens(target), special_tokens(draft)
+        self.special = {target_special[name]: draft_special[name] for name in target_special if name in draft_special}
+        partners: dict[int, int] = {}  # Two special tokens of the target may stand for one of the draft's.
+        for target_id, draft_id in self.special.items():
+            partners.setdefault(draft_id, target_id)
+        pairs |= {target_id: draft_id for draft_id, target_id in partners.items()}
+        self.target, self.draft = (torch.tensor(ids) for ids in zip(*sorted(pairs.items())))
+        names_of_special = {index: added.content.encode() for index, added in target.added_tokens_decoder.items()}
+        self.contents = [content or names_of_special.get(index, b"") for index, content in enumerate(contents)]
+        self.single_bytes = {content[0]: index for content, index in draft_ids.items() if len(content) == 1}
+        self.target_front, self.draft_front = ids_in_front(target), ids_in_front(draft)
+        # A space that the target's tokenizer puts before every text is taken off. The draft's adds its own.
+        self.target_adds_space, self.draft_adds_space = adds_space(target, contents), adds_space(draft, draft_contents)
+
+    @property
+    def share(self) -> float:
+        """The share of the target's vocabulary that the draft has too."""
+        return len(self.target) / self.vocabulary
+
+    def coverage(self, texts: Sequence[Sequence[int]]) -> float:
+        """The share of the tokens of some texts that the draft has too: about the most that can be accepted."""
+        common, tokens = set(self.target.tolist()), [token for text in texts for token in text]
+        return sum(token in common for token in tokens) / max(1, len(tokens))
+
+    def row(self, tokens: Sequence[int]) -> list[int]:
+        """A text of the target in the draft's tokens, as the draft's tokenizer writes it. Never empty."""
+        return self.encode(tokens) or [int(self.draft[0])]
+
+    def encode(self, tokens: Sequence[int], is_start: bool = True) -> list[int]:
+        """The draft's tokens of a text, or of what follows a word (is_start False)."""
+        ids: list[int] = []
+        if is_start:
+            ids += self.draft_front
+            if list(tokens[: len(self.target_front)]) == self.target_front:
+                tokens = tokens[len(self.target_front) :]
+        drops_space = self.target_adds_space if is_start else self.draft_adds_space
+        for is_special, run in itertools.groupby(tokens, self.special.__contains__):
+            if is_special:
+                ids += [self.special[token] for token in run]
+                continue
+            content = b"".join(self.contents[token] for token in run)
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            text = decoder.decode(content.removeprefix(b" ") if drops_space else content)
+            if text:
+                ids += self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            # The beginning of a character whose other bytes are not written yet.
+            ids += [self.single_bytes[byte] for byte in decoder.getstate()[0] if byte in self.single_bytes]
+            drops_space = False
+        return ids
+
+    def growing(self) -> GrowingText:
+        """For one text that grows."""
+        return GrowingText(self)
+
+
+class GrowingText:
+    """A text of the target that grows, in the draft's tokens. It gives what `Translation.row` gives, but encodes only
+    the last words again.
+
+    fixed: the target's tokens at the beginning of the text that are not encoded again. encoded: the draft's for them.
+    """
+
+    def __init__(self, translation: Translation) -> None:
+        self.translation = translation
+        self.fixed: list[int] = []
+        self.encoded: list[int] = []
+
+    def row(self, tokens: Sequence[int]) -> list[int]:
+        """The text `tokens` in the draft's tokens. It need not go on from the text before."""
+        encode = self.translation.encode
+        if list(tokens[: len(self.fixed)]) != self.fixed:
+            self.fixed, self.encoded = [], []
+        rest = tokens[len(self.fixed) :]
+        if len(rest) > 2 * TAIL:
+            cuts = (i for i in range(len(rest) - TAIL, 0, -1) if self.begins_word(rest[i], rest[i - 1]))
+            cut = next(cuts, 0)
+            if cut:
+                self.encoded = self.encoded + encode(rest[:cut], not self.fixed)
+                self.fixed, rest = self.fixed + list(rest[:cut]), rest[cut:]
+        return self.encoded + encode(rest, not self.fixed) or self.translation.row(tokens)
+
+    def begins_word(self, token: int, before: int) -> bool:
+        """Whether a token is one space and a letter or more: every tokenizer begins a token there. After another space
+        that is not sure, because a tokenizer may join spaces and leave none to the word."""
+        content, previous = self.translation.contents[token], self.translation.contents[before]
+        return content[:1] == b" " and content[1:2].isalpha() and not previous.endswith(b" ")
