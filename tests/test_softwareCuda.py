@@ -14,7 +14,6 @@ import pytest
 import softwareCuda
 import torch
 from helpers import FULL
-from methods.selection import plan_graphs
 
 import PPL
 import specSampling as loop
