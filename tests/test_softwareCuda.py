@@ -18,7 +18,7 @@ from helpers import FULL
 import PPL
 import specSampling as loop
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn
+from benchmark import stepTimes
 from decoding import model as steps
 from decoding.rows import Rows
 from decoding.verification import RULES as VERIFICATIONS
@@ -467,9 +467,9 @@ def test_every_mode_runs(on_device, tmp_path, command):
 
 @pytest.mark.skipif(not FULL, reason="FULL=1: a minute")
 def test_the_benchmark_runs(gpu, pair_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(inTurn, "TURNS", (1, 1))
-    monkeypatch.setattr(forwards, "LARGE", 1 << 20)
-    monkeypatch.setattr(forwards, "CONTEXTS", (64, 128))
+    monkeypatch.setattr(stepTimes, "TURNS", (1, 1))
+    monkeypatch.setattr(stepTimes, "LARGE", 1 << 20)
+    monkeypatch.setattr(stepTimes, "CONTEXTS", (64, 128))
     flags = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--out", tmp_path]
     flags += ["--maxLen", 6, "--prompts", 1, "--repeats", 1, "--dtype", "float32", "--device", "cuda"]
     assert benchmark.main([str(flag) for flag in flags]) == 0
