@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Generator, Tensor
 
+from decoding.rows import upload
 from decoding.trees.guesses import siblings
 from decoding.trees.tree import Places, Tree, columns, seen_after_nodes
 from utils import Sampling, pick, probabilities, seen_after
@@ -92,11 +93,12 @@ class Model(ABC):
 
         Shorter prompts are padded at the right. The padding is stale from the start: later tokens overwrite it.
         """
-        prompt, lengths = rows.prompt.to(self.device), torch.tensor(rows.prompt_lengths)
+        prompt, lengths = rows.prompt.to(self.device), sorted(set(rows.prompt_lengths))
         self.reserve(len(prompt), rows.capacity + rows.spare)
-        ends, which = (x.to(self.device) for x in lengths.unique(return_inverse=True))
+        ends = upload([length - 1 for length in lengths], self.device)
+        which = upload([lengths.index(length) for length in rows.prompt_lengths], self.device)
         positions = torch.arange(prompt.shape[1], device=self.device).expand_as(prompt)
-        logits = self.forward(prompt, positions, keep=ends - 1)
+        logits = self.forward(prompt, positions, keep=ends)
         return logits.gather(1, which[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
 
     def first_token(self, rows: Rows, sampling: Sampling, generator: Generator | None = None) -> None:

@@ -71,13 +71,14 @@ def test_draws_have_graphs_of_their_own():
 
 
 def test_long_draws_are_cut_and_all_read_as_many_tokens():
+    """The fewest that were asked for, but no fewer than a draft reads."""
     model, tree = without_gpu(), Tree.of("2,1")
     asked = {Draw(1, 2, 10), Draw(1, 3, 13), Draw(2, 1, 6), Growth(1, 1, tree)}
-    wanted = {Draw(1, 3, 4), Draw(1, 3, 6), Draw(1, 3, 1), Draw(2, 1, 6), Growth(1, 3, tree)}
+    wanted = {Draw(1, 2, 4), Draw(1, 2, 6), Draw(1, 2, 1), Draw(2, 1, 6), Growth(1, 2, tree)}
     made = model.add(asked)
     assert set(made) == model.shapes == wanted and len(made) == len(wanted)
-    assert model.reads == {1: 3, 2: 1} and model.counts == {1: [1, 4, 6], 2: [6]}
-    assert model.has(Growth(1, 2, tree)) and not model.has(Growth(1, 4, tree)) and not model.has(Growth(2, 1, tree))
+    assert model.reads == {1: 2, 2: 1} and model.counts == {1: [1, 4, 6], 2: [6]}
+    assert model.has(Growth(1, 2, tree)) and not model.has(Growth(1, 3, tree)) and not model.has(Growth(2, 1, tree))
 
 
 def test_a_whole_round_has_a_graph_only_where_it_gains_something(monkeypatch):
@@ -171,8 +172,11 @@ def test_a_rehearsal_asks_for_few_of_many_lengths():
     _, asked = rehearsed("lookup", kind=Fusing)
     assert asked["target"] == PLAIN | widths(FEW) and not asked["draft"]
     models, asked = rehearsed("lookupFirst", kind=Fusing)
-    assert asked["target"] == PLAIN | widths([1, 2, 3, 4]) | {Round(1, models["draft"], 4)}
-    assert asked["draft"] == {Prompt(1), *(Draw(1, 2, count) for count in (1, 2, 3, 4))}
+    assert asked["target"] == PLAIN | widths([4]) | {Round(1, models["draft"], 4)}  # Four columns cost as much as one.
+    assert asked["draft"] == {Prompt(1), Draw(1, 2, 4)}
+    models, asked = rehearsed("lookupFirst", Decoding(gamma=6), kind=Fusing)
+    assert asked["target"] == PLAIN | widths([1, 2, 3, 4, 6]) | {Round(1, models["draft"], 6)}
+    assert asked["draft"] == {Prompt(1), *(Draw(1, 2, count) for count in (1, 2, 3, 4, 6))}
 
 
 def test_a_rehearsal_of_a_cascade():
@@ -237,11 +241,11 @@ def test_inside_a_rehearsal_and_a_capture_steps_are_computed_as_they_are():
 
 
 def test_a_draft_of_two_methods_reads_for_both(monkeypatch):
-    """A cascade's draft reads one token more than others, and whole rounds are still one graph."""
+    """A cascade's draft asks to read one token more than others, and whole rounds are still one graph."""
     models = {role: without_gpu(seed, Fusing) for seed, role in enumerate(("target", "draft", "mid"))}
     samplers = build(["fixed", "cascade"], models, Decoding(gamma=3, gamma1=2, gamma2=3))
     compile_samplers(samplers.values(), models.values(), PROMPT, GREEDY)
-    assert models["draft"].reads == {1: 3}
+    assert models["draft"].reads == {1: 2}
     steps, run = [], models["target"].run
     monkeypatch.setattr(models["target"], "run", lambda step, *inputs: steps.append(step) or run(step, *inputs))
     text = samplers["fixed"]([PROMPT], max_len=30, sampling=GREEDY)[0]

@@ -57,10 +57,8 @@ def test_recorded_forwards_are_the_same_without_a_gpu(rule):
 
 def test_a_cascades_inner_target_is_recorded_too():
     """It has tokens to read that nobody judges: as many as it is behind."""
-    target, mid = (
-        captured(helpers.tiny(), Block(1, 4)),
-        captured(near(helpers.tiny(), noise=0.1), Block(1, 2), Block(1, 4)),
-    )
+    target = captured(helpers.tiny(), Block(1, 4))
+    mid = captured(near(helpers.tiny(), noise=0.1), Block(1, 2), Block(1, 4))
     drafter = CascadeDrafter(mid, ModelDrafter(near(helpers.tiny(), noise=0.2)), Fixed(2))
     for prompt in PROMPTS:
         wanted = regrSampling([prompt], helpers.tiny(), 40, GREEDY)[0]

@@ -14,20 +14,22 @@ import pytest
 import softwareCuda
 import torch
 from helpers import FULL
-from methods.selection import plan_graphs
 
 import PPL
 import specSampling as loop
 from benchmark import __main__ as benchmark
-from benchmark import forwards, inTurn
-from decoding import drawing
+from benchmark import stepTimes
+from decoding import model as steps
 from decoding.rows import Rows
 from decoding.verification import RULES as VERIFICATIONS
-from engine import cudaGraphs
+from engine import cudaModel
 from engine.cachedModel import CachedModel
-from engine.compiling import compile_all
+from engine.compiledModel import CompiledModel
+from engine.compiling import compiled
+from engine.cudaModel import CudaModel
 from methods.catalogue import METHODS, build
 from methods.contrastive import Contrast
+from methods.rehearsal import compile_samplers
 from methods.samplers import Decoding
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling
@@ -62,13 +64,18 @@ def models(device, vocabulary=MANY):
     return made
 
 
-def on_gpu(engine, name, rows=2, penalised=False, vocabulary=MANY):
-    """The models on the software device, recorded as `--compile` does for this method, or not."""
-    made = models("cuda", vocabulary)
-    if engine == "recorded":
-        plans, rounds = plan_graphs([name], DECODING, penalised, False)
-        assert None not in compile_all(made, plans, rounds, rows)
+def recorded(name, made, rows=2, sampling=GREEDY, vocabulary=MANY):
+    """The models, those on GPUs recorded as `--compile` does for this method."""
+    made = {role: model if model.device.type == "cpu" else compiled(model) for role, model in made.items()}
+    samplers = build([name], made, DECODING).values()
+    assert compile_samplers(samplers, made.values(), range(vocabulary), sampling, rows) is not None
     return made
+
+
+def on_gpu(engine, name, rows=2, sampling=GREEDY, vocabulary=MANY):
+    """The models on the software device, recorded or not."""
+    made = models("cuda", vocabulary)
+    return recorded(name, made, rows, sampling, vocabulary) if engine == "recorded" else made
 
 
 def sampler(name, made, decoding=DECODING):
@@ -95,14 +102,14 @@ def test_greedy_texts_are_those_of_the_cpu(gpu, name, engine):
     """Ragged batches, a second text in the same cache, a longer cache, and a repetition penalty."""
     cpu = models("cpu")
     for sampling in (GREEDY, PENALISED):
-        made = on_gpu(engine, name, penalised=sampling is PENALISED)
+        made = on_gpu(engine, name, sampling=sampling)
         write, wanted = sampler(name, made), sampler(name, cpu)
         for prompts, length in TEXTS if sampling is GREEDY or FULL else TEXTS[:1]:
-            texts = write(prompts, length, sampling)[0]
-            assert texts == wanted(prompts, length, sampling)[0]
+            texts = write(prompts, max_len=length, sampling=sampling)[0]
+            assert texts == wanted(prompts, max_len=length, sampling=sampling)[0]
             if METHODS[name].lossless:
                 assert texts == regrSampling(prompts, cpu["target"], length, sampling)[0]
-        replayed = [model.graphs.used for model in made.values() if model.graphs]
+        replayed = [model.used for model in made.values() if isinstance(model, CompiledModel)]
         assert (engine == "recorded") == bool(sum(replayed))
 
 
@@ -111,7 +118,7 @@ def test_drawn_texts_have_the_right_distribution(gpu, name, engine):
     made, prompt, length = on_gpu(engine, name, DRAWS, vocabulary=FEW), [1, 2, 3], 3
     decoding = Decoding(gamma=2, gamma1=1, gamma2=2, contrastive_temperature=1.0)
     generator = torch.Generator("cuda").manual_seed(0)
-    texts, _ = sampler(name, made, decoding)([prompt] * DRAWS, length, FREE, None, generator)
+    texts, _ = sampler(name, made, decoding)([prompt] * DRAWS, max_len=length, sampling=FREE, generator=generator)
     cpu = models("cpu", FEW)
     source = cpu["target"] if METHODS[name].lossless else cpu.get(name, Contrast(cpu["target"], cpu["draft"]))
     joint = helpers.joint_distribution(source, prompt, length, FREE)
@@ -133,18 +140,22 @@ def test_a_round_has_one_host_sync(gpu, name, engine, monkeypatch):
 
     monkeypatch.setattr(loop, "advance", counted)
     write = sampler(name, made, replace(DECODING, gamma=7) if name == "draftConfidence" else DECODING)
-    drawn = []
-    draw_by = drawing.draw_by
-    monkeypatch.setattr(drawing, "draw_by", lambda u, *given: drawn.append(len(u)) or draw_by(u, *given))
+    drawn, draw = [], made["draft"].draw
+
+    def counted_draw(tokens, positions, u, *rest):
+        drawn.append(len(u))
+        return draw(tokens, positions, u, *rest)
+
+    monkeypatch.setattr(made["draft"], "draw", counted_draw)
     for prompts in FIRST, SECOND, SECOND:  # The first two make the captures, which synchronise.
         rounds.clear()
         drawn.clear()
         gpu.forget()
-        _, records = write(prompts, 12, GREEDY)
+        _, records = write(prompts, max_len=12, sampling=GREEDY)
     count = rounds["all"] or max(len(record.times) for record in records) - 1
     places = Counter(place.split(":")[0] for _, place in gpu.syncs)
     assert places.pop("decoding/rows.py") == count + 1
-    asked = places.pop("decoding/drawing.py", 0)
+    asked = places.pop("methods/drafters.py", 0)
     assert asked <= sum(drawn) / 2 and (asked > 0) == (name == "draftConfidence") and not places
     assert {what for what, _ in gpu.syncs} <= {"copy to the host", "_local_scalar_dense"}
     ended = 2  # Rows end, and their state is copied; ragged guesses are, too.
@@ -163,14 +174,13 @@ def test_a_draft_on_a_device_of_its_own_writes_the_same(gpu, name, engine, devic
     for sampling in (PENALISED, GREEDY) if FULL or name == "fixed" else (GREEDY,):
         made = on_gpu("eager", name) | {"draft": models(device)["draft"]}
         if engine == "recorded" and device != "cpu":
-            plans, guesses = plan_graphs([name], DECODING, sampling is PENALISED, False)
-            assert None not in compile_all(made, plans, guesses, 2)
-        texts = sampler(name, made)(FIRST, 10, sampling)[0]
-        assert texts == sampler(name, cpu)(FIRST, 10, sampling)[0]
+            made = recorded(name, made, sampling=sampling)
+        texts = sampler(name, made)(FIRST, max_len=10, sampling=sampling)[0]
+        assert texts == sampler(name, cpu)(FIRST, max_len=10, sampling=sampling)[0]
     for _ in range(2):  # The first text makes the captures, which synchronise.
         gpu.forget()
         generator = torch.Generator("cuda").manual_seed(0)  # It draws for both devices.
-        _, records = sampler(name, made)(FIRST, 10, FREE, None, generator)
+        _, records = sampler(name, made)(FIRST, max_len=10, sampling=FREE, generator=generator)
     if (name, device) == ("fixed", "cuda:1"):
         assert len(gpu.syncs) == max(len(record.times) for record in records)
 
@@ -183,15 +193,21 @@ def test_perplexity_with_a_draft_on_a_device_of_its_own(gpu):
 
 
 def test_prompts_of_one_length_are_read_by_a_graph(gpu, monkeypatch):
-    """In chunks: two whole ones, of one and a part, of a part. The first prompt allocates the cache."""
-    monkeypatch.setattr(cudaGraphs, "CHUNK", 3)
+    """In chunks: two whole ones, of one and a part, of a part. No forward is eager."""
+    monkeypatch.setattr(CudaModel, "chunk", 3)
     made, cpu = on_gpu("recorded", "fixed", 1), models("cpu")
+    eager, forward = [], CachedModel.forward
+
+    def counted(self, tokens, *rest, **options):
+        if self.device.type == "cuda" and not self.inside:
+            eager.append(tokens.shape)
+        return forward(self, tokens, *rest, **options)
+
+    monkeypatch.setattr(CachedModel, "forward", counted)
     for prompt in FIRST[0] + [7], FIRST[0] + [7], FIRST[0], FIRST[1]:
-        forwards = [model.forwards for model in made.values()]
-        text = sampler("fixed", made)([prompt], 18 - len(prompt), GREEDY)[0]
+        text = sampler("fixed", made)([prompt], max_len=18 - len(prompt), sampling=GREEDY)[0]
         assert text == regrSampling([prompt], cpu["target"], 18 - len(prompt), GREEDY)[0]
-        eager = [model.forwards - before for model, before in zip(made.values(), forwards)]
-        assert sum(eager) == 0 or max(forwards) == 0
+        assert eager == []
 
 
 # Planted mistakes. Each of them works on a CPU.
@@ -199,7 +215,7 @@ def test_prompts_of_one_length_are_read_by_a_graph(gpu, monkeypatch):
 
 def text_of(name="fixed", engine="recorded"):
     write = sampler(name, on_gpu(engine, name))
-    return [write(prompts, 10, GREEDY)[0] for prompts in (FIRST, SECOND)]
+    return [write(prompts, max_len=10, sampling=GREEDY)[0] for prompts in (FIRST, SECOND)]
 
 
 def right():
@@ -213,40 +229,42 @@ def test_a_tensor_left_on_the_cpu_is_caught(gpu, monkeypatch):
 
 
 def test_a_sync_inside_a_capture_is_caught(gpu, monkeypatch):
-    pick = cudaGraphs.pick
+    pick = steps.pick
 
     def waiting(probs, u):
         assert probs.sum().item() > 0
         return pick(probs, u)
 
-    monkeypatch.setattr(cudaGraphs, "pick", waiting)
+    monkeypatch.setattr(steps, "pick", waiting)
     with pytest.raises(RuntimeError, match="capturing .*test_softwareCuda.py"):
         text_of()
 
 
 def test_a_value_baked_into_a_recording_is_caught(gpu, monkeypatch):
     """Where the first text's tokens went is where all go: a replay must read the positions again."""
-    logits, kept = cudaGraphs.CudaGraphs.logits, {}
+    forward, kept = CachedModel.forward, {}
 
-    def baked(self, tokens, positions, cache, *rest):
+    def baked(self, tokens, positions, *rest, **options):
+        if self.device.type == "cpu" or not self.inside or self.asked is not None:
+            return forward(self, tokens, positions, *rest, **options)
         with contextlib.nullcontext() if softwareCuda.MACHINE.recording else torch.inference_mode():
-            first = kept.setdefault((id(self), positions.shape, id(cache)), positions.clone())
-        return logits(self, tokens, first, cache, *rest)
+            first = kept.setdefault((id(self), positions.shape, id(self.cache)), positions.clone())
+        return forward(self, tokens, first, *rest, **options)
 
     assert text_of() == right()
-    monkeypatch.setattr(cudaGraphs.CudaGraphs, "logits", baked)
-    assert text_of() != right()
+    monkeypatch.setattr(CachedModel, "forward", baked)
+    assert text_of() != right() and kept
 
 
 def test_a_result_that_is_not_computed_again_is_caught(gpu, monkeypatch):
     """Nothing is replayed: what the capture left are nan and -1."""
-    capture = cudaGraphs.capture
+    capture = cudaModel.capture
 
     def once(inputs, work):
         own, again, results = capture(inputs, work)
         return own, lambda: None, results
 
-    monkeypatch.setattr(cudaGraphs, "capture", once)
+    monkeypatch.setattr(cudaModel, "capture", once)
     with pytest.raises(Exception, match="not finite|index|range"):
         assert text_of() == right(), "a text that is not finite"
 
@@ -261,7 +279,7 @@ def test_a_wait_in_every_round_is_counted(gpu, monkeypatch):
     monkeypatch.setattr(Rows, "commit", slow)
     with pytest.raises(AssertionError):
         write = sampler("fixed", on_gpu("eager", "fixed"))
-        _, records = write(FIRST, 10, GREEDY)
+        _, records = write(FIRST, max_len=10, sampling=GREEDY)
         assert len(gpu.syncs) == max(len(record.times) for record in records)
 
 
@@ -449,9 +467,9 @@ def test_every_mode_runs(on_device, tmp_path, command):
 
 @pytest.mark.skipif(not FULL, reason="FULL=1: a minute")
 def test_the_benchmark_runs(gpu, pair_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(inTurn, "TURNS", (1, 1))
-    monkeypatch.setattr(forwards, "LARGE", 1 << 20)
-    monkeypatch.setattr(forwards, "CONTEXTS", (64, 128))
+    monkeypatch.setattr(stepTimes, "TURNS", (1, 1))
+    monkeypatch.setattr(stepTimes, "LARGE", 1 << 20)
+    monkeypatch.setattr(stepTimes, "CONTEXTS", (64, 128))
     flags = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--out", tmp_path]
     flags += ["--maxLen", 6, "--prompts", 1, "--repeats", 1, "--dtype", "float32", "--device", "cuda"]
     assert benchmark.main([str(flag) for flag in flags]) == 0
@@ -494,7 +512,8 @@ FILTERED = Sampling(0.9, 4, 0.8)  # It selects and sorts.
 def test_mps_writes_the_texts_of_the_cpu(apple, name):
     """Greedy texts; with a repetition penalty, too."""
     for sampling in GREEDY, PENALISED:
-        texts, wanted = (sampler(name, models(device))(FIRST, 10, sampling)[0] for device in ("mps", "cpu"))
+        samplers = (sampler(name, models(device)) for device in ("mps", "cpu"))
+        texts, wanted = (write(FIRST, max_len=10, sampling=sampling)[0] for write in samplers)
         assert texts == wanted
 
 
@@ -503,7 +522,7 @@ def test_texts_drawn_on_mps_have_the_right_distribution(apple, name):
     made, prompt, length = models("mps", FEW), [1, 2, 3], 3
     decoding = Decoding(gamma=2, gamma1=1, gamma2=2, contrastive_temperature=1.0)
     generator = torch.Generator("mps").manual_seed(0)
-    texts, _ = sampler(name, made, decoding)([prompt] * DRAWS, length, FILTERED, None, generator)
+    texts, _ = sampler(name, made, decoding)([prompt] * DRAWS, max_len=length, sampling=FILTERED, generator=generator)
     cpu = models("cpu", FEW)
     source = cpu["target"] if METHODS[name].lossless else cpu.get(name, Contrast(cpu["target"], cpu["draft"]))
     shape = FREE if METHODS[name].contrasts else FILTERED  # Contrastive decoding ignores the filters.
@@ -538,9 +557,9 @@ def test_float64_on_mps_is_caught(apple, monkeypatch):
     """Planted: verification in float64, which works on a CPU and on CUDA."""
     rule = loop.token_rule
     monkeypatch.setitem(VERIFICATIONS, "token", lambda p, q, drafts, u: rule(p.double(), q.double(), drafts, u))
-    assert sampler("fixed", models("cpu"))(FIRST, 10, GREEDY)[0] == right()[0]
+    assert sampler("fixed", models("cpu"))(FIRST, max_len=10, sampling=GREEDY)[0] == right()[0]
     with pytest.raises(TypeError, match="float64"):
-        sampler("fixed", models("mps"))(FIRST, 10, GREEDY)
+        sampler("fixed", models("mps"))(FIRST, max_len=10, sampling=GREEDY)
 
 
 MPS_COMMANDS = {
