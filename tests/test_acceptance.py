@@ -11,7 +11,7 @@ from test_specSampling import PROMPTS, near
 from decoding.lengthRules import DraftConfidence
 from decoding.rows import Record
 from decoding.trees.rules import TREE_RULES
-from decoding.trees.shapes import FixedTree
+from decoding.trees.shapes import TreeChoice
 from decoding.trees.shapes import expected as tokens_of
 from decoding.trees.tree import Tree
 from decoding.verification import token_rule
@@ -117,13 +117,12 @@ def test_the_share_of_each_sibling_is_what_it_adds_on_average():
     assert found[0] == pytest.approx(float(theory.overlap(p, q)))
 
 
-class InTurn(FixedTree):
+class InTurn(TreeChoice):
     """Plain decoding, a chain and a tree in turn."""
 
     shapes = None, Tree.chain(2), Tree.of("3,1")
 
     def __init__(self):
-        super().__init__(self.shapes[-1])
         self.rounds = 0
 
     def tree(self):

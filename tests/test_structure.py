@@ -133,6 +133,7 @@ TESTED_WITH = {  # {module: the tests that prove it}, where these have another n
     "tree": "trees",
     "guesses": "treeDrawing",
     "shapes": "treeShapes",
+    "rules": "treeVerification",
     "steps": "compiledModel",
     "compiling": "cpuModel",
     "loader": "kernels",
