@@ -88,3 +88,34 @@ class Drafter(ABC):
     ) -> Guesses:
         """At most `gamma` guesses for each row, and the distributions that each was really drawn from. `length` may
         stop a row's guessing early."""
+
+
+class WrappedDrafter(Drafter):
+    """The guesses of another drafter, which a subclass may look at or change in `changed`.
+
+    sampling: what the other drafter is told; None: what this one is told.
+    """
+
+    def __init__(self, drafter: Drafter, sampling: Sampling | None = None) -> None:
+        self.drafter, self.sampling = drafter, sampling
+        self.models, self.varies = drafter.models, drafter.varies
+
+    def begin(self, rows: Rows) -> None:
+        self.drafter.begin(rows)
+
+    def rewind(self, count: int) -> None:
+        self.drafter.rewind(count)
+
+    def draft(
+        self,
+        rows: Rows,
+        gamma: int,
+        sampling: Sampling,
+        generator: Generator | None = None,
+        length: LengthRule | None = None,
+    ) -> Guesses:
+        return self.changed(self.drafter.draft(rows, gamma, self.sampling or sampling, generator, length), rows, gamma)
+
+    @abstractmethod
+    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
+        """What a round is given for these guesses, of which it asked for `gamma`."""

@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from decoding.drafter import Guesses
+from decoding.drafter import Guesses, WrappedDrafter
 from decoding.model import Model
-from decoding.rows import Record
+from decoding.rows import Record, Rows
 from decoding.trees.guesses import TreeGuesses
 from decoding.trees.rules import after_child
 from decoding.trees.shapes import Acceptance
 from experiments import theory
 from experiments.lines import Positions
 from methods.samplers import Sampler, Wrap
+from methods.treeSampling import TreeDrafter
 from utils import Sampling, probabilities, seen_after
 
 
@@ -31,27 +32,21 @@ class RoundGuesses(NamedTuple):
     children: Sequence[Sequence[int]]
 
 
-class RecordingDrafter:
+class OverlapDrafter(WrappedDrafter):
     """A drafter that keeps all guesses of another one for row 0."""
 
-    def __init__(self, drafter: Any) -> None:
-        self.drafter, self.models, self.rewind = drafter, drafter.models, drafter.rewind
-
-    def begin(self, *args: Any) -> None:
-        """As of the other drafter."""
+    def begin(self, rows: Rows) -> None:
         self.rounds: list[RoundGuesses] = []
-        self.drafter.begin(*args)
+        super().begin(rows)
 
-    def draft(self, *args: Any, **options: Any) -> Guesses:
-        """As of the other drafter."""
-        guesses = self.drafter.draft(*args, **options)
+    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
         drafts, q = guesses.drafts[0], guesses.q[0]
         self.rounds.append(RoundGuesses(drafts, q, [*((node,) for node in range(1, len(drafts) + 1)), ()]))
         return guesses
 
-    def grow(self, *args: Any, **options: Any) -> TreeGuesses:
-        """As of a `TreeDrafter`."""
-        guesses = self.drafter.grow(*args, **options)
+    def grow(self, *args: Any) -> TreeGuesses:
+        """As of a `TreeDrafter`, whose guesses are kept too."""
+        guesses = cast(TreeDrafter, self.drafter).grow(*args)
         self.rounds.append(RoundGuesses(guesses.drafts[0], guesses.q[0], guesses.tree.children))
         return guesses
 
@@ -81,10 +76,10 @@ def overlaps_of(
     """
 
     def of_text(number: int) -> OverlapCounts:
-        recorders: list[RecordingDrafter] = []
+        recorders: list[OverlapDrafter] = []
 
         def wrap(drafter: Any) -> Any:
-            recorders.append(RecordingDrafter(drafter))
+            recorders.append(OverlapDrafter(drafter))
             return recorders[0]
 
         generator = torch.Generator(target.device).manual_seed(seed + number)

@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Tensor
 
-from decoding.drafter import Drafter, Guesses
-from decoding.lengthRules import LengthRule
+from decoding.drafter import Drafter, Guesses, WrappedDrafter
 from decoding.rows import Rows, upload
 from decoding.trees.rules import in_postorder, judge, traversal_rule
 from decoding.trees.tree import Places, Tree
@@ -186,29 +185,15 @@ class WrongSlotTarget(FlawedTarget):
 # Drafters: f(drafter, sampling, threshold). sampling: whose distribution is wanted. threshold: --draftThreshold.
 
 
-class FlawedDrafter(Drafter):
+class FlawedDrafter(WrappedDrafter):
     """The guesses of `drafter` with `sampling`, whatever the target is told, after `change` was made to them."""
 
     def __init__(self, drafter: Drafter, sampling: Sampling, change: Callable[[Guesses], Guesses]) -> None:
-        self.drafter, self.sampling, self.change = drafter, sampling, change
-        self.models = drafter.models
+        super().__init__(drafter, sampling)
+        self.change = change
 
-    def begin(self, rows: Rows) -> None:
-        self.drafter.begin(rows)
-
-    def rewind(self, count: int) -> None:
-        self.drafter.rewind(count)
-
-    def draft(
-        self,
-        rows: Rows,
-        gamma: int,
-        sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses:
-        """The changed guesses. `sampling`, which the target is told, is not used."""
-        return self.change(self.drafter.draft(rows, gamma, self.sampling, generator, length))
+    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
+        return self.change(guesses)
 
 
 def one_sided(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafter:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Generator
 
-from decoding.drafter import Drafter, Guesses
+from decoding.drafter import Guesses, WrappedDrafter
 from decoding.lengthRules import LengthRule
 from decoding.rows import Rows
 from decoding.trees.shapes import TreeChoice
@@ -128,24 +128,8 @@ class TreeRehearsal(TreeChoice):
         return self.left.pop(0) if self.left else None
 
 
-class PaddedDrafter(Drafter):
+class PaddedDrafter(WrappedDrafter):
     """Another drafter, whose guesses have as many columns as were asked for. Where there is no guess, q is 0."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.models, self.varies = drafter, drafter.models, drafter.varies
-
-    def begin(self, rows: Rows) -> None:
-        self.drafter.begin(rows)
-
-    def rewind(self, count: int) -> None:
-        self.drafter.rewind(count)
-
-    def draft(
-        self,
-        rows: Rows,
-        gamma: int,
-        sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses:
-        return widened(self.drafter.draft(rows, gamma, sampling, generator, length), gamma)
+    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
+        return widened(guesses, gamma)

@@ -6,13 +6,10 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from torch import Generator
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafter import Drafter, Guesses
-from decoding.lengthRules import LengthRule
+from decoding.drafter import Drafter, Guesses, WrappedDrafter
 from decoding.rows import Rows
-from utils import Sampling
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 KINDS = ("guesses accepted", "guesses rejected", "the target's own tokens")  # in the order of Round's fields
@@ -26,29 +23,14 @@ class Round(NamedTuple):
     target: list[int]
 
 
-class RecordingDrafter(Drafter):
+class RecordingDrafter(WrappedDrafter):
     """A drafter that remembers its last guesses for row 0."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.models = drafter, drafter.models
+        super().__init__(drafter)
         self.guesses: list[int] = []
 
-    def begin(self, rows: Rows) -> None:
-        self.drafter.begin(rows)
-
-    def rewind(self, count: int) -> None:
-        self.drafter.rewind(count)
-
-    def draft(
-        self,
-        rows: Rows,
-        gamma: int,
-        sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses:
-        """The guesses of the other drafter."""
-        guesses = self.drafter.draft(rows, gamma, sampling, generator, length)
+    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
         real = guesses.of_drafts()[0] > 0  # The others only pad the row.
         # The last token that a row may add is no guess: other rows may guess on.
         self.guesses = guesses.drafts[0][real].tolist()[: max(0, rows.left[0] - 1)]
