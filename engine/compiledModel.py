@@ -2,7 +2,7 @@
 
 A graph replaces the hundreds of operator calls of a step by one call. It is made once for each shape and used in every
 round, so the shapes must be few: narrower blocks are padded to the next width, and long draws are cut into pieces.
-Which shapes there are to be is found by a rehearsal (`rehearsed`): a sampler runs once, and each model notes the shapes
+Which shapes there are to be is found by a rehearsal (`asked`): samplers run once, and each model notes the shapes of steps
 that it is asked for.
 """
 
@@ -37,7 +37,7 @@ Step = Callable[..., Any]  # step(model, *inputs): tensors from tensors and the 
 class CompiledModel(CachedModel, ABC):
     """A `CachedModel` that computes a step by a graph if there is one for its shape, else eagerly.
 
-    An engine is a subclass. It says in `run` how a step becomes a graph.
+    An engine is a subclass. It says in `by_graph` how a step becomes a graph, and how the graph is called.
     chunk: tokens of a prompt that one graph reads. ragged: whether it reads prompts of different lengths.
     verifies: whether scoring and verification are one graph. fuses: whether a whole round is one.
     used: how many times a graph was used.
