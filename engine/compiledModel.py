@@ -2,8 +2,8 @@
 
 A graph replaces the hundreds of operator calls of a step by one call. It is made once for each shape and used in every
 round, so the shapes must be few: narrower blocks are padded to the next width, and long draws are cut into pieces.
-Which shapes there are to be is found by a rehearsal (`asked`): samplers run once, and each model notes the shapes of steps
-that it is asked for.
+Which shapes there are to be is found by a rehearsal (`asked`): samplers run once, and each model notes the shapes
+of the steps that it is asked for.
 """
 
 from __future__ import annotations
