@@ -35,6 +35,7 @@ from decoding.rows import check_room
 from decoding.trees.shapes import FixedTree
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, make_graphs
+from engine.sharedWeights import sharing_copy
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
 from experiments.speed import TimedText, digest, measure
@@ -45,7 +46,6 @@ from inputs.models import DTYPES, find_model, load_model, model_version, outline
 from inputs.progress import Bar, followed
 from inputs.texts import load_corpora
 from inputs.tokenizers import check_tokenizers, load_tokenizer
-from methods.customGenerate import sharing_copy
 from methods.rehearsal import compile_samplers
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling

@@ -25,9 +25,9 @@ from decoding.trees.shapes import Acceptance, best_tree
 from decoding.trees.tree import Tree
 from decoding.verification import VerificationRule, block_rule, token_rule
 from engine.cachedModel import CachedModel
+from engine.sharedWeights import sharing_copy
 from experiments.speed import Timed
 from methods import customGenerate
-from methods.customGenerate import sharing_copy
 from methods.drafters import ModelDrafter
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling

@@ -14,7 +14,7 @@ from decoding.rows import check_room
 from downloadModel import is_hub_id, on_first_use
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
-from engine.restrictedModel import RestrictedModel
+from engine.sharedWeights import RestrictedModel
 from experiments import diversity
 from experiments.processes import ALONE, Processes
 from experiments.settings import Settings

@@ -2,33 +2,38 @@
 
     model.generate(**inputs, custom_generate=speculative(draft), max_new_tokens=200, do_sample=True, top_p=0.9)
 
-`generate` prepares its arguments as always. Where its own loop would run, it calls what `speculative`
-returned. generateArguments.py reads what `generate` prepared, and refuses what this sampler cannot honour.
+`generate` prepares its arguments as always. Where its own loop would run, it calls what `speculative` returned. That
+reads what `generate` prepared, and raises a ValueError that names what speculative sampling cannot honour.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MaxLengthCriteria,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from decoding.lengthRules import LengthRule
 from decoding.rows import Record
 from decoding.verification import RULES, VerificationRule
 from engine.cachedModel import CachedModel
+from engine.sharedWeights import kept_copy
 from methods.drafters import ModelDrafter
-from methods.generateArguments import Stop, as_sampling, check_models, check_settings, refuse, unpadded
 from specSampling import specSampling
-from utils import UserError
+from utils import Sampling, UserError
 
 
 @dataclass
@@ -133,29 +138,151 @@ def not_handed_on(frame: Any) -> Any:
     return given.get("streamer")
 
 
-# Copies of a model that share its weights, and nothing else.
+# What `generate` prepared, read in this project's terms.
 
-_COPIES: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()
+# Settings of `generate`, and the values that are honoured. Others ask for another loop, for another cache, or for
+# tensors that this loop does not keep.
+HONOURED: dict[str, Sequence[object]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "penalty_alpha": (None, 0),
+    "dola_layers": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "use_mtp": (None, False),
+    "use_cache": (None, True),
+    "cache_implementation": (None, "dynamic"),
+    "prefill_chunk_size": (None,),
+    "min_new_tokens": (None, 0),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+# The filters of `utils.probabilities` in its order: the argument of `Sampling`, and the attribute of the processor.
+FILTERS = {
+    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+}
 
 
-def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A second model that shares the weights. What is set or replaced in one of the two does not change the other."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in weights(model)})
+def refuse(what: str) -> NoReturn:
+    """Raise the ValueError for what cannot be honoured."""
+    raise ValueError(f"speculative sampling does not support {what}")
 
 
-def kept_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The sharing copy that is kept for `model` as long as the model lives.
+def check_settings(config: GenerationConfig, inputs: dict[str, Any]) -> None:
+    """Refuse settings of `generate`, and inputs of the model, that would be ignored."""
+    for name, values in HONOURED.items():
+        value = getattr(config, name, None)
+        if value not in values:
+            refuse(f"{name}={value!r}")
+    for name, value in inputs.items():
+        if name not in INPUTS and value is not None and value is not False:
+            refuse(f"the input {name}")
+    cache = inputs.get("past_key_values")
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+        refuse("past_key_values of your own")
 
-    It is made anew if a weight of the model is another tensor than it was, as after `resize_token_embeddings`. A weight
-    that changes in place, as in training, changes in both.
+
+def unpadded(input_ids: Tensor, inputs: dict[str, Any]) -> tuple[list[list[int]], Tensor]:
+    """The prompts of `input_ids[B, L]` without their padding, and how many tokens of padding each has, int64 `[B]`."""
+    mask = inputs.get("attention_mask")
+    held = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device) != 0
+    if held.shape != input_ids.shape:
+        refuse(f"an attention_mask of shape {list(held.shape)} for input_ids of shape {list(input_ids.shape)}")
+    padding = (~held).sum(1)
+    if (held != (torch.arange(held.shape[1], device=held.device) >= padding[:, None])).any():
+        refuse("an attention_mask with zeros after ones: pad on the left")
+    positions = inputs.get("position_ids")
+    if positions is not None and ((positions.to(held.device) != held.cumsum(1) - 1) & held).any():
+        refuse("position_ids of your own")
+    return [row[own].tolist() for row, own in zip(input_ids, held)], padding
+
+
+def as_sampling(processors: Iterable[Any], padding: Tensor, do_sample: bool) -> Sampling:
+    """The `Sampling` of the logits processors that `generate` prepared. padding: that of each row, int64 `[B]`."""
+    order, last = list(FILTERS), -1
+    found: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    for each in processors:
+        kind = type(each)
+        if kind not in FILTERS:
+            refuse(f"the logits processor {kind.__name__}")
+        if order.index(kind) <= last:
+            refuse(f"{kind.__name__} after {order[last].__name__}")
+        last, (name, attribute) = order.index(kind), FILTERS[kind]
+        found[name] = getattr(each, attribute)
+        if getattr(each, "min_tokens_to_keep", 1) != 1 or getattr(each, "filter_value", -torch.inf) != -torch.inf:
+            refuse(f"{kind.__name__} with a min_tokens_to_keep or a filter_value")
+        ignored = getattr(each, "prompt_ignore_length", None)  # Padding is never penalised here.
+        if ignored is not None and (torch.as_tensor(ignored).to(padding.device) != padding).any():
+            refuse("prompt_ignore_length")
+    if not do_sample:
+        found["temperature"] = 0.0
+    try:
+        return Sampling(**found)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+def check_models(model: PreTrainedModel, draft: PreTrainedModel, length: int, vocabulary: int | None) -> None:
+    """Refuse models that do not fit together, or that this project cannot run on texts of `length` tokens."""
+    for role, each in (("model", model), ("draft", draft)):
+        config = each.config.get_text_config()
+        if each.config.is_encoder_decoder or "position_ids" not in inspect.signature(type(each).forward).parameters:
+            refuse(f"a {role} of type {type(each).__name__}: it must be a decoder that takes position_ids")
+        if getattr(each, "peft_config", None):
+            refuse(f"a {role} with adapters: merge them into its weights first")
+        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+        window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
+        if kinds - {"full_attention", "sliding_attention"} or (window and window < length):
+            refuse(f"a {role} with layers that do not attend to the whole text")
+    if model.device != draft.device:
+        refuse(f"a draft on {draft.device} for a model on {model.device}")
+    sizes = [each.config.get_text_config().vocab_size for each in (model, draft)]
+    if vocabulary is None and sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the model's vocabulary has {sizes[0]} entries and the draft's {sizes[1]}: they must share one tokenizer. "
+            "If they do and pad its vocabulary differently, call speculative(draft, vocabulary=len(tokenizer))"
+        )
+    if vocabulary is not None and not 0 < vocabulary <= min(sizes):
+        raise ValueError(f"vocabulary must lie in [1, {min(sizes)}], the entries that both models have: {vocabulary}")
+
+
+class Stop:
+    """When rows end: at an end-of-text id, at `max_length` tokens (prompt and padding included), or by other criteria.
+
+    A criterion is asked after each new token of a row, with the `[1, n]` tokens of that row alone, padding included.
     """
-    kept = _COPIES.get(model)
-    if kept is None or any(a is not b for a, b in zip_longest(weights(model), weights(kept))):
-        kept = _COPIES[model] = sharing_copy(model)
-    return kept
 
+    def __init__(self, input_ids: Tensor, criteria: StoppingCriteriaList, config: GenerationConfig) -> None:
+        lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
+        self.input_ids, self.max_length = input_ids, min([*lengths, config.max_length])
+        ends = [each.eos_token_id.tolist() for each in criteria if isinstance(each, EosTokenCriteria)]
+        self.ids = {token for each in ends for token in each}
+        self.others = [each for each in criteria if not isinstance(each, (MaxLengthCriteria, EosTokenCriteria))]
+        self.texts = input_ids.tolist()
+        self.pad = getattr(config, "_pad_token_tensor", None)
+        if self.others and self.pad is None and len(input_ids) > 1:
+            refuse("stopping_criteria for a batch without a pad_token_id: its rows end at different lengths")
 
-def weights(model: PreTrainedModel) -> Iterator[Tensor]:
-    """The parameters and buffers."""
-    yield from model.parameters()
-    yield from model.buffers()
+    def ends(self, row: int, token: int) -> bool:
+        """Whether a row ends at its new `token`."""
+        if not self.others:
+            return token in self.ids
+        self.texts[row].append(token)
+        text = torch.tensor([self.texts[row]], device=self.input_ids.device)
+        said = [bool(torch.as_tensor(each(text, None)).any()) for each in self.others]
+        return token in self.ids or any(said)
+
+    def padded(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """`input_ids[B, L]` with the new tokens of each row, `[B, L + n]`; shorter rows are padded at the right."""
+        longest, device = max(map(len, tokens)), self.input_ids.device
+        pad = 0 if self.pad is None else int(self.pad)
+        new = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in tokens], device=device)
+        return torch.cat([self.input_ids, new.to(self.input_ids.dtype)], 1)

@@ -45,7 +45,7 @@ class Vocabularies(Protocol):
 
 class OtherTokenizerDrafter(Drafter):
     """A model with its own tokenizer guesses. It reads the committed text in its own tokens, and draws only tokens that
-    both tokenizers have: `model` gives all others no probability (`engine.restrictedModel.RestrictedModel`).
+    both tokenizers have: `model` gives all others no probability (`engine.sharedWeights.RestrictedModel`).
 
     Its q, renormalised over these tokens, is carried over to the target's ids; elsewhere q is 0. So a guess is drawn
     from the q that verification is given, and the text stays the target's. In each round the end of the text is encoded

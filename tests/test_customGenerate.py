@@ -36,9 +36,9 @@ from transformers import (
 from decoding.lengthRules import DraftConfidence
 from decoding.verification import RULES
 from engine.cachedModel import ATTENTION, sdpa_in_cache_dtype
-from methods import customGenerate, generateArguments
-from methods.customGenerate import kept_copy, speculative
-from methods.generateArguments import as_sampling, unpadded
+from engine.sharedWeights import kept_copy, speculative
+from methods import customGenerate
+from methods.customGenerate import as_sampling, unpadded
 from scripts import packGenerate
 from utils import Sampling, probabilities, seen_after
 
@@ -521,4 +521,4 @@ def test_every_setting_that_is_refused_is_one_of_transformers():
     from transformers import GenerationConfig
 
     known = set(vars(GenerationConfig())) | {"num_beam_groups", "constraints", "force_words_ids", "use_mtp"}
-    assert set(generateArguments.HONOURED) <= known
+    assert set(customGenerate.HONOURED) <= known

@@ -16,7 +16,7 @@ from decoding.lengthRules import Additive, DraftConfidence, Fixed
 from decoding.model import Model
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
-from engine.restrictedModel import RestrictedModel
+from engine.sharedWeights import RestrictedModel
 from methods import otherTokenizer
 from methods.cascade import CascadeDrafter
 from methods.otherTokenizer import OtherTokenizerDrafter

@@ -142,7 +142,6 @@ TESTED_WITH = {  # {module: the tests that prove it}, where these have another n
     "cascade": "drafters",
     "samplers": "settings",
     "rehearsal": "settings",
-    "generateArguments": "customGenerate",
     "hub": "downloadModel",
     "manifest": "downloadModel",
     "prompts": "cli",

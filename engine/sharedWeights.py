@@ -1,15 +1,15 @@
-"""`RestrictedModel`: a draft that guesses only some tokens, the frequent ones, so that its output layer is smaller
-(FR-Spec, Zhao et al., arXiv 2502.14856).
+"""Models that share the weights of another one: `RestrictedModel`, a draft that guesses few tokens, and copies."""
 
-More than half of Pythia-70m's weights are its input and output embeddings, and each guess reads the whole output
-embedding. Text is mostly frequent tokens. The target draws the rarer ones: q is 0 there, so the text stays distributed
-exactly as the target's.
-"""
+from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from itertools import zip_longest
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from engine.cachedModel import CachedModel
 from utils import UserError
@@ -41,7 +41,11 @@ class RestrictedHead(nn.Module):
 
 
 class RestrictedModel(CachedModel):
-    """A draft that gives logits for `tokens[N]` alone, and reads every token.
+    """A draft that gives logits for `tokens[N]` alone, and reads every token (FR-Spec, Zhao et al., arXiv 2502.14856).
+
+    More than half of Pythia-70m's weights are its input and output embeddings, and each guess reads the whole output
+    embedding. Text is mostly frequent tokens. The target draws the rarer ones: q is 0 there, so the text stays
+    distributed exactly as the target's.
 
     It shares all weights but the output layer with `draft`, which stays as it was. Make it before `draft` is compiled.
     """
@@ -59,3 +63,29 @@ class RestrictedModel(CachedModel):
                 "draft that has the target's tokenizer"
             )
         super().__init__(model, draft.vocabulary, f"{draft.name} ({len(tokens)} tokens)")
+
+
+_COPIES: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()
+
+
+def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model that shares the weights. What is set or replaced in one of the two does not change the other."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in weights(model)})
+
+
+def kept_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The sharing copy that is kept for `model` as long as the model lives.
+
+    It is made anew if a weight of the model is another tensor than it was, as after `resize_token_embeddings`. A weight
+    that changes in place, as in training, changes in both.
+    """
+    kept = _COPIES.get(model)
+    if kept is None or any(a is not b for a, b in zip_longest(weights(model), weights(kept))):
+        kept = _COPIES[model] = sharing_copy(model)
+    return kept
+
+
+def weights(model: PreTrainedModel) -> Iterator[Tensor]:
+    """The parameters and buffers."""
+    yield from model.parameters()
+    yield from model.buffers()

@@ -10,7 +10,7 @@ from decoding.drafter import Guesses
 from decoding.lengthRules import Fixed
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
-from engine.restrictedModel import RestrictedModel
+from engine.sharedWeights import RestrictedModel
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
