@@ -36,9 +36,9 @@ from transformers import (
 from decoding.lengthRules import DraftConfidence
 from decoding.verification import RULES
 from engine.cachedModel import ATTENTION, sdpa_in_cache_dtype
-from engine.sharedWeights import kept_copy, speculative
+from engine.sharedWeights import kept_copy
 from methods import customGenerate
-from methods.customGenerate import as_sampling, unpadded
+from methods.customGenerate import as_sampling, speculative, unpadded
 from scripts import packGenerate
 from utils import Sampling, probabilities, seen_after
 
