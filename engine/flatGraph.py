@@ -16,17 +16,17 @@ Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor
 
 
 class FlatGraph:
-    """`function` compiled as one graph by `backend`, for inputs like `given`: tensors and lists of tensors.
+    """`function` compiled as one graph by `backend`, for such `inputs`: tensors and lists of tensors.
 
     Sizes marked as dynamic may differ between calls. Whatever else the function reads is kept as it is now. Returns one
     tensor, or several as the function does. Raises RuntimeError if the graph has an input that is none of these.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: Backend, *given: Any) -> None:
+    def __init__(self, function: Callable[..., Any], backend: Backend, *inputs: Any) -> None:
         calls: list[tuple[Callable[..., Sequence[Tensor]], tuple[Any, ...], Sequence[Tensor]]] = []
 
-        def recording(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-            compiled = backend(graph, inputs)
+        def recording(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+            compiled = backend(graph, examples)
 
             def call(*flat: Any) -> Sequence[Tensor]:
                 calls.append((compiled, flat, compiled(*flat)))
@@ -37,30 +37,30 @@ class FlatGraph:
         options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
         # Or a size that differs from that of an earlier graph of the same function would be an input.
         with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-            result = torch.compile(function, fullgraph=True, backend=recording, options=options)(*given)
+            result = torch.compile(function, fullgraph=True, backend=recording, options=options)(*inputs)
         ((self.compiled, flat, made),) = calls
-        self.kept, self.varied = list(flat), list(sources(flat, list(flattened(given))))
+        self.kept, self.varied = list(flat), list(sources(flat, list(flattened(inputs))))
         for place, *_ in self.varied:
             self.kept[place] = None
-        found = [result] if isinstance(result, Tensor) else list(result)
-        order = [next(i for i, tensor in enumerate(made) if tensor is each) for each in found]
+        results = [result] if isinstance(result, Tensor) else list(result)
+        order = [next(i for i, tensor in enumerate(made) if tensor is wanted) for wanted in results]
         self.order, self.single = order, isinstance(result, Tensor)
 
-    def __call__(self, *given: Any) -> Any:
-        tensors, flat = list(flattened(given)), self.kept.copy()
+    def __call__(self, *inputs: Any) -> Any:
+        tensors, flat = list(flattened(inputs)), self.kept.copy()
         for place, number, axis in self.varied:
             flat[place] = tensors[number] if axis is None else tensors[number].shape[axis]
         made = self.compiled(*flat)
         return made[self.order[0]] if self.single else tuple([made[i] for i in self.order])
 
 
-def flattened(given: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors of `given`, lists taken apart."""
-    for each in given:
-        if isinstance(each, Tensor):
-            yield each
+def flattened(inputs: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors of `inputs`, lists taken apart."""
+    for item in inputs:
+        if isinstance(item, Tensor):
+            yield item
         else:
-            yield from each
+            yield from item
 
 
 def sources(flat: Sequence[Any], tensors: list[Tensor]) -> Iterator[tuple[int, int, int | None]]:

@@ -130,12 +130,12 @@ def not_handed_on(frame: Any) -> Any:
     streamer were ignored, whoever reads from it would wait forever. So they are looked up where they are: among the
     variables of `generate`. The other two are refused.
     """
-    given = frame.f_back.f_locals if frame.f_back.f_code.co_name == "generate" else {}
-    if given.get("assistant_model") is not None:
+    arguments = frame.f_back.f_locals if frame.f_back.f_code.co_name == "generate" else {}
+    if arguments.get("assistant_model") is not None:
         refuse("assistant_model beside the draft given to `speculative`")
-    if given.get("synced_gpus"):
+    if arguments.get("synced_gpus"):
         refuse("synced_gpus")
-    return given.get("streamer")
+    return arguments.get("streamer")
 
 
 # What `generate` prepared, read in this project's terms.
@@ -202,41 +202,47 @@ def unpadded(input_ids: Tensor, inputs: dict[str, Any]) -> tuple[list[list[int]]
     positions = inputs.get("position_ids")
     if positions is not None and ((positions.to(held.device) != held.cumsum(1) - 1) & held).any():
         refuse("position_ids of your own")
-    return [row[own].tolist() for row, own in zip(input_ids, held)], padding
+    return [row[is_held].tolist() for row, is_held in zip(input_ids, held)], padding
 
 
 def as_sampling(processors: Iterable[Any], padding: Tensor, do_sample: bool) -> Sampling:
     """The `Sampling` of the logits processors that `generate` prepared. padding: that of each row, int64 `[B]`."""
     order, last = list(FILTERS), -1
-    found: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    for each in processors:
-        kind = type(each)
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    for processor in processors:
+        kind = type(processor)
         if kind not in FILTERS:
             refuse(f"the logits processor {kind.__name__}")
         if order.index(kind) <= last:
             refuse(f"{kind.__name__} after {order[last].__name__}")
         last, (name, attribute) = order.index(kind), FILTERS[kind]
-        found[name] = getattr(each, attribute)
-        if getattr(each, "min_tokens_to_keep", 1) != 1 or getattr(each, "filter_value", -torch.inf) != -torch.inf:
+        options[name] = getattr(processor, attribute)
+        if (
+            getattr(processor, "min_tokens_to_keep", 1) != 1
+            or getattr(processor, "filter_value", -torch.inf) != -torch.inf
+        ):
             refuse(f"{kind.__name__} with a min_tokens_to_keep or a filter_value")
-        ignored = getattr(each, "prompt_ignore_length", None)  # Padding is never penalised here.
+        ignored = getattr(processor, "prompt_ignore_length", None)  # Padding is never penalised here.
         if ignored is not None and (torch.as_tensor(ignored).to(padding.device) != padding).any():
             refuse("prompt_ignore_length")
     if not do_sample:
-        found["temperature"] = 0.0
+        options["temperature"] = 0.0
     try:
-        return Sampling(**found)
+        return Sampling(**options)
     except UserError as error:
         raise ValueError(str(error)) from None
 
 
 def check_models(model: PreTrainedModel, draft: PreTrainedModel, length: int, vocabulary: int | None) -> None:
     """Refuse models that do not fit together, or that this project cannot run on texts of `length` tokens."""
-    for role, each in (("model", model), ("draft", draft)):
-        config = each.config.get_text_config()
-        if each.config.is_encoder_decoder or "position_ids" not in inspect.signature(type(each).forward).parameters:
-            refuse(f"a {role} of type {type(each).__name__}: it must be a decoder that takes position_ids")
-        if getattr(each, "peft_config", None):
+    for role, decoder in (("model", model), ("draft", draft)):
+        config = decoder.config.get_text_config()
+        if (
+            decoder.config.is_encoder_decoder
+            or "position_ids" not in inspect.signature(type(decoder).forward).parameters
+        ):
+            refuse(f"a {role} of type {type(decoder).__name__}: it must be a decoder that takes position_ids")
+        if getattr(decoder, "peft_config", None):
             refuse(f"a {role} with adapters: merge them into its weights first")
         kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
         window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
@@ -244,7 +250,7 @@ def check_models(model: PreTrainedModel, draft: PreTrainedModel, length: int, vo
             refuse(f"a {role} with layers that do not attend to the whole text")
     if model.device != draft.device:
         refuse(f"a draft on {draft.device} for a model on {model.device}")
-    sizes = [each.config.get_text_config().vocab_size for each in (model, draft)]
+    sizes = [decoder.config.get_text_config().vocab_size for decoder in (model, draft)]
     if vocabulary is None and sizes[0] != sizes[1]:
         raise ValueError(
             f"the model's vocabulary has {sizes[0]} entries and the draft's {sizes[1]}: they must share one tokenizer. "
@@ -261,11 +267,13 @@ class Stop:
     """
 
     def __init__(self, input_ids: Tensor, criteria: StoppingCriteriaList, config: GenerationConfig) -> None:
-        lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
+        lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
         self.input_ids, self.max_length = input_ids, min([*lengths, config.max_length])
-        ends = [each.eos_token_id.tolist() for each in criteria if isinstance(each, EosTokenCriteria)]
-        self.ids = {token for each in ends for token in each}
-        self.others = [each for each in criteria if not isinstance(each, (MaxLengthCriteria, EosTokenCriteria))]
+        ends = [criterion.eos_token_id.tolist() for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+        self.ids = {token for ids in ends for token in ids}
+        self.others = [
+            criterion for criterion in criteria if not isinstance(criterion, (MaxLengthCriteria, EosTokenCriteria))
+        ]
         self.texts = input_ids.tolist()
         self.pad = getattr(config, "_pad_token_tensor", None)
         if self.others and self.pad is None and len(input_ids) > 1:
@@ -277,8 +285,8 @@ class Stop:
             return token in self.ids
         self.texts[row].append(token)
         text = torch.tensor([self.texts[row]], device=self.input_ids.device)
-        said = [bool(torch.as_tensor(each(text, None)).any()) for each in self.others]
-        return token in self.ids or any(said)
+        ends = [bool(torch.as_tensor(criterion(text, None)).any()) for criterion in self.others]
+        return token in self.ids or any(ends)
 
     def padded(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """`input_ids[B, L]` with the new tokens of each row, `[B, L + n]`; shorter rows are padded at the right."""
