@@ -9,15 +9,16 @@ from typing import Any
 from torch import Generator
 
 from decoding.drafter import Guesses, WrappedDrafter
-from decoding.lengthRules import LengthRule
+from decoding.lengthRules import Fixed, LengthRule
 from decoding.rows import Rows
-from decoding.trees.shapes import TreeChoice
+from decoding.trees.shapes import FixedTree, TreeChoice
 from decoding.trees.tree import Tree
 from engine.cachedModel import CachedModel
 from engine.compiledModel import CompiledModel
 from engine.compiling import make_graphs
 from methods.lookup import widened
 from methods.samplers import Sampler
+from methods.treeSampling import treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import Sampling
@@ -72,17 +73,18 @@ class Rehearsal:
 
     def __init__(self, sampler: Any) -> None:
         loop = sampler
-        while loop.func not in (regrSampling, specSampling) and "tree" not in loop.keywords:
+        while loop.func not in (regrSampling, specSampling, treeSampling):
             loop = loop.args[-1]  # the sampler that it wraps
         self.lengths = self.trees = None
         self.tokens = 2
-        if "gamma" in loop.keywords:
-            drafter = PaddedDrafter(loop.keywords["drafter"])
-            self.lengths = LengthRehearsal(loop.keywords["gamma"], drafter.varies)
+        if loop.func is specSampling:
+            drafter, gamma = PaddedDrafter(loop.keywords["drafter"]), loop.keywords.get("gamma", Fixed())
+            self.lengths = LengthRehearsal(Fixed(gamma) if isinstance(gamma, int) else gamma, drafter.varies)
             sampler = partial(sampler, gamma=self.lengths, drafter=drafter)
             self.tokens += sum(self.lengths.counts) + len(self.lengths.counts)
-        elif "tree" in loop.keywords:
-            self.trees = TreeRehearsal(loop.keywords["tree"])
+        elif loop.func is treeSampling:
+            tree = loop.keywords["tree"]
+            self.trees = TreeRehearsal(FixedTree(tree) if isinstance(tree, Tree) else tree)
             sampler = partial(sampler, tree=self.trees)
             self.tokens += sum(tree.depth for tree in self.trees.shapes if tree) + len(self.trees.shapes)
         self.sampler = sampler
@@ -101,6 +103,8 @@ class LengthRehearsal(LengthRule):
     def __init__(self, rule: LengthRule, varies: bool) -> None:
         self.rule, self.stop, self.sure = rule, rule.stop, rule.sure
         counts = set(rule.lengths or FEW)
+        if isinstance(rule, Fixed):  # Also one that begins with `length` guesses and goes on with any number.
+            counts.add(rule.length)
         if (varies or rule.stop) and max(counts) > SHORT:
             counts |= {count for count in FEW if count < max(counts)}
         # The greatest first: after a round without guesses, a draft reads more than in others.

@@ -1,14 +1,21 @@
 """What flags mean together, beside what is refused (test_flags.py)."""
 
+from functools import partial
+
 import helpers
 import pytest
 
+from decoding.lengthRules import Additive
 from decoding.trees.tree import Tree
 from engine.steps import Block, Draw, Growth, Nodes, Prompt, Round
 from experiments import flags, prepare, settings
 from methods import catalogue
 from methods.catalogue import Method, build, choose, choose_lossless, repeatable
+from methods.drafters import ModelDrafter
+from methods.rehearsal import compile_samplers
 from methods.samplers import Decoding
+from methods.treeSampling import TreeDrafter, treeSampling
+from specSampling import specSampling
 
 ROLES = ["--target", "bundled-target", "--draft", "bundled-draft", "--mid", "bundled-mid"]
 
@@ -71,6 +78,20 @@ def test_the_graphs_that_the_flags_are_worth(argv, graphs):
 def test_the_guesses_that_are_one_graph_with_their_scoring(argv, guesses):
     models = rehearsed([*argv, *([] if "lookup" in argv else ["--draft", "bundled-draft", "--mid", "bundled-mid"])])
     assert {shape.count for shape in models["target"].shapes if isinstance(shape, Round)} == guesses
+
+
+def test_samplers_of_ones_own_are_rehearsed_as_those_of_the_flags():
+    """With a number as gamma, with the default, with a tree, and with a rule that begins above the usual numbers."""
+
+    def widths(sampler, drafter=ModelDrafter, **options):
+        target, draft = (helpers.Rehearsing(helpers.tiny(seed=seed, layers=1).model) for seed in (0, 1))
+        sample = partial(sampler, target=target, drafter=drafter(draft), **options)
+        assert compile_samplers([sample], [target, draft], [5, 9, 2, 11]) is not None
+        return target.widths.get(1, []), {shape.count for shape in target.shapes if isinstance(shape, Nodes)}
+
+    assert widths(specSampling, gamma=3) == ([4], set()) and widths(specSampling) == ([5], set())
+    assert widths(treeSampling, TreeDrafter, tree=Tree.of("2,1")) == ([], {5})
+    assert widths(specSampling, gamma=Additive(12))[0] == [2, 3, 4, 5, 7, 11, 13]
 
 
 def test_gamma_is_for_the_chains_beside_a_tree():
