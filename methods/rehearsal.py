@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -77,13 +78,14 @@ class Rehearsal:
             loop = loop.args[-1]  # the sampler that it wraps
         self.lengths = self.trees = None
         self.tokens = 2
+        parts = {name: parameter.default for name, parameter in inspect.signature(loop).parameters.items()}
         if loop.func is specSampling:
-            drafter, gamma = PaddedDrafter(loop.keywords["drafter"]), loop.keywords.get("gamma", Fixed())
+            drafter, gamma = PaddedDrafter(parts["drafter"]), parts["gamma"]
             self.lengths = LengthRehearsal(Fixed(gamma) if isinstance(gamma, int) else gamma, drafter.varies)
             sampler = partial(sampler, gamma=self.lengths, drafter=drafter)
             self.tokens += sum(self.lengths.counts) + len(self.lengths.counts)
         elif loop.func is treeSampling:
-            tree = loop.keywords["tree"]
+            tree = parts["tree"]
             self.trees = TreeRehearsal(FixedTree(tree) if isinstance(tree, Tree) else tree)
             sampler = partial(sampler, tree=self.trees)
             self.tokens += sum(tree.depth for tree in self.trees.shapes if tree) + len(self.trees.shapes)

@@ -91,6 +91,7 @@ def test_samplers_of_ones_own_are_rehearsed_as_those_of_the_flags():
 
     assert widths(specSampling, gamma=3) == ([4], set()) and widths(specSampling) == ([5], set())
     assert widths(treeSampling, TreeDrafter, tree=Tree.of("2,1")) == ([], {5})
+    assert widths(treeSampling, TreeDrafter)[1] == {Tree.of("3,2,1").size + 1}
     assert widths(specSampling, gamma=Additive(12))[0] == [2, 3, 4, 5, 7, 11, 13]
 
 
