@@ -2,7 +2,7 @@
 
     python -m scripts.firstRun
 
-Writes the seconds of each command, what it downloaded, and what lies on the disk after it, to docs/records/firstRun.json.
+Writes the seconds of each command, what was downloaded and what lies on the disk then, to docs/records/firstRun.json.
 """
 
 from __future__ import annotations
