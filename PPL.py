@@ -3,7 +3,8 @@
 There are two protocols. *Per text* (the course report's): each text has its own perplexity, and the mean is reported.
 *Corpus*: the whole text is read in overlapping windows and has one perplexity, per token, per word and per byte. The
 last two compare models with different tokenizers. Distributions are the models' own (temperature 1, no filters), in
-float32 from log-softmax.
+float32 from log-softmax. The speculative sampler's is formed from them by the functions that accept and replace guesses
+(decoding/verification.py), in float64: a wrong acceptance or residual changes its perplexity.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from decoding.verification import emitted
 from utils import UserError, not_finite
 
 Window = tuple[int, int, int]
 MapFunction = Callable[..., Iterable[Any]]  # map(function, items), as the builtin
-ROWS = 256  # Positions whose distributions are computed at a time. It bounds the memory for large vocabularies.
+ROWS = 128  # Positions whose distributions are computed at a time. It bounds the memory for large vocabularies.
 
 
 class ScoringModel(Protocol):
@@ -38,18 +40,14 @@ class ScoringModel(Protocol):
 def speculative_log_probs(log_p: Tensor, log_q: Tensor, tokens: Tensor) -> Tensor:
     """The log-probability that the speculative sampler emits each of `tokens[n]`: float32 `[n]`.
 
-    log_p, log_q: the log-probabilities of the target and the draft, `[n, V]`. The sampler emits x either as an accepted
-    guess, with probability min(p, q)(x), or after a rejection, with probability (1 - beta) p'(x). Here
-    beta = sum min(p, q) and p' = norm(max(0, p - q)) (arXiv 2211.17192, Appendix A.1). With m = min(1, q/p)(x) and
-    Z = sum max(0, p - q) the two parts are p m and (1 - beta) p (1 - m) / Z. The factor p stays in logarithms, where it
-    cannot underflow.
+    log_p, log_q: the log-probabilities of the target and the draft, `[n, V]`. The distribution is that of
+    `decoding.verification.emitted`: it comes from the functions that accept and replace guesses. If they are right, the
+    result is log p up to rounding. Computed in float64, where the exponential of less than -700 would underflow.
     """
-    p, q = log_p.exp(), log_q.exp()
-    beta, left = torch.minimum(p, q).sum(-1), (p - q).clamp_(min=0).sum(-1)
-    log_px, log_qx = (d.gather(-1, tokens[:, None])[:, 0] for d in (log_p, log_q))
-    m = (log_qx - log_px).clamp_(max=0).exp()
-    after_rejection = torch.where(left > 0, (1 - m) / left, torch.ones_like(m))
-    return log_px + (m + (1 - beta) * after_rejection).log()
+    if log_p.device.type == "mps":  # It has no float64.
+        log_p, log_q, tokens = log_p.cpu(), log_q.cpu(), tokens.cpu()
+    p, q = (log_probs.double().softmax(-1) for log_probs in (log_p, log_q))
+    return emitted(p, q).gather(-1, tokens[:, None])[:, 0].log().float()
 
 
 def token_log_probs(tokens: Tensor, target: ScoringModel, draft: ScoringModel | None = None) -> dict[str, Tensor]:

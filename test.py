@@ -16,7 +16,7 @@ from experiments.processes import Processes, together
 from experiments.runRecord import run_record
 from experiments.settings import parse
 from inputs.commandLine import as_command
-from lossless.proof import prove, prove_greedy
+from lossless.trial import run_trials
 from playback.play import play
 from report import figures, losslessReport
 from report.results import Results, show
@@ -97,11 +97,8 @@ def measure(prepared: Prepared, models: LoadedModels, append: Append, picture: C
         measure_speed(prepared, models, mode, append)
     if "sweep" in measuring.groups:
         picture("sweep")
-    if "lossless" in measuring.groups:
-        if prove(prepared, models, append):
-            picture("lossless")
-        models.clear()
-        prove_greedy(prepared, append)  # in another dtype too
+    if "lossless" in measuring.groups and run_trials(prepared, models, append):
+        picture("lossless")
     other = prepared.settings.models.compile or prepared.dtype != prepared.text_dtype
     if measuring.timed and other and ("diversity" in measuring.groups or measuring.ppl):
         models.clear()

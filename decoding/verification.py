@@ -18,6 +18,25 @@ VerificationRule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tens
 Rule = TypeVar("Rule", bound=Callable[..., tuple[Tensor, ...]])  # a rule for chains, or one for trees
 
 
+def acceptance(p_x: Tensor, q_x: Tensor) -> Tensor:
+    """The probability that `token_rule` accepts a guess x: min(1, p(x) / q(x)) for `p_x, q_x` of any shape.
+
+    It is 0 where q(x) is 0, for no such guess is ever drawn.
+    """
+    return torch.where(q_x > 0, (p_x / q_x).clamp_(max=1), 0)
+
+
+def emitted(p: Tensor, q: Tensor) -> Tensor:
+    """The distribution of the token that `token_rule` writes where a guess is drawn from q: `p, q [..., V]`.
+
+    Token x comes as an accepted guess, or after a rejection from the residual p':
+    P(x) = q(x) a(x) + p'(x) sum_y q(y) (1 - a(y)), where a is `acceptance`. If the rule is right, P is p (Leviathan et
+    al., arXiv 2211.17192, Appendix A.1). It is computed with the functions that sample, so a mistake in them shows.
+    """
+    passed = q * acceptance(p, q)
+    return passed + (q - passed).sum(-1, keepdim=True) * residual(p, q)
+
+
 def token_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Speculative sampling's rule, token by token (Leviathan et al., arXiv 2211.17192, Algorithm 1).
 
@@ -30,7 +49,7 @@ def token_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor,
     sampling.
     """
     p_x, q_x = (d[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0] for d in (p, q))
-    passed = (u[:, :-1] * q_x < p_x) & (q_x > 0)  # with probability min(1, p / q)
+    passed = u[:, :-1] < acceptance(p_x, q_x)
     accepted = passed.long().cumprod(1).sum(1)
     # Past the last draft q is 0, and the residual there is p itself: the bonus token is no special case.
     q = F.pad(q, (0, 0, 0, 1))

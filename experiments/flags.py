@@ -13,7 +13,7 @@ from decoding.verification import RULES as VERIFICATIONS
 from inputs.commandLine import Parser, number, path, text, whole
 from inputs.files import ROOT
 from inputs.models import DTYPES
-from methods.catalogue import METHODS, provable
+from methods.catalogue import METHODS, lossless_methods
 from methods.samplers import Decoding
 from utils import Sampling, UserError
 
@@ -45,7 +45,7 @@ def on_off(help: str) -> Options:
     return flag(whole(0, 1), help, metavar=None, nargs="?", const=1, choices=(0, 1))
 
 
-# {title of a group: {flag: its options}}. `parser` puts lists of methods for {methods}, {left_out} and {provable}.
+# {title of a group: {flag: its options}}. `parser` puts lists of methods for {methods}, {left_out} and {lossless}.
 FLAGS = {
     "modes that measure speed (the default is --speed --ppl)": {
         "--speed": on_off(
@@ -84,9 +84,10 @@ FLAGS = {
         ),
         "--lossless": flag(
             text,
-            "Prove by statistical tests that the text of a method is distributed exactly as the target's own. Give "
-            "all, or a comma-separated list of: {provable}. Without a value: speculative. This is a run of its own. "
-            "The exit code is 0 if all tests pass and 1 otherwise.",
+            "Test whether the text of a method is distributed as the target's own. Give all, or a comma-separated list "
+            "of: {lossless}. all stands for every one of them whose models are there, except target, which is what "
+            "they are compared with. Without a value: speculative. This is a run of its own. The exit code is 0 if no "
+            "test finds a difference and 1 otherwise.",
             metavar="METHODS",
             nargs="?",
             const="speculative",
@@ -129,8 +130,9 @@ FLAGS = {
         "--offline": switch("Download nothing. A model that is missing is an error."),
         "--dtype": choice(
             DTYPES,
-            "The dtype of the weights. Default: for speed the fastest that the device supports natively (bfloat16, "
-            "float16 on GPUs without bfloat16, else float32); for --ppl, --diversity and --lossless float32.",
+            "The dtype of the weights. --lossless tests drawn text in float32, and in this dtype too. Default: for "
+            "speed the fastest that the device supports natively (bfloat16, float16 on GPUs without bfloat16, else "
+            "float32); for --ppl, --diversity and --lossless float32.",
         ),
         "--compile": switch(
             "Compile the decode steps, on a GPU into CUDA graphs. On a CPU the first time takes minutes; later runs "
@@ -337,7 +339,7 @@ def parser() -> Parser:
     lists = {
         "methods": "; ".join(f"{name} ({method.title})" for name, method in METHODS.items()),
         "left_out": ", ".join(name for name, method in METHODS.items() if not method.in_all),
-        "provable": ", ".join(provable()),
+        "lossless": ", ".join(lossless_methods()),
     }
     for title, flags in FLAGS.items():
         group = result.add_argument_group(title)

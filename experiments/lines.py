@@ -210,6 +210,14 @@ class EvidenceFigures(TypedDict):
     expected_perplexity: float | None
 
 
+class ShownCounts(TypedDict):
+    """What the figure shows: the histogram of u of the first `tokens_shown` tokens, as many in each line of a run, with
+    impossible tokens at u = 1."""
+
+    counts_shown: NotRequired[list[int]]
+    tokens_shown: NotRequired[int]
+
+
 class TrialConditions(TypedDict):
     """What all drawn texts of --lossless have in common. limit: the p-value below which a test rejects a method."""
 
@@ -220,7 +228,7 @@ class TrialConditions(TypedDict):
     limit: float
 
 
-class LosslessLine(TrialConditions, EvidenceFigures):
+class LosslessLine(TrialConditions, EvidenceFigures, ShownCounts):
     """The tests of the texts that a method drew. seconds: that it took to write and score them."""
 
     kind: Literal["lossless"]
@@ -229,14 +237,13 @@ class LosslessLine(TrialConditions, EvidenceFigures):
     repeatable: NotRequired[bool]
 
 
-class MistakeFigures(EvidenceFigures):
+class MistakeFigures(EvidenceFigures, ShownCounts):
     """The tests of the texts of a sampler with a planted mistake. tokens: those that were needed to notice it. seen_by:
-    the tests that did. shown: the figure shows its histogram."""
+    the tests that did."""
 
     mistake: str
     what: str
     seen_by: list[str]
-    shown: bool
 
 
 class PowerLine(TrialConditions, MistakeFigures):

@@ -38,8 +38,8 @@ class Prepared:
     """What a run needs, its models not loaded yet. processes: those that share the work.
 
     draft_device: of the draft. device: of the other models.
-    dtype, text_dtype: of the models that are timed, and of those that perplexity, diversity and losslessness are
-        measured with. folders: {role: model folder}.
+    dtype, text_dtype: of the models that are timed, and of those that perplexity and diversity are measured with, and
+        losslessness is tested with first. folders: {role: model folder}.
     prompts: {length: prompts}, token ids. article: the prompts of --diversity.
     texts: [(corpus, token ids of its passages)] of --ppl, read in windows of `window` tokens, `stride` apart.
     tokens: the most tokens that are read at once. frequent: the tokens that a restricted draft guesses.
@@ -91,16 +91,20 @@ class Prepared:
         return f"More processes ({count}) than texts ({most}): {count - most} idle.\n" if count > most else ""
 
     def load_first(self) -> LoadedModels:
-        """The models of what comes first: compiled if the flags say so and text is generated."""
+        """The models of what comes first."""
         timed = bool(self.settings.measuring.timed or self.settings.measuring.played)
-        models = self.load(self.dtype if timed else self.text_dtype)
+        return self.load_as_timed(self.dtype if timed else self.text_dtype)
+
+    def load_as_timed(self, dtype: str) -> LoadedModels:
+        """The models in that dtype: compiled if the flags say so and text is generated."""
+        models = self.load(dtype)
         if self.settings.models.compile and continues(self.settings):
             models = compile_models(models, self.settings, next(iter(self.prompts.values()))[0])
         return models
 
 
 def continues(settings: Settings) -> bool:
-    """Whether prompts are continued by methods that are timed, proved or played."""
+    """Whether prompts are continued by methods that are timed, tested or played."""
     return bool(set(settings.measuring.modes) - {"diversity"})
 
 
@@ -133,7 +137,7 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         device,
         draft_device,
         dtype,
-        settings.models.dtype or "float32",
+        "float32" if "lossless" in measuring.groups else settings.models.dtype or "float32",
         folders,
         tokenizer,
         prompts,

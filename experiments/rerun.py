@@ -26,7 +26,7 @@ COMPARED = {
     "costs": ("alpha", ("promptLen", "temperature")),
     "ppl_text": ("ppl", ("corpus",)),
     "ppl_corpus": ("ppl", ("corpus",)),
-    "lossless": ("counts", ("method",)),
+    "lossless": ("counts", ("dtype", "method")),
     "power": ("tokens", ("mistake",)),
     "greedy": ("differing", ("dtype", "method")),
 }

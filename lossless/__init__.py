@@ -1,2 +1,2 @@
-"""The proof of losslessness: statistical evidence from drawn texts, samplers with a planted mistake, and the run that
+"""The test of losslessness: statistical evidence from drawn texts, samplers with a planted mistake, and the run that
 tests both."""

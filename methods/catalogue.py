@@ -1,4 +1,4 @@
-"""The decoding methods, one entry each: what `test.py` measures, compares, proves and shows.
+"""The decoding methods, one entry each: what `test.py` measures, compares, tests and shows.
 
 To add a method, add one `Method` to `CATALOGUE`.
 """
@@ -39,7 +39,8 @@ class Method:
     contrasts: it needs two different models that both know every token.
     guesser: the role of the model whose distributions are the q of its guesses.
     guesses_tree: f(decoding) -> whether its guesses form a tree.
-    modes: the modes of `test.py` that measure it. in_all: whether "all" methods include it.
+    modes: the modes of `test.py` that measure it. in_all: whether `--compare all` includes it, because it
+        repeats no other row.
     """
 
     name: str
@@ -158,7 +159,7 @@ def in_mode(mode: str) -> list[str]:
     return [method.name for method in METHODS.values() if mode in method.modes]
 
 
-def provable() -> list[str]:
+def lossless_methods() -> list[str]:
     """The methods whose text is distributed as the target's."""
     return [method.name for method in METHODS.values() if method.lossless]
 
@@ -166,8 +167,8 @@ def provable() -> list[str]:
 def choose(names: str, roles: Iterable[str]) -> list[str]:
     """The methods of a comma-separated list, in its order, with the baseline first.
 
-    "all" is every method that the models of `roles` allow. Raises UserError for an unknown name, and for a method that
-    lacks a model.
+    "all" is every method that the models of `roles` allow, but for those that repeat another's row. Raises UserError
+    for an unknown name, and for a method that lacks a model.
     """
     asked = [name.strip() for name in names.split(",")]
     if asked == ["all"]:
@@ -180,15 +181,19 @@ def choose(names: str, roles: Iterable[str]) -> list[str]:
 
 
 def choose_lossless(names: str, roles: Iterable[str]) -> list[str]:
-    """The methods whose losslessness is to be proved, as `choose` but without the baseline."""
+    """The methods whose losslessness is to be tested, of a comma-separated list.
+
+    "all" is every lossless method that the models of `roles` allow, but for the target alone, which they are compared
+    with. Raises as `choose` does.
+    """
     asked = [name.strip() for name in names.split(",")]
     if asked == ["all"]:
-        methods = [method for method in METHODS.values() if method.in_all and method.lossless]
-        return [name for name in allowed(methods, roles) if name != "target"]
+        methods = [method for method in METHODS.values() if method.lossless and method.name != "target"]
+        return allowed(methods, roles)
     for name in asked:
-        if name not in provable():
+        if name not in lossless_methods():
             raise UserError(
-                f"{name!r} is not a method whose text is the target's; those are: all, {', '.join(provable())}"
+                f"{name!r} is not a method whose text is the target's; those are: all, {', '.join(lossless_methods())}"
             )
     check_roles(asked, roles)
     return list(dict.fromkeys(asked))

@@ -1,1 +1,1 @@
-"""What is shown of a run: results.jsonl and results.txt, tables, figures, and the verdict of a proof."""
+"""What is shown of a run: results.jsonl and results.txt, tables, figures, and the verdict of `--lossless`."""

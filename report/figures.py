@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 
 from experiments.lines import CostsLine, Line, LosslessLine, PowerLine, of_kind
 from experiments.sweep import predict
+from lossless.evidence import BINS
 from report.runTables import Prediction, swept
+from report.tableFormat import name_of
+from utils import UserError
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
@@ -75,32 +79,39 @@ def draw_over_gamma(axes: Axes, prediction: Prediction, key: str, label: str) ->
 
 
 def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the histograms of u: of all methods tested, and of one planted mistake. Returns the path."""
-    sampled = {line["method"]: line["counts"] for line in of_kind(lines, LosslessLine)}
-    planted = {line["mistake"]: line["counts"] for line in of_kind(lines, PowerLine) if line["shown"]}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.9), dpi=120, sharey=True)
-    draw_histograms(left, sampled, plt.cm.tab10.colors, "each method" if len(sampled) > 1 else "the sampler")
-    draw_histograms(right, planted, [RED], "the planted mistake")
-    low, high = left.get_ylim()
-    left.set(ylabel="tokens in the bin, over the mean", ylim=(max(0, min(low, 0.5)), max(high, 1.5)))
-    figure.tight_layout()
+    """Draw the histograms of u of all samplers as a heat map: methods above, planted mistakes below. Returns the path.
+
+    Raises UserError for a record of an earlier version, whose rows have not the same number of tokens.
+    """
+    sampled, planted = of_kind(lines, LosslessLine), of_kind(lines, PowerLine)
+    if not all("counts_shown" in line for line in (*sampled, *planted)):
+        raise UserError("this record of --lossless is of an earlier version, without counts_shown: measure it anew")
+    several = len({line["dtype"] for line in sampled}) > 1
+    methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
+    mistakes = {line["mistake"]: line["counts_shown"] for line in planted}
+    heights = [max(len(methods), 1), max(len(mistakes), 1)]
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(10, 1.9 + 0.21 * sum(heights)), dpi=120, sharex=True, height_ratios=heights, layout="constrained"
+    )
+    draw_bins(above, methods, f"methods: u of the first {sampled[0]['tokens_shown']:,} tokens each, in {BINS} bins")
+    image = draw_bins(below, mistakes, "the same of samplers with a planted mistake")
+    below.set_xlabel("u (right: tokens to which the draft gives more probability than the target)")
+    bar = figure.colorbar(image, ax=[above, below], extend="both", aspect=35, pad=0.01)
+    bar.set_label("z of the bin's count: 0 if it is as the target's distribution says")
     return save(figure, path)
 
 
-def draw_histograms(axes: Axes, counts_of: dict[str, list[int]], colours: Sequence[object], samplers: str) -> None:
-    """Draw histograms of u, over the band in which the bins of a uniform u lie.
+def draw_bins(axes: Axes, counts_of: dict[str, list[int]], title: str) -> Any:
+    """Draw one row of a heat map for each histogram: the z of each bin's count, if u is uniform. Returns the image.
 
-    counts_of: {label: counts of the bins}. samplers: whose they are, in words.
+    counts_of: {label: counts of the bins}.
     """
-    for (label, bins), colour in zip(counts_of.items(), colours):
-        counts = np.array(bins)
-        edges = np.linspace(0, 1, len(counts) + 1)
-        axes.stairs(counts / counts.mean(), edges, baseline=None, color=colour, linewidth=1.3, label=label)
-    spread = 3.29 * counts.mean() ** -0.5  # A normal number lies within 3.29 standard deviations 999 times of 1,000.
-    label = "99.9 % of an exact sampler's bins"
-    axes.axhspan(1 - spread, 1 + spread, color=BLUE, alpha=0.6, linewidth=0, zorder=0, label=label)
-    axes.axhline(1, color=GREY, linewidth=0.8, zorder=0)
-    axes.set_title(f"u of {counts.sum():,} tokens of {samplers}", loc="left", fontsize=10)
-    axes.set(xlabel="u (at the right: tokens the draft gives more than the target)", xlim=(0, 1))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper left")
+    counts = np.array(list(counts_of.values()))
+    share = 1 / counts.shape[1]
+    expected = counts.sum(1, keepdims=True) * share
+    z = (counts - expected) / np.sqrt(expected * (1 - share))
+    image = axes.imshow(z, cmap="RdBu_r", vmin=-5, vmax=5, aspect="auto", extent=(0, 1, len(z), 0))
+    axes.set_yticks(np.arange(len(z)) + 0.5, list(counts_of), fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(title, loc="left", fontsize=10)
+    return image

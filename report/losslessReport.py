@@ -1,4 +1,4 @@
-"""The report of a proof of losslessness: a verdict in one sentence, and the tables behind it."""
+"""The report of `--lossless`: a verdict in one sentence, and the tables behind it."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ POWER_NOTES = (
 def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
     """Whether no test rejects a method, and the verdict as a sentence. lines: of a run that has ended."""
     if failures := [*sampled_failures(lines), *greedy_failures(lines)]:
-        return False, f"Not lossless: {'; '.join(failures)}."
-    clauses = [*sampled_clauses(lines), *greedy_clauses(lines), *power_clauses(lines)]
-    return True, f"Lossless: {'; '.join(clauses)}."
+        return False, f"Difference found: {'; '.join(failures)}."
+    clauses = [*sampled_clauses(lines), *power_clauses(lines), *greedy_clauses(lines)]
+    return True, f"No difference found: {'; '.join(clauses)}."
 
 
 def exit_code(lines: Sequence[Line]) -> int:
@@ -82,7 +82,8 @@ def sampled_failures(lines: Sequence[Line]) -> Iterator[str]:
     """A clause for each method whose drawn texts a test rejects."""
     for line in of_kind(lines, LosslessLine):
         if failed := seen_by(line, line["limit"]):
-            yield f"{name_of(line['method'])} fails by {' and '.join(TESTS[test] for test in failed)}"
+            tests = " and ".join(TESTS[test] for test in failed)
+            yield f"{name_of(line['method'])} fails in {line['dtype']} by {tests}"
 
 
 def greedy_failures(lines: Sequence[Line]) -> Iterator[str]:
@@ -96,13 +97,27 @@ def greedy_failures(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def sampled_clauses(lines: Sequence[Line]) -> Iterator[str]:
-    """The clause on drawn texts, if there are any."""
+    """The clause on drawn texts, if there are any: how much was tested."""
     if sampled := of_kind(lines, LosslessLine):
         p = [value for line in sampled for value in line["p"].values()]
-        methods = name_of(sampled[0]["method"]) if len(sampled) == 1 else f"each of {len(sampled)} methods"
+        names = list(dict.fromkeys(line["method"] for line in sampled))
+        methods = name_of(names[0]) if len(names) == 1 else f"each of {len(names)} methods"
+        dtypes = " and in ".join(dict.fromkeys(line["dtype"] for line in sampled))
         yield (
-            f"{sampled[0]['tokens']:,} tokens of {methods} cannot be told from the target's own (the least of "
-            f"{len(p)} p-values is {min(p):.2g}; {sampled[0]['limit']:.1e} would be too small)"
+            f"{min(line['tokens'] for line in sampled):,} drawn tokens of {methods} were tested in {dtypes} (the least "
+            f"of {len(p)} p-values is {min(p):.2g}; less than {sampled[0]['limit']:.1e} would be a difference)"
+        )
+
+
+def power_clauses(lines: Sequence[Line]) -> Iterator[str]:
+    """The clause on planted mistakes, if there are any: what the tests would have seen."""
+    if power := of_kind(lines, PowerLine):
+        missed = [line["mistake"] for line in power if not line["seen_by"]]
+        most = max(line["tokens"] for line in power)
+        yield (
+            f"with so many tokens each of {len(power)} planted mistakes is seen, within {most:,} tokens"
+            if not missed
+            else f"but {', '.join(missed)} would not be seen with {most:,} tokens: give more --tokens"
         )
 
 
@@ -115,29 +130,19 @@ def greedy_clauses(lines: Sequence[Line]) -> Iterator[str]:
         yield (
             f"greedy text in {dtype} equals plain decoding's token for token"
             if not differing
-            else f"in {dtype} {differing} of {texts} greedy texts differ from it, each first at a near-tie"
-        )
-
-
-def power_clauses(lines: Sequence[Line]) -> Iterator[str]:
-    """The clause on planted mistakes, if there are any."""
-    if power := of_kind(lines, PowerLine):
-        missed = [line["mistake"] for line in power if not line["seen_by"]]
-        most = max(line["tokens"] for line in power)
-        yield (
-            f"all {len(power)} planted mistakes are caught, within {most:,} tokens"
-            if not missed
-            else f"but {', '.join(missed)} would not be caught with {most:,} tokens: give more --tokens"
+            else f"in {dtype} {differing:,} of {texts:,} greedy texts ({differing / texts:.0%}) differ from plain "
+            "decoding's, each first at a near-tie"
         )
 
 
 def report(lines: Sequence[Line]) -> Iterator[RenderableType]:
-    """The verdict and the tables of a run, as rich renderables; nothing if the run proved nothing."""
+    """The verdict and the tables of a run, as rich renderables; nothing if the run tested nothing."""
     sampled, greedy = of_kind(lines, LosslessLine), of_kind(lines, GreedyLine)
     if (sampled or greedy) and of_kind(lines, EndLine):
         yield plain(verdict(lines)[1])
+    for dtype in dict.fromkeys(line["dtype"] for line in sampled):
+        yield sampled_table([line for line in sampled if line["dtype"] == dtype])
     if sampled:
-        yield sampled_table(sampled)
         yield Text(SAMPLED_NOTES.format(limit=sampled[0]["limit"]))
     if greedy:
         yield table_of("Greedy texts beside plain decoding's", GREEDY_COLUMNS, greedy)
@@ -148,7 +153,7 @@ def report(lines: Sequence[Line]) -> Iterator[RenderableType]:
 
 
 def sampled_table(lines: Sequence[LosslessLine]) -> Table:
-    """The tests of drawn texts, one row for each method."""
+    """The tests of the texts drawn in one dtype, one row for each method."""
     first = lines[0]
     conditions = f"temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}"
     return table_of(f"Drawn texts: {conditions}", SAMPLED_COLUMNS, lines)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import PPL
-from utils import UserError
+from decoding import verification
+from decoding.verification import acceptance, token_rule
+from utils import UserError, residual
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +64,28 @@ def test_speculative_perplexity_is_the_targets_and_equals_the_plain_formula(pair
     assert PPL.calculate_ppl_regr(ids, draft) != pytest.approx(spec, rel=0.05)  # the two models do differ
 
 
-def test_the_speculative_perplexity_would_show_a_wrong_residual(pair, monkeypatch):
-    """It is computed from both models, not copied from the target: replacing from p instead of the residual shows."""
-    log_p, log_q = (torch.randn(40, 9).log_softmax(-1) for _ in range(2))
-    tokens = torch.randint(0, 9, (40,))
-    right = PPL.speculative_log_probs(log_p, log_q, tokens)
-    torch.testing.assert_close(right, log_p.gather(-1, tokens[:, None])[:, 0], atol=1e-4, rtol=1e-5)
-    p, q = log_p.exp(), log_q.exp()
-    wrong = torch.minimum(p, q) + (1 - torch.minimum(p, q).sum(-1, keepdim=True)) * p
-    assert (wrong.gather(-1, tokens[:, None])[:, 0].log() - right).abs().max() > 0.05
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("residual", lambda p, q: p),  # replaced from p
+        ("residual", lambda p, q: residual(q, p)),
+        ("acceptance", lambda p_x, q_x: torch.ones_like(p_x)),
+        ("acceptance", lambda p_x, q_x: acceptance(p_x**0.8, q_x**0.8)),
+        ("acceptance", lambda p_x, q_x: acceptance(q_x, p_x)),  # rejected with probability p / q
+    ],
+)
+def test_a_planted_mistake_in_the_functions_that_sample_changes_the_perplexity(pair, monkeypatch, name, wrong):
+    """Patched where `token_rule` finds them: what it calls is what the perplexity is formed with."""
+    ids = word_tokenizer(text_of(100))["input_ids"]
+    right = PPL.calculate_ppl_spec(ids, *pair)
+    assert right == pytest.approx(PPL.calculate_ppl_regr(ids, pair[0]), rel=1e-6)
+    monkeypatch.setattr(verification, name, wrong)
+    assert abs(PPL.calculate_ppl_spec(ids, *pair) / right - 1) > 1e-4
+    assert name in token_rule.__code__.co_names
 
 
 def test_probabilities_too_small_for_a_float_still_count():
+    """exp(-200) is 0 in float32, and 1e-10 was 0 in the float16 of the report's code."""
     log_p = torch.tensor([[200.0, 0.0, 0.0]]).log_softmax(-1)
     log_q = torch.tensor([[0.0, 200.0, 0.0]]).log_softmax(-1)
     for token in (0, 1, 2):

@@ -127,7 +127,7 @@ def test_no_function_is_long():
     assert len((ROOT / "test.py").read_text().splitlines()) < 120
 
 
-TESTED_WITH = {  # {module: the tests that prove it}, where these have another name
+TESTED_WITH = {  # {module: its tests}, where these have another name
     "model": "cachedModel",
     "drafter": "drafters",
     "tree": "trees",
@@ -150,7 +150,7 @@ TESTED_WITH = {  # {module: the tests that prove it}, where these have another n
     "evidence": "losslessness",
     "scorer": "losslessness",
     "plantedMistakes": "losslessness",
-    "proof": "losslessness",
+    "trial": "losslessness",
     "losslessReport": "losslessness",
     "figures": "results",
     "lines": "results",

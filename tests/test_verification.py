@@ -16,7 +16,7 @@ from mistakes import (
 from outcomes import at, every_outcome, joint, number, pairs, softmaxes
 
 from decoding import verification
-from decoding.verification import RULES, block_rule, token_rule
+from decoding.verification import RULES, acceptance, block_rule, emitted, token_rule
 
 
 def round_of(rule, p, q):
@@ -70,6 +70,19 @@ def test_ordinary_distributions_come_out_exactly(rule, vocabulary, gamma):
 def test_acceptance_is_the_overlap_of_p_and_q():
     p, q = softmaxes(gamma=1)
     assert round_of(token_rule, p, q)[1] == pytest.approx(torch.minimum(p[0], q[0]).sum().item(), abs=1e-6)
+    p_x, q_x = torch.tensor([0.2, 0.2, 0.0, 0.3, 0.0]), torch.tensor([0.4, 0.1, 0.1, 0.0, 0.0])
+    assert acceptance(p_x, q_x).tolist() == [0.5, 1, 0, 0, 0]  # Where q is 0 no guess was drawn.
+
+
+def test_what_the_rule_is_said_to_emit_is_what_it_emits(monkeypatch):
+    """`emitted` is the first token of a round of `token_rule`, right or wrong."""
+    p, q = softmaxes(gamma=1)
+    for wrong in (None, lambda p, q: p):
+        if wrong:
+            monkeypatch.setattr(verification, "residual", wrong)
+        first = round_of(token_rule, p, q)[0].view(p[0].shape[1], -1).sum(1)
+        torch.testing.assert_close(emitted(p[0].double(), q[0].double())[0], first, atol=1e-6, rtol=0)
+        assert torch.allclose(first.float(), p[0][0], atol=1e-4) is (wrong is None)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
-"""`Proof`: the experiment of `test.py --lossless`, with models that are loaded.
+"""`Trial`: the experiment of `test.py --lossless`, with models that are loaded.
 
 It tests texts drawn by every method, texts of samplers with a planted mistake, and greedy texts (evidence.py and
 scorer.py). Each line of results is passed on as it comes.
+
+In float32, p is computed from the whole text at once, without the KV cache, so that a mistake in the cache shows. In a
+16-bit dtype that would round otherwise than the sampler did. There the same model reads the text again as it wrote it.
 """
 
 from __future__ import annotations
@@ -12,32 +15,70 @@ import time
 from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from experiments.lines import Append, GreedyFigures, GreedyLine, MistakeFigures, TrialConditions
+from decoding.rows import Rows, upload
+from engine.cachedModel import CachedModel
+from experiments.lines import Append, GreedyFigures, GreedyLine, MistakeFigures, ShownCounts, TrialConditions
 from experiments.prepare import LoadedModels, Prepared
 from inputs.devices import pick_dtype
 from inputs.progress import followed
-from lossless.evidence import Evidence, limit_of, seen_by
+from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES, TREE_MISTAKES
-from lossless.scorer import TextScorer, greedy_figures
+from lossless.scorer import Texts, TextScorer, greedy_figures
 from methods.catalogue import METHODS, build, repeatable
 from methods.samplers import Models, Sampler, guesser
 from regrSampling import regrSampling
 from utils import Sampling
 
 FIRST = 2  # Texts of a planted mistake in the first test; each later test has twice as many.
-SHOWN, SHOWN_TOKENS = "replace from p", 6400  # The mistake in the figure, and the tokens its histogram needs.
+SHOWN_TOKENS = 6400  # Tokens of each method and of each planted mistake in the figure.
 GREEDY_TOKENS = 50  # Tokens of a greedy text at most.
 
 
-def other_dtype(dtype: str, device: str) -> str:
-    """The dtype in which greedy texts are compared in addition to `dtype`: a 16-bit one, or float32 if that is one."""
+def second_dtype(named: str | None, device: str) -> str:
+    """The dtype in which texts are compared in addition to float32: the one that --dtype names, or a 16-bit one."""
     short = pick_dtype(device)
-    return "float32" if dtype != "float32" else "bfloat16" if short == "float32" else short
+    return named if named not in (None, "float32") else "bfloat16" if short == "float32" else short
 
 
-class Proof:
+class BlockReader:
+    """What a `TextScorer` asks of a model, computed as a sampler computes it: the prompts by prefill, then the texts in
+    blocks of `width` tokens through the KV cache, with the graphs that a compiled model has for them.
+
+    The texts are of one length. They are read as a batch, as they were written: graphs are for a number of rows.
+    """
+
+    def __init__(self, model: CachedModel, width: int) -> None:
+        self.cached, self.width = model, width
+        self.model, self.device, self.dtype = model.model, model.device, model.dtype
+        self.vocabulary = model.vocabulary
+
+    @torch.inference_mode()
+    def read(self, prompts: Texts, texts: Texts) -> None:
+        """Compute the logits that `score` gives, and keep them in the model's dtype."""
+        rows = Rows(prompts, len(texts[0]), [self.cached])
+        at, logits = rows.lengths[:, None], [self.cached.prefill(rows)[:, None]]
+        for block in upload(texts, self.device)[:, :-1].split(self.width, 1):
+            logits.append(self.cached.forward(block, at + torch.arange(block.shape[1], device=self.device)))
+            at = at + block.shape[1]
+        self.unscored = list(zip(rows.prompt_lengths, torch.cat(logits, 1).to(self.dtype), texts))
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Logits after each of `tokens[B, n]`, float32 `[B, n, V]`: those of the next B texts that were read, and 0
+        before the end of the prompt."""
+        logits = torch.zeros(*tokens.shape, self.vocabulary, device=self.device)
+        for row, (length, kept, text) in enumerate(self.unscored[: len(tokens)]):
+            end = length + len(text) - 1
+            assert tokens[row, length:end].tolist() == list(text[:-1]), "texts are scored in the order they were read"
+            logits[row, length - 1 : end] = kept
+        del self.unscored[: len(tokens)]
+        return logits
+
+
+class Trial:
     """Tests whether methods are lossless, as the settings of a run ask for.
 
     models: in `dtype`. append: takes each line of results.
@@ -53,7 +94,11 @@ class Proof:
         self.processes, self.device = prepared.processes, prepared.device
         self.loaded, self.models = models, cast(Models, dict(models))
         self.dtype, self.append = dtype, append
-        self.limit = limit_of(len(self.names))
+        named = settings.models.dtype
+        self.limit = limit_of(len(self.names) * len({"float32", named or "float32"}))
+        width = self.decoding.gamma_of("fixed") + 1
+        self.reader = None if dtype == "float32" else BlockReader(models["target"], width)
+        self.in_figure = min(math.ceil(SHOWN_TOKENS / self.max_len), self.batches * self.rows)  # texts
         self.shown: TrialConditions = {
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
@@ -74,13 +119,22 @@ class Proof:
         prompts = self.choose(first, count)
         generator = torch.Generator(self.device).manual_seed(self.seed + 1_000_003 * first)
         texts, _ = sampler(prompts, max_len=self.max_len, sampling=scorer.sampling, generator=generator)
+        if self.reader:
+            self.reader.read(prompts, texts)
         return scorer.evidence(prompts, texts, first)
 
     def scorer(self, sampling: Sampling, order: str = "draft") -> TextScorer:
         """The `TextScorer` that orders the vocabulary by the model of role `order`, if that has the target's tokens."""
         other_tokens = order == "draft" and self.decoding.translation is not None
         order_model = None if other_tokens else self.loaded.get(order)
-        return TextScorer(self.loaded["target"], order_model, sampling, self.seed)
+        target = cast(CachedModel, self.reader or self.loaded["target"])
+        return TextScorer(target, order_model, sampling, self.seed)
+
+    def shown_counts(self, evidence: Evidence) -> ShownCounts:
+        """The histogram for the figure. An impossible token has an infinite q / p, so its u is 1."""
+        u = np.where(evidence.impossible > 0, 1.0, evidence.u)[: self.in_figure]
+        counts = np.histogram(u[~np.isnan(u)], BINS, (0, 1))[0]
+        return {"counts_shown": counts.tolist(), "tokens_shown": u.size}
 
     def test_methods(self) -> None:
         """Test texts drawn by each method, at least `tokens` tokens."""
@@ -106,6 +160,7 @@ class Proof:
                     "seconds": math.fsum(seconds),
                     "repeatable": repeatable(name, self.decoding),
                     **evidence.figures(),
+                    **self.shown_counts(evidence),
                 }
             )
 
@@ -131,19 +186,17 @@ class Proof:
         while not (tests := seen_by(evidence.figures(), self.limit)) and len(evidence.u) < most:
             written = len(evidence.u)
             evidence += self.write(sampler, scorer, written, min(written, self.rows, most - written))
-        figures, shown = evidence.figures(), name == SHOWN
-        missing = min(math.ceil(SHOWN_TOKENS / self.max_len), most) - len(evidence.u)
-        if shown and missing > 0:
+        figures, missing = evidence.figures(), self.in_figure - len(evidence.u)
+        if missing > 0:
             evidence += self.write(sampler, scorer, len(evidence.u), missing)
-            figures["counts"] = evidence.figures()["counts"]
-        return {**figures, "mistake": name, "what": mistake.what, "seen_by": tests, "shown": shown}
+        return {**figures, **self.shown_counts(evidence), "mistake": name, "what": mistake.what, "seen_by": tests}
 
     def compare_greedy(self) -> None:
         """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""
         sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
         prompts, count = self.choose(0, self.rows), min(self.max_len, GREEDY_TOKENS)
         plain, _ = regrSampling(prompts, self.loaded["target"], count, sampling)
-        scorer = self.scorer(sampling)
+        scorer = TextScorer(self.loaded["target"], None, sampling)
         names = ["target", *(name for name in self.names if name != "target")]
         samplers = build(names[1:], self.models, self.decoding)
 
@@ -160,19 +213,24 @@ class Proof:
             self.append(line)
 
 
-def prove(prepared: Prepared, models: LoadedModels, append: Append) -> bool:
-    """Test drawn texts, planted mistakes and greedy texts of the methods to be proved. Returns whether texts were
-    drawn."""
-    proof = Proof(prepared, models, prepared.text_dtype, append)
-    drawn = bool(proof.sampling.temperature)
-    if drawn:
-        proof.test_methods()
-        proof.find_mistakes()
-    proof.compare_greedy()
+def run_trials(prepared: Prepared, models: LoadedModels, append: Append) -> bool:
+    """Test the methods in float32 with `models`, and then in a second dtype, with models that are loaded when these are
+    released. There texts are drawn too if --dtype names it; else only greedy texts are compared. Planted mistakes are
+    tested in float32. Returns whether texts were drawn."""
+    settings = prepared.settings
+    named, drawn = settings.models.dtype, bool(settings.sampling.of("lossless").temperature)
+    run_trial(Trial(prepared, models, "float32", append), drawn, mistakes=True)
+    models.clear()
+    dtype = second_dtype(named, prepared.device)
+    models = (prepared.load_as_timed if dtype == named else prepared.load)(dtype)
+    run_trial(Trial(prepared, models, dtype, append), drawn and dtype == named)
     return drawn
 
 
-def prove_greedy(prepared: Prepared, append: Append) -> None:
-    """Test greedy texts in another dtype than `prove`. Loads the models."""
-    dtype = other_dtype(prepared.text_dtype, prepared.device)
-    Proof(prepared, prepared.load(dtype), dtype, append).compare_greedy()
+def run_trial(trial: Trial, drawn: bool, mistakes: bool = False) -> None:
+    """Test drawn texts, if there are any, planted mistakes and greedy texts."""
+    if drawn:
+        trial.test_methods()
+        if mistakes:
+            trial.find_mistakes()
+    trial.compare_greedy()
