@@ -231,10 +231,11 @@ class LosslessLine(TrialConditions, EvidenceFigures):
 
 class MistakeFigures(EvidenceFigures):
     """The tests of the texts of a sampler with a planted mistake. tokens: those that were needed to notice it. seen_by:
-    the tests that did. shown: the figure shows its histogram."""
+    the tests that did. shown: the figure shows its histogram. seen_in: the public code that makes or made it."""
 
     mistake: str
     what: str
+    seen_in: NotRequired[str]
     seen_by: list[str]
     shown: bool
 

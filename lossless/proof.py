@@ -111,8 +111,8 @@ class Proof:
 
     def find_mistakes(self) -> None:
         """Test samplers with a planted mistake."""
-        # Guesses from the text so far have q = 1: none is ever dropped.
-        names = [name for name in MISTAKES if name != "dropped guess" or "draft" in self.models]
+        drafter = guesser(self.models, self.decoding)
+        names = [name for name, mistake in MISTAKES.items() if isinstance(drafter, mistake.drafters)]
         if any(METHODS[name].guesses_tree(self.decoding) for name in self.names):
             names += TREE_MISTAKES
         done = self.processes.mapped(self.find_mistake, names)
@@ -136,7 +136,14 @@ class Proof:
         if shown and missing > 0:
             evidence += self.write(sampler, scorer, len(evidence.u), missing)
             figures["counts"] = evidence.figures()["counts"]
-        return {**figures, "mistake": name, "what": mistake.what, "seen_by": tests, "shown": shown}
+        return {
+            **figures,
+            "mistake": name,
+            "what": mistake.what,
+            "seen_in": mistake.seen_in,
+            "seen_by": tests,
+            "shown": shown,
+        }
 
     def compare_greedy(self) -> None:
         """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""
