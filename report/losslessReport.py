@@ -192,19 +192,24 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
         yield (
             f"So many tokens show, in {SEEN:.0%} of cases, a mean surprise that is off by {power['surprise']:.2g} nats "
             f"a token, and a total variation of {power['variation']:.2g} in the order of {line['order']}."
-            + ("" if line["order"] == "q / p" else " With --draft, the order is by q / p and shows what q leaks.")
         )
 
 
 def causes(line: AuditLine) -> Iterator[str]:
     """What usually causes the pattern of a text that is rejected."""
+    if "surprise" in line["seen_by"]:
+        likelier, hotter = ("less", "higher") if line["z"] > 0 else ("more", "lower")
+        yield f"The tokens are {likelier} probable than the target's own, as at a {hotter} temperature."
     if line["fits"]:
-        yield f"No test rejects the text at {'; nor at '.join(map(settings_of, line['fits']))}: was it drawn so?"
+        settings = ", nor at ".join(map(settings_of, line["fits"]))
+        yield f"No test rejects the text at {settings}: a setting was not applied, or on one side alone."
     for name in line["resembles"]:
         mistake = MISTAKES[name]
         seen = f"; seen in {mistake.seen_in}" if mistake.seen_in else ""
-        yield f"Like the planted mistake {name!r}: {mistake.what}{seen}."
-    if not line["fits"] and not line["resembles"]:
+        yield f"This is the pattern of the planted mistake {name!r}: {mistake.what}{seen}."
+    if not line["fits"] and line["order"] == "p":
+        yield "If a draft model guessed, name it with --draft: then the pattern says which mistake it resembles."
+    elif not line["fits"] and not line["resembles"]:
         yield "No planted mistake has this pattern. Are target, tokenizer and sampling flags those of the engine?"
 
 
