@@ -16,6 +16,7 @@ from experiments.processes import Processes, together
 from experiments.runRecord import run_record
 from experiments.settings import parse
 from inputs.commandLine import as_command
+from lossless.audit import audit
 from lossless.trial import run_trials
 from playback.play import play
 from report import figures, losslessReport
@@ -39,8 +40,7 @@ def work(argv: Sequence[str], processes: Processes) -> int:
     if settings.measuring.played:
         play(prepared)
         return 0
-    _, lines = run(prepared, argv)
-    return losslessReport.exit_code(lines) if processes.first and "lossless" in settings.measuring.groups else 0
+    return losslessReport.exit_code(run(prepared, argv)[1])
 
 
 def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes) -> int:
@@ -99,6 +99,8 @@ def measure(prepared: Prepared, models: LoadedModels, append: Append, picture: C
         picture("sweep")
     if "lossless" in measuring.groups and run_trials(prepared, models, append):
         picture("lossless")
+    if measuring.audit:
+        audit(prepared, models, append)
     other = prepared.settings.models.compile or prepared.dtype != prepared.text_dtype
     if measuring.timed and other and ("diversity" in measuring.groups or measuring.ppl):
         models.clear()

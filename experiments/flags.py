@@ -92,6 +92,19 @@ FLAGS = {
             nargs="?",
             const="speculative",
         ),
+        "--audit": flag(
+            path,
+            "Test whether the texts in this file are the target's under the flags of sampling, whatever wrote them. "
+            "Each line is a JSON object with prompt and with tokens (token ids) or text. This is a run of its own. "
+            "--draft, if named, only makes the tests sharper. The exit code is 0 if no test rejects the texts and 1 "
+            "otherwise. docs/lossless.md says more.",
+            metavar="FILE",
+        ),
+        "--writtenIn": choice(
+            DTYPES,
+            "The dtype in which the texts of --audit were computed. It decides how much rounding may explain. "
+            "Default: bfloat16.",
+        ),
         "--show": switch(
             "Show one text on the screen as it is decoded: guesses accepted, guesses rejected, and the target's own "
             "tokens. Nothing is measured. --speedNew, --speedMulti or --contrastive choose the method; the default is "
@@ -132,7 +145,7 @@ FLAGS = {
             DTYPES,
             "The dtype of the weights. --lossless tests drawn text in float32, and in this dtype too. Default: for "
             "speed the fastest that the device supports natively (bfloat16, float16 on GPUs without bfloat16, else "
-            "float32); for --ppl, --diversity and --lossless float32.",
+            "float32); for --ppl, --diversity, --lossless and --audit float32.",
         ),
         "--compile": switch(
             "Compile the decode steps, on a GPU into CUDA graphs. On a CPU the first time takes minutes; later runs "

@@ -239,10 +239,11 @@ class LosslessLine(TrialConditions, EvidenceFigures, ShownCounts):
 
 class MistakeFigures(EvidenceFigures, ShownCounts):
     """The tests of the texts of a sampler with a planted mistake. tokens: those that were needed to notice it. seen_by:
-    the tests that did."""
+    the tests that did. seen_in: the public code that makes or made it."""
 
     mistake: str
     what: str
+    seen_in: NotRequired[str]
     seen_by: list[str]
 
 
@@ -273,6 +274,82 @@ class GreedyLine(GreedyFigures):
     repeatable: NotRequired[bool]
 
 
+class Place(TypedDict):
+    """A token of audited texts. line: of the file. position: in the text, from 1. token: its id."""
+
+    line: int
+    position: int
+    token: int
+
+
+class Power(TypedDict):
+    """The least departures from the target that an audit would have seen (`lossless.audit.power_of`)."""
+
+    surprise: float
+    variation: float
+
+
+class AuditFigures(EvidenceFigures):
+    """The tests of audited texts (`lossless.audit.Auditor.drawn`), under the settings that they are tested for.
+
+    unit: the unit roundoff of the arithmetic that wrote them. limit: the p-value below which a test rejects them.
+    order: of the vocabulary, "q / p" or "p". seen_by: the tests that reject them. places: of impossible tokens. fits:
+    other settings under which no test rejects them. resembles: planted mistakes with such a pattern.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    repetition_penalty: float
+    unit: float
+    limit: float
+    order: str
+    seen_by: list[str]
+    places: list[Place]
+    power: Power
+    fits: list[dict[str, float]]
+    resembles: list[str]
+
+
+class GreedyAuditFigures(TypedDict):
+    """Audited greedy texts. places: of the tokens that rounding does not explain. The other fields are those of
+    `GreedyFigures` and `AuditFigures`."""
+
+    texts: int
+    tokens: int
+    near_ties: int
+    beyond: int
+    largest_gap: float
+    allowed: float
+    repetition_penalty: float
+    unit: float
+    places: list[Place]
+
+
+class AuditSource(TypedDict):
+    """What is audited. sha256: the digest of all prompts and texts. written_in: the dtype of the engine; dtype: the
+    target's here. retokenised: texts without token ids. pieces: {token: its text}, of the places."""
+
+    file: str
+    sha256: str
+    dtype: str
+    written_in: str
+    retokenised: int
+    pieces: dict[str, str]
+
+
+class AuditLine(AuditSource, AuditFigures):
+    """The audit of drawn texts."""
+
+    kind: Literal["audit"]
+
+
+class GreedyAuditLine(AuditSource, GreedyAuditFigures):
+    """The audit of greedy texts."""
+
+    kind: Literal["audit_greedy"]
+
+
 class FigureLine(TypedDict):
     """A figure that was drawn. of: the mode. file: its path in the folder of the results."""
 
@@ -298,6 +375,8 @@ Line = (
     | LosslessLine
     | PowerLine
     | GreedyLine
+    | AuditLine
+    | GreedyAuditLine
     | FigureLine
     | EndLine
 )

@@ -4,7 +4,7 @@ here."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from engine.sharedWeights import RestrictedModel
 from experiments import diversity
 from experiments.processes import ALONE, Processes
 from experiments.settings import Settings
+from inputs.auditTexts import AuditText, read_texts
 from inputs.devices import pick_dtype
 from inputs.models import Outline, find_model, load_model, outline
 from inputs.progress import followed
@@ -44,6 +45,7 @@ class Prepared:
     texts: [(corpus, token ids of its passages)] of --ppl, read in windows of `window` tokens, `stride` apart.
     tokens: the most tokens that are read at once. frequent: the tokens that a restricted draft guesses.
     translation: to the draft's tokenizer, if that is another one. Then it guesses only the tokens that both have.
+    audited: the texts of --audit.
     """
 
     settings: Settings
@@ -62,6 +64,7 @@ class Prepared:
     tokens: int
     frequent: Tensor | None
     translation: Translation | None = None
+    audited: list[AuditText] = field(default_factory=list)
 
     def load(self, dtype: str) -> LoadedModels:
         """The models in that dtype."""
@@ -80,6 +83,8 @@ class Prepared:
     @property
     def idle(self) -> str:
         """A line that says that there are more processes than work, if there are."""
+        if self.audited:
+            return ""
         shares = [max(len(passages), sum(map(len, passages)) // self.stride) for _, passages in self.texts]  # windows
         for mode in self.settings.measuring.modes:
             if mode == "lossless":
@@ -130,6 +135,12 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         draft = outline(folders["draft"], translation.tokenizer)
         check_rooms(settings, translated, list(map(translation.row, article)), [draft])
     passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
+    audited = (
+        read_texts(measuring.audit, tokenizer, min(outlines, key=lambda model: model.context))
+        if measuring.audit
+        else []
+    )
+    most = max([most, *(len(text.prompt) + len(text.tokens) for text in audited)])
     window = min(texts.window, context)
     prepared = Prepared(
         settings,
@@ -148,9 +159,10 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         max(most, texts.window if measuring.ppl else 0),
         most_frequent(draft_vocab, tokenizer) if draft_vocab else None,
         translation,
+        audited,
     )
     print(end=prepared.idle)
-    if translation is not None:
+    if translation is not None and not audited:
         print(about_translation(translation, settings, [*sum(prompts.values(), []), *article]))
     return prepared
 

@@ -29,6 +29,8 @@ COMPARED = {
     "lossless": ("counts", ("dtype", "method")),
     "power": ("tokens", ("mistake",)),
     "greedy": ("differing", ("dtype", "method")),
+    "audit": ("counts", ("file",)),
+    "audit_greedy": ("beyond", ("file",)),
 }
 
 

@@ -7,6 +7,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy
@@ -40,7 +41,7 @@ def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) ->
         **origin(argv, prepared.settings.flags, kind, versions),
     }
     if several:
-        texts = digest([prepared.prompts, prepared.article, prepared.texts])
+        texts = digest([prepared.prompts, prepared.article, prepared.texts, list(map(astuple, prepared.audited))])
         record["processes"] = devices(prepared.processes, prepared.device, record["machine"], versions, texts)
     return record
 

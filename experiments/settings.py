@@ -17,7 +17,7 @@ from utils import Sampling, UserError
 
 TIMED = ("speed", "speedNew", "speedMulti", "contrastive", "compare", "sweep")  # modes that measure speed
 MODES = (*TIMED, "diversity", "lossless")  # modes that measure methods
-ALL_MODES = (*MODES, "ppl", "show", "html")
+ALL_MODES = (*MODES, "ppl", "audit", "show", "html")
 # Defaults that differ from mode to mode; the value for the other modes stands where they are used.
 MAX_LEN = {"speedNew": 1000, "diversity": 45}
 REPEATS = {"compare": 2, "sweep": 2, "diversity": 20}
@@ -29,11 +29,14 @@ PLAYED = {"contrastive": "speculativeContrastive", "speedMulti": "cascade", "spe
 @dataclass(frozen=True)
 class Measuring:
     """What to measure. groups: {mode: its methods}; played: the one method whose text is played, and nothing is
-    measured; repeats, tokens None: the mode's default."""
+    measured; repeats, tokens None: the mode's default. audit: the file of texts to test, written in the dtype
+    `written_in`."""
 
     groups: dict[str, list[str]]
     played: str | None
     ppl: bool
+    audit: Path | None
+    written_in: str
     repeats: int | None
     tokens: int | None
     seed: int
@@ -182,6 +185,7 @@ def typed(args: argparse.Namespace) -> Settings:
     values = {re.sub("[A-Z]", r"_\g<0>", name).lower(): value for name, value in vars(args).items()}
     values |= {
         "ppl": bool(args.ppl),
+        "written_in": args.writtenIn or "bfloat16",
         "lookup": args.draft == "lookup",
         "temperatures": tuple(args.temperature or ()),
         "prompt_lengths": tuple(args.promptLen),
@@ -224,6 +228,9 @@ def name_models(args: argparse.Namespace) -> None:
     if args.mid and not args.draft:
         raise UserError("--mid stands between the target and a draft: name that too, with --draft")
     pair = default_pair()
+    if args.audit and args.draft is None:
+        args.draft = "lookup"  # No draft model is needed.
+        print(end="" if args.target else f"No target named: using {pair[0]}.\n")
     if args.target is None and args.draft is None and args.mid is None:
         print(
             f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
@@ -243,8 +250,11 @@ def check_modes(args: argparse.Namespace) -> None:
         raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
     if args.lossless is None and args.tokens:
         raise UserError("--tokens is a flag of --lossless; give both or neither")
-    if args.lossless is not None and any(getattr(args, mode) for mode in ALL_MODES if mode != "lossless"):
-        raise UserError("--lossless is a run of its own: leave out the other things to do")
+    for own in "lossless", "audit":
+        if getattr(args, own) is not None and any(getattr(args, mode) for mode in ALL_MODES if mode != own):
+            raise UserError(f"--{own} is a run of its own: leave out the other things to do")
+    if args.audit is None and args.writtenIn:
+        raise UserError("--writtenIn is a flag of --audit; give both or neither")
 
 
 def check_together(settings: Settings) -> None:

@@ -17,7 +17,7 @@ Greedy decoding draws nothing. There each token is compared with the target's ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,8 @@ TESTS = {
 
 @dataclass
 class Evidence:
-    """Statistics of the tokens of some texts: float64 arrays `[texts, tokens]`.
+    """Statistics of the tokens of some texts: float64 arrays `[texts, tokens of the longest]`. Where a shorter text has
+    no token, all are nan.
 
     u: the PIT of each token; nan where p(x) is 0.
     surprise: -log p(x) in nats. entropy, variance: its mean and its variance under p.
@@ -52,7 +53,20 @@ class Evidence:
     impossible: np.ndarray
 
     def __add__(self, other: Evidence) -> Evidence:
-        return Evidence(*(np.concatenate(pair) for pair in zip(astuple(self), astuple(other))))
+        longest = max(self.u.shape[1], other.u.shape[1])
+        return Evidence(
+            *(np.concatenate([widened(a, longest) for a in pair]) for pair in zip(self.arrays, other.arrays))
+        )
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All arrays."""
+        return self.u, self.surprise, self.entropy, self.variance, self.impossible
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return int((~np.isnan(self.surprise)).sum())
 
     def figures(self) -> EvidenceFigures:
         """The figures of a line of results: counts, p-values by test, perplexities."""
@@ -68,9 +82,9 @@ class Evidence:
         }
         return {
             "texts": len(self.u),
-            "tokens": self.u.size,
-            "excluded": int((~kept & (self.impossible == 0)).sum()),
-            "impossible": int(self.impossible.sum()),
+            "tokens": self.tokens,
+            "excluded": int((np.isnan(self.u) & (self.impossible == 0)).sum()),
+            "impossible": int(np.nansum(self.impossible)),
             "counts": counts.tolist(),
             "p": {name: float(value) for name, value in p.items()},
             "z": z,
@@ -81,9 +95,14 @@ class Evidence:
     def neighbours(self) -> float:
         """z of the correlation of u with two neighbours: the next token of the text, and the same token of the next
         text. Products of independent centred numbers are uncorrelated, and the variance of each is 1/144."""
-        centred = np.nan_to_num(self.u - 0.5)
-        products = (centred[:, 1:] * centred[:, :-1]).sum() + (centred[1:] * centred[:-1]).sum()
-        return z_score(12 * products, centred[:, 1:].size + centred[1:].size)
+        centred = self.u - 0.5
+        products = np.concatenate([(centred[:, 1:] * centred[:, :-1]).ravel(), (centred[1:] * centred[:-1]).ravel()])
+        return z_score(12 * np.nansum(products), (~np.isnan(products)).sum())
+
+
+def widened(array: np.ndarray, longest: int) -> np.ndarray:
+    """An array `[texts, tokens]` with nan for more tokens: `[texts, longest]`."""
+    return np.pad(array, ((0, 0), (0, longest - array.shape[1])), constant_values=np.nan)
 
 
 def z_score(total: float, variance: float) -> float:

@@ -1,7 +1,8 @@
 """Samplers with a planted mistake: a proof of losslessness is worth as much as the mistakes it catches.
 
-Real samplers have been written with each of them. Each is the project's own loop, for chains or for trees of guesses,
-with one part replaced: the target, the drafter, the verification rule, or the sampling that the target is told.
+Real samplers have been written with each of them; some name the public code in which it was seen. Each is the project's
+own loop, for chains or for trees of guesses, with one part replaced: the target, the drafter, the verification rule, or
+the sampling that the target is told.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from decoding.trees.tree import Places, Tree
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter
+from methods.lookup import LookupFirst
+from methods.otherTokenizer import OtherTokenizerDrafter
 from methods.samplers import Sampler
 from methods.treeSampling import TreeDrafter, treeSampling
 from specSampling import specSampling
@@ -63,6 +66,63 @@ def p_shifted(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, 
     return token_rule(p.roll(1, 1), q, drafts, u)
 
 
+def judged_by(
+    wrong_p: Tensor, wrong_q: Tensor, p: Tensor, q: Tensor, drafts: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Accepts guesses by the wrong distributions. The token after a rejection is drawn from the right residual."""
+    accepted, _ = token_rule(wrong_p, wrong_q, drafts, u)
+    return accepted, pick(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])
+
+
+def inverted(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Rejects a guess with the probability min(1, p / q) with which it should be accepted."""
+    flipped = F.pad((q - p[:, : q.shape[1]]).clamp(min=0), (0, 0, 0, 1))
+    return judged_by(flipped, q, p, q, drafts, u)
+
+
+def one_hot_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Judges a drawn guess x as if q(x) were 1: accepts it with probability p(x), else draws from p without x.
+
+    This is no mistake. Whatever x is, the result is distributed as p. But fewer guesses are accepted: sum p q of them
+    instead of sum min(p, q). vLLM has judged so (its issue 40149).
+    """
+    return token_rule(p, one_hot(q, drafts), drafts, u)
+
+
+def half_handed_over(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Accepts a guess x with probability p(x), as if q(x) were 1, and replaces it from the residual of the true q."""
+    return judged_by(p, one_hot(q, drafts), p, q, drafts, u)
+
+
+def one_hot(q: Tensor, drafts: Tensor) -> Tensor:
+    """Distributions `[B, n, V]` that give all to the drafts; 0 where a row has none."""
+    return torch.zeros_like(q).scatter(-1, drafts[..., None], 1) * (q.sum(-1, keepdim=True) > 0)
+
+
+def late_rejection(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Notices a rejection one place late: the guess is dropped, and the token drawn after it takes its place."""
+    accepted, token = token_rule(p, q, drafts, u)
+    rejected = after(F.pad(q, (0, 0, 0, 1)), accepted).sum(-1) > 0
+    late = pick(after(p, (accepted + 1).clamp(max=drafts.shape[1])), u[:, -1])
+    return accepted, torch.where(rejected, late, token)
+
+
+def shared_noise(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Replaces a rejected guess with the noise that drew it, by the Gumbel-max trick.
+
+    A guess x is the argmin of E / q, where E are exponential numbers; its replacement, that of E / residual. Let T be
+    the least of E / q, which is exponential too. Given T and x, E(x) is q(x) T, and E - q T of the other tokens are new
+    exponential numbers, as the exponential distribution has no memory. So E is drawn after x is known.
+    """
+    accepted, _ = token_rule(p, q, drafts, u)
+    q = after(F.pad(q, (0, 0, 0, 1)), accepted)  # 0 where no guess was rejected: then E is new
+    generator = torch.Generator(p.device).manual_seed(int(u[0, -1] * 2**24))
+    least, rest = (
+        torch.empty(size, device=p.device).exponential_(generator=generator) for size in ((len(p), 1), q.shape)
+    )
+    return accepted, ((q * least + rest) / residual(after(p, accepted), q)).argmin(-1)
+
+
 def bonus_from_q(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Takes the last guess unverified, as the token after the others, if all others are accepted."""
     if not drafts.shape[1]:
@@ -76,8 +136,7 @@ def bonus_from_q(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tenso
 def wrong_temperature(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Accepts guesses by p at a higher temperature. The token after a rejection is drawn from the right residual."""
     hotter = p ** (1 / HEAT)
-    accepted, _ = token_rule(hotter / hotter.sum(-1, keepdim=True), q, drafts, u)
-    return accepted, pick(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])
+    return judged_by(hotter / hotter.sum(-1, keepdim=True), q, p, q, drafts, u)
 
 
 # Verification rules for trees. Arguments and results are those of decoding/trees/rules.py.
@@ -117,17 +176,17 @@ def mass_not_updated(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree
     return judge(p, q, drafts, tree, carried=True).end(route, u[:, -1], tree)
 
 
-# Targets.
+# Models.
 
 
-class FlawedTarget(CachedModel):
-    """A target with a mistake in how it runs: the weights of `model`, and a cache of its own."""
+class FlawedModel(CachedModel):
+    """A model with a mistake in how it runs: the weights of `model`, and a cache of its own."""
 
     def __init__(self, model: CachedModel) -> None:
         super().__init__(model.model, model.vocabulary, model.name)
 
 
-class StaleSlotTarget(FlawedTarget):
+class StaleSlotTarget(FlawedModel):
     """A target whose cache keeps a rejected guess: the token that replaces it does not overwrite its slot."""
 
     def prefill(self, rows: Rows) -> Tensor:
@@ -161,7 +220,7 @@ def states_at(states: Tensor, slot: Tensor) -> Tensor:
     return states.gather(2, slot.expand(-1, states.shape[1], -1, states.shape[3]))
 
 
-class SiblingMaskTarget(FlawedTarget):
+class SiblingMaskTarget(FlawedModel):
     """A target whose ancestor masks have siblings in them: a node attends to all nodes before it."""
 
     def forward(
@@ -174,12 +233,27 @@ class SiblingMaskTarget(FlawedTarget):
         return super().forward(tokens, positions, places, keep)
 
 
-class WrongSlotTarget(FlawedTarget):
+class WrongSlotTarget(FlawedModel):
     """A target whose keys of the accepted path are moved to wrong slots: each to the one after its own."""
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         """As `CachedModel.move`, but each node goes to the slot of the next one."""
         super().move(source.roll(1, 1), slots)
+
+
+class UnfilteredDraft(FlawedModel):
+    """A draft that draws with temperature, top-k and top-p, and hands over the distributions from before them."""
+
+    def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+        """As `Model.probabilities`."""
+        self.unfiltered.append(logits.softmax(-1))
+        return super().probabilities(logits, sampling, seen)
+
+    def draw(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """As `Model.draw`."""
+        self.unfiltered: list[Tensor] = []
+        drafts, _ = super().draw(*args)
+        return drafts, torch.stack(self.unfiltered, 1)
 
 
 # Drafters: f(drafter, sampling, threshold). sampling: whose distribution is wanted. threshold: --draftThreshold.
@@ -211,6 +285,12 @@ def unsure_guess_dropped(drafter: Drafter, sampling: Sampling, threshold: float)
     return FlawedDrafter(drafter, sampling, change)
 
 
+def unfiltered(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafter:
+    """Guesses of a draft model, with the q from before the filters."""
+    assert isinstance(drafter, ModelDrafter) and isinstance(drafter.model, CachedModel)
+    return ModelDrafter(UnfilteredDraft(drafter.model), drafter.temperature, drafter.top_p)
+
+
 def tree_drafter(drafter: Drafter, sampling: Sampling, threshold: float, heat: float | None = None) -> TreeDrafter:
     """Guesses trees. heat: the draft's temperature over the wanted one; None: that of the flags."""
     assert isinstance(drafter, ModelDrafter)
@@ -232,6 +312,8 @@ class Mistake:
     told: f(sampling), the sampling that the loop is given instead. tested: f(sampling of the flags), the sampling whose
         distribution is wanted.
     tree: the shape of the guesses of a round; None: a chain.
+    seen_in: the public code that makes or made it.
+    drafters: with other kinds of drafters it is no mistake, or it cannot be made.
     """
 
     what: str
@@ -241,6 +323,8 @@ class Mistake:
     told: Callable[[Sampling], Sampling] = unchanged
     tested: Callable[[Sampling], Sampling] = unchanged
     tree: Tree | None = None
+    seen_in: str = ""
+    drafters: type[Drafter] | tuple[type[Drafter], ...] = Drafter
 
     def sampler(
         self, target: CachedModel, drafter: Drafter, gamma: int, sampling: Sampling, threshold: float
@@ -261,7 +345,34 @@ class Mistake:
 
 MISTAKES = {
     "always accept": Mistake("every guess is accepted", always_accept),
-    "replace from p": Mistake("a rejected guess is replaced from p, not from the residual", replace_from_p),
+    "inverted": Mistake(
+        "a guess is rejected with probability min(1, p / q), not accepted with it",
+        inverted,
+        seen_in="R. Gadgil, Towards Data Science 2024",
+    ),
+    "replace from p": Mistake(
+        "a rejected guess is replaced from p, not from the residual", replace_from_p, seen_in="Clay's blog on SmolLM2"
+    ),
+    "shared noise": Mistake(
+        "the noise that drew a rejected guess draws its replacement too",
+        shared_noise,
+        seen_in="vllm 54282",
+        drafters=ModelDrafter,
+    ),
+    "half handed over": Mistake(
+        "acceptance takes q(x) for 1, the residual takes q as it is", half_handed_over, drafters=ModelDrafter
+    ),
+    "q before the filters": Mistake(
+        "guesses are drawn after temperature and top-p, and q is from before them",
+        drafter=unfiltered,
+        seen_in="transformers 47932",
+        drafters=ModelDrafter,
+    ),
+    "late rejection": Mistake(
+        "a rejected guess is dropped, and the token drawn after it takes its place",
+        late_rejection,
+        seen_in="openvino.genai 4190",
+    ),
     "shifted by one": Mistake("p of the place before is compared with q", p_shifted),
     "bonus from q": Mistake("the token after the last guess is the draft's", bonus_from_q),
     "one-sided top-p": Mistake(
@@ -272,7 +383,11 @@ MISTAKES = {
     ),
     "wrong temperature": Mistake(f"guesses are accepted at {HEAT} times the temperature", wrong_temperature),
     "stale slot": Mistake("the cache keeps a rejected guess for its replacement", target=StaleSlotTarget),
-    "dropped guess": Mistake("a guess below --draftThreshold is dropped, not verified", drafter=unsure_guess_dropped),
+    "dropped guess": Mistake(
+        "a guess below --draftThreshold is dropped, not verified",
+        drafter=unsure_guess_dropped,
+        drafters=(ModelDrafter, OtherTokenizerDrafter, LookupFirst),
+    ),
 }
 tree_mistake = partial(Mistake, verify=traversal_rule, drafter=tree_drafter, tree=SHAPE)
 TREE_MISTAKES = {

@@ -25,12 +25,14 @@ class Batch:
 
     tokens: int64 `[B, n]`, prompts and texts; shorter rows are padded on the right.
     at: int64 `[B, m, 1]`, the places whose logits predict the texts' tokens x, int64 `[B, m, 1]`.
+    written: bool `[B, m]`, the tokens that there are; the others pad texts that are shorter than the longest.
     seen: bool `[B, m, V]`, the tokens before each of x, if the sampling has a repetition penalty.
     """
 
     tokens: Tensor
     at: Tensor
     x: Tensor
+    written: Tensor
     seen: Tensor | None
 
 
@@ -56,14 +58,14 @@ class TextScorer:
 
     @torch.inference_mode()
     def evidence(self, prompts: Texts, texts: Texts, first: int | None = None) -> Evidence:
-        """`Evidence` of the `texts` that a sampler wrote after `prompts`. All texts have the same length.
+        """`Evidence` of the `texts` that a sampler wrote after `prompts`.
 
-        first: the number of the first text. It decides the random numbers v, whoever scored the texts before. None: v
-        follow those of the texts that this scorer scored before.
+        first: the number of the first text, of texts of one length. It decides the random numbers v, whoever scored the
+        texts before. None: v follow those of the texts that this scorer scored before.
         """
         if first is not None:
             self.random = np.random.Generator(np.random.PCG64(self.seed).advance(first * len(texts[0])))
-        length = max(map(len, prompts)) + len(texts[0])
+        length = max(map(len, prompts)) + max(map(len, texts))
         rows = max(1, ELEMENTS // (length * self.target.vocabulary))
         parts = [
             self.evidence_of_batch(self.batch(prompts[i : i + rows], texts[i : i + rows]))
@@ -83,33 +85,34 @@ class TextScorer:
         before = order < order_x
         before |= (order == order_x) & (torch.arange(p.shape[-1], device=p.device) < x)
         u = (p * before).sum(-1)
-        u += torch.as_tensor(self.random.random(u.shape), device=p.device, dtype=p.dtype) * p_x[..., 0]
+        v = torch.as_tensor(self.random.random(int(batch.written.sum())), dtype=p.dtype).to(p.device)
+        u += torch.zeros_like(u).masked_scatter(batch.written, v) * p_x[..., 0]
         log = p.clamp(min=torch.finfo(p.dtype).tiny).log()
         entropy = -(p * log).sum(-1)
         variance = (p * (log + entropy[..., None]) ** 2).sum(-1)
-        lost = p_x[..., 0] == 0
+        lost = (p_x[..., 0] == 0) & batch.written
         impossible = torch.zeros_like(lost)
         if lost.any():
             impossible[lost] = ~self.cut_by_rounding(logits[lost], x[lost], None if seen is None else seen[lost])
         u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
-        fields = u, -log.gather(-1, x)[..., 0], entropy, variance, impossible
-        return Evidence(*(field.cpu().double().numpy() for field in fields))
+        fields = u, -log.gather(-1, x)[..., 0], entropy, variance, impossible.float()
+        return Evidence(*(field.masked_fill(~batch.written, torch.nan).cpu().double().numpy() for field in fields))
 
     def batch(self, prompts: Texts, texts: Texts) -> Batch:
         """The `Batch` of these texts."""
-        device, count = self.target.device, len(texts[0])
-        whole = [[*prompt, *text] for prompt, text in zip(prompts, texts)]
-        longest = max(map(len, whole))
-        tokens = torch.tensor([row + row[-1:] * (longest - len(row)) for row in whole], device=device)[:, :-1]
-        at = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)[:, None]
-        at = (at + torch.arange(count, device=device))[..., None]
+        device = self.target.device
+        tokens = padded([[*prompt, *text] for prompt, text in zip(prompts, texts)]).to(device)[:, :-1]
+        lengths = torch.tensor([[len(text)] for text in texts], device=device)
+        step = torch.arange(int(lengths.max()), device=device)
+        at = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
+        at = (at + step.minimum(lengths - 1))[..., None]
         seen = None
         if self.sampling.repetition_penalty != 1:
-            none = torch.zeros(len(whole), self.target.vocabulary, dtype=torch.bool, device=device)
+            none = torch.zeros(len(tokens), self.target.vocabulary, dtype=torch.bool, device=device)
             after = seen_after(none, tokens)
             assert after is not None
             seen = at_places(after, at)
-        return Batch(tokens, at, torch.tensor(texts, device=device)[..., None], seen)
+        return Batch(tokens, at, padded(texts).to(device)[..., None], step < lengths, seen)
 
     def cut_by_rounding(self, logits: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
         """Whether top-k and top-p would have kept x, had rounding favoured it: `logits[N, V]`, `x[N, 1]` -> bool `[N]`.
@@ -127,7 +130,7 @@ class TextScorer:
 
     @torch.inference_mode()
     def logit_gaps(self, prompts: Texts, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
-        """How far each token is from the target's argmax, three tensors `[texts, tokens]`.
+        """How far each token is from the target's argmax, three tensors with a number for each token of all texts.
 
         The first: the largest logit minus the token's, 0 for the argmax and its equals. The second: how much of that
         rounding can explain. The third, bool: the token is the argmax.
@@ -138,10 +141,16 @@ class TextScorer:
             logits = logits_of(self.target, batch)
             penalty = Sampling(1.0, 0, 1.0, self.sampling.repetition_penalty)
             scores = probabilities(logits, penalty, batch.seen).log()  # Logits after the penalty, minus a constant.
-            gaps.append(scores.amax(-1) - scores.gather(-1, batch.x)[..., 0])
-            limits.append(rounding(self.target, logits, self.unit)[..., 0])
-            argmaxes.append(scores.argmax(-1) == batch.x[..., 0])
+            gaps.append((scores.amax(-1) - scores.gather(-1, batch.x)[..., 0])[0])
+            limits.append(rounding(self.target, logits, self.unit)[0, :, 0])
+            argmaxes.append((scores.argmax(-1) == batch.x[..., 0])[0])
         return torch.cat(gaps).cpu(), torch.cat(limits).cpu(), torch.cat(argmaxes).cpu()
+
+
+def padded(rows: Texts) -> Tensor:
+    """int64 `[rows, tokens of the longest]`; shorter rows are padded with their last token."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
 
 
 def logits_of(model: CachedModel, batch: Batch) -> Tensor:
@@ -186,7 +195,7 @@ def greedy_figures(texts: Texts, plain: Texts, prompts: Texts, scorer: TextScore
         if text != plain_text:
             fork = next(i for i, (a, b) in enumerate(zip(text, plain_text)) if a != b)
             plain_gap, plain_limit, _ = scorer.logit_gaps([prompt], [plain_text[: fork + 1]])
-            differing, plain_beyond = differing + 1, plain_beyond + int(plain_gap[0, -1] > plain_limit[0, -1])
+            differing, plain_beyond = differing + 1, plain_beyond + int(plain_gap[-1] > plain_limit[-1])
     return {
         "texts": len(texts),
         "tokens": gap.numel(),

@@ -166,8 +166,8 @@ class Trial:
 
     def find_mistakes(self) -> None:
         """Test samplers with a planted mistake."""
-        # Guesses from the text so far have q = 1: none is ever dropped.
-        names = [name for name in MISTAKES if name != "dropped guess" or "draft" in self.models]
+        drafter = guesser(self.models, self.decoding)
+        names = [name for name, mistake in MISTAKES.items() if isinstance(drafter, mistake.drafters)]
         if any(METHODS[name].guesses_tree(self.decoding) for name in self.names):
             names += TREE_MISTAKES
         done = self.processes.mapped(self.find_mistake, names)
@@ -189,7 +189,14 @@ class Trial:
         figures, missing = evidence.figures(), self.in_figure - len(evidence.u)
         if missing > 0:
             evidence += self.write(sampler, scorer, len(evidence.u), missing)
-        return {**figures, **self.shown_counts(evidence), "mistake": name, "what": mistake.what, "seen_by": tests}
+        return {
+            **figures,
+            **self.shown_counts(evidence),
+            "mistake": name,
+            "what": mistake.what,
+            "seen_in": mistake.seen_in,
+            "seen_by": tests,
+        }
 
     def compare_greedy(self) -> None:
         """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""

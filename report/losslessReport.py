@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from experiments.lines import EndLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
+from experiments.lines import AuditLine, EndLine, GreedyAuditLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
+from lossless.audit import LISTED, SEEN
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
+from lossless.plantedMistakes import MISTAKES
 from report.tableFormat import Columns, name_of, plain, table_of
 
 
@@ -56,6 +59,7 @@ GREEDY_NOTES = (
 POWER_COLUMNS: Columns[PowerLine] = {
     "": lambda line: line["mistake"],
     "what is wrong": lambda line: line["what"],
+    "seen in": lambda line: line.get("seen_in", ""),
     "tokens\nneeded": lambda line: f"{'' if line['seen_by'] else '> '}{line['tokens']:,}",
     "seen by": lambda line: ", ".join(TESTS[test] for test in line["seen_by"]) or "none",
 }
@@ -74,8 +78,9 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
 
 
 def exit_code(lines: Sequence[Line]) -> int:
-    """1 if the verdict is no, else 0."""
-    return 0 if verdict(lines)[0] else 1
+    """1 if the verdict of a proof or of an audit is no, else 0."""
+    audits = [audit_verdict(line) for line in audits_of(lines)]
+    return 0 if verdict(lines)[0] and all(right for right, _ in audits) else 1
 
 
 def sampled_failures(lines: Sequence[Line]) -> Iterator[str]:
@@ -135,8 +140,97 @@ def greedy_clauses(lines: Sequence[Line]) -> Iterator[str]:
         )
 
 
+def audits_of(lines: Sequence[Line]) -> list[AuditLine | GreedyAuditLine]:
+    """The audits of a run."""
+    return [*of_kind(lines, AuditLine), *of_kind(lines, GreedyAuditLine)]
+
+
+def audit_verdict(line: AuditLine | GreedyAuditLine) -> tuple[bool, str]:
+    """Whether no test rejects audited texts, and the verdict as a sentence."""
+    texts = f"{line['tokens']:,} tokens in {line['texts']:,} texts"
+    if line["kind"] == "audit_greedy":
+        rounding = f"the largest logit gap is {line['largest_gap']:.2g}, and rounding explains {line['allowed']:.2g}"
+        if not line["beyond"]:
+            return True, f"Greedy text of the target: {texts}, {line['near_ties']:,} of them near-ties ({rounding})."
+        drawn = "; so many that the text may be drawn: give its --temperature" * (10 * line["beyond"] > line["tokens"])
+        return False, f"Not the target's: {line['beyond']:,} of {texts} are not its argmax ({rounding}){drawn}."
+    settings = settings_of(line)
+    if tests := [TESTS[test] for test in line["seen_by"]]:
+        return False, f"Not the target's at {settings}: {texts} are rejected by {' and '.join(tests)}."
+    p, limit = min(line["p"].values()), line["limit"]
+    return True, (
+        f"No test rejects the text: {texts} cannot be told from the target's own at {settings} (the least of "
+        f"{len(line['p'])} p-values is {p:.2g}; {limit:.1e} would be too small)."
+    )
+
+
+def settings_of(values: Any) -> str:
+    """Settings of sampling in words. values: a mapping with the fields of `Sampling`."""
+    words = [f"temperature {values['temperature']:g}", f"top-p {values['top_p']:g}"]
+    words += [f"top-k {values['top_k']}"] * (values["top_k"] > 0)
+    penalty = values["repetition_penalty"]
+    return ", ".join(words + [f"repetition penalty {penalty:g}"] * (penalty != 1))
+
+
+def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
+    """What is said of an audit after its verdict: where, why, and how small a departure it would have seen."""
+    if line["places"]:
+        count = line["impossible"] if line["kind"] == "audit" else line["beyond"]
+        what = "Impossible tokens" if line["kind"] == "audit" else "Tokens that are not the argmax"
+        listed = "; ".join(
+            f"line {place['line']}, token {place['position']} of the text: {place['token']} "
+            f"{line['pieces'][str(place['token'])]!r}"
+            for place in line["places"]
+        )
+        yield f"{what}{f' (the first {LISTED} of {count:,})' if count > LISTED else ''}: {listed}."
+    rejected = not audit_verdict(line)[0]
+    if line["kind"] == "audit" and rejected:
+        yield from causes(line)
+    if line["retokenised"] and rejected:
+        yield (
+            f"{line['retokenised']:,} texts came without token ids and were encoded here. An engine may have written "
+            "other tokens, which have the same letters: that alone can cause this. Give tokens to be sure."
+        )
+    if line["kind"] == "audit":
+        power = line["power"]
+        yield (
+            f"So many tokens show, in {SEEN:.0%} of cases, a mean surprise that is off by {power['surprise']:.2g} nats "
+            f"a token, and a total variation of {power['variation']:.2g} in the order of {line['order']}."
+        )
+
+
+def causes(line: AuditLine) -> Iterator[str]:
+    """What usually causes the pattern of a text that is rejected."""
+    if "surprise" in line["seen_by"]:
+        likelier, hotter = ("less", "higher") if line["z"] > 0 else ("more", "lower")
+        yield f"The tokens are {likelier} probable than the target's own, as at a {hotter} temperature."
+    if line["fits"]:
+        settings = ", nor at ".join(map(settings_of, line["fits"]))
+        yield f"No test rejects the text at {settings}: a setting was not applied, or on one side alone."
+    for name in line["resembles"]:
+        mistake = MISTAKES[name]
+        seen = f"; seen in {mistake.seen_in}" if mistake.seen_in else ""
+        yield f"This is the pattern of the planted mistake {name!r}: {mistake.what}{seen}."
+    if not line["fits"] and line["order"] == "p":
+        yield "If a draft model guessed, name it with --draft: then the pattern says which mistake it resembles."
+    elif not line["fits"] and not line["resembles"]:
+        yield "No planted mistake has this pattern. Are target, tokenizer and sampling flags those of the engine?"
+
+
+def audit_table(line: AuditLine) -> Table:
+    """The tests of audited texts."""
+    columns = {title: cell for title, cell in SAMPLED_COLUMNS.items() if title}
+    return table_of(f"Audit of {line['file']}", cast(Columns[AuditLine], columns), [line])
+
+
 def report(lines: Sequence[Line]) -> Iterator[RenderableType]:
     """The verdict and the tables of a run, as rich renderables; nothing if the run tested nothing."""
+    for audit in audits_of(lines):
+        yield plain(audit_verdict(audit)[1])
+        yield from map(plain, audit_details(audit))
+        if audit["kind"] == "audit":
+            yield audit_table(audit)
+            yield Text(SAMPLED_NOTES.format(limit=audit["limit"]))
     sampled, greedy = of_kind(lines, LosslessLine), of_kind(lines, GreedyLine)
     if (sampled or greedy) and of_kind(lines, EndLine):
         yield plain(verdict(lines)[1])
@@ -162,6 +256,6 @@ def sampled_table(lines: Sequence[LosslessLine]) -> Table:
 def power_table(lines: Sequence[PowerLine]) -> Table:
     """How much text it takes to notice each planted mistake. Its columns of words are folded."""
     table = table_of("Planted mistakes", POWER_COLUMNS, lines)
-    for column in table.columns[1], table.columns[3]:
+    for column in table.columns[1], table.columns[2], table.columns[4]:
         column.justify, column.no_wrap = "left", False
     return table

@@ -51,6 +51,8 @@ from report.runTables import (
 from report.tableFormat import WIDTH, plain
 from utils import UserError
 
+PYTHIA = {"target": "pythia-2.8b", "draft": "pythia-70m"}  # the course report's pair
+
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
@@ -155,7 +157,7 @@ def show(run: RunLine, lines: Sequence[Line], **options: Any) -> None:
 def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
     """Everything shown of a run, as rich renderables. lines: its measurements."""
     yield from heading(run, finished=bool(of_kind(lines, EndLine)))
-    pythia = run["models"]["target"]["name"] == "pythia-2.8b" and run["models"]["draft"]["name"] == "pythia-70m"
+    pythia = {role: model["name"] for role, model in run["models"].items() if role != "mid"} == PYTHIA
     speed = of_kind(lines, SpeedLine)
     for mode, length in dict.fromkeys((mode_of(line), line.get("promptLen")) for line in speed):
         timed = [line for line in speed if (mode_of(line), line.get("promptLen")) == (mode, length)]

@@ -1,0 +1,117 @@
+"""The texts of `test.py --audit`: a file with one JSON object a line, read and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from inputs.commandLine import one_line
+from inputs.files import replace_file
+from inputs.models import Outline
+from inputs.texts import read
+from utils import UserError
+
+
+@dataclass(frozen=True)
+class AuditText:
+    """A text after its prompt, both as token ids. line: of the file, from 1. was_text: the line has no ids of the text,
+    so they are those of the tokenizer, which the engine need not have written."""
+
+    line: int
+    prompt: list[int]
+    tokens: list[int]
+    was_text: bool = False
+
+
+def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: Outline) -> list[AuditText]:
+    """The texts of a file, at least one. Raises UserError, which names the line, for what `model` cannot have
+    written."""
+    lines = [(number, line) for number, line in enumerate(read(file).split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"--audit {file} is empty; write one JSON object a line, with prompt and tokens")
+    texts = []
+    for number, line in lines:
+        try:
+            texts.append(text_of(number, line, tokenizer, model))
+        except ValueError as error:
+            raise UserError(f"--audit {file}, line {number}: {one_line(error)}") from None
+    return texts
+
+
+def text_of(number: int, line: str, tokenizer: PreTrainedTokenizerBase, model: Outline) -> AuditText:
+    """The text of a line. Raises ValueError for a line that cannot be used."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is no JSON ({error})") from None
+    if not isinstance(fields, dict) or "prompt" not in fields or not {"tokens", "text"} & fields.keys():
+        raise ValueError('this is no object with "prompt" and with "tokens" or "text"')
+    ids = fields.get("tokens")
+    if ids is None:
+        prompt, tokens = encoded(fields["prompt"], fields["text"], tokenizer, model)
+    else:
+        prompt = ids_of(fields["prompt"], "prompt", model, tokenizer)
+        tokens = ids_of(ids, "tokens", model)
+    if not prompt:
+        raise ValueError("the prompt has no token; the model needs one to read before it can say what comes next")
+    if not tokens:
+        raise ValueError("there is no token to test after the prompt")
+    if len(prompt) >= model.context:
+        raise ValueError(f"a prompt of {len(prompt)} tokens, and {model.name} reads {model.context} with the text")
+    if len(prompt) + len(tokens) > model.context + 1:  # The last token is not read.
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens and a text of {len(tokens)}, and {model.name} reads {model.context}"
+        )
+    return AuditText(number, prompt, tokens, ids is None)
+
+
+def ids_of(value: Any, name: str, model: Outline, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+    """A list of token ids. tokenizer: for a field that may be text instead. Raises ValueError if it is neither."""
+    if tokenizer is not None and isinstance(value, str):
+        return list(tokenizer(checked(value, name), verbose=False)["input_ids"])
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise ValueError(f'"{name}" is no list of token ids' + (" and no text" if tokenizer is not None else ""))
+    for token in value:
+        if not 0 <= token < model.vocabulary:
+            raise ValueError(f'"{name}" has token {token}, and {model.name} has tokens 0 to {model.vocabulary - 1}')
+    return value
+
+
+def checked(value: Any, name: str) -> str:
+    """A text. Raises ValueError if it is none."""
+    if not isinstance(value, str) or value != value.encode(errors="replace").decode():
+        raise ValueError(f'"{name}" is no text')
+    return value
+
+
+def encoded(prompt: Any, text: Any, tokenizer: PreTrainedTokenizerBase, model: Outline) -> tuple[list[int], list[int]]:
+    """The token ids of a prompt, given as text or ids, and of the text after it.
+
+    Both are encoded as one text. Raises ValueError if that does not give the prompt's ids, or if decoding does not give
+    the text back: then its tokens are not known.
+    """
+    before = ids_of(prompt, "prompt", model, tokenizer)
+    start = prompt if isinstance(prompt, str) else decoded(before, tokenizer)
+    whole = start + checked(text, "text")
+    ids = list(tokenizer(whole, add_special_tokens=isinstance(prompt, str), verbose=False)["input_ids"])
+    plain = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
+    if decoded(plain, tokenizer) != whole:
+        raise ValueError("the text is another after the tokenizer has encoded and decoded it; give token ids")
+    if ids[: len(before)] != before:
+        raise ValueError("the text's beginning merges with the prompt's last token; give token ids")
+    return before, ids[len(before) :]
+
+
+def decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of token ids, as it is."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def write_texts(file: Path, texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """Write a file for `--audit`. texts: (prompt, text after it), both as token ids."""
+    replace_file(file, "".join(json.dumps({"prompt": list(p), "tokens": list(t)}) + "\n" for p, t in texts))

@@ -1,0 +1,207 @@
+"""The audit of texts that anything wrote: are they the target's, under these sampling settings?
+
+Drawn texts are tested with the statistics of evidence.py, greedy ones token by token. `test.py --audit` and the rows of
+other engines in the benchmark are judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, combinations
+from typing import Any, cast
+
+import numpy as np
+import torch
+from scipy.stats import kstwo, norm
+from torch import Tensor
+
+from experiments.lines import Append, AuditFigures, EvidenceFigures, GreedyAuditFigures, Line, Place, Power
+from experiments.prepare import LoadedModels, Prepared
+from experiments.processes import ALONE, Processes
+from experiments.speed import digest
+from inputs.auditTexts import decoded
+from inputs.models import DTYPES
+from inputs.progress import followed
+from lossless.evidence import Evidence, limit_of, seen_by
+from lossless.scorer import Texts, TextScorer
+from utils import Sampling
+
+ROWS = 64  # texts that are shared out at a time
+LISTED = 20  # tokens that are listed with their places
+FITTED = 6400  # tokens at most that are tested for other settings
+CLEAR = 3.0  # standard deviations by which the shape of a histogram differs from a flat one
+# {(some token is impossible, shape of the histogram of u): planted mistakes}
+PATTERNS = {
+    (True, "rising"): ("always accept", "late rejection", "stale slot", "bonus from q"),
+    (True, "both ends"): ("shifted by one", "inverted"),
+    (False, "rising"): ("replace from p", "q before the filters", "dropped guess"),
+    (False, "falling"): ("half handed over", "shared noise"),
+    (False, "both ends"): ("wrong temperature",),
+}
+SEEN = 0.9  # The power is that of departures that are seen with this probability.
+
+
+@dataclass(frozen=True)
+class Auditor:
+    """Judges texts.
+
+    target, order: as in `TextScorer`. unit: the unit roundoff of the arithmetic that wrote the texts. limit: the
+    p-value below which a test rejects them: it rejects an exact sampler's text with a probability of at most 4 limits.
+    """
+
+    target: Any
+    order: Any
+    unit: float
+    seed: int = 0
+    limit: float = limit_of(1)
+    processes: Processes = ALONE
+
+    def drawn(self, prompts: Texts, texts: Texts, sampling: Sampling, lines: Sequence[int] = ()) -> AuditFigures:
+        """The figures of texts that are drawn with `sampling`, and what they show. lines: the name of each text, as in
+        a file; none: from 1."""
+        evidence = self.evidence(prompts, texts, sampling)
+        figures = evidence.figures()
+        tests = seen_by(figures, self.limit)
+        some = max(1, int(np.searchsorted(np.cumsum([len(text) for text in texts]), FITTED)))
+        settings = [
+            asdict(other)
+            for other in (others(sampling) if tests else ())
+            if not seen_by(self.evidence(prompts[:some], texts[:some], other).figures(), self.limit)
+        ]
+        findings = {
+            **asdict(sampling),
+            "unit": self.unit,
+            "limit": self.limit,
+            "order": "p" if self.order is None else "q / p",
+            "seen_by": tests,
+            "places": places(np.argwhere(evidence.impossible == 1), texts, lines),
+            "power": power_of(evidence, self.limit),
+            "fits": settings,
+            "resembles": resembled(figures, sampling) if tests and not settings and self.order is not None else [],
+        }
+        return cast(AuditFigures, {**figures, **findings})
+
+    def greedy(self, prompts: Texts, texts: Texts, sampling: Sampling, lines: Sequence[int] = ()) -> GreedyAuditFigures:
+        """The figures of greedy texts: how many tokens are not the argmax, and are beyond what rounding explains."""
+
+        def gaps(first: int) -> tuple[Tensor, Tensor, Tensor]:
+            chosen = slice(first, first + ROWS)
+            return scorer.logit_gaps(prompts[chosen], texts[chosen])
+
+        scorer = TextScorer(self.target, None, sampling, self.seed, self.unit)
+        gap, allowed, is_argmax = map(torch.cat, zip(*self.mapped(gaps, len(texts))))
+        beyond = gap > allowed
+        index = [(row, position) for row, text in enumerate(texts) for position in range(len(text))]
+        return {
+            "texts": len(texts),
+            "tokens": gap.numel(),
+            "near_ties": int((~is_argmax & ~beyond).sum()),
+            "beyond": int(beyond.sum()),
+            "largest_gap": float(gap.max()),
+            "allowed": float(allowed.max()),
+            "repetition_penalty": sampling.repetition_penalty,
+            "unit": self.unit,
+            "places": places([index[i] for i in beyond.nonzero()[:, 0].tolist()], texts, lines),
+        }
+
+    def evidence(self, prompts: Texts, texts: Texts, sampling: Sampling) -> Evidence:
+        """`Evidence` of the texts, whichever process scores them."""
+
+        def score(first: int) -> Evidence:
+            scorer = TextScorer(self.target, self.order, sampling, self.seed + first, self.unit)
+            return scorer.evidence(prompts[first : first + ROWS], texts[first : first + ROWS])
+
+        parts = list(self.mapped(score, len(texts)))
+        return sum(parts[1:], parts[0])
+
+    def mapped(self, work: Any, texts: int) -> Any:
+        """`work` for the first of each ROWS texts, shared out."""
+        firsts = range(0, texts, ROWS)
+        return followed(self.processes.mapped(work, firsts), "audit", len(firsts))
+
+
+def places(found: Any, texts: Texts, lines: Sequence[int]) -> list[Place]:
+    """The first tokens `found`, (text, position) each: the line of each text, the position in the text and the token's
+    id, both from 1 but for the id."""
+    return [
+        {"line": lines[row] if lines else int(row) + 1, "position": int(at) + 1, "token": int(texts[row][at])}
+        for row, at in found[:LISTED]
+    ]
+
+
+def power_of(evidence: Evidence, limit: float) -> Power:
+    """The departures from the target that texts of so many tokens would have shown with probability SEEN.
+
+    surprise: of the mean of -log p(x) from the entropy, in nats a token: a normal number with this mean crosses the
+    limit. variation: of the distribution of u from the uniform one, at the place where it is largest. That is the total
+    variation distance of the sampler from p, averaged over contexts, if the order of the vocabulary shows it. Then the
+    share of tokens below that place is a binomial one, and its standard deviation is at most 1 / (2 sqrt(n)).
+    """
+    kept = ~np.isnan(evidence.u)
+    n, margin = max(1, int(kept.sum())), norm.ppf(SEEN)
+    return {
+        "surprise": float((norm.isf(limit / 2) + margin) * evidence.variance[kept].sum() ** 0.5 / n),
+        "variation": float(min(1, kstwo.isf(limit, n) + margin / (2 * n**0.5))),
+    }
+
+
+def others(sampling: Sampling) -> list[Sampling]:
+    """Settings that an engine may have applied instead: one filter or several left out."""
+    left_out = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    changes = [name for name, value in left_out.items() if getattr(sampling, name) != value]
+    subsets = chain.from_iterable(combinations(changes, count) for count in range(1, len(changes) + 1))
+    return [replace(sampling, **{name: cast(Any, left_out[name]) for name in names}) for names in subsets]
+
+
+def shape_of(counts: Sequence[int]) -> str:
+    """The shape of a histogram of u: "flat", "rising", "falling", "both ends" or "middle".
+
+    The first two components of Neyman's smooth test are sums of Legendre polynomials of u, over the root of their
+    number. For uniform numbers both are standard normal.
+    """
+    counted = np.array(counts, float)
+    x = 2 * (np.arange(len(counted)) + 0.5) / len(counted) - 1
+    root = max(1, counted.sum()) ** 0.5
+    slope, bend = (counted * 3**0.5 * x).sum() / root, (counted * 5**0.5 * (3 * x**2 - 1) / 2).sum() / root
+    if max(abs(slope), abs(bend)) < CLEAR:
+        return "flat"
+    if abs(slope) >= abs(bend):
+        return "rising" if slope > 0 else "falling"
+    return "both ends" if bend > 0 else "middle"
+
+
+def resembled(figures: EvidenceFigures, sampling: Sampling) -> list[str]:
+    """The planted mistakes with such a pattern, as they show it on the bundled pair. The vocabulary is in the order of
+    q / p. Where no filter is on, no token is impossible."""
+    shape, filtered = shape_of(figures["counts"]), sampling.top_p < 1 or sampling.top_k > 0
+    return [
+        name
+        for (impossible, of_shape), names in PATTERNS.items()
+        if of_shape == shape and (impossible == (figures["impossible"] > 0) or not filtered)
+        for name in names
+    ]
+
+
+def audit(prepared: Prepared, models: LoadedModels, append: Append) -> None:
+    """Judge the texts of `--audit`, and append the line of results."""
+    settings, texts = prepared.settings, prepared.audited
+    written_in = settings.measuring.written_in
+    order = None if prepared.translation is not None else models.get("draft")
+    unit = torch.finfo(DTYPES[written_in]).eps / 2
+    auditor = Auditor(models["target"], order, unit, settings.measuring.seed, processes=prepared.processes)
+    rows = [text.prompt for text in texts], [text.tokens for text in texts]
+    sampling, lines = settings.sampling.of("audit"), [text.line for text in texts]
+    judge = auditor.drawn if sampling.temperature else auditor.greedy
+    figures = judge(*rows, sampling, lines)
+    named = {place["token"] for place in figures["places"]}
+    source = {
+        "kind": "audit" if sampling.temperature else "audit_greedy",
+        "file": str(settings.measuring.audit),
+        "sha256": digest(rows),
+        "dtype": prepared.text_dtype,
+        "written_in": written_in,
+        "retokenised": sum(text.was_text for text in texts),
+        "pieces": {str(token): decoded([token], prepared.tokenizer) for token in named},
+    }
+    append(cast(Line, source | figures))
