@@ -91,7 +91,7 @@ def overlaps_by_method(
     """The methods of --compare that guess, and the overlaps of p and q at each depth of a round."""
     settings, mapped = prepared.settings, prepared.processes.mapped
     max_len, end_of_text = settings.sampling.max_len_of("compare"), prepared.tokenizer.eos_token_id
-    names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and name != "target"]
+    names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and METHODS[name].guesses]
     for name in followed(names, "overlap of p and q", len(names)):
 
         def make(wrap: Wrap, name: str = name) -> Sampler:
