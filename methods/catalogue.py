@@ -70,13 +70,7 @@ CATALOGUE = (
         in_all=False,
     ),
     Method(
-        "mid",
-        "the mid model alone",
-        alone("mid"),
-        needs=("mid",),
-        guesses=False,
-        modes=("speedMulti",),
-        in_all=False,
+        "mid", "the mid model alone", alone("mid"), needs=("mid",), guesses=False, modes=("speedMulti",), in_all=False
     ),
     Method(
         "target",

@@ -13,7 +13,7 @@ from decoding.drafter import Drafter
 from decoding.lengthRules import RULES as LENGTH_RULES
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
-from decoding.rows import Callback, Record
+from decoding.rows import Callback, EndOfText, Record
 from decoding.trees.rules import TREE_RULES
 from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree
@@ -75,7 +75,7 @@ class Sampler(Protocol):
         *,
         max_len: int,
         sampling: Sampling,
-        end_of_text: int | None = None,
+        end_of_text: EndOfText = None,
         generator: Generator | None = None,
         callback: Callback | None = None,
     ) -> tuple[list[list[int]], list[Record]]: ...
@@ -107,7 +107,7 @@ def translated(
     sampler: Sampler,
     prefixes: Sequence[Sequence[int]],
     *,
-    end_of_text: int | None = None,
+    end_of_text: EndOfText = None,
     callback: Callback | None = None,
     **options: Any,
 ) -> tuple[list[list[int]], list[Record]]:

@@ -118,7 +118,9 @@ def test_so_they_have_without_a_kv_cache(verify, least, most):
 
     assert least <= largest_error(speculative, target.model, 3, sampling) < most
     if verify is token_rule:
-        plain = largest_error(lambda prefixes: regrSampling(prefixes, target, 3, sampling)[0], target.model, 3, sampling)
+        plain = largest_error(
+            lambda prefixes: regrSampling(prefixes, target, 3, sampling)[0], target.model, 3, sampling
+        )
         assert plain < most
 
 
