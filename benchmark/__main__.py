@@ -4,10 +4,11 @@
     python -m benchmark --shapes pythia-2.8b,pythia-70m      Pythia's true shapes with random weights, made in memory
     python -m benchmark --peers                              other engines too; make bench-peers installs them first
 
-A process measures everything in turn (A B C A B C ...) after a warm-up. Of several processes (`accelerate launch -m
-benchmark`) each times the texts of its own prompts, and process 0 measures the rest while the others wait. Figures are
-medians with 95 % bootstrap intervals, and ratios are paired turn by turn. Results are written to benchmark.json and
-figures/benchmark.png, with --shapes to benchmark-SHAPE.json and figures/benchmark-SHAPE.png.
+A process tests the text of every row, and measures everything in turn (A B C A B C ...) after a warm-up. Of several
+processes (`accelerate launch -m benchmark`) each times the texts of its own prompts, and process 0 measures the rest
+while the others wait. Figures are medians with 95 % bootstrap intervals, and ratios are paired turn by turn. Results
+are written to benchmark.json and figures/benchmark.png, with --shapes to benchmark-SHAPE.json and
+figures/benchmark-SHAPE.png.
 """
 
 from __future__ import annotations
@@ -15,19 +16,23 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from rich.console import Console
+from torch import Generator
 
-from benchmark.contenders import TREE, Library, Variants, library_twin, samplers
-from benchmark.engines.peers import Peer, start_peers
+from benchmark.contenders import SAMPLING, TREE, Contender, contenders, library_twin
+from benchmark.engines.engineProcess import short_reason
+from benchmark.engines.peers import Peer, peer_rows, start_peers, text_checker
+from benchmark.engines.textCheck import Figures, TextChecker
 from benchmark.figure import draw
 from benchmark.options import Options, parse
 from benchmark.randomModels import VOCABULARY, random_model, weights_of
-from benchmark.records import BenchmarkRecord
+from benchmark.records import BenchmarkRecord, TextLine
 from benchmark.stepTimes import LARGE, PROMPT, WIDTHS, step_times, tokens_of_rounds
 from benchmark.tables import tables
 from decoding.lengthRules import Fixed
@@ -38,7 +43,7 @@ from engine.compiling import compiled, make_graphs
 from engine.sharedWeights import sharing_copy
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
-from experiments.speed import TimedText, digest, measure
+from experiments.speed import Timed, TimedText, digest, measure
 from inputs.commandLine import as_command
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
@@ -51,7 +56,7 @@ from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from report.tableFormat import WIDTH
 from specSampling import specSampling
-from utils import UserError
+from utils import GREEDY, UserError
 
 T = TypeVar("T")
 Loaded = tuple[dict[str, CachedModel], list[list[int]]]  # {role: model}, and the prompts as token ids
@@ -140,14 +145,22 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
         ready, record["compile_seconds"] = compiled_pair(models, options.gamma, prompts[0])
         if None not in record["compile_seconds"]:  # Otherwise a line has said why.
             variants["compiled"] = ready
+    found = contenders(options, variants, library, prompts[0])
+    record["library_compile_seconds"] = found.compile_seconds
+    checked = {} if options.shapes or not options.text_check else found.rows
+    engines = peer_rows(options, dtype)
+    checker = text_checker(options, models, library, len(checked) + len(engines)) if checked or engines else None
+    texts = check_texts(checked, checker, prompts, device, dtype, processes) if checker else {}
     # After compiling, which takes as much memory again as the models: the engines must fit into what is left.
-    peers = start_peers(options, models, library, prompts, dtype)
+    peers = start_peers(options, models, library, prompts, engines, checker) if checker else []
     try:
-        record["speed"] = speed(options, variants, library, prompts, device, processes, peers)
+        record["speed"] = speed(options, found.rows, prompts, device, processes, peers)
     finally:
         for peer in peers:
             peer.close()
     record["peers"] = [peer.line() for peer in peers]
+    record["texts"] = texts | {name: text_line(why) for name, why in found.left_out.items()}
+    record["texts"] |= {peer.row.name: text_line(peer.failed, peer.greedy, peer.lossless) for peer in peers}
     # One item: process 0 measures it, and the others wait.
     (steps,) = processes.mapped(
         lambda seed: step_times(variants, prompts[0], options.gamma, device, seed), [options.seed]
@@ -181,17 +194,57 @@ def conditions(
     return record
 
 
+def text_line(failed: str | None, greedy: Figures | None = None, lossless: Figures | None = None) -> TextLine:
+    """What the checks of a row showed."""
+    return {"failed": failed, "greedy": greedy, "lossless": lossless}
+
+
+def check_texts(
+    rows: Mapping[str, Contender],
+    checker: TextChecker,
+    prompts: list[list[int]],
+    device: str,
+    dtype: str,
+    processes: Processes,
+) -> dict[str, TextLine]:
+    """{row: what the checks of its text showed}, of rows of this process. They are the checks of other engines, but a
+    row whose greedy text is wrong is timed all the same."""
+    unit = torch.finfo(DTYPES[dtype]).eps / 2
+
+    def check(name: str) -> TextLine:
+        def write(prompt: list[int], count: int, temperature: float, seed: int) -> list[int]:
+            sampling = replace(SAMPLING, temperature=temperature) if temperature else GREEDY
+            (tokens,), _ = rows[name](prompt, Generator(device).manual_seed(seed), count, sampling)
+            if max(tokens) >= checker.target.vocabulary:
+                raise ValueError("it wrote a token that the tokenizer does not have")
+            return tokens
+
+        line = text_line(None)
+        try:
+            line["lossless"] = checker.sampled(write, prompts, unit)
+            line["greedy"] = checker.greedy(write, prompts, unit)
+        except ValueError as error:
+            line["failed"] = short_reason(str(error).removeprefix("not timed: "))
+        return line
+
+    return dict(zip(rows, followed(processes.mapped(check, list(rows)), "texts", len(rows))))
+
+
+def as_timed(row: Contender, max_len: int) -> Timed:
+    """A row as `measure` takes it."""
+    return lambda prompt, generator, first=None: row(prompt, generator, max_len, SAMPLING, first)
+
+
 def speed(
     options: Options,
-    variants: Variants,
-    library: Library,
+    rows: Mapping[str, Contender],
     prompts: list[list[int]],
     device: str,
     processes: Processes,
     peers: Sequence[Peer],
 ) -> list[TimedText]:
     """One line for each row, prompt and repeat, as `speed.measure` gives them. A peer that fails has none."""
-    timed = samplers(options, variants, library)
+    timed = {name: as_timed(row, options.max_len) for name, row in rows.items()}
     timed |= {peer.row.name: peer.sampler for peer in peers if peer.failed is None}
     lines = []
     with Bar("speed", len(timed) * len(prompts) * options.repeats) as bar:
@@ -207,7 +260,7 @@ def finish(record: BenchmarkRecord, options: Options) -> None:
     """Print the record, and write it and its figure."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     record["peak_memory"] = peak * (1 if sys.platform == "darwin" else 1024)
-    console = Console(width=WIDTH + (15 if record["peers"] else 0), markup=False, emoji=False, highlight=False)
+    console = Console(width=WIDTH + (15 if record["texts"] else 0), markup=False, emoji=False, highlight=False)
     for piece in tables(record):
         console.print(piece)
     name = f"benchmark-{options.target}" if options.shapes else "benchmark"

@@ -1,22 +1,21 @@
-"""`samplers`: the rows of the speed table: this project's decoding, `transformers`' own, and speculative sampling
-without a KV cache.
-
-Each row is a sampler f(prompt, generator) -> (tokens, records), as `speed.measure` takes it.
-"""
+"""`contenders`: the rows of the speed table: this project's decoding with a KV cache and without, and `transformers`'
+own."""
 
 from __future__ import annotations
 
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from benchmark.engines.engineProcess import short_reason
 from benchmark.options import Options
 from decoding.model import Model
 from decoding.rows import Record
@@ -26,18 +25,32 @@ from decoding.trees.tree import Tree
 from decoding.verification import VerificationRule, block_rule, token_rule
 from engine.cachedModel import CachedModel
 from engine.sharedWeights import sharing_copy
-from experiments.speed import Timed
+from engine.uncachedModel import UncachedModel
+from experiments.speed import ends_after
 from methods import customGenerate
 from methods.drafters import ModelDrafter
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
-from utils import Sampling, draw, probabilities
+from utils import Sampling
 
 Variants = dict[str, dict[str, CachedModel]]  # {"eager" or "compiled": {role: model}}
 Library = dict[str, PreTrainedModel]  # {role: model with `transformers`' own attention}
 Generated = tuple[list[list[int]], list[Record]]  # the new tokens of one prompt and its record, each in a list of one
 
+
+class Contender(Protocol):
+    """A row: it continues one prompt by `max_len` tokens. first: end after that many, with a KV cache as large as for
+    `max_len`."""
+
+    def __call__(
+        self, prompt: list[int], generator: Generator, max_len: int, sampling: Sampling = ..., first: int | None = None
+    ) -> Generated: ...
+
+
+STATIC = "transformers, static cache"
+STATIC_COMPILED = f"{STATIC}, compiled"
+COMPILING: dict[str, Any] = {}  # how the library compiles its forward: arguments of its `CompileConfig`
 SAMPLING = Sampling()  # of all rows
 ALPHAS = (0.4, 0.6, 0.8)  # of synthetic acceptance
 TREE = best_tree(8, Acceptance().table(4, 4))  # of the rows with a tree: 8 guesses, 4 levels
@@ -46,30 +59,67 @@ TREE = best_tree(8, Acceptance().table(4, 4))  # of the rows with a tree: 8 gues
 SIBLINGS = (0.6, 0.3, 0.2, 0.1)
 
 
-def samplers(options: Options, variants: Variants, library: Library) -> dict[str, Timed]:
-    """{name: sampler} of all rows, in the order of the table."""
-    rows: dict[str, Timed] = {}
-    max_len, gamma = options.max_len, options.gamma
+@dataclass
+class Contenders:
+    """The rows of a run.
+
+    rows: {name: sampler}, in the order of the table. left_out: {name: why} of those that cannot be timed here.
+    compile_seconds: {name: seconds} of the library's rows that `torch.compile` compiled at their first call.
+    """
+
+    rows: dict[str, Contender] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    compile_seconds: dict[str, float] = field(default_factory=dict)
+
+    def attempt(self, name: str, sampler: Contender, prompt: list[int], max_len: int) -> float | None:
+        """Add a row if its first call succeeds. Returns the seconds that it took; None if the row is left out: some
+        models, devices and versions of the library do not support what it does."""
+        start = time.perf_counter()
+        try:
+            sampler(prompt, Generator().manual_seed(0), max_len)
+        except Exception as error:
+            self.left_out[name] = short_reason(str(error))
+            print(f"{name} is left out: {self.left_out[name]}", file=sys.stderr)
+            return None
+        self.rows[name] = sampler
+        return time.perf_counter() - start
+
+
+def contenders(options: Options, variants: Variants, library: Library, prompt: list[int]) -> Contenders:
+    """All rows. prompt: for the first call of those that may fail."""
+    found, gamma = Contenders(), options.gamma
     for variant, models in variants.items():
         target, draft = models["target"], models["draft"]
-        rows[f"plain, {variant}"] = as_sampler(regrSampling, target, max_len)
+        found.rows[f"plain, {variant}"] = as_contender(regrSampling, target=target)
         for name, rule in rules(options.shapes, target).items():
-            rows[f"{name}, {variant}"] = as_sampler(
-                specSampling, target, ModelDrafter(draft), max_len, gamma, verify=rule
+            found.rows[f"{name}, {variant}"] = as_contender(
+                specSampling, target=target, drafter=ModelDrafter(draft), gamma=gamma, verify=rule
             )
         for name, tree_rule in tree_rules(options.shapes, target).items():
-            rows[f"{name}, {variant}"] = as_sampler(
-                treeSampling, target, TreeDrafter(draft), max_len, TREE, verify=tree_rule
+            found.rows[f"{name}, {variant}"] = as_contender(
+                treeSampling, target=target, drafter=TreeDrafter(draft), tree=TREE, verify=tree_rule
             )
-    rows["transformers"] = library_sampler(library["target"], max_len)
-    if options.shapes:
-        return rows
-    return rows | trained_rows(library, max_len, gamma, variants["eager"]["target"].vocabulary)
+    found.rows |= rows_without_cache(options.shapes, variants["eager"], gamma)
+    vocabulary = variants["eager"]["target"].vocabulary
+    outside = list(range(vocabulary, library["target"].config.vocab_size))
+    # Models may have more logits than the tokenizer has tokens, and no other row draws those.
+    drawn = {"suppress_tokens": outside} if outside else {}
+    found.rows["transformers"] = library_sampler(library["target"], **drawn)
+    if not options.shapes:
+        add_trained_rows(found, library, options, vocabulary, prompt, drawn)
+    return found
 
 
-def as_sampler(sample: Callable[..., Generated], *arguments: object, **options: object) -> Timed:
-    """A row of this project. sample: `regrSampling` or the like, called with `arguments` after the prompt."""
-    return lambda prompt, generator: sample([prompt], *arguments, sampling=SAMPLING, generator=generator, **options)
+def as_contender(sample: Callable[..., Generated], **parts: object) -> Contender:
+    """A row of this project. sample: `regrSampling` or the like; parts: its models and settings."""
+
+    def write(
+        prompt: list[int], generator: Generator, max_len: int, sampling: Sampling = SAMPLING, first: int | None = None
+    ) -> Generated:
+        ends = None if first is None else ends_after(first)
+        return sample([prompt], max_len=max_len, sampling=sampling, end_of_text=ends, generator=generator, **parts)
+
+    return write
 
 
 def rules(synthetic_acceptance: bool, target: Model) -> dict[str, VerificationRule]:
@@ -88,24 +138,41 @@ def tree_rules(synthetic_acceptance: bool, target: Model) -> dict[str, TreeRule]
     return {f"tree of {TREE.size}": traversal_rule}
 
 
-def trained_rows(library: Library, max_len: int, gamma: int, vocabulary: int) -> dict[str, Timed]:
-    """{name: sampler} of the rows beside `transformers` that need trained weights."""
-    rows: dict[str, Timed] = {}
-    target, draft = library["target"], library["draft"]
-    static = {"cache_implementation": "static", "disable_compile": target.device.type == "cpu"}
-    try:
-        library_sampler(target, 2, **static)([1, 2, 3], Generator(target.device).manual_seed(0))
-        rows["transformers, static cache"] = library_sampler(target, max_len, **static)
-    except Exception as error:  # Some models, devices and versions do not support the library's static cache.
-        print("transformers, static cache is left out:", *str(error).split()[:30], file=sys.stderr)
-    rows["transformers, assistant"] = library_sampler(target, max_len, draft, gamma)
-    rows["transformers, assistant as it comes"] = library_sampler(target, max_len, draft)
+def rows_without_cache(synthetic_acceptance: bool, models: dict[str, CachedModel], gamma: int) -> dict[str, Contender]:
+    """{name: sampler} of decoding as in the course report's code: without a KV cache, eagerly."""
+    target, draft = UncachedModel(models["target"]), UncachedModel(models["draft"])
+    rule = synthetic(ALPHAS[1]) if synthetic_acceptance else token_rule
+    speculative = as_contender(specSampling, target=target, drafter=ModelDrafter(draft), gamma=gamma, verify=rule)
+    return {
+        "plain, no cache": as_contender(regrSampling, target=target),
+        guessed_without_cache(synthetic_acceptance): speculative,
+    }
+
+
+def guessed_without_cache(synthetic_acceptance: bool) -> str:
+    """The row of speculative sampling without a KV cache."""
+    return f"synthetic {ALPHAS[1]}, no cache" if synthetic_acceptance else "speculative, no cache"
+
+
+def add_trained_rows(
+    found: Contenders, library: Library, options: Options, vocabulary: int, prompt: list[int], drawn: dict[str, Any]
+) -> None:
+    """Add the rows beside `transformers` that need trained weights. drawn: options of `generate` for all of them.
+
+    `generate` compiles its forward, for a static cache alone, by itself only on accelerators. On a CPU it must be asked
+    to, so here compiling is a row of its own on every device.
+    """
+    target, draft, gamma, max_len = library["target"], library["draft"], options.gamma, options.max_len
+    static = drawn | {"cache_implementation": "static", "disable_compile": True}
+    found.attempt(STATIC, library_sampler(target, **static), prompt, max_len)
+    seconds = found.attempt(STATIC_COMPILED, compiled_by_library(target, **drawn), prompt, max_len)
+    if seconds is not None:
+        found.compile_seconds[STATIC_COMPILED] = seconds
+    found.rows["transformers, assistant"] = library_sampler(target, draft, gamma, **drawn)
+    found.rows["transformers, assistant as it comes"] = library_sampler(target, draft, **drawn)
+    found.attempt(f"{STATIC}, assistant", library_sampler(target, draft, gamma, **static), prompt, max_len)
     plug_in = customGenerate.speculative(draft, gamma, vocabulary=vocabulary)
-    rows["speculative, inside generate"] = library_sampler(target, max_len, custom_generate=plug_in)
-    rows["speculative, no cache"] = lambda prompt, generator: cache_free(
-        prompt, target, draft, max_len, gamma, generator, vocabulary=vocabulary
-    )
-    return rows
+    found.rows["speculative, inside generate"] = library_sampler(target, custom_generate=plug_in)
 
 
 def library_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -132,16 +199,14 @@ class RecordStreamer(BaseStreamer):
 
 
 def library_sampler(
-    model: PreTrainedModel,
-    max_len: int,
-    assistant: PreTrainedModel | None = None,
-    gamma: int | None = None,
-    **options: Any,
-) -> Timed:
+    model: PreTrainedModel, assistant: PreTrainedModel | None = None, gamma: int | None = None, **options: Any
+) -> Contender:
     """`generate` of `transformers`. assistant: the draft. It guesses `gamma` tokens a round; None: as it does by
     default."""
 
-    def timed(prompt: list[int], generator: Generator) -> Generated:
+    def write(
+        prompt: list[int], generator: Generator, max_len: int, sampling: Sampling = SAMPLING, first: int | None = None
+    ) -> Generated:
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
         if assistant is not None:  # The assistant's own configuration decides how it guesses.
             config = assistant.generation_config
@@ -149,52 +214,37 @@ def library_sampler(
             config.num_assistant_tokens_schedule = "constant" if gamma else None
         torch.manual_seed(generator.initial_seed())
         streamer, tokens = RecordStreamer(), torch.tensor([prompt], device=model.device)
+        filters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         output = model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
-            max_new_tokens=max_len,
-            do_sample=True,
-            temperature=SAMPLING.temperature,
-            top_p=SAMPLING.top_p,
-            top_k=SAMPLING.top_k,
+            max_new_tokens=max_len if first is None else min(first, max_len),  # A static cache is never made smaller.
+            do_sample=sampling.temperature > 0,
             assistant_model=assistant,
             streamer=streamer,
+            **(filters if sampling.temperature else {}),
             **options,
         )
         return [output[0, len(prompt) :].tolist()], [streamer.record]
 
-    return timed
+    return write
 
 
-@torch.inference_mode()
-def cache_free(
-    prompt: Sequence[int],
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    max_len: int,
-    gamma: int,
-    generator: Generator | None = None,
-    sampling: Sampling = SAMPLING,
-    vocabulary: int | None = None,
-) -> Generated:
-    """Speculative sampling as in course reports: without a KV cache, so each forward reads the whole text."""
+def compiled_by_library(model: PreTrainedModel, **options: Any) -> Contender:
+    """`generate` with a static cache that compiles its forward on any device. Its first call compiles."""
+    config = CompileConfig(**COMPILING)
+    config._compile_all_devices = True  # Without it, accelerators alone.
+    sampler = library_sampler(model, cache_implementation="static", compile_config=config, **options)
 
-    def distributions(model: PreTrainedModel, count: int) -> Tensor:
-        return probabilities(model(input_ids=text, use_cache=False).logits[:, -count:, :vocabulary], sampling)
+    def write(
+        prompt: list[int], generator: Generator, max_len: int, sampling: Sampling = SAMPLING, first: int | None = None
+    ) -> Generated:
+        generated = sampler(prompt, generator, max_len, sampling, first)
+        if not hasattr(model, "_compiled_call"):
+            raise RuntimeError("this version of the library does not compile its forward on this device")
+        return generated
 
-    start, text, record = time.perf_counter(), torch.tensor([prompt], device=target.device), Record()
-    while record.tokens < max_len:
-        length = text.shape[1]
-        q: list[Tensor] = []
-        for _ in range(min(gamma, max_len - record.tokens - 1)):
-            q.append(distributions(draft, 1))
-            text = torch.cat([text, draw(q[-1], generator)], 1)
-        p, drafts = distributions(target, len(q) + 1), text[:, length:]
-        u = torch.rand(1, len(q) + 1, device=target.device, generator=generator)
-        accepted, token = token_rule(p, torch.cat(q, 1) if q else p[:, :0], drafts, u)
-        text = torch.cat([text[:, : length + accepted.item()], token[:, None]], 1)
-        record.add(time.perf_counter() - start, text.shape[1] - length, len(q), accepted.item())
-    return [text[0, len(prompt) :].tolist()], [record]
+    return write
 
 
 @functools.cache  # CUDA graphs are captured for each rule: the same arguments must give the same rule.

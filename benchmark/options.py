@@ -25,7 +25,8 @@ class Options:
     """What the flags say.
 
     target, draft: names of models, or of shapes if `shapes`. dtype, device: None for the default.
-    peers: names of the other engines to time. flags: the flags themselves, for the record.
+    peers: names of the other engines to time. text_check: whether the text of this process's rows is tested. flags:
+    the flags themselves, for the record.
     """
 
     target: str
@@ -41,6 +42,7 @@ class Options:
     out: Path
     compile: bool
     peers: tuple[str, ...]
+    text_check: bool
     flags: dict[str, object]
 
     @property
@@ -55,7 +57,8 @@ def parser() -> Parser:
         prog="python -m benchmark",
         allow_abbrev=False,
         description="Tokens per second beside transformers' own decoding, forwards beside the memory limit, "
-        "growth with the context, and the share of sampling.",
+        "growth with the context, and the share of sampling. generate of transformers compiles nothing on a CPU unless "
+        "it is asked to, so that is a row of its own.",
     )
     add = flags.add_argument
     add("--target", type=text, metavar="MODEL", help="the large model (default: as test.py)")
@@ -71,6 +74,11 @@ def parser() -> Parser:
     add("--seed", type=whole(0, (1 << 62) - 1), default=0, metavar="N")
     add("--out", type=path, default=ROOT, metavar="FOLDER", help="(the project's folder)")
     add("--no-compile", action="store_true", help="leave out the compiled models")
+    add(
+        "--no-text-check",
+        action="store_true",
+        help="do not test the text of the rows, which takes as long as timing it; other engines are always tested",
+    )
     engines = f"time other engines too; after `make bench-peers` all of {', '.join(ENGINES)}, or those named"
     add("--peers", type=text, nargs="?", const=",".join(ENGINES), metavar="ENGINE,...", help=engines)
     return flags
@@ -91,6 +99,7 @@ def parse(argv: Sequence[str]) -> Options:
         "shapes": args.shapes is not None,
         "max_len": args.maxLen,
         "compile": not args.no_compile,
+        "text_check": not args.no_text_check,
         "peers": tuple(known_names(args.peers, ENGINES, "engine")),
         "flags": {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()},
     }

@@ -18,7 +18,8 @@ class StepLine(TypedDict):
 
 
 class ForwardLine(StepLine):
-    """Forwards of `tokens` tokens at once. share: the time to read `bytes` bytes over the time of the forward."""
+    """Forwards of `tokens` tokens at once. share: the time to read `bytes` bytes at the limit (stepTimes.py), over
+    the time of the forward."""
 
     role: str
     tokens: int
@@ -61,6 +62,15 @@ class PeerLine(TypedDict):
     lossless: dict[str, Any] | None
 
 
+class TextLine(TypedDict):
+    """What the checks of a row's texts showed (engines/textCheck.py). failed: why it is left out or its greedy text is
+    wrong; None if neither."""
+
+    failed: str | None
+    greedy: dict[str, Any] | None
+    lossless: dict[str, Any] | None
+
+
 class StepRecord(TypedDict):
     """What the steps of decoding cost. bandwidth: {what was read: bytes per second, one number a turn}."""
 
@@ -72,7 +82,12 @@ class StepRecord(TypedDict):
 
 
 class BenchmarkRecord(StepRecord):
-    """A run. compile_seconds: of each step of compiling, None where it failed. peak_memory: bytes."""
+    """A run.
+
+    compile_seconds: of each step of compiling, None where it failed. library_compile_seconds: {row: seconds} of the
+    rows that the library compiles, at their first call. texts: {row: what is known of its text}, of rows that are left
+    out too; rows with synthetic acceptance or random weights have none. peak_memory: bytes.
+    """
 
     time: str
     command: str
@@ -82,6 +97,8 @@ class BenchmarkRecord(StepRecord):
     models: dict[str, dict[str, Any]]
     dtype: str
     compile_seconds: list[float | None] | None
+    library_compile_seconds: dict[str, float]
+    texts: dict[str, TextLine]
     speed: list[TimedText]
     peers: list[PeerLine]
     peak_memory: int

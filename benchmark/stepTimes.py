@@ -4,7 +4,7 @@ with prompts and contexts."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -126,7 +126,7 @@ def forward_times(variants: Variants, device: torch.device | str) -> tuple[list[
 
     Each model's forwards are timed in turn with reading as many bytes as its weights have, and with reading a large
     buffer. A buffer is read in several ways. One may be slow for a reason of its own, so the fastest of each turn
-    counts.
+    counts. The limit is the fastest reading of all turns (`limit_of`), so that no share is above 1.
     """
     sizes = {role: weight_bytes(model) for role, model in variants["eager"].items()}
     steps: dict[tuple[str, str, int], Step] = {}  # (what is read, "read" or a variant, the way or the number of tokens)
@@ -148,11 +148,30 @@ def forward_times(variants: Variants, device: torch.device | str) -> tuple[list[
     for (role, variant, n), taken in seconds.items():
         if variant != "read":
             size = sizes[role] + cache_bytes(variants[variant][role], PROMPT + n)
-            share = [size / speed / took for speed, took in zip(speeds[role], taken)]
-            lines.append(
-                {"role": role, "variant": variant, "tokens": n, "bytes": size, "seconds": taken, "share": share}
-            )
+            lines.append({"role": role, "variant": variant, "tokens": n, "bytes": size, "seconds": taken, "share": []})
+    for line in lines:
+        limit = limit_of(line["role"], sizes, speeds, lines)
+        line["share"] = [line["bytes"] / limit / took for took in line["seconds"]]
     return lines, speeds
+
+
+def limit_of(
+    role: str, sizes: Mapping[str, int], speeds: Mapping[str, Sequence[float]], lines: Iterable[ForwardLine]
+) -> float:
+    """The memory limit of a model's forwards, in bytes per second: the fastest that as many bytes, or more, were read
+    in any turn, by reading alone or by a forward.
+
+    A pair of the same turn would not do: on a machine whose memory is shared, each of the two may meet another load,
+    and the share would be above 1 where the reading was disturbed. More bytes count too, because fewer are not slower
+    to read; fewer do not, because the processor's cache may hold them.
+
+    sizes: {role: bytes of the weights}. speeds: {what was read, a role or "memory": bytes per second of each turn}.
+    """
+    sizes = {"memory": LARGE, **sizes}
+    fastest = {name: max(turns) for name, turns in speeds.items()}
+    for line in lines:
+        fastest[line["role"]] = max(fastest[line["role"]], line["bytes"] / min(line["seconds"]))
+    return max(speed for name, speed in fastest.items() if sizes[name] >= min(sizes[role], LARGE))
 
 
 def round_times(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmark.contenders import ALPHAS, SAMPLING
+from benchmark.contenders import ALPHAS, SAMPLING, guessed_without_cache
 from benchmark.engines.textCheck import verdict
 from benchmark.records import BenchmarkRecord, Prediction, StepLine
 from benchmark.stepTimes import LARGE, PROMPT
@@ -28,10 +29,11 @@ def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
         "TTFT: time to the first token. TPOT: time for each token after it. The first token took at most "
         f"{100 * share:.1f} % of a row's time ({method})."
     )
-    if record["peers"]:
+    yield from (Text(note) for note in notes_of_rows(record))
+    if texts_of(record):
         yield Text(
-            "text: whether an engine's sampled text is distributed as the target's own, by the tests of test.py "
-            "--lossless, and which of them told."
+            "text: whether a row's sampled text is distributed as the target's own, computed in float32, by the tests "
+            "of test.py --lossless, and which of them told."
         )
         yield from (Text(f"{method}: {words}") for method, words in texts_of(record).items() if " " in words)
     if record["flags"]["shapes"]:
@@ -89,30 +91,56 @@ def longest_prefill(lines: Sequence[TimedText]) -> tuple[str, float]:
 
 
 def texts_of(record: BenchmarkRecord) -> dict[str, str]:
-    """{row: what is known of its text} of the other engines' rows."""
-    return {
-        peer["method"]: f"left out: {peer['failed']}" if peer["failed"] else verdict(peer["lossless"])
-        for peer in record.get("peers", ())
-    }
+    """{row: what is known of its text}. Old records have texts of other engines alone."""
+    timed = {line["method"] for line in record["speed"]}
+    lines: dict[str, Any] = {peer["method"]: peer for peer in record.get("peers", ())}
+    said = {}
+    for row, line in record.get("texts", lines).items():
+        said[row] = verdict(line["lossless"])
+        if line["failed"]:
+            said[row] = f"{'wrong' if row in timed else 'left out'}: {line['failed']}"
+    return said
+
+
+def best_plain(record: BenchmarkRecord) -> str:
+    """This project's best plain decoding: compiled, if it was."""
+    return f"plain, {variants_of(record['forwards'])[-1]}"
+
+
+def notes_of_rows(record: BenchmarkRecord) -> Iterator[str]:
+    """What is to be known of the rows without a KV cache, and of the library's."""
+    guessed = guessed_without_cache(bool(record["flags"]["shapes"]))
+    ratios = paired_ratios(record["speed"], guessed, "plain, no cache")
+    if ratios:
+        middle, low, high = interval(ratios)
+        yield (
+            "no cache: without a KV cache, as in the course report's code: each forward reads the whole text. There "
+            f"{guessed.split(',')[0]} decoding is {middle:.2f} [{low:.2f}, {high:.2f}] times as fast as plain."
+        )
+    for row, seconds in record.get("library_compile_seconds", {}).items():
+        yield f"{row}: generate was asked to compile its forward, which took {seconds:.0f} s."
+    if record["device"] == "cpu":
+        yield "On a CPU, generate compiles nothing unless it is asked to: the other rows of transformers are eager."
 
 
 def speed_table(record: BenchmarkRecord) -> Table:
     """One row for each sampler."""
     flags, lines, texts = record["flags"], record["speed"], texts_of(record)
-    columns = ["", "tokens/s", "of plain,\neager", "of trans-\nformers", "TTFT\nms", "TPOT\nms", "alpha"]
+    divisor = best_plain(record)
+    columns = ["", "tokens/s", "of " + divisor.replace(" ", "\n"), "of\ngenerate", "TTFT\nms", "TPOT\nms", "alpha"]
     columns += ["tokens/\nround", "text"] if texts else ["tokens/\nround"]
     of_library = {row["method"]: row["speedup"] for row in summarize(lines, "transformers")}
     rows = []
-    for row in summarize(lines, "plain, eager"):
+    for row in summarize(lines, divisor):
         guesses = row["acceptance_by_position"]
         cells = [row["method"], *map(span, (row["throughput"], row["speedup"], of_library[row["method"]]))]
         cells += [cell(row["ttft"], 1e3), cell(row["tpot"], 1e3)]
         cells += [f"{row['alpha']:.3f}", median(row["tokens_per_round"])] if guesses else ["", ""]
         cells += [texts.get(row["method"], "").split(":")[0]] if texts else []
         rows.append(cells)
-    for peer in record["peers"]:
-        if peer["failed"]:
-            rows.append([peer["method"], *[""] * (len(columns) - 2), "left out"])
+    for row_name, words in texts.items():
+        if words.startswith("left out"):
+            rows.append([row_name, *[""] * (len(columns) - 2), "left out"])
     title = (
         f"Tokens per second: {flags['prompts']} prompts of {PROMPT} tokens, maxLen {flags['maxLen']}, gamma "
         f"{flags['gamma']}, temperature {SAMPLING.temperature}, top_p {SAMPLING.top_p}"
@@ -198,8 +226,9 @@ def bandwidths(record: BenchmarkRecord) -> str:
     }
     return (
         f"GB/s read: {speeds['target']} for as many bytes as the target's weights, {speeds['draft']} for the draft's, "
-        f"{speeds['memory']} for a buffer of {LARGE >> 20} MB. A small model's weights may stay in the processor's "
-        "cache, so the limit of a forward is the reading of as many bytes, in the same turn."
+        f"{speeds['memory']} for a buffer of {LARGE >> 20} MB. The limit of a forward is the fastest that as many "
+        "bytes, or more, were read in any turn, by reading alone or by a forward. A small model's weights may stay in "
+        "the processor's cache, so reading fewer bytes does not count."
     )
 
 

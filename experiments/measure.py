@@ -8,14 +8,16 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Generator
 
 import PPL
+from decoding.rows import EndOfText
 from decoding.verification import RULES as VERIFICATIONS
 from experiments import diversity, sweep
 from experiments.acceptance import OverlapCounts, overlaps_of
 from experiments.lines import Append, Conditions
 from experiments.prepare import LoadedModels, Prepared
-from experiments.speed import Timed, digest, measure
+from experiments.speed import Timed, Written, digest, ends_after, measure
 from inputs.commandLine import visible
 from inputs.progress import Bar, followed
 from inputs.texts import Corpus
@@ -71,10 +73,11 @@ def time_group(
             )
 
     def timed(sampler: Sampler) -> Timed:
-        end_of_text = prepared.tokenizer.eos_token_id
-        return lambda prompt, generator: sampler(
-            [prompt], max_len=max_len, sampling=sampling, end_of_text=end_of_text, generator=generator
-        )
+        def method(prompt: list[int], generator: Generator, first: int | None = None) -> Written:
+            end_of_text: EndOfText = prepared.tokenizer.eos_token_id if first is None else ends_after(first)
+            return sampler([prompt], max_len=max_len, sampling=sampling, end_of_text=end_of_text, generator=generator)
+
+        return method
 
     methods, repeats = {name: timed(sampler) for name, sampler in samplers.items()}, measuring.repeats_of(mode)
     with Bar(mode, len(methods) * len(prompts) * repeats) as bar:
@@ -91,7 +94,7 @@ def overlaps_by_method(
     """The methods of --compare that guess, and the overlaps of p and q at each depth of a round."""
     settings, mapped = prepared.settings, prepared.processes.mapped
     max_len, end_of_text = settings.sampling.max_len_of("compare"), prepared.tokenizer.eos_token_id
-    names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and name != "target"]
+    names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and METHODS[name].guesses]
     for name in followed(names, "overlap of p and q", len(names)):
 
         def make(wrap: Wrap, name: str = name) -> Sampler:

@@ -300,7 +300,7 @@ def check_tree(settings: Settings) -> None:
     if settings.measuring.played:
         raise UserError("--show and --html play chains of guesses; leave out --tree")
     guessing = [method for name, method in METHODS.items() if name in settings.measuring.names and method.lossless]
-    chains = [m for m in guessing if m.name != "target" and not m.guesses_tree(settings.decoding)]
+    chains = [m for m in guessing if m.guesses and not m.guesses_tree(settings.decoding)]
     if (flags["draftLength"] != "fixed" or flags["gamma"]) and not chains:
         raise UserError("--tree says how many tokens to guess; leave out --gamma and --draftLength")
 

@@ -9,21 +9,37 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from scipy.stats import bootstrap
 from torch import Generator
 
-from decoding.rows import Record
+from decoding.rows import EndOfText, Record
 from experiments.lines import TimedText
 
-# f(prompt, generator) continues one prompt: its new tokens and its record, each in a list of one.
-Timed = Callable[[list[int], Generator], tuple[Sequence[Sequence[int]], Sequence[Record]]]
+Written = tuple[Sequence[Sequence[int]], Sequence[Record]]  # new tokens and records, one of each for each prompt
+WARM = 8  # tokens of the text that each method writes untimed, right before a timed one
+
 Interval = tuple[float, float, float]  # a median, and the ends of its 95 % interval
+
+
+class Timed(Protocol):
+    """A method that can be timed: it continues one prompt."""
+
+    def __call__(self, prompt: list[int], generator: Generator, first: int | None = None) -> Written:
+        """The new tokens and their record, each in a list of one. first: end after that many tokens, or a few more,
+        with a KV cache as large as ever."""
+
+
+def ends_after(count: int) -> EndOfText:
+    """`end_of_text` of `Rows` that ends a single row at its `count`-th token."""
+    numbers = itertools.count(1)
+    return lambda row, token: next(numbers) >= count
 
 
 @contextmanager
@@ -54,7 +70,7 @@ def digest(tokens: Sequence[Any]) -> str:
 
 
 def measure(
-    methods: dict[str, Timed],
+    methods: Mapping[str, Timed],
     prompts: Sequence[list[int]],
     repeats: int,
     seed: int,
@@ -66,6 +82,9 @@ def measure(
 
     methods: {name: method}. warm_up: calls of each method that come first and do not count. numbers: of the prompts
         that are timed; None: all.
+    Right before each timed text, the method writes its first WARM tokens untimed. Otherwise the first token pays for
+    what ran before: after another engine's process, this one's threads sleep and the processor's caches hold other
+    weights, and the row that came next had twice the TTFT of the others.
     The generator's seed depends only on the prompt and the repeat, so a method's tokens do not depend on which other
     methods run.
     """
@@ -80,8 +99,12 @@ def measure(
             for index in numbers:
                 prompt = prompts[index]
                 for name, method in methods.items():
-                    generator = Generator(device).manual_seed(seed + 1_000_003 * repeat + index)
+                    warming, generator = (
+                        Generator(device).manual_seed(seed + 1_000_003 * repeat + index) for _ in range(2)
+                    )
                     with quiet(device):
+                        method(prompt, warming, WARM)
+                        synchronize(device)
                         (tokens,), (record,) = method(prompt, generator)
                     yield timed_text(name, index, repeat, prompt, tokens, record)
     finally:

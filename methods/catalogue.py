@@ -18,12 +18,14 @@ from methods.samplers import (
     as_flags_say,
     cascade,
     contrastive,
+    draft_model,
     follows_no_clock,
     has_fixed_shape,
     lookup,
     lookup_first,
     speculative,
     tree,
+    without_cache,
 )
 from utils import UserError
 
@@ -36,6 +38,7 @@ class Method:
     make: f(models, decoding, wrap) -> sampler; wrap: wraps the drafter, to watch it.
     needs: roles it needs beside the target.
     lossless: its text is distributed as the target's. seeded: f(decoding) -> whether the seed fixes its tokens.
+    guesses: whether it guesses tokens for the target to verify.
     contrasts: it needs two different models that both know every token.
     guesser: the role of the model whose distributions are the q of its guesses.
     guesses_tree: f(decoding) -> whether its guesses form a tree.
@@ -49,6 +52,7 @@ class Method:
     needs: tuple[str, ...] = ()
     lossless: bool = False
     seeded: Callable[[Decoding], bool] = lambda decoding: True
+    guesses: bool = True
     contrasts: bool = False
     guesser: str = "draft"
     guesses_tree: Callable[[Decoding], bool] = lambda decoding: False
@@ -62,15 +66,19 @@ CATALOGUE = (
         "the draft alone",
         alone("draft"),
         needs=("draft",),
+        guesses=False,
         modes=("speed", "speedNew", "speedMulti", "sweep"),
         in_all=False,
     ),
-    Method("mid", "the mid model alone", alone("mid"), needs=("mid",), modes=("speedMulti",), in_all=False),
+    Method(
+        "mid", "the mid model alone", alone("mid"), needs=("mid",), guesses=False, modes=("speedMulti",), in_all=False
+    ),
     Method(
         "target",
         "plain decoding: the target alone",
         alone("target"),
         lossless=True,
+        guesses=False,
         modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity"),
     ),
     Method(
@@ -134,10 +142,25 @@ CATALOGUE = (
         modes=("speedMulti",),
     ),
     Method(
+        "noCache",
+        "plain decoding without a KV cache, as in the course report's code",
+        without_cache(alone("target")),
+        lossless=True,
+        guesses=False,
+    ),
+    Method(
+        "speculativeNoCache",
+        "gamma guesses each round, both models without a KV cache, as in the course report's code",
+        without_cache(speculative("fixed", "token", draft_model)),
+        needs=("draft",),
+        lossless=True,
+    ),
+    Method(
         "contrastive",
         "contrastive decoding",
         contrastive(False),
         needs=("draft",),
+        guesses=False,
         contrasts=True,
         modes=("contrastive", "diversity"),
     ),

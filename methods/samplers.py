@@ -13,11 +13,12 @@ from decoding.drafter import Drafter
 from decoding.lengthRules import RULES as LENGTH_RULES
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
-from decoding.rows import Callback, Record
+from decoding.rows import Callback, EndOfText, Record
 from decoding.trees.rules import TREE_RULES
 from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree
 from decoding.verification import RULES as VERIFICATIONS
+from engine.uncachedModel import UncachedModel
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
@@ -74,7 +75,7 @@ class Sampler(Protocol):
         *,
         max_len: int,
         sampling: Sampling,
-        end_of_text: int | None = None,
+        end_of_text: EndOfText = None,
         generator: Generator | None = None,
         callback: Callback | None = None,
     ) -> tuple[list[list[int]], list[Record]]: ...
@@ -106,7 +107,7 @@ def translated(
     sampler: Sampler,
     prefixes: Sequence[Sequence[int]],
     *,
-    end_of_text: int | None = None,
+    end_of_text: EndOfText = None,
     callback: Callback | None = None,
     **options: Any,
 ) -> tuple[list[list[int]], list[Record]]:
@@ -182,6 +183,15 @@ def cascade(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
     drafter = CascadeDrafter(models["mid"], guesser(models, decoding), Fixed(decoding.gamma1), verify)
     target, gamma = models["target"], Fixed(decoding.gamma2)
     return partial(specSampling, target=target, drafter=wrap(drafter), gamma=gamma, verify=verify)
+
+
+def without_cache(maker: Maker) -> Maker:
+    """The same method with models that keep no KV cache."""
+
+    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+        return maker({role: UncachedModel(model) for role, model in models.items()}, decoding, wrap)
+
+    return make
 
 
 # Trees of guesses.

@@ -47,7 +47,7 @@ OVERLAPS = (
 )
 OF_TREES = " In a tree, the sum is that of first siblings, and later ones add what they accept after the earlier ones."
 TREES = "tree", "topDown"
-ALONE = "draft", "mid", "target"  # methods without guesses
+ALONE = "draft", "mid", "target", "noCache"  # methods without guesses
 REPORTED_SPEEDUP = "1.8 - 2.5"  # what the course report prints for Pythia-70m and Pythia-2.8b, without a KV cache
 DIVERSITY_TITLES = "entropy\n1", "entropy\n2", "entropy\n3", "distinct\n1", "distinct\n2", "repeated", "perplexity"
 DIVERSITY_NOTES = (

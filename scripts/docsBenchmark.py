@@ -129,18 +129,20 @@ def side_by_side(machines: dict[str, BenchmarkRecord]) -> str:
 
 def speed_rows(record: BenchmarkRecord) -> list[list[str]]:
     """Every row of a benchmark, with the verdict on the text of another engine in the last column."""
-    columns = " | tokens/s | of trans- formers | of plain, eager | TTFT ms | TPOT ms | alpha | tokens/ round"
+    divisor = printed.best_plain(record)
+    columns = f" | tokens/s | of generate | of {divisor} | TTFT ms | TPOT ms | alpha | tokens/ round"
     rows, texts = cells_of(printed.speed_table(record), columns), printed.texts_of(record)
-    for row, measured in zip(rows, summarize(record["speed"], "plain, eager")):
+    for row, measured in zip(rows, summarize(record["speed"], divisor)):
         row[4:6] = (cell(measured[time], 1e3, median) for time in ("ttft", "tpot"))
     return [[NAMES.get(method, method), *cells, texts.get(method, "")] for method, *cells in rows]
 
 
 def speed(record: BenchmarkRecord) -> str:
     """Every row of a benchmark, and what was timed."""
-    titles = " | tokens/s | of `generate` | of plain, eager | TTFT, ms | TPOT, ms | alpha | tokens per round"
+    divisor = printed.best_plain(record)
+    titles = f" | tokens/s | of `generate` | of {divisor} | TTFT, ms | TPOT, ms | alpha | tokens per round"
     rows, flags = speed_rows(record), record["flags"]
-    body = table(f"{titles} | text", rows) if record["peers"] else table(titles, [row[:-1] for row in rows])
+    body = table(f"{titles} | text", rows) if printed.texts_of(record) else table(titles, [row[:-1] for row in rows])
     seconds = [value for value in record.get("compile_seconds") or () if value is not None]
     compiled = f" Compiling took {sum(seconds):.0f} s." if seconds else ""
     return (

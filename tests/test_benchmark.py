@@ -5,29 +5,33 @@ import json
 import helpers
 import pytest
 import torch
-from test_specSampling import near
+from conftest import ROOT
+from mistakes import always_accept
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import __main__ as benchmark
 from benchmark import contenders, randomModels, stepTimes, tables
+from benchmark.engines import textCheck
 from benchmark.options import parse
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
-from regrSampling import regrSampling
-from utils import GREEDY, Sampling, draw
+from utils import draw
 
 ROWS = [
     "plain, eager",
     "speculative, eager",
     "block verification, eager",
     "tree of 8, eager",
+    "plain, no cache",
+    "speculative, no cache",
     "transformers",
     "transformers, static cache",
+    "transformers, static cache, compiled",
     "transformers, assistant",
     "transformers, assistant as it comes",
     "speculative, inside generate",
-    "speculative, no cache",
 ]
+LEFT_OUT = "transformers, static cache, assistant"
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +40,10 @@ def short(monkeypatch):
     monkeypatch.setattr(stepTimes, "WARM", 0)
     monkeypatch.setattr(stepTimes, "LARGE", 1 << 20)
     monkeypatch.setattr(stepTimes, "CONTEXTS", (64, 128, 2000))
+    for name, value in {"GREEDY_TOKENS": 5, "TEXTS": 3, "TEXT_TOKENS": 20}.items():
+        monkeypatch.setattr(textCheck, name, value)
+    # The library's compiler is torch's own, which takes half a minute: what it is given is only traced.
+    monkeypatch.setattr(contenders, "COMPILING", {"backend": "eager"})
 
 
 def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys, monkeypatch):
@@ -66,6 +74,14 @@ def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys, mo
     record = json.loads((tmp_path / "benchmark.json").read_text())
     assert [line["method"] for line in record["speed"]] == ROWS * 2 and all(row in shown for row in ROWS)
     assert {line["tokens"] for line in record["speed"]} == {6}  # the same work for all
+    assert list(record["texts"]) == [*ROWS, LEFT_OUT] and LEFT_OUT in shown
+    for row, text in record["texts"].items():
+        if row != LEFT_OUT:
+            assert text["greedy"]["tokens"] == 10 and text["lossless"]["tokens"] == 60, row
+    assert "Static" in record["texts"][LEFT_OUT]["failed"]
+    assert record["library_compile_seconds"].keys() == {"transformers, static cache, compiled"}
+    assert "speculative decoding is" in shown and "generate compiles nothing" in " ".join(shown.split())
+    assert all(0 < share <= 1 for line in record["forwards"] for share in line["share"])
     assert {(m["role"], m["tokens"]) for m in record["forwards"]} == {
         (role, n) for role in ("target", "draft") for n in benchmark.WIDTHS
     }
@@ -76,7 +92,7 @@ def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys, mo
     columns = {column.header: list(column.cells) for column in tables.speed_table(record).columns}
     for figure in "ttft", "tpot":
         assert all(0 < line[figure] < line["seconds"] for line in record["speed"])
-        assert all(columns[f"{figure.upper()}\nms"])
+        assert all(columns[f"{figure.upper()}\nms"][: len(ROWS)])
     assert [(m["variant"], m["tokens"]) for m in record["prefill"]] == [("eager", n) for n in (16, 64, 255)]
 
 
@@ -112,8 +128,11 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
         "plain, eager",
         *(f"synthetic {alpha}, eager" for alpha in contenders.ALPHAS),
         "tree, synthetic 0.6, eager",
+        "plain, no cache",
+        "synthetic 0.6, no cache",
         "transformers",
     ]
+    assert record["texts"] == {}  # Such text is nobody's.
     assert "Synthetic acceptance" in capsys.readouterr().out
     assert (tmp_path / "figures" / "benchmark-large.png").exists()
 
@@ -139,8 +158,8 @@ def test_the_librarys_tokens_are_timed_as_they_come(gamma):
     """Not all at the end: a text's record has a time for each forward of the target."""
     target = helpers.tiny()
     assistant = None if gamma is None else helpers.tiny(seed=1).model
-    sampler = contenders.library_sampler(target.model, 20, assistant, gamma)
-    (tokens,), (record,) = sampler([5, 9, 2], torch.Generator().manual_seed(0))
+    sampler = contenders.library_sampler(target.model, assistant, gamma)
+    (tokens,), (record,) = sampler([5, 9, 2], torch.Generator().manual_seed(0), 20)
     assert len(tokens) == record.tokens == 20
     assert len(record.times) > 1 and record.times == sorted(set(record.times))
     assert gamma or len(record.times) == 20
@@ -160,22 +179,53 @@ def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
     assert {tuple(lengths) for lengths, _ in read} == {(4,), (9,), (127,)} and {size for _, size in read} == {128}
 
 
-def test_without_a_cache_greedy_is_plain_decoding():
-    target, draft = helpers.tiny(), helpers.tiny(seed=1)
-    for model in (draft, near(target, noise=0.1)):
-        (tokens,), (record,) = contenders.cache_free([5, 9, 2], target.model, model.model, 20, 4, sampling=GREEDY)
-        assert [tokens] == regrSampling([[5, 9, 2]], target, 20, GREEDY)[0]
-        assert record.tokens == 20 and len(record.times) == len(record.accepted)
+def test_a_row_that_writes_another_text_is_named(pair_folder, tmp_path, monkeypatch):
+    """Rows whose guesses are all accepted, and one that decodes with the draft alone."""
+
+    def refuses(model, **options):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(contenders, "compiled_by_library", lambda *_, **__: refuses)
+    monkeypatch.setattr(contenders, "token_rule", always_accept)
+    monkeypatch.setattr(textCheck, "TEXTS", 8)
+    honest = contenders.library_sampler
+    monkeypatch.setattr(
+        contenders,
+        "library_sampler",
+        lambda model, assistant=None, gamma=None, **options: honest(assistant or model, None, gamma, **options),
+    )
+    names = [word for role in ("target", "draft") for word in (f"--{role}", str(pair_folder / role))]
+    flags = "--maxLen 6 --prompts 2 --repeats 1 --dtype float32 --device cpu --no-compile --out"
+    assert benchmark.main([*names, *flags.split(), str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "benchmark.json").read_text())
+    said = tables.texts_of(record)
+    assert said["plain, eager"] == said["tree of 8, eager"] == said["plain, no cache"] == "lossless"
+    assert said["speculative, no cache"].startswith("wrong: ") and said["speculative, eager"].startswith("wrong: ")
+    assert said["transformers, assistant"].startswith("wrong: ")
+    assert said["transformers, static cache, compiled"].startswith("left out: ")
+    assert {line["method"] for line in record["speed"]} >= {"speculative, eager", "transformers, assistant"}
 
 
-def test_without_a_cache_it_draws_from_the_target():
-    target, sampling = helpers.tiny(vocabulary=5, layers=1), Sampling(1.0, 0, 1.0)
-    draft, generator = near(target, noise=1.0), torch.Generator().manual_seed(0)
-    drawn = [
-        contenders.cache_free([1, 2], target.model, draft.model, 2, 2, generator, sampling)[0][0] for _ in range(1500)
-    ]
-    joint = helpers.joint_distribution(target, [1, 2], 2, sampling)
-    assert helpers.chi_square(drawn, joint, 5) > 1e-3
+@pytest.mark.parametrize("divisor, flags", [("plain, compiled", []), ("plain, eager", ["eager"])])
+def test_a_column_is_named_by_what_it_divides_by(divisor, flags):
+    record = json.loads((ROOT / "docs" / "records" / "benchmark.json").read_text())
+    if flags:
+        record["forwards"] = [line for line in record["forwards"] if line["variant"] == "eager"]
+    columns = {column.header: list(column.cells) for column in tables.speed_table(record).columns}
+    titles = [title for title in columns if title.startswith("of")]
+    assert titles == ["of " + divisor.replace(" ", "\n"), "of\ngenerate"]
+    for title, method in zip(titles, (divisor, "transformers")):
+        assert columns[title][columns[""].index(method)].splitlines()[0] in ("1", "1.00")
+
+
+def test_the_limit_is_the_fastest_reading_of_as_many_bytes_or_more(monkeypatch):
+    monkeypatch.setattr(stepTimes, "LARGE", 1000)
+    sizes = {"target": 5000, "draft": 100}
+    speeds = {"target": [10.0, 12.0], "draft": [90.0, 80.0], "memory": [11.0, 13.0]}
+    line = {"role": "target", "bytes": 5000, "seconds": [500.0, 400.0]}  # 12.5 bytes per second at best
+    assert stepTimes.limit_of("target", sizes, speeds, [line]) == 13  # not the draft's: the cache may hold it
+    assert stepTimes.limit_of("draft", sizes, speeds, [line]) == 90
+    assert stepTimes.limit_of("target", sizes, speeds, [line | {"seconds": [300.0]}]) == 5000 / 300
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 0.8, 1.0])
@@ -240,12 +290,12 @@ def test_only_compiled_rows_call_kernels(variants, flags):
     options = parse(["--maxLen", "9", *flags])
     library = {role: contenders.library_twin(model.model) for role, model in variants["eager"].items()}
     called = {}
-    for name, sampler in contenders.samplers(options, variants, library).items():
+    for name, sampler in contenders.contenders(options, variants, library, [5, 9, 2]).rows.items():
         with KernelCalls() as calls:
-            sampler([5, 9, 2], torch.Generator().manual_seed(0))
+            sampler([5, 9, 2], torch.Generator().manual_seed(0), 9)
         called[name] = calls.count > 0
-    assert len(called) == (11 if flags else 14)
-    assert called == {name: name.endswith("compiled") for name in called}
+    assert len(called) == (13 if flags else 16)
+    assert called == {name: name.endswith("compiled") and "transformers" not in name for name in called}
 
 
 def test_only_compiled_parts_call_kernels(variants):

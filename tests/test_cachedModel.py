@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from decoding.lengthRules import Fixed
 from decoding.rows import Rows
 from decoding.trees.tree import Places
+from engine.uncachedModel import UncachedModel
 from methods.cascade import CascadeDrafter, InnerRows
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
@@ -192,8 +193,39 @@ def test_a_tree_of_candidates_scores_each_branch_as_a_chain(family):
         torch.testing.assert_close(got[node], wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_kept_logits_are_those_of_the_named_tokens():
-    model = model_of("gpt_neox")
+RAGGED = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6]]
+ROUNDS = [([[7, 8, 9], [1, 1, 1], [3, 0, 3]], [3, 0, 1]), ([[4], [5], [6]], [1, 1, 0]), ([[2, 2]] * 3, [2, 2, 2])]
+
+
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_without_a_kv_cache_each_forward_reads_the_whole_text(family):
+    for got, wanted in play(UncachedModel(model_of(family)), RAGGED, ROUNDS):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_kv_cache_a_token_that_was_not_kept_is_caught(monkeypatch):
+    class Forgetful(UncachedModel):
+        def forward(self, tokens, positions, places=None, keep=None):
+            before = self.text.clone()
+            logits = super().forward(tokens, positions, places, keep)
+            self.text[0] = before[0]
+            return logits
+
+    with pytest.raises(AssertionError, match="not close"):
+        for got, wanted in play(Forgetful(model_of("gpt_neox")), RAGGED, ROUNDS):
+            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_kv_cache_there_are_no_trees():
+    model = UncachedModel(model_of("gpt_neox"))
+    places = Places(torch.tensor([[0]]), torch.tensor([[0]]), torch.tensor([0]), torch.tensor([1]))
+    with pytest.raises(TypeError, match="reads no tree"):
+        model.forward(torch.tensor([[1]]), torch.tensor([[0]]), places)
+
+
+@pytest.mark.parametrize("kind", [lambda model: model, UncachedModel])
+def test_kept_logits_are_those_of_the_named_tokens(kind):
+    model = kind(model_of("gpt_neox"))
     model.reserve(3, 32)
     tokens, positions = torch.randint(0, 61, (3, 7)), torch.arange(7).repeat(3, 1)
     whole, keep = model.forward(tokens, positions), torch.tensor([6, 2])

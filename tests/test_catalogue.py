@@ -10,6 +10,7 @@ from test_specSampling import PROMPTS, near
 from decoding.drafter import Guesses
 from decoding.lengthRules import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
 from decoding.verification import block_rule, token_rule
+from engine.uncachedModel import UncachedModel
 from methods import cascade as cascades
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
@@ -104,6 +105,23 @@ def error(make, count, gamma, verify, sampling=Sampling(1.0, 0, 1.0), vocabulary
 @pytest.mark.parametrize("name", [name for name in METHODS if "cascade" not in name])
 def test_texts_have_the_targets_probabilities(name):
     assert error(*METHODS[name], prefixes=[[1, 2, 0, 1, 2]]) < 1e-6
+
+
+@pytest.mark.parametrize("verify, least, most", [(token_rule, 0, 1e-6), (always_accept, 1e-2, 2)])
+def test_so_they_have_without_a_kv_cache(verify, least, most):
+    """The very loops of the other methods, with models that read the whole text in each forward."""
+    target, draft = map(UncachedModel, small(2, 3))
+    sampling = Sampling(1.0, 0, 1.0)
+
+    def speculative(prefixes):
+        return specSampling(prefixes, target, ModelDrafter(draft), 3, 3, sampling, verify=verify)[0]
+
+    assert least <= largest_error(speculative, target.model, 3, sampling) < most
+    if verify is token_rule:
+        plain = largest_error(
+            lambda prefixes: regrSampling(prefixes, target, 3, sampling)[0], target.model, 3, sampling
+        )
+        assert plain < most
 
 
 # A cascade decides so much in a round that all of it can be counted only for two tokens and few guesses.

@@ -2,13 +2,18 @@
 
 import gc
 import math
+from functools import partial
 
+import helpers
 import numpy as np
 import pytest
 import torch
 
 from decoding.rows import Record
-from experiments.speed import interval, measure, paired_ratios, quiet, summarize
+from experiments.speed import WARM, ends_after, interval, measure, paired_ratios, quiet, summarize
+from methods.drafters import ModelDrafter
+from regrSampling import regrSampling
+from specSampling import specSampling
 
 NAN = float("nan")
 
@@ -110,8 +115,8 @@ def play(names, calls, **more):
     """Measure stand-ins for samplers, which note their calls and draw their tokens from the generator given to them."""
 
     def method(name):
-        def run(prompt, generator):
-            calls.append((name, prompt))
+        def run(prompt, generator, first=None):
+            calls.append((name, prompt) if first is None else (name, prompt, first))
             tokens = torch.randint(0, 1000, (5,), generator=generator).tolist()
             return [tokens], [Record(times=[0.5, 1.0, 2.0], committed=[1, 3, 1], drafted=[0, 3, 3], accepted=[0, 3, 0])]
 
@@ -125,7 +130,10 @@ def test_methods_take_turns_on_each_prompt_after_the_warm_up():
     calls = []
     lines = play("ABC", calls)
     assert calls[:6] == [(name, [1]) for name in "ABCABC"]  # warm-up
-    assert calls[6:] == [(name, prompt) for prompt in ([1], [2, 3]) * 2 for name in "ABC"]
+    # Each timed text comes right after an untimed beginning of the same method: no row pays for what ran before it.
+    assert calls[6:] == [
+        call for prompt in ([1], [2, 3]) * 2 for name in "ABC" for call in ((name, prompt, WARM), (name, prompt))
+    ]
     assert [(m["method"], m["prompt"], m["repeat"]) for m in lines] == [
         (name, prompt, repeat) for repeat in (0, 1) for prompt in (0, 1) for name in "ABC"
     ]
@@ -154,14 +162,22 @@ def test_a_measurement_holds_the_records_figures():
     assert line["acceptance_by_position"] == [(2, 1), (1, 1), (1, 1)]
 
 
+@pytest.mark.parametrize("guesses", [0, 4])
+def test_a_beginning_ends_where_it_should_with_a_cache_as_large_as_ever(guesses):
+    target, draft = helpers.tiny(), ModelDrafter(helpers.tiny(seed=1))
+    sampler = partial(specSampling, drafter=draft, gamma=guesses) if guesses else regrSampling
+    (tokens,), _ = sampler([[5, 9, 2]], target, max_len=40, end_of_text=ends_after(6))
+    assert len(tokens) == 6 and target.cache.capacity == 43
+
+
 def test_no_garbage_is_collected_inside_a_timed_stretch():
-    def method(prompt, generator):
+    def method(prompt, generator, first=None):
         timed.append(not gc.isenabled())
         return [[1]], [Record(times=[0.5], committed=[1], drafted=[0], accepted=[0])]
 
     timed = []
     list(measure({"A": method}, [[1]], 2, 0, "cpu"))
-    assert timed == [False, False, True, True] and gc.isenabled()
+    assert timed == [False, False] + [True] * 4 and gc.isenabled()
     with pytest.raises(ZeroDivisionError), quiet("cpu"):
         raise ZeroDivisionError
     assert gc.isenabled()

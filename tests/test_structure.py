@@ -129,6 +129,7 @@ def test_no_function_is_long():
 
 TESTED_WITH = {  # {module: its tests}, where these have another name
     "model": "cachedModel",
+    "uncachedModel": "cachedModel",
     "drafter": "drafters",
     "tree": "trees",
     "guesses": "treeDrawing",

@@ -156,11 +156,11 @@ class Peer:
         (tokens,), _ = self.ask(prompt, count, temperature, seed)
         return tokens
 
-    def sampler(self, prompt: list[int], generator: Generator) -> Generated:
+    def sampler(self, prompt: list[int], generator: Generator, first: int | None = None) -> Generated:
         """The function that is timed. If the engine fails, the time is nan, and the row is left out from then on."""
         if self.failed is None:
             try:
-                return self.ask(prompt, self.max_len, SAMPLING.temperature, generator.initial_seed())
+                return self.ask(prompt, first or self.max_len, SAMPLING.temperature, generator.initial_seed())
             except PeerError as error:
                 self.fail(error)
         return [[0]], [Record([float("nan")], [1], [0], [0])]
@@ -237,8 +237,25 @@ def source_of(options: Options, role: str, model: CachedModel, library: PreTrain
 def reference(options: Options, role: str, model: CachedModel, library: PreTrainedModel) -> Float32Model:
     """A model of this run with the weights that the engines convert: `library` may have rounded them to its dtype."""
     if not options.shapes:
-        library = AutoModelForCausalLM.from_pretrained(find_model(options.names[role]), dtype="auto").eval()
+        stored = AutoModelForCausalLM.from_pretrained(find_model(options.names[role]), dtype="auto")
+        library = stored.eval().to(model.device)
     return Float32Model(library, model.vocabulary)
+
+
+def text_checker(
+    options: Options, models: Mapping[str, CachedModel], library: Mapping[str, PreTrainedModel], rows: int
+) -> TextChecker:
+    """What checks the texts of that many rows. Models with random weights agree by accident, so nothing is learnt from
+    their speculative text."""
+    references = {role: reference(options, role, models[role], library[role]) for role in models}
+    draft = None if options.shapes else references["draft"]
+    return TextChecker(references["target"], draft, limit_of(rows), options.seed)
+
+
+def peer_rows(options: Options, dtype: str) -> list[Row]:
+    """The rows of the engines in `options.peers`."""
+    alpha = ALPHAS[1] if options.shapes else None
+    return [row for row in engine_rows(dtype, alpha) if row.engine in options.peers]
 
 
 def start_peers(
@@ -246,18 +263,11 @@ def start_peers(
     models: Mapping[str, CachedModel],
     library: Mapping[str, PreTrainedModel],
     prompts: Sequence[list[int]],
-    dtype: str,
+    rows: Sequence[Row],
+    checker: TextChecker,
     start_process: StartProcess = EngineProcess,
 ) -> list[Peer]:
-    """The rows of the engines in `options.peers`, ready or failed."""
-    if not options.peers:
-        return []
-    alpha = ALPHAS[1] if options.shapes else None
-    rows = [row for row in engine_rows(dtype, alpha) if row.engine in options.peers]
-    references = {role: reference(options, role, models[role], library[role]) for role in models}
-    # Models with random weights agree by accident, so nothing is learnt from their speculative text.
-    draft = None if options.shapes else references["draft"]
-    checker = TextChecker(references["target"], draft, limit_of(len(rows)), options.seed)
+    """The rows of other engines, ready or failed."""
     sources = {role: source_of(options, role, models[role], library[role]) for role in models}
     return prepare_peers(rows, sources, checker, prompts, options.max_len, options.gamma, start_process)
 
