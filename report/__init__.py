@@ -1,1 +1,1 @@
-"""What is shown of a run: results.jsonl and results.txt, tables, figures, and the verdict of `--lossless`."""
+"""What is shown of a run: results.jsonl and results.txt, tables, figures, and the verdict on losslessness."""

@@ -28,16 +28,18 @@ SAMPLED_COLUMNS: Columns[LosslessLine] = {
     "K-S\np": lambda line: f"{line['p']['kolmogorov_smirnov']:.2g}",
     "surprise\nz": lambda line: f"{line['z']:+.2f}",
     "\np": lambda line: f"{line['p']['surprise']:.2g}",
-    "neigh-\nbours p": lambda line: f"{line['p']['neighbours']:.2g}",
-    "perplexity\nof text": lambda line: perplexity_cell(line["perplexity"]),
+    "serial\np": lambda line: f"{line['p']['neighbours']:.2g}",
+    "PPL\nof text": lambda line: perplexity_cell(line["perplexity"]),
     "\nexpected": lambda line: perplexity_cell(line["expected_perplexity"]),
     "at the\nedge": lambda line: f"{line['excluded']:,}",
-    "impos-\nsible": lambda line: f"{line['impossible']:,}",
+    "impossible": lambda line: f"{line['impossible']:,}",
 }
 SAMPLED_NOTES = (
-    f"p: p-values of four tests: chi-square of u in {BINS} bins, Kolmogorov-Smirnov of u, the surprise (of its z), and "
-    "the correlation of u with its neighbours. A p-value below {limit:.1e} rejects the method; with exact samplers "
-    f"this happens in one of {1 / FALSE_ALARM:,.0f} runs. perplexity: of the text, and expected from the target's own "
+    "u: the place of each token in the target's cumulative distribution, uniform if the text is the target's. p: "
+    f"p-values of four tests: chi-square of u in {BINS} bins; Kolmogorov-Smirnov (K-S) of u; the surprise, -log p(x), "
+    "summed, whose difference from what the target expects is z standard deviations; and the serial correlation of u "
+    "with its neighbours. A p-value below {limit:.1e} is a difference; with exact samplers this happens in one of "
+    f"{1 / FALSE_ALARM:,.0f} runs. PPL: the perplexity of the text, and the one expected from the target's own "
     "entropy. at the edge: tokens that only rounding put outside of top-p or top-k. impossible: tokens to which the "
     "target gives no probability."
 )
@@ -47,7 +49,7 @@ GREEDY_COLUMNS: Columns[GreedyLine] = {
     "texts": lambda line: f"{line['texts']:,}",
     "tokens": lambda line: f"{line['tokens']:,}",
     "of them\ndiffer": lambda line: f"{line['differing']:,}",
-    "near-\nties": lambda line: f"{line['near_ties']:,}",
+    "near-ties": lambda line: f"{line['near_ties']:,}",
     "beyond\nrounding": lambda line: f"{line['beyond']:,}",
     "largest\ngap": lambda line: f"{line['largest_gap']:.2g}",
     "allowed": lambda line: f"{line['allowed']:.2g}",
@@ -132,11 +134,11 @@ def greedy_clauses(lines: Sequence[Line]) -> Iterator[str]:
     for dtype in dict.fromkeys(line["dtype"] for line in greedy):
         methods = [line for line in greedy if line["dtype"] == dtype and line["method"] != "target"]
         differing, texts = sum(line["differing"] for line in methods), sum(line["texts"] for line in methods)
+        share = f"{differing:,} of {texts:,} greedy texts ({100 * differing / max(texts, 1):.0f} %)"
         yield (
             f"greedy text in {dtype} equals plain decoding's token for token"
             if not differing
-            else f"in {dtype} {differing:,} of {texts:,} greedy texts ({differing / texts:.0%}) differ from plain "
-            "decoding's, each first at a near-tie"
+            else f"in {dtype} {share} differ from plain decoding's, each first at a near-tie"
         )
 
 

@@ -171,16 +171,17 @@ def lossless_tests(records: Records, words: Words) -> str:
     """The tests of drawn texts, a row for each method."""
     run, lines = records.run("lossless")
     sampled = of_kind(lines, "lossless")
-    columns = f"tokens | {BINS} bins p | K-S p | neigh- bours p |  p | surprise z | perplexity of text |  expected"
-    printed = cells_of(sampled_table(sampled), f"{columns} | impos- sible")
+    columns = f"tokens | {BINS} bins p | K-S p | serial p |  p | surprise z | PPL of text |  expected | impossible"
+    printed = cells_of(sampled_table(sampled), columns)
     titles = (
-        f"method | tokens | u in {BINS} bins: p | u, Kolmogorov-Smirnov: p | neighbours of u: p | surprise: p | "
-        "surprise: z | perplexity of the text | expected | impossible tokens"
+        f"method | dtype | tokens | u in {BINS} bins: p | u, Kolmogorov-Smirnov: p | neighbours of u: p | "
+        "surprise: p | surprise: z | perplexity of the text | expected | impossible tokens"
     )
+    dtypes = " and ".join(dict.fromkeys(m["dtype"] for m in sampled))
     return (
-        table(titles, [[f"`{m['method']}`", *cells] for m, cells in zip(sampled, printed)])
+        table(titles, [[f"`{m['method']}`", m["dtype"], *cells] for m, cells in zip(sampled, printed)])
         + f"\n\nThe answer is no if a p-value is below {sampled[0]['limit']:.1e} or a token is impossible. Temperature "
-        f"{sampled[0]['temperature']}, top-p {sampled[0]['top_p']}. {source(run, sampled[0]['dtype'])}"
+        f"{sampled[0]['temperature']}, top-p {sampled[0]['top_p']}. {source(run, dtypes)}"
     )
 
 
@@ -202,7 +203,7 @@ def lossless_mistakes(records: Records, words: Words) -> str:
     """The planted mistakes, and after how many tokens each is caught."""
     run, lines = records.run("lossless")
     rows = cells_of(power_table(of_kind(lines, "power")))
-    body = table("planted mistake | what is wrong | caught after tokens | by", rows)
+    body = table("planted mistake | what is wrong | seen after tokens | by", rows)
     return f"{body}\n\n{source(run, of_kind(lines, 'lossless')[0]['dtype'])}"
 
 
