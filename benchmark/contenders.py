@@ -103,7 +103,7 @@ def contenders(options: Options, variants: Variants, library: Library, prompt: l
     vocabulary = variants["eager"]["target"].vocabulary
     outside = list(range(vocabulary, library["target"].config.vocab_size))
     # Models may have more logits than the tokenizer has tokens, and no other row draws those.
-    drawn = {"suppress_tokens": outside} if outside else {}
+    drawn: dict[str, Any] = {"suppress_tokens": outside} if outside else {}
     found.rows["transformers"] = library_sampler(library["target"], **drawn)
     if not options.shapes:
         add_trained_rows(found, library, options, vocabulary, prompt, drawn)

@@ -269,6 +269,18 @@ def test_trees_stand_beside_theory_and_beside_the_fastest_chain(tmp_path):
     assert "paired)" not in write(tmp_path / "chains", run_line(), *lines[:6])
 
 
+def test_the_gain_without_a_kv_cache_is_said_as_the_report_says_it(tmp_path):
+    lines = [
+        speed_line(method=method, mode="compare", throughput=speed, prompt=prompt)
+        for method, speed in (("target", 30.0), ("noCache", 4.0), ("speculativeNoCache", 9.0))
+        for prompt in (0, 1)
+    ]
+    text = " ".join(write(tmp_path, run_line(), *lines).split())
+    assert "without a KV cache, as in the course report's code, speculative over plain: 2.250 [2.250, 2.250]" in text
+    (tmp_path / "plain").mkdir()
+    assert "course report's code" not in write(tmp_path / "plain", run_line(), *lines[:4])
+
+
 def test_a_sweep_stands_beside_theory_where_it_was_measured(tmp_path):
     lines = [speed_line(method=method, mode="sweep", temperature=0.85) for method in ("target", "gamma 1", "gamma 2")]
     costs = {"kind": "costs", "run": "r1", "promptLen": 64, "temperature": 0.85, "alpha": 0.6, "scoring": [1.0] * 11}
