@@ -10,13 +10,14 @@ from typing import Any
 from decoding.lengthRules import RULES as DRAFT_LENGTHS
 from decoding.trees.rules import TREE_RULES
 from decoding.verification import RULES as VERIFICATIONS
-from inputs.commandLine import Parser, number, path, text, whole
-from inputs.files import ROOT
+from inputs.commandLine import VERSION, Parser, number, path, text, whole
+from inputs.files import INSTALLED, ROOT
 from inputs.models import DTYPES
 from methods.catalogue import METHODS, lossless_methods
 from methods.samplers import Decoding
 from utils import Sampling, UserError
 
+PROGRAM = "specdec" if INSTALLED else "test.py"
 Options = dict[str, Any]  # what `add_argument` takes by keyword
 
 
@@ -118,6 +119,7 @@ FLAGS = {
             "the same and 1 otherwise.",
             metavar="RUN",
         ),
+        "--version": {"action": "version", "version": VERSION, "help": "Print the version and stop."},
     },
     "models": {
         "--target": flag(
@@ -333,7 +335,8 @@ FLAGS = {
         "--seed": flag(whole(0, (1 << 62) - 1), "The seed of every random choice.", 0),
         "--out": flag(
             path,
-            "The folder of results.txt, results.jsonl and figures/. Default: the project's folder.",
+            "The folder of results.txt, results.jsonl and figures/. Default: the project's folder; for an installed "
+            "specdec, the current folder.",
             metavar="FOLDER",
             default=ROOT,
         ),
@@ -344,7 +347,7 @@ FLAGS = {
 def parser() -> Parser:
     """The parser of `test.py`."""
     result = Parser(
-        prog="test.py",
+        prog=PROGRAM,
         allow_abbrev=False,
         description="Speculative decoding, measured: speed (TTFT, TPOT, throughput), perplexity, and every decoding "
         "method side by side. Results go to results.txt. README.md explains how to read them.",

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 from utils import UserError, out_of_memory
 
+VERSION = "0.1.0"  # of the project; pyproject.toml reads it here
+
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser, but flags are never abbreviated, and a wrong flag raises a UserError of one line."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from inputs import files
 from inputs.commandLine import one_line
+from inputs.files import with_installed
 from inputs.manifest import MANIFEST
 from utils import UserError
 
@@ -76,8 +77,9 @@ def load_corpora(name: str, books: int | None = None) -> list[Corpus]:
 def find_texts(name: str) -> Path:
     """The file or folder of a data set. Raises UserError if there is none."""
     if name in FOLDERS or os.path.isfile(files.DATASETS / name / MANIFEST):
-        path = files.DATASETS / FOLDERS.get(name, name)
-        if not path.exists():
+        folder = FOLDERS.get(name, name)
+        path = next((parent / folder for parent in with_installed(files.DATASETS) if (parent / folder).exists()), None)
+        if path is None:
             raise UserError(
                 f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "
                 f"({name}), or use --dataset sample"

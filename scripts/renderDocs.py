@@ -71,8 +71,8 @@ class Fault(NamedTuple):
 
 
 def files(root: Path) -> list[Path]:
-    """All texts of the documentation."""
-    return [*sorted(root.glob("README*.md")), *sorted((root / "docs").rglob("*.md"))]
+    """All texts of the documentation: README.md, its Chinese, CONTRIBUTING.md, CHANGELOG.md, and docs/."""
+    return [*sorted(root.glob("[CR]*.md")), *sorted((root / "docs").rglob("*.md"))]
 
 
 @cache

@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 from benchmark.engines.engineProcess import FOLDER, SERVER, SITE, last_line, short_reason
-from inputs.files import ROOT
+from inputs.files import INSTALLED, ROOT
 
-REQUIREMENTS = ROOT / "requirements-peers.txt"
+REQUIREMENTS = (INSTALLED or ROOT) / "requirements-peers.txt"
 SOURCE = "llama-cpp-python"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 CMAKE_OPTIONS = {
