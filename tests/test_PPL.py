@@ -1,5 +1,6 @@
 """Perplexities against independent computations."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -82,6 +83,17 @@ def test_a_planted_mistake_in_the_functions_that_sample_changes_the_perplexity(p
     monkeypatch.setattr(verification, name, wrong)
     assert abs(PPL.calculate_ppl_spec(ids, *pair) / right - 1) > 1e-4
     assert name in token_rule.__code__.co_names
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_command_line_shows_a_wrong_residual(cli, flags, tmp_path, monkeypatch, wrong):
+    if wrong:
+        monkeypatch.setattr(verification, "residual", lambda p, q: p)
+    assert cli.main([*flags, "--ppl", "--out", str(tmp_path)]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    (line,) = (line for line in lines if line["kind"] == "ppl_text")
+    ratio = line["ppl"]["speculative"] / line["ppl"]["target"]
+    assert ratio != pytest.approx(1, rel=1e-4) if wrong else ratio == pytest.approx(1, rel=1e-6)
 
 
 def test_probabilities_too_small_for_a_float_still_count():

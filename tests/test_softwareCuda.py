@@ -441,7 +441,7 @@ COMMANDS = {
     "few guesses": ["--speed", "--compile", "--draftVocab", "100", "--repeats", "1"],
     "two devices": ["--speed", "--ppl", "--draftDevice", "cuda:1"],
     "all": ["--compare", "all", "--compile", "--maxLen", "6"],
-    "lossless": ["--lossless", "fixed,draftConfidence,lookup", "--tokens", "500", "--compile"],
+    "lossless": ["--lossless", "fixed,draftConfidence,lookup", "--tokens", "500", "--dtype", "bfloat16", "--compile"],
     "sweep": ["--sweep", "--compile", "--sentences", "1", "--maxLen", "6"],
     "diversity": ["--diversity", "--prompt", "The lamp", "--maxLen", "6", "--repeats", "2"],
     "show": ["--show", "--compile"],
