@@ -21,7 +21,10 @@ NAMES = {
     "transformers, assistant": "`generate` with `assistant_model`, the same gamma",
     "transformers, assistant as it comes": "`generate` with `assistant_model`, its defaults",
     "speculative, inside generate": "the eager sampler inside `generate`",
+    "transformers, static cache, compiled": "`generate`, static cache, compiled by `torch.compile`",
+    "plain, no cache": "plain without a KV cache, as in the course report",
     "speculative, no cache": "speculative without a KV cache, as in the course report",
+    "synthetic 0.6, no cache": "synthetic 0.6 without a KV cache, as in the course report",
 }
 
 
