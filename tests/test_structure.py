@@ -151,6 +151,8 @@ TESTED_WITH = {  # {module: the tests that prove it}, where these have another n
     "scorer": "losslessness",
     "plantedMistakes": "losslessness",
     "proof": "losslessness",
+    "auditTexts": "audit",
+    "auditPower": "audit",
     "losslessReport": "losslessness",
     "figures": "results",
     "lines": "results",
