@@ -25,8 +25,8 @@ class Options:
     """What the flags say.
 
     target, draft: names of models, or of shapes if `shapes`. dtype, device: None for the default.
-    peers: names of the other engines to time. text_check: whether the text of this process's rows is tested. flags:
-    the flags themselves, for the record.
+    peers: names of the other engines to time. text_check: whether the text of this process's rows is tested. texts: the
+        folder for the other engines' audited texts. flags: the flags themselves, for the record.
     """
 
     target: str
@@ -43,6 +43,7 @@ class Options:
     compile: bool
     peers: tuple[str, ...]
     text_check: bool
+    texts: Path | None
     flags: dict[str, object]
 
     @property
@@ -81,6 +82,8 @@ def parser() -> Parser:
     )
     engines = f"time other engines too; after `make bench-peers` all of {', '.join(ENGINES)}, or those named"
     add("--peers", type=text, nargs="?", const=",".join(ENGINES), metavar="ENGINE,...", help=engines)
+    kept = "with --peers: write the sampled texts of each engine to FOLDER, for test.py --audit"
+    add("--texts", type=path, metavar="FOLDER", help=kept)
     return flags
 
 
@@ -92,6 +95,10 @@ def parse(argv: Sequence[str]) -> Options:
             setattr(args, flag, value)
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
+    if args.texts and not args.peers:
+        raise UserError("--texts are those of other engines; give --peers too")
+    if args.texts and not os.path.isdir(args.texts):
+        raise UserError(f"--texts {args.texts} is not a folder")
     args.target, args.draft = models_of(args)
     flags = vars(args)
     named_alike = {field.name: flags[field.name] for field in fields(Options) if field.name in flags}

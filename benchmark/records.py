@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+from typing_extensions import NotRequired
+
 from experiments.speed import Interval, TimedText
 
 
@@ -46,7 +48,8 @@ class GrowthLine(StepLine):
 
 
 class PeerLine(TypedDict):
-    """A row of another engine: the fields of its `Row`, its name, and what its checks showed (engines/textCheck.py)."""
+    """A row of another engine: the fields of its `Row`, its name, what it was told, and what its checks showed
+    (engines/textCheck.py). greedy, lossless: `GreedyAuditFigures` and `AuditFigures`."""
 
     engine: str
     module: str
@@ -57,6 +60,7 @@ class PeerLine(TypedDict):
     method: str
     quantised: bool
     version: str | None
+    settings: NotRequired[dict[str, Any]]
     failed: str | None
     greedy: dict[str, Any] | None
     lossless: dict[str, Any] | None

@@ -102,6 +102,8 @@ TABLES = {
         "--sweep": Switch,
         "--diversity": Switch,
         "--lossless": Name(["all", "block,target"], ["blok", "draft", "contrastive", "block,", ","], ["cascade"]),
+        "--audit": Name(alone=["nowhere", ".", "x" * 5000]),
+        "--writtenIn": Choice(*DTYPES),
         "--show": Switch,
         "--rerun": Name(wrong=["0", "1", "x", "\u0661", "9" * 5000, "\udcff"]),
         "--html": Name(["page.html"], ["nowhere/page.html", "."]),
@@ -163,6 +165,7 @@ TABLES = {
         "--seed": SEED,
         "--out": OUT,
         "--peers": Name(["llama.cpp", "OpenVINO,CTranslate2"], ["x", "llama.cpp,", "LLAMA.CPP", "\udcff"]),
+        "--texts": Name(wrong=["nowhere", "."]),  # without --peers
         "--no-compile": Switch,
     },
     "downloadModel": {
@@ -354,6 +357,11 @@ CLASHES = """
 --lossless --speed
 --lossless --show
 --lossless --compare all
+--audit x --lossless
+--audit x --speed
+--audit x --tokens 5
+--writtenIn float32
+--writtenIn float32 --lossless
 --tokens 100 --speed
 --prompt a --question b
 --prompt a --promptFile b

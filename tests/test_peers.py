@@ -18,7 +18,8 @@ from benchmark import contenders, randomModels, stepTimes, tables
 from benchmark.engines import engineProcess, install, peers, textCheck
 from benchmark.engines.engineProcess import EngineProcess, PeerError, Weights
 from engine.cachedModel import CachedModel
-from inputs.models import load_model
+from inputs.auditTexts import read_texts
+from inputs.models import Outline, load_model
 from inputs.tokenizers import load_tokenizer
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling
@@ -51,7 +52,7 @@ class Pretender:
             self.fault = self.faults.get((asked["module"], asked["draft"] is not None))
             if self.fault == "load":
                 raise PeerError("the library is missing")
-            return {"version": "1.0"}
+            return {"version": "1.0", "settings": {"hint": "f32"}}
         greedy = not asked["temperature"]
         if self.fault == "late" and asked["count"] == 7:
             raise PeerError("out of memory")
@@ -69,6 +70,7 @@ class Pretender:
 def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeypatch, capsys):
     tokenizer = load_tokenizer(pair_folder / "target")
     models = {role: load_model(pair_folder / role, tokenizer, "float32", "cpu") for role in ("target", "draft")}
+    outline = Outline("target", len(tokenizer), 256)
     faults = {
         ("openvinoGenai", True): "sampled",
         ("llamaCpp", True): "late",
@@ -85,7 +87,8 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
     names = [word for role in models for word in (f"--{role}", str(pair_folder / role))]
     monkeypatch.setattr(contenders, "COMPILING", {"backend": "nobody's"})  # The library's compiler takes too long here.
     flags = "--maxLen 7 --prompts 2 --repeats 1 --dtype float32 --device cpu --no-compile --no-text-check --peers --out"
-    assert benchmark.main([*names, *flags.split(), str(tmp_path)]) == 0
+    (tmp_path / "texts").mkdir()
+    assert benchmark.main([*names, *flags.split(), str(tmp_path), "--texts", str(tmp_path / "texts")]) == 0
     record = json.loads((tmp_path / "benchmark.json").read_text())
     said = {row: words for row, words in tables.texts_of(record).items() if "transformers" not in row}
     expected = {  # how what is said of a row begins
@@ -104,6 +107,11 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
     timed = {line["method"] for line in record["speed"]}
     assert timed & set(said) == {name for name, words in expected.items() if not words.startswith("left out")}
     assert all(0 < line["ttft"] < line["seconds"] for line in record["speed"])
+    audited = {file.stem: len(read_texts(file, tokenizer, outline)) for file in (tmp_path / "texts").iterdir()}
+    names = "openvino-float32-speculative", "llama.cpp-float16", "llama.cpp-float16-speculative"
+    assert audited == dict.fromkeys([*names, "llama.cpp-int8-quantised"], 4)
+    peer = next(line for line in record["peers"] if line["method"] == "OpenVINO, float32, speculative")
+    assert peer["settings"] == {"hint": "f32"} and peer["lossless"]["places"] and peer["lossless"]["top_p"] == 0.9
     shown = capsys.readouterr().out
     assert "OpenVINO, float32: left out: the library is missing" in shown
     assert all(child.closed for child in made)
@@ -177,7 +185,7 @@ def wait_for(condition):
 
 def test_a_child_answers_between_noise_and_stops_when_idle():
     with closing(EngineProcess([sys.executable, "-c", ENGINE])) as child:
-        assert child.ask("load", module="any", **LOAD) == {"version": "1"}
+        assert child.ask("load", module="any", **LOAD) == {"version": "1", "settings": {}}
         own = psutil.Process(child.process.pid)
         assert wait_for(lambda: own.status() == psutil.STATUS_STOPPED)
         asked = {"prompt": [5, 6, 7], "count": 2, "temperature": 0.0, "top_p": 1.0}

@@ -152,6 +152,8 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "scorer": "losslessness",
     "plantedMistakes": "losslessness",
     "trial": "losslessness",
+    "auditTexts": "audit",
+    "auditPower": "audit",
     "losslessReport": "losslessness",
     "figures": "results",
     "lines": "results",

@@ -57,6 +57,7 @@ class Engine:
         best = min(choices, key=seconds.__getitem__)
         if best != choices[-1]:
             self.start(best)
+        self.settings = {"intra_threads": best}
 
     def start(self, threads: int) -> float:
         """Load the model for so many threads, and return the seconds of decoding a few tokens."""

@@ -206,7 +206,7 @@ class RequestHandler:
     def load(self, module: str, **fields: Any) -> dict[str, Any]:
         """Load converted models."""
         self.engine = engine_module(module).Engine(LoadRequest(**fields))
-        return {"version": self.engine.version}
+        return {"version": self.engine.version, "settings": getattr(self.engine, "settings", {})}
 
     def generate(self, **fields: Any) -> dict[str, Any]:
         """Continue a prompt."""

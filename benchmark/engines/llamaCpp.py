@@ -93,6 +93,7 @@ class Engine:
         if request.alpha:  # Each rate is that of a guess and of all before it.
             command += ["--spec-synth-rates", ",".join(str(request.alpha**i) for i in range(1, request.gamma + 1))]
         # fmt: on
+        self.settings = {"arguments": [word for word in command if "/" not in word]}  # without paths
         self.start(command)
 
     def start(self, command: list[str]) -> None:

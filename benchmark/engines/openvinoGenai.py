@@ -70,6 +70,7 @@ class Engine:
             scheduler.cache_size = CACHE
             draft = openvino_genai.draft_model(request.draft, "CPU", **settings)
             self.gamma, speculative = request.gamma, {"draft_model": draft, "scheduler_config": scheduler}
+        self.settings = settings | {"num_assistant_tokens": self.gamma}
         self.pipeline = openvino_genai.LLMPipeline(request.target, "CPU", **settings, **speculative)
 
     def generate(self, request: TextRequest) -> Answer:

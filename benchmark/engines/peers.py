@@ -3,13 +3,14 @@ says why."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Generator
@@ -22,6 +23,7 @@ from benchmark.options import Options
 from benchmark.records import PeerLine
 from decoding.rows import Record
 from engine.cachedModel import CachedModel
+from inputs.auditTexts import write_texts
 from inputs.devices import available_memory
 from inputs.files import gigabytes
 from inputs.models import find_model, model_version
@@ -117,6 +119,7 @@ class Peer:
         self.failed: str | None = None
         self.memory = 0.0  # bytes that it takes while it is loaded
         self.version: str | None = None
+        self.settings: dict[str, Any] = {}  # what the engine was told
         self.greedy: Figures | None = None
         self.lossless: Figures | None = None
 
@@ -134,7 +137,8 @@ class Peer:
             folders["target"], folders.get("draft"), row.precision, threads, gamma, context, row.alpha
         )
         self.process = start_process()
-        self.version = self.process.ask("load", module=row.module, **asdict(request))["version"]
+        answer = self.process.ask("load", module=row.module, **asdict(request))
+        self.version, self.settings = answer["version"], answer.get("settings", {})
         self.memory = needed
 
     def ask(self, prompt: list[int], count: int, temperature: float, seed: int) -> Generated:
@@ -180,7 +184,7 @@ class Peer:
         """What the record says of the row."""
         row = asdict(self.row) | {"module": self.row.module, "method": self.row.name, "quantised": self.row.quantised}
         figures = {"failed": self.failed, "greedy": self.greedy, "lossless": self.lossless}
-        return cast(PeerLine, row | {"version": self.version} | figures)
+        return cast(PeerLine, row | {"version": self.version, "settings": self.settings} | figures)
 
 
 def check_free(what: str, needed: float, free: float, where: str) -> None:
@@ -269,7 +273,7 @@ def start_peers(
 ) -> list[Peer]:
     """The rows of other engines, ready or failed."""
     sources = {role: source_of(options, role, models[role], library[role]) for role in models}
-    return prepare_peers(rows, sources, checker, prompts, options.max_len, options.gamma, start_process)
+    return prepare_peers(rows, sources, checker, prompts, options.max_len, options.gamma, start_process, options.texts)
 
 
 def prepare_peers(
@@ -280,8 +284,10 @@ def prepare_peers(
     max_len: int,
     gamma: int,
     start_process: StartProcess,
+    texts: Path | None = None,
 ) -> list[Peer]:
-    """The rows, each converted, loaded and checked, or failed."""
+    """The rows, each converted, loaded and checked, or failed. texts: the folder for the texts that are audited, in
+    files for `test.py --audit`."""
     peers: list[Peer] = []
     memory = available_memory("cpu")
     context = max(map(len, prompts)) + max_len + 2 * gamma + 8
@@ -296,6 +302,9 @@ def prepare_peers(
             if not row.alpha:
                 peer.greedy = checker.greedy(peer.write, prompts, row.unit_roundoff)
                 peer.lossless = checker.sampled(peer.write, prompts, row.unit_roundoff)
+                if texts is not None and checker.drawn:
+                    name = re.sub("[^a-z0-9.]+", "-", row.name.lower()).strip("-")
+                    write_texts(texts / f"{name}.jsonl", checker.drawn)
         except (PeerError, ValueError, OSError) as error:
             peer.fail(error)
     return peers

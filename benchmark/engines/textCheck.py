@@ -1,7 +1,7 @@
 """What an engine's texts are checked against: the target in float32, whatever dtype the benchmark runs in.
 
 A row is timed only if its greedy text is the target's argmax, up to rounding: otherwise the conversion is wrong. Its
-sampled text is tested for losslessness with the statistics of `test.py --lossless` (lossless/evidence.py).
+sampled text is audited. Both are judged as `test.py --audit` judges (lossless/audit.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmark.contenders import SAMPLING
-from lossless.evidence import TESTS, seen_by
-from lossless.scorer import TextScorer
+from lossless.audit import Auditor
+from lossless.evidence import TESTS
 from utils import GREEDY
 
 GREEDY_TOKENS, TEXTS, TEXT_TOKENS = 50, 40, 100  # of the greedy text of each prompt; drawn texts, and of each of them
@@ -66,46 +66,39 @@ class TextChecker:
     """Checks the rows of a run.
 
     target, draft: in float32. draft: None if sampled texts are not to be tested. limit: the p-value below which a test
-    fails.
+    fails. drawn: the prompts and the texts that were sampled last.
     """
 
     def __init__(self, target: Float32Model, draft: Float32Model | None, limit: float, seed: int) -> None:
         self.target, self.draft, self.limit, self.seed = target, draft, limit, seed
+        self.drawn: list[tuple[list[int], list[int]]] = []
 
     def greedy(self, write: Write, prompts: Sequence[list[int]], unit: float) -> Figures:
         """The figures of greedy texts: tokens, those that are not the argmax, and those that rounding does not
         explain. unit: the unit roundoff of the engine. Raises ValueError if there are any of the last kind."""
         texts = [write(prompt, GREEDY_TOKENS, 0.0, self.seed) for prompt in prompts]
-        scorer = TextScorer(self.target, None, GREEDY, self.seed, unit)  # type: ignore[arg-type]
-        gap, limit, is_argmax = scorer.logit_gaps(prompts, texts)
-        beyond = gap > limit
-        figures = {
-            "tokens": gap.numel(),
-            "near_ties": int((~is_argmax & ~beyond).sum()),
-            "beyond": int(beyond.sum()),
-            "largest_gap": float(gap.max()),
-            "allowed": float(limit.max()),
-        }
+        figures = Auditor(self.target, None, unit, self.seed).greedy(prompts, texts, GREEDY)
         if figures["beyond"]:
             raise ValueError(
                 f"not timed: {figures['beyond']} of {figures['tokens']} greedy tokens are not the target's; the "
                 f"largest logit gap is {figures['largest_gap']:.2g}, and rounding explains {figures['allowed']:.2g}"
             )
-        return figures
+        return dict(figures)
 
     def sampled(self, write: Write, prompts: Sequence[list[int]], unit: float) -> Figures | None:
         """The figures of drawn texts, and "seen_by": the tests that tell them from the target's own. unit: the unit
         roundoff of the engine."""
+        self.drawn = []
         if self.draft is None:
             return None
-        scorer = TextScorer(self.target, self.draft, SAMPLING, self.seed, unit)  # type: ignore[arg-type]
         prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]
         texts = [
             write(prompt, TEXT_TOKENS, SAMPLING.temperature, self.seed + 7919 * number)
             for number, prompt in enumerate(prefixes, 1)
         ]
-        figures = scorer.evidence(prefixes, texts).figures()
-        return figures | {"seen_by": seen_by(figures, self.limit)}
+        self.drawn = list(zip(prefixes, texts))
+        auditor = Auditor(self.target, self.draft, unit, self.seed, self.limit)
+        return dict(auditor.drawn(prefixes, texts, SAMPLING))
 
 
 def verdict(figures: Figures | None) -> str:

@@ -1,0 +1,300 @@
+"""The audit of texts that anything wrote: what passes, what is rejected and why, and files that cannot be used."""
+
+import json
+
+import helpers
+import numpy as np
+import pytest
+import torch
+from test_specSampling import PROMPTS, error, near
+
+from inputs.auditTexts import read_texts, write_texts
+from inputs.models import load_model, outline
+from inputs.tokenizers import load_tokenizer
+from lossless.audit import PATTERNS, Auditor, others, power_of, resembled, shape_of
+from lossless.evidence import BINS, Evidence, limit_of, seen_by
+from lossless.plantedMistakes import MISTAKES, one_hot_rule, shared_noise
+from lossless.scorer import TextScorer
+from methods.drafters import ModelDrafter
+from regrSampling import regrSampling
+from scripts import auditPower
+from specSampling import specSampling
+from utils import GREEDY, Sampling, probabilities, residual
+
+UNIT = 2.0**-24  # the unit roundoff of float32, in which all texts here are written
+COLD, NUCLEUS = Sampling(0.6, 0, 1.0), Sampling(1.0, 0, 0.8)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return helpers.tiny(seed=0)
+
+
+def ragged(texts):
+    """The texts, each cut to another length."""
+    return [text[: 60 + 7 * number % 41] for number, text in enumerate(texts)]
+
+
+def drawn(target, sampling, rows=64, seed=0):
+    prompts = PROMPTS * (rows // len(PROMPTS))
+    generator = torch.Generator().manual_seed(seed)
+    return prompts, ragged(regrSampling(prompts, target, 100, sampling, generator=generator)[0])
+
+
+def test_texts_of_different_lengths_are_scored_as_each_alone(target):
+    scorer = TextScorer(target, None, Sampling(1.0, 0, 0.9, 1.3), unit=UNIT)
+    scorer.random = type("Half", (), {"random": staticmethod(lambda size: np.full(size, 0.5))})
+    prompts, texts = PROMPTS, [[7, 8, 9], [5], [1, 2, 3, 4, 5, 6], [60, 0]]
+    together = scorer.evidence(prompts, texts)
+    assert together.u.shape == (4, 6) and together.tokens == together.figures()["tokens"] == 12
+    for row, (prompt, text) in enumerate(zip(prompts, texts)):
+        for all_rows, alone in zip(together.arrays, scorer.evidence([prompt], [text]).arrays):
+            assert all_rows[row, : len(text)] == pytest.approx(alone[0], abs=1e-5, nan_ok=True)
+            assert np.isnan(all_rows[row, len(text) :]).all()
+    halves = scorer.evidence(prompts[:2], texts[:2]) + scorer.evidence(prompts[2:], texts[2:])
+    for one, other in zip(halves.arrays, together.arrays):
+        assert one == pytest.approx(other, abs=1e-5, nan_ok=True)
+
+
+def test_neighbours_are_tokens_that_there_are():
+    u = np.array([[0.9, 0.8, 0.7], [0.6, np.nan, np.nan]])
+    z = 12 * (0.4 * 0.3 + 0.3 * 0.2 + 0.4 * 0.1) / 3**0.5
+    assert Evidence(u, *[np.where(np.isnan(u), np.nan, 0)] * 4).neighbours() == pytest.approx(z)
+
+
+@pytest.mark.parametrize("sampling", [COLD, NUCLEUS, Sampling(1.3, 7, 1.0, 1.2)])
+def test_the_targets_own_text_passes(target, sampling):
+    prompts, texts = drawn(target, sampling)
+    found = Auditor(target, None, UNIT).drawn(prompts, texts, sampling)
+    assert found["seen_by"] == found["places"] == found["fits"] == found["resembles"] == []
+    assert found["tokens"] == sum(map(len, texts)) and found["order"] == "p"
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_each_planted_mistake_is_found(target, name):
+    """In at most 5,700 tokens; test_losslessness has the trees."""
+    draft, mistake = near(target, noise=0.5 if name == "shared noise" else 0.2), MISTAKES[name]
+    sampling = mistake.tested(COLD)
+    sampler, judge = mistake.sampler(target, ModelDrafter(draft), 4, sampling, 0.4), Auditor(target, draft, UNIT)
+
+    def found(rows):
+        prompts = PROMPTS * (rows // len(PROMPTS))
+        texts, _ = sampler(prompts, 100, sampling, None, torch.Generator().manual_seed(0))
+        return seen_by(judge.evidence(prompts, ragged(texts), sampling).figures(), judge.limit)
+
+    assert found(8) or found(64)
+
+
+def test_a_guess_judged_as_if_q_were_1_costs_speed_alone():
+    """As in vllm 40149: the text is the target's all the same."""
+    assert error(gamma=1, length=3, verify=one_hot_rule, prefixes=[[1, 2, 0]]) < 1e-6
+
+
+def test_shared_noise_is_the_noise_that_drew_the_guess():
+    torch.manual_seed(0)
+    p, q, rows = torch.tensor([0.1, 0.3, 0.6, 0.0]), torch.tensor([0.5, 0.2, 0.05, 0.25]), 200_000
+    noise = torch.empty(rows, 4).exponential_()
+    drafts, u = (noise / q).argmin(-1), torch.rand(rows, 2)
+    kept = u[:, 0] * q[drafts] < p[drafts]
+    honest = torch.where(kept, drafts, (noise / residual(p, q)).argmin(-1))
+    accepted, token = shared_noise(p.expand(rows, 2, 4), q.expand(rows, 1, 4), drafts[:, None], u)
+    assert torch.equal(accepted == 1, kept)
+    by_rule = torch.where(kept, drafts, token)
+    for guess in range(4):
+        shares = [torch.bincount(text[drafts == guess], minlength=4) / rows for text in (honest, by_rule)]
+        torch.testing.assert_close(*shares, atol=4e-3, rtol=0)
+    assert (torch.bincount(by_rule, minlength=4) / rows - p).abs().max() > 0.02
+
+
+def test_a_setting_that_was_not_applied_is_named_and_impossible_tokens_have_places(target):
+    prompts, texts = drawn(target, Sampling(1.0, 0, 1.0))
+    found = Auditor(target, None, UNIT).drawn(prompts, texts, NUCLEUS, list(range(11, 11 + len(texts))))
+    assert "impossible" in found["seen_by"]
+    assert [fit["top_p"] for fit in found["fits"]] == [1.0]
+    for place in found["places"]:
+        text, at = texts[place["line"] - 11], place["position"] - 1
+        before = torch.tensor([[*prompts[place["line"] - 11], *text[:at]]])
+        assert text[at] == place["token"] and probabilities(target.score(before)[0, -1], NUCLEUS)[text[at]] == 0
+    hot = Auditor(target, None, UNIT).drawn(*drawn(target, Sampling(1.0, 0, 1.0)), COLD)
+    assert "surprise" in hot["seen_by"] and hot["z"] > 0 and [fit["temperature"] for fit in hot["fits"]] == [1.0]
+    assert len(others(Sampling(0.5, 3, 0.9))) == 7 and others(Sampling(1.0, 0, 1.0)) == []
+
+
+def test_greedy_text_is_judged_token_by_token(target):
+    texts = ragged(regrSampling(PROMPTS, target, 100, GREEDY)[0])
+    judge = Auditor(target, None, UNIT)
+    found = judge.greedy(PROMPTS, texts, GREEDY)
+    assert (found["beyond"], found["near_ties"], found["tokens"]) == (0, 0, sum(map(len, texts)))
+    texts[2][5] = (texts[2][5] + 1) % 61
+    found = judge.greedy(PROMPTS, texts, GREEDY)
+    assert found["beyond"] >= 1 and found["places"][0] == {"line": 3, "position": 6, "token": texts[2][5]}
+
+
+def test_a_share_of_processes_gives_the_same_figures(target, monkeypatch):
+    prompts, texts = drawn(target, COLD, 128)
+    evidence = Auditor(target, None, UNIT).evidence(prompts, texts, COLD)
+    scorer = TextScorer(target, None, COLD, 64, UNIT)  # the seed and the number of the first text
+    assert scorer.evidence(prompts[64:], texts[64:]).u == pytest.approx(evidence.u[64:], nan_ok=True)
+
+
+def test_the_shape_of_a_histogram():
+    def shape(weight):
+        x = (np.arange(BINS) + 0.5) / BINS
+        return shape_of((200 * weight(x) + 0 * x).tolist())
+
+    assert shape(lambda x: 1.0) == "flat"
+    assert shape(lambda x: 0.5 + x) == "rising" and shape(lambda x: 1.5 - x) == "falling"
+    assert shape(lambda x: 1 + (2 * x - 1) ** 2) == "both ends" and shape(lambda x: 2 - (2 * x - 1) ** 2) == "middle"
+    assert shape_of([0] * BINS) == "flat"
+    rising = {"counts": list(range(BINS)), "impossible": 0}
+    assert resembled(rising, NUCLEUS) == list(PATTERNS[False, "rising"])
+    assert {*resembled(rising, COLD)} == {*PATTERNS[False, "rising"], *PATTERNS[True, "rising"]}
+    assert {name for names in PATTERNS.values() for name in names} == {*MISTAKES} - {"one-sided top-p"}
+
+
+@pytest.mark.parametrize("kind", ["surprise", "variation"])
+def test_the_power_is_as_said(kind):
+    """A departure of that size is seen in some 90 % of texts."""
+    random, seen, shape = np.random.default_rng(0), 0, (20, 50)
+    for _ in range(100):
+        u, zeros = random.random(shape), np.zeros(shape)
+        evidence = Evidence(u, random.normal(size=shape), zeros, zeros + 1, zeros)
+        by = power_of(evidence, limit_of(1))[kind]
+        if kind == "surprise":
+            evidence.surprise += by
+        else:
+            evidence.u = np.where((u < 0.5) & (random.random(shape) < 2 * by), u + 0.5, u)
+        test = "surprise" if kind == "surprise" else "kolmogorov_smirnov"
+        seen += test in seen_by(evidence.figures(), limit_of(1))
+    assert 80 <= seen <= 99
+
+
+def test_the_script_measures_both_and_finds_what_is_there(tmp_path, monkeypatch, capsys):
+    for name, value in {"EXACT": {}, "TEXT": 20, "ROWS": 8, "PROMPT": 8}.items():
+        monkeypatch.setattr(auditPower, name, value)
+    for name in set(MISTAKES) - {"always accept", "late rejection"}:
+        monkeypatch.delitem(MISTAKES, name)
+    file = tmp_path / "audit.json"
+    flags = ["--tokens", "160", "--audits", "2", "--length", "40", "--out", str(file)]
+    assert auditPower.main(["--part", "mistakes", *flags]) == auditPower.main(["--part", "plain", *flags]) == 0
+    record = json.loads(file.read_text())
+    lines = record["mistakes"]["lines"]
+    assert [(line["mistake"], line["order"]) for line in lines] == [
+        (name, order) for name in ("always accept", "late rejection") for order in ("q / p", "p")
+    ]
+    assert all(line["tokens"] <= 160 and "impossible" in line["seen_by"] for line in lines)
+    assert [line["tokens"] for line in record["plain"]["lines"]] == [40, 40]
+    assert "0 false alarms in 2 audits." in capsys.readouterr().out
+
+
+# The command line.
+
+
+@pytest.fixture(scope="module")
+def written(pair_folder, tmp_path_factory):
+    """{what: a file of texts}: of the target at temperature 0.7, of the draft, of a speculative sampler, and greedy."""
+    tokenizer = load_tokenizer(pair_folder / "target")
+    models = {role: load_model(pair_folder / role, tokenizer, "float32", "cpu") for role in ("target", "draft")}
+    prompts = [[7 * number % 290, 5, number] for number in range(1, 25)]
+    sampling, folder = Sampling(0.7, 0, 0.9), tmp_path_factory.mktemp("written")
+    texts = {
+        "target": regrSampling(prompts, models["target"], 40, sampling, generator=torch.Generator().manual_seed(0)),
+        "draft": regrSampling(prompts, models["draft"], 40, sampling, generator=torch.Generator().manual_seed(0)),
+        "speculative": specSampling(prompts, models["target"], ModelDrafter(models["draft"]), 40, 4, sampling),
+        "greedy": regrSampling(prompts, models["target"], 40, GREEDY),
+    }
+    for name, (rows, _) in texts.items():
+        write_texts(folder / name, zip(prompts, ragged(rows)))
+    return folder
+
+
+def audit(cli, folder, out, file, *more):
+    code = cli.main(["--audit", str(file), "--target", str(folder / "target"), "--out", str(out), *more])
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    return code, next(line for line in lines if line["kind"].startswith("audit")), (out / "results.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["target", "speculative"])
+def test_a_run_says_yes(cli, pair_folder, tmp_path, written, name):
+    flags = ["--temperature", "0.7", "--writtenIn", "float32"]
+    code, line, text = audit(cli, pair_folder, tmp_path, written / name, *flags)
+    assert code == 0 and line["seen_by"] == [] and line["written_in"] == "float32" and line["unit"] == UNIT
+    assert "No test rejects the text" in text and "temperature 0.7, top-p 0.9" in " ".join(text.split())
+    assert "draft" not in json.loads((tmp_path / "results.jsonl").read_text().splitlines()[0])["models"]
+
+
+def test_a_run_says_no_and_why(cli, pair_folder, tmp_path, written):
+    flags = ["--temperature", "0.7", "--draft"]
+    code, line, text = audit(cli, pair_folder, tmp_path, written / "draft", *flags, str(pair_folder / "draft"))
+    assert code == 1 and "impossible" in line["seen_by"] and line["order"] == "q / p" and line["places"]
+    assert "inverted" in line["resembles"]
+    words = " ".join(text.split())
+    assert "Not the target's at temperature 0.7" in words and "impossible tokens" in words
+    place = line["places"][0]
+    assert f"line {place['line']}, token {place['position']} of the text: {place['token']} " in words
+    assert "the planted mistake 'inverted'" in words and "seen in R. Gadgil" in words
+    assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0  # the same figures
+
+
+def test_greedy_runs(cli, pair_folder, tmp_path, written):
+    flags = ["--temperature", "0", "--writtenIn", "float32"]
+    code, line, text = audit(cli, pair_folder, tmp_path, written / "greedy", *flags)
+    assert code == 0 and line["kind"] == "audit_greedy" and "Greedy text of the target" in text
+    (tmp_path / "no").mkdir()
+    code, line, text = audit(cli, pair_folder, tmp_path / "no", written / "target", *flags)
+    assert code == 1 and line["beyond"] and "the text may be drawn" in " ".join(text.split())
+
+
+def test_text_is_encoded_with_its_prompt(pair_folder, tmp_path, cli):
+    tokenizer = load_tokenizer(pair_folder / "target")
+    model, file = outline(pair_folder / "target", tokenizer), tmp_path / "texts"
+    prompt, text = "Before the lamp", " was lit, and nobody heard."
+    ids = tokenizer(prompt)["input_ids"]
+    lines = {"prompt": prompt, "text": text}, {"prompt": ids, "text": text}, {"prompt": prompt, "tokens": [1, 2]}
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    first, second, third = read_texts(file, tokenizer, model)
+    assert first.prompt == second.prompt == third.prompt == ids and third.tokens == [1, 2]
+    assert first.tokens == second.tokens == tokenizer(prompt + text)["input_ids"][len(ids) :]
+    assert (first.was_text, second.was_text, third.was_text) == (True, True, False) and third.line == 3
+    (tmp_path / "out").mkdir()
+    code, line, shown = audit(cli, pair_folder, tmp_path / "out", file)
+    assert code == 1 and line["retokenised"] == 2 and "without token ids" in " ".join(shown.split())
+
+
+RIGHT = '{"prompt": [1, 2], "tokens": [3]}\n'
+BAD = {
+    "": ["is empty"],
+    " \n\n": ["is empty"],
+    RIGHT + "nonsense\n": ["line 2", "no JSON"],
+    RIGHT + "[1, 2]\n": ["line 2", "no object"],
+    "\n" + '{"prompt": [1]}\n': ["line 2", '"tokens" or "text"'],
+    '{"tokens": [1]}\n': ["line 1", '"prompt"'],
+    RIGHT * 3 + '{"prompt": [1], "tokens": [2, 300]}\n': ["line 4", "token 300", "0 to 299"],
+    '{"prompt": [-1], "tokens": [2]}\n': ["line 1", "token -1"],
+    '{"prompt": [1], "tokens": [true]}\n': ["line 1", "no list of token ids"],
+    '{"prompt": 5, "tokens": [2]}\n': ["line 1", '"prompt"', "no text"],
+    '{"prompt": [1], "tokens": []}\n': ["line 1", "no token to test"],
+    '{"prompt": "", "tokens": [1]}\n': ["line 1", "prompt has no token"],
+    json.dumps({"prompt": [1] * 256, "tokens": [1]}): ["line 1", "256 tokens", "reads 256"],
+    json.dumps({"prompt": [1] * 200, "tokens": [1] * 100}): ["line 1", "200 tokens", "text of 100", "reads 256"],
+    '{"prompt": "a", "text": 7}\n': ["line 1", '"text" is no text'],
+    '{"prompt": "a", "text": "\\ud800"}\n': ["line 1", "no text"],
+    '{"prompt": [224], "text": "b"}\n': ["line 1", "give token ids"],
+    '{"prompt": "Before th", "text": "e lamp"}\n': ["line 1", "merges with the prompt", "give token ids"],
+}
+
+
+@pytest.mark.parametrize("content", BAD)
+def test_a_file_that_cannot_be_used_is_one_line(cli, pair_folder, tmp_path, capsys, content):
+    file = tmp_path / "texts.jsonl"
+    file.write_text(content)
+    assert cli.main(["--audit", str(file), "--target", str(pair_folder / "target"), "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(word in said for word in BAD[content]), said
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_a_file_that_is_not_there_is_one_line(cli, pair_folder, tmp_path, capsys):
+    flags = ["--target", str(pair_folder / "target"), "--out", str(tmp_path)]
+    assert cli.main(["--audit", str(tmp_path / "nowhere"), *flags]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
