@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+from typing_extensions import NotRequired
+
 from experiments.speed import Interval, TimedText
 
 
@@ -72,12 +74,14 @@ class StepRecord(TypedDict):
 
 
 class BenchmarkRecord(StepRecord):
-    """A run. compile_seconds: of each step of compiling, None where it failed. peak_memory: bytes."""
+    """A run. code: the digest of the source, which the oldest records lack. compile_seconds: of each step of compiling,
+    None where it failed. peak_memory: bytes."""
 
     time: str
     command: str
     flags: dict[str, Any]
     device: str
+    code: NotRequired[str]
     machine: dict[str, Any]
     models: dict[str, dict[str, Any]]
     dtype: str

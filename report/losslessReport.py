@@ -25,18 +25,18 @@ SAMPLED_COLUMNS: Columns[LosslessLine] = {
     "K-S\np": lambda line: f"{line['p']['kolmogorov_smirnov']:.2g}",
     "surprise\nz": lambda line: f"{line['z']:+.2f}",
     "\np": lambda line: f"{line['p']['surprise']:.2g}",
-    "neigh-\nbours p": lambda line: f"{line['p']['neighbours']:.2g}",
-    "perplexity\nof text": lambda line: perplexity_cell(line["perplexity"]),
-    "\nexpected": lambda line: perplexity_cell(line["expected_perplexity"]),
+    "lag 1\np": lambda line: f"{line['p']['neighbours']:.2g}",
+    "ppl of\ntext": lambda line: perplexity_cell(line["perplexity"]),
+    "ppl\nexpected": lambda line: perplexity_cell(line["expected_perplexity"]),
     "at the\nedge": lambda line: f"{line['excluded']:,}",
-    "impos-\nsible": lambda line: f"{line['impossible']:,}",
+    "impossible": lambda line: f"{line['impossible']:,}",
 }
 SAMPLED_NOTES = (
-    f"p: p-values of four tests: chi-square of u in {BINS} bins, Kolmogorov-Smirnov of u, the surprise (of its z), and "
-    "the correlation of u with its neighbours. A p-value below {limit:.1e} rejects the method; with exact samplers "
-    f"this happens in one of {1 / FALSE_ALARM:,.0f} runs. perplexity: of the text, and expected from the target's own "
-    "entropy. at the edge: tokens that only rounding put outside of top-p or top-k. impossible: tokens to which the "
-    "target gives no probability."
+    f"p: p-values of four tests. {BINS} bins: chi-square of u. K-S: Kolmogorov-Smirnov of u. surprise: its z, and the p "
+    "of that. lag 1: the correlation of u with its neighbours. A p-value below {limit:.1e} rejects the method; with "
+    f"exact samplers this happens in one of {1 / FALSE_ALARM:,.0f} runs. ppl: the perplexity of the text, and expected "
+    "from the target's own entropy. at the edge: tokens that only rounding put outside of top-p or top-k. impossible: "
+    "tokens to which the target gives no probability."
 )
 GREEDY_COLUMNS: Columns[GreedyLine] = {
     "": lambda line: name_of(line["method"]),
@@ -44,14 +44,15 @@ GREEDY_COLUMNS: Columns[GreedyLine] = {
     "texts": lambda line: f"{line['texts']:,}",
     "tokens": lambda line: f"{line['tokens']:,}",
     "of them\ndiffer": lambda line: f"{line['differing']:,}",
-    "near-\nties": lambda line: f"{line['near_ties']:,}",
+    "near-ties": lambda line: f"{line['near_ties']:,}",
     "beyond\nrounding": lambda line: f"{line['beyond']:,}",
     "largest\ngap": lambda line: f"{line['largest_gap']:.2g}",
     "allowed": lambda line: f"{line['allowed']:.2g}",
 }
 GREEDY_NOTES = (
     "near-ties: tokens that are not the argmax when the target reads the whole text at once, but whose logit is within "
-    "rounding of the largest. gap: how far below the largest, in logits; allowed: what rounding in that dtype explains."
+    "rounding of the largest. beyond rounding: tokens further below it. largest gap: how far below the largest, in "
+    "logits; allowed: what rounding in that dtype explains."
 )
 POWER_COLUMNS: Columns[PowerLine] = {
     "": lambda line: line["mistake"],

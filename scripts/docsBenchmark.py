@@ -8,7 +8,7 @@ from functools import partial
 from benchmark import tables as printed
 from benchmark.records import BenchmarkRecord
 from experiments.speed import interval, paired_ratios, summarize
-from report.tableFormat import median
+from report.tableFormat import median, notation
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
 from scripts.keepRecord import BENCHMARKS, Records
 from utils import UserError
@@ -129,7 +129,7 @@ def side_by_side(machines: dict[str, BenchmarkRecord]) -> str:
 
 def speed_rows(record: BenchmarkRecord) -> list[list[str]]:
     """Every row of a benchmark, with the verdict on the text of another engine in the last column."""
-    columns = " | tokens/s | of trans- formers | of plain, eager | TTFT ms | TPOT ms | alpha | tokens/ round"
+    columns = " | tokens/s | of transformers | of plain, eager | TTFT ms | TPOT ms | alpha | tokens/round"
     rows, texts = cells_of(printed.speed_table(record), columns), printed.texts_of(record)
     for row, measured in zip(rows, summarize(record["speed"], "plain, eager")):
         row[4:6] = (cell(measured[time], 1e3, median) for time in ("ttft", "tpot"))
@@ -145,7 +145,7 @@ def speed(record: BenchmarkRecord) -> str:
     compiled = f" Compiling took {sum(seconds):.0f} s." if seconds else ""
     return (
         f"{body}\n\n{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens, gamma "
-        f"{flags['gamma']}; medians [95 % bootstrap interval].{compiled} {source(record, record['dtype'])}"
+        f"{flags['gamma']}; medians{notation(body)}.{compiled} {source(record, record['dtype'])}"
     )
 
 
