@@ -32,8 +32,8 @@ SAMPLED_COLUMNS: Columns[LosslessLine] = {
     "impossible": lambda line: f"{line['impossible']:,}",
 }
 SAMPLED_NOTES = (
-    f"p: p-values of four tests. {BINS} bins: chi-square of u. K-S: Kolmogorov-Smirnov of u. surprise: its z, and the p "
-    "of that. lag 1: the correlation of u with its neighbours. A p-value below {limit:.1e} rejects the method; with "
+    f"p: p-values of four tests. {BINS} bins: chi-square of u. K-S: Kolmogorov-Smirnov of u. surprise: its z, and its "
+    "p. lag 1: the correlation of u with its neighbours. A p-value below {limit:.1e} rejects the method; with "
     f"exact samplers this happens in one of {1 / FALSE_ALARM:,.0f} runs. ppl: the perplexity of the text, and expected "
     "from the target's own entropy. at the edge: tokens that only rounding put outside of top-p or top-k. impossible: "
     "tokens to which the target gives no probability."
