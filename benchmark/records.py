@@ -75,7 +75,7 @@ class StepRecord(TypedDict):
 
 class BenchmarkRecord(StepRecord):
     """A run. code: the digest of the source, which the oldest records lack. compile_seconds: of each step of compiling,
-    None where it failed. peak_memory: bytes."""
+    None where it failed. texts: {row of this project: what the tests of its text showed}. peak_memory: bytes."""
 
     time: str
     command: str
@@ -87,6 +87,7 @@ class BenchmarkRecord(StepRecord):
     dtype: str
     compile_seconds: list[float | None] | None
     speed: list[TimedText]
+    texts: NotRequired[dict[str, dict[str, Any]]]
     peers: list[PeerLine]
     peak_memory: int
 

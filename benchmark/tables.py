@@ -21,7 +21,7 @@ from report.tableFormat import cells, grid, median, notation, plain, span
 STEP_NOTES = (
     "MB: bytes that a forward must read. of one: over the time of one token. % limit: the time to read as many bytes "
     "over that of the forward. of the first: over the time in the first row. draft step: one guess. scoring: all "
-    "guesses scored at once, and verified. sampling: the round's filters, draws and verification alone."
+    "guesses scored at once, and verified. round: all of it. sampling: its filters, draws and verification alone."
 )
 
 
@@ -51,7 +51,8 @@ def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
     if record["flags"]["shapes"]:
         yield synthetic_table(record)
         yield Text(
-            "synthetic: each guess is accepted with probability alpha, by a coin. c: the time of a draft step. "
+            "synthetic: each guess is accepted with probability alpha, by a coin. theory: theorem 3.8 of Leviathan et "
+            "al., with the measured costs. c: the time of a draft step. "
             f"scoring: the time to score {record['flags']['gamma'] + 1} tokens at once. Both in units of a plain step, "
             "sampling included."
         )
@@ -103,8 +104,8 @@ def longest_prefill(lines: Sequence[TimedText]) -> tuple[str, float]:
 
 
 def texts_of(record: BenchmarkRecord) -> dict[str, str]:
-    """{row: what is known of its text} of the other engines' rows."""
-    return {
+    """{row: what is known of its text} of the rows whose text was tested."""
+    return {row: verdict(figures) for row, figures in record.get("texts", {}).items()} | {
         peer["method"]: f"left out: {peer['failed']}" if peer["failed"] else verdict(peer["lossless"])
         for peer in record.get("peers", ())
     }

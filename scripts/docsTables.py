@@ -34,7 +34,7 @@ from report.runTables import (
 )
 from report.tableFormat import notation, span, title_of
 from scripts.keepRecord import Records
-from utils import UserError
+from utils import Sampling, UserError
 
 Words = dict[str, str]  # {English words: the same in the language of a text}; empty for English
 Render = Callable[[Records, Words], str]  # what a block holds
@@ -94,6 +94,7 @@ def excerpt(records: Records, words: Words) -> str:
     text = [line.rstrip() for line in buffer.getvalue().splitlines() if line.strip("= \n")]
     notes = next((i for i, line in enumerate(text) if line.startswith("Acceptance")), 0)
     tables = next((i for i, line in enumerate(text) if line.startswith("Perplexity")), 0)
+    del text[next((i for i, line in enumerate(text) if line.startswith("speculative: ")), len(text)) :]
     if 0 < notes < tables:
         text[notes:tables] = ["[...]"]
     return "\n".join(["```text", *text, "[...]", "```"])
@@ -126,9 +127,10 @@ def compare(records: Records, words: Words) -> str:
 
 
 def sweep_of(records: Records) -> tuple[RunLine, list[SpeedLine], CostsLine, Prediction]:
-    """(the run, the speed lines of its first temperature and length of prompt, its costs, theory beside them)."""
+    """(the run, the speed lines at the usual temperature, or else the first, its costs, theory beside them)."""
     run, lines = records.run("sweep")
-    costs = of_kind(lines, "costs")[0]
+    first, *others = of_kind(lines, "costs")
+    costs = next((cost for cost in (first, *others) if cost["temperature"] == Sampling().temperature), first)
     speed = swept(lines, costs)
     return run, speed, costs, predict(speed, costs)
 
@@ -190,10 +192,14 @@ def lossless_tests(records: Records, words: Words) -> str:
         f"method | tokens | u in {BINS} bins: p | u, Kolmogorov-Smirnov: p | neighbours of u: p | surprise: p | "
         "surprise: z | perplexity of the text | expected | impossible tokens"
     )
+    rows = [[f"`{m['method']}`", *cells] for m, cells in zip(sampled, printed)]
+    if len(dtypes := list(dict.fromkeys(m["dtype"] for m in sampled))) > 1:
+        titles = titles.replace("method", "method | dtype", 1)
+        rows = [[name, m["dtype"], *cells] for m, (name, *cells) in zip(sampled, rows)]
     return (
-        table(titles, [[f"`{m['method']}`", *cells] for m, cells in zip(sampled, printed)])
+        table(titles, rows)
         + f"\n\nThe answer is no if a p-value is below {sampled[0]['limit']:.1e} or a token is impossible. Temperature "
-        f"{sampled[0]['temperature']}, top-p {sampled[0]['top_p']}. {source(run, sampled[0]['dtype'])}"
+        f"{sampled[0]['temperature']}, top-p {sampled[0]['top_p']}. {source(run, ' and '.join(dtypes))}"
     )
 
 

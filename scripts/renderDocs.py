@@ -6,6 +6,9 @@
 A block stands between two comments, `begin NAME` and `end NAME`. A comment alone in its line begins a block of lines;
 one within a line begins a block of words. A picture carries the digest of its record in a text field of its PNG file,
 which tells whether it is older than the record.
+
+A block `side-by-side+A+B` puts benchmark records beside each other, in one table. It is refused if their models, gamma
+or code differ.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ from scripts.docsTables import CHINESE, Words, command_of, table
 from scripts.keepRecord import BENCHMARKS, Records
 from utils import UserError
 
-MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.-]+) -->")
+MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.+-]+) -->")
 BLOCK = re.compile(
-    r"<!-- begin (?P<name>[a-zA-Z0-9.-]+) -->(?P<content>(?:(?!<!-- (?:begin|end) ).)*?)<!-- end (?P=name) -->", re.S
+    r"<!-- begin (?P<name>[a-zA-Z0-9.+-]+) -->(?P<content>(?:(?!<!-- (?:begin|end) ).)*?)<!-- end (?P=name) -->", re.S
 )
 FENCE = re.compile(r"^(```+|~~~+).*\n((?:.*\n)*?)\1[ ]*$", re.M)
 FIGURES = {"sweep": draw_sweep, "lossless": draw_lossless}  # of runs
@@ -78,6 +81,9 @@ def files(root: Path) -> list[Path]:
 @cache
 def content_of(name: str, records: Records, chinese: bool) -> str:
     """What a block holds. Raises UserError if it has no renderer or no record."""
+    joint, *names = name.split("+")
+    if joint == docsBenchmark.SIDE_BY_SIDE and names:
+        return docsBenchmark.side_by_side(names, records)
     if name not in BLOCKS:
         raise UserError("there is no renderer of this name")
     content = BLOCKS[name](records, CHINESE if chinese else {})
