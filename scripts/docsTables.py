@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from io import StringIO
 from math import isnan
@@ -69,9 +69,10 @@ def of_kind(lines: Iterable[Line], kind: str) -> list[Any]:
     return chosen
 
 
-def command_of(record: RunLine | BenchmarkRecord) -> str:
-    """The command line of a run or of a benchmark."""
-    return f"python {'test.py' if 'run' in record else '-m benchmark'} {record['command']}".rstrip()
+def command_of(record: Mapping[str, Any]) -> str:
+    """The command line of a run, of a benchmark, or of the program that a record names."""
+    program = record.get("program") or ("test.py" if "run" in record else "-m benchmark")
+    return f"python {program} {record['command']}".rstrip()
 
 
 def source(record: RunLine | BenchmarkRecord, dtype: str, words: Words | None = None) -> str:
