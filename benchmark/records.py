@@ -88,15 +88,17 @@ class StepRecord(TypedDict):
 class BenchmarkRecord(StepRecord):
     """A run.
 
-    compile_seconds: of each step of compiling, None where it failed. library_compile_seconds: {row: seconds} of the
-    rows that the library compiles, at their first call. texts: {row: what is known of its text}, of rows that are left
-    out too; rows with synthetic acceptance or random weights have none. peak_memory: bytes.
+    code: the digest of the source, which the oldest records lack. compile_seconds: of each step of compiling, None
+    where it failed. library_compile_seconds: {row: seconds} of the rows that the library compiles, at their first call.
+    texts: {row: what is known of its text}, of rows that are left out too; rows with synthetic acceptance or random
+    weights have none. peak_memory: bytes.
     """
 
     time: str
     command: str
     flags: dict[str, Any]
     device: str
+    code: NotRequired[str]
     machine: dict[str, Any]
     models: dict[str, dict[str, Any]]
     dtype: str

@@ -17,17 +17,31 @@ from benchmark.stepTimes import LARGE, PROMPT
 from experiments import theory
 from experiments.speed import Interval, TimedText, interval, paired_ratios, summarize
 from inputs.files import gigabytes
-from report.tableFormat import grid, median, plain, span
+from report.tableFormat import cells, grid, median, notation, plain, span
+
+STEP_NOTES = (
+    "MB: bytes that a forward must read. of one: over the time of one token. % limit: the time to read as many bytes "
+    "over that of the forward. of the first: over the time in the first row. draft step: one guess. scoring: all "
+    "guesses scored at once, and verified. round: all of it. sampling: its filters, draws and verification alone."
+)
 
 
 def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
     """Everything that is printed."""
     yield plain(heading(record))
-    yield speed_table(record)
+    speed, *steps = shown = (
+        speed_table(record),
+        forwards_table(record),
+        prefill_table(record),
+        growth_table(record),
+        round_table(record),
+    )
+    yield speed
     method, share = longest_prefill(record["speed"])
     yield Text(
         "TTFT: time to the first token. TPOT: time for each token after it. The first token took at most "
-        f"{100 * share:.1f} % of a row's time ({method})."
+        f"{100 * share:.1f} % of a row's time ({method}). alpha: share of the tested guesses that were accepted. "
+        "tokens/round: tokens for one forward of the target."
     )
     yield from (Text(note) for note in notes_of_rows(record))
     if texts_of(record):
@@ -39,17 +53,18 @@ def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
     if record["flags"]["shapes"]:
         yield synthetic_table(record)
         yield Text(
-            "synthetic: each guess is accepted with probability alpha, by a coin. c: the time of a draft step. "
+            "synthetic: each guess is accepted with probability alpha, by a coin. theory: theorem 3.8 of Leviathan et "
+            "al., with the measured costs. c: the time of a draft step. "
             f"scoring: the time to score {record['flags']['gamma'] + 1} tokens at once. Both in units of a plain step, "
             "sampling included."
         )
-    yield forwards_table(record)
-    yield Text(bandwidths(record))
-    yield prefill_table(record)
-    yield growth_table(record)
-    yield round_table(record)
+    for table in steps:
+        yield table
+        if table is steps[0]:
+            yield Text(bandwidths(record))
+    yield Text(STEP_NOTES)
     peak = gigabytes(record["peak_memory"])
-    yield Text(f"Medians [95 % bootstrap interval], all measured in turn. Peak memory of the process: {peak}.")
+    yield Text(f"Medians{notation(*cells(*shown))}, all measured in turn. Peak memory of the process: {peak}.")
 
 
 def heading(record: BenchmarkRecord) -> str:

@@ -55,12 +55,13 @@ class ProcessRecord(TypedDict):
 
 
 class Origin(TypedDict):
-    """Where measurements come from. flags: {name: value}. models: {role: model}."""
+    """Where measurements come from. flags: {name: value}. code: the digest of the source. models: {role: model}."""
 
     time: str
     command: str
     flags: dict[str, Any]
     device: str
+    code: NotRequired[str]
     machine: Machine
     models: dict[str, ModelRecord]
     processes: NotRequired[list[ProcessRecord]]

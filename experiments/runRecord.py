@@ -1,5 +1,7 @@
 """`run_record`: the first line of a run in results.jsonl. It says all that is needed to run it again."""
 
+import functools
+import hashlib
 import os
 import platform
 import shlex
@@ -19,8 +21,13 @@ from experiments.lines import Machine, ModelRecord, Origin, ProcessRecord, RunLi
 from experiments.prepare import LoadedModels, Prepared
 from experiments.processes import Processes
 from experiments.speed import digest
+from inputs.files import ROOT
 from inputs.models import model_version
 from utils import UserError
+
+# The source that decides what is written, how fast, and how it is measured. Reports and figures are not among it.
+SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
+FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "benchmark")
 
 
 def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) -> RunLine:
@@ -78,15 +85,26 @@ def devices(
 
 
 def origin(argv: Sequence[str], flags: Mapping[str, object], device: str, models: Mapping[str, ModelRecord]) -> Origin:
-    """Where measurements come from: time, command line, flags, device, machine and models {role: record}."""
+    """Where measurements come from: time, command line, flags, device, code, machine and models {role: record}."""
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(argv),
         "flags": dict(flags),
         "device": device,
+        "code": code_version(),
         "machine": machine(device),
         "models": dict(models),
     }
+
+
+@functools.cache
+def code_version() -> str:
+    """A digest of the source in Python and C++: two records with the same one were made by the same code."""
+    files = [ROOT / f"{name}.py" for name in SOURCE]
+    for folder in FOLDERS:
+        files += [file for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".cpp", ".h")]
+    content = [(file.relative_to(ROOT).as_posix(), file.read_bytes()) for file in sorted(files)]
+    return "sha256:" + hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def machine(device: str) -> Machine:

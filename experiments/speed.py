@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +24,20 @@ from experiments.lines import TimedText
 
 Written = tuple[Sequence[Sequence[int]], Sequence[Record]]  # new tokens and records, one of each for each prompt
 WARM = 8  # tokens of the text that each method writes untimed, right before a timed one
+# Fewer values have no 95 % interval: the range of 5 holds the median in 94 % of all cases, that of 3 in 75 %.
+FEW = 6
 
-Interval = tuple[float, float, float]  # a median, and the ends of its 95 % interval
+
+class Interval(NamedTuple):
+    """A median or another statistic, and the ends of its 95 % bootstrap interval. nan: not known."""
+
+    middle: float
+    low: float
+    high: float
+
+
+class Range(Interval):
+    """A statistic of fewer than FEW values, the least of them, and the largest."""
 
 
 class Timed(Protocol):
@@ -139,25 +151,28 @@ def timed_text(
 def interval(
     values: Sequence[float | None] | np.ndarray, statistic: Callable[..., Any] = np.median, seed: int = 0
 ) -> Interval:
-    """The median (or another statistic) of `values`, and its 95 % bootstrap interval by percentiles.
+    """The median (or another statistic) of `values`, and its 95 % bootstrap interval by percentiles; of fewer than FEW
+    values their `Range`.
 
-    Values that are nan or None are left out. The interval of fewer than two values is nan.
+    Values that are nan or None are left out. The ends of fewer than two values are nan.
     """
     array = np.asarray(values, dtype=float)
     array = array[~np.isnan(array)]
     if not len(array):
-        return float("nan"), float("nan"), float("nan")
+        return Range(float("nan"), float("nan"), float("nan"))
     middle = float(statistic(array))
     if len(array) < 2:
-        return middle, float("nan"), float("nan")
+        return Range(middle, float("nan"), float("nan"))
+    if len(array) < FEW:
+        return Range(middle, float(array.min()), float(array.max()))
     if np.ptp(array) == 0:
-        return middle, middle, middle
-    return middle, *resampled(tuple(array.tolist()), statistic, seed)
+        return Interval(middle, middle, middle)
+    return Interval(middle, *resampled(tuple(array.tolist()), statistic, seed))
 
 
 @functools.lru_cache(maxsize=4096)  # The documentation shows the same figures at several places.
 def resampled(values: tuple[float, ...], statistic: Callable[..., Any], seed: int) -> tuple[float, float]:
-    """The ends of the 95 % bootstrap interval of two or more values."""
+    """The ends of the 95 % bootstrap interval of some values."""
     ends = bootstrap(
         (np.array(values),), statistic, method="percentile", n_resamples=2000, rng=np.random.default_rng(seed)
     ).confidence_interval
@@ -180,8 +195,8 @@ def paired_ratios(
 def summarize(texts: Sequence[TimedText], baseline: str = "target") -> list[dict[str, Any]]:
     """One row of figures for each method, in order.
 
-    Medians with intervals over prompts and repeats; the speed-up over `baseline` is the median of paired throughput
-    ratios.
+    Medians with intervals or ranges over prompts and repeats; the speed-up over `baseline` is the median of paired
+    throughput ratios.
     """
     rows = []
     for name in dict.fromkeys(text["method"] for text in texts):

@@ -10,6 +10,7 @@ import matplotlib
 import numpy as np
 
 from experiments.lines import CostsLine, Line, LosslessLine, PowerLine, of_kind
+from experiments.speed import Range
 from experiments.sweep import predict
 from lossless.evidence import BINS
 from report.runTables import Prediction, swept
@@ -23,7 +24,7 @@ from matplotlib.figure import Figure  # noqa: E402
 
 BLUE, RED, GREY, DARK = "#bfd3f2", "#c0392b", "#777777", "#2c3e50"
 THEORIES = (  # key of `sweep.predict`, style of the line, label
-    ("theory", "o-", "theory, scoring at its measured cost"),
+    ("theory", "-", "theory, scoring at its measured cost"),
     ("paper", ":", "theory, scoring at the cost of one token"),
 )
 
@@ -43,39 +44,68 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def draw_sweep(lines: Sequence[Line], path: Path) -> Path:
-    """Draw tokens per second and seconds per text over gamma, one row of axes a temperature. Returns the path."""
-    costs = of_kind(lines, CostsLine)
-    figure, grid = plt.subplots(len(costs), 2, figsize=(11, 3.6 * len(costs) + 0.5), dpi=120, squeeze=False)
-    for cost, (left, right) in zip(costs, grid):
-        prediction = predict(swept(lines, cost), cost)
-        draw_over_gamma(left, prediction, "throughput", "tokens per second")
-        draw_over_gamma(right, prediction, "seconds", "seconds a text")
-        conditions = f"temperature {cost['temperature']}, top-p {cost['top_p']}"
-        title = f"{conditions}: alpha {prediction['alpha']:.2f}, c {prediction['c']:.2f}"
-        left.set_title(title, loc="left", fontsize=10)
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
+    """Draw the speed-up over gamma beside theory, and of several temperatures also as a heat map. Returns the path."""
+    costs = [
+        cost for cost in of_kind(lines, CostsLine) if cost["promptLen"] == of_kind(lines, CostsLine)[0]["promptLen"]
+    ]
+    costs = sorted(costs, key=lambda cost: cost["temperature"])
+    predictions = [predict(swept(lines, cost), cost) for cost in costs]
+    several = len(costs) > 1
+    figure, grid = plt.subplots(
+        1, 1 + several, figsize=(12 if several else 8, 4.4), dpi=120, squeeze=False, layout="constrained"
+    )
+    draw_over_gamma(grid[0, 0], costs, predictions)
+    if several:
+        draw_heat_map(figure, grid[0, 1], costs, predictions)
     return save(figure, path)
 
 
-def draw_over_gamma(axes: Axes, prediction: Prediction, key: str, label: str) -> None:
-    """Draw one figure over gamma: measured with 95 % intervals, plain decoding as a line, theory as curves.
-
-    key: "throughput" or "seconds".
-    """
-    gammas = [row["gamma"] for row in prediction["rows"]]
-    middle, low, high = np.array([row[key] for row in prediction["rows"]]).T
-    error = [middle - low, high - middle]
-    axes.bar(gammas, middle, yerr=error, color=BLUE, capsize=2, ecolor=GREY, label="speculative, measured")
-    plain = prediction["plain"][key][0]
-    axes.axhline(plain, color=RED, linestyle="--", label="plain decoding")
-    for theory, style, name in THEORIES:
-        ratio = np.array([row[theory] for row in prediction["rows"]])
-        expected = plain * ratio if key == "throughput" else plain / ratio
-        axes.plot(gammas, expected, style, markersize=3, color=DARK, label=name)
-    axes.set(xlabel="gamma", ylabel=label, xticks=gammas)
+def draw_over_gamma(axes: Axes, costs: Sequence[CostsLine], predictions: Sequence[Prediction]) -> None:
+    """Draw the speed-up over gamma, a colour for each temperature: points with intervals, and theory as lines."""
+    colours = ["#2f6fb3"] if len(costs) == 1 else plt.cm.plasma(np.linspace(0.05, 0.8, len(costs)))
+    for number, (cost, prediction, colour) in enumerate(zip(costs, predictions, colours)):
+        gammas = np.array([row["gamma"] for row in prediction["rows"]])
+        middle, low, high = np.nan_to_num(np.array([row["speedup"] for row in prediction["rows"]]).T)
+        error = [np.maximum(middle - low, 0) * (low > 0), np.maximum(high - middle, 0)]
+        aside = 0.11 * (number - (len(costs) - 1) / 2)  # so that intervals do not cover each other
+        label = f"measured, temperature {cost['temperature']}: alpha {prediction['alpha']:.2f}, c {prediction['c']:.2f}"
+        axes.errorbar(gammas + aside, middle, error, fmt="o", color=colour, markersize=4.5, capsize=2, label=label)
+        for theory, style, name in THEORIES[: 2 if len(costs) == 1 else 1]:
+            ratios, once = [row[theory] for row in prediction["rows"]], None if number else name
+            axes.plot(gammas, ratios, style, color=colour, linewidth=1.1, label=once)
+    axes.axhline(1, color=RED, linestyle="--", linewidth=1, label="plain decoding")
+    axes.set(xlabel="gamma", ylabel="speed-up over plain decoding", xticks=gammas)
+    ends = {isinstance(row["speedup"], Range) for prediction in predictions for row in prediction["rows"]}
+    bars = {True: "ranges", False: "95 % intervals"}[ends.pop()] if len(ends) == 1 else "intervals or ranges"
+    axes.set_title(f"medians of paired ratios, {bars}; top-p {costs[0]['top_p']}", loc="left", fontsize=9)
+    axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_heat_map(figure: Figure, axes: Axes, costs: Sequence[CostsLine], predictions: Sequence[Prediction]) -> None:
+    """Draw the speed-up as colours, gamma by temperature: blue where it is above 1, red where it is below."""
+    gammas = sorted({row["gamma"] for prediction in predictions for row in prediction["rows"]})
+    ratios = np.full((len(costs), len(gammas)), np.nan)
+    for ratio, prediction in zip(ratios, predictions):
+        for row in prediction["rows"]:
+            ratio[gammas.index(row["gamma"])] = row["speedup"][0]
+    reach = max(np.nanmax(np.abs(ratios - 1)), 0.05)
+    image = axes.imshow(ratios, cmap="RdBu", vmin=1 - reach, vmax=1 + reach, aspect="auto", origin="lower")
+    for (y, x), ratio in np.ndenumerate(ratios):
+        if ratio == ratio:
+            colour = "white" if abs(ratio - 1) > 0.6 * reach else "black"
+            weight = "bold" if ratio == np.nanmax(ratios[y]) else "normal"
+            axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=colour, weight=weight)
+    axes.set(
+        xlabel="gamma",
+        ylabel="temperature",
+        xticks=range(len(gammas)),
+        xticklabels=gammas,
+        yticks=range(len(costs)),
+        yticklabels=[cost["temperature"] for cost in costs],
+    )
+    axes.set_title("speed-up over plain decoding; bold: the best gamma", loc="left", fontsize=9)
+    figure.colorbar(image, ax=axes, pad=0.02)
 
 
 def draw_lossless(lines: Sequence[Line], path: Path) -> Path:

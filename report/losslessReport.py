@@ -56,7 +56,8 @@ GREEDY_COLUMNS: Columns[GreedyLine] = {
 }
 GREEDY_NOTES = (
     "near-ties: tokens that are not the argmax when the target reads the whole text at once, but whose logit is within "
-    "rounding of the largest. gap: how far below the largest, in logits; allowed: what rounding in that dtype explains."
+    "rounding of the largest. beyond rounding: tokens further below it. largest gap: how far below the largest, in "
+    "logits; allowed: what rounding in that dtype explains."
 )
 POWER_COLUMNS: Columns[PowerLine] = {
     "": lambda line: line["mistake"],

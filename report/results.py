@@ -19,6 +19,7 @@ from typing import Any
 
 from filelock import FileLock
 from rich.console import Console, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from experiments.lines import (
@@ -40,6 +41,7 @@ from inputs.files import replace_file
 from report import losslessReport
 from report.runTables import (
     DIVERSITY_NOTES,
+    PERPLEXITY_NOTES,
     corpus_table,
     diversity_table,
     mode_of,
@@ -159,19 +161,21 @@ def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
     yield from heading(run, finished=bool(of_kind(lines, EndLine)))
     pythia = {role: model["name"] for role, model in run["models"].items() if role != "mid"} == PYTHIA
     speed = of_kind(lines, SpeedLine)
+    of_speed: list[RenderableType] = []
     for mode, length in dict.fromkeys((mode_of(line), line.get("promptLen")) for line in speed):
         timed = [line for line in speed if (mode_of(line), line.get("promptLen")) == (mode, length)]
         if mode == "sweep":
-            yield from sweep_tables(run, timed, [c for c in of_kind(lines, CostsLine) if c["promptLen"] == length])
+            of_speed += sweep_tables(run, timed, [c for c in of_kind(lines, CostsLine) if c["promptLen"] == length])
         else:
             overlaps = of_kind(lines, OverlapLine)
             overlaps = [line for line in overlaps if (line["mode"], line["promptLen"]) == (mode, length)]
-            yield from speed_tables(run, timed, overlaps)
+            of_speed += speed_tables(run, timed, overlaps)
+    yield from of_speed
     yield from losslessReport.report(lines)
     for figure in of_kind(lines, FigureLine):
         yield plain(f"Figure: {figure['file']}")
     if speed:
-        yield Text(speed_notes(speed, pythia))
+        yield Text(speed_notes(speed, [piece for piece in of_speed if isinstance(piece, Table)], pythia))
     if diversity := of_kind(lines, DiversityLine):
         yield diversity_table(diversity)
         yield Text(DIVERSITY_NOTES)
@@ -179,6 +183,8 @@ def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
         yield text_table(texts, pythia)
     if corpora := of_kind(lines, CorpusPerplexityLine):
         yield corpus_table(corpora)
+    if texts or corpora:
+        yield Text(PERPLEXITY_NOTES)
     yield Text()
 
 

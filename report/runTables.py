@@ -22,9 +22,21 @@ from experiments.lines import (
     TextPerplexityLine,
     of_kind,
 )
-from experiments.speed import interval, paired_ratios, summarize
+from experiments.speed import FEW, Range, interval, paired_ratios, summarize
 from experiments.sweep import predict
-from report.tableFormat import give_or_take, grid, median, name_of, number, plain, span, table_of
+from report.tableFormat import (
+    cells,
+    give_or_take,
+    grid,
+    median,
+    name_of,
+    notation,
+    number,
+    plain,
+    span,
+    table_of,
+    title_of,
+)
 
 Summary = dict[str, Any]  # the figures of one method, a row of `speed.summarize`
 Prediction = dict[str, Any]  # what `sweep.predict` returns
@@ -42,8 +54,22 @@ SHOWN = {
     "repetition_penalty": 1,
     "compile": False,
 }
+# What stands for what in the tables of speed: {title of a column: its entry in the legend}.
+LEGEND = {
+    "TTFT ms": "TTFT: time to the first token",
+    "TPOT ms": "TPOT: time for each token after it",
+    "tokens/s": "tokens/s: throughput, prefill included",
+    "s a text": "s a text: seconds for a text",
+    "speed-up": "speed-up: median of paired throughput ratios to the target alone",
+    "alpha": "alpha: share of the tested guesses that were accepted",
+    "gamma": "gamma: guesses in a round",
+    "tokens/round": "tokens/round: tokens for one forward of the target",
+    "rounds": "rounds, drafted, kept: forwards after prefill, guesses, and accepted guesses of a text, means",
+    "total/n ms": "total/n: the course report's time per token",
+}
 OVERLAPS = (
-    "of expected: tokens a round, over those that follow from the mean sum of min(p, q) at each position of a round."
+    "expected: tokens a round that follow from the mean sum of min(p, q) at each position of a round; of expected: "
+    "tokens a round over these."
 )
 OF_TREES = " In a tree, the sum is that of first siblings, and later ones add what they accept after the earlier ones."
 TREES = "tree", "topDown"
@@ -51,9 +77,13 @@ ALONE = "draft", "mid", "target", "noCache"  # methods without guesses
 REPORTED_SPEEDUP = "1.8 - 2.5"  # what the course report prints for Pythia-70m and Pythia-2.8b, without a KV cache
 DIVERSITY_TITLES = "entropy\n1", "entropy\n2", "entropy\n3", "distinct\n1", "distinct\n2", "repeated", "perplexity"
 DIVERSITY_NOTES = (
-    "Means over texts, ± half of the 95 % bootstrap interval. Entropy in bits, distinct-n and repeated "
-    "4-grams of prompt and text, split at white space; perplexity under the target of the text after "
-    "the prompt. The article: GPT-2 large, GPT-2."
+    f"Means over texts ± half of the 95 % bootstrap interval, or (range of fewer than {FEW} values). entropy n: of "
+    "n-grams, in bits; distinct n: different n-grams over all; repeated: the share of 4-grams that occurred before. "
+    "N-grams are of prompt and text, split at white space. perplexity: under the target, of the text after the prompt. "
+    "article: GPT-2 large with GPT-2."
+)
+PERPLEXITY_NOTES = (
+    "speculative: the perplexity of the speculative sampler itself; relative difference: between it and the target's."
 )
 PERPLEXITIES = "draft", "target", "speculative", "relative\ndifference"
 # What the course report prints for Pythia-70m and Pythia-2.8b on WikiText-2.
@@ -91,8 +121,9 @@ def speed_tables(
     run: RunLine, lines: Sequence[SpeedLine], overlaps: Sequence[OverlapLine] = ()
 ) -> Iterator[RenderableType]:
     """The methods of one mode and one prompt length, and how acceptance depends on the position."""
-    rows = summarize(lines)
+    rows = ranked(summarize(lines)) if mode_of(lines[0]) == "compare" else summarize(lines)
     yield speed_table(run, lines, rows)
+    yield from map(Text, order_note(rows))
     yield from map(Text, trees_beside_chains(lines, rows))
     yield from map(Text, gain_without_cache(lines))
     if overlaps:
@@ -103,6 +134,35 @@ def speed_tables(
         if row["method"] == "speculative" and row["acceptance_by_position"]:
             rates = ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"])
             yield Text(f"Acceptance by position in the round: {rates}.")
+
+
+def ranked(rows: Iterable[Summary]) -> list[Summary]:
+    """Plain decoding first, then the methods with guesses, from the greatest speed-up to the least."""
+
+    def rank(row: Summary) -> tuple[bool, float]:
+        alone, ratio = row["method"] in ALONE, row["speedup"][0]
+        return not alone, 0.0 if alone or ratio != ratio else -ratio
+
+    return sorted(rows, key=rank)
+
+
+def order_note(rows: Sequence[Summary]) -> Iterator[str]:
+    """Why a method with more tokens per second can have the smaller speed-up, if there is one. Of several pairs, the
+    one that differs most is named."""
+    pairs = [
+        (slow["speedup"][0] / fast["speedup"][0] * fast["throughput"][0] / slow["throughput"][0], slow, fast)
+        for slow in rows
+        for fast in rows
+        if slow["speedup"][0] > fast["speedup"][0] and slow["throughput"][0] < fast["throughput"][0]
+    ]
+    if pairs:
+        _, slow, fast = max(pairs, key=lambda pair: pair[0])
+        speed, ratio = ([median(row[figure]) for row in (slow, fast)] for figure in ("throughput", "speedup"))
+        yield (
+            f"{name_of(slow['method'])} has fewer tokens/s than {name_of(fast['method'])} ({' and '.join(speed)}) and "
+            f"the larger speed-up ({' and '.join(ratio)}): a speed-up is the median of ratios, each on one prompt and "
+            "repeat, and tokens/s is the median over all texts. The order is that of the speed-up."
+        )
 
 
 def speed_table(run: RunLine, lines: Sequence[SpeedLine], rows: Iterable[Summary]) -> Table:
@@ -121,7 +181,7 @@ def speed_table(run: RunLine, lines: Sequence[SpeedLine], rows: Iterable[Summary
         "tokens/s": lambda row: span(row["throughput"]),
         "speed-up": lambda row: span(row["speedup"]),
         "alpha": lambda row: f"{row['alpha']:.3f}" if guesses(row) else "",
-        "tokens/\nround": lambda row: brief(row["tokens_per_round"]) if guesses(row) else "",
+        "tokens/\nround": lambda row: median(row["tokens_per_round"]) if guesses(row) else "",
     }
     if of_report:
         columns["total/n\nms"] = lambda row: median(row["report_tpot"], 1e3)
@@ -133,13 +193,14 @@ def speed_table(run: RunLine, lines: Sequence[SpeedLine], rows: Iterable[Summary
 
 
 def trees_beside_chains(lines: Sequence[SpeedLine], rows: Sequence[Summary]) -> Iterator[str]:
-    """A sentence for each method that guesses trees: its speed over that of the fastest method that guesses chains."""
-    speed = {row["method"]: row["throughput"][0] for row in rows if row["method"] not in (*TREES, *ALONE)}
+    """A sentence for each method that guesses trees: its speed over that of the method with the greatest speed-up among
+    those that guess chains."""
+    speed = {row["method"]: row["speedup"][0] for row in rows if row["method"] not in (*TREES, *ALONE)}
     for tree in [row["method"] for row in rows if row["method"] in TREES] if speed else []:
         fastest = max(speed, key=speed.__getitem__)
-        ratio, low, high = interval(paired_ratios(lines, tree, fastest))
-        names = f"{name_of(tree)} over {name_of(fastest)}"
-        yield f"{names}, the fastest of the others: {ratio:.3f} [{low:.3f}, {high:.3f}] (paired)."
+        ratio, low, high = figures = interval(paired_ratios(lines, tree, fastest))
+        ends = f"({low:.3f}–{high:.3f})" if isinstance(figures, Range) else f"[{low:.3f}, {high:.3f}]"
+        yield f"{name_of(tree)} over {name_of(fastest)}, the fastest of the others: {ratio:.3f} {ends}, paired."
 
 
 def gain_without_cache(lines: Sequence[SpeedLine]) -> Iterator[str]:
@@ -180,14 +241,18 @@ def tokens_a_round(row: Summary) -> float:
     return 1 + float(row["accepted"] / row["rounds"]) if row["rounds"] else float("nan")
 
 
-def speed_notes(lines: Sequence[SpeedLine], pythia: bool) -> str:
+def legend(tables: Iterable[Table]) -> str:
+    """What the titles of the columns of these tables stand for."""
+    titles = dict.fromkeys(title_of(column.header) for table in tables for column in table.columns)
+    return "; ".join(LEGEND[title] for title in titles if title in LEGEND)
+
+
+def speed_notes(lines: Sequence[SpeedLine], tables: Sequence[Table], pythia: bool) -> str:
     """The text under the tables of speed. pythia: the models are those of the course report."""
     repeats = len({line["repeat"] for line in lines})
-    return (
-        f"Medians over prompts and {repeats} interleaved repeats [95 % bootstrap interval]; speed-up: median of "
-        "paired throughput ratios to the target alone."
-        + (" total/n: the report's time per token." if any(line.get("mode") == "speed" for line in lines) else "")
-        + (f"\nThe report measured a speed-up of {REPORTED_SPEEDUP} (without a KV cache)." if pythia else "")
+    times = "repeat" if repeats == 1 else "interleaved repeats"
+    return f"Medians over prompts and {repeats} {times}{notation(*cells(*tables))}. {legend(tables)}." + (
+        f"\nThe report measured a speed-up of {REPORTED_SPEEDUP} (without a KV cache)." if pythia else ""
     )
 
 
@@ -206,19 +271,19 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
     """One row for plain decoding, and one for each gamma."""
     columns: dict[str, Callable[[Summary], str]] = {
         "gamma": lambda row: str(row["gamma"]),
-        "s a text": lambda row: span(row["seconds"]),
+        "s a\ntext": lambda row: median(row["seconds"]),
         "tokens/s": lambda row: span(row["throughput"]),
         "speed-up": lambda row: span(row["speedup"]),
         "theory": lambda row: f"{row['theory']:.2f}",
-        "measured/\ntheory": lambda row: f"{row['speedup'][0] / row['theory']:.2f}",
-        "the paper's": lambda row: f"{row['paper']:.2f}",
+        "measured\n/ theory": lambda row: f"{row['speedup'][0] / row['theory']:.2f}",
+        "the\npaper's": lambda row: f"{row['paper']:.2f}",
         "alpha": lambda row: f"{row['alpha']:.3f}",
         "tokens/\nround": lambda row: f"{row['tokens_per_round'][0]:.2f}",
     }
     if any(row["expected"] == row["expected"] for row in prediction["rows"]):  # The overlaps were measured.
-        columns["of ex-\npected"] = lambda row: f"{tokens_a_round(row) / row['expected']:.2f}"
+        columns["of\nexpected"] = lambda row: f"{tokens_a_round(row) / row['expected']:.2f}"
     table, target = grid("Speed over gamma: " + conditions(run, lines), columns), prediction["plain"]
-    table.add_row("plain", span(target["seconds"]), span(target["throughput"]), "1")
+    table.add_row("plain", median(target["seconds"]), span(target["throughput"]), "1")
     for row in prediction["rows"]:
         table.add_row(*(cell(row) for cell in columns.values()))
     return table
@@ -231,7 +296,8 @@ def sweep_notes(cost: CostsLine, prediction: Prediction) -> str:
     return (
         f"alpha: {prediction['alpha']:.3f} by counting, {overlap:.3f} as the mean of the sum of min(p, q). c: "
         f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: expected "
-        "tokens per round / (gamma c + the cost of scoring gamma + 1 tokens). the paper's: the same with a cost of 1; "
+        "tokens per round / (gamma c + the cost of scoring gamma + 1 tokens), where c is the time of a draft step over "
+        "that of a plain step. the paper's: the same with a cost of 1; "
         f"by it, gamma {prediction['best']} is best." + (" " + OVERLAPS if cost.get("overlap_by_position") else "")
     )
 

@@ -11,10 +11,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from experiments.speed import interval
+from experiments.speed import FEW, Range, interval
 from inputs.commandLine import visible
 
 WIDTH = 100
+NAME_WIDTH = 11  # of the longest word in the name of a method: "contrastive"
 Row = TypeVar("Row")
 Columns = Mapping[str, Callable[[Row], str | Text]]  # {title of a column: f(row), the row's cell}
 NAMES = {
@@ -41,10 +42,29 @@ def number(value: float, digits: int) -> str:
 
 
 def span(interval: Sequence[float], scale: float = 1.0) -> str:
-    """A median to about three digits, and its 95 % interval on a second line. interval: median, low, high."""
+    """A median to about three digits, and on a second line its 95 % interval, [low, high], or its range, (low–high).
+    interval: median, low, high."""
     digits = next((2 - power for power in (0, 1) if max(interval) * scale < 10 ** (power + 1)), 0)
     middle, low, high = (f"{value * scale:.{digits}f}" for value in interval)
-    return middle if low == high or low == "nan" else f"{middle}\n[{low}, {high}]"
+    if low == high or low == "nan":
+        return middle
+    return f"{middle}\n" + (f"({low}–{high})" if isinstance(interval, Range) else f"[{low}, {high}]")
+
+
+def notation(*texts: str) -> str:
+    """What stands beside the medians in these texts, in a legend's words, after a space; nothing if nothing does."""
+    found = {" [95 % bootstrap interval]": r"\[\S+, \S+\]", f" (range of fewer than {FEW} values)": r"\(\S+–\S+\)"}
+    return " or".join(words for words, pattern in found.items() if any(re.search(pattern, text) for text in texts))
+
+
+def title_of(header: object) -> str:
+    """The title of a column in one line."""
+    return str(header).replace("/\n", "/").replace("\n", " ")
+
+
+def cells(*tables: Table) -> list[str]:
+    """All cells of some tables."""
+    return [str(cell) for table in tables for column in table.columns for cell in column.cells]
 
 
 def median(interval: Sequence[float], scale: float = 1.0) -> str:
@@ -53,13 +73,17 @@ def median(interval: Sequence[float], scale: float = 1.0) -> str:
 
 
 def give_or_take(values: Sequence[float]) -> str:
-    """A mean, and half the width of its 95 % interval on a second line."""
-    mean, low, high = interval(values, np.mean)
-    return f"{mean:.3g}" + (f"\n±{(high - low) / 2:.2g}" if high > low else "")
+    """A mean, and on a second line half the width of its 95 % interval, ±, or the range of few values, (low–high)."""
+    mean, low, high = figures = interval(values, np.mean)
+    if not high > low:
+        return f"{mean:.3g}"
+    ends = "–".join(f"{float(f'{end:.2g}'):g}" for end in (low, high))
+    return f"{mean:.3g}\n" + (f"({ends})" if isinstance(figures, Range) else f"±{(high - low) / 2:.2g}")
 
 
 def grid(title: str, columns: Iterable[str]) -> Table:
-    """An empty table that never cuts its numbers: if it is too wide, the names in its first column are folded."""
+    """An empty table that never cuts its numbers: if it is too wide, the names in its first column are folded, but not
+    the words of its title. A title breaks between words, where it has a newline."""
     table = Table(
         title=plain(title),
         title_justify="left",
@@ -70,7 +94,11 @@ def grid(title: str, columns: Iterable[str]) -> Table:
         pad_edge=False,
     )
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=index > 0, overflow="fold")
+        if index:
+            table.add_column(column, justify="right", no_wrap=True, overflow="fold")
+        else:
+            widest = max(map(len, column.split()), default=NAME_WIDTH)
+            table.add_column(column, min_width=widest, overflow="fold")
     return table
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from benchmark import tables as printed
+from benchmark.figure import PARTS, round_shares
 from benchmark.records import BenchmarkRecord
-from experiments.speed import interval, paired_ratios, summarize
-from report.tableFormat import median
+from experiments.speed import Interval, interval, paired_ratios, summarize
+from report.tableFormat import median, notation
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
 from scripts.keepRecord import BENCHMARKS, Records
 from utils import UserError
@@ -21,11 +24,17 @@ NAMES = {
     "transformers, assistant": "`generate` with `assistant_model`, the same gamma",
     "transformers, assistant as it comes": "`generate` with `assistant_model`, its defaults",
     "speculative, inside generate": "the eager sampler inside `generate`",
-    "transformers, static cache, compiled": "`generate`, static cache, compiled by `torch.compile`",
+    "transformers, static cache, compiled": "`generate`, static cache, compiled",
     "plain, no cache": "plain without a KV cache, as in the course report",
     "speculative, no cache": "speculative without a KV cache, as in the course report",
     "synthetic 0.6, no cache": "synthetic 0.6 without a KV cache, as in the course report",
 }
+
+
+# What the rows of this project are called beside other engines.
+OWN = {"speculative": "speculative", "block verification": "speculative, block verification"}
+OWN["synthetic 0.6"] = "speculative, 60 % of guesses accepted (synthetic)"
+SIDE_BY_SIDE = "side-by-side"  # a block "side-by-side+A+B" joins the records A and B
 
 
 def fastest(record: BenchmarkRecord) -> str:
@@ -33,15 +42,23 @@ def fastest(record: BenchmarkRecord) -> str:
     return f", {printed.variants_of(record['forwards'])[-1]}"
 
 
-def throughputs(record: BenchmarkRecord) -> dict[str, tuple[float, float, float]]:
-    """{row: tokens per second, with the interval}."""
+def throughputs(record: BenchmarkRecord) -> dict[str, Interval]:
+    """{row: tokens per second}."""
     return {row["method"]: row["throughput"] for row in summarize(record["speed"], "transformers")}
 
 
-def best_assisted(record: BenchmarkRecord) -> str:
-    """The library's assisted generation in its faster setting."""
+def best_of(record: BenchmarkRecord, methods: Iterable[str]) -> str:
+    """The fastest of some rows. Raises UserError if there is none."""
     speeds = throughputs(record)
-    return max((name for name in speeds if name.startswith("transformers, assistant")), key=lambda name: speeds[name])
+    measured = [method for method in methods if method in speeds]
+    if not measured:
+        raise UserError("the benchmark's record has no such rows")
+    return max(measured, key=lambda method: speeds[method])
+
+
+def best_assisted(record: BenchmarkRecord) -> str:
+    """The library's assisted generation in its fastest setting."""
+    return best_of(record, (name for name in throughputs(record) if name.startswith("transformers, assistant")))
 
 
 def ratio(record: BenchmarkRecord, method: str, baseline: str) -> str:
@@ -49,7 +66,7 @@ def ratio(record: BenchmarkRecord, method: str, baseline: str) -> str:
     ratios = paired_ratios(record["speed"], method, baseline)
     if not ratios:
         raise UserError(f"the benchmark's record has no rows {method!r} and {baseline!r}")
-    return cell(interval(ratios))
+    return "1" if method == baseline else cell(interval(ratios))
 
 
 def ratio_figure(method: str, baseline: str, records: Records, words: Words) -> str:
@@ -59,81 +76,148 @@ def ratio_figure(method: str, baseline: str, records: Records, words: Words) -> 
     return ratio(record, method + fastest(record), names.get(baseline, baseline))
 
 
-def best(records: Records, words: Words) -> str:
-    """The README's table: this project beside `transformers`, with the bundled pair and at Pythia's true shapes."""
+def best_rows(record: BenchmarkRecord) -> dict[str, str]:
+    """{row: what it is called} of the fastest row of each kind: this project's plain and with guesses, each other
+    engine's without guesses and with them, `generate` and what it offers."""
+    variant, speeds = fastest(record), throughputs(record)
+    own = [f"{method}{variant}" for method in OWN] + [name for name in speeds if re.match(f"tree of.*{variant}", name)]
+    chosen = best_of(record, own)
+    called = OWN.get(chosen.removesuffix(variant), chosen.removesuffix(variant))
+    rows = {f"plain{variant}": f"plain{variant}", chosen: f"{called}{variant}"}
+    engines: dict[tuple[str, bool], list[str]] = {}
+    for peer in record["peers"]:
+        if peer["method"] in speeds:
+            engines.setdefault((peer["engine"], peer["speculative"]), []).append(peer["method"])
+    rows |= {best: best for best in (best_of(record, methods) for methods in engines.values())}
+    library = ["transformers", *(name for name in speeds if name.startswith("transformers, static cache, compiled"))]
+    if any(name.startswith("transformers, assistant") for name in speeds):
+        library.append(best_assisted(record))
+    rows |= {method: NAMES.get(method, method) for method in library}
+    return dict(sorted(rows.items(), key=lambda row: -speeds[row[0]].middle))
+
+
+def best(name: str, records: Records, words: Words) -> str:
+    """The table of the README: this project's best rows beside the best of other engines and of `transformers`, from
+    the fastest to the slowest. All are divided by this project's own plain decoding."""
 
     def say(english: str) -> str:
-        return words.get(english, english)
+        base = english.removesuffix(variant)
+        return words.get(base, base) + (words.get(variant, variant) if base != english else "")
 
-    rows, sources = [], []
-    for name in BENCHMARKS:
-        record = records.benchmark(name)
-        speeds, variant = throughputs(record), fastest(record)
-        models, library, project = "bundled pair", {}, {"plain": "plain"}
-        if name == SHAPES:
-            models = "Pythia-2.8b and 70m, random weights"
-            project["synthetic 0.6"] = "speculative, 60 % of guesses accepted (synthetic)"
-        else:
-            library["transformers"] = "`transformers`' `generate`"
-            library[best_assisted(record)] = "`generate` with `assistant_model`"
-            project["speculative"] = "speculative"
-            project["block verification"] = "speculative, block verification"
-        shown = {method: say(row) for method, row in library.items()}
-        shown |= {method + variant: say(row) + say(variant) for method, row in project.items()}
-        baselines = ("transformers", f"plain{variant}")
-        for method, row in shown.items():
-            ratios = [ratio(record, method, base) if method != base else "1" for base in baselines]
-            rows.append([say(models), row, cell(speeds[method]), *ratios])
-        sources.append(source(record, record["dtype"], words))
-    return f"{table(say('models | decoding | tokens/s | of `generate` | of plain'), rows)}\n\n{' '.join(sources)}"
+    record = records.benchmark(name)
+    variant, texts = fastest(record), printed.texts_of(record)
+    figures = {row["method"]: row for row in summarize(record["speed"])}
+    rows = []
+    for method, called in best_rows(record).items():
+        text = texts.get(method, "").split(":")[0]
+        lossless = {"lossless": "yes", "not lossless": "no", "": "not tested"}.get(text, text)
+        times = (cell(figures[method][time], 1e3, median) for time in ("ttft", "tpot"))
+        of_plain = ratio(record, method, f"plain{variant}")
+        rows.append([say(called), cell(figures[method]["throughput"]), *times, of_plain, say(lossless)])
+    titles = "decoding", "tokens/s", "TTFT, ms", "TPOT, ms", f"of our plain{variant}", "lossless"
+    return f"{table(' | '.join(map(say, titles)), rows)}\n\n{source(record, record['dtype'], words)}"
 
 
-def by_machine(records: Records, name: str) -> dict[str, list[BenchmarkRecord]]:
-    """{processor and threads: the records of a benchmark}. There are several where engines do not fit into memory
-    together."""
-    machines: dict[str, list[BenchmarkRecord]] = {}
-    for record in records.benchmarks(name).values():
-        machines.setdefault(machine_of(record), []).append(record)
-    return machines
+def kinds(record: BenchmarkRecord) -> str:
+    """This project's rows, eager and compiled, each divided by plain decoding of either kind."""
+    variants = printed.variants_of(record["forwards"])
+    rows = [
+        [row["method"], cell(row["throughput"]), *(cell(row[time], 1e3, median) for time in ("ttft", "tpot"))]
+        + [ratio(record, row["method"], f"plain, {variant}") for variant in variants]
+        for row in summarize(record["speed"])
+        if row["method"].endswith(tuple(f", {variant}" for variant in variants))
+        and not row["method"].startswith("transformers")
+    ]
+    titles = ["", "tokens/s", "TTFT, ms", "TPOT, ms", *(f"of plain, {variant}" for variant in variants)]
+    return with_source(table(" | ".join(titles), rows), record)
 
 
-def machine_of(record: BenchmarkRecord) -> str:
-    """The title of a machine's tables."""
-    return f"{record['machine']['processor']}, {record['machine']['threads']} threads"
+def scoring(record: BenchmarkRecord) -> str:
+    """What scoring several tokens at once takes, over scoring one, in the fastest variant."""
+    variant = fastest(record).removeprefix(", ")
+    seconds = {(m["role"], m["tokens"]): m["seconds"] for m in record["forwards"] if m["variant"] == variant}
+    rows = []
+    for tokens in sorted({tokens for _, tokens in seconds}):
+        row = [str(tokens)]
+        for role in ("target", "draft"):
+            of_one = printed.ratio(seconds[role, tokens], seconds[role, 1])
+            row += [cell(interval(seconds[role, tokens]), 1e3, median), cell(of_one)]
+        rows.append(row)
+    columns = (f"{role}, {variant}: {what}" for role in ("target", "draft") for what in ("ms", "of one token"))
+    return with_source(table(" | ".join(["tokens at once", *columns]), rows), record)
 
 
-def each_machine(name: str, show: Callable[[BenchmarkRecord], str], records: Records, words: Words) -> str:
-    """What `show` gives for a benchmark's first record of each machine."""
-    machines = by_machine(records, name).items()
-    return "\n\n".join(f"**{machine}**\n\n{show(first)}" for machine, (first, *_) in machines)
+def shares(record: BenchmarkRecord) -> str:
+    """What the parts of a round take, as shares of it."""
+    rows = [
+        [variant, f"{1e3 * seconds:.3g}", *(f"{100 * share:.1f}" for share in parts.values())]
+        for variant, (seconds, parts) in round_shares(record).items()
+    ]
+    titles = [" | round, ms", *(f"{part}, %" for part in PARTS)]
+    words = f"A round of {record['flags']['gamma']} guesses, all accepted. "
+    return with_source(table(" | ".join(titles), rows), record, words)
 
 
-def all_rows(name: str, records: Records, words: Words) -> str:
-    """Every row of a benchmark: throughput, TTFT and TPOT of the machines side by side, then each record. A machine's
-    later records are named by the engines that were timed in them."""
-    machines = by_machine(records, name)
-    pieces = [side_by_side({machine: first for machine, (first, *_) in machines.items()})]
-    for machine, (first, *others) in machines.items():
-        pieces.append(f"**{machine}**\n\n{speed(first)}")
-        for other in others:
-            engines = ", ".join(dict.fromkeys(peer["engine"] for peer in other["peers"])) or "no other engine"
-            pieces.append(f"**{machine}, beside {engines}**\n\n{speed(other)}")
+def with_source(body: str, record: BenchmarkRecord, words: str = "") -> str:
+    """A table and the line under it."""
+    legend = f"medians{notation(body)}. " if notation(body) else ""
+    return f"{body}\n\n{words}{legend[:1].upper()}{legend[1:]}{source(record, record['dtype'])}"
+
+
+def of_first(name: str, show: Callable[[BenchmarkRecord], str], records: Records, words: Words) -> str:
+    """What `show` gives for a benchmark's first record."""
+    return show(records.benchmark(name))
+
+
+def all_tables(name: str, records: Records, words: Words) -> str:
+    """All tables of all records of a benchmark, record by record."""
+    sections = [
+        ("The first token after a long prompt", prefill),
+        ("A token after a long context", context),
+        ("The parts of a round", parts),
+    ]
+    pieces = []
+    for kept, record in records.benchmarks(name).items():
+        pieces += [f"## `{kept}`", speed(record), "### Forwards beside the memory limit", forwards(record)]
+        if record["flags"]["shapes"]:
+            pieces += ["### Synthetic acceptance beside theory", theory(record)]
+        for title, show in sections:
+            pieces += [f"### {title}", show(record)]
     return "\n\n".join(pieces)
 
 
-def side_by_side(machines: dict[str, BenchmarkRecord]) -> str:
-    """One row for each method, three columns for each of the records, which have titles."""
-    columns = [{row[0]: [row[1], *row[4:6]] for row in speed_rows(record) if row[1]} for record in machines.values()]
+def experiment(record: BenchmarkRecord) -> dict[str, Any]:
+    """What two records must have in common to stand in one table."""
+    models = {role: f"{model['name']} {model['version']}" for role, model in record["models"].items()}
+    return {**models, "gamma": record["flags"]["gamma"], "code": record.get("code")}
+
+
+def side_by_side(names: Sequence[str], records: Records) -> str:
+    """One row for each method, three columns for each of the records. Raises UserError if they are not one experiment:
+    if their models, gamma or code differ, or the code of one was not recorded."""
+    chosen = {name: records.benchmark(name) for name in names}
+    (first, one), *others = ((name, experiment(record)) for name, record in chosen.items())
+    for name, other in others:
+        both = {what: (one.get(what), other.get(what)) for what in one | other}
+        differ = [
+            f"{what} ({a or 'not recorded'} and {b or 'not recorded'})"
+            for what, (a, b) in both.items()
+            if a != b or a is None  # What is not known is not the same.
+        ]
+        if differ:
+            raise UserError(f"{first} and {name} are not one experiment: they differ in {', '.join(differ)}")
+    columns = [{row[0]: [row[1], *row[4:6]] for row in speed_rows(record) if row[1]} for record in chosen.values()]
     methods = dict.fromkeys(method for column in columns for method in column)
     rows = [[method, *(cell for column in columns for cell in column.get(method, ["", "", ""]))] for method in methods]
-    titles = [f"{machine}: {what}" for machine in machines for what in ("tokens/s", "TTFT, ms", "TPOT, ms")]
-    return table(" | ".join(["", *titles]), rows)
+    titles = [f"{name}: {what}" for name in names for what in ("tokens/s", "TTFT, ms", "TPOT, ms")]
+    body = table(" | ".join(["", *titles]), rows)
+    return "\n\n".join([body, *(f"{name}: {source(record, record['dtype'])}" for name, record in chosen.items())])
 
 
 def speed_rows(record: BenchmarkRecord) -> list[list[str]]:
     """Every row of a benchmark, with the verdict on the text of another engine in the last column."""
     divisor = printed.best_plain(record)
-    columns = f" | tokens/s | of generate | of {divisor} | TTFT ms | TPOT ms | alpha | tokens/ round"
+    columns = f" | tokens/s | of generate | of {divisor} | TTFT ms | TPOT ms | alpha | tokens/round"
     rows, texts = cells_of(printed.speed_table(record), columns), printed.texts_of(record)
     for row, measured in zip(rows, summarize(record["speed"], divisor)):
         row[4:6] = (cell(measured[time], 1e3, median) for time in ("ttft", "tpot"))
@@ -150,7 +234,7 @@ def speed(record: BenchmarkRecord) -> str:
     compiled = f" Compiling took {sum(seconds):.0f} s." if seconds else ""
     return (
         f"{body}\n\n{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens, gamma "
-        f"{flags['gamma']}; medians [95 % bootstrap interval].{compiled} {source(record, record['dtype'])}"
+        f"{flags['gamma']}; medians{notation(body)}.{compiled} {source(record, record['dtype'])}"
     )
 
 
@@ -158,7 +242,7 @@ def by_variant(record: BenchmarkRecord, titles: str, whats: str, rows: list[list
     """A table with the columns `whats`, "a | b | c", for each variant, and the words below it."""
     variants = printed.variants_of(record["forwards"])
     columns = [f"{variant}: {what}" for variant in variants for what in whats.split(" | ")]
-    return f"{table(' | '.join([titles, *columns]), rows)}\n\n{words}{source(record, record['dtype'])}"
+    return with_source(table(" | ".join([titles, *columns]), rows), record, words)
 
 
 def forwards(record: BenchmarkRecord) -> str:
@@ -192,24 +276,26 @@ def parts(record: BenchmarkRecord) -> str:
     steps = {m["variant"]: cell(interval(m["seconds"]), 1e3) for m in record["parts"] if m["part"] == "plain step"}
     rows = [[variant, steps[variant], *cells] for variant, *cells in cells_of(printed.round_table(record))]
     titles = " | plain step, ms | draft step, ms | scoring, ms | round, ms | sampling, ms | sampling, % of the round"
-    return f"{table(titles, rows)}\n\n{source(record, record['dtype'])}"
+    return with_source(table(titles, rows), record)
 
 
 def theory(record: BenchmarkRecord) -> str:
     """Synthetic acceptance beside theory."""
     body = table(" | alpha | measured | theory | c | scoring", cells_of(printed.synthetic_table(record)))
-    return f"{body}\n\n{source(record, record['dtype'])}"
+    return with_source(body, record)
 
 
 BLOCKS: dict[str, Render] = {
-    "best": best,
+    "best": partial(best, PAIR),
+    "kinds": partial(of_first, PAIR, kinds),
+    "scoring": partial(of_first, PAIR, scoring),
+    "prefill": partial(of_first, PAIR, prefill),
+    "round": partial(of_first, PAIR, shares),
     "over-assisted": partial(ratio_figure, "speculative", "assisted"),
     "over-no-cache": partial(ratio_figure, "speculative", "speculative, no cache"),
     "over-plain": partial(ratio_figure, "speculative", "plain"),
     "over-plain-block": partial(ratio_figure, "block verification", "plain"),
-    "pythia-theory": partial(each_machine, SHAPES, theory),
+    "pythia-best": partial(best, SHAPES),
+    "pythia-theory": partial(of_first, SHAPES, theory),
+    **{f"{name}-tables": partial(all_tables, name) for name in BENCHMARKS},
 }
-for prefix, benchmark in (("", PAIR), ("pythia-", SHAPES)):
-    BLOCKS[f"{prefix}speed"] = partial(all_rows, benchmark)
-    for block, show in (("forwards", forwards), ("prefill", prefill), ("context", context), ("round", parts)):
-        BLOCKS[prefix + block] = partial(each_machine, benchmark, show)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from io import StringIO
 from math import isnan
@@ -17,15 +17,24 @@ from rich.table import Table
 from benchmark.records import BenchmarkRecord
 from experiments.diversity import FIGURES
 from experiments.lines import CostsLine, Line, RunLine, SpeedLine
-from experiments.speed import summarize
+from experiments.speed import FEW, summarize
 from experiments.sweep import predict
 from lossless.evidence import BINS
 from report.losslessReport import power_table, sampled_table, verdict
 from report.results import show
-from report.runTables import Prediction, diversity_table, speed_table, sweep_table, swept, theory_table
-from report.tableFormat import span
+from report.runTables import (
+    Prediction,
+    diversity_table,
+    order_note,
+    ranked,
+    speed_table,
+    sweep_table,
+    swept,
+    theory_table,
+)
+from report.tableFormat import notation, span, title_of
 from scripts.keepRecord import Records
-from utils import UserError
+from utils import Sampling, UserError
 
 Words = dict[str, str]  # {English words: the same in the language of a text}; empty for English
 Render = Callable[[Records, Words], str]  # what a block holds
@@ -42,7 +51,7 @@ def table(titles: str, rows: Sequence[Sequence[str]]) -> str:
 
 def cells_of(printed: Table, titles: str = "") -> list[list[str]]:
     """The rows of a table of the report, each cell in one line. titles: which columns, "a | b | c"; none: all."""
-    columns = {str(column.header).replace("\n", " "): column for column in printed.columns}
+    columns = {title_of(column.header): column for column in printed.columns}
     chosen = [columns[title] for title in titles.split(" | ")] if titles else printed.columns
     return [[str(cell).replace("\n", " ") for cell in row] for row in zip(*(column.cells for column in chosen))]
 
@@ -60,9 +69,10 @@ def of_kind(lines: Iterable[Line], kind: str) -> list[Any]:
     return chosen
 
 
-def command_of(record: RunLine | BenchmarkRecord) -> str:
-    """The command line of a run or of a benchmark."""
-    return f"python {'test.py' if 'run' in record else '-m benchmark'} {record['command']}".rstrip()
+def command_of(record: Mapping[str, Any]) -> str:
+    """The command line of a run, of a benchmark, or of the program that a record names."""
+    program = record.get("program") or ("test.py" if "run" in record else "-m benchmark")
+    return f"python {program} {record['command']}".rstrip()
 
 
 def source(record: RunLine | BenchmarkRecord, dtype: str, words: Words | None = None) -> str:
@@ -85,17 +95,18 @@ def excerpt(records: Records, words: Words) -> str:
     text = [line.rstrip() for line in buffer.getvalue().splitlines() if line.strip("= \n")]
     notes = next((i for i, line in enumerate(text) if line.startswith("Acceptance")), 0)
     tables = next((i for i, line in enumerate(text) if line.startswith("Perplexity")), 0)
+    del text[next((i for i, line in enumerate(text) if line.startswith("speculative: ")), len(text)) :]
     if 0 < notes < tables:
         text[notes:tables] = ["[...]"]
     return "\n".join(["```text", *text, "[...]", "```"])
 
 
-def timed(run: RunLine, speed: Sequence[SpeedLine]) -> str:
-    """What was timed, and where."""
+def timed(run: RunLine, speed: Sequence[SpeedLine], body: str) -> str:
+    """What was timed, and where. body: the table above it."""
     first, count, repeats = speed[0], len({m["prompt"] for m in speed}), len({m["repeat"] for m in speed})
     return (
         f"{count} prompts of {first['prompt_tokens']} tokens, {repeats} times each, at most {first['maxLen']} new "
-        f"tokens, temperature {first['temperature']}, top-p {first['top_p']}; medians [95 % bootstrap interval]. "
+        f"tokens, temperature {first['temperature']}, top-p {first['top_p']}; medians{notation(body)}. "
         f"{source(run, first['dtype'])}"
     )
 
@@ -104,20 +115,23 @@ def compare(records: Records, words: Words) -> str:
     """Every method, side by side."""
     run, lines = records.run("compare")
     speed, overlaps = of_kind(lines, "speed"), {m["method"]: m for m in lines if m["kind"] == "overlap"}
-    methods = summarize(speed)
-    columns = " | TTFT ms | TPOT ms | tokens/s | speed-up | alpha | tokens/ round"
+    methods = ranked(summarize(speed))
+    columns = " | TTFT ms | TPOT ms | tokens/s | speed-up | alpha | tokens/round"
     printed = cells_of(speed_table(run, speed, methods), columns)
     beside = cells_of(theory_table(methods, overlaps), " | sum of min(p, q) | of expected")
     theory = {name: cells for name, *cells in beside}
     rows = [[f"`{m['method']}`", *cells, *theory.get(name, ["", ""])] for m, (name, *cells) in zip(methods, printed)]
     titles = "method | TTFT, ms | TPOT, ms | tokens/s | speed-up | alpha | tokens per round | sum min(p, q)"
-    return f"{table(f'{titles} | of expected', rows)}\n\n{timed(run, speed)}"
+    body = table(f"{titles} | of expected", rows)
+    notes = "".join(f" {note}" for note in order_note(methods))
+    return f"{body}\n\n{timed(run, speed, body)}{notes}"
 
 
 def sweep_of(records: Records) -> tuple[RunLine, list[SpeedLine], CostsLine, Prediction]:
-    """(the run, the speed lines of its first temperature and length of prompt, its costs, theory beside them)."""
+    """(the run, the speed lines at the usual temperature, or else the first, its costs, theory beside them)."""
     run, lines = records.run("sweep")
-    costs = of_kind(lines, "costs")[0]
+    first, *others = of_kind(lines, "costs")
+    costs = next((cost for cost in (first, *others) if cost["temperature"] == Sampling().temperature), first)
     speed = swept(lines, costs)
     return run, speed, costs, predict(speed, costs)
 
@@ -125,10 +139,11 @@ def sweep_of(records: Records) -> tuple[RunLine, list[SpeedLine], CostsLine, Pre
 def sweep(records: Records, words: Words) -> str:
     """Speed over gamma, beside theory."""
     run, speed, _, theory = sweep_of(records)
-    columns = "gamma | tokens/s | speed-up | theory | measured/ theory | the paper's | alpha | tokens/ round"
-    rows = cells_of(sweep_table(run, speed, theory), f"{columns} | of ex- pected")
+    columns = "gamma | tokens/s | speed-up | theory | measured / theory | the paper's | alpha | tokens/round"
+    rows = cells_of(sweep_table(run, speed, theory), f"{columns} | of expected")
     titles = "gamma | tokens/s | speed-up | theory | measured / theory | the paper's theory | alpha | tokens per round"
-    return f"{table(f'{titles} | of expected', rows)}\n\n{timed(run, speed)}"
+    body = table(f"{titles} | of expected", rows)
+    return f"{body}\n\n{timed(run, speed, body)}"
 
 
 def sweep_figure(name: str, records: Records, words: Words) -> str:
@@ -155,7 +170,8 @@ def diversity(records: Records, words: Words) -> str:
     body = table(titles, [[name, *cells] for name, (_, *cells) in zip(names, rows)])
     return (
         f"{body}\n\n{first['prompts']} prompts, at most {first['maxLen']} new tokens, temperature "
-        f"{first['temperature']}, top-p {first['top_p']}; means, ± half of the 95 % bootstrap interval. "
+        f"{first['temperature']}, top-p {first['top_p']}; means ± half of the 95 % bootstrap interval, or "
+        f"(range of fewer than {FEW} values). "
         f"{source(run, first['dtype'])}"
     )
 

@@ -3,9 +3,10 @@
     python -m scripts.keepRecord compare 0a37afb3 --from FOLDER     a run of FOLDER/results.jsonl, as "compare"
     python -m scripts.keepRecord benchmark --from FOLDER            FOLDER/benchmark*.json
     python -m scripts.keepRecord benchmark --from FOLDER --machine NAME     the same, of a second machine
+    python -m scripts.keepRecord audit --from FOLDER                FOLDER/audit.json, or another file of one record
 
 A record replaces the one that was kept under its name. results.txt is rendered from the runs that are kept. The
-benchmark's tables show all machines; figures in running text are those of the record without a machine's name.
+benchmark's records have tables of their own; figures in running text are those of the record without a machine's name.
 `python -m scripts.renderDocs` then writes the documentation and draws its pictures.
 """
 
@@ -38,8 +39,9 @@ class Records:
     comes.
 
     docs/records/ holds three kinds of files. index.json names runs: {"compare": "0a37afb3", ...}. results.jsonl holds
-    these runs, in the format that test.py writes. benchmark*.json are the records of the benchmark: benchmark.json is
-    the first machine's, benchmark-MACHINE.json another's. Records with the same content are equal.
+    these runs, in the format that test.py writes. The others are records of one file: benchmark*.json, of which
+    benchmark.json is the first machine's and benchmark-MACHINE.json another's, rounds.json, and what else was kept.
+    Records with the same content are equal.
     """
 
     def __init__(self, root: Path) -> None:
@@ -78,9 +80,18 @@ class Records:
             raise UserError(f"run {self.index[name]} of {name!r} is not in docs/records/results.jsonl")
         return self.runs[self.index[name]]
 
+    def file(self, name: str) -> dict[str, Any]:
+        """The record in a file of its own, by its name without .json. Raises UserError if there is none."""
+        return read_json(self.folder / f"{name}.json")
+
     def benchmark(self, name: str = "benchmark") -> BenchmarkRecord:
         """The record of a benchmark. Raises UserError if there is none."""
-        return cast(BenchmarkRecord, read_json(self.folder / f"{name}.json"))
+        return cast(BenchmarkRecord, self.file(name))
+
+    def others(self) -> dict[str, Mapping[str, Any]]:
+        """{file without .json: record} of the records that are neither runs nor the benchmark's."""
+        stems = [file.stem for file in sorted(self.folder.glob("*.json"))]
+        return {stem: self.file(stem) for stem in stems if stem != "index" and not stem.startswith(BENCHMARKS)}
 
     def benchmarks(self, name: str) -> dict[str, BenchmarkRecord]:
         """{file without .json: the record of a benchmark} of every machine, the first one first. Raises UserError if
@@ -157,11 +168,12 @@ def machine_name(value: str) -> str:
     return value
 
 
-def keep_benchmarks(folder: Path, root: Path, machine: str | None = None) -> list[str]:
-    """Copy the benchmark's records of a folder into docs/records/; returns their names there."""
-    names = [name for name in BENCHMARKS if (folder / f"{name}.json").exists()]
+def keep_files(name: str, folder: Path, root: Path, machine: str | None = None) -> list[str]:
+    """Copy the record NAME.json of a folder into docs/records/, of the benchmark all that are there; returns their
+    names in docs/records/."""
+    names = [name for name in (BENCHMARKS if name == "benchmark" else (name,)) if (folder / f"{name}.json").exists()]
     if not names:
-        raise UserError(f"{folder} has neither of {', '.join(f'{name}.json' for name in BENCHMARKS)}")
+        raise UserError(f"{folder} has no record {name}.json")
     kept = {name: f"{name}-{machine}" if machine else name for name in names}
     for name, kept_name in kept.items():
         record = without_places(read_json(folder / f"{name}.json"))
@@ -177,7 +189,7 @@ def work(root: Path, argv: Sequence[str] | None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", type=text, metavar="NAME", help="first, compare, sweep, diversity, lossless, benchmark")
+    parser.add_argument("name", type=text, metavar="NAME", help="first, compare, sweep, ..., or of a file")
     parser.add_argument("run", type=text, nargs="?", metavar="RUN", help="a run's name; 1 is the newest")
     parser.add_argument(
         "--from", dest="folder", type=path, default=ROOT, metavar="FOLDER", help="(the project's folder)"
@@ -191,10 +203,12 @@ def work(root: Path, argv: Sequence[str] | None) -> None:
     args = parser.parse_args(argv)
     if args.machine and args.name != "benchmark":
         raise UserError("--machine is for the benchmark")
-    if args.name == "benchmark":
-        if args.run:
-            raise UserError("the benchmark's records are whole files: leave out RUN")
-        print(f"Kept: {', '.join(keep_benchmarks(args.folder, root, args.machine))}")
+    if args.name == "benchmark" and args.run:
+        raise UserError("the benchmark's records are whole files: leave out RUN")
+    if args.name == "index" or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", args.name):
+        raise UserError(f"a record cannot have the name {args.name!r}: it takes letters, digits, dots, - and _")
+    if args.name == "benchmark" or (not args.run and (args.folder / f"{args.name}.json").exists()):
+        print(f"Kept: {', '.join(keep_files(args.name, args.folder, root, args.machine))}")
     elif not args.run:
         raise UserError(f"name the run to keep as {args.name!r}, or 1 for the newest")
     else:

@@ -4,8 +4,11 @@
     python -m scripts.renderDocs --check    changes nothing, and says what is not as it would be written
 
 A block stands between two comments, `begin NAME` and `end NAME`. A comment alone in its line begins a block of lines;
-one within a line begins a block of words. A picture carries the digest of its record in a text field of its PNG file,
-which tells whether it is older than the record.
+one within a line begins a block of words. A picture carries the digest of its record in a text field of its PNG file
+or in the comment of its GIF file, which tells whether it is older than the record.
+
+A block `side-by-side+A+B` puts benchmark records beside each other, in one table. It is refused if their models, gamma
+or code differ.
 """
 
 from __future__ import annotations
@@ -15,46 +18,48 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from benchmark.figure import draw
-from benchmark.records import BenchmarkRecord
-from experiments.lines import RunLine
 from inputs.commandLine import Parser, as_command
 from inputs.files import ROOT, replace_file
 from report.figures import draw_lossless, draw_sweep
 from scripts import docsBenchmark, docsCode, docsTables
 from scripts.docsTables import CHINESE, Words, command_of, table
+from scripts.drawRounds import draw_rounds
 from scripts.keepRecord import BENCHMARKS, Records
 from utils import UserError
 
-MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.-]+) -->")
+MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.+-]+) -->")
 BLOCK = re.compile(
-    r"<!-- begin (?P<name>[a-zA-Z0-9.-]+) -->(?P<content>(?:(?!<!-- (?:begin|end) ).)*?)<!-- end (?P=name) -->", re.S
+    r"<!-- begin (?P<name>[a-zA-Z0-9.+-]+) -->(?P<content>(?:(?!<!-- (?:begin|end) ).)*?)<!-- end (?P=name) -->", re.S
 )
 FENCE = re.compile(r"^(```+|~~~+).*\n((?:.*\n)*?)\1[ ]*$", re.M)
 FIGURES = {"sweep": draw_sweep, "lossless": draw_lossless}  # of runs
-PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *BENCHMARKS)}
-DIGEST = "Record"  # the text field of a PNG file
+PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *BENCHMARKS)} | {"figures/rounds.gif": "rounds"}
+DIGEST = "Record"  # the text field of a PNG file; a GIF file has one comment
 
 
 def records_table(records: Records, words: Words) -> str:
     """The table of docs/records/README.md: every record, its command and its machine."""
-    entries: list[tuple[str, str, RunLine | BenchmarkRecord]] = []
+    entries: list[tuple[str, str, Mapping[str, Any]]] = []
     for name, run in records.index.items():
         entries.append((name, f"run `{run}` in results.jsonl", records.run(name)[0]))
     for benchmark in BENCHMARKS:
         entries += [(name, f"{name}.json", record) for name, record in records.benchmarks(benchmark).items()]
+    for name, record in records.others().items():  # A file may have parts that were made one by one.
+        parts = {"": record} if "machine" in record else {f", {key}": part for key, part in record.items()}
+        entries += [(name, f"{name}.json{key}", part) for key, part in parts.items()]
     rows = []
     for name, place, record in entries:
-        made_on = record["machine"]
-        machine = f"{made_on['processor']}, threads: {made_on['threads']}, {record['device']}; torch {made_on['torch']}"
+        made_on = record["machine"] | {"device": record["device"]}
+        machine = "{processor}, threads: {threads}, {device}; torch {torch}".format_map(made_on)
         rows.append([f"`{name}`", place, f"`{command_of(record)}`", machine, record["time"][:10]])
     return table("name | record | made by | machine | on", rows)
 
@@ -78,6 +83,9 @@ def files(root: Path) -> list[Path]:
 @cache
 def content_of(name: str, records: Records, chinese: bool) -> str:
     """What a block holds. Raises UserError if it has no renderer or no record."""
+    joint, *names = name.split("+")
+    if joint == docsBenchmark.SIDE_BY_SIDE and names:
+        return docsBenchmark.side_by_side(names, records)
     if name not in BLOCKS:
         raise UserError("there is no renderer of this name")
     content = BLOCKS[name](records, CHINESE if chinese else {})
@@ -130,14 +138,14 @@ def pages(records: Records) -> Iterator[tuple[Path, str, list[Fault]]]:
 def digest_of(picture: str, records: Records) -> str:
     """16 hexadecimal digits that stand for the record of a picture."""
     name = PICTURES[picture]
-    record = records.benchmark(name) if name in BENCHMARKS else records.run(name)
+    record = records.run(name) if name in FIGURES else records.file(name)
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def stamp_of(path: Path) -> str | None:
     """The digest that a picture carries; None if it carries none."""
     with Image.open(path) as image:
-        return image.info.get(DIGEST)
+        return image.info.get(DIGEST) or image.info.get("comment", b"").decode() or None
 
 
 def fault_of(picture: str, records: Records) -> str | None:
@@ -158,6 +166,9 @@ def redraw(picture: str, records: Records) -> bool:
     path, name, digest = records.root / picture, PICTURES[picture], digest_of(picture, records)
     if path.exists() and stamp_of(path) == digest:
         return False
+    if name not in FIGURES and name not in BENCHMARKS:
+        draw_rounds(records.file(name), path, digest)
+        return True
     if name in BENCHMARKS:
         draw(records.benchmark(name), path)
     else:

@@ -2,18 +2,22 @@
 
 import ast
 import io
+import json
 import re
 import shutil
 from contextlib import redirect_stdout
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from conftest import refused
+from PIL import Image
 
 import downloadData
 import downloadModel
 from benchmark.__main__ import main as benchmark
 from inputs.files import ROOT
 from scripts import drawRounds, keepRecord, renderDocs, trainBundled
+from scripts.docsBenchmark import side_by_side
 from scripts.docsCode import OTHERS, ROOT_FILES, imports, shown
 from scripts.docsTables import CHINESE as IN_CHINESE
 
@@ -142,7 +146,7 @@ def test_a_run_that_is_gone_is_caught(copy, capsys):
 
 def test_a_record_that_is_gone_is_caught(copy, capsys):
     (copy / "docs/records/benchmark.json").unlink()
-    assert any("block speed" in fault and "benchmark.json" in fault for fault in faulty(copy, capsys))
+    assert any("block kinds" in fault and "benchmark.json" in fault for fault in faulty(copy, capsys))
 
 
 def test_an_unknown_block_is_caught(copy, capsys):
@@ -172,6 +176,64 @@ def test_a_picture_of_another_record_is_caught(copy, capsys):
     assert faulty(copy, capsys) == ["figures/sweep.png is missing"]
 
 
+def test_a_moving_picture_of_another_record_is_caught(copy, capsys):
+    change(copy / "docs/records/rounds.json", '"seconds": [0.', '"seconds": [0.0')
+    assert "figures/rounds.gif was drawn from another record" in faulty(copy, capsys)
+
+
+def test_the_moving_picture_is_small_and_loops():
+    path = ROOT / "figures" / "rounds.gif"
+    with Image.open(path) as image:
+        assert image.info["loop"] == 0 and image.n_frames > 10 and image.width < 900
+    assert path.stat().st_size < 1_000_000
+
+
+def joined(copy, **changed):
+    """What rendering says of a table of the benchmark's record beside a copy of it with `changed` fields."""
+    records = copy / "docs/records"
+    record = json.loads(read(records / "benchmark.json"))
+    first = {"code": "sha256:1"} | record
+    (records / "benchmark.json").write_text(json.dumps(first))
+    (records / "benchmark-other.json").write_text(json.dumps(first | changed))
+    (copy / "docs/joint.md").write_text(
+        "<!-- begin side-by-side+benchmark+benchmark-other -->\n<!-- end side-by-side+benchmark+benchmark-other -->\n"
+    )
+    return renderDocs.main([], copy), read(copy / "docs/joint.md")
+
+
+def test_two_records_of_one_experiment_may_share_a_table(copy, capsys):
+    code, text = joined(copy, time="2030-01-01 00:00:00")
+    assert code == 0, capsys.readouterr().err
+    assert "| benchmark: tokens/s |" in text and "| benchmark-other: tokens/s |" in text
+    (row,) = (line for line in text.splitlines() if line.startswith("| plain, eager |"))
+    assert row.split(" | ")[1:4] == row.rstrip(" |").split(" | ")[4:7]
+
+
+@pytest.mark.parametrize("what", ["draft", "gamma", "code"])
+def test_two_records_of_two_experiments_are_refused_a_joint_table(copy, capsys, what):
+    record = renderDocs.Records(copy).benchmark()
+    draft = record["models"]["draft"] | {"version": "sha256:another"}
+    changed = {
+        "draft": {"models": record["models"] | {"draft": draft}},
+        "gamma": {"flags": record["flags"] | {"gamma": 3}},
+        "code": {"code": "sha256:2"},
+    }
+    code, text = joined(copy, **changed[what])
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1 and "tokens/s" not in text
+    assert re.search(f"benchmark and benchmark-other are not one experiment: they differ in {what} ", error)
+
+
+def test_records_that_do_not_say_which_code_made_them_never_share_a_table(copy, capsys):
+    records = renderDocs.Records(copy)
+    first, other = ({**records.benchmark(), "code": code} for code in ("sha256:1", None))
+    for name, record in (("benchmark", other), ("benchmark-other", other), ("benchmark-new", first)):
+        (copy / f"docs/records/{name}.json").write_text(json.dumps(record))
+    for pair in ["benchmark", "benchmark-other"], ["benchmark-new", "benchmark"]:
+        with refused(" and ".join(pair), "differ in code", "not recorded"):
+            side_by_side(pair, renderDocs.Records(copy))
+
+
 def test_every_renderer_is_used():
     used = {name for path in TEXTS for name in contents(read(path))}
     assert set(renderDocs.BLOCKS) == used
@@ -187,7 +249,7 @@ def test_no_measured_number_stands_outside_of_blocks():
 
 
 def test_the_readme_is_one_screen():
-    assert len(read(README).splitlines()) <= 130
+    assert len(read(README).splitlines()) <= 132
 
 
 def test_both_readmes_have_the_same_commands_and_figures():

@@ -182,6 +182,7 @@ TABLES = {
         "--list": Switch,
     },
     "drawRounds": {
+        "--measure": Switch,
         "--target": Name(),
         "--draft": Name(),
         "--prompt": Name(),
@@ -189,7 +190,8 @@ TABLES = {
         "--temperature": Number(0, 1000, ["1e-5"]),
         "--maxLen": COUNT,
         "--seed": SEED,
-        "--out": Name(["x.png"], ["nowhere/x.png", ".", "x.txt", "x" * 5000 + "/x.png"]),
+        "--slower": Whole(1, 1000),
+        "--out": Name(["x.gif"], ["nowhere/x.gif", ".", "x.txt", "x" * 5000 + "/x.gif"]),
     },
     "trainBundled": {
         "--texts": Name(wrong=["nowhere", "nowhere:x", f"{__file__}:0", f"{__file__}:-1", f"{__file__}:x"]),
@@ -204,7 +206,7 @@ TABLES = {
     },
 }
 # Flags without which a script stops for another reason, or says which models it takes.
-BASE = {"test": ["--target", "t", "--draft", "d"], "trainBundled": ["--texts", __file__]}
+BASE = {"test": ["--target", "t", "--draft", "d"], "trainBundled": ["--texts", __file__], "drawRounds": ["--measure"]}
 # What each script may not touch before its flags are known to be right.
 GUARDED = {
     "test": [

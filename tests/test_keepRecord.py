@@ -4,12 +4,10 @@ import json
 import re
 
 import pytest
-from conftest import ROOT
 from test_docs import copied, read
 
 from report.results import Results
 from scripts import keepRecord, renderDocs
-from scripts.docsBenchmark import machine_of
 from scripts.renderDocs import stamp_of
 
 
@@ -67,30 +65,15 @@ def test_the_benchmarks_records_are_kept_without_places(copy, tmp_path):
     assert keepRecord.main(["benchmark", "--from", str(tmp_path)], copy) == 0
     assert renderDocs.Records(copy).benchmark() == record | {"time": "2030-01-01 00:00:00"}
     stamp = stamp_of(copy / "figures/benchmark.png")
-    assert {"docs/speed.md", "figures/benchmark.png"} <= set(renderDocs.render(copy))
+    assert {"docs/speed.md", "docs/records/benchmark.md", "figures/benchmark.png"} <= set(renderDocs.render(copy))
     assert stamp_of(copy / "figures/benchmark.png") != stamp
 
 
-def test_other_engines_of_the_same_machine_have_a_table_of_decoding_speed_alone(copy, tmp_path):
-    name = "benchmark-pythia-2.8b"
-    other, before = renderDocs.Records(copy).benchmark(name), read(copy / "docs/speed.md")
-    for peer in other["peers"]:
-        peer["engine"] = "another engine"
-    (tmp_path / f"{name}.json").write_text(json.dumps(other))
-    assert keepRecord.main(["benchmark", "--from", str(tmp_path), "--machine", "other.engine"], copy) == 0
-    assert "docs/speed.md" in renderDocs.render(copy)
-    shown = read(copy / "docs/speed.md")
-    title = f"**{machine_of(other)}, beside another engine**"
-    within = re.compile(r"<!-- begin pythia-speed -->.*<!-- end pythia-speed -->", re.S)
-    assert title in within.search(shown)[0] and title not in within.sub("", shown)
-    assert within.sub("", shown) == within.sub("", before)  # Other tables show what they showed.
-
-
-def test_a_second_machine_stands_beside_the_first(copy, tmp_path, capsys):
+def test_a_second_machine_has_tables_of_its_own(copy, tmp_path, capsys):
     records = renderDocs.Records(copy)
     first = records.benchmark()
     kept = {name: list(records.benchmarks(name)) for name in ("benchmark", "benchmark-pythia-2.8b")}
-    before = {name: len(read(copy / "docs/speed.md").split(name)) for name in ("AMD EPYC", "Intel Xeon")}
+    assert "Intel Xeon" not in read(copy / "docs/records/benchmark.md")
     for name in "benchmark", "benchmark-pythia-2.8b":
         other = records.benchmark(name)
         other = other | {"machine": other["machine"] | {"processor": "Intel Xeon"}}
@@ -100,11 +83,28 @@ def test_a_second_machine_stands_beside_the_first(copy, tmp_path, capsys):
     assert after.benchmark() == first  # Figures in running text are still the first machine's.
     for name in "benchmark", "benchmark-pythia-2.8b":
         assert list(after.benchmarks(name)) == [*kept[name], f"{name}-xeon"]
-    assert {"docs/speed.md", "docs/records/README.md"} <= set(renderDocs.render(copy))
-    shown = read(copy / "docs/speed.md")
-    assert before["Intel Xeon"] == 1 and len(shown.split("**Intel Xeon, 2 threads**")) > 5
-    assert "| AMD EPYC, 2 threads: TTFT, ms | " in shown and "| Intel Xeon, 2 threads: TTFT, ms |" in shown
-    assert read(copy / "README.md") == read(ROOT / "README.md")
+    pages = {f"docs/records/{page}.md" for page in ("README", "benchmark", "benchmark-pythia-2.8b")}
+    assert set(renderDocs.render(copy)) == pages
+    for page in "benchmark", "benchmark-pythia-2.8b":
+        shown = read(copy / f"docs/records/{page}.md")
+        section = shown.split(f"## `{page}-xeon`")[1].split("\n## ")[0]
+        assert section.count("Intel Xeon, 2 threads") >= 5 and "Intel Xeon" not in shown.replace(section, "")
     assert renderDocs.main(["--check"], copy) == 0, capsys.readouterr().out
     for wrong in (["benchmark", "--machine", "../xeon"], ["first", "1", "--machine", "xeon"]):
         assert keepRecord.main([*wrong, "--from", str(tmp_path)], copy) == 2
+
+
+def test_a_record_of_one_file_is_kept_under_its_name(copy, tmp_path, capsys):
+    record = renderDocs.Records(copy).file("rounds") | {"program": "-m scripts.another", "command": "--out /elsewhere"}
+    (tmp_path / "audit.json").write_text(json.dumps(record))
+    assert keepRecord.main(["audit", "--from", str(tmp_path)], copy) == 0
+    assert renderDocs.Records(copy).file("audit")["command"] == ""
+    assert renderDocs.render(copy) == ["docs/records/README.md"]
+    assert "| `audit` | audit.json | `python -m scripts.another` |" in read(copy / "docs/records/README.md")
+    assert renderDocs.main(["--check"], copy) == 0, capsys.readouterr().out
+    (tmp_path / "audit.json").write_text(json.dumps({"plain": record, "mistakes": record}))
+    assert keepRecord.main(["audit", "--from", str(tmp_path)], copy) == 0 and renderDocs.render(copy)
+    assert "| `audit` | audit.json, mistakes | `python -m scripts.another" in read(copy / "docs/records/README.md")
+    (tmp_path / "index.json").write_text("{}")
+    for wrong in "index", "../audit", "unheard-of":
+        assert keepRecord.main([wrong, "--from", str(tmp_path)], copy) == 2

@@ -13,11 +13,16 @@ from io import StringIO
 
 import pytest
 from conftest import ROOT, refused
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from benchmark.tables import tables
+from experiments.speed import Interval, Range, interval, summarize
 from report import results
 from report.results import Results, show
-from report.runTables import swept
-from report.tableFormat import WIDTH
+from report.runTables import ranked, swept
+from report.tableFormat import WIDTH, give_or_take, grid, notation, span, title_of
 from utils import UserError
 
 FORK = multiprocessing.get_context("fork")
@@ -180,7 +185,8 @@ def test_figures_are_medians_of_the_lines(tmp_path):
     )
     assert target[2:] == ["1000", "500", "2.00", "1.00", "600"]
     assert speculative[1:] == ["500", "250", "4.00", "2.00", "0.571", "2.00", "300"]
-    assert "[500, 1500]" in text and "Acceptance by position in the round: 0.75, 0.33." in text
+    assert "(500–1500)" in text and "1 repeat (range of fewer than 6 values)." in text
+    assert "Acceptance by position in the round: 0.75, 0.33." in text
 
 
 def test_no_figure_is_cut_however_large(tmp_path):
@@ -202,10 +208,10 @@ def test_no_figure_is_cut_however_large(tmp_path):
     text = write(tmp_path, run_line(), *methods, *ppl_lines(corpus=name, value=87_654.321), *ppl_lines(value=7e300))
     for figure in (
         "37037",
-        "[12346, 61728]",
+        "(12346–61728)",
         "3704",
-        "[1235, 6173]",
-        "[1235, 6173]",
+        "(1235–6173)",
+        "(1235–6173)",
         "123,456",
         "438,271.6050",
         "87,654.321000",
@@ -251,7 +257,7 @@ def test_tables_of_methods_stand_beside_theory_where_it_was_measured(tmp_path):
     rows = text.split("Beside theory")[1].splitlines()
     assert [row.split() for row in rows if row.startswith("lookup")] == [["lookup", "0.500", "2.00", "1.56", "1.28"]]
     assert all(len(line) <= WIDTH for line in text.splitlines())  # 4 of 8; 2 tokens a round of 1 + 3/8 + 3/8 1/2
-    assert not any(row.startswith(("target", "spec.")) for row in rows)
+    assert not any(row.startswith(("target alone ", "spec.")) for row in rows)
 
 
 def test_trees_stand_beside_theory_and_beside_the_fastest_chain(tmp_path):
@@ -264,9 +270,98 @@ def test_trees_stand_beside_theory_and_beside_the_fastest_chain(tmp_path):
     overlap = overlap_line("tree", (8, 8, 4.0, 8, 2.0), rounds=8, accepted=4)
     text = " ".join(write(tmp_path, run_line(), *lines, overlap).split())
     assert "tree 0.500 1.50 1.75 0.86" in text and "In a tree, the sum is that of first siblings" in text
-    assert "tree over block, the fastest of the others: 1.200 [1.200, 1.200] (paired)." in text
+    assert "tree over block, the fastest of the others: 1.200 (1.200–1.200), paired." in text
     (tmp_path / "chains").mkdir()
-    assert "paired)" not in write(tmp_path / "chains", run_line(), *lines[:6])
+    assert "fastest of the others" not in write(tmp_path / "chains", run_line(), *lines[:6])
+
+
+def test_intervals_and_ranges_have_their_own_notation():
+    assert span(Interval(4.42, 4.31, 4.93)) == "4.42\n[4.31, 4.93]"
+    assert span(Range(4.42, 4.31, 4.93)) == "4.42\n(4.31–4.93)"
+    assert span(interval([2.0])) == span(interval([2.0] * 9)) == "2.00"
+    assert give_or_take([1.0, 2.0, 6.0]) == "3\n(1–6)" and "±" in give_or_take([1.0, 2.0, 6.0] * 2)
+    assert notation("1") == "" and notation("1\n[0, 2]") == " [95 % bootstrap interval]"
+    assert notation("1 (0–2)") == " (range of fewer than 6 values)"
+    assert notation("1 (0–2)", "1 [0, 2]") == " [95 % bootstrap interval] or (range of fewer than 6 values)"
+
+
+def test_methods_are_in_the_order_of_their_speed_up_and_another_order_of_throughput_is_explained(tmp_path):
+    """Medians of ratios are not ratios of medians: here one method is twice as fast on the slow prompts alone."""
+    speeds = {"target": (10, 10, 40), "fixed": (20, 20, 38), "block": (11, 30, 44)}
+    lines = [
+        speed_line(method=method, mode="compare", prompt=prompt, throughput=float(speed))
+        for method, each in speeds.items()
+        for prompt, speed in enumerate(each)
+    ]
+    text = write(tmp_path, run_line(), *lines)
+    names = [line.split()[0] for line in text.splitlines() if line.startswith(("target alone", "fixed", "block"))]
+    assert names[:3] == ["target", "fixed", "block"]
+    assert "fixed has fewer tokens/s than block (20.0 and 30.0) and the larger speed-up (2.00 and 1.10): a" in text
+    (tmp_path / "same").mkdir()
+    assert "fewer tokens/s" not in write(tmp_path / "same", run_line(), *lines[:6])
+    slower_first = [line | {"mode": "speed"} for line in lines[6:] + lines[:6]]
+    assert [row["method"] for row in ranked(summarize(slower_first))] == ["target", "fixed", "block"]
+
+
+# The tables of all modes, and those of the benchmark. What a title stands for is said below its table; these say it
+# themselves.
+PLAIN = {"", "texts", "tokens", "dtype", "what is wrong", "seen by", "prompt", "context", "measured", "text"}
+PLAIN |= {"draft", "target", "per", "tokens needed", "of them differ", "of plain, eager", "of transformers"}
+PLAIN |= {"tokens/s", "ms", "ms a token"}
+
+
+def pieces_of_records():
+    """[(what is shown of a record, its width)] of all records that the project keeps."""
+    records = ROOT / "docs" / "records"
+    shown = [(list(results.report(run, lines)), WIDTH) for run, lines in Results(records).runs()]
+    for file in records.glob("benchmark*.json"):
+        record = json.loads(file.read_text())
+        shown.append((list(tables(record)), WIDTH + (15 if record["peers"] else 0)))
+    return shown
+
+
+def broken_words(table, width):
+    """The words of the titles and of the names in the first column that are not whole where a table is printed."""
+    screen = StringIO()
+    Console(width=width, file=screen, color_system=None).print(table)
+    words = re.findall(r"\S+", screen.getvalue())
+    names = [str(cell) for cell in table.columns[0].cells] + [str(column.header) for column in table.columns]
+    broken = [word for name in names for word in name.split() if word not in words]
+    return broken + [name for name in names if re.search(r"[a-z]-\n", name)]
+
+
+def unexplained(tables, notes):
+    """The titles of columns that no legend in the notes explains."""
+    titles = {title_of(column.header) for table in tables for column in table.columns}
+    titles = {re.sub("^(eager|compiled) ", "", title) for title in titles} - PLAIN
+    said = re.sub(r"\s+", " ", " ".join(notes))
+
+    def explained(title):
+        symbols = [title, *title.split(), title.rpartition(" ")[0]]
+        return any(re.search(rf"(?<![\w/]){re.escape(symbol)}[^.;:]*: ", said) for symbol in symbols if symbol)
+
+    return sorted(title for title in titles if not explained(title))
+
+
+def test_no_table_breaks_a_word_and_every_symbol_is_in_its_legend():
+    shown = pieces_of_records()
+    assert len(shown) > 8
+    for pieces, width in shown:
+        found = [piece for piece in pieces if isinstance(piece, Table)]
+        assert [broken_words(table, width) for table in found] == [[]] * len(found)
+        assert unexplained(found, [piece.plain for piece in pieces if isinstance(piece, Text)]) == []
+
+
+def test_a_broken_word_and_a_title_without_a_legend_are_seen():
+    def table(*titles):
+        made = grid("A table", titles)
+        made.add_row("speculative", *["1234567890"] * (len(titles) - 1))
+        return made
+
+    assert broken_words(table("", "alpha"), WIDTH) == []
+    assert broken_words(table("", "neigh-\nbours"), WIDTH) == ["neigh-\nbours"]
+    assert "speculative" in broken_words(table("", *["tokens/s"] * 9), 60)
+    assert unexplained([table("gamma", "K-S\np", "z")], ["gamma: guesses. p: p-values."]) == ["z"]
 
 
 def test_the_gain_without_a_kv_cache_is_said_as_the_report_says_it(tmp_path):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import refused
+from conftest import ROOT, refused
 from localHub import Repository
 
 import downloadData
@@ -148,9 +148,27 @@ def test_no_name_or_text_steers_the_screen_or_the_results(cli, flags, pair_folde
     assert "\\x1b[31mred" in error and error.count("\n") == 1 and error.rstrip("\n").isprintable()
 
 
-@pytest.mark.parametrize("text", [CURSED, "$\\frac{1}{", "$$ \\ $", "\U0001f600 漢字 \u202e"])
-def test_a_figure_shows_a_text_as_it_is(tmp_path, monkeypatch, text, recwarn):
-    """matplotlib reads text between two dollar signs as mathematics, and refuses most of it."""
-    monkeypatch.setattr("matplotlib.mathtext.MathTextParser.parse", lambda *_: pytest.fail("read as mathematics"))
-    drawRounds.draw_rounds(text, [[[], [], [text]], [[text], [text], [text]]], tmp_path / "rounds.png")
-    assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG") and not recwarn.list
+@pytest.mark.parametrize("text", [CURSED, "$\\frac{1}{", "x" * 500, " " * 99, "\U0001f600 漢字 \u202e"])
+def test_the_moving_picture_shows_any_text(tmp_path, text):
+    rounds = {"rounds": [[[], [], [text]], [[text], [text], [text]]], "seconds": [0.1, 0.2]}
+    record = json.loads((ROOT / "docs" / "records" / "rounds.json").read_text(encoding="utf-8"))
+    record |= {"prompt": text, "texts": {"plain": rounds, "speculative": rounds}}
+    drawRounds.draw_rounds(record, tmp_path / "rounds.gif")
+    assert (tmp_path / "rounds.gif").read_bytes().startswith(b"GIF89a")
+
+
+def test_the_text_of_the_moving_picture_is_whole_and_keeps_to_its_columns():
+    """Rejected guesses are shown in the last round, until the text ends."""
+    rounds = [[[], [], [" he"]], [[" looked"], [" up"], [" at", "\nthe"]], [[" door"], [" of", " x"], ["."]]]
+
+    def text(count, ended=False):
+        characters = drawRounds.characters("The old  man", rounds[:count], ended)
+        lines = drawRounds.lines_of(characters)
+        assert all(len("".join(c.glyph for c in line).rstrip()) <= drawRounds.COLUMNS for line in lines)
+        return "".join(c.glyph for line in lines for c in line).rstrip()
+
+    assert text(2) == "The old man he looked up at the"
+    assert text(3) == "The old man he looked at the door of x."
+    assert text(3, ended=True) == "The old man he looked at the door."
+    long = drawRounds.lines_of(drawRounds.characters("word " * 99 + "x" * 200, [], False))
+    assert len(long) > 10 and max(map(len, long)) <= drawRounds.COLUMNS + 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decoding.rows import Record
-from experiments.speed import WARM, ends_after, interval, measure, paired_ratios, quiet, summarize
+from experiments.speed import WARM, Range, ends_after, interval, measure, paired_ratios, quiet, summarize
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -37,8 +37,16 @@ def measurement(
 
 
 def test_the_interval_of_a_mean():
-    middle, low, high = interval([1.0, 2.0, 3.0, 6.0], np.mean)
-    assert middle == 3 and 1 < low < 3 < high < 6
+    middle, low, high = figures = interval([1.0, 2.0, 3.0, 6.0, 1.0, 5.0], np.mean)
+    assert middle == 3 and 1 < low < 3 < high < 6 and not isinstance(figures, Range)
+
+
+def test_fewer_than_six_values_have_a_range_and_no_interval():
+    assert interval([3.0, 1.0, 2.0, 7.0, 5.0]) == Range(3, 1, 7) and isinstance(interval([3.0, 1.0]), Range)
+    assert interval([1.0, 2.0, 6.0], np.mean) == (3, 1, 6)
+    few = interval([NAN, None, *range(1, 6)])  # values that are not known do not count
+    assert isinstance(few, Range) and few == (3, 1, 5)
+    assert not isinstance(interval(range(6)), Range)
 
 
 def test_the_interval_of_equal_values_is_the_value():
