@@ -48,6 +48,7 @@ from report.runTables import (
     sweep_tables,
     text_table,
 )
+from report.sources import is_the_reports
 from report.tableFormat import WIDTH, plain
 from utils import UserError
 
@@ -155,7 +156,7 @@ def show(run: RunLine, lines: Sequence[Line], **options: Any) -> None:
 def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
     """Everything shown of a run, as rich renderables. lines: its measurements."""
     yield from heading(run, finished=bool(of_kind(lines, EndLine)))
-    pythia = run["models"]["target"]["name"] == "pythia-2.8b" and run["models"]["draft"]["name"] == "pythia-70m"
+    pythia = is_the_reports(run)
     speed = of_kind(lines, SpeedLine)
     for mode, length in dict.fromkeys((mode_of(line), line.get("promptLen")) for line in speed):
         timed = [line for line in speed if (mode_of(line), line.get("promptLen")) == (mode, length)]

@@ -29,7 +29,7 @@ from experiments.lines import RunLine
 from inputs.commandLine import Parser, as_command
 from inputs.files import ROOT, replace_file
 from report.figures import draw_lossless, draw_sweep
-from scripts import docsBenchmark, docsCode, docsTables
+from scripts import docsBenchmark, docsCode, docsSources, docsTables
 from scripts.docsTables import CHINESE, Words, command_of, table
 from scripts.keepRecord import BENCHMARKS, Records
 from utils import UserError
@@ -59,7 +59,7 @@ def records_table(records: Records, words: Words) -> str:
     return table("name | record | made by | machine | on", rows)
 
 
-BLOCKS = docsTables.BLOCKS | docsBenchmark.BLOCKS | docsCode.BLOCKS | {"records": records_table}
+BLOCKS = docsTables.BLOCKS | docsBenchmark.BLOCKS | docsCode.BLOCKS | docsSources.BLOCKS | {"records": records_table}
 
 
 class Fault(NamedTuple):

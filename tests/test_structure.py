@@ -154,6 +154,7 @@ TESTED_WITH = {  # {module: the tests that prove it}, where these have another n
     "losslessReport": "losslessness",
     "figures": "results",
     "lines": "results",
+    "sources": "results",
     "runTables": "results",
     "tableFormat": "results",
     "page": "playback",
