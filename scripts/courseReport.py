@@ -19,14 +19,14 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from rich.console import RenderableType
 from rich.table import Table
 
 import downloadData
 import downloadModel
-from experiments.lines import EndLine, LosslessLine, Run, SpeedLine, TextPerplexityLine, of_kind
+from experiments.lines import EndLine, LosslessLine, Run, RunLine, SpeedLine, TextPerplexityLine, of_kind
 from experiments.settings import parse
 from inputs.commandLine import as_command, path, script_parser, text, whole
 from inputs.files import ROOT, replace_file
@@ -43,13 +43,14 @@ from scripts.keepRecord import without_places
 PAIR, MID = (downloadModel.PYTHIA[-1], downloadModel.PYTHIA[0]), downloadModel.PYTHIA[1]
 OUT = Path("courseReport")
 NOTES = """\
-- The report's times are those of its own machine, which is not named; "of the report" is a ratio of two machines. No
-  tolerance is given for it. Its total/n is the whole time over the number of tokens.
+- The report's times are those of its own machine, which is not named. So "of the report" is a ratio of two machines,
+  and of two pairs of models unless these are Pythia-2.8b and -70m. No tolerance is given for it. total/n: the whole
+  time over the number of tokens.
 - The speed-up can be compared. It agrees if its interval meets 1.8 - 2.5. That the report has no KV cache is inferred
   from its code.
 - Speculative and target perplexity should agree to a relative difference below 1e-6. With the report's models, the
   target's own should be within 1 % of the report's. Which texts it read, beyond "at least 500 characters", is not said.
-- What sets the report's two groups of runs apart is not said either. The data sets here are both of its own."""
+- Two values of the report are those of its two groups of runs. What sets these apart is not said either."""
 
 
 class Plan(NamedTuple):
@@ -170,7 +171,7 @@ def beside(runs: Sequence[tuple[Step, Run | None]]) -> Iterator[str]:
             Column("here, no KV cache", speed["compare"], NO_CACHE, ratio=True),
             Column("here, KV cache", speed["speed"], CACHED, ratio=True),
         )
-        yield f"**{data}**\n\n{speeds_beside(columns, {})}"
+        yield f"**{Path(data).name}**\n\n{speeds_beside(columns, {})}"
     if texts:
         yield f"**Perplexity per text**\n\n{perplexities_beside(texts, pythia, {})}"
 
@@ -178,7 +179,8 @@ def beside(runs: Sequence[tuple[Step, Run | None]]) -> Iterator[str]:
 def tables(found: Run) -> Iterator[str]:
     """All tables, notes and figures of a run in Markdown."""
     run, lines = found
-    yield source(run, next((line["dtype"] for line in lines if "dtype" in line), "")) + f" Run {run['run']}."
+    dtypes = ", ".join(dict.fromkeys(str(line.get("dtype")) for line in lines if "dtype" in line))
+    yield f"{source(cast(RunLine, without_places(run)), dtypes)} Run {run['run']}."
     for piece in list(shown(run, lines))[len(list(heading(run, True))) :]:
         if words := markdown(piece):
             yield words

@@ -3,7 +3,7 @@ article."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from experiments.diversity import FIGURES
@@ -36,7 +36,7 @@ class Column(NamedTuple):
 
 def speeds_beside(columns: Sequence[Column], words: Words) -> str:
     """The speeds of the course report, a column for each of `columns` beside them."""
-    say = Say(words)
+    say = say_in(words)
     titles = [say("figure"), say("the report")]
     cells: list[list[list[str]]] = []
     for column in columns:
@@ -62,7 +62,7 @@ def beside(figure: Reported, rows: dict[str, dict[str, Any]], column: Column, mi
 def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool, words: Words) -> str:
     """Perplexities per text, and those of the course report. pythia: the models are the report's, so that its
     target's perplexity of WikiText-2 can be compared."""
-    say, rows = Say(words), cells_of(text_table(lines, True))
+    say, rows = say_in(words), cells_of(text_table(lines, True))
     titles = ["corpus", "texts", "tokens", "draft", "target", "speculative", "relative difference"]
     if pythia:
         ratios = [f"{m['ppl']['target'] / REPORT['target']:.3f}" if m["corpus"] == "wikitext" else "" for m in lines]
@@ -70,22 +70,17 @@ def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool, words
     return table(" | ".join(map(say, titles)), [[say(name), *cells] for name, *cells in rows])
 
 
-class Say:
-    """Words in the language of a text; English ones where no others are known."""
-
-    def __init__(self, words: Words) -> None:
-        self.words = words
-
-    def __call__(self, english: str) -> str:
-        return self.words.get(english, english)
+def say_in(words: Words) -> Callable[[str], str]:
+    """f(English words) -> the same in the language of a text; English ones where no others are known."""
+    return lambda english: words.get(english, english)
 
 
 def report(records: Records, words: Words) -> str:
     """The course report beside the bundled pair, and beside random weights of Pythia's shapes."""
     (first, lines), (compare, compared) = records.run("first"), records.run("compare")
-    shapes, speed = records.benchmark(SHAPES), of_kind(lines, "speed")
+    shapes, speed, without = records.benchmark(SHAPES), of_kind(lines, "speed"), of_kind(compared, "speed")
     columns = (
-        Column("bundled pair, no KV cache", of_kind(compared, "speed"), NO_CACHE),
+        Column("bundled pair, no KV cache", without, NO_CACHE),
         Column("bundled pair, KV cache", speed, CACHED),
         Column(
             "Pythia's shapes, random weights, KV cache; speculative: 60 % of guesses accepted (synthetic)",
@@ -95,11 +90,7 @@ def report(records: Records, words: Words) -> str:
     )
     made = [
         source(record, dtype, words)
-        for record, dtype in (
-            (compare, columns[0].lines[0]["dtype"]),
-            (first, speed[0]["dtype"]),
-            (shapes, shapes["dtype"]),
-        )
+        for record, dtype in ((compare, without[0]["dtype"]), (first, speed[0]["dtype"]), (shapes, shapes["dtype"]))
     ]
     pieces = [
         speeds_beside(columns, words),
@@ -111,7 +102,7 @@ def report(records: Records, words: Words) -> str:
 
 def report_short(records: Records, words: Words) -> str:
     """The README's table: the course report's main figures beside those of the bundled pair."""
-    say, (run, lines), (other, compared) = Say(words), records.run("first"), records.run("compare")
+    say, (run, lines), (other, compared) = say_in(words), records.run("first"), records.run("compare")
     speedup = next(figure for figure in REPORT_SPEED if figure.field == "speedup")
     rows = []
     for what, record, timed, methods in (
@@ -131,7 +122,7 @@ def report_short(records: Records, words: Words) -> str:
 
 def post(records: Records, words: Words) -> str:
     """Clay's figures of SmolLM2 beside those of the same draft-length rule on the bundled pair."""
-    say, (run, lines) = Say(words), records.run("compare")
+    say, (run, lines) = say_in(words), records.run("compare")
     speed = of_kind(lines, "speed")
     rows = {row["method"]: row for row in summarize(speed)}
     names = [name for name in ("targetConfidence", "fixed") if name in rows]
@@ -153,7 +144,7 @@ def post(records: Records, words: Words) -> str:
 
 def article(records: Records, words: Words) -> str:
     """Gadgil's figures of diversity beside those of the bundled pair."""
-    say, (run, lines) = Say(words), records.run("diversity")
+    say, (run, lines) = say_in(words), records.run("diversity")
     measured = {line["method"]: line for line in of_kind(lines, "diversity")}
     body = []
     for index, figure in enumerate(FIGURES[:5]):
