@@ -16,6 +16,7 @@ from inputs import files
 from report.results import Results
 from report.sources import REPORT, REPORT_SPEED
 from scripts import courseReport
+from scripts.docsSources import CACHED, MISSING, NO_CACHE, Column, speeds_beside
 
 TARGET, MID, DRAFT = (f"EleutherAI/pythia-{size}" for size in ("2.8b", "410m", "70m"))
 SMALL = "--sentences 1 --sentenceLimit 60 --promptLen 12 --maxLen 6 --repeats 1 --window 64 --stride 32 --device cpu"
@@ -144,6 +145,8 @@ def test_a_download_that_fails_is_one_line_and_an_exit_code(served, tmp_path, mo
         (["--flags", "--gamma 0"], ["gamma"]),
         (["--books", "0"], ["books"]),
         (["a", "b", "c"], ["c"]),
+        (["nobody", "b/c"], ["nobody"]),
+        (["--data", "wikitex"], ["wikitex"]),
         (["--flags", "'"], []),
     ],
 )
@@ -152,6 +155,27 @@ def test_a_wrong_flag_is_one_line_before_anything_is_downloaded(served, tmp_path
     error = capsys.readouterr().err
     assert error.startswith("courseReport: error: ") and error.count("\n") == 1 and all(word in error for word in words)
     assert served.requests == []
+
+
+def timed(method, throughput):
+    figures = {"ttft": 0.1, "tpot": 1 / throughput, "report_tpot": 1 / throughput, "seconds": 1.0}
+    counts = {"rounds": 1, "drafted": 0, "accepted": 0, "acceptance_by_position": [], "tokens_per_round": 1.0}
+    return {"method": method, "prompt": 0, "repeat": 0, "throughput": throughput, **figures, **counts}
+
+
+def test_speeds_stand_beside_the_reports_and_missing_rows_say_so():
+    lines = [timed("noCache", 3.74), timed("speculativeNoCache", 9.35)]
+    columns = [Column("here", lines, NO_CACHE, ratio=True), Column("cached", lines, CACHED)]
+    by_name = dict(zip((figure.words for figure in REPORT_SPEED), rows_of(speeds_beside(columns, {}))))
+    assert by_name["plain decoding: tokens/s"] == ["3.74", "3.74", "1", MISSING]
+    assert by_name["speed-up"] == ["2.49; 1.80", "2.50", "1; 1.39", MISSING]
+    assert by_name["plain decoding: total/n, ms"] == ["267.03", "267", "1", MISSING]
+    assert all(cells[1:] == [MISSING, ""] for cells in rows_of(speeds_beside([Column("here", [], NO_CACHE, True)], {})))
+
+
+def rows_of(table):
+    """The cells of the rows of a table, without their names."""
+    return [[cell.strip() for cell in row.strip("|").split("|")][1:] for row in table.splitlines()[2:]]
 
 
 def test_the_default_models_are_the_reports():
