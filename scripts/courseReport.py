@@ -53,7 +53,8 @@ NOTES = """\
   from its code.
 - Speculative and target perplexity should agree to a relative difference below 1e-6. With the report's models, the
   target's own should be within 15 % of the report's: which texts it read is not said, and a mean of ten texts varies.
-- Two values of the report are those of its two groups of runs. What sets these apart is not said either."""
+- [95 % bootstrap interval]; in round brackets the range of few values. Two values of the report are those of its two
+  groups of runs. What sets these apart is not said either."""
 
 
 class Plan(NamedTuple):
@@ -158,10 +159,22 @@ def page(plan: Plan, store: Results) -> str:
     pieces = ["# The course report's protocol, measured"]
     if first := next((found for _, found in runs if found), None):  # the models and the machine
         pieces.append("\n".join(["```text", *map(str, list(heading(first[0], True))[3:]), "```"]))
+    if differ := differences([found[0] for _, found in runs if found]):
+        pieces.append(f"**Not one experiment: the runs differ in {', '.join(differ)}.** Measure into another folder.")
     pieces += ["## Beside the report's figures", *beside(runs), NOTES]
     for step, found in runs:
         pieces += [f"## {step.title}", *(tables(found) if found else ["Not measured."])]
     return "\n\n".join(pieces) + "\n"
+
+
+def differences(runs: Sequence[RunLine]) -> list[str]:
+    """What is not the same in all runs. A step that was measured before keeps its record."""
+    made_by: dict[str, list[object]] = {
+        "code": [run.get("code") for run in runs],
+        "machine": [run["machine"] for run in runs],
+        "weights": [[run["models"][role]["version"] for role in ("target", "draft")] for run in runs],
+    }
+    return [name for name, values in made_by.items() if any(value != values[0] for value in values)]
 
 
 def beside(runs: Sequence[tuple[Step, Run | None]]) -> Iterator[str]:

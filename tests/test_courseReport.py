@@ -69,7 +69,9 @@ def test_the_whole_protocol_downloads_measures_and_writes_one_page(served, cli, 
     assert code == 0 and len(calls) == STEPS, output.err
     assert output.out.count(": done, ") == STEPS
     page = (folder / "report.md").read_text()
-    assert "Not measured" not in page and "pythia-2.8b" in page and "torch 2" in page
+    assert (
+        "Not measured" not in page and "Not one experiment" not in page and "pythia-2.8b" in page and "torch 2" in page
+    )
     wiki, books, perplexity = tables_of(page, "Beside the report's figures")
     printed = [row[1] for row in wiki[2:]]
     assert printed == [row[1] for row in books[2:]] == ["; ".join(figure.values) for figure in REPORT_SPEED]
@@ -120,6 +122,10 @@ def test_a_step_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatc
     commands = []
     monkeypatch.setattr(courseReport, "test", lambda words: commands.append(words) or finished(words))
     assert run(tmp_path, *LOCAL) == 0 and [command[0] for command in commands] == ["--sweep"]
+    assert "Not one experiment" not in (tmp_path / "report.md").read_text()
+    lines = (tmp_path / "results.jsonl").read_text()
+    (tmp_path / "results.jsonl").write_text(lines.replace('"version": "none"', '"version": "other"', 1))
+    assert run(tmp_path, *LOCAL) == 0 and "the runs differ in weights." in (tmp_path / "report.md").read_text()
     assert run(tmp_path, *LOCAL, "--flags", "--gamma 3") == 0 and len(commands) == 8  # other commands: measured
 
 
