@@ -2,11 +2,13 @@
 # `make test-cuda`: the GPU's code on a software CUDA device and a software mps, every method and mode.
 # `make bench`: the benchmark. `make bench-peers`: the same beside other engines, which it installs into .peers/ first
 # (minutes; llama.cpp is compiled). `make docs`: renders the figures in README.md and docs/ from their records.
+# `make report`: the course report's whole protocol, downloads included, and one page out: courseReport/report.md. For
+# other models TARGET=... DRAFT=... MID=...; smaller: SENTENCES=2 MAXLEN=40 TOKENS=3200 DATASETS=sample.
 # Each makes .venv first if it is not there.
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test test-cuda style check bench bench-peers docs clean
+.PHONY: run test test-cuda style check bench bench-peers report docs clean
 
 run: .venv/installed
 	$(VENV) test.py
@@ -30,6 +32,11 @@ bench: .venv/installed
 bench-peers: .venv/installed
 	$(VENV) -m benchmark.engines.install
 	$(VENV) -m benchmark --peers
+
+report: .venv/installed
+	$(VENV) -m scripts.courseReport $(TARGET) $(DRAFT) $(if $(MID),--mid $(MID)) $(if $(OUT),--out $(OUT)) \
+	  $(if $(DATASETS),--data $(DATASETS)) $(if $(TOKENS),--tokens $(TOKENS)) \
+	  --flags "$(if $(DEVICE),--device $(DEVICE)) $(if $(SENTENCES),--sentences $(SENTENCES)) $(if $(MAXLEN),--maxLen $(MAXLEN)) $(FLAGS)"
 
 docs: .venv/installed
 	$(VENV) -m scripts.renderDocs

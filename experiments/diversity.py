@@ -1,7 +1,8 @@
 """Figures of how varied texts are: n-gram entropy, distinct-n, repetition, and their perplexity under the target.
 
 The prompts, and the figures to compare with, are those of R. Gadgil, "Combining Large and Small LLMs to Boost Inference
-Time and Quality" (2024): GPT-2 large with GPT-2, one text of 50 tokens, including the prompt, for each prompt.
+Time and Quality" (2024): GPT-2 large with GPT-2, one text of 50 tokens, including the prompt, for each prompt
+(report/sources.py).
 """
 
 import math
@@ -21,7 +22,6 @@ PROMPTS = (
     "Stanford is known for",
 )
 FIGURES = ("entropy_1", "entropy_2", "entropy_3", "distinct_1", "distinct_2", "repetition", "perplexity")
-ARTICLE = {"naive": (4.990, 5.175, 5.144, 0.8950, 0.9951), "contrastive": (5.183, 5.350, 5.314, 0.9028, 1.0)}
 
 
 def ngrams(text: str, n: int) -> Counter[tuple[str, ...]]:

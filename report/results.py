@@ -50,6 +50,7 @@ from report.runTables import (
     sweep_tables,
     text_table,
 )
+from report.sources import is_the_reports
 from report.tableFormat import WIDTH, plain
 from utils import UserError
 
@@ -159,7 +160,7 @@ def show(run: RunLine, lines: Sequence[Line], **options: Any) -> None:
 def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
     """Everything shown of a run, as rich renderables. lines: its measurements."""
     yield from heading(run, finished=bool(of_kind(lines, EndLine)))
-    pythia = {role: model["name"] for role, model in run["models"].items() if role != "mid"} == PYTHIA
+    pythia = is_the_reports(run)
     speed = of_kind(lines, SpeedLine)
     of_speed: list[RenderableType] = []
     for mode, length in dict.fromkeys((mode_of(line), line.get("promptLen")) for line in speed):

@@ -30,7 +30,7 @@ from benchmark.figure import draw
 from inputs.commandLine import Parser, as_command
 from inputs.files import ROOT, replace_file
 from report.figures import draw_lossless, draw_sweep
-from scripts import docsBenchmark, docsCode, docsTables
+from scripts import docsBenchmark, docsCode, docsSources, docsTables
 from scripts.docsTables import CHINESE, Words, command_of, table
 from scripts.drawRounds import draw_rounds
 from scripts.keepRecord import BENCHMARKS, Records
@@ -64,7 +64,7 @@ def records_table(records: Records, words: Words) -> str:
     return table("name | record | made by | machine | on", rows)
 
 
-BLOCKS = docsTables.BLOCKS | docsBenchmark.BLOCKS | docsCode.BLOCKS | {"records": records_table}
+BLOCKS = docsTables.BLOCKS | docsBenchmark.BLOCKS | docsCode.BLOCKS | docsSources.BLOCKS | {"records": records_table}
 
 
 class Fault(NamedTuple):

@@ -16,7 +16,7 @@ import downloadData
 import downloadModel
 from benchmark.__main__ import main as benchmark
 from inputs.files import ROOT
-from scripts import drawRounds, keepRecord, renderDocs, trainBundled
+from scripts import courseReport, drawRounds, keepRecord, renderDocs, trainBundled
 from scripts.docsBenchmark import side_by_side
 from scripts.docsCode import OTHERS, ROOT_FILES, imports, shown
 from scripts.docsTables import CHINESE as IN_CHINESE
@@ -268,6 +268,21 @@ def test_both_readmes_have_the_same_commands_and_figures():
     assert [link for link in links[0] if "README" not in link] == [link for link in links[1] if "README" not in link]
 
 
+def test_the_chinese_reproduction_has_the_same_commands_figures_and_sections():
+    texts = [read(ROOT / "docs" / name) for name in ("reproduction.md", "reproduction.zh-CN.md")]
+    english, chinese = ([re.sub(" *#.*", "", block) for block in fences(prose_kept(text))] for text in texts)
+    assert english == chinese
+    blocks = [contents(text) for text in texts]
+    assert list(blocks[0]) == list(blocks[1])
+    for name in blocks[0]:
+        rows = [[re.findall(r"\d[\d.,]*", cell) for cell in block[name].split("|")[1:]] for block in blocks]
+        assert len(rows[0]) == len(rows[1]), name
+        assert not re.search("not in this record|plain decoding|figure", blocks[1][name]), name  # untranslated words
+    assert [head.count("#") for head in re.findall("^#+", texts[0], re.M)] == [
+        head.count("#") for head in re.findall("^#+", texts[1], re.M)
+    ]
+
+
 def prose_kept(text):
     """A text without its rendered blocks, but with its code blocks."""
     return renderDocs.BLOCK.sub("", text)
@@ -362,6 +377,7 @@ def test_every_flag_that_is_named_exists(cli):
         drawRounds.main,
         renderDocs.main,
         keepRecord.main,
+        courseReport.main,
     )
     known = {flag for main in commands for flag in re.findall(r"--[\w-]+", help_of(main))} | {"--help"}
     known |= set(re.findall(r'"(--[\w-]+)"', read(ROOT / "scripts/fullSize.py")))

@@ -157,6 +157,7 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "losslessReport": "losslessness",
     "figures": "results",
     "lines": "results",
+    "sources": "results",
     "runTables": "results",
     "tableFormat": "results",
     "page": "playback",

@@ -1,0 +1,269 @@
+"""The course report's whole protocol by one command: downloads, measures, and writes one page.
+
+    python -m scripts.courseReport                                 Pythia-2.8b with Pythia-70m, as `make report`
+    python -m scripts.courseReport TARGET DRAFT --out FOLDER       other models
+    python -m scripts.courseReport --flags "--sentences 2"         flags that every step hands to test.py
+
+Each step is a run of test.py that writes to FOLDER/results.jsonl. A step whose run is there, finished and by the same
+command, is not measured again; so the same command goes on after an interruption. FOLDER/report.md has all tables, and
+the report's own figures beside them. The exit code is 1 if a step failed or --lossless says no.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from rich.console import RenderableType
+from rich.table import Table
+
+import downloadData
+import downloadModel
+from experiments.lines import EndLine, LosslessLine, Run, RunLine, SpeedLine, TextPerplexityLine, of_kind
+from experiments.settings import parse
+from inputs.commandLine import as_command, path, script_parser, text, whole
+from inputs.files import ROOT, replace_file
+from inputs.models import find_model
+from inputs.texts import find_texts
+from methods.catalogue import METHODS
+from report import losslessReport
+from report.results import Results, heading
+from report.results import report as shown
+from report.runTables import mode_of
+from report.sources import is_the_reports
+from scripts.docsSources import CACHED, NO_CACHE, Column, perplexities_beside, speeds_beside
+from scripts.docsTables import cells_of, source, table
+from scripts.keepRecord import without_places
+
+PAIR, MID = (downloadModel.PYTHIA[-1], downloadModel.PYTHIA[0]), downloadModel.PYTHIA[1]
+DATA = ["wikitext", "pg19"]
+OUT, PAGE = Path("courseReport"), "report.md"
+NOTES = """\
+- The report's times are those of its own machine, which is not named. So "of the report" is a ratio of two machines,
+  and of two pairs of models unless these are Pythia-2.8b and -70m. No tolerance is given for it. total/n: the whole
+  time over the number of tokens.
+- The speed-up can be compared. It agrees if its interval meets 1.8 - 2.5. That the report has no KV cache is inferred
+  from its code.
+- Speculative and target perplexity should agree to a relative difference below 1e-6. With the report's models, the
+  target's own should be within 15 % of the report's: which texts it read is not said, and a mean of ten texts varies.
+- [95 % bootstrap interval]; in round brackets the range of few values. Two values of the report are those of its two
+  groups of runs. What sets these apart is not said either."""
+
+
+class Plan(NamedTuple):
+    """What to measure, as the flags say. flags: for every run of test.py."""
+
+    target: str
+    draft: str
+    mid: str | None
+    data: list[str]
+    books: int
+    tokens: int | None
+    flags: list[str]
+    out: Path
+
+
+class Step(NamedTuple):
+    """One run of test.py. command: its flags without --out."""
+
+    title: str
+    command: list[str]
+    data: str | None = None  # the data set, if the step is made for each
+
+
+def steps(plan: Plan) -> Iterator[Step]:
+    """All runs, those of the report's own figures first."""
+    mid = ["--mid", plan.mid] if plan.mid else []
+    common = ["--target", plan.target, "--draft", plan.draft, *mid, "--books", str(plan.books), *plan.flags]
+    rows = ",".join(["speculative", *(name for name in NO_CACHE if name in METHODS)])
+    modes = {
+        "Speed, and perplexity per text and corpus": ["--speed", "--ppl"],
+        "With and without a KV cache": ["--compare", rows],
+        "The additive draft-length rule": ["--speedNew"],
+        **({"A cascade of three models": ["--speedMulti"]} if mid else {}),
+        "Contrastive decoding": ["--contrastive"],
+    }
+    for title, mode in modes.items():
+        for data in plan.data:
+            yield Step(f"{title}: {Path(data).name}", [*mode, "--dataset", data, *common], data)
+    others = {
+        "Every method": ["--compare", "all"],
+        "Speed over gamma": ["--sweep"],
+        "Tests of losslessness": ["--lossless", "all", *(["--tokens", str(plan.tokens)] if plan.tokens else [])],
+    }
+    for title, mode in others.items():
+        yield Step(f"{title}: {Path(plan.data[0]).name}", [*mode, "--dataset", plan.data[0], *common])
+
+
+def run_of(step: Step, store: Results) -> Run | None:
+    """The newest finished run by the step's command; None if there is none."""
+    command = shlex.join(step.command)
+    finished = [(run, lines) for run, lines in store.runs() if of_kind(lines, EndLine)]
+    return next((pair for pair in reversed(finished) if without_places(pair[0]).get("command") == command), None)
+
+
+def test(words: Sequence[str]) -> int:
+    """Run test.py in a process of its own: whatever stops it leaves the other steps alone. Its tables are on the page,
+    so only what it says on stderr is shown. Returns its exit code."""
+    return subprocess.run([sys.executable, str(ROOT / "test.py"), *words], stdout=subprocess.DEVNULL).returncode
+
+
+def download(plan: Plan) -> bool:
+    """Download the models and the data sets that are missing; whether all are there."""
+    named = filter(None, (plan.target, plan.draft, plan.mid))
+    models = [name for name in named if downloadModel.is_hub_id(name) and not downloadModel.downloaded_folder(name)]
+    data = [name for name in plan.data if name in DATA]
+    codes = [downloadModel.main(models)] if models else []
+    codes += [downloadData.main([*data, "--books", str(plan.books)])] if data else []
+    if 130 in codes:
+        raise KeyboardInterrupt
+    return not any(codes)
+
+
+def measure(plan: Plan, store: Results) -> list[str]:
+    """Run every step that has no finished run, and write the page after it. Returns the titles of those that failed."""
+    failed, all_steps = [], list(steps(plan))
+    for number, step in enumerate(all_steps, 1):
+        place = f"[{number}/{len(all_steps)}] {step.title}"
+        if found := run_of(step, store):
+            print(f"{place}: measured before, run {found[0]['run']}", flush=True)
+            continue
+        print(f"{place}: python test.py {shlex.join(step.command)}", flush=True)
+        start = time.monotonic()
+        code = test([*step.command, "--out", str(plan.out)])
+        if code == 130:
+            raise KeyboardInterrupt
+        found = run_of(step, store)
+        failed += [] if found else [step.title]
+        how = "done" if found else f"FAILED (exit code {code})"
+        print(f"{place}: {how}, {time.monotonic() - start:.0f} s", flush=True)
+        write(plan, store)
+    return failed
+
+
+def write(plan: Plan, store: Results) -> None:
+    """Write the page."""
+    replace_file(plan.out / PAGE, page(plan, store))
+
+
+def page(plan: Plan, store: Results) -> str:
+    """The page: the report's figures beside those measured, and every table of every step."""
+    runs = [(step, run_of(step, store)) for step in steps(plan)]
+    pieces = ["# The course report's protocol, measured"]
+    if first := next((found for _, found in runs if found), None):  # the models and the machine
+        pieces.append("\n".join(["```text", *map(str, list(heading(first[0], True))[3:]), "```"]))
+    if differ := differences([found[0] for _, found in runs if found]):
+        pieces.append(f"**Not one experiment: the runs differ in {', '.join(differ)}.** Measure into another folder.")
+    pieces += ["## Beside the report's figures", *beside(runs), NOTES]
+    for step, found in runs:
+        pieces += [f"## {step.title}", *(tables(found) if found else ["Not measured."])]
+    return "\n\n".join(pieces) + "\n"
+
+
+def differences(runs: Sequence[RunLine]) -> list[str]:
+    """What is not the same in all runs. A step that was measured before keeps its record."""
+    made_by: dict[str, list[object]] = {
+        "code": [run.get("code") for run in runs],
+        "machine": [run["machine"] for run in runs],
+        "weights": [[run["models"][role]["version"] for role in ("target", "draft")] for run in runs],
+    }
+    return [name for name, values in made_by.items() if any(value != values[0] for value in values)]
+
+
+def beside(runs: Sequence[tuple[Step, Run | None]]) -> Iterator[str]:
+    """The report's figures beside those of each data set."""
+    texts: list[TextPerplexityLine] = []
+    pythia = False
+    for data in dict.fromkeys(step.data for step, _ in runs if step.data):
+        found = [found for step, found in runs if step.data == data and found]
+        speed = {
+            mode: [line for _, lines in found for line in of_kind(lines, SpeedLine) if mode_of(line) == mode]
+            for mode in ("speed", "compare")
+        }
+        texts += [line for _, lines in found for line in of_kind(lines, TextPerplexityLine)]
+        pythia = pythia or any(is_the_reports(run) for run, _ in found)
+        columns = (
+            Column("here, no KV cache", speed["compare"], NO_CACHE, ratio=True),
+            Column("here, KV cache", speed["speed"], CACHED, ratio=True),
+        )
+        yield f"**{Path(data).name}**\n\n{speeds_beside(columns, {})}"
+    if texts:
+        yield f"**Perplexity per text**\n\n{perplexities_beside(texts, pythia, {})}"
+
+
+def tables(found: Run) -> Iterator[str]:
+    """All tables, notes and figures of a run in Markdown."""
+    run, lines = found
+    dtypes = ", ".join(dict.fromkeys(str(line.get("dtype")) for line in lines if "dtype" in line))
+    yield f"{source(cast(RunLine, without_places(run)), dtypes)} Run {run['run']}."
+    for piece in list(shown(run, lines))[len(list(heading(run, True))) :]:
+        if words := markdown(piece):
+            yield words
+
+
+def markdown(piece: RenderableType) -> str:
+    """A table or a text of `report.results.report` in Markdown."""
+    if not isinstance(piece, Table):
+        return re.sub(r"^Figure: (.*)", r"![\1](\1)", str(piece))
+    titles = " | ".join(str(column.header).replace("\n", " ") for column in piece.columns)
+    rows = [[cell.replace("|", r"\|") for cell in row] for row in cells_of(piece)]
+    return f"**{piece.title}**\n\n{table(titles, rows)}"
+
+
+def read(argv: Sequence[str] | None) -> Plan:
+    """The plan that the flags say. Raises UserError for what test.py would refuse."""
+    parser = script_parser("python -m scripts.courseReport", __doc__)
+    parser.add_argument("target", type=text, nargs="?", default=PAIR[0], metavar="TARGET", help=f"({PAIR[0]})")
+    parser.add_argument("draft", type=text, nargs="?", default=PAIR[1], metavar="DRAFT", help=f"({PAIR[1]})")
+    parser.add_argument(
+        "--mid", type=text, metavar="MODEL", help=f"for the cascade ({MID} with the default models, else none)"
+    )
+    parser.add_argument("--data", type=text, nargs="+", default=DATA, metavar="NAME", help=f"({' '.join(DATA)})")
+    parser.add_argument("--books", type=whole(1, 100_000), default=2, metavar="N", help="documents of a data set (2)")
+    parser.add_argument("--tokens", type=whole(1), metavar="N", help="of each method that --lossless tests (100000)")
+    parser.add_argument("--flags", type=shlex.split, default=[], metavar='"FLAGS"', help="handed to every test.py")
+    parser.add_argument("--out", type=path, default=OUT, metavar="FOLDER", help=f"where everything is written ({OUT})")
+    args = parser.parse_args(argv)
+    mid = args.mid or (MID if (args.target, args.draft) == PAIR else None)
+    plan = Plan(args.target, args.draft, mid, args.data, args.books, args.tokens, args.flags, args.out)
+    for name in filter(None, (plan.target, plan.draft, plan.mid)):
+        if not downloadModel.is_hub_id(name):
+            find_model(name)
+    for name in plan.data:
+        if name not in DATA:
+            find_texts(name)
+    plan.out.mkdir(parents=True, exist_ok=True)
+    for step in steps(plan):
+        parse([*step.command, "--out", str(plan.out)])
+    return plan
+
+
+def work(argv: Sequence[str] | None) -> int:
+    """Download, measure, write the page."""
+    plan = read(argv)
+    store, start = Results(plan.out), time.monotonic()
+    complete = download(plan)
+    failed = measure(plan, store)
+    write(plan, store)
+    print(f"Written: {plan.out / PAGE}, after {time.monotonic() - start:.0f} s.")
+    if failed:
+        print(f"{len(failed)} failed: {'; '.join(failed)}. The same command measures only what is missing.")
+    found = [run_of(step, store) for step in steps(plan)]
+    lossless = all(losslessReport.verdict(pair[1])[0] for pair in found if pair and of_kind(pair[1], LosslessLine))
+    return 0 if complete and not failed and lossless else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` and return the exit code."""
+    return as_command("courseReport", partial(work, argv), "What was measured is kept; the same command goes on.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The course report's protocol by one command: tiny models and both data sets from a hub on localhost, one page out."""
+
+import io
+import re
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from conftest import ROOT
+from localHub import Repository
+
+import datasets
+import downloadModel
+from experiments.runRecord import origin
+from inputs import files
+from report.results import Results
+from report.sources import REPORT, REPORT_SPEED
+from scripts import courseReport
+from scripts.docsSources import CACHED, MISSING, NO_CACHE, Column, speeds_beside
+
+TARGET, MID, DRAFT = (f"EleutherAI/pythia-{size}" for size in ("2.8b", "410m", "70m"))
+SMALL = "--sentences 1 --sentenceLimit 60 --promptLen 12 --maxLen 6 --repeats 1 --window 64 --stride 32 --device cpu"
+STEPS = 13
+
+
+def parquet(texts):
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def served(hub, models_folder, pair_folder, tmp_path, monkeypatch):
+    """The hub, with tiny models under Pythia's names and short data sets."""
+    monkeypatch.setattr(files, "DATASETS", tmp_path / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+    for name, folder in ((TARGET, "target"), (MID, "target"), (DRAFT, "draft")):
+        hub.models[name] = Repository({file.name: file for file in (pair_folder / folder).iterdir()})
+    lines = [
+        " = Harbour = \n",
+        *(f" The lamp was lit and the tide was out in year {i} of the harbour . \n" for i in range(9)),
+    ]
+    hub.datasets["Salesforce/wikitext"] = Repository({"wikitext-2-raw-v1/test-00000-of-00001.parquet": parquet(lines)})
+    books = [f"Nobody in harbour {i} had heard the bell, though the lamp was lit.\n\n" * 5 for i in range(3)]
+    hub.datasets["emozilla/pg19"] = Repository({"data/test-00000-of-00001.parquet": parquet(books)})
+    return hub
+
+
+def run(folder, *more):
+    return courseReport.main(["--out", str(folder), "--tokens", "60", *more])
+
+
+def tables_of(page, heading):
+    """The tables of a section: lists of rows, which are lists of cells."""
+    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    blocks = re.findall(r"(?:^\|.*\n?)+", section, re.M)
+    return [
+        [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()] for block in blocks
+    ]
+
+
+def test_the_whole_protocol_downloads_measures_and_writes_one_page(served, cli, tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(courseReport, "test", lambda words: calls.append(words) or cli.main(words))
+    folder = tmp_path / "out"
+    code = run(folder, "--flags", SMALL)
+    output = capsys.readouterr()
+    assert code == 0 and len(calls) == STEPS, output.err
+    assert output.out.count(": done, ") == STEPS
+    page = (folder / "report.md").read_text()
+    assert (
+        "Not measured" not in page and "Not one experiment" not in page and "pythia-2.8b" in page and "torch 2" in page
+    )
+    wiki, books, perplexity = tables_of(page, "Beside the report's figures")
+    printed = [row[1] for row in wiki[2:]]
+    assert printed == [row[1] for row in books[2:]] == ["; ".join(figure.values) for figure in REPORT_SPEED]
+    assert wiki != books  # each data set's own times
+    cached = wiki[0].index("here, KV cache")
+    value, ratios = (wiki[3][column] for column in (cached, cached + 1))  # total/n of the target
+    assert float(ratios) == pytest.approx(float(value.split()[0]) / 267.03, rel=0.02)
+    assert [row[0] for row in perplexity[2:]] == ["wikitext", "pg19", "the report (WikiText-2)"]
+    assert float(perplexity[2][-1]) == pytest.approx(
+        float(perplexity[2][4].replace(",", "")) / REPORT["target"], abs=1e-3
+    )
+    assert perplexity[3][-1] == "" and perplexity[4][-1] == "1"  # the report has no figure for PG-19
+    for title in ("Speed, and perplexity per text and corpus", "With and without a KV cache", "Contrastive decoding"):
+        for data in "wikitext", "pg19":
+            assert tables_of(page, f"{title}: {data}"), title
+    pictures = re.findall(r"!\[.*\]\((figures/.*png)\)", page)
+    assert len(pictures) == 2 and all((folder / picture).exists() for picture in pictures)  # of the sweep, of the tests
+    before, calls[:] = served.requests.copy(), []
+    assert run(folder, "--flags", SMALL) == 0 and calls == [] and served.requests == before
+    assert capsys.readouterr().out.count("measured before, run ") == STEPS
+    assert (folder / "report.md").read_text() == page
+
+
+def finished(words):
+    """Leave the record of a run of test.py that measured nothing; its exit code."""
+    models = {role: {"name": role, "version": "none", "parameters": 1} for role in ("target", "draft")}
+    store = Results(words[-1])
+    name = f"run{len(store.runs())}"
+    store.append(kind="run", run=name, **origin(words, {"seed": 0}, "cpu", models))
+    store.append(run=name, kind="end")
+    return 0
+
+
+LOCAL = ("bundled-target", "bundled-draft", "--data", "sample")
+
+
+def test_a_step_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    stub = 'import sys\nprint("a table")\nsys.exit("test.py: error: no room" if "--sweep" in sys.argv else 0)\n'
+    (tmp_path / "test.py").write_text(stub)
+    monkeypatch.setattr(courseReport, "ROOT", tmp_path)  # where test.py is
+    real = courseReport.test
+    monkeypatch.setattr(courseReport, "test", lambda words: real(words) or finished(words))
+    assert run(tmp_path, *LOCAL) == 1
+    output = capsys.readouterr().out
+    assert output.count("FAILED") == 1 and re.search(r"Speed over gamma: sample: FAILED \(exit code 1\), \d+ s", output)
+    assert output.count(": done, ") == 6 and "1 failed: Speed over gamma: sample." in output
+    assert (tmp_path / "report.md").read_text().count("Not measured.") == 1
+    commands = []
+    monkeypatch.setattr(courseReport, "test", lambda words: commands.append(words) or finished(words))
+    assert run(tmp_path, *LOCAL) == 0 and [command[0] for command in commands] == ["--sweep"]
+    assert "Not one experiment" not in (tmp_path / "report.md").read_text()
+    lines = (tmp_path / "results.jsonl").read_text()
+    (tmp_path / "results.jsonl").write_text(lines.replace('"version": "none"', '"version": "other"', 1))
+    assert run(tmp_path, *LOCAL) == 0 and "the runs differ in weights." in (tmp_path / "report.md").read_text()
+    assert run(tmp_path, *LOCAL, "--flags", "--gamma 3") == 0 and len(commands) == 8  # other commands: measured
+
+
+def test_an_interruption_leaves_a_page_and_goes_on(tmp_path, monkeypatch, capsys):
+    answers = iter([0, 130])
+    monkeypatch.setattr(courseReport, "test", lambda words: next(answers) or finished(words))
+    assert run(tmp_path, *LOCAL) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert (tmp_path / "report.md").read_text().count("Not measured.") == 6
+
+
+def test_a_download_that_fails_is_one_line_and_an_exit_code(served, tmp_path, monkeypatch, capsys):
+    del served.datasets["emozilla/pg19"]
+    monkeypatch.setattr(courseReport, "test", finished)
+    assert run(tmp_path) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("downloadData.py: error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--flags", "--gamma 0"], ["gamma"]),
+        (["--books", "0"], ["books"]),
+        (["a", "b", "c"], ["c"]),
+        (["nobody", "b/c"], ["nobody"]),
+        (["--data", "wikitex"], ["wikitex"]),
+        (["--flags", "'"], []),
+    ],
+)
+def test_a_wrong_flag_is_one_line_before_anything_is_downloaded(served, tmp_path, capsys, arguments, words):
+    assert run(tmp_path, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("courseReport: error: ") and error.count("\n") == 1 and all(word in error for word in words)
+    assert served.requests == []
+
+
+def timed(method, throughput):
+    figures = {"ttft": 0.1, "tpot": 1 / throughput, "report_tpot": 1 / throughput, "seconds": 1.0}
+    counts = {"rounds": 1, "drafted": 0, "accepted": 0, "acceptance_by_position": [], "tokens_per_round": 1.0}
+    return {"method": method, "prompt": 0, "repeat": 0, "throughput": throughput, **figures, **counts}
+
+
+def test_speeds_stand_beside_the_reports_and_missing_rows_say_so():
+    lines = [timed("noCache", 3.74), timed("speculativeNoCache", 9.35)]
+    columns = [Column("here", lines, NO_CACHE, ratio=True), Column("cached", lines, CACHED)]
+    by_name = dict(zip((figure.words for figure in REPORT_SPEED), rows_of(speeds_beside(columns, {}))))
+    assert by_name["plain decoding: tokens/s"] == ["3.74", "3.74", "1", MISSING]
+    assert by_name["speed-up"] == ["2.49; 1.80", "2.50", "1; 1.39", MISSING]
+    assert by_name["plain decoding: total/n, ms"] == ["267.03", "267", "1", MISSING]
+    assert all(cells[1:] == [MISSING, ""] for cells in rows_of(speeds_beside([Column("here", [], NO_CACHE, True)], {})))
+
+
+def rows_of(table):
+    """The cells of the rows of a table, without their names."""
+    return [[cell.strip() for cell in row.strip("|").split("|")][1:] for row in table.splitlines()[2:]]
+
+
+def test_the_default_models_are_the_reports():
+    plan = courseReport.read(["--out", str(ROOT / "docs")])
+    assert (plan.target, plan.mid, plan.draft) == (TARGET, MID, DRAFT) and {TARGET, MID, DRAFT} == set(
+        downloadModel.PYTHIA
+    )
+    assert courseReport.read([TARGET, "b/c", "--out", str(ROOT / "docs")]).mid is None
