@@ -54,7 +54,6 @@ from report.sources import is_the_reports
 from report.tableFormat import WIDTH, plain
 from utils import UserError
 
-PYTHIA = {"target": "pythia-2.8b", "draft": "pythia-70m"}  # the course report's pair
 
 
 @contextmanager
