@@ -219,12 +219,44 @@ def lossless_mistakes(records: Records, words: Words) -> str:
     """The planted mistakes, and after how many tokens each is caught."""
     run, lines = records.run("lossless")
     rows = cells_of(power_table(of_kind(lines, "power")))
-    body = table("planted mistake | what is wrong | seen after tokens | by", rows)
+    body = table("planted mistake | what is wrong | seen in | seen after tokens | by", rows)
     return f"{body}\n\n{source(run, of_kind(lines, 'lossless')[0]['dtype'])}"
+
+
+def greedy_differ(records: Records, words: Words) -> str:
+    """How many greedy texts in a 16-bit dtype differ from plain decoding's."""
+    _, lines = records.run("lossless")
+    short = [m for m in of_kind(lines, "greedy") if m["dtype"] != "float32" and m["method"] != "target"]
+    if not short:
+        raise UserError("the record holds no greedy texts in a 16-bit dtype")
+    differing, texts = sum(m["differing"] for m in short), sum(m["texts"] for m in short)
+    english = "{differing:,} of {texts:,} in {dtype} ({share:.0%})"
+    shown = words.get(english, english)
+    return shown.format(differing=differing, texts=texts, dtype=short[0]["dtype"], share=differing / texts)
+
+
+def takes(records: Records, words: Words) -> str:
+    """What the two commands of README take: minutes, downloads and disk (scripts/firstRun.py)."""
+    record = records.file("firstRun")
+    say = words.get
+    rows = [
+        [
+            f"`{m['command']}`",
+            *(f"{m[what] / unit:,.1f}" for what, unit in (("seconds", 60), ("downloaded", 1e9), ("disk", 1e9))),
+        ]
+        for m in record["commands"]
+    ]
+    titles = "command | minutes | downloaded so far, GB | on the disk then, GB"
+    note = "With empty caches; `torch` without CUDA. With CUDA its download is some 3 GB, and 7 GB lie on the disk."
+    machine = record["machine"]
+    place = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {record['time'][:10]}."
+    return f"{table(say(titles, titles), rows)}\n\n{say(note, note)} `python -m scripts.firstRun`; {place}"
 
 
 BLOCKS: dict[str, Render] = {
     "results": excerpt,
+    "greedy-differ": greedy_differ,
+    "takes": takes,
     "compare": compare,
     "sweep": sweep,
     **{f"sweep-{name}": partial(sweep_figure, name) for name in ("alpha", "overlap", "c", "scoring", "range")},
