@@ -87,8 +87,8 @@ FLAGS = {
             text,
             "Test whether the text of a method is distributed as the target's own. Give all, or a comma-separated list "
             "of: {lossless}. all stands for every one of them whose models are there, except target, which is what "
-            "they are compared with. Without a value: speculative. This is a run of its own. The exit code is 0 if no "
-            "test finds a difference and 1 otherwise.",
+            "they are compared with, and the two without a KV cache, which are slow. Without a value: speculative. "
+            "This is a run of its own. The exit code is 0 if no test finds a difference and 1 otherwise.",
             metavar="METHODS",
             nargs="?",
             const="speculative",

@@ -38,6 +38,7 @@ class Method:
     make: f(models, decoding, wrap) -> sampler; wrap: wraps the drafter, to watch it.
     needs: roles it needs beside the target.
     lossless: its text is distributed as the target's. seeded: f(decoding) -> whether the seed fixes its tokens.
+    baseline: what others are compared with; "all" methods of --lossless leave it out.
     guesses: whether it guesses tokens for the target to verify.
     contrasts: it needs two different models that both know every token.
     guesser: the role of the model whose distributions are the q of its guesses.
@@ -51,6 +52,7 @@ class Method:
     make: Maker
     needs: tuple[str, ...] = ()
     lossless: bool = False
+    baseline: bool = False
     seeded: Callable[[Decoding], bool] = lambda decoding: True
     guesses: bool = True
     contrasts: bool = False
@@ -78,6 +80,7 @@ CATALOGUE = (
         "plain decoding: the target alone",
         alone("target"),
         lossless=True,
+        baseline=True,
         guesses=False,
         modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity"),
     ),
@@ -146,6 +149,7 @@ CATALOGUE = (
         "plain decoding without a KV cache, as in the course report's code",
         without_cache(alone("target")),
         lossless=True,
+        baseline=True,
         guesses=False,
     ),
     Method(
@@ -154,6 +158,7 @@ CATALOGUE = (
         without_cache(speculative("fixed", "token", draft_model)),
         needs=("draft",),
         lossless=True,
+        baseline=True,
     ),
     Method(
         "contrastive",
@@ -206,12 +211,11 @@ def choose(names: str, roles: Iterable[str]) -> list[str]:
 def choose_lossless(names: str, roles: Iterable[str]) -> list[str]:
     """The methods whose losslessness is to be tested, of a comma-separated list.
 
-    "all" is every lossless method that the models of `roles` allow, but for the target alone, which they are compared
-    with. Raises as `choose` does.
+    "all" is every lossless method that the models of `roles` allow, but for the baselines. Raises as `choose` does.
     """
     asked = [name.strip() for name in names.split(",")]
     if asked == ["all"]:
-        methods = [method for method in METHODS.values() if method.lossless and method.name != "target"]
+        methods = [method for method in METHODS.values() if method.lossless and not method.baseline]
         return allowed(methods, roles)
     for name in asked:
         if name not in lossless_methods():
