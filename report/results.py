@@ -55,7 +55,6 @@ from report.tableFormat import WIDTH, plain
 from utils import UserError
 
 
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """A lock on a folder: of several processes that render its results, one reads and writes at a time. So the last

@@ -29,7 +29,8 @@ UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 def downloaded(log: Path) -> float:
     """The bytes that pip downloaded, by its log."""
-    sizes = re.findall(r"Downloading \S+ \(([\d.]+) (kB|MB|GB)\)", log.read_text(encoding="utf-8", errors="replace"))
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    sizes = re.findall(r"Downloading \S+ \(([\d.]+) (kB|MB|GB)\)", text)
     return sum(float(number) * UNITS[unit] for number, unit in sizes)
 
 

@@ -148,6 +148,7 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "prompts": "cli",
     "measure": "cli",
     "prepare": "cli",
+    "firstRun": "keepRecord",
     "evidence": "losslessness",
     "scorer": "losslessness",
     "plantedMistakes": "losslessness",
