@@ -148,12 +148,13 @@ def scoring(record: BenchmarkRecord) -> str:
 
 def shares(record: BenchmarkRecord) -> str:
     """What the parts of a round take, as shares of it."""
-    rows = [
-        [variant, f"{1e3 * seconds:.3g}", *(f"{100 * share:.1f}" for share in parts.values())]
-        for variant, (seconds, parts) in round_shares(record).items()
-    ]
-    titles = [" | round, ms", *(f"{part}, %" for part in PARTS)]
-    words = f"A round of {record['flags']['gamma']} guesses, all accepted. "
+    seconds, rows = printed.part_seconds(record), []
+    for variant, (whole, parts) in round_shares(record).items():
+        sampling = printed.ratio(seconds[variant, "sampling"], seconds[variant, "round"])
+        percent = [f"{100 * share:.1f}" for share in (*parts.values(), sampling.middle)]
+        rows.append([variant, f"{1e3 * whole:.3g}", *percent])
+    titles = [" | round, ms", *(f"{part}, %" for part in PARTS), "filters, draws and verification in it, %"]
+    words = f"A round of {record['flags']['gamma']} guesses, all accepted; each part is measured by itself. "
     return with_source(table(" | ".join(titles), rows), record, words)
 
 
