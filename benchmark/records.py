@@ -75,7 +75,7 @@ class StepRecord(TypedDict):
 
 class BenchmarkRecord(StepRecord):
     """A run. code: the digest of the source, which the oldest records lack. compile_seconds: of each step of compiling,
-    None where it failed. texts: {row of this project: what the tests of its text showed}. peak_memory: bytes."""
+    None where it failed. texts: {row: what is known of its text}. peak_memory: bytes."""
 
     time: str
     command: str

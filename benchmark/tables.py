@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -104,11 +105,15 @@ def longest_prefill(lines: Sequence[TimedText]) -> tuple[str, float]:
 
 
 def texts_of(record: BenchmarkRecord) -> dict[str, str]:
-    """{row: what is known of its text} of the rows whose text was tested."""
-    return {row: verdict(figures) for row, figures in record.get("texts", {}).items()} | {
-        peer["method"]: f"left out: {peer['failed']}" if peer["failed"] else verdict(peer["lossless"])
-        for peer in record.get("peers", ())
-    }
+    """{row: what is known of its text}. Old records have texts of other engines alone."""
+    timed = {line["method"] for line in record["speed"]}
+    lines: dict[str, Any] = {peer["method"]: peer for peer in record.get("peers", ())}
+    said = {}
+    for row, line in record.get("texts", lines).items():
+        said[row] = verdict(line["lossless"])
+        if line["failed"]:
+            said[row] = f"{'wrong' if row in timed else 'left out'}: {line['failed']}"
+    return said
 
 
 def speed_table(record: BenchmarkRecord) -> Table:
