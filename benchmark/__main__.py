@@ -6,9 +6,9 @@
 
 A process tests the text of every row, and measures everything in turn (A B C A B C ...) after a warm-up. Of several
 processes (`accelerate launch -m benchmark`) each times the texts of its own prompts, and process 0 measures the rest
-while the others wait. Figures are medians with 95 % bootstrap intervals, and ratios are paired turn by turn. Results
-are written to benchmark.json and figures/benchmark.png, with --shapes to benchmark-SHAPE.json and
-figures/benchmark-SHAPE.png.
+while the others wait. Figures are medians with 95 % bootstrap intervals, of few values with their range, and ratios are
+paired turn by turn. Results are written to benchmark.json and figures/benchmark.png, with --shapes to
+benchmark-SHAPE.json and figures/benchmark-SHAPE.png.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ NAMES = {
     "transformers, assistant as it comes": "`generate` with `assistant_model`, its defaults",
     "speculative, inside generate": "the eager sampler inside `generate`",
     "transformers, static cache, compiled": "`generate`, static cache, compiled",
-    "plain, no cache": "plain without a KV cache, as in the course report",
-    "speculative, no cache": "speculative without a KV cache, as in the course report",
-    "synthetic 0.6, no cache": "synthetic 0.6 without a KV cache, as in the course report",
+    "plain, no cache": "plain without a KV cache",
+    "speculative, no cache": "speculative without a KV cache",
+    "synthetic 0.6, no cache": "synthetic 0.6 without a KV cache",
 }
 
 
@@ -149,12 +149,13 @@ def scoring(record: BenchmarkRecord) -> str:
 
 def shares(record: BenchmarkRecord) -> str:
     """What the parts of a round take, as shares of it."""
-    rows = [
-        [variant, f"{1e3 * seconds:.3g}", *(f"{100 * share:.1f}" for share in parts.values())]
-        for variant, (seconds, parts) in round_shares(record).items()
-    ]
-    titles = [" | round, ms", *(f"{part}, %" for part in PARTS)]
-    words = f"A round of {record['flags']['gamma']} guesses, all accepted. "
+    seconds, rows = printed.part_seconds(record), []
+    for variant, (whole, parts) in round_shares(record).items():
+        sampling = printed.ratio(seconds[variant, "sampling"], seconds[variant, "round"])
+        percent = [f"{100 * share:.1f}" for share in (*parts.values(), sampling.middle)]
+        rows.append([variant, f"{1e3 * whole:.3g}", *percent])
+    titles = [" | round, ms", *(f"{part}, %" for part in PARTS), "filters, draws and verification in it, %"]
+    words = f"A round of {record['flags']['gamma']} guesses, all accepted; each part is measured by itself. "
     return with_source(table(" | ".join(titles), rows), record, words)
 
 

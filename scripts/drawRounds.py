@@ -210,11 +210,12 @@ def draw_rounds(record: dict[str, Any], path: Path, comment: str = "") -> None:
 
 def measure(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Decode the text with and without guesses, in turn; the record of both."""
-    tokenizer, dtype = load_tokenizer(args.target), pick_dtype("cpu")
+    sampling, dtype = Sampling(args.temperature), pick_dtype("cpu")
+    tokenizer = load_tokenizer(args.target)
     check_tokenizers(tokenizer, load_tokenizer(args.draft), (args.target, args.draft))
     names = {"target": args.target, "draft": args.draft}
     models = {role: load_model(name, tokenizer, dtype, "cpu") for role, name in names.items()}
-    sampling, prompt = Sampling(args.temperature), tokenizer(args.prompt)["input_ids"]
+    prompt = tokenizer(args.prompt)["input_ids"]
     watched = RecordingDrafter(ModelDrafter(models["draft"]))
     decoders = {
         "plain": (partial(regrSampling, [prompt], models["target"], args.maxLen), None),

@@ -12,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmark import __main__ as benchmark
 from benchmark import contenders, randomModels, stepTimes, tables
 from benchmark.engines import textCheck
+from benchmark.figure import draw_speed, plt, round_shares
 from benchmark.options import parse
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
+from experiments.speed import summarize
 from utils import draw
 
 ROWS = [
@@ -311,3 +313,31 @@ def test_only_compiled_parts_call_kernels(variants):
                 step()
             called[variant, part] = calls.count > 0
     assert called == {(variant, part): variant == "compiled" for variant, part in called} and len(called) == 14
+
+
+@pytest.fixture
+def record():
+    """The record that the project keeps."""
+    return json.loads((ROOT / "docs" / "records" / "benchmark.json").read_text(encoding="utf-8"))
+
+
+def test_the_bars_are_sorted_and_those_of_text_that_is_not_lossless_are_hatched(record):
+    rows = summarize(record["speed"], "plain, eager")
+    axes = plt.subplots()[1]
+    draw_speed(axes, rows, {rows[0]["method"]: "not lossless: surprise", rows[1]["method"]: "lossless"})
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    widths = [bar.get_width() for bar in axes.patches]
+    assert widths == sorted(widths) and len(widths) == len(rows)
+    assert [label for label, bar in zip(labels, axes.patches) if bar.get_hatch()] == [rows[0]["method"]]
+    assert [text.get_text() for text in axes.texts] == [
+        f"{width:.{2 - (width >= 10) - (width >= 100)}f}" for width in widths
+    ]
+    plt.close("all")
+
+
+def test_the_parts_of_a_round_are_shares_of_it(record):
+    record |= {"flags": record["flags"] | {"gamma": 3}}
+    seconds = {"draft step": [1.0, 2.0], "scoring": [6.0, 12.0], "round": [10.0, 20.0]}
+    record["parts"] = [{"variant": "eager", "part": part, "seconds": taken} for part, taken in seconds.items()]
+    ((variant, (whole, shares)),) = round_shares(record).items()
+    assert (variant, whole) == ("eager", 15) and list(shares.values()) == pytest.approx([0.3, 0.6, 0.1])

@@ -17,7 +17,7 @@ import downloadModel
 from benchmark.__main__ import main as benchmark
 from inputs.files import ROOT
 from scripts import courseReport, drawRounds, keepRecord, renderDocs, trainBundled
-from scripts.docsBenchmark import side_by_side
+from scripts.docsBenchmark import BLOCKS, side_by_side
 from scripts.docsCode import OTHERS, ROOT_FILES, imports, shown
 from scripts.docsTables import CHINESE as IN_CHINESE
 
@@ -232,6 +232,30 @@ def test_records_that_do_not_say_which_code_made_them_never_share_a_table(copy, 
     for pair in ["benchmark", "benchmark-other"], ["benchmark-new", "benchmark"]:
         with refused(" and ".join(pair), "differ in code", "not recorded"):
             side_by_side(pair, renderDocs.Records(copy))
+
+
+def test_the_best_table_divides_by_our_own_plain_decoding_and_says_what_is_lossless(copy):
+    """A record without the newest rows and fields has a table too: it is the one that is committed, or its copy."""
+    record = renderDocs.Records(copy).benchmark() | {"texts": {}}
+    record["speed"] = [line for line in record["speed"] if line["method"] != "transformers, static cache, compiled"]
+    seen = {"seen_by": ["impossible"], "impossible": 5, "tokens": 100}
+    found = {"plain, compiled": {"seen_by": []}, "block verification, compiled": seen}
+    record["texts"] = {row: {"failed": None, "greedy": None, "lossless": lossless} for row, lossless in found.items()}
+    static = [line for line in record["speed"] if line["method"] == "plain, compiled"]
+    record["speed"] += [
+        line | {"method": "transformers, static cache, compiled", "throughput": line["throughput"] / 2}
+        for line in static
+    ]
+    (copy / "docs/records/benchmark.json").write_text(json.dumps(record))
+    rows = [line.strip("| ").split(" | ") for line in BLOCKS["best"](renderDocs.Records(copy), {}).splitlines()]
+    assert rows[0] == ["decoding", "tokens/s", "TTFT, ms", "TPOT, ms", "of our plain, compiled", "lossless"]
+    by_name = {row[0]: row for row in rows[2:] if len(row) == 6}
+    assert by_name["plain, compiled"][4:] == ["1", "yes"]
+    assert by_name["speculative, block verification, compiled"][5] == "no"
+    assert next(row for name, row in by_name.items() if "static cache" in name)[4:] == ["0.50", "not tested"]
+    assert {name.split(",")[0] for name in by_name} >= {"llama.cpp", "OpenVINO", "CTranslate2"}
+    speeds = [float(row[1].split()[0]) for row in by_name.values()]
+    assert speeds == sorted(speeds, reverse=True)
 
 
 def test_every_renderer_is_used():

@@ -13,13 +13,15 @@ from io import StringIO
 
 import pytest
 from conftest import ROOT, refused
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from benchmark.tables import tables
 from experiments.speed import Interval, Range, interval, summarize
-from report import results
+from experiments.sweep import predict
+from report import figures, results
 from report.results import Results, show
 from report.runTables import ranked, swept
 from report.tableFormat import WIDTH, give_or_take, grid, notation, span, title_of
@@ -306,7 +308,17 @@ def test_methods_are_in_the_order_of_their_speed_up_and_another_order_of_through
 # The tables of all modes, and those of the benchmark. What a title stands for is said below its table; these say it
 # themselves.
 PLAIN = {"", "texts", "tokens", "dtype", "what is wrong", "seen by", "prompt", "context", "measured", "text"}
-PLAIN |= {"draft", "target", "per", "tokens needed", "of them differ", "of plain, eager", "of transformers"}
+PLAIN |= {
+    "draft",
+    "target",
+    "per",
+    "tokens needed",
+    "of them differ",
+    "of plain, eager",
+    "of plain, compiled",
+    "of generate",
+}
+PLAIN |= {"seen in"}
 PLAIN |= {"tokens/s", "ms", "ms a token"}
 
 
@@ -517,3 +529,26 @@ def test_a_killed_run_keeps_every_line_and_the_next_shows_both(tmp_path, flags, 
     assert lines.read_bytes().startswith(killed)
     text = (tmp_path / "results.txt").read_text()
     assert text.count("Run ") == 2 and text.count(", not finished") == 1 and text.count("Speed: ") == 2
+
+
+def test_a_sweep_over_temperatures_has_a_heat_map(tmp_path):
+    """Gamma 2 is best at one temperature, gamma 1 at the other."""
+    lines = []
+    for temperature, speeds in ((0, (4, 6, 8)), (1, (4, 5, 2))):
+        costs = {"kind": "costs", "promptLen": 64, "temperature": temperature, "top_p": 1.0, "alpha": 0.6}
+        lines.append(costs | {"scoring": [1.0] * 11})
+        lines += [
+            speed_line(method=method, mode="sweep", temperature=temperature, prompt=prompt, throughput=float(speed))
+            for method, speed in zip(("target", "gamma 1", "gamma 2"), speeds)
+            for prompt in range(3)
+        ]
+    one = figures.draw_sweep([line for line in lines if line["temperature"] == 0], tmp_path / "one.png")
+    assert one.read_bytes().startswith(b"\x89PNG")
+    costs = [line for line in lines if line["kind"] == "costs"]
+    figure, axes = figures.plt.subplots()
+    figures.draw_heat_map(figure, axes, costs, [predict(swept(lines, cost), cost) for cost in costs])
+    cells = [(text.get_text(), text.get_weight()) for text in axes.texts]
+    assert cells == [("1.50", "normal"), ("2.00", "bold"), ("1.25", "bold"), ("0.50", "normal")]
+    figures.plt.close("all")
+    with Image.open(figures.draw_sweep(lines, tmp_path / "both.png")) as both, Image.open(one) as alone:
+        assert both.width > alone.width

@@ -2,8 +2,10 @@
 
 import builtins
 import platform
+import shutil
 
 import torch
+from conftest import ROOT
 
 from experiments import runRecord
 
@@ -20,3 +22,26 @@ def test_without_linuxs_list_python_is_asked(monkeypatch):
     monkeypatch.setattr(builtins, "open", nothing)
     monkeypatch.setattr(platform, "processor", lambda: "a processor")
     assert runRecord.processor_name() == "a processor"
+
+
+def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypatch):
+    for folder in runRecord.FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in runRecord.SOURCE:
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    here = runRecord.code_version()
+    monkeypatch.setattr(runRecord, "ROOT", tmp_path)
+
+    def there():
+        runRecord.code_version.cache_clear()
+        return runRecord.code_version()
+
+    try:
+        assert there() == here == runRecord.origin([], {}, "cpu", {})["code"] and here.startswith("sha256:")
+        (tmp_path / "engine" / "note.txt").write_text("no source")
+        assert there() == here
+        with open(tmp_path / "engine" / "kernels" / "choose.cpp", "a") as file:
+            file.write("// another")
+        assert there() != here
+    finally:
+        runRecord.code_version.cache_clear()
