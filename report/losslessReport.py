@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.lines import AuditLine, EndLine, GreedyAuditLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
-from lossless.audit import LISTED, SEEN
+from lossless.audit import LISTED, RETOKENISED, SEEN
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
 from lossless.plantedMistakes import MISTAKES
 from report.tableFormat import Columns, name_of, plain, table_of
@@ -182,10 +182,11 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
     rejected = not audit_verdict(line)[0]
     if line["kind"] == "audit" and rejected:
         yield from causes(line)
-    if line["retokenised"] and rejected:
+    if line["retokenised"]:
         yield (
             f"{line['retokenised']:,} texts came without token ids and were encoded here. An engine may have written "
-            "other tokens, which have the same letters: that alone can cause this. Give tokens to be sure."
+            f"other tokens with the same letters, so up to {RETOKENISED:.0%} of impossible tokens are no reason to "
+            "reject. Give tokens to be sure."
         )
     if line["kind"] == "audit":
         power = line["power"]

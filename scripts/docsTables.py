@@ -19,12 +19,12 @@ from experiments.diversity import FIGURES
 from experiments.lines import CostsLine, Line, RunLine, SpeedLine
 from experiments.speed import summarize
 from experiments.sweep import predict
-from lossless.evidence import BINS
+from lossless.evidence import BINS, TESTS
 from report.losslessReport import power_table, sampled_table, verdict
 from report.results import show
 from report.runTables import Prediction, diversity_table, speed_table, sweep_table, swept, theory_table
 from report.tableFormat import span
-from scripts.keepRecord import Records
+from scripts.keepRecord import Records, read_json
 from utils import UserError
 
 Words = dict[str, str]  # {English words: the same in the language of a text}; empty for English
@@ -202,8 +202,28 @@ def lossless_mistakes(records: Records, words: Words) -> str:
     """The planted mistakes, and after how many tokens each is caught."""
     run, lines = records.run("lossless")
     rows = cells_of(power_table(of_kind(lines, "power")))
-    body = table("planted mistake | what is wrong | caught after tokens | by", rows)
+    body = table("planted mistake | what is wrong | seen in | caught after tokens | by", rows)
     return f"{body}\n\n{source(run, of_kind(lines, 'lossless')[0]['dtype'])}"
+
+
+def audit_power(records: Records, words: Words) -> str:
+    """The tokens that an audit needs to notice each planted mistake, with and without the draft, and false alarms."""
+    record = read_json(records.folder / "audit.json")
+    lines, plain = record["mistakes"]["lines"], record["plain"]["lines"]
+    rows: dict[str, list[str]] = {}
+    for line in lines:
+        tests = ", ".join(TESTS[test] for test in line["seen_by"])
+        needed = f"{line['tokens']:,}" if tests else f"not in {line['tokens']:,}"
+        rows.setdefault(line["mistake"], [line["mistake"], line["seen_in"]]).extend([needed, tests])
+    body = table("sampler | seen in | tokens, with the draft | by | tokens, without it | by", list(rows.values()))
+    alarms, limit = sum(bool(line["seen_by"]) for line in plain), record["plain"]["limit"]
+    return (
+        f"{body}\n\nOf {len(plain)} audits of plain decoding's text, {plain[0]['tokens']:,} tokens each, {alarms} "
+        f"rejected it ({alarms / len(plain):.1%}); a test does so at p-values below {limit:.1e}. Temperature "
+        f"{record['plain']['temperature']}, top-p {record['plain']['top_p']}, gamma {record['mistakes']['gamma']}; "
+        f"bundled-target, bundled-draft; float32; `python -m scripts.auditPower`; "
+        f"{record['plain']['machine']['processor']}; {record['plain']['time'][:10]}."
+    )
 
 
 BLOCKS: dict[str, Render] = {
@@ -216,4 +236,5 @@ BLOCKS: dict[str, Render] = {
     "lossless-tests": lossless_tests,
     "lossless-greedy": lossless_greedy,
     "lossless-mistakes": lossless_mistakes,
+    "audit-power": audit_power,
 }
