@@ -40,7 +40,7 @@ PATTERNS = {
     (True, "both ends"): ("shifted by one", "inverted"),
     (False, "rising"): ("replace from p", "q before the filters", "dropped guess"),
     (False, "falling"): ("half handed over", "shared noise"),
-    (False, "both ends"): ("wrong temperature",),
+    (False, "both ends"): ("wrong temperature", "shared noise"),
 }
 SEEN = 0.9  # The power is that of departures that are seen with this probability.
 
