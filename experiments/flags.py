@@ -371,6 +371,8 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         check_rerun(args)
     check_numbers(args)
     check_prompts(args)
+    if args.audit and not os.path.isfile(args.audit):
+        raise UserError(f"--audit {args.audit} is not a file")
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
     return args

@@ -83,8 +83,6 @@ class Prepared:
     @property
     def idle(self) -> str:
         """A line that says that there are more processes than work, if there are."""
-        if self.audited:
-            return ""
         shares = [max(len(passages), sum(map(len, passages)) // self.stride) for _, passages in self.texts]  # windows
         for mode in self.settings.measuring.modes:
             if mode == "lossless":
@@ -92,7 +90,8 @@ class Prepared:
             shares += (
                 [self.settings.measuring.repeats_of(mode)] if mode == "diversity" else map(len, self.prompts.values())
             )
-        most, count = max(shares), self.processes.count
+        count = self.processes.count
+        most = max(shares, default=count)  # --audit shares out its own texts.
         return f"More processes ({count}) than texts ({most}): {count - most} idle.\n" if count > most else ""
 
     def load_first(self) -> LoadedModels:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.lines import AuditLine, EndLine, GreedyAuditLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
-from lossless.audit import LISTED, SEEN
+from lossless.audit import LISTED, RETOKENISED, SEEN
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
 from lossless.plantedMistakes import MISTAKES
 from report.tableFormat import Columns, name_of, plain, table_of
@@ -30,18 +30,18 @@ SAMPLED_COLUMNS: Columns[LosslessLine] = {
     "\np": lambda line: f"{line['p']['surprise']:.2g}",
     "serial\np": lambda line: f"{line['p']['neighbours']:.2g}",
     "PPL\nof text": lambda line: perplexity_cell(line["perplexity"]),
-    "\nexpected": lambda line: perplexity_cell(line["expected_perplexity"]),
+    "PPL\nexpected": lambda line: perplexity_cell(line["expected_perplexity"]),
     "at the\nedge": lambda line: f"{line['excluded']:,}",
     "impossible": lambda line: f"{line['impossible']:,}",
 }
 SAMPLED_NOTES = (
     "u: the place of each token in the target's cumulative distribution, uniform if the text is the target's. p: "
     f"p-values of four tests: chi-square of u in {BINS} bins; Kolmogorov-Smirnov (K-S) of u; the surprise, -log p(x), "
-    "summed, whose difference from what the target expects is z standard deviations; and the serial correlation of u "
-    "with its neighbours. A p-value below {limit:.1e} is a difference; with exact samplers this happens in one of "
-    f"{1 / FALSE_ALARM:,.0f} runs. PPL: the perplexity of the text, and the one expected from the target's own "
-    "entropy. at the edge: tokens that only rounding put outside of top-p or top-k. impossible: tokens to which the "
-    "target gives no probability."
+    "summed; and the serial correlation of u with its neighbours. surprise z: how many standard deviations the sum is "
+    "from what the target expects. A p-value below {limit:.1e} is a difference; with exact samplers this happens in "
+    f"one of {1 / FALSE_ALARM:,.0f} runs. PPL of text: its perplexity. PPL expected: from the target's own entropy. at "
+    "the edge: tokens that only rounding put outside of top-p or top-k. impossible: tokens to which the target gives "
+    "no probability."
 )
 GREEDY_COLUMNS: Columns[GreedyLine] = {
     "": lambda line: name_of(line["method"]),
@@ -189,10 +189,11 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
     rejected = not audit_verdict(line)[0]
     if line["kind"] == "audit" and rejected:
         yield from causes(line)
-    if line["retokenised"] and rejected:
+    if line["retokenised"]:
         yield (
             f"{line['retokenised']:,} texts came without token ids and were encoded here. An engine may have written "
-            "other tokens, which have the same letters: that alone can cause this. Give tokens to be sure."
+            f"other tokens with the same letters, so up to {RETOKENISED:.0%} of impossible tokens are no reason to "
+            "reject. Give tokens to be sure."
         )
     if line["kind"] == "audit":
         power = line["power"]

@@ -19,7 +19,7 @@ from experiments.diversity import FIGURES
 from experiments.lines import CostsLine, Line, RunLine, SpeedLine
 from experiments.speed import FEW, summarize
 from experiments.sweep import predict
-from lossless.evidence import BINS
+from lossless.evidence import BINS, TESTS
 from report.losslessReport import power_table, sampled_table, verdict
 from report.results import show
 from report.runTables import (
@@ -187,7 +187,7 @@ def lossless_tests(records: Records, words: Words) -> str:
     """The tests of drawn texts, a row for each method."""
     run, lines = records.run("lossless")
     sampled = of_kind(lines, "lossless")
-    columns = f"tokens | {BINS} bins p | K-S p | serial p |  p | surprise z | PPL of text |  expected | impossible"
+    columns = f"tokens | {BINS} bins p | K-S p | serial p |  p | surprise z | PPL of text | PPL expected | impossible"
     printed = cells_of(sampled_table(sampled), columns)
     titles = (
         f"method | dtype | tokens | u in {BINS} bins: p | u, Kolmogorov-Smirnov: p | neighbours of u: p | "
@@ -253,6 +253,26 @@ def takes(records: Records, words: Words) -> str:
     return f"{table(say(titles, titles), rows)}\n\n{say(note, note)} `python -m scripts.firstRun`; {place}"
 
 
+def audit_power(records: Records, words: Words) -> str:
+    """The tokens that an audit needs to notice each planted mistake, with and without the draft, and false alarms."""
+    record = records.file("audit")
+    lines, plain = record["mistakes"]["lines"], record["plain"]["lines"]
+    rows: dict[str, list[str]] = {}
+    for line in lines:
+        tests = ", ".join(TESTS[test] for test in line["seen_by"])
+        needed = f"{line['tokens']:,}" if tests else f"not in {line['tokens']:,}"
+        rows.setdefault(line["mistake"], [line["mistake"], line["seen_in"]]).extend([needed, tests])
+    body = table("sampler | seen in | tokens, with the draft | by | tokens, without it | by", list(rows.values()))
+    alarms, limit = sum(bool(line["seen_by"]) for line in plain), record["plain"]["limit"]
+    return (
+        f"{body}\n\nOf {len(plain)} audits of plain decoding's text, {plain[0]['tokens']:,} tokens each, {alarms} "
+        f"rejected it ({alarms / len(plain):.1%}); a test does so at p-values below {limit:.1e}. Temperature "
+        f"{record['plain']['temperature']}, top-p {record['plain']['top_p']}, gamma {record['mistakes']['gamma']}; "
+        f"bundled-target, bundled-draft; float32; `python -m scripts.auditPower`; "
+        f"{record['plain']['machine']['processor']}; {record['plain']['time'][:10]}."
+    )
+
+
 BLOCKS: dict[str, Render] = {
     "results": excerpt,
     "greedy-differ": greedy_differ,
@@ -265,4 +285,5 @@ BLOCKS: dict[str, Render] = {
     "lossless-tests": lossless_tests,
     "lossless-greedy": lossless_greedy,
     "lossless-mistakes": lossless_mistakes,
+    "audit-power": audit_power,
 }

@@ -11,7 +11,7 @@ from test_specSampling import PROMPTS, error, near
 from inputs.auditTexts import read_texts, write_texts
 from inputs.models import load_model, outline
 from inputs.tokenizers import load_tokenizer
-from lossless.audit import PATTERNS, Auditor, others, power_of, resembled, shape_of
+from lossless.audit import PATTERNS, RETOKENISED, Auditor, others, power_of, resembled, shape_of
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES, one_hot_rule, shared_noise
 from lossless.scorer import TextScorer
@@ -118,6 +118,17 @@ def test_a_setting_that_was_not_applied_is_named_and_impossible_tokens_have_plac
     hot = Auditor(target, None, UNIT).drawn(*drawn(target, Sampling(1.0, 0, 1.0)), COLD)
     assert "surprise" in hot["seen_by"] and hot["z"] > 0 and [fit["temperature"] for fit in hot["fits"]] == [1.0]
     assert len(others(Sampling(0.5, 3, 0.9))) == 7 and others(Sampling(1.0, 0, 1.0)) == []
+
+
+def test_a_few_impossible_tokens_may_be_the_tokenizers(target):
+    """Where texts came without token ids."""
+    prompts, texts = drawn(target, NUCLEUS)
+    texts[0][5] = int(target.score(torch.tensor([[*prompts[0], *texts[0][:5]]]))[0, -1].argmin())
+    for tolerated, tests in (0.0, ["impossible"]), (RETOKENISED, []):
+        assert Auditor(target, None, UNIT, tolerated=tolerated).drawn(prompts, texts, NUCLEUS)["seen_by"] == tests
+    prompts, texts = drawn(target, Sampling(1.0, 0, 1.0))
+    found = Auditor(target, None, UNIT, tolerated=RETOKENISED).drawn(prompts, texts, NUCLEUS)
+    assert found["impossible"] > RETOKENISED * found["tokens"] and "impossible" in found["seen_by"]
 
 
 def test_greedy_text_is_judged_token_by_token(target):

@@ -318,7 +318,7 @@ def test_a_translated_page_has_the_commands_links_and_figures_of_the_english_one
     "old, new, part",
     [
         ("make run", "make rum", "commands"),
-        ("(speed.md#what", "(speed.md#that", "links"),
+        ("(speed.md#5", "(speed.md#6", "links"),
         ("`--show`", "`--shown`", "code"),
         ("7 GB", "8 GB", "figures"),
     ],
