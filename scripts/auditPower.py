@@ -121,7 +121,13 @@ def work(argv: Sequence[str]) -> None:
     }
     flags = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
     source = origin([word for word in argv if word != "--out" and word != str(args.out)], flags, "cpu", versions)
-    about = {**source, **asdict(SAMPLING), "limit": auditors(models)["p"].limit, "gamma": GAMMA}
+    about = {
+        "program": "-m scripts.auditPower",
+        **source,
+        **asdict(SAMPLING),
+        "limit": auditors(models)["p"].limit,
+        "gamma": GAMMA,
+    }
     record = json.loads(args.out.read_text()) if args.out.exists() else {}
     if args.part != "plain":
         tested = followed((EXACT | MISTAKES).items(), "planted mistakes", len(EXACT | MISTAKES))

@@ -65,7 +65,11 @@ def work(argv: Sequence[str] | None) -> None:
     Parser(prog="python -m scripts.firstRun", description=__doc__, allow_abbrev=False).parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         lines = measure(Path(folder))
-    replace_file(RECORD, json.dumps(origin([], {}, "cpu", {}) | {"commands": lines}, indent=2) + "\n")
+    replace_file(
+        RECORD,
+        json.dumps({"program": "-m scripts.firstRun"} | origin([], {}, "cpu", {}) | {"commands": lines}, indent=2)
+        + "\n",
+    )
     print(f"Written to {RECORD.relative_to(ROOT)}.")
 
 

@@ -16,7 +16,7 @@ import downloadData
 import downloadModel
 from benchmark.__main__ import main as benchmark
 from inputs.files import ROOT
-from scripts import courseReport, drawRounds, keepRecord, renderDocs, trainBundled
+from scripts import auditPower, courseReport, drawRounds, keepRecord, renderDocs, trainBundled
 from scripts.docsBenchmark import BLOCKS, side_by_side
 from scripts.docsCode import OTHERS, ROOT_FILES, imports, shown
 from scripts.docsTables import CHINESE as IN_CHINESE
@@ -318,7 +318,7 @@ def test_a_translated_page_has_the_commands_links_and_figures_of_the_english_one
     "old, new, part",
     [
         ("make run", "make rum", "commands"),
-        ("(speed.md#5", "(speed.md#6", "links"),
+        ("(architecture.md#on", "(architecture.md#in", "links"),
         ("`--show`", "`--shown`", "code"),
         ("7 GB", "8 GB", "figures"),
     ],
@@ -438,6 +438,7 @@ def test_every_flag_that_is_named_exists(cli):
         renderDocs.main,
         keepRecord.main,
         courseReport.main,
+        auditPower.main,
     )
     known = {flag for main in commands for flag in re.findall(r"--[\w-]+", help_of(main))} | {"--help"}
     known |= set(re.findall(r'"(--[\w-]+)"', read(ROOT / "scripts/fullSize.py")))

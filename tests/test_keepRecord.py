@@ -97,17 +97,17 @@ def test_a_second_machine_has_tables_of_its_own(copy, tmp_path, capsys):
 
 def test_a_record_of_one_file_is_kept_under_its_name(copy, tmp_path, capsys):
     record = renderDocs.Records(copy).file("rounds") | {"program": "-m scripts.another", "command": "--out /elsewhere"}
-    (tmp_path / "audit.json").write_text(json.dumps(record))
-    assert keepRecord.main(["audit", "--from", str(tmp_path)], copy) == 0
-    assert renderDocs.Records(copy).file("audit")["command"] == ""
+    (tmp_path / "other.json").write_text(json.dumps(record))
+    assert keepRecord.main(["other", "--from", str(tmp_path)], copy) == 0
+    assert renderDocs.Records(copy).file("other")["command"] == ""
     assert renderDocs.render(copy) == ["docs/records/README.md"]
-    assert "| `audit` | audit.json | `python -m scripts.another` |" in read(copy / "docs/records/README.md")
+    assert "| `other` | other.json | `python -m scripts.another` |" in read(copy / "docs/records/README.md")
     assert renderDocs.main(["--check"], copy) == 0, capsys.readouterr().out
-    (tmp_path / "audit.json").write_text(json.dumps({"plain": record, "mistakes": record}))
-    assert keepRecord.main(["audit", "--from", str(tmp_path)], copy) == 0 and renderDocs.render(copy)
-    assert "| `audit` | audit.json, mistakes | `python -m scripts.another" in read(copy / "docs/records/README.md")
+    (tmp_path / "other.json").write_text(json.dumps({"plain": record, "mistakes": record}))
+    assert keepRecord.main(["other", "--from", str(tmp_path)], copy) == 0 and renderDocs.render(copy)
+    assert "| `other` | other.json, mistakes | `python -m scripts.another" in read(copy / "docs/records/README.md")
     (tmp_path / "index.json").write_text("{}")
-    for wrong in "index", "../audit", "unheard-of":
+    for wrong in "index", "../other", "unheard-of":
         assert keepRecord.main([wrong, "--from", str(tmp_path)], copy) == 2
 
 
