@@ -1,4 +1,4 @@
-"""Samplers with a planted mistake: a proof of losslessness is worth as much as the mistakes it catches.
+"""Samplers with a planted mistake: a test of losslessness is worth as much as the mistakes it sees.
 
 Real samplers have been written with each of them; some name the public code in which it was seen. Each is the project's
 own loop, for chains or for trees of guesses, with one part replaced: the target, the drafter, the verification rule, or

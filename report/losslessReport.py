@@ -81,7 +81,7 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
 
 
 def exit_code(lines: Sequence[Line]) -> int:
-    """1 if the verdict of a proof or of an audit is no, else 0."""
+    """1 if the verdict of a test or of an audit is no, else 0."""
     audits = [audit_verdict(line) for line in audits_of(lines)]
     return 0 if verdict(lines)[0] and all(right for right, _ in audits) else 1
 

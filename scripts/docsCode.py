@@ -7,6 +7,7 @@ import graphlib
 import re
 from argparse import Action
 from functools import cache
+from textwrap import fill
 
 from experiments.flags import parser
 from inputs.files import ROOT
@@ -51,13 +52,9 @@ def docstring(name: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def in_short(text: str, width: int) -> str:
-    """The first sentence, as far as its clauses fit in `width` characters."""
-    sentence = re.split(r"(?<=[^.])\.(?: |$)", text)[0]
-    if len(sentence) <= width:
-        return sentence
-    ends = [match.start() for match in re.finditer(r"[:,;] | \(| and ", sentence) if match.start() <= width]
-    return sentence[: ends[-1]] if ends else sentence
+def first_sentence(text: str) -> str:
+    """The first sentence of a text, without its full stop."""
+    return re.split(r"(?<=[^.])\.(?: |$)", text)[0]
 
 
 def shown(name: str) -> str:
@@ -70,8 +67,11 @@ def layout(records: Records, words: Words) -> str:
     folders = [name for name in imports() if (ROOT / name).is_dir()]
     rows = {shown(name): docstring(name) for name in (*ROOT_FILES, *folders)} | OTHERS
     left = max(map(len, rows)) + 2
-    texts = {name: words.get(name) or in_short(text, WIDTH - left) for name, text in rows.items()}
-    return "\n".join(["```text", *(f"{name:{left}}{texts[name]}" for name in rows), "```"])
+    lines = [
+        fill(first_sentence(text), WIDTH, initial_indent=f"{name:{left}}", subsequent_indent=" " * left)
+        for name, text in rows.items()
+    ]
+    return "\n".join(["```text", *lines, "```"])
 
 
 def graph(records: Records, words: Words) -> str:

@@ -8,6 +8,7 @@ import shutil
 from contextlib import redirect_stdout
 
 import pytest
+import torch
 from accelerate.commands.launch import launch_command_parser
 from conftest import refused
 from PIL import Image
@@ -381,9 +382,17 @@ def test_no_code_block_is_empty(name):
 
 
 def test_the_example_of_the_library_runs(capsys):
+    torch.manual_seed(0)
     example = re.search(r"```python\n(.*?)```", read(ROOT / "docs/library.md"), re.S)[1]
     exec(compile(example, "docs/library.md", "exec"), {})
     assert "The ship" not in capsys.readouterr().out.splitlines()[-1]  # new tokens only
+
+
+def test_the_ten_lines_of_the_readme_run(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    torch.manual_seed(0)
+    exec(compile(re.search(r"```python\n(.*?)```", read(README), re.S)[1], "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("It was late in the evening, and")
 
 
 def test_the_examples_import_what_exists():
