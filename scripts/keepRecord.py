@@ -31,6 +31,7 @@ from report.results import Results
 from utils import UserError
 
 Run = tuple[RunLine, list[Line]]  # the run's own line, and its measurements
+PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b")  # files that `python -m benchmark` writes
 
 
@@ -116,13 +117,13 @@ def without_places(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record without the folders of the machine it was made on."""
     kept = {key: value for key, value in record.items() if key != "folder"}
     if "flags" in kept:
-        kept["flags"] = {key: value for key, value in kept["flags"].items() if key != "out"}
+        kept["flags"] = {key: value for key, value in kept["flags"].items() if f"--{key}" not in PLACES}
     if "command" in kept:
         words = shlex.split(kept["command"])
-        while "--out" in words:
-            at = words.index("--out")
+        while place := next((word for word in words if word in PLACES), None):
+            at = words.index(place)
             del words[at : at + 2]
-        kept["command"] = shlex.join(word for word in words if not word.startswith("--out="))
+        kept["command"] = shlex.join(word for word in words if word.split("=")[0] not in PLACES)
     return kept
 
 
