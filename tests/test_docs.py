@@ -19,8 +19,6 @@ from benchmark.__main__ import main as benchmark
 from inputs.files import ROOT
 from scripts import auditPower, courseReport, drawRounds, keepRecord, renderDocs, trainBundled
 from scripts.docsBenchmark import BLOCKS, side_by_side
-from scripts.docsCode import OTHERS, ROOT_FILES, imports, shown
-from scripts.docsTables import CHINESE as IN_CHINESE
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 TEXTS = renderDocs.files(ROOT)
@@ -347,12 +345,6 @@ def test_the_chinese_reproduction_has_the_same_commands_figures_and_sections():
 def prose_kept(text):
     """A text without its rendered blocks, but with its code blocks."""
     return renderDocs.BLOCK.sub("", text)
-
-
-def test_the_chinese_layout_names_what_the_english_one_names():
-    folders = [name for name in imports() if (ROOT / name).is_dir()]
-    named = {name for name in IN_CHINESE if name.endswith(("/", ".py", ".txt"))}
-    assert named == {shown(name) for name in (*ROOT_FILES, *folders)} | set(OTHERS)
 
 
 def anchors(text):
