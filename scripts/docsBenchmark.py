@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -187,26 +187,31 @@ def all_tables(name: str, records: Records, words: Words) -> str:
     return "\n\n".join(pieces)
 
 
-def experiment(record: BenchmarkRecord) -> dict[str, Any]:
+def experiment(record: Mapping[str, Any]) -> dict[str, Any]:
     """What two records must have in common to stand in one table."""
     models = {role: f"{model['name']} {model['version']}" for role, model in record["models"].items()}
     return {**models, "gamma": record["flags"]["gamma"], "code": record.get("code")}
 
 
-def side_by_side(names: Sequence[str], records: Records) -> str:
-    """One row for each method, three columns for each of the records. Raises UserError if they are not one experiment:
-    if their models, gamma or code differ, or the code of one was not recorded."""
-    chosen = {name: records.benchmark(name) for name in names}
-    (first, one), *others = ((name, experiment(record)) for name, record in chosen.items())
+def refuse_mixed(records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise UserError if records {name: record} are not one experiment: if their models (of the roles that both have),
+    gamma or code differ, or the code of one was not recorded."""
+    (first, one), *others = ((name, experiment(record)) for name, record in records.items())
     for name, other in others:
-        both = {what: (one.get(what), other.get(what)) for what in one | other}
         differ = [
-            f"{what} ({a or 'not recorded'} and {b or 'not recorded'})"
-            for what, (a, b) in both.items()
-            if a != b or a is None  # What is not known is not the same.
+            f"{what} ({one[what] or 'not recorded'} and {other[what] or 'not recorded'})"
+            for what in one
+            if what in other and (one[what] != other[what] or what == "code" and one[what] is None)
         ]
         if differ:
             raise UserError(f"{first} and {name} are not one experiment: they differ in {', '.join(differ)}")
+
+
+def side_by_side(names: Sequence[str], records: Records) -> str:
+    """One row for each method, three columns for each of the records. Raises UserError if they are not one
+    experiment."""
+    chosen = {name: records.benchmark(name) for name in names}
+    refuse_mixed(chosen)
     columns = [{row[0]: [row[1], *row[4:6]] for row in speed_rows(record) if row[1]} for record in chosen.values()]
     methods = dict.fromkeys(method for column in columns for method in column)
     rows = [[method, *(cell for column in columns for cell in column.get(method, ["", "", ""]))] for method in methods]

@@ -12,7 +12,7 @@ from experiments.speed import summarize
 from report.runTables import text_table
 from report.sources import ARTICLE, POST, REPORT, REPORT_SPEED, Reported
 from report.tableFormat import give_or_take
-from scripts.docsBenchmark import SHAPES
+from scripts.docsBenchmark import SHAPES, refuse_mixed
 from scripts.docsTables import Render, Words, cell, cells_of, command_of, of_kind, source, table
 from scripts.keepRecord import Records
 
@@ -76,26 +76,22 @@ def say_in(words: Words) -> Callable[[str], str]:
 
 
 def report(records: Records, words: Words) -> str:
-    """The course report beside the bundled pair, and beside random weights of Pythia's shapes."""
+    """The course report beside the bundled pair, and in a table of its own beside random weights of Pythia's shapes."""
     (first, lines), (compare, compared) = records.run("first"), records.run("compare")
+    refuse_mixed({"first": first, "compare": compare})
     shapes, speed, without = records.benchmark(SHAPES), of_kind(lines, "speed"), of_kind(compared, "speed")
-    columns = (
-        Column("bundled pair, no KV cache", without, NO_CACHE),
-        Column("bundled pair, KV cache", speed, CACHED),
-        Column(
-            "Pythia's shapes, random weights, KV cache; speculative: 60 % of guesses accepted (synthetic)",
-            shapes["speed"],
-            ("plain, eager", "synthetic 0.6, eager"),
-        ),
+    columns = Column("bundled pair, no KV cache", without, NO_CACHE), Column("bundled pair, KV cache", speed, CACHED)
+    random_weights = Column(
+        "Pythia's shapes, random weights, KV cache; speculative: 60 % of guesses accepted (synthetic)",
+        shapes["speed"],
+        ("plain, eager", "synthetic 0.6, eager"),
     )
-    made = [
-        source(record, dtype, words)
-        for record, dtype in ((compare, without[0]["dtype"]), (first, speed[0]["dtype"]), (shapes, shapes["dtype"]))
-    ]
     pieces = [
         speeds_beside(columns, words),
         perplexities_beside(of_kind(lines, "ppl_text"), False, words),
-        " ".join(made),
+        f"{source(compare, without[0]['dtype'], words)} {source(first, speed[0]['dtype'], words)}",
+        speeds_beside([random_weights], words),
+        source(shapes, shapes["dtype"], words),
     ]
     return "\n\n".join(pieces)
 
@@ -103,6 +99,7 @@ def report(records: Records, words: Words) -> str:
 def report_short(records: Records, words: Words) -> str:
     """The README's table: the course report's main figures beside those of the bundled pair."""
     say, (run, lines), (other, compared) = say_in(words), records.run("first"), records.run("compare")
+    refuse_mixed({"first": run, "compare": other})
     speedup = next(figure for figure in REPORT_SPEED if figure.field == "speedup")
     rows = []
     for what, record, timed, methods in (

@@ -208,6 +208,18 @@ def test_two_records_of_one_experiment_may_share_a_table(copy, capsys):
     assert row.split(" | ")[1:4] == row.rstrip(" |").split(" | ")[4:7]
 
 
+def test_the_report_stands_beside_runs_of_one_experiment_alone(copy, capsys):
+    run, _ = renderDocs.Records(copy).run("compare")
+    line = next(
+        line
+        for line in read(copy / "docs/records/results.jsonl").splitlines()
+        if f'"kind": "run", "run": "{run["run"]}"' in line
+    )
+    change(copy / "docs/records/results.jsonl", line, line.replace(run["code"], "sha256:2"))
+    assert renderDocs.main([], copy) == 2
+    assert "first and compare are not one experiment: they differ in code " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", ["draft", "gamma", "code"])
 def test_two_records_of_two_experiments_are_refused_a_joint_table(copy, capsys, what):
     record = renderDocs.Records(copy).benchmark()
