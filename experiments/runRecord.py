@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -21,7 +22,6 @@ from experiments.lines import Machine, ModelRecord, Origin, ProcessRecord, RunLi
 from experiments.prepare import LoadedModels, Prepared
 from experiments.processes import Processes
 from experiments.speed import digest
-from inputs.files import ROOT
 from inputs.models import model_version
 from utils import UserError
 
@@ -100,10 +100,11 @@ def origin(argv: Sequence[str], flags: Mapping[str, object], device: str, models
 @functools.cache
 def code_version() -> str:
     """A digest of the source in Python and C++: two records with the same one were made by the same code."""
-    files = [ROOT / f"{name}.py" for name in SOURCE]
+    root = Path(__file__).resolve().parents[1]  # Of the code: an installed package has another `files.ROOT`.
+    files = [root / f"{name}.py" for name in SOURCE]
     for folder in FOLDERS:
-        files += [file for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".cpp", ".h")]
-    content = [(file.relative_to(ROOT).as_posix(), file.read_bytes()) for file in sorted(files)]
+        files += [file for file in (root / folder).rglob("*") if file.suffix in (".py", ".cpp", ".h")]
+    content = [(file.relative_to(root).as_posix(), file.read_bytes()) for file in sorted(files)]
     return "sha256:" + hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
