@@ -26,6 +26,7 @@ from inputs.models import model_version
 from utils import UserError
 
 # The source that decides what is written, how fast, and how it is measured. Reports and figures are not among it.
+CODE = Path(__file__).resolve().parents[1]  # An installed package has another `files.ROOT`.
 SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "benchmark")
 
@@ -100,11 +101,10 @@ def origin(argv: Sequence[str], flags: Mapping[str, object], device: str, models
 @functools.cache
 def code_version() -> str:
     """A digest of the source in Python and C++: two records with the same one were made by the same code."""
-    root = Path(__file__).resolve().parents[1]  # Of the code: an installed package has another `files.ROOT`.
-    files = [root / f"{name}.py" for name in SOURCE]
+    files = [CODE / f"{name}.py" for name in SOURCE]
     for folder in FOLDERS:
-        files += [file for file in (root / folder).rglob("*") if file.suffix in (".py", ".cpp", ".h")]
-    content = [(file.relative_to(root).as_posix(), file.read_bytes()) for file in sorted(files)]
+        files += [file for file in (CODE / folder).rglob("*") if file.suffix in (".py", ".cpp", ".h")]
+    content = [(file.relative_to(CODE).as_posix(), file.read_bytes()) for file in sorted(files)]
     return "sha256:" + hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 

@@ -236,7 +236,7 @@ def greedy_differ(records: Records, words: Words) -> str:
 
 
 def takes(records: Records, words: Words) -> str:
-    """What the two commands of README take: minutes, downloads and disk (scripts/firstRun.py)."""
+    """What the first command of README takes: minutes, downloads and disk (scripts/firstRun.py)."""
     record = records.file("firstRun")
     say = words.get
     rows = [

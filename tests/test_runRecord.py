@@ -30,7 +30,7 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
     for name in runRecord.SOURCE:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     here = runRecord.code_version()
-    monkeypatch.setattr(runRecord, "ROOT", tmp_path)
+    monkeypatch.setattr(runRecord, "CODE", tmp_path)
 
     def there():
         runRecord.code_version.cache_clear()
