@@ -25,8 +25,8 @@ from experiments.speed import digest
 from inputs.models import model_version
 from utils import UserError
 
-# The source that decides what is written, how fast, and how it is measured. Reports and figures are not among it.
 CODE = Path(__file__).resolve().parents[1]  # An installed package has another `files.ROOT`.
+# The source that decides what is written, how fast, and how it is measured. Reports and figures are not among it.
 SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "benchmark")
 
