@@ -247,7 +247,10 @@ def takes(records: Records, words: Words) -> str:
         for m in record["commands"]
     ]
     titles = "command | minutes | downloaded, GB | on the disk, GB"
-    note = "With empty caches; `torch` without CUDA lay there already: some 0.2 GB more. With CUDA it is some 3 GB, and 7 GB on the disk."
+    note = (
+        "With empty caches; `torch` without CUDA lay there already: some 0.2 GB more. With CUDA it is some 3 GB, and "
+        "7 GB on the disk."
+    )
     machine = record["machine"]
     place = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {record['time'][:10]}."
     return f"{table(say(titles, titles), rows)}\n\n{say(note, note)} `python -m scripts.firstRun`; {place}"
