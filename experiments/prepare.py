@@ -3,6 +3,7 @@ here."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -284,18 +285,18 @@ def find_models(settings: Settings) -> dict[str, Path]:
 
 
 def compile_models(models: LoadedModels, settings: Settings, prompt: Sequence[int]) -> LoadedModels:
-    """The models, with the graphs that the methods need, and a line that says how long it took. No measurement includes
-    it. prompt: token ids for a rehearsal."""
+    """The models, compiled, with the graphs that the methods need, and a line that says how long it took. No
+    measurement includes it. prompt: token ids for a rehearsal."""
+    start = time.perf_counter()
     made: LoadedModels = {role: compiled(model) for role, model in models.items()}
-    seconds = make_all_graphs(made, settings, prompt)
-    if seconds is not None:
-        print(f"Compiled in {seconds:.0f} s; the graphs are kept for the next time.")
+    if make_all_graphs(made, settings, prompt) is not None:
+        print(f"Compiled in {time.perf_counter() - start:.1f} s.")
     return made
 
 
 def make_all_graphs(models: LoadedModels, settings: Settings, prompt: Sequence[int]) -> float | None:
     """Make the graphs of compiled `models` that the methods need. Returns the seconds, or None if some failed."""
-    sweep = "sweep" in settings.measuring.groups  # Over gamma: all are measured alike, so no round is one graph.
+    sweep = "sweep" in settings.measuring.groups
     names = [*sorted(settings.measuring.names), *(["additive"] if sweep else [])]
     return compile_samplers(
         build(names, dict(models), settings.decoding).values(),
@@ -303,6 +304,5 @@ def make_all_graphs(models: LoadedModels, settings: Settings, prompt: Sequence[i
         prompt,
         settings.sampling.of("compare"),
         settings.rows,
-        whole_rounds=not sweep,
         follow=lambda graphs: followed(graphs, "compiling", len(graphs)),
     )
