@@ -331,27 +331,39 @@ static void attend_few(const Attention<T>& a, const Member& member) {
     }
 }
 
-// x[count] -> e^(x - top) in x and, rounded to T, in y; returns the sum. top is the largest of x.
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+static inline void store_some(__m512 x, __mmask16 some, float* to) { _mm512_mask_storeu_ps(to, some, x); }
+static inline void store_some(__m512 x, __mmask16 some, bf16* to) {
+    _mm256_mask_storeu_epi16(to, some, (__m256i)_mm512_cvtneps_pbh(x));
+}
+#endif
+
+// y[count] = e^(scale (x - top)), rounded to T; returns the sum before rounding. top is the largest of x.
 template <typename T>
-static float softmax_numerators(float* x, long count, T* y) {
-    float top = NEVER, sum = 0;
-    // One loop for each step: the compiler does not vectorise them together.
+static float softmax_numerators(const float* x, long count, float scale, T* y) {
+    float top = NEVER;
     for (long j = 0; j < count; j++) top = x[j] > top ? x[j] : top;
-#ifdef __AVX512F__
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
     auto total = _mm512_setzero_ps();
     for (long j = 0; j < count; j += 16) {
-        auto e = exponential(_mm512_sub_ps(_mm512_mask_loadu_ps(_mm512_set1_ps(2 * NEVER), first(count - j), x + j),
-                                           _mm512_set1_ps(top)));
+        auto some = first(count - j);
+        auto below = _mm512_sub_ps(_mm512_mask_loadu_ps(_mm512_set1_ps(2 * NEVER), some, x + j), _mm512_set1_ps(top));
+        auto e = exponential(_mm512_mul_ps(below, _mm512_set1_ps(scale)));
         total = _mm512_add_ps(total, e);
-        _mm512_mask_storeu_ps(x + j, first(count - j), e);
+        store_some(e, some, y + j);
     }
-    sum = _mm512_reduce_add_ps(total);
+    return _mm512_reduce_add_ps(total);
 #else
-    for (long j = 0; j < count; j++) x[j] = expf(x[j] - top > -80 ? x[j] - top : -80);
-    for (long j = 0; j < count; j++) sum += x[j];
-#endif
-    for (long j = 0; j < count; j++) narrow(x[j], y + j);
+    // One loop for each step: the compiler does not vectorise them together.
+    static thread_local std::vector<float> e;
+    e.resize(std::max(e.size(), size_t(count)));
+    float sum = 0;
+    for (long j = 0; j < count; j++) e[j] = scale * (x[j] - top) > -80 ? scale * (x[j] - top) : -80;
+    for (long j = 0; j < count; j++) e[j] = expf(e[j]);
+    for (long j = 0; j < count; j++) sum += e[j];
+    for (long j = 0; j < count; j++) narrow(e[j], y + j);
     return sum;
+#endif
 }
 
 // 32 slots of a head's keys from `block` on, packed as a block of the weight of a linear layer [reach, D] is:
@@ -441,9 +453,8 @@ static void attend_many(const Attention<T>& a, Packed<T>& packed, const Member& 
             float* s = scores.data() + k * width;
             T* w = weights.data() + k * width;
             long seen = at[k] + 1;
-            for (long j = 0; j < seen; j++) s[j] *= a.scale;
             for (long j = nodes.root + 1; j < seen && nodes.ancestors; j++) s[j] = nodes.hide(k, j) ? NEVER : s[j];
-            total[k] = softmax_numerators(s, seen, w);
+            total[k] = softmax_numerators(s, seen, a.scale, w);
             std::fill(w + seen, w + used, T(0));
         }
         for (long part = 0; part * SIDE < a.D; part++) {
@@ -451,7 +462,8 @@ static void attend_many(const Attention<T>& a, Packed<T>& packed, const Member& 
                               packed.values.data() + group * packed.of_values + part * packed.even * SIDE, used, mixed[0]});
             for (long k = 0; k < many; k++) {
                 T* to = a.out + a.place(b, i + k, h) + part * SIDE;
-                for (long l = 0; l < std::min(SIDE, a.D - part * SIDE); l++) narrow(mixed[k][l] / total[k], to + l);
+                const float share = 1 / total[k];
+                for (long l = 0; l < std::min(SIDE, a.D - part * SIDE); l++) narrow(mixed[k][l] * share, to + l);
             }
         }
     }

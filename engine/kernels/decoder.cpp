@@ -93,27 +93,44 @@ struct Decoder::Room {
     std::vector<T> normed, queries, attended, inner, ends;
     std::vector<int64_t> slots;
     Packed<T> packed;
+
+    // Of each row's n tokens, keeps those at `places`, ascending: what is read of them after their keys and values.
+    void only(long rows, long n, const std::vector<std::pair<long, long>>& places, long width, long of_queries) {
+        long to = 0;
+        auto move = [&](auto& numbers, long m, long size) {
+            std::copy_n(numbers.begin() + m * size, size, numbers.begin() + to * size);
+        };
+        for (long b = 0; b < rows; b++)
+            for (auto [place, _] : places) {
+                move(hidden, b * n + place, width), move(queries, b * n + place, of_queries), move(slots, b * n + place, 1);
+                to++;
+            }
+    }
 };
 
 template <typename T>
 void Decoder::run(const Block& block) {
     static thread_local Room<T> rooms;
     Room<T>& room = rooms;  // of the calling thread
-    const long inner = layers.empty() ? 0 : layers[0].down.in, all = (heads + 2 * groups) * width;
+    const long inner = layers[0].down.in, all = (heads + 2 * groups) * width;
     const long step = std::min(block.n, std::max(AT_ONCE / block.rows, 32l)), most = block.rows * step;
     auto grow = [](auto& numbers, size_t size) { if (numbers.size() < size) numbers.resize(size); };
     grow(room.hidden, most * hidden), grow(room.qkv, most * all), grow(room.normed, most * hidden);
     grow(room.queries, most * heads * width), grow(room.attended, most * heads * width);
     grow(room.inner, most * inner), grow(room.ends, block.rows * block.wanted * hidden), grow(room.slots, most);
-    const bool shared = layers.size() * (layers.empty() ? 0 : layers[0].up.in * layers[0].up.out) > SMALL;
+    const bool shared = layers.size() * layers[0].up.in * layers[0].up.out > SMALL;
 
     together(shared, [&](const Member& member) {
         static thread_local std::vector<T> own;
         for (long start = 0; start < block.n; start += step) {
-            const long n = std::min(step, block.n - start), tokens = block.rows * n;
+            long n = std::min(step, block.n - start), tokens = block.rows * n;
             auto at = [&](long m) { return m / n * block.n + start + m % n; };  // Where token m is in the block.
             float* x = room.hidden.data();
             const Layer* layer;
+            std::vector<std::pair<long, long>> kept_here;  // (place in the chunk, place in the result), ascending
+            for (long k = 0; block.keep && k < block.wanted; k++)
+                if (start <= block.keep[k] && block.keep[k] < start + n) kept_here.push_back({block.keep[k] - start, k});
+            std::sort(kept_here.begin(), kept_here.end());
             Attention<T> attention{block.rows, n, heads, groups, width, keys[0].size(2), scale, room.queries.data(),
                                    nullptr, nullptr, room.attended.data(), room.slots.data(), block.root,
                                    block.ancestors ? block.ancestors + start : nullptr};
@@ -184,20 +201,28 @@ void Decoder::run(const Block& block) {
                 for (long i = 0; i < hidden; i++) x[m * hidden + i] = wide(row[i]) + (place ? wide(place[i]) : 0);
                 room.slots[m] = block.slots[at(m)];
             }
-            if (layers.size()) prefetch<T>(member, layers[0].qkv);
+            prefetch<T>(member, layers[0].qkv);
             member.wait();
             if (n >= CHUNK && member.number == 0) room.packed.reserve(attention);  // Barriers follow before it is used.
             for (size_t l = 0; l < layers.size(); l++) {
                 layer = &layers[l];
                 attention.keys = (T*)keys[l].data_ptr(), attention.values = (T*)values[l].data_ptr();
                 multiply(member, normed(layer->before_attention), layer->qkv, tokens, false, to_qkv);
-                if (parallel) {
+                const bool last_of_some = block.keep && l + 1 == layers.size();
+                if (parallel && !last_of_some) {
                     if (tokens > FEW) member.wait();  // The normalised tokens are read until here.
                     multiply(member, normed(layer->before_mlp), layer->up, tokens, gated, to_inner);
                 }
                 member.wait();
                 place_qkv(attention.keys, attention.values);
                 member.wait();
+                if (last_of_some) {  // Nobody reads the others any more, but for their keys and values.
+                    if (member.number == 0) room.only(block.rows, n, kept_here, hidden, heads * width);
+                    n = attention.n = kept_here.size(), tokens = block.rows * n;
+                    member.wait();
+                    if (n == 0) break;
+                    if (parallel) multiply(member, normed(layer->before_mlp), layer->up, tokens, gated, to_inner);
+                }
                 attend(attention, room.packed, member);
                 prefetch<T>(member, layer->out);
                 member.wait();
@@ -213,9 +238,9 @@ void Decoder::run(const Block& block) {
                 prefetch<T>(member, l + 1 < layers.size() ? layers[l + 1].qkv : head);
                 member.wait();
             }
-            for (long k = member.number; k < block.rows * block.wanted; k += member.of) {
-                long b = k / block.wanted, i = (block.keep ? block.keep[k % block.wanted] : k % block.wanted) - start;
-                if (i >= 0 && i < n) normalised<T>(last, x + (b * n + i) * hidden, room.ends.data() + k * hidden, hidden);
+            for (long m = member.number; m < tokens; m += member.of) {
+                long end = m / n * block.wanted + (block.keep ? kept_here[m % n].second : start + m % n);
+                normalised<T>(last, x + m * hidden, room.ends.data() + end * hidden, hidden);
             }
             member.wait();
         }

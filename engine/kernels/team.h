@@ -39,7 +39,7 @@ struct Member {
             return;
         }
         for (long tries = 0; barrier.rounds.load(std::memory_order_acquire) == before; tries++) {
-            if (tries > 1000) std::this_thread::yield();  // The thread that this one waits for may need its core.
+            if (tries > 100000) std::this_thread::yield();  // Not at once: another process would take the core for long.
 #if defined(__x86_64__)
             else __builtin_ia32_pause();
 #endif
