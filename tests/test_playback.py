@@ -20,9 +20,9 @@ from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
 from playback import page as page_module
-from playback.page import write_page
+from playback.page import render, write_file
 from playback.play import Screen
-from playback.trace import Pieces, RecordingDrafter, Round, Trace, pieces_of
+from playback.trace import Pieces, RecordingDrafter, Round, Trace, Turn, pieces_of
 from regrSampling import regrSampling
 from specSampling import specSampling
 
@@ -281,7 +281,8 @@ def text_until(tokenizer, rounds, last):
 def page(tokenizer, tmp_path):
     """A page of rounds whose text is markup, and those rounds."""
     rounds = of_text(tokenizer, f"He said {CURSED} and {MANY_BYTES}\nand so on.")
-    write_page(tmp_path / "page.html", CURSED, rounds, tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
+    page = render([Turn(CURSED, rounds)], tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
+    write_file(tmp_path / "page.html", page)
     return tmp_path / "page.html", rounds
 
 
@@ -312,10 +313,10 @@ def test_the_page_may_run_its_own_style_and_script_and_nothing_else(page):
     assert f"content=\"default-src 'none'; style-src '{hashes[0]}'; script-src '{hashes[1]}'\"" in source
 
 
-def test_a_page_that_cannot_be_written_is_one_line(tokenizer, tmp_path):
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
     for path, reason in ((tmp_path / "no" / "p.html", "No such file"), (tmp_path, "not a file")):
         with refused(f"--html {path}", "cannot be written", reason):
-            write_page(path, "", [], tokenizer, "", {})
+            write_file(path, "")
     assert os.listdir(tmp_path) == []
 
 
@@ -388,7 +389,7 @@ def test_keys_buttons_and_slider(tokenizer, tmp_path, browser, monkeypatch):
     with (tmp_path / "parts" / "script.js").open("a") as script:
         script.write(DRIVER)
     monkeypatch.setattr(page_module, "PARTS", tmp_path / "parts")
-    write_page(tmp_path / "page.html", "", of_text(tokenizer, MANY_BYTES), tokenizer, "", {})
+    write_file(tmp_path / "page.html", render([Turn("", of_text(tokenizer, MANY_BYTES))], tokenizer, "", {}))
     log = json.loads(Page(browser(f"file://{tmp_path}/page.html")).texts["title"])
     last = int(log[0].split("#")[0].split()[-1])
 

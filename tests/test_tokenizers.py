@@ -44,6 +44,6 @@ def test_the_most_frequent_tokens_of_the_sample_texts(pair_folder):
     ranked = sorted(range(len(tokenizer)), key=lambda i: (i != tokenizer.eos_token_id, -counts[i], i))
     assert counts.count(0) > 1  # the order of the unseen shows
     for count in 1, 2, 50, len(tokenizer) - 1, len(tokenizer):
-        assert most_frequent(count, tokenizer).tolist() == sorted(ranked[:count])
+        assert most_frequent(count, tokenizer, [tokenizer.eos_token_id]).tolist() == sorted(ranked[:count])
     with refused("--draftVocab 301", "300"):
-        most_frequent(301, tokenizer)
+        most_frequent(301, tokenizer, [])
