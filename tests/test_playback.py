@@ -20,6 +20,7 @@ from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
 from playback import page as page_module
+from playback import play as play_module
 from playback.page import render, write_file
 from playback.play import Screen
 from playback.trace import Pieces, RecordingDrafter, Round, Trace, Turn, pieces_of
@@ -229,6 +230,28 @@ def test_each_round_is_on_the_screen_when_it_is_over(tokenizer, story):
         assert file.getvalue().endswith(visible(tokenizer.decode(round.target)))
 
 
+@pytest.mark.parametrize("terminal, slept", [(True, [1.0, 6.0]), (False, [])])
+def test_a_terminal_waits_for_its_reader_and_a_file_does_not(tokenizer, monkeypatch, terminal, slept):
+    """Each committed token takes a reader half a second. A round that took as long itself is shown at once."""
+    clock, pauses = [10.0], []
+    monkeypatch.setattr(play_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(play_module.time, "sleep", lambda seconds: (pauses.append(seconds), clock.append(0.0)))
+    screen = Screen(tokenizer, file=Terminal(terminal), pace=2.0)
+    screen.begin("Once")
+    for tokens, seconds in (2, 0.0), (14, 1.0), (1, 90.0), (1, 0.0):
+        screen.round(Round([5] * (tokens - 1), [6] * 9, [7]))
+        clock[0] += seconds
+    assert [seconds for seconds in pauses if seconds] == (slept and [1.0, 6.0])
+
+
+def test_the_token_that_ends_a_text_counts_and_is_not_shown(tokenizer):
+    end = tokenizer.eos_token_id
+    out = streamed(
+        tokenizer, [Round([], [end], ids(tokenizer, "A")[0]), Round([end], [], [])], ends={end}, file=Terminal(False)
+    )
+    assert "Once|~<|endoftext|>~A\n\n2 tokens" in out
+
+
 def test_text_the_screen_cannot_write_is_no_error(tokenizer):
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
@@ -365,6 +388,26 @@ def test_a_browser_plays_the_page_to_its_end(tokenizer, page, browser):
     assert shown.texts["text"] == visible(text_until(tokenizer, rounds, len(rounds)))
     assert shown.texts["where"] == f"Round {len(rounds) - 1} of {len(rounds) - 1}" and shown.texts["play"] == "Play"
     assert "img" not in shown.tags
+
+
+def test_a_browser_plays_the_turns_of_a_conversation_one_after_the_other(tokenizer, tmp_path, browser):
+    first, second = of_text(tokenizer, f"Yes, {MANY_BYTES}"), of_text(tokenizer, "No, not today.")
+    turns = [Turn("> a\n\n", first), Turn(f"> {CURSED}\n\n", second)]
+    write_file(tmp_path / "page.html", render(turns, tokenizer, "", {}))
+
+    def at(round):
+        shown = Page(browser(f"file://{tmp_path}/page.html#{round}")).texts
+        return shown["text"], shown["where"], shown["mean"]
+
+    last = len(first) + len(second) - 1
+    begun = f"Yes, {MANY_BYTES}\n\n> {visible(CURSED)}\n\n"
+    tokens = sum(len(round.accepted) + len(round.target) for round in first + second)
+    assert at(len(first)) == (
+        begun + tokenizer.decode(second[0].target),
+        "The next prompt is read",
+        at(len(first) - 1)[2],
+    )
+    assert at(last) == (begun + "No, not today.", f"Round {last} of {last}", f"{(tokens - 2) / (last - 1):.2f}")
 
 
 DRIVER = """
