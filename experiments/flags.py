@@ -155,8 +155,9 @@ FLAGS = {
             "float32); for --ppl, --diversity, --lossless and --audit float32.",
         ),
         "--compile": switch(
-            "Compile the decode steps, on a GPU into CUDA graphs. On a CPU the first time takes minutes; later runs "
-            "reuse the result. Compilation is not part of any measurement. --diversity and --ppl stay eager."
+            "Decode with C++ kernels on a CPU, and by CUDA graphs on a GPU. The first time on a CPU, the kernels are "
+            "built for it, which takes about a minute. It is not part of any measurement. --diversity and --ppl stay "
+            "eager."
         ),
         "--device": flag(
             text,

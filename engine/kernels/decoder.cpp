@@ -311,6 +311,17 @@ std::tuple<at::Tensor, at::Tensor> Decoder::draw(const at::Tensor& tokens, const
     return {drawn, q};
 }
 
+// The operator `pack`: a weight [out, in] in blocks, as linear.h reads it. The last block is filled with zeros.
+void pack(const at::Tensor& weight, const at::Tensor& packed) {
+    long out = weight.size(0), words = weight.size(1) * weight.element_size() / 4;
+    together(true, [&](const Member& member) {
+        auto [first, last] = member.part(packed.size(0));
+        for (long row = first * SIDE; row < last * SIDE; row += 16)
+            pack_slots((const char*)weight.const_data_ptr() + row * words * 4, out - row, words,
+                       (char*)packed.data_ptr() + (row / SIDE * words * SIDE + row % SIDE) * 4);
+    });
+}
+
 // The operator `linear`: x [..., in] times a packed weight -> float32 [..., out].
 at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t out) {
     auto rows = x.contiguous();

@@ -10,7 +10,6 @@ import sys
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 HUGE = 2 << 20  # Bytes of a huge page. Smaller tensors gain nothing.
 MADV_HUGEPAGE = 14
@@ -21,10 +20,10 @@ def packed(weight: Tensor) -> Tensor:
     """`weight[out, in]` in blocks of SIDE outputs, `[out / SIDE, in / pair, SIDE, pair]`. 16-bit numbers lie in
     pairs. The last block is filled with zeros."""
     pair = 4 // weight.itemsize
-    missing = -len(weight) % SIDE
-    blocks = (pad(weight, (0, 0, 0, missing)) if missing else weight).unflatten(0, (-1, SIDE)).unflatten(2, (-1, pair))
-    made = on_huge_pages(weight.new_empty(len(blocks), blocks.shape[2], SIDE, pair))
-    return made.copy_(blocks.transpose(1, 2))
+    blocks = -(-len(weight) // SIDE)
+    made = on_huge_pages(weight.new_empty(blocks, weight.shape[1] // pair, SIDE, pair))
+    torch.ops.native.pack(weight.contiguous(), made)
+    return made
 
 
 def can_be_packed(weight: Tensor) -> bool:
