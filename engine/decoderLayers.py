@@ -151,7 +151,7 @@ class Description:
             where = getattr(names, name)
             linears = [layer.get_submodule(each) for each in ([where] if isinstance(where, str) else where)]
             weights, biases = [weight_of(linear) for linear in linears], [linear.bias for linear in linears]
-            if name == "up":  # Blocks of the gate and of what it opens take turns.
+            if name == "up" and len(linears) == 2:  # Blocks of the gate and of what it opens take turns.
                 weights, biases = [interleaved(weights)], [interleaved(biases) if biases[0] is not None else None]
             if name == "qkv" and names.by_head:
                 weights, biases = (
