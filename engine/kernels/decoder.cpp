@@ -94,164 +94,220 @@ struct Decoder::Room {
     std::vector<int64_t> slots;
     Packed<T> packed;
 
-    // Of each row's n tokens, keeps those at `places`, ascending: what is read of them after their keys and values.
-    void only(long rows, long n, const std::vector<std::pair<long, long>>& places, long width, long of_queries) {
-        long to = 0;
-        auto move = [&](auto& numbers, long m, long size) {
-            std::copy_n(numbers.begin() + m * size, size, numbers.begin() + to * size);
+    void reserve(const Decoder& model, const Block& block, long tokens) {
+        auto grow = [](auto& numbers, size_t size) {
+            if (numbers.size() < size) numbers.resize(size);
         };
-        for (long b = 0; b < rows; b++)
-            for (auto [place, _] : places) {
-                move(hidden, b * n + place, width), move(queries, b * n + place, of_queries), move(slots, b * n + place, 1);
-                to++;
+        grow(hidden, tokens * model.hidden), grow(normed, tokens * model.hidden), grow(slots, tokens);
+        grow(qkv, tokens * model.layers[0].qkv.out), grow(inner, tokens * model.layers[0].down.in);
+        grow(queries, tokens * model.heads * model.width), grow(attended, tokens * model.heads * model.width);
+        grow(ends, block.rows * block.wanted * model.hidden);
+    }
+};
+
+// One thread's part of a forward. The methods are the steps; where a step needs what other threads computed, `layer`
+// waits before it.
+template <typename T>
+struct Decoder::Pass {
+    const Decoder& model;
+    const Block& block;
+    Room<T>& room;
+    const Member& member;
+    // Of the chunk: its first token in each row, the tokens of a row, and those of all rows.
+    long start = 0, n = 0, tokens = 0;
+    std::vector<std::pair<long, long>> wanted = {};  // Of a row, if not all: (place in the chunk, place in the result).
+    Attention<T> attention = {};
+
+    // Reads the tokens start ... start + n - 1 of each row into the KV cache.
+    void chunk(long first, long count) {
+        start = first, n = count, tokens = block.rows * n;
+        wanted.clear();
+        for (long k = 0; block.keep && k < block.wanted; k++)
+            if (start <= block.keep[k] && block.keep[k] < start + n) wanted.push_back({block.keep[k] - start, k});
+        std::sort(wanted.begin(), wanted.end());
+        attention = {block.rows, n, model.heads, model.groups, model.width, model.keys[0].size(2), model.scale,
+                     room.queries.data(), nullptr, nullptr, room.attended.data(), room.slots.data(), block.root,
+                     block.ancestors ? block.ancestors + start : nullptr};
+        embed();
+        prefetch<T>(member, model.layers[0].qkv);
+        member.wait();
+        if (n >= CHUNK && member.number == 0) room.packed.reserve(attention);  // Barriers follow before it is used.
+        for (size_t l = 0; l < model.layers.size(); l++) {
+            attention.keys = (T*)model.keys[l].data_ptr(), attention.values = (T*)model.values[l].data_ptr();
+            bool is_last = l + 1 == model.layers.size();
+            layer(model.layers[l], is_last && block.keep);
+            prefetch<T>(member, is_last ? model.head : model.layers[l + 1].qkv);
+            member.wait();
+        }
+        end();
+        member.wait();
+    }
+
+    // One layer. If only_wanted, it goes on with the wanted tokens alone once keys and values are placed.
+    void layer(const Layer& layer, bool only_wanted) {
+        to_qkv(layer);
+        if (model.parallel && !only_wanted) {
+            if (tokens > FEW) member.wait();  // The normalised tokens are read until here.
+            to_inner(layer);
+        }
+        member.wait();
+        place(layer);
+        member.wait();
+        if (only_wanted) {
+            drop_others();
+            if (model.parallel) to_inner(layer);
+        }
+        attend(attention, room.packed, member);
+        prefetch<T>(member, layer.out);
+        member.wait();
+        add(layer.out, room.attended.data());
+        if (!model.parallel) {
+            prefetch<T>(member, layer.up, model.gated);
+            member.wait();
+            to_inner(layer);
+            prefetch<T>(member, layer.down);
+            member.wait();
+        }
+        add(layer.down, room.inner.data());
+    }
+
+    // Where token m of the chunk is in the block.
+    long at(long m) const { return m / n * block.n + start + m % n; }
+
+    void embed() {
+        auto [first, last] = member.part(tokens);
+        for (long m = first; m < last; m++) {
+            const T* row = data<T>(model.embedding) + block.tokens[at(m)] * model.hidden;
+            float* x = room.hidden.data() + m * model.hidden;
+            for (long i = 0; i < model.hidden; i++) x[i] = wide(row[i]);
+            room.slots[m] = block.slots[at(m)];
+            if (!model.places.defined()) continue;
+            const T* place = data<T>(model.places) + (block.positions[at(m)] + model.offset) * model.hidden;
+            for (long i = 0; i < model.hidden; i++) x[i] += wide(place[i]);
+        }
+    }
+
+    // All tokens, normalised. Of few tokens, each thread has its own copy.
+    const T* normed(const Norm& norm) {
+        static thread_local std::vector<T> own;
+        const bool few = tokens <= FEW;
+        if (few) own.resize(std::max(own.size(), size_t(tokens * model.hidden)));
+        T* to = few ? own.data() : room.normed.data();
+        auto [first, last] = few ? Member::Part{0, tokens} : member.part(tokens);
+        for (long m = first; m < last; m++)
+            normalised<T>(norm, room.hidden.data() + m * model.hidden, to + m * model.hidden, model.hidden);
+        if (!few) member.wait();
+        return to;
+    }
+
+    void to_qkv(const Layer& layer) {
+        multiply(member, normed(layer.before_attention), layer.qkv, tokens, false, [&](long b, long m, Sums* sums, long) {
+            add_bias<T>(layer.qkv, b, *sums);
+            long out = layer.qkv.out;
+            std::memcpy(room.qkv.data() + m * out + b * SIDE, sums->of, std::min(SIDE, out - b * SIDE) * 4);
+        });
+    }
+
+    void to_inner(const Layer& layer) {
+        const long size = layer.down.in;
+        auto sink = [&](long b, long m, Sums* sums, long apart) {
+            float* y = sums->of;
+            add_bias<T>(layer.up, b, *sums);
+            activate(y, model.activation);
+            if (model.gated) {
+                add_bias<T>(layer.up, b + 1, sums[apart]);
+                for (long j = 0; j < SIDE; j++) y[j] *= sums[apart].of[j];
             }
+            long place = (model.gated ? b / 2 : b) * SIDE, count = std::min(SIDE, size - place);
+            for (long j = 0; j < count; j++) narrow(y[j], room.inner.data() + m * size + place + j);
+        };
+        multiply(member, normed(layer.before_mlp), layer.up, tokens, model.gated, sink);
+    }
+
+    // Adds what a linear layer makes of x to the hidden states.
+    void add(const Linear& linear, const T* x) {
+        multiply(member, x, linear, tokens, false, [&](long b, long m, Sums* sums, long) {
+            add_bias<T>(linear, b, *sums);
+            float* y = room.hidden.data() + m * model.hidden + b * SIDE;
+            for (long j = 0; j < std::min(SIDE, model.hidden - b * SIDE); j++) y[j] += sums->of[j];
+        });
+    }
+
+    // Queries and keys are normalised and rotated; keys and values are written to their slots.
+    void place(const Layer& layer) {
+        const long heads = model.heads, groups = model.groups, width = model.width, all = heads + 2 * groups;
+        auto [first, last] = member.part(tokens * all);
+        for (long task = first; task < last; task++) {
+            long m = task / all, h = task % all;
+            float* x = room.qkv.data() + task * width;
+            const bool is_query = h < heads, is_value = h >= heads + groups;
+            const Norm& norm = is_query ? layer.query : layer.key;
+            if (!is_value && norm.weight.defined()) normalised<T>(norm, x, x, width);
+            if (!is_value) rotate(x, block.positions[at(m)]);
+            T* kept = (is_value ? attention.values : attention.keys) + attention.cell(m / n, (h - heads) % groups);
+            T* to = is_query ? room.queries.data() + (m * heads + h) * width : kept + room.slots[m] * width;
+            for (long i = 0; i < width; i++) narrow(x[i], to + i);
+        }
+    }
+
+    void rotate(float* x, long position) const {
+        const long half = model.rotary / 2;
+        const float *c = data<float>(model.cos) + position * half, *s = data<float>(model.sin) + position * half;
+        for (long i = 0; i < half; i++) {
+            float one = x[i], other = x[i + half];
+            x[i] = one * c[i] - other * s[i], x[i + half] = other * c[i] + one * s[i];
+        }
+    }
+
+    // From here on the chunk has the wanted tokens alone: nobody reads more of the others than their keys and values.
+    void drop_others() {
+        const long of_queries = model.heads * model.width;
+        auto move = [&](auto& numbers, long from, long to, long size) {
+            std::copy_n(numbers.begin() + from * size, size, numbers.begin() + to * size);
+        };
+        if (member.number == 0)
+            for (long b = 0, to = 0; b < block.rows; b++)
+                for (size_t k = 0; k < wanted.size(); k++, to++) {
+                    long from = b * n + wanted[k].first;
+                    move(room.hidden, from, to, model.hidden), move(room.queries, from, to, of_queries);
+                    move(room.slots, from, to, 1);
+                }
+        n = attention.n = wanted.size(), tokens = block.rows * n;
+        member.wait();
+    }
+
+    // The last norm of the wanted tokens.
+    void end() {
+        for (long m = member.number; m < tokens; m += member.of) {
+            long to = m / n * block.wanted + (block.keep ? wanted[m % n].second : start + m % n);
+            normalised<T>(model.last, room.hidden.data() + m * model.hidden, room.ends.data() + to * model.hidden,
+                          model.hidden);
+        }
+    }
+
+    void logits() {
+        const Linear& head = model.head;
+        multiply(member, room.ends.data(), head, block.rows * block.wanted, false, [&](long b, long m, Sums* sums, long) {
+            add_bias<T>(head, b, *sums);
+            long count = std::min(SIDE, head.out - b * SIDE);
+            float* y = block.logits + m * model.vocabulary;
+            if (!model.kept.defined()) std::memcpy(y + b * SIDE, sums->of, count * 4);
+            else
+                for (long j = 0; j < count; j++) y[data<int64_t>(model.kept)[b * SIDE + j]] = sums->of[j];
+        });
     }
 };
 
 template <typename T>
 void Decoder::run(const Block& block) {
-    static thread_local Room<T> rooms;
-    Room<T>& room = rooms;  // of the calling thread
-    const long inner = layers[0].down.in, all = (heads + 2 * groups) * width;
-    const long step = std::min(block.n, std::max(AT_ONCE / block.rows, 32l)), most = block.rows * step;
-    auto grow = [](auto& numbers, size_t size) { if (numbers.size() < size) numbers.resize(size); };
-    grow(room.hidden, most * hidden), grow(room.qkv, most * all), grow(room.normed, most * hidden);
-    grow(room.queries, most * heads * width), grow(room.attended, most * heads * width);
-    grow(room.inner, most * inner), grow(room.ends, block.rows * block.wanted * hidden), grow(room.slots, most);
-    const bool shared = layers.size() * layers[0].up.in * layers[0].up.out > SMALL;
-
-    together(shared, [&](const Member& member) {
-        static thread_local std::vector<T> own;
-        for (long start = 0; start < block.n; start += step) {
-            long n = std::min(step, block.n - start), tokens = block.rows * n;
-            auto at = [&](long m) { return m / n * block.n + start + m % n; };  // Where token m is in the block.
-            float* x = room.hidden.data();
-            const Layer* layer;
-            std::vector<std::pair<long, long>> kept_here;  // (place in the chunk, place in the result), ascending
-            for (long k = 0; block.keep && k < block.wanted; k++)
-                if (start <= block.keep[k] && block.keep[k] < start + n) kept_here.push_back({block.keep[k] - start, k});
-            std::sort(kept_here.begin(), kept_here.end());
-            Attention<T> attention{block.rows, n, heads, groups, width, keys[0].size(2), scale, room.queries.data(),
-                                   nullptr, nullptr, room.attended.data(), room.slots.data(), block.root,
-                                   block.ancestors ? block.ancestors + start : nullptr};
-
-            // The normalised tokens: all of them, for every thread.
-            auto normed = [&](const Norm& norm) -> const T* {
-                if (tokens <= FEW) {
-                    if (long(own.size()) < tokens * hidden) own.resize(tokens * hidden);
-                    for (long m = 0; m < tokens; m++) normalised<T>(norm, x + m * hidden, own.data() + m * hidden, hidden);
-                    return own.data();
-                }
-                auto [first, last] = member.part(tokens);
-                for (long m = first; m < last; m++)
-                    normalised<T>(norm, x + m * hidden, room.normed.data() + m * hidden, hidden);
-                member.wait();
-                return room.normed.data();
-            };
-            auto to_qkv = [&](long b, long m, Sums* sums, long) {
-                add_bias<T>(layer->qkv, b, *sums);
-                std::memcpy(room.qkv.data() + m * all + b * SIDE, sums->of, std::min(SIDE, all - b * SIDE) * 4);
-            };
-            auto to_inner = [&](long b, long m, Sums* sums, long apart) {
-                add_bias<T>(layer->up, b, *sums);
-                float* y = sums->of;
-                long place = (gated ? b / 2 : b) * SIDE, count = std::min(SIDE, inner - place);
-                activate(y, activation);
-                if (gated) {
-                    add_bias<T>(layer->up, b + 1, sums[apart]);
-                    for (long j = 0; j < SIDE; j++) y[j] *= sums[apart].of[j];
-                }
-                for (long j = 0; j < count; j++) narrow(y[j], room.inner.data() + m * inner + place + j);
-            };
-            auto add_to_hidden = [&](const Linear& linear) {
-                return [&](long b, long m, Sums* sums, long) {
-                    add_bias<T>(linear, b, *sums);
-                    float* y = x + m * hidden + b * SIDE;
-                    for (long j = 0; j < std::min(SIDE, hidden - b * SIDE); j++) y[j] += sums->of[j];
-                };
-            };
-            // Queries and keys are normalised and rotated, keys and values written to their slots.
-            auto place_qkv = [&](T* kept_keys, T* kept_values) {
-                auto [first, last] = member.part(tokens * (heads + 2 * groups));
-                for (long task = first; task < last; task++) {
-                    long m = task / (heads + 2 * groups), h = task % (heads + 2 * groups), b = m / n;
-                    float* y = room.qkv.data() + m * all + h * width;
-                    bool is_query = h < heads, is_key = !is_query && h < heads + groups;
-                    const Norm& norm = is_query ? layer->query : layer->key;
-                    if ((is_query || is_key) && norm.weight.defined()) normalised<T>(norm, y, y, width);
-                    if (is_query || is_key) {
-                        const float* c = data<float>(cos) + block.positions[at(m)] * (rotary / 2);
-                        const float* s = data<float>(sin) + block.positions[at(m)] * (rotary / 2);
-                        for (long i = 0; i < rotary / 2; i++) {
-                            float one = y[i], other = y[i + rotary / 2];
-                            y[i] = one * c[i] - other * s[i], y[i + rotary / 2] = other * c[i] + one * s[i];
-                        }
-                    }
-                    long group = (h - heads) % groups;
-                    T* to = is_query ? room.queries.data() + (m * heads + h) * width
-                                     : (is_key ? kept_keys : kept_values) + attention.cell(b, group) + room.slots[m] * width;
-                    for (long i = 0; i < width; i++) narrow(y[i], to + i);
-                }
-            };
-
-            auto [first, end] = member.part(tokens);
-            for (long m = first; m < end; m++) {
-                const T* row = data<T>(embedding) + block.tokens[at(m)] * hidden;
-                const T* place = places.defined() ? data<T>(places) + (block.positions[at(m)] + offset) * hidden : nullptr;
-                for (long i = 0; i < hidden; i++) x[m * hidden + i] = wide(row[i]) + (place ? wide(place[i]) : 0);
-                room.slots[m] = block.slots[at(m)];
-            }
-            prefetch<T>(member, layers[0].qkv);
-            member.wait();
-            if (n >= CHUNK && member.number == 0) room.packed.reserve(attention);  // Barriers follow before it is used.
-            for (size_t l = 0; l < layers.size(); l++) {
-                layer = &layers[l];
-                attention.keys = (T*)keys[l].data_ptr(), attention.values = (T*)values[l].data_ptr();
-                multiply(member, normed(layer->before_attention), layer->qkv, tokens, false, to_qkv);
-                const bool last_of_some = block.keep && l + 1 == layers.size();
-                if (parallel && !last_of_some) {
-                    if (tokens > FEW) member.wait();  // The normalised tokens are read until here.
-                    multiply(member, normed(layer->before_mlp), layer->up, tokens, gated, to_inner);
-                }
-                member.wait();
-                place_qkv(attention.keys, attention.values);
-                member.wait();
-                if (last_of_some) {  // Nobody reads the others any more, but for their keys and values.
-                    if (member.number == 0) room.only(block.rows, n, kept_here, hidden, heads * width);
-                    n = attention.n = kept_here.size(), tokens = block.rows * n;
-                    member.wait();
-                    if (n == 0) break;
-                    if (parallel) multiply(member, normed(layer->before_mlp), layer->up, tokens, gated, to_inner);
-                }
-                attend(attention, room.packed, member);
-                prefetch<T>(member, layer->out);
-                member.wait();
-                multiply(member, room.attended.data(), layer->out, tokens, false, add_to_hidden(layer->out));
-                if (!parallel) {
-                    prefetch<T>(member, layer->up, gated);
-                    member.wait();
-                    multiply(member, normed(layer->before_mlp), layer->up, tokens, gated, to_inner);
-                    prefetch<T>(member, layer->down);
-                    member.wait();
-                }
-                multiply(member, room.inner.data(), layer->down, tokens, false, add_to_hidden(layer->down));
-                prefetch<T>(member, l + 1 < layers.size() ? layers[l + 1].qkv : head);
-                member.wait();
-            }
-            for (long m = member.number; m < tokens; m += member.of) {
-                long end = m / n * block.wanted + (block.keep ? kept_here[m % n].second : start + m % n);
-                normalised<T>(last, x + m * hidden, room.ends.data() + end * hidden, hidden);
-            }
-            member.wait();
-        }
-        multiply(member, room.ends.data(), head, block.rows * block.wanted, false, [&](long b, long m, Sums* sums, long) {
-            add_bias<T>(head, b, *sums);
-            long count = std::min(SIDE, head.out - b * SIDE);
-            float* y = block.logits + m * vocabulary;
-            if (!kept.defined()) std::memcpy(y + b * SIDE, sums->of, count * 4);
-            else
-                for (long j = 0; j < count; j++) y[data<int64_t>(kept)[b * SIDE + j]] = sums->of[j];
-        });
+    static thread_local Room<T> of_caller;
+    Room<T>& room = of_caller;  // The other threads use it too.
+    const long step = std::min(block.n, std::max(AT_ONCE / block.rows, 32l));
+    room.reserve(*this, block, block.rows * step);
+    together(layers.size() * layers[0].up.in * layers[0].up.out > SMALL, [&](const Member& member) {
+        Pass<T> pass{*this, block, room, member};
+        for (long start = 0; start < block.n; start += step) pass.chunk(start, std::min(step, block.n - start));
+        pass.logits();
         multiply_in_use().done();
     });
 }

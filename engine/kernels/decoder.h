@@ -45,6 +45,7 @@ class Decoder : public torch::CustomClassHolder {
     struct Block;
     template <typename T> void run(const Block& block);
     template <typename T> struct Room;
+    template <typename T> struct Pass;
 
     std::vector<Layer> layers;
     at::Tensor embedding, places, cos, sin, kept;  // places: position embeddings; kept: the tokens of a restricted head
