@@ -209,7 +209,7 @@ class Description:
     def check(self, layers: nn.ModuleList) -> None:
         """Raise RuntimeError if the kernels do not compute what the model computes with its first and its last layer
         alone. (Some models scale each layer by its number.)"""
-        tokens, ends = torch.arange(16)[None] % self.vocabulary, [layers[0], layers[-1]]
+        tokens, ends = torch.arange(16)[None] % self.vocabulary, list(dict.fromkeys([layers[0], layers[-1]]))
         decoder = self.made([self.parts(layer) for layer in ends])
         states = [[torch.zeros(1, self.groups, 16, self.width, dtype=self.model.dtype) for _ in ends] for _ in range(2)]
         decoder.bind(*states, *self.angles(16))
