@@ -186,6 +186,26 @@ def test_all_widths():
     check(eager, model, widths=range(1, 71))
 
 
+@pytest.mark.parametrize("name", ["gelu", "gelu_new", "relu", "silu"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_activations_of_large_numbers(name, family, monkeypatch):
+    """Where an exponential would overflow, with a gate and without."""
+    right = helpers.tiny
+
+    def steep(*given, **sizes):
+        model = right(*given, **sizes)
+        with torch.no_grad():
+            for key, weight in model.model.named_parameters():
+                if "c_fc" in key or "gate_proj" in key:
+                    weight.mul_(1e4)
+                elif "mlp.c_proj" in key or "down_proj" in key:
+                    weight.mul_(1e-4)
+        return model
+
+    monkeypatch.setattr(helpers, "tiny", steep)
+    check(*both(family, **{"activation_function" if family == "gpt2" else "hidden_act": name}))
+
+
 by_kind, made, angles = Description.by_kind, Description.made, Description.angles
 MISTAKES = {
     "by_kind": lambda self, rows: rows,
