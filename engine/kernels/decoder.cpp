@@ -274,6 +274,12 @@ at::Tensor Decoder::forward(const at::Tensor& tokens, const at::Tensor& position
     for (long k = 0; some.defined() && k < wanted; k++)
         TORCH_CHECK_INDEX(0 <= numbers(some)[k] && numbers(some)[k] < n, "there is no token ", numbers(some)[k],
                           " in the block");
+    if (some.defined()) {  // `run` keeps tokens of a chunk in place: each of them once, and no nodes of trees.
+        std::vector<int64_t> once(numbers(some), numbers(some) + wanted);
+        std::sort(once.begin(), once.end());
+        if (masks.defined() || std::adjacent_find(once.begin(), once.end()) != once.end())
+            return forward(tokens, positions, slots, root, ancestors, {}).index_select(1, some);
+    }
     const int64_t* slot = numbers(to.defined() ? to : at);
     for (long m = 0; m < rows * n; m++) {
         int64_t token = numbers(ids)[m], position = numbers(at)[m];
