@@ -25,7 +25,11 @@ def compiled(model: CachedModel) -> CachedModel:
     why, and the model stays as it is."""
     if is_compiled(model):
         return model
-    return attempted(lambda: compiled_class(model)(model.model, model.vocabulary, model.name), model.name) or model
+    made = attempted(lambda: compiled_class(model)(model.model, model.vocabulary, model.name), model.name)
+    if made is None:
+        return model
+    made.parameters = model.parameters  # Layers that another model has packed are no parameters any more.
+    return made
 
 
 def is_compiled(model: CachedModel) -> bool:

@@ -20,6 +20,7 @@ from engine.kernels.packedLinear import SIDE, can_be_packed, packed
 
 ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_fast": 1, "gelu_pytorch_tanh": 1, "relu": 2, "silu": 3, "swish": 3}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of logits, relative; both round in other places
+WIDEST = 256  # numbers in a head (attention.h)
 UNSUPPORTED_ROPE = ("dynamic", "longrope")  # Their angles depend on the length of the text.
 
 
@@ -111,13 +112,18 @@ def refuse(model: PreTrainedModel) -> None:
         f"there are no kernels for {model.dtype}": model.dtype not in (torch.float32, torch.bfloat16),
         f"its rotary embeddings are {rope.get('rope_type')}": rope.get("rope_type") in UNSUPPORTED_ROPE,
         "its attention has a window": window is not None and window < config.max_position_embeddings,
-        "its norms come after its layers": not getattr(config, "do_layer_norm_before", True),
+        "its norms come after its layers": not getattr(config, "do_layer_norm_before", True)
+        or getattr(config, "_remove_final_layer_norm", False),
         "its embeddings are narrower than its layers": getattr(config, "word_embed_proj_dim", 0)
         not in (0, config.hidden_size),
     }
     for reason, holds in reasons.items():
         if holds:
             raise RuntimeError(reason)
+    if (activation := activation_of(config)) not in ACTIVATIONS:
+        raise RuntimeError(f"there are no kernels for the activation {activation}")
+    if (width := width_of(config)) > WIDEST or width % 2:
+        raise RuntimeError(f"there are no kernels for heads of {width} numbers")
 
 
 class Description:
@@ -130,7 +136,7 @@ class Description:
         self.base = model.get_submodule(self.names.base)
         self.heads: int = config.num_attention_heads
         self.groups: int = getattr(config, "num_key_value_heads", None) or self.heads
-        self.width: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.width = width_of(config)
 
     def angles(self, capacity: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rotary embeddings, float32 `[capacity, r]`; r is 0 if there are none."""
@@ -201,13 +207,14 @@ class Description:
 
     @torch.inference_mode()
     def check(self, layers: nn.ModuleList) -> None:
-        """Raise RuntimeError if the kernels do not compute what the model computes with its first layer alone."""
-        tokens = torch.arange(16)[None] % self.vocabulary
-        decoder = self.made([self.parts(layers[0])])
-        states = [[torch.zeros(1, self.groups, 16, self.width, dtype=self.model.dtype)] for _ in range(2)]
+        """Raise RuntimeError if the kernels do not compute what the model computes with its first and its last layer
+        alone. (Some models scale each layer by its number.)"""
+        tokens, ends = torch.arange(16)[None] % self.vocabulary, list(dict.fromkeys([layers[0], layers[-1]]))
+        decoder = self.made([self.parts(layer) for layer in ends])
+        states = [[torch.zeros(1, self.groups, 16, self.width, dtype=self.model.dtype) for _ in ends] for _ in range(2)]
         decoder.bind(*states, *self.angles(16))
         found = decoder.forward(tokens, torch.arange(16)[None], None, None, None, None)
-        setattr(self.base, self.names.layers, layers[:1])
+        setattr(self.base, self.names.layers, nn.ModuleList(ends))
         try:
             wanted = self.model(input_ids=tokens, use_cache=False).logits[..., : self.vocabulary].float()
         finally:
@@ -225,6 +232,11 @@ class Description:
             if not isinstance(layer, PackedLayer):  # A model that shares its layers may have packed them already.
                 layers[i] = PackedLayer(self.parts(layer))
         return self.made([layer.parts for layer in layers])
+
+
+def width_of(config: Any) -> int:
+    """Numbers in a query, a key or a value of one head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def activation_of(config: Any) -> str:

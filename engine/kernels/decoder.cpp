@@ -324,6 +324,18 @@ at::Tensor Decoder::forward(const at::Tensor& tokens, const at::Tensor& position
     auto size = [&](const at::Tensor& x) { return x.size(0) == rows && x.size(1) == n; };
     TORCH_CHECK(rows == keys[0].size(0) && size(at) && (!to.defined() || size(to)), "the KV cache has ", keys[0].size(0),
                 " rows; tokens, positions and slots must be [rows, n]");
+    for (const at::Tensor* x : {&ids, &at, &to, &first, &masks, &some})
+        TORCH_CHECK(!x->defined() || x->scalar_type() == at::kLong, "tokens, positions and places must be int64");
+    TORCH_CHECK(!first.defined() || (first.numel() == rows && masks.numel() == n), "places are of another shape");
+    for (long k = 0; some.defined() && k < wanted; k++)
+        TORCH_CHECK_INDEX(0 <= numbers(some)[k] && numbers(some)[k] < n, "there is no token ", numbers(some)[k],
+                          " in the block");
+    if (some.defined()) {  // `run` keeps tokens of a chunk in place: each of them once, and no nodes of trees.
+        std::vector<int64_t> once(numbers(some), numbers(some) + wanted);
+        std::sort(once.begin(), once.end());
+        if (masks.defined() || std::adjacent_find(once.begin(), once.end()) != once.end())
+            return forward(tokens, positions, slots, root, ancestors, {}).index_select(1, some);
+    }
     const int64_t* slot = numbers(to.defined() ? to : at);
     for (long m = 0; m < rows * n; m++) {
         int64_t token = numbers(ids)[m], position = numbers(at)[m];

@@ -134,7 +134,7 @@ def torch_flags(compiler: str) -> list[str]:
     """The flags for a source that includes torch's headers. Without OpenMP its loops run on one thread."""
     openmp = ["-fopenmp"] if accepts(compiler, ["-fopenmp"], "#include <omp.h>") else []
     if "gomp" in "".join(openmp_of_torch()) and not accepts(compiler, [], "#ifdef __clang__\n#error\n#endif"):
-        openmp = ["-DGNU_OPENMP"]  # threads.h
+        openmp = ["-DGNU_OPENMP"]  # team.h
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     includes = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
     return ["-DAT_PARALLEL_OPENMP=1", *openmp, abi, *includes]
