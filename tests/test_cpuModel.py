@@ -147,14 +147,12 @@ def test_logits_keys_and_values_are_eagers(kind):
     check(*both(kind))
 
 
-@pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "wide" in kind])
-def test_any_number_of_threads_computes_the_same(kind, threads):
+def test_any_number_of_threads_computes_the_same(kind):
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(3)
     try:
-        for rows in 1, 3:
-            check(*both(kind), rows, widths=(1, 2, 11, 12, 17, 40))
+        check(*both(kind), 2, widths=(1, 8, 9, 17))
     finally:
         torch.set_num_threads(before)
 
