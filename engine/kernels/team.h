@@ -38,8 +38,11 @@ struct Member {
             barrier.rounds.store(before + 1, std::memory_order_release);
             return;
         }
-        for (long tries = 0; barrier.rounds.load(std::memory_order_acquire) == before; tries++) {
-            if (tries > 100000) std::this_thread::yield();  // Not at once: another process would take the core for long.
+        // Who yields gives its core to another process for long. With more threads than cores the thread that this one
+        // waits for may need it.
+        static const long cores = std::thread::hardware_concurrency();
+        for (long tries = of > cores ? 100'000 : 0; barrier.rounds.load(std::memory_order_acquire) == before; tries++) {
+            if (tries >= 100'000) std::this_thread::yield();
 #if defined(__x86_64__)
             else __builtin_ia32_pause();
 #endif
