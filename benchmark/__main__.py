@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from torch import Generator
 
-from benchmark.contenders import SAMPLING, TREE, Contender, contenders, library_twin
+from benchmark.contenders import SAMPLING, TREE, Contender, DrafterOf, contenders, library_twin
 from benchmark.engines.engineProcess import short_reason
 from benchmark.engines.peers import Peer, peer_rows, start_peers, text_checker
 from benchmark.engines.textCheck import Figures, TextChecker
@@ -41,7 +41,7 @@ from decoding.rows import check_room
 from decoding.trees.shapes import FixedTree
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
-from engine.sharedWeights import sharing_copy
+from engine.sharedWeights import RestrictedModel, sharing_copy
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
 from experiments.speed import Timed, TimedText, digest, measure
@@ -51,8 +51,11 @@ from inputs.files import gigabytes
 from inputs.models import DTYPES, find_model, load_model, model_version, outline
 from inputs.progress import Bar, followed
 from inputs.texts import load_corpora
-from inputs.tokenizers import check_tokenizers, load_tokenizer
+from inputs.tokenizers import load_tokenizer
+from methods.drafters import ModelDrafter
+from methods.otherTokenizer import OtherTokenizerDrafter
 from methods.rehearsal import compile_samplers
+from methods.translation import Translation
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from report.tableFormat import WIDTH
@@ -60,7 +63,8 @@ from specSampling import specSampling
 from utils import GREEDY, UserError
 
 T = TypeVar("T")
-Loaded = tuple[dict[str, CachedModel], list[list[int]]]  # {role: model}, and the prompts as token ids
+# {role: model}, the prompts as token ids, and what makes a drafter of a draft model.
+Loaded = tuple[dict[str, CachedModel], list[list[int]], DrafterOf]
 
 
 def load_pair(options: Options, dtype: str, device: str) -> Loaded:
@@ -86,32 +90,38 @@ def load_random(options: Options, dtype: str, device: str, max_len: int) -> Load
     generator = torch.Generator().manual_seed(options.seed)
     prompts = torch.randint(VOCABULARY, (options.prompts, PROMPT), generator=generator).tolist()
     check_room(prompts, max_len, list(models.values()))
-    return models, prompts
+    return models, prompts, ModelDrafter
 
 
 def load_trained(options: Options, dtype: str, device: str, max_len: int) -> Loaded:
-    """Trained models, and prompts from the bundled texts: as many as were asked for, or as there are."""
-    tokenizer = load_tokenizer(options.target)
-    check_tokenizers(tokenizer, load_tokenizer(options.draft), (options.target, options.draft))
+    """Trained models, and prompts from the bundled texts: as many as were asked for, or as there are. A draft with
+    another tokenizer than the target's guesses the tokens that both have."""
+    tokenizers = {role: load_tokenizer(name) for role, name in options.names.items()}
+    tokenizer = tokenizers["target"]
     pairs = zip(*(corpus.passages(500) for corpus in load_corpora("sample")))
     passages = [passage for pair in pairs for passage in pair]
     prompts = [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[: options.prompts]]
     check_room(prompts, max_len, [outline(find_model(name), tokenizer) for name in options.names.values()])
-    return {role: load_model(name, tokenizer, dtype, device) for role, name in options.names.items()}, prompts
+    models = {role: load_model(name, tokenizers[role], dtype, device) for role, name in options.names.items()}
+    if tokenizers["draft"].get_vocab() == tokenizer.get_vocab():
+        return models, prompts, ModelDrafter
+    translation = Translation(tokenizer, tokenizers["draft"], (options.target, options.draft))
+    models["draft"] = RestrictedModel(models["draft"], translation.draft)
+    return models, prompts, partial(OtherTokenizerDrafter, translation=translation)
 
 
 def compiled_pair(
-    models: dict[str, CachedModel], gamma: int, prompt: list[int]
+    models: dict[str, CachedModel], gamma: int, prompt: list[int], drafter_of: DrafterOf
 ) -> tuple[dict[str, CachedModel], list[float | None]]:
     """The same models once more, compiled, and the seconds it took; None where it failed."""
     start = time.perf_counter()
     pair = {role: compiled(CachedModel(sharing_copy(m.model), m.vocabulary, m.name)) for role, m in models.items()}
-    target, drafter = pair["target"], TreeDrafter(pair["draft"])
+    target, drafter = pair["target"], drafter_of(pair["draft"])
     rows: list[Any] = [
         *(partial(regrSampling, target=model) for model in pair.values()),
         *(partial(specSampling, target=target, drafter=drafter, gamma=Fixed(width - 1)) for width in WIDTHS[1:]),
         partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma)),
-        partial(treeSampling, target=target, drafter=drafter, tree=FixedTree(TREE)),
+        partial(treeSampling, target=target, drafter=TreeDrafter(pair["draft"]), tree=FixedTree(TREE)),
     ]
 
     def follow(graphs: Sequence[T]) -> Iterable[T]:
@@ -129,19 +139,21 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     if options.peers and device != "cpu":
         raise UserError("--peers needs --device cpu: the other engines run on the CPU here")
     dtype = options.dtype or pick_dtype(device)
-    models, prompts = load_pair(options, dtype, device)
+    models, prompts, drafter_of = load_pair(options, dtype, device)
     library = {role: library_twin(model.model) for role, model in models.items()}
     record = conditions(options, argv, processes, device, models, prompts)
     variants, record["compile_seconds"] = {"eager": models}, None
     if options.compile:
-        ready, record["compile_seconds"] = compiled_pair(models, options.gamma, prompts[0])
+        ready, record["compile_seconds"] = compiled_pair(models, options.gamma, prompts[0], drafter_of)
         if None not in record["compile_seconds"]:  # Otherwise a line has said why.
             variants["compiled"] = ready
-    found = contenders(options, variants, library, prompts[0])
+    found = contenders(options, variants, library, prompts[0], drafter_of)
     record["library_compile_seconds"] = found.compile_seconds
     checked = {} if options.shapes or not options.text_check else found.rows
-    engines = peer_rows(options, dtype)
-    checker = text_checker(options, models, library, len(checked) + len(engines)) if checked or engines else None
+    engines = peer_rows(options, dtype, one_tokenizer=drafter_of is ModelDrafter)
+    checker = None
+    if checked or engines:
+        checker = text_checker(options, models, library, len(checked) + len(engines), drafter_of is ModelDrafter)
     texts = check_texts(checked, checker, prompts, device, dtype, processes) if checker else {}
     # After compiling, which takes as much memory again as the models: the engines must fit into what is left.
     peers = start_peers(options, models, library, prompts, engines, checker) if checker else []
@@ -155,7 +167,7 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     record["texts"] |= {peer.row.name: text_line(peer.failed, peer.greedy, peer.lossless) for peer in peers}
     # One item: process 0 measures it, and the others wait.
     (steps,) = processes.mapped(
-        lambda seed: step_times(variants, prompts[0], options.gamma, device, seed), [options.seed]
+        lambda seed: step_times(variants, prompts[0], options.gamma, device, seed, drafter_of), [options.seed]
     )
     if processes.first:
         finish(cast(BenchmarkRecord, record | steps), options)

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from benchmark.engines.engineProcess import short_reason
 from benchmark.options import Options
+from decoding.drafter import Drafter
 from decoding.model import Model
 from decoding.rows import Record
 from decoding.trees.rules import TreeRule, first_passed, path_of, traversal_rule
@@ -29,6 +30,7 @@ from engine.uncachedModel import UncachedModel
 from experiments.speed import ends_after
 from methods import customGenerate
 from methods.drafters import ModelDrafter
+from methods.lookup import LookupDrafter
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -36,6 +38,7 @@ from utils import Sampling
 
 Variants = dict[str, dict[str, CachedModel]]  # {"eager" or "compiled": {role: model}}
 Library = dict[str, PreTrainedModel]  # {role: model with `transformers`' own attention}
+DrafterOf = Callable[[CachedModel], Drafter]  # what makes a drafter of a draft model
 Generated = tuple[list[list[int]], list[Record]]  # the new tokens of one prompt and its record, each in a list of one
 
 
@@ -85,28 +88,38 @@ class Contenders:
         return time.perf_counter() - start
 
 
-def contenders(options: Options, variants: Variants, library: Library, prompt: list[int]) -> Contenders:
-    """All rows. prompt: for the first call of those that may fail."""
+def contenders(
+    options: Options, variants: Variants, library: Library, prompt: list[int], drafter_of: DrafterOf = ModelDrafter
+) -> Contenders:
+    """All rows. prompt: for the first call of those that may fail. drafter_of: `ModelDrafter`, or what translates for a
+    draft with another tokenizer. Trees, and the library's rows with an assistant, need one tokenizer."""
     found, gamma = Contenders(), options.gamma
     for variant, models in variants.items():
         target, draft = models["target"], models["draft"]
         found.rows[f"plain, {variant}"] = as_contender(regrSampling, target=target)
         for name, rule in rules(options.shapes, target).items():
             found.rows[f"{name}, {variant}"] = as_contender(
-                specSampling, target=target, drafter=ModelDrafter(draft), gamma=gamma, verify=rule
+                specSampling, target=target, drafter=drafter_of(draft), gamma=gamma, verify=rule
             )
-        for name, tree_rule in tree_rules(options.shapes, target).items():
+        if not options.shapes:
+            found.rows[f"prompt lookup, {variant}"] = as_contender(
+                specSampling, target=target, drafter=LookupDrafter(target.vocabulary), gamma=gamma
+            )
+        for name, tree_rule in tree_rules(options.shapes, target).items() if drafter_of is ModelDrafter else ():
             found.rows[f"{name}, {variant}"] = as_contender(
                 treeSampling, target=target, drafter=TreeDrafter(draft), tree=TREE, verify=tree_rule
             )
-    found.rows |= rows_without_cache(options.shapes, variants["eager"], gamma)
+    if drafter_of is ModelDrafter:
+        found.rows |= rows_without_cache(options.shapes, variants["eager"], gamma)
     vocabulary = variants["eager"]["target"].vocabulary
     outside = list(range(vocabulary, library["target"].config.vocab_size))
     # Models may have more logits than the tokenizer has tokens, and no other row draws those.
     drawn: dict[str, Any] = {"suppress_tokens": outside} if outside else {}
     found.rows["transformers"] = library_sampler(library["target"], **drawn)
     if not options.shapes:
-        add_trained_rows(found, library, options, vocabulary, prompt, drawn)
+        add_trained_rows(found, library, options, prompt, drawn)
+        if drafter_of is ModelDrafter:
+            add_assisted_rows(found, library, options, vocabulary, prompt, drawn)
     return found
 
 
@@ -155,22 +168,35 @@ def guessed_without_cache(synthetic_acceptance: bool) -> str:
 
 
 def add_trained_rows(
-    found: Contenders, library: Library, options: Options, vocabulary: int, prompt: list[int], drawn: dict[str, Any]
+    found: Contenders, library: Library, options: Options, prompt: list[int], drawn: dict[str, Any]
 ) -> None:
-    """Add the rows beside `transformers` that need trained weights. drawn: options of `generate` for all of them.
+    """Add the rows of `transformers` that need trained weights. drawn: options of `generate` for all of them.
 
     `generate` compiles its forward, for a static cache alone, by itself only on accelerators. On a CPU it must be asked
     to, so here compiling is a row of its own on every device.
     """
-    target, draft, gamma, max_len = library["target"], library["draft"], options.gamma, options.max_len
-    static = drawn | {"cache_implementation": "static", "disable_compile": True}
-    found.attempt(STATIC, library_sampler(target, **static), prompt, max_len)
+    target, max_len = library["target"], options.max_len
+    found.attempt(STATIC, library_sampler(target, **static(drawn)), prompt, max_len)
     seconds = found.attempt(STATIC_COMPILED, compiled_by_library(target, **drawn), prompt, max_len)
     if seconds is not None:
         found.compile_seconds[STATIC_COMPILED] = seconds
+    lookup = library_sampler(target, prompt_lookup_num_tokens=options.gamma, **drawn)
+    found.attempt("transformers, prompt lookup", lookup, prompt, max_len)
+
+
+def static(drawn: dict[str, Any]) -> dict[str, Any]:
+    """Options of `generate` with a static cache, not compiled."""
+    return drawn | {"cache_implementation": "static", "disable_compile": True}
+
+
+def add_assisted_rows(
+    found: Contenders, library: Library, options: Options, vocabulary: int, prompt: list[int], drawn: dict[str, Any]
+) -> None:
+    """Add the rows of `transformers` in which a draft guesses."""
+    target, draft, gamma, max_len = library["target"], library["draft"], options.gamma, options.max_len
     found.rows["transformers, assistant"] = library_sampler(target, draft, gamma, **drawn)
     found.rows["transformers, assistant as it comes"] = library_sampler(target, draft, **drawn)
-    found.attempt(f"{STATIC}, assistant", library_sampler(target, draft, gamma, **static), prompt, max_len)
+    found.attempt(f"{STATIC}, assistant", library_sampler(target, draft, gamma, **static(drawn)), prompt, max_len)
     plug_in = customGenerate.speculative(draft, gamma, vocabulary=vocabulary)
     found.rows["speculative, inside generate"] = library_sampler(target, custom_generate=plug_in)
 

@@ -11,8 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Generator, Tensor
 
-from benchmark.contenders import SAMPLING, Variants, synthetic
+from benchmark.contenders import SAMPLING, DrafterOf, Variants, synthetic
 from benchmark.records import ForwardLine, GrowthLine, PartLine, PrefillLine, StepRecord
+from decoding.drafter import Drafter
 from decoding.model import uniform
 from decoding.rows import Rows
 from decoding.verification import token_rule
@@ -34,13 +35,20 @@ TURNS, BUDGET = (5, 40), 20.0  # The least and the most turns; seconds after whi
 WARM, LONG = 0.005, 0.5  # seconds; a step that takes LONG fills the caches itself
 
 
-def step_times(variants: Variants, prompt: list[int], gamma: int, device: torch.device | str, seed: int) -> StepRecord:
+def step_times(
+    variants: Variants,
+    prompt: list[int],
+    gamma: int,
+    device: torch.device | str,
+    seed: int,
+    drafter_of: DrafterOf = ModelDrafter,
+) -> StepRecord:
     """All measurements of this module. prompt: the text before the parts of a round."""
     forwards, bandwidth = forward_times(variants, device)
     return {
         "forwards": forwards,
         "bandwidth": bandwidth,
-        "parts": round_times(variants, prompt, gamma, device, seed),
+        "parts": round_times(variants, prompt, gamma, device, seed, drafter_of),
         "prefill": prefill_times(variants, device, seed),
         "growth": growth_times(variants, device, seed),
     }
@@ -175,7 +183,12 @@ def limit_of(
 
 
 def round_times(
-    variants: Variants, prompt: list[int], gamma: int, device: torch.device | str, seed: int
+    variants: Variants,
+    prompt: list[int],
+    gamma: int,
+    device: torch.device | str,
+    seed: int,
+    drafter_of: DrafterOf = ModelDrafter,
 ) -> list[PartLine]:
     """The parts of a round.
 
@@ -186,7 +199,7 @@ def round_times(
     generator = Generator(device).manual_seed(seed)
     steps: dict[tuple[str, str], Step] = {}
     for variant, models in variants.items():
-        by_name = round_steps(models["target"], models["draft"], prompt, gamma, generator)
+        by_name = round_steps(models["target"], models["draft"], prompt, gamma, generator, drafter_of)
         steps |= {(variant, part): step for part, step in by_name.items()}
     seconds = time_in_turn(steps, device, "a round")
     return [{"variant": variant, "part": part, "seconds": taken} for (variant, part), taken in seconds.items()]
@@ -194,7 +207,12 @@ def round_times(
 
 @torch.inference_mode()
 def round_steps(
-    target: CachedModel, draft: CachedModel, prompt: list[int], gamma: int, generator: Generator
+    target: CachedModel,
+    draft: CachedModel,
+    prompt: list[int],
+    gamma: int,
+    generator: Generator,
+    drafter_of: DrafterOf = ModelDrafter,
 ) -> dict[str, Step]:
     """{part of a round: its step}. The KV caches hold as many tokens as the prompt."""
     for model in (target, draft):
@@ -222,7 +240,7 @@ def round_steps(
         "draft step": one_token(draft, len(prompt), generator),
         "scoring": scoring,
         "sampling": sampling,
-        "round": lambda: seconds_of_round(target, draft, prompt, gamma, generator),
+        "round": lambda: seconds_of_round(target, drafter_of(draft), prompt, gamma, generator),
     }
 
 
@@ -232,14 +250,12 @@ def tokens_of_rounds(gamma: int) -> int:
 
 
 def seconds_of_round(
-    target: CachedModel, draft: CachedModel, prompt: list[int], gamma: int, generator: Generator
+    target: CachedModel, drafter: Drafter, prompt: list[int], gamma: int, generator: Generator
 ) -> float:
     """Mean seconds of two rounds in which all guesses are accepted. The round before them does not count: in it the
     draft reads the prompt."""
     rule, max_len = synthetic(1.0, target.rule(token_rule)), tokens_of_rounds(gamma)
-    _, (record,) = specSampling(
-        [prompt], target, ModelDrafter(draft), max_len, gamma, SAMPLING, None, generator, verify=rule
-    )
+    _, (record,) = specSampling([prompt], target, drafter, max_len, gamma, SAMPLING, None, generator, verify=rule)
     return (record.times[-1] - record.times[1]) / (len(record.times) - 2)
 
 

@@ -17,13 +17,14 @@ TRIALS = 4  # how often
 
 def convert(weights: Weights, folder: Path, bits: int) -> None:
     """Write the model with the library's own converter. It keeps the type of the weights, and loading widens them."""
-    from ctranslate2.converters.transformers import GPTNeoXLoader
+    from ctranslate2.converters.transformers import GPTNeoXLoader, LlamaLoader
 
     model = AutoModelForCausalLM.from_pretrained(weights.folder, dtype="auto")
     model.resize_token_embeddings(weights.vocabulary)
-    # The converter looks for these where older versions of transformers had them.
-    model.config.rotary_pct, model.embed_out = weights.rotary / weights.head, model.get_output_embeddings()
-    specification = GPTNeoXLoader().get_model_spec(model)
+    # The converters look for these where older versions of transformers had them.
+    model.config.rotary_pct, model.config.rope_theta = weights.rotary / weights.head, weights.theta
+    model.embed_out = model.get_output_embeddings()
+    specification = (LlamaLoader if weights.llama else GPTNeoXLoader)().get_model_spec(model)
     specification.register_vocabulary([word(token) for token in range(weights.vocabulary)])
     specification.config.bos_token = specification.config.eos_token = specification.config.unk_token = word(0)
     specification.validate()

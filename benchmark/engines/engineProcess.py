@@ -44,7 +44,11 @@ SITE, SERVER = FOLDER / "site", FOLDER / "llama-server"
 WAIT = 1800.0  # seconds for an answer; converting a large model takes minutes
 COMMAND = (sys.executable, "-c", "from benchmark.engines import engineProcess; engineProcess.main()")
 REASON = 200  # characters of a reason
-EMBEDDINGS = ("gpt_neox.embed_in.weight", "embed_out.weight", "lm_head.weight")
+EMBEDDINGS = ("gpt_neox.embed_in.weight", "embed_out.weight", "lm_head.weight", "model.embed_tokens.weight")
+ALIASES = {  # a weight that a file lacks, and what it is then: under the name of a newer transformers, or tied
+    "embed_out.weight": "lm_head.weight",
+    "lm_head.weight": "model.embed_tokens.weight",
+}
 
 
 @dataclass(frozen=True)
@@ -82,24 +86,29 @@ Answer = tuple[list[int], list[tuple[float, int]]]
 
 
 class Weights:
-    """The GPT-NeoX model in `folder`, read one weight at a time: `weights[name]` is a float32 array. Rows of the
-    embeddings past `vocabulary` are cut off.
+    """The GPT-NeoX or Llama model in `folder`, read one weight at a time: `weights[name]` is a float32 array. Rows of
+    the embeddings past `vocabulary` are cut off.
 
     Raises ValueError for another architecture.
     """
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if config["model_type"] != "gpt_neox":
-            raise ValueError(f"only GPT-NeoX models are converted, not {config['model_type']}")
+        if config["model_type"] not in ("gpt_neox", "llama"):
+            raise ValueError(f"only GPT-NeoX and Llama models are converted, not {config['model_type']}")
         rope = config["rope_parameters"]
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(f"rotary embeddings of type {rope['rope_type']} are not converted")
+        self.llama = config["model_type"] == "llama"
         self.folder, self.vocabulary, self.config = folder, vocabulary, config
         self.layers, self.heads, self.hidden = (
             config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
         )
-        self.head = self.hidden // self.heads
-        self.rotary, self.theta = int(rope["partial_rotary_factor"] * self.head), rope["rope_theta"]
-        self.epsilon, self.context = config["layer_norm_eps"], config["max_position_embeddings"]
+        self.head = config.get("head_dim") or self.hidden // self.heads
+        self.groups = config.get("num_key_value_heads", self.heads)
+        self.rotary, self.theta = int(rope.get("partial_rotary_factor", 1) * self.head), rope["rope_theta"]
+        self.epsilon = config["rms_norm_eps" if self.llama else "layer_norm_eps"]
+        self.context = config["max_position_embeddings"]
         self.files: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
             file = safe_open(path, "pt")
@@ -110,8 +119,8 @@ class Weights:
 
     def stored(self, name: str) -> Tensor:
         """A weight in the type that the file has. It is mapped from the file, not copied."""
-        if name not in self.files and name == "embed_out.weight":
-            name = "lm_head.weight"  # as newer versions of transformers call it
+        while name not in self.files and name in ALIASES:
+            name = ALIASES[name]
         weight = self.files[name].get_tensor(name)
         return weight[: self.vocabulary] if name in EMBEDDINGS else weight
 

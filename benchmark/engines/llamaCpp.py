@@ -23,7 +23,7 @@ WAIT = 600  # seconds for the server to load a model, and to write a text
 
 def convert(weights: Weights, folder: Path, bits: int) -> None:
     """Write model.gguf."""
-    writer = gguf.GGUFWriter(folder / "model.gguf", "gptneox")
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama" if weights.llama else "gptneox")
     writer.add_context_length(weights.context)
     writer.add_embedding_length(weights.hidden)
     writer.add_block_count(weights.layers)
@@ -31,14 +31,19 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
     writer.add_rope_dimension_count(weights.rotary)
     writer.add_rope_freq_base(weights.theta)
     writer.add_head_count(weights.heads)
-    writer.add_parallel_residual(weights.config["use_parallel_residual"])
-    writer.add_layer_norm_eps(weights.epsilon)
+    writer.add_head_count_kv(weights.groups)
+    if weights.llama:
+        writer.add_layer_norm_rms_eps(weights.epsilon)
+    else:
+        writer.add_layer_norm_eps(weights.epsilon)
+        writer.add_parallel_residual(weights.config["use_parallel_residual"])
     writer.add_vocab_size(weights.vocabulary)
     # The only kind of vocabulary that has pieces and yet no token that ends a text.
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list([f"t{token}" for token in range(weights.vocabulary)])
     writer.add_token_types([gguf.TokenType.NORMAL] * weights.vocabulary)
-    by_name = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPTNEOX, weights.layers)
+    architecture = gguf.MODEL_ARCH.LLAMA if weights.llama else gguf.MODEL_ARCH.GPTNEOX
+    by_name = gguf.get_tensor_name_map(architecture, weights.layers)
     names = {by_name.get_name(source, (".weight", ".bias")): source for source in weights.files}
     names.pop(None, None)  # Old files hold buffers too, which are no weights.
     # The sizes come first, and then the weights one after another: in memory there is never more than one of them.
@@ -55,6 +60,11 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
         if "attn_qkv" in name:  # By head, each with q, k and v -> all of q, all of k, all of v.
             grouped = weight.reshape(weights.heads, 3, weights.head, *weight.shape[1:])
             weight = grouped.swapaxes(0, 1).reshape(weight.shape)
+        elif weights.llama and ("attn_q." in name or "attn_k." in name):
+            # llama.cpp rotates neighbouring numbers, transformers those half a head apart.
+            heads = weights.heads if "attn_q" in name else weights.groups
+            halves = weight.reshape(heads, 2, weights.head // 2, *weight.shape[1:])
+            weight = halves.swapaxes(1, 2).reshape(weight.shape)
         writer.write_tensor_data(gguf.quants.quantize(np.ascontiguousarray(weight), kind_of(weight.ndim, bits)))
     writer.close()
 

@@ -124,11 +124,16 @@ class GraphBuilder:
         return ops.constant(openvino.Tensor(bits, bits.shape, openvino.Type.bf16))
 
     def linear(self, x: Node, name: str) -> Node:
-        """A linear layer with a bias."""
-        return ops.add(ops.matmul(x, self.matrix(f"{name}.weight"), False, True), self.vector(f"{name}.bias"))
+        """A linear layer, with its bias if it has one."""
+        y = ops.matmul(x, self.matrix(f"{name}.weight"), False, True)
+        return ops.add(y, self.vector(f"{name}.bias")) if f"{name}.bias" in self.weights.files else y
 
     def norm(self, x: Node, name: str) -> Node:
-        """Layer normalisation."""
+        """Layer normalisation; Llama's has no mean and no bias."""
+        if self.weights.llama:
+            squares = ops.reduce_mean(ops.power(x, ops.constant(np.float32(2))), integers(-1), True)
+            root = ops.sqrt(ops.add(squares, ops.constant(np.float32(self.weights.epsilon))))
+            return ops.multiply(ops.divide(x, root), self.vector(f"{name}.weight"))
         centred = ops.mvn(x, integers(-1), True, self.weights.epsilon, "inside_sqrt")
         return ops.add(ops.multiply(centred, self.vector(f"{name}.weight")), self.vector(f"{name}.bias"))
 
@@ -143,7 +148,7 @@ class GraphBuilder:
 
     def cached(self, new: Node, name: str, batch: Node, beams: Node) -> Node:
         """The KV cache with the new keys or values, `[B, heads, length, head]`. The state `name` holds it."""
-        heads, head = self.weights.heads, self.weights.head
+        heads, head = self.weights.groups, self.weights.head
         shape = openvino.PartialShape([-1, heads, -1, head])
         empty = ops.broadcast(ops.constant(np.float32(0)), ops.concat([batch, integers(heads, 0, head)], 0))
         past = ops.gather(ops.read_value(empty, name, openvino.Type.f32, shape), beams, integer(0))
@@ -151,20 +156,48 @@ class GraphBuilder:
         self.states.append(ops.assign(cache, name))
         return cache
 
-    def layer(self, x: Node, number: int, inputs: dict[str, Node]) -> Node:
-        """One layer: attention and MLP, side by side."""
-        name, heads, head = f"gpt_neox.layers.{number}", self.weights.heads, self.weights.head
-        attention = f"{name}.attention"
-        qkv = self.linear(self.norm(x, f"{name}.input_layernorm"), f"{attention}.query_key_value")
-        qkv = ops.reshape(qkv, integers(0, 0, heads, 3 * head), True)
-        qkv = ops.transpose(qkv, integers(0, 2, 1, 3))
-        q, k, v = ops.variadic_split(qkv, -1, [head] * 3).outputs()
+    def attention(self, q: Node, k: Node, v: Node, number: int, inputs: dict[str, Node]) -> Node:
+        """What queries, keys and values `[B, heads, n, head]` give, `[B, n, heads * head]`."""
         q, k = (self.rotated(part, inputs["cos"], inputs["sin"]) for part in (q, k))
         k = self.cached(k, f"past.{number}.key", inputs["batch"], inputs["beams"])
         v = self.cached(v, f"past.{number}.value", inputs["batch"], inputs["beams"])
-        read = ops.scaled_dot_product_attention(q, k, v, inputs["mask"])
+        read = ops.scaled_dot_product_attention(q, self.for_all_heads(k), self.for_all_heads(v), inputs["mask"])
         read = ops.transpose(read, integers(0, 2, 1, 3))
-        read = ops.reshape(read, integers(0, 0, heads * head), True)
+        return ops.reshape(read, integers(0, 0, self.weights.heads * self.weights.head), True)
+
+    def for_all_heads(self, states: Node) -> Node:
+        """Keys or values `[B, groups, n, head]`, repeated for the heads that share them."""
+        heads, groups, head = self.weights.heads, self.weights.groups, self.weights.head
+        if heads == groups:
+            return states
+        times = integers(1, 1, heads // groups, 1, 1)
+        repeated = ops.broadcast(ops.unsqueeze(states, 2), times, "BIDIRECTIONAL")
+        return ops.reshape(repeated, integers(0, heads, -1, head), True)
+
+    def by_head(self, x: Node, heads: int, width: int) -> Node:
+        """`[B, n, heads * width]` as `[B, heads, n, width]`."""
+        return ops.transpose(ops.reshape(x, integers(0, 0, heads, width), True), integers(0, 2, 1, 3))
+
+    def llama_layer(self, x: Node, number: int, inputs: dict[str, Node]) -> Node:
+        """One layer: attention, and after it an MLP with a gate."""
+        name, weights = f"model.layers.{number}", self.weights
+        normed = self.norm(x, f"{name}.input_layernorm")
+        q, k, v = (
+            self.by_head(self.linear(normed, f"{name}.self_attn.{part}_proj"), heads, weights.head)
+            for part, heads in (("q", weights.heads), ("k", weights.groups), ("v", weights.groups))
+        )
+        x = ops.add(x, self.linear(self.attention(q, k, v, number, inputs), f"{name}.self_attn.o_proj"))
+        normed = self.norm(x, f"{name}.post_attention_layernorm")
+        gate, up = (self.linear(normed, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
+        return ops.add(x, self.linear(ops.multiply(ops.swish(gate), up), f"{name}.mlp.down_proj"))
+
+    def layer(self, x: Node, number: int, inputs: dict[str, Node]) -> Node:
+        """One layer of GPT-NeoX: attention and MLP, side by side."""
+        name, heads, head = f"gpt_neox.layers.{number}", self.weights.heads, self.weights.head
+        attention = f"{name}.attention"
+        qkv = self.linear(self.norm(x, f"{name}.input_layernorm"), f"{attention}.query_key_value")
+        q, k, v = ops.variadic_split(self.by_head(qkv, heads, 3 * head), -1, [head] * 3).outputs()
+        read = self.attention(q, k, v, number, inputs)
         hidden = ops.gelu(
             self.linear(self.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp.dense_h_to_4h"), "erf"
         )
@@ -180,13 +213,19 @@ class GraphBuilder:
         batch = ops.gather(ops.shape_of(ids), integers(0), integer(0))
         cos, sin = self.angles(positions)
         inputs = {"batch": batch, "beams": beams, "cos": cos, "sin": sin, "mask": causal_mask(ids, mask)}
-        x = ops.gather(self.matrix("gpt_neox.embed_in.weight"), ops.convert(ids, "i32"), integer(0))
+        llama = self.weights.llama
+        embedding, norm, head, layer = (
+            ("model.embed_tokens", "model.norm", "lm_head", self.llama_layer)
+            if llama
+            else ("gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out", self.layer)
+        )
+        x = ops.gather(self.matrix(f"{embedding}.weight"), ops.convert(ids, "i32"), integer(0))
         for number in range(self.weights.layers):
-            x = self.layer(x, number, inputs)
-        logits = ops.matmul(self.norm(x, "gpt_neox.final_layer_norm"), self.matrix("embed_out.weight"), False, True)
+            x = layer(x, number, inputs)
+        logits = ops.matmul(self.norm(x, norm), self.matrix(f"{head}.weight"), False, True)
         result = ops.result(logits)
         result.output(0).get_tensor().set_names({"logits"})
-        return openvino.Model([result], self.states, [ids, mask, positions, beams], "gpt_neox")
+        return openvino.Model([result], self.states, [ids, mask, positions, beams], "decoder")
 
     def angles(self, positions: Node) -> tuple[Node, Node]:
         """Cosine and sine of the rotary embedding, `[B, 1, n, rotary]`."""

@@ -247,19 +247,25 @@ def reference(options: Options, role: str, model: CachedModel, library: PreTrain
 
 
 def text_checker(
-    options: Options, models: Mapping[str, CachedModel], library: Mapping[str, PreTrainedModel], rows: int
+    options: Options,
+    models: Mapping[str, CachedModel],
+    library: Mapping[str, PreTrainedModel],
+    rows: int,
+    one_tokenizer: bool = True,
 ) -> TextChecker:
-    """What checks the texts of that many rows. Models with random weights agree by accident, so nothing is learnt from
-    their speculative text."""
-    references = {role: reference(options, role, models[role], library[role]) for role in models}
-    draft = None if options.shapes else references["draft"]
-    return TextChecker(references["target"], draft, limit_of(rows), options.seed)
+    """What checks the texts of that many rows. The draft helps to find mistakes of speculative text, if it has the
+    target's tokenizer. Models with random weights agree by accident, so nothing is learnt from their speculative
+    text."""
+    roles = ["target", *(["draft"] if one_tokenizer and not options.shapes else [])]
+    references = {role: reference(options, role, models[role], library[role]) for role in roles}
+    return TextChecker(references["target"], references.get("draft"), limit_of(rows), options.seed)
 
 
-def peer_rows(options: Options, dtype: str) -> list[Row]:
-    """The rows of the engines in `options.peers`."""
+def peer_rows(options: Options, dtype: str, one_tokenizer: bool = True) -> list[Row]:
+    """The rows of the engines in `options.peers`. Their speculative decoding needs models with one tokenizer."""
     alpha = ALPHAS[1] if options.shapes else None
-    return [row for row in engine_rows(dtype, alpha) if row.engine in options.peers]
+    rows = [row for row in engine_rows(dtype, alpha) if row.engine in options.peers]
+    return [row for row in rows if one_tokenizer or not row.speculative]
 
 
 def start_peers(
