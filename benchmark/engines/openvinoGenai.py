@@ -171,7 +171,7 @@ class GraphBuilder:
         if heads == groups:
             return states
         times = integers(1, 1, heads // groups, 1, 1)
-        repeated = ops.broadcast(ops.unsqueeze(states, 2), times, "BIDIRECTIONAL")
+        repeated = ops.broadcast(ops.unsqueeze(states, integer(2)), times, broadcast_spec="BIDIRECTIONAL")
         return ops.reshape(repeated, integers(0, heads, -1, head), True)
 
     def by_head(self, x: Node, heads: int, width: int) -> Node:
