@@ -149,7 +149,13 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
             variants["compiled"] = ready
     found = contenders(options, variants, library, prompts[0], drafter_of)
     record["library_compile_seconds"] = found.compile_seconds
-    checked = {} if options.shapes or not options.text_check else found.rows
+    which = "none" if options.shapes else options.text_check
+    library_rows = [name for name in found.rows if name.startswith("transformers")]
+    checked = {
+        name: row
+        for name, row in found.rows.items()
+        if which == "all" or (name.endswith(f", {which}") and name not in library_rows)
+    }
     engines = peer_rows(options, dtype, one_tokenizer=drafter_of is ModelDrafter)
     checker = None
     if checked or engines:

@@ -25,7 +25,7 @@ class Options:
     """What the flags say.
 
     target, draft: names of models, or of shapes if `shapes`. dtype, device: None for the default.
-    peers: names of the other engines to time. text_check: whether the text of this process's rows is tested. texts: the
+    peers: names of the other engines to time. text_check: the rows of this process whose text is tested. texts: the
         folder for the other engines' audited texts. flags: the flags themselves, for the record.
     """
 
@@ -42,7 +42,7 @@ class Options:
     out: Path
     compile: bool
     peers: tuple[str, ...]
-    text_check: bool
+    text_check: str
     texts: Path | None
     flags: dict[str, object]
 
@@ -75,11 +75,8 @@ def parser() -> Parser:
     add("--seed", type=whole(0, (1 << 62) - 1), default=0, metavar="N")
     add("--out", type=path, default=ROOT, metavar="FOLDER", help="(the project's folder)")
     add("--no-compile", action="store_true", help="leave out the compiled models")
-    add(
-        "--no-text-check",
-        action="store_true",
-        help="do not test the text of the rows, which takes as long as timing it; other engines are always tested",
-    )
+    checked = "whose text is tested, which takes as long as timing it; other engines are always tested (all)"
+    add("--text-check", choices=["all", "compiled", "none"], default="all", help=f"the rows of this process {checked}")
     engines = f"time other engines too; after `make bench-peers` all of {', '.join(ENGINES)}, or those named"
     add("--peers", type=text, nargs="?", const=",".join(ENGINES), metavar="ENGINE,...", help=engines)
     kept = "with --peers: write the sampled texts of each engine to FOLDER, for test.py --audit"
@@ -106,7 +103,6 @@ def parse(argv: Sequence[str]) -> Options:
         "shapes": args.shapes is not None,
         "max_len": args.maxLen,
         "compile": not args.no_compile,
-        "text_check": not args.no_text_check,
         "peers": tuple(known_names(args.peers, ENGINES, "engine")),
         "flags": {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()},
     }

@@ -167,7 +167,7 @@ TABLES = {
         "--peers": Name(["llama.cpp", "OpenVINO,CTranslate2"], ["x", "llama.cpp,", "LLAMA.CPP", "\udcff"]),
         "--texts": Name(wrong=["nowhere"]),
         "--no-compile": Switch,
-        "--no-text-check": Switch,
+        "--text-check": Choice("all", "compiled", "none"),
     },
     "downloadModel": {
         "models": Name(["a/b"], ["x", "a/b/c", "../x", "a/..", "a b/c", "\u0663/\u0663", "https://a/b", *SCRIBBLE]),

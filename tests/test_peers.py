@@ -86,7 +86,8 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
     monkeypatch.setattr(benchmark, "start_peers", partial(peers.start_peers, start_process=pretend))
     names = [word for role in models for word in (f"--{role}", str(pair_folder / role))]
     monkeypatch.setattr(contenders, "COMPILING", {"backend": "nobody's"})  # The library's compiler takes too long here.
-    flags = "--maxLen 7 --prompts 2 --repeats 1 --dtype float32 --device cpu --no-compile --no-text-check --peers --out"
+    flags = "--maxLen 7 --prompts 2 --repeats 1 --dtype float32 --device cpu --no-compile --text-check none"
+    flags += " --peers --out"
     (tmp_path / "texts").mkdir()
     assert benchmark.main([*names, *flags.split(), str(tmp_path), "--texts", str(tmp_path / "texts")]) == 0
     record = json.loads((tmp_path / "benchmark.json").read_text())

@@ -345,7 +345,7 @@ def test_the_benchmark_shares_out_its_prompts(pair_folder, tmp_path, monkeypatch
     monkeypatch.setattr(stepTimes, "CONTEXTS", (64,))
     monkeypatch.setattr(contenders, "COMPILING", {"backend": "nobody's"})  # The library's compiler takes too long here.
     flags = ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dtype", "float32"]
-    flags += ["--maxLen", "4", "--repeats", "1", "--no-compile", "--no-text-check", "--prompts", "2"]
+    flags += ["--maxLen", "4", "--repeats", "1", "--no-compile", "--text-check", "none", "--prompts", "2"]
     found = []
     for count in 1, 3:
         folder = tmp_path / str(count)
