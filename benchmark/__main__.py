@@ -7,8 +7,8 @@
 A process tests the text of every row, and measures everything in turn (A B C A B C ...) after a warm-up. Of several
 processes (`accelerate launch -m benchmark`) each times the texts of its own prompts, and process 0 measures the rest
 while the others wait. Figures are medians with 95 % bootstrap intervals, of few values with their range, and ratios are
-paired turn by turn. Results are written to benchmark.json and figures/benchmark.png, with --shapes to
-benchmark-SHAPE.json and figures/benchmark-SHAPE.png.
+paired turn by turn. Results are written to benchmark.json and figures/benchmark.png, of
+another target or shape to benchmark-TARGET.json and figures/benchmark-TARGET.png.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -48,7 +49,7 @@ from experiments.speed import Timed, TimedText, digest, measure
 from inputs.commandLine import as_command
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
-from inputs.models import DTYPES, find_model, load_model, model_version, outline
+from inputs.models import DTYPES, default_pair, find_model, load_model, model_version, outline
 from inputs.progress import Bar, followed
 from inputs.texts import load_corpora
 from inputs.tokenizers import load_tokenizer
@@ -273,7 +274,7 @@ def finish(record: BenchmarkRecord, options: Options) -> None:
     console = Console(width=WIDTH + (15 if record["texts"] else 0), markup=False, emoji=False, highlight=False)
     for piece in tables(record):
         console.print(piece)
-    name = f"benchmark-{options.target}" if options.shapes else "benchmark"
+    name = "benchmark" if options.target == default_pair()[0] else f"benchmark-{Path(options.target).name}"
     try:
         draw(record, options.out / "figures" / f"{name}.png")
         valid = json.loads(json.dumps(record), parse_constant=lambda _: None)  # JSON has no nan.

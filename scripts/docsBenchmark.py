@@ -16,7 +16,7 @@ from scripts.docsTables import Render, Words, cell, cells_of, source, table
 from scripts.keepRecord import BENCHMARKS, Records
 from utils import UserError
 
-PAIR, SHAPES = BENCHMARKS
+PAIR, SHAPES, REAL = BENCHMARKS
 # What the documentation calls the rows of a record; the others keep their names.
 NAMES = {
     "transformers": "`transformers`' `generate`",
@@ -34,6 +34,7 @@ NAMES = {
 # What the rows of this project are called beside other engines.
 OWN = {"speculative": "speculative", "block verification": "speculative, block verification"}
 OWN["synthetic 0.6"] = "speculative, 60 % of guesses accepted (synthetic)"
+OWN["prompt lookup"] = "prompt lookup"
 SIDE_BY_SIDE = "side-by-side"  # a block "side-by-side+A+B" joins the records A and B
 
 
@@ -84,6 +85,8 @@ def best_rows(record: BenchmarkRecord) -> dict[str, str]:
     chosen = best_of(record, own)
     called = OWN.get(chosen.removesuffix(variant), chosen.removesuffix(variant))
     rows = {f"plain{variant}": f"plain{variant}", chosen: f"{called}{variant}"}
+    if f"prompt lookup{variant}" in speeds:
+        rows[f"prompt lookup{variant}"] = f"prompt lookup{variant}"
     engines: dict[tuple[str, bool], list[str]] = {}
     for peer in record["peers"]:
         if peer["method"] in speeds:
@@ -145,6 +148,18 @@ def scoring(record: BenchmarkRecord) -> str:
         rows.append(row)
     columns = (f"{role}, {variant}: {what}" for role in ("target", "draft") for what in ("ms", "of one token"))
     return with_source(table(" | ".join(["tokens at once", *columns]), rows), record)
+
+
+def forwards_of_target(record: BenchmarkRecord) -> str:
+    """What a forward of several tokens takes in the fastest variant, and its share of the memory limit."""
+    variant = fastest(record).removeprefix(", ")
+    lines = {m["tokens"]: m for m in record["forwards"] if (m["role"], m["variant"]) == ("target", variant)}
+    rows = []
+    for tokens, line in sorted(lines.items()):
+        of_one = printed.ratio(line["seconds"], lines[1]["seconds"])
+        share = cell(interval(line["share"]), 100)
+        rows.append([str(tokens), cell(interval(line["seconds"]), 1e3, median), cell(of_one), share])
+    return with_source(table("tokens at once | ms | of one token | % of the limit", rows), record)
 
 
 def shares(record: BenchmarkRecord) -> str:
@@ -302,6 +317,10 @@ BLOCKS: dict[str, Render] = {
     "over-plain": partial(ratio_figure, "speculative", "plain"),
     "over-plain-block": partial(ratio_figure, "block verification", "plain"),
     "pythia-best": partial(best, SHAPES),
+    "real-best": partial(best, REAL),
+    "real-kinds": partial(of_first, REAL, kinds),
+    "real-scoring": partial(of_first, REAL, forwards_of_target),
+    "real-prefill": partial(of_first, REAL, prefill),
     "pythia-theory": partial(of_first, SHAPES, theory),
     **{f"{name}-tables": partial(all_tables, name) for name in BENCHMARKS},
 }

@@ -32,7 +32,8 @@ from utils import UserError
 
 Run = tuple[RunLine, list[Line]]  # the run's own line, and its measurements
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
-BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b")  # files that `python -m benchmark` writes
+# Files that `python -m benchmark` writes: of the bundled pair, of Pythia's shapes, of a real model.
+BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b", "benchmark-SmolLM2-135M-Instruct")
 
 
 class Records:
