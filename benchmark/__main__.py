@@ -119,11 +119,13 @@ def compiled_pair(
     pair = {role: compiled(CachedModel(sharing_copy(m.model), m.vocabulary, m.name)) for role, m in models.items()}
     target, drafter = pair["target"], drafter_of(pair["draft"])
     rows: list[Any] = [
-        *(partial(regrSampling, target=model) for model in pair.values()),
+        partial(regrSampling, target=target),
         *(partial(specSampling, target=target, drafter=drafter, gamma=Fixed(width - 1)) for width in WIDTHS[1:]),
         partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma)),
-        partial(treeSampling, target=target, drafter=TreeDrafter(pair["draft"]), tree=FixedTree(TREE)),
     ]
+    if drafter_of is ModelDrafter:  # A draft with another tokenizer cannot read the target's tokens.
+        rows.append(partial(regrSampling, target=pair["draft"]))
+        rows.append(partial(treeSampling, target=target, drafter=TreeDrafter(pair["draft"]), tree=FixedTree(TREE)))
 
     def follow(graphs: Sequence[T]) -> Iterable[T]:
         return followed(graphs, "compiling", len(graphs))

@@ -24,12 +24,14 @@ ROWS = [
     "plain, eager",
     "speculative, eager",
     "block verification, eager",
+    "prompt lookup, eager",
     "tree of 8, eager",
     "plain, no cache",
     "speculative, no cache",
     "transformers",
     "transformers, static cache",
     "transformers, static cache, compiled",
+    "transformers, prompt lookup",
     "transformers, assistant",
     "transformers, assistant as it comes",
     "speculative, inside generate",
@@ -74,7 +76,7 @@ def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys, mo
     ]
     assert benchmark.main([str(flag) for flag in flags]) == 0
     shown = capsys.readouterr().out
-    record = json.loads((tmp_path / "benchmark.json").read_text())
+    record = json.loads((tmp_path / "benchmark-target.json").read_text())
     assert [line["method"] for line in record["speed"]] == ROWS * 2 and all(row in shown for row in ROWS)
     assert {line["tokens"] for line in record["speed"]} == {6}  # the same work for all
     assert list(record["texts"]) == [*ROWS, LEFT_OUT] and LEFT_OUT in shown
@@ -91,7 +93,7 @@ def test_a_run_writes_every_row_and_the_figure(pair_folder, tmp_path, capsys, mo
     assert [m["context"] for m in record["growth"]] == [64, 128, 256]  # the tiny models' context
     assert {m["part"] for m in record["parts"]} == {"plain step", "draft step", "scoring", "sampling", "round"}
     assert all(len(m["seconds"]) == 2 for part in ("forwards", "growth", "parts") for m in record[part])
-    assert (tmp_path / "figures" / "benchmark.png").stat().st_size > 10_000
+    assert (tmp_path / "figures" / "benchmark-target.png").stat().st_size > 10_000
     columns = {column.header: list(column.cells) for column in tables.speed_table(record).columns}
     for figure in "ttft", "tpot":
         assert all(0 < line[figure] < line["seconds"] for line in record["speed"])
@@ -200,7 +202,7 @@ def test_a_row_that_writes_another_text_is_named(pair_folder, tmp_path, monkeypa
     names = [word for role in ("target", "draft") for word in (f"--{role}", str(pair_folder / role))]
     flags = "--maxLen 6 --prompts 2 --repeats 1 --dtype float32 --device cpu --no-compile --out"
     assert benchmark.main([*names, *flags.split(), str(tmp_path)]) == 0
-    record = json.loads((tmp_path / "benchmark.json").read_text())
+    record = json.loads((tmp_path / "benchmark-target.json").read_text())
     said = tables.texts_of(record)
     assert said["plain, eager"] == said["tree of 8, eager"] == said["plain, no cache"] == "lossless"
     assert said["speculative, no cache"].startswith("wrong: ") and said["speculative, eager"].startswith("wrong: ")
@@ -314,7 +316,7 @@ def test_only_compiled_rows_call_kernels(variants, flags):
         with KernelCalls() as calls:
             sampler([5, 9, 2], torch.Generator().manual_seed(0), 9)
         called[name] = calls.count > 0
-    assert len(called) == (13 if flags else 16)
+    assert len(called) == (13 if flags else 19)
     assert called == {name: name.endswith("compiled") and "transformers" not in name for name in called}
 
 

@@ -12,6 +12,7 @@ import helpers
 import psutil
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark import __main__ as benchmark
 from benchmark import contenders, randomModels, stepTimes, tables
@@ -90,7 +91,7 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
     flags += " --peers --out"
     (tmp_path / "texts").mkdir()
     assert benchmark.main([*names, *flags.split(), str(tmp_path), "--texts", str(tmp_path / "texts")]) == 0
-    record = json.loads((tmp_path / "benchmark.json").read_text())
+    record = json.loads((tmp_path / "benchmark-target.json").read_text())
     said = {row: words for row, words in tables.texts_of(record).items() if "transformers" not in row}
     expected = {  # how what is said of a row begins
         "OpenVINO, float32": "left out: the library is missing",
@@ -232,9 +233,65 @@ def test_weights_are_read_and_cut(tmp_path, monkeypatch):
         name = name.replace("lm_head", "embed_out")
         torch.testing.assert_close(torch.from_numpy(weights[name]), cut.float())
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    with pytest.raises(ValueError, match="llama"):
-        Weights(tmp_path, 100)
+    scaled = {"rope_parameters": config["rope_parameters"] | {"rope_type": "llama3"}}
+    for change, words in ({"model_type": "gpt2"}, "not gpt2$"), (scaled, "type llama3 are not converted$"):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=words):
+            Weights(tmp_path, 100)
+
+
+def llama(folder, **options):
+    """A tiny Llama model with random weights, large enough that hardly any two logits are near, saved in `folder`."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=67,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        rms_norm_eps=1e-3,  # not the engines' default
+        **options,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:  # Biases begin at 0, and norms at 1.
+            torch.nn.init.normal_(weight, float(not name.endswith("bias")), 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", engineProcess.ENGINES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_key_value_heads": 2, "tie_word_embeddings": True},
+        {"num_key_value_heads": 4, "tie_word_embeddings": False, "attention_bias": True},
+        {"num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    ],
+    ids=["tied", "bias", "one key"],
+)
+def test_an_engine_decodes_a_llama_model(name, options, tmp_path):
+    """Its greedy text is the model's, and is not that of a model that rotates otherwise."""
+    needed = [engineProcess.SITE / {"CTranslate2": "ctranslate2", "OpenVINO": "openvino", "llama.cpp": "gguf"}[name]]
+    if not all(path.exists() for path in [*needed, *([engineProcess.SERVER] if name == "llama.cpp" else [])]):
+        pytest.skip(f"{name} is not installed: python -m benchmark.engines.install")
+    model = llama(tmp_path / "model", rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **options)
+    other = llama(tmp_path / "other", rope_parameters={"rope_type": "default", "rope_theta": 5.0}, **options)
+    size = sum(weight.numel() for weight in model.parameters())
+    source = peers.Source(lambda: tmp_path / "model", tmp_path / "converted", size, 61)
+    (row,) = (
+        row for row in peers.engine_rows("float32") if row.engine == name and row.stored > 1 and not row.speculative
+    )
+    failed = []
+    for reference in model, other:
+        checker = textCheck.TextChecker(textCheck.Float32Model(reference, 61), None, 1e-3, 0)
+        prompts = [[5, 9, 2, 7, 7, 30], [60, 1, 44]]
+        (peer,) = peers.prepare_peers([row], {"target": source}, checker, prompts, 6, 3, EngineProcess)
+        peer.close()
+        failed.append(peer.failed)
+    assert failed[0] is None and peer.failed.startswith("not timed: "), failed
 
 
 def test_an_engine_that_does_not_install_is_left_out(tmp_path, monkeypatch, capsys):

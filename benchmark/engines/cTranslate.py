@@ -27,6 +27,7 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
     specification = (LlamaLoader if weights.llama else GPTNeoXLoader)().get_model_spec(model)
     specification.register_vocabulary([word(token) for token in range(weights.vocabulary)])
     specification.config.bos_token = specification.config.eos_token = specification.config.unk_token = word(0)
+    specification.config.layer_norm_epsilon = weights.epsilon
     specification.validate()
     specification.optimize("int8" if bits == 8 else None)
     specification.save(str(folder))

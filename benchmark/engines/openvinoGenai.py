@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, and a GPT-NeoX model as the graph that it reads, with a KV cache in the graph's state."""
+"""OpenVINO GenAI, and a model as the graph that it reads, with a KV cache in the graph's state."""
 
 from __future__ import annotations
 
