@@ -268,7 +268,7 @@ def llama(folder, **options):
     [
         {"num_key_value_heads": 2, "tie_word_embeddings": True},
         {"num_key_value_heads": 4, "tie_word_embeddings": False, "attention_bias": True},
-        {"num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 1, "tie_word_embeddings": False},
     ],
     ids=["tied", "bias", "one key"],
 )
