@@ -39,8 +39,7 @@ def work(argv: Sequence[str], processes: Processes) -> int:
         return repeat(settings.rerun, Results(settings.output.folder), argv, processes)
     prepared = prepare(settings, processes)
     if settings.measuring.played:
-        play(prepared)
-        return 0
+        return play(prepared, argv)
     return losslessReport.exit_code(run(prepared, argv)[1])
 
 

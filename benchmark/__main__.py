@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,7 +40,7 @@ from decoding.lengthRules import Fixed
 from decoding.rows import check_room
 from decoding.trees.shapes import FixedTree
 from engine.cachedModel import CachedModel
-from engine.compiling import compiled, make_graphs
+from engine.compiling import compiled
 from engine.sharedWeights import sharing_copy
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
@@ -102,31 +103,22 @@ def load_trained(options: Options, dtype: str, device: str, max_len: int) -> Loa
 def compiled_pair(
     models: dict[str, CachedModel], gamma: int, prompt: list[int]
 ) -> tuple[dict[str, CachedModel], list[float | None]]:
-    """The same models once more, compiled. And the seconds of compiling blocks of WIDTHS tokens, and all samplers; None
-    where it failed."""
+    """The same models once more, compiled, and the seconds it took; None where it failed."""
+    start = time.perf_counter()
     pair = {role: compiled(CachedModel(sharing_copy(m.model), m.vocabulary, m.name)) for role, m in models.items()}
     target, drafter = pair["target"], TreeDrafter(pair["draft"])
-
-    def read_blocks() -> None:
-        for model in pair.values():
-            model.reserve(1, max(WIDTHS))
-            for width in WIDTHS:
-                at = torch.arange(width, device=model.device)[None]
-                model.forward(at % model.vocabulary, at)
+    rows: list[Any] = [
+        *(partial(regrSampling, target=model) for model in pair.values()),
+        *(partial(specSampling, target=target, drafter=drafter, gamma=Fixed(width - 1)) for width in WIDTHS[1:]),
+        partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma)),
+        partial(treeSampling, target=target, drafter=drafter, tree=FixedTree(TREE)),
+    ]
 
     def follow(graphs: Sequence[T]) -> Iterable[T]:
         return followed(graphs, "compiling", len(graphs))
 
-    rows: list[Any] = [
-        *(partial(regrSampling, target=model) for model in pair.values()),
-        partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma)),
-        partial(treeSampling, target=target, drafter=drafter, tree=FixedTree(TREE)),
-    ]
-    seconds = [
-        make_graphs(pair.values(), read_blocks, follow),
-        compile_samplers(rows, pair.values(), prompt, follow=follow),
-    ]
-    return pair, seconds
+    made = compile_samplers(rows, pair.values(), prompt, follow=follow)
+    return pair, [None if made is None else time.perf_counter() - start]
 
 
 def run(options: Options, argv: Sequence[str], processes: Processes) -> None:

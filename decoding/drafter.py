@@ -24,13 +24,10 @@ class Guesses:
 
     drafts: int64 `[B, n]`.
     q: float32 `[B, n, V]`, the distributions the drafts were drawn from. Where a row has no guess, q is 0.
-    p: float32 `[B, n + 1, V]`, the target's distributions before each draft and after the last, if whatever drew the
-        drafts has scored them too; else None.
     """
 
     drafts: Tensor
     q: Tensor
-    p: Tensor | None = None
 
     def of_drafts(self) -> Tensor:
         """q of each draft, float32 `[B, n]`; 0 where a row has no guess."""
@@ -50,7 +47,7 @@ class Guesses:
             return self
         device = self.drafts.device
         kept = torch.arange(count, device=device) < upload(gammas, device)[:, None]
-        return Guesses(self.drafts, self.q * kept[..., None], self.p)
+        return Guesses(self.drafts, self.q * kept[..., None])
 
 
 def no_guesses(rows: Rows, vocabulary: int) -> Guesses:

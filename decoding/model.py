@@ -20,7 +20,6 @@ from utils import Sampling, pick, probabilities, seen_after
 
 if TYPE_CHECKING:
     from decoding.drafter import Guesses
-    from decoding.lengthRules import LengthRule
     from decoding.rows import Rows
     from decoding.trees.rules import TreeRule
     from decoding.verification import Rule, VerificationRule
@@ -128,23 +127,6 @@ class Model(ABC):
                 seen = seen.scatter(1, tokens, True)
         return torch.stack(drawn, 1), torch.stack(q, 1)
 
-    def draft_and_score(
-        self,
-        draft: Model,
-        rows: Rows,
-        read: int,
-        count: int,
-        sampling: Sampling,
-        draft_sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses | None:
-        """`count` guesses of `draft` that this model has scored, computed in one step; None if that cannot be done.
-
-        read: tokens that the draft reads before it guesses. sampling: this model's.
-        """
-        return None
-
     def score_and_verify(
         self, rows: Rows, guesses: Guesses, u: Tensor, sampling: Sampling, verify: VerificationRule
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,8 +136,6 @@ class Model(ABC):
         Returns p `[B, n + 1, V]`, the distributions before each guess and after the last, and the rule's `accepted[B]`
         and `token[B]`.
         """
-        if guesses.p is not None:  # Scored already, by whatever drew the guesses.
-            return guesses.p, *self.rule(verify)(guesses.p, guesses.q, guesses.drafts, u)
         committed, positions = rows.last(1 + rows.unread, guesses.drafts.shape[1])
         block, seen = torch.cat([committed, guesses.drafts], 1), rows.seen(self.vocabulary, sampling)
         return self.score_block(block, positions, guesses.q, u, sampling, verify, seen)

@@ -1,4 +1,4 @@
-"""`CompiledModel`: a model whose steps are computed by graphs: compiled on a CPU, captured on a GPU.
+"""`CompiledModel`: a model whose steps are computed by graphs, as on a GPU (cudaModel.py).
 
 A graph replaces the hundreds of operator calls of a step by one call. It is made once for each shape and used in every
 round, so the shapes must be few: narrower blocks are padded to the next width, and long draws are cut into pieces.
@@ -14,23 +14,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from decoding.drafter import Guesses
-from decoding.lengthRules import LengthRule
-from decoding.model import Model, uniform
+from decoding.model import Model
 from decoding.rows import Rows, upload
 from decoding.trees.rules import TreeRule
 from decoding.trees.tree import Places, Tree
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
-from engine.steps import Block, Draw, Growth, Nodes, Prompt, Round, Shape, read_block, read_chunk, whole_round
+from engine.steps import Block, Draw, Growth, Nodes, Prompt, Shape, read_block, read_chunk
 from utils import Sampling
 
-LARGE = 200_000_000  # Parameters. A larger model's rounds take so long that a graph of a whole round gains nothing.
-LONGEST = 6  # Tokens drawn by one graph at most. A graph of more takes long to compile and gains nothing.
+LONGEST = 6  # Tokens drawn by one graph at most.
 Step = Callable[..., Any]  # step(model, *inputs): tensors from tensors and the model's cache
 
 
@@ -38,15 +35,10 @@ class CompiledModel(CachedModel, ABC):
     """A `CachedModel` that computes a step by a graph if there is one for its shape, else eagerly.
 
     An engine is a subclass. It says in `by_graph` how a step becomes a graph, and how the graph is called.
-    chunk: tokens of a prompt that one graph reads. ragged: whether it reads prompts of different lengths.
-    verifies: whether scoring and verification are one graph. fuses: whether a whole round is one.
-    used: how many times a graph was used.
+    chunk: tokens of a prompt that one graph reads. used: how many times a graph was used.
     """
 
     chunk: int
-    ragged = False
-    verifies = True
-    fuses = False
 
     def __init__(self, model: PreTrainedModel, vocabulary: int | None = None, name: str = "model") -> None:
         super().__init__(model, vocabulary, name)
@@ -125,25 +117,17 @@ class CompiledModel(CachedModel, ABC):
             self.inside = before
 
     def ready(
-        self,
-        shape: Shape,
-        seen: Tensor | None = None,
-        verify: VerificationRule | TreeRule | None = None,
-        length: LengthRule | None = None,
-        unread: int = 0,
+        self, shape: Shape, seen: Tensor | None = None, verify: VerificationRule | TreeRule | None = None
     ) -> bool:
         """Whether a graph computes a step. If any line is false, the step is computed eagerly.
 
-        seen, verify, length, unread: what the step depends on, if it does.
+        seen, verify: what the step depends on, if it does.
         """
         possible = (
             not self.inside  # The step is not part of a graph.
             and self.cache is not None  # A prompt was read.
             and seen is None  # No repetition penalty: a graph is not given the tokens seen so far.
             and not getattr(verify, "waits", False)  # The verification rule does not synchronise with the host.
-            # The host has no say between the guesses, and there are few numbers of them.
-            and (length is None or (length.stop is None and length.lengths is not None))
-            and unread == 0  # The target has read everything up to the last committed token.
         )
         if possible and self.asked is not None:
             self.asked.add(shape)
@@ -191,32 +175,19 @@ class CompiledModel(CachedModel, ABC):
         """The prompts are read in chunks."""
         self.reserve(len(rows.prompt), rows.capacity + rows.spare)
         lengths = rows.prompt_lengths
-        if not (self.ragged or len(set(lengths)) == 1) or not self.ready(Prompt(len(lengths))):
+        if len(set(lengths)) > 1 or not self.ready(Prompt(len(lengths))):
             return super().prefill(rows)
         prompt = rows.prompt.to(self.device)
-        return self.read(prompt, torch.arange(prompt.shape[1], device=self.device).expand_as(prompt), lengths)
+        return self.read(prompt, torch.arange(prompt.shape[1], device=self.device).expand_as(prompt))
 
-    def read(self, tokens: Tensor, positions: Tensor, lengths: list[int] | None = None) -> Tensor:
-        """Read `tokens, positions [B, n]` in chunks; float32 logits `[B, V]` after the first `lengths` tokens of each
-        row. None: after all."""
-        rows, longest = tokens.shape
-        lengths = lengths or [longest] * rows
-        logits = torch.empty(rows, self.vocabulary, device=self.device)
-        for start in range(0, longest, self.chunk):
-            end = min(start + self.chunk, longest)
-            # A chunk is padded with its last token, at the same position: to the one width that a captured graph has,
-            # or to the two tokens that a graph needs whose width is a symbol.
-            at = torch.arange(start, max(end, start + 2) if self.ragged else start + self.chunk, device=self.device)
-            at.clamp_(max=longest - 1)
-            ending = [row for row, length in enumerate(lengths) if start < length <= end]
-            last = sorted({lengths[row] - 1 - start for row in ending}) or [0]
-            keep = upload(last * 2 if self.ragged and len(last) == 1 else last, self.device)
-            chunk = self.run(read_chunk, tokens[:, at], positions[:, at], keep)
-            if len(last) == 1 and len(ending) == rows:
-                logits = chunk[:, 0]
-            elif ending:
-                logits[ending] = chunk[ending, [last.index(lengths[row] - 1 - start) for row in ending]]
-        return logits
+    def read(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Read `tokens, positions [B, n]` in chunks; float32 logits `[B, V]` after the last."""
+        for start in range(0, tokens.shape[1], self.chunk):
+            # The last chunk is padded with its last token, at the same position.
+            at = torch.arange(start, start + self.chunk, device=self.device).clamp_(max=tokens.shape[1] - 1)
+            last = upload([min(self.chunk, tokens.shape[1] - start) - 1], self.device)
+            logits = self.run(read_chunk, tokens[:, at], positions[:, at], last)
+        return logits[:, 0]
 
     def at_most(self, read: int, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The last `read` tokens of a block `[B, w]` and the positions from there on, after the tokens before them were
@@ -260,30 +231,6 @@ class CompiledModel(CachedModel, ABC):
             done += count
         return (drawn[0], q[0]) if len(q) == 1 else (torch.cat(drawn, 1), torch.cat(q, 1))
 
-    def draft_and_score(
-        self,
-        draft: Model,
-        rows: Rows,
-        read: int,
-        count: int,
-        sampling: Sampling,
-        draft_sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses | None:
-        if not self.fuses or not isinstance(draft, CompiledModel) or self.parameters > LARGE:
-            return None
-        if draft.device != self.device:
-            return None
-        batch, seen = len(rows.tokens), rows.seen(self.vocabulary, sampling)
-        if not self.ready(Round(batch, draft, count), seen=seen, length=length, unread=rows.unread):
-            return None
-        if self.asked is not None or not draft.has(Draw(batch, read, count)):
-            return None  # In a rehearsal the steps are computed apart, as they are at the end of a text.
-        tokens, positions = draft.at_most(draft.reads[batch], *rows.last(read, count))
-        u = uniform(count, batch, device=self.device, generator=generator)
-        return Guesses(*self.run(whole_round, draft, tokens, positions, u, sampling, draft_sampling))
-
     def score_block(
         self,
         block: Tensor,
@@ -300,7 +247,7 @@ class CompiledModel(CachedModel, ABC):
         if n == 0 and self.ready(Draw(rows, width, 1), seen=seen, verify=verify):
             drawn, p = self.draw(block, positions, u.T, sampling)
             return p, torch.zeros_like(drawn[:, 0]), drawn[:, 0]
-        if not self.verifies or not self.ready(Block(rows, width), seen=seen, verify=verify):
+        if not self.ready(Block(rows, width), seen=seen, verify=verify):
             return super().score_block(block, positions, q, u, sampling, verify, seen)
         block, positions = self.padded(block, positions)
         beyond = block.shape[1] - width
@@ -337,6 +284,6 @@ class CompiledModel(CachedModel, ABC):
         verify: TreeRule,
         seen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if not self.verifies or not self.ready(Nodes(*block.shape), seen=seen, verify=verify):
+        if not self.ready(Nodes(*block.shape), seen=seen, verify=verify):
             return super().score_tree(tree, block, places, q, u, sampling, verify, seen)
         return self.run(Model.score_tree, tree, block, places, q, u, sampling, verify)

@@ -12,32 +12,38 @@ import torch
 
 from engine.cachedModel import CachedModel
 from engine.compiledModel import CompiledModel
+from engine.cpuModel import CpuModel
+from engine.cudaModel import CudaModel
 from engine.steps import Shape
 
 T = TypeVar("T")
 
 
 def compiled(model: CachedModel) -> CachedModel:
-    """The same model, ready for `make_graphs`. It shares the weights: on a CPU, the linear layers are packed for good
-    (engine/kernels/packedLinear.py). If compiling is not possible, one line says why, and the model stays as it is."""
-    if isinstance(model, CompiledModel):
+    """The same model, computed by kernels on a CPU and by graphs on a GPU, which `make_graphs` makes. It shares the
+    weights: on a CPU, its layers are packed for good (engine/decoderLayers.py). If that is not possible, one line says
+    why, and the model stays as it is."""
+    if is_compiled(model):
         return model
-    return attempted(lambda: compiled_class(model)(model.model, model.vocabulary, model.name), model.name) or model
+    made = attempted(lambda: compiled_class(model)(model.model, model.vocabulary, model.name), model.name)
+    if made is None:
+        return model
+    made.parameters = model.parameters  # Layers that another model has packed are no parameters any more.
+    return made
 
 
-def compiled_class(model: CachedModel) -> type[CompiledModel]:
+def is_compiled(model: CachedModel) -> bool:
+    """Whether the model is one that `compiled` makes."""
+    return isinstance(model, (CompiledModel, CpuModel))
+
+
+def compiled_class(model: CachedModel) -> type[CpuModel | CudaModel]:
     """The engine for the model's device. Raises RuntimeError if there is none."""
     if model.device.type not in ("cpu", "cuda"):
-        raise RuntimeError(f"there are no graphs on {model.device.type}")
+        raise RuntimeError(f"it can be compiled on a CPU and on CUDA, not on {model.device.type}")
     if len(set((getattr(model.model, "hf_device_map", None) or {}).values())) > 1:
         raise RuntimeError("it is spread over several devices")
-    if model.device.type == "cuda":
-        from engine.cudaModel import CudaModel
-
-        return CudaModel
-    from engine.cpuModel import CpuModel  # Its imports take seconds, and most runs do not need it.
-
-    return CpuModel
+    return CudaModel if model.device.type == "cuda" else CpuModel
 
 
 @torch.inference_mode()
@@ -48,9 +54,7 @@ def make_graphs(
 ) -> float | None:
     """Make the graphs for all shapes of steps that `rehearse()` asks of the compiled ones of `models`.
 
-    Steps of other shapes stay eager. On a GPU, graphs are captured at their first use (engine/cudaModel.py). follow:
-    wraps the list of what is to be made, to show
-    progress.
+    Steps of other shapes stay eager. follow: wraps the list of what is to be made, to show progress.
     Returns the seconds it took; None if some model cannot be compiled. Then one line says why, and it stays eager.
     """
     start, failed = time.perf_counter(), set()

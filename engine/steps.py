@@ -54,22 +54,6 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Round:
-    """`count` guesses by `draft` after as many tokens as its graphs read, and the forward that scores them."""
-
-    rows: int
-    draft: CompiledModel
-    count: int
-
-    def call(self, model: CompiledModel) -> None:
-        self.draft.reserve(self.rows, 2)
-        read = self.draft.reads.get(self.rows, 1)
-        tokens, positions = zeros(model, self.rows, read), zeros(model, self.rows, read + self.count)
-        u = torch.zeros(self.count, self.rows, device=model.device)
-        model.run(whole_round, self.draft, tokens, positions, u, Sampling(), Sampling(1.0))
-
-
-@dataclass(frozen=True)
 class Nodes:
     """The forward of `count` nodes of a tree, whatever its shape."""
 
@@ -105,7 +89,7 @@ class Move:
         model.move(zeros(model, self.rows, self.count), zeros(model, self.rows, self.count))
 
 
-Shape = Prompt | Block | Draw | Round | Nodes | Growth | Move
+Shape = Prompt | Block | Draw | Nodes | Growth | Move
 
 
 def zeros(model: CompiledModel, *shape: int) -> Tensor:
@@ -130,20 +114,3 @@ def read_block(model: Model, tokens: Tensor, positions: Tensor, nodes: Places | 
 def read_chunk(model: Model, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
     """`Model.forward` of a part of a prompt."""
     return model.forward(tokens, positions, keep=keep)
-
-
-def whole_round(
-    target: Model,
-    draft: Model,
-    tokens: Tensor,
-    positions: Tensor,
-    u: Tensor,
-    sampling: Sampling,
-    draft_sampling: Sampling,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Guesses `[B, n]` of `draft` after the block `tokens[B, w]`, their q `[B, n, V]` and the target's p
-    `[B, n + 1, V]`. positions: int64 `[B, w + n]`, of the block and the guesses. u: float32 `[n, B]`."""
-    drafts, q = draft.draw(tokens, positions[:, :-1], u, draft_sampling)
-    drafts = drafts.clamp(max=q.shape[-1] - 1)  # A guess from nan is no token: the round reports it.
-    block = torch.cat([tokens[:, -1:], drafts], 1)
-    return drafts, q, target.probabilities(target.forward(block, positions[:, -block.shape[1] :]), sampling)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decoding.drafter import Guesses, WrappedDrafter
 from decoding.model import Model
-from decoding.rows import Record, Rows
+from decoding.rows import EndOfText, Record, Rows
 from decoding.trees.guesses import TreeGuesses
 from decoding.trees.rules import after_child
 from decoding.trees.shapes import Acceptance
@@ -65,7 +65,7 @@ def overlaps_of(
     target: Model,
     sampling: Sampling,
     max_len: int,
-    end_of_text: int | None,
+    end_of_text: EndOfText,
     seed: int,
     spread: Callable[..., Iterable[Any]] = map,
 ) -> OverlapCounts:

@@ -108,10 +108,15 @@ FLAGS = {
         ),
         "--show": switch(
             "Show one text on the screen as it is decoded: guesses accepted, guesses rejected, and the target's own "
-            "tokens. Nothing is measured. --speedNew, --speedMulti or --contrastive choose the method; the default is "
-            "speculative sampling."
+            "tokens. A terminal shows it slowly enough to follow. Nothing is measured. --speedNew, --speedMulti or "
+            "--contrastive choose the method; the default is speculative sampling."
         ),
-        "--html": flag(path, "Write the same as a web page that plays the text back round by round.", metavar="FILE"),
+        "--html": flag(
+            path,
+            "Write the same as a web page that plays the text back round by round. To a name that ends in .json, write "
+            "the rounds and where they come from.",
+            metavar="FILE",
+        ),
         "--rerun": flag(
             text,
             "Repeat a run of results.jsonl and report whether it gives the same tokens. Give the run's name, or 1 for "
@@ -150,8 +155,9 @@ FLAGS = {
             "float32); for --ppl, --diversity, --lossless and --audit float32.",
         ),
         "--compile": switch(
-            "Compile the decode steps, on a GPU into CUDA graphs. On a CPU the first time takes minutes; later runs "
-            "reuse the result. Compilation is not part of any measurement. --diversity and --ppl stay eager."
+            "Decode with C++ kernels on a CPU, and by CUDA graphs on a GPU. The first time on a CPU, the kernels are "
+            "built for it, which takes about a minute. It is not part of any measurement. --diversity and --ppl stay "
+            "eager."
         ),
         "--device": flag(
             text,
@@ -310,8 +316,11 @@ FLAGS = {
         "--prompt": flag(text, "Continue this text instead of the data set.", metavar="TEXT"),
         "--question": flag(
             text,
-            "Ask a chat model this question in the form of its chat template, instead of using the data set.",
+            "Ask a chat model this question in the form of its chat template, instead of using the data set. Given "
+            "several times, with --show or --html, it is a conversation: each question comes after the answers to "
+            "those before it. Measurements take one question, because the later ones depend on the answers.",
             metavar="TEXT",
+            action="append",
         ),
         "--promptFile": flag(path, "Continue each line of this file instead of the data set.", metavar="FILE"),
         "--promptLen": flag(
@@ -403,11 +412,11 @@ def check_prompts(args: argparse.Namespace) -> None:
     prompts = [flag for flag in ("prompt", "question", "promptFile") if getattr(args, flag) is not None]
     if len(prompts) > 1:
         raise UserError(f"--{prompts[0]} and --{prompts[1]} both say what to continue; give one of them")
-    for flag in "prompt", "question":
-        text = getattr(args, flag)
-        if text is not None and not text.strip("\n"):
+    words = [] if args.prompt is None else [("prompt", args.prompt)]
+    for flag, said in words + [("question", question) for question in args.question or ()]:
+        if not said.strip("\n" if flag == "prompt" else None):
             raise UserError(f"--{flag} is empty: give some text")
-        if text and text != text.encode(errors="replace").decode():
+        if said != said.encode(errors="replace").decode():
             raise UserError(f"--{flag} is not text in this terminal's encoding: give UTF-8")
     if args.html and not os.path.isdir(os.path.dirname(os.path.abspath(args.html))):
         raise UserError(f"--html {args.html} is in no folder that exists")

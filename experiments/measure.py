@@ -74,7 +74,7 @@ def time_group(
 
     def timed(sampler: Sampler) -> Timed:
         def method(prompt: list[int], generator: Generator, first: int | None = None) -> Written:
-            end_of_text: EndOfText = prepared.tokenizer.eos_token_id if first is None else ends_after(first)
+            end_of_text: EndOfText = prepared.ends if first is None else ends_after(first)
             return sampler([prompt], max_len=max_len, sampling=sampling, end_of_text=end_of_text, generator=generator)
 
         return method
@@ -93,7 +93,7 @@ def overlaps_by_method(
 ) -> Iterator[tuple[str, OverlapCounts]]:
     """The methods of --compare that guess, and the overlaps of p and q at each depth of a round."""
     settings, mapped = prepared.settings, prepared.processes.mapped
-    max_len, end_of_text = settings.sampling.max_len_of("compare"), prepared.tokenizer.eos_token_id
+    max_len, end_of_text = settings.sampling.max_len_of("compare"), prepared.ends
     names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and METHODS[name].guesses]
     for name in followed(names, "overlap of p and q", len(names)):
 
@@ -125,9 +125,7 @@ def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) 
         name, repeat = batch
         sampler, sampling = runs[name]
         generator = torch.Generator(prepared.device).manual_seed(settings.measuring.seed + repeat)
-        texts, _ = sampler(
-            prompts, max_len=max_len, sampling=sampling, end_of_text=tokenizer.eos_token_id, generator=generator
-        )
+        texts, _ = sampler(prompts, max_len=max_len, sampling=sampling, end_of_text=prepared.ends, generator=generator)
         return texts, [diversity.figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
 
     results = prepared.processes.mapped(write, batches)

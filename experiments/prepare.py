@@ -3,6 +3,7 @@ here."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,9 +23,9 @@ from inputs.auditTexts import AuditText, read_texts
 from inputs.devices import pick_dtype
 from inputs.models import Outline, find_model, load_model, outline
 from inputs.progress import followed
-from inputs.prompts import check_passages, choose_prompts, encode, read_prompts, tokenize
+from inputs.prompts import check_passages, choose_prompts, encode, encode_chat, read_prompts, tokenize
 from inputs.texts import Corpus, load_corpora
-from inputs.tokenizers import check_tokenizers, load_tokenizer, most_frequent
+from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
 from methods.catalogue import METHODS, build
 from methods.rehearsal import compile_samplers
 from methods.translation import Translation
@@ -41,7 +42,9 @@ class Prepared:
     draft_device: of the draft. device: of the other models.
     dtype, text_dtype: of the models that are timed, and of those that perplexity and diversity are measured with, and
         losslessness is tested with first. folders: {role: model folder}.
-    prompts: {length: prompts}, token ids. article: the prompts of --diversity.
+    end_tokens: they end a text (`ends`).
+    prompts: {length: prompts}, token ids; of a conversation its last question, after the shortest answers.
+    article: the prompts of --diversity.
     texts: [(corpus, token ids of its passages)] of --ppl, read in windows of `window` tokens, `stride` apart.
     tokens: the most tokens that are read at once. frequent: the tokens that a restricted draft guesses.
     translation: to the draft's tokenizer, if that is another one. Then it guesses only the tokens that both have.
@@ -56,6 +59,7 @@ class Prepared:
     text_dtype: str
     folders: dict[str, Path]
     tokenizer: PreTrainedTokenizerBase
+    end_tokens: frozenset[int]
     prompts: dict[int, list[list[int]]]
     article: list[list[int]]
     texts: list[tuple[Corpus, list[list[int]]]]
@@ -65,6 +69,10 @@ class Prepared:
     frequent: Tensor | None
     translation: Translation | None = None
     audited: list[AuditText] = field(default_factory=list)
+
+    def ends(self, row: int, token: int) -> bool:
+        """Whether a text ends at this token: the `end_of_text` of `Rows`."""
+        return token in self.end_tokens
 
     def load(self, dtype: str) -> LoadedModels:
         """The models in that dtype."""
@@ -120,9 +128,10 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     if settings.measuring.ppl or (texts.from_corpora and continues(settings)):
         corpora = load_corpora(texts.dataset, texts.books)
         check_passages(corpora, texts.dataset, texts.sentence_limit)
-    named = None if texts.from_corpora else read_prompts(texts.prompt, texts.question, texts.prompt_file)
+    named = read_prompts(texts.prompt, texts.prompt_file)
     folders = processes.in_turn(lambda: find_models(settings))
     tokenizer = load_tokenizer(folders["target"])
+    ends = end_tokens(folders["target"], tokenizer)
     settings, translation = with_translation(settings, folders, tokenizer)
     measuring, draft_vocab = settings.measuring, settings.models.draft_vocab
     outlines = [outline(folder, tokenizer) for folder in folders.values()]
@@ -150,13 +159,14 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         "float32" if "lossless" in measuring.groups else settings.models.dtype or "float32",
         folders,
         tokenizer,
+        ends,
         prompts,
         article,
         passages,
         window,
         texts.stride if texts.stride < window else window // 2,
         max(most, texts.window if measuring.ppl else 0),
-        most_frequent(draft_vocab, tokenizer) if draft_vocab else None,
+        most_frequent(draft_vocab, tokenizer, ends) if draft_vocab else None,
         translation,
         audited,
     )
@@ -167,13 +177,17 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
 
 
 def choose_texts(
-    settings: Settings, named: list[str] | None, corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, context: int
+    settings: Settings, named: list[str], corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, context: int
 ) -> tuple[dict[int, list[list[int]]], list[list[int]]]:
-    """The prompts by length, and those of --diversity, as token ids. named: prompts that a flag names, if one does."""
+    """The prompts by length, and those of --diversity, as token ids. named: prompts that a flag names."""
     texts, diverse = settings.texts, "diversity" in settings.measuring.groups
     prompts: dict[int, list[list[int]]] = {}
-    if named and (continues(settings) or diverse):
-        rows = encode(named, tokenizer, texts.question is not None, settings.models.target)
+    if (named or texts.questions) and (continues(settings) or diverse):
+        if texts.questions:
+            shortest = ["."] * (len(texts.questions) - 1)
+            rows = [encode_chat(texts.questions, shortest, tokenizer, settings.models.target)]
+        else:
+            rows = encode(named, tokenizer)
         return {max(map(len, rows)): rows} if continues(settings) else {}, rows if diverse else []
     if continues(settings):
         lengths, limit = texts.prompt_lengths, texts.sentence_limit
@@ -284,18 +298,18 @@ def find_models(settings: Settings) -> dict[str, Path]:
 
 
 def compile_models(models: LoadedModels, settings: Settings, prompt: Sequence[int]) -> LoadedModels:
-    """The models, with the graphs that the methods need, and a line that says how long it took. No measurement includes
-    it. prompt: token ids for a rehearsal."""
+    """The models, compiled, with the graphs that the methods need, and a line that says how long it took. No
+    measurement includes it. prompt: token ids for a rehearsal."""
+    start = time.perf_counter()
     made: LoadedModels = {role: compiled(model) for role, model in models.items()}
-    seconds = make_all_graphs(made, settings, prompt)
-    if seconds is not None:
-        print(f"Compiled in {seconds:.0f} s; the graphs are kept for the next time.")
+    if make_all_graphs(made, settings, prompt) is not None:
+        print(f"Compiled in {time.perf_counter() - start:.1f} s.")
     return made
 
 
 def make_all_graphs(models: LoadedModels, settings: Settings, prompt: Sequence[int]) -> float | None:
     """Make the graphs of compiled `models` that the methods need. Returns the seconds, or None if some failed."""
-    sweep = "sweep" in settings.measuring.groups  # Over gamma: all are measured alike, so no round is one graph.
+    sweep = "sweep" in settings.measuring.groups
     names = [*sorted(settings.measuring.names), *(["additive"] if sweep else [])]
     return compile_samplers(
         build(names, dict(models), settings.decoding).values(),
@@ -303,6 +317,5 @@ def make_all_graphs(models: LoadedModels, settings: Settings, prompt: Sequence[i
         prompt,
         settings.sampling.of("compare"),
         settings.rows,
-        whole_rounds=not sweep,
         follow=lambda graphs: followed(graphs, "compiling", len(graphs)),
     )

@@ -61,13 +61,15 @@ def arguments(run: RunLine, out: str) -> list[str]:
     """The command line that says everything a run's record says, including the device, and writes to the folder
     `out`."""
     flags = {"device": run.get("device")} | {name: value for name, value in run["flags"].items() if value is not None}
-    known = {action.dest for action in parser()._actions}
+    known = {action.dest: action for action in parser()._actions}
     for name in flags:
         if name not in known:
             raise UserError(f"run {run['run']} was written by another version: there is no flag --{name} any more")
     words = []
     for name, value in (flags | {"out": out}).items():
-        if isinstance(value, list):
+        if isinstance(value, list) and not known[name].nargs:  # The flag was given once for each value.
+            words += [f"--{name}={one}" for one in value]
+        elif isinstance(value, list):
             words += [f"--{name}", *map(str, value)]
         elif value is True:
             words.append(f"--{name}")

@@ -106,14 +106,14 @@ class SamplingChoice:
 
 @dataclass(frozen=True)
 class TextChoice:
-    """Which texts are continued and scored."""
+    """Which texts are continued and scored. questions: of a conversation, in turn."""
 
     dataset: str
     books: int | None
     sentences: int
     sentence_limit: int
     prompt: str | None
-    question: str | None
+    questions: tuple[str, ...]
     prompt_file: Path | None
     prompt_lengths: tuple[int, ...]
     window: int
@@ -122,7 +122,7 @@ class TextChoice:
     @property
     def from_corpora(self) -> bool:
         """Whether the prompts come from the data set, not from a flag."""
-        return self.prompt is None and self.question is None and self.prompt_file is None
+        return self.prompt is None and not self.questions and self.prompt_file is None
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,7 @@ def typed(args: argparse.Namespace) -> Settings:
         "lookup": args.draft == "lookup",
         "temperatures": tuple(args.temperature or ()),
         "prompt_lengths": tuple(args.promptLen),
+        "questions": tuple(args.question or ()),
         "folder": args.out,
         "flags": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
     }
@@ -262,6 +263,8 @@ def check_together(settings: Settings) -> None:
     flags, played = settings.flags, settings.measuring.played
     if not played and not os.access(settings.output.folder, os.W_OK):
         raise UserError(f"{settings.output.folder} is a folder that you may not write to; name another with --out")
+    if len(settings.texts.questions) > 1 and not played:
+        raise UserError("a conversation is played, not measured: add --show or --html, or give one --question")
     if flags["sweep"] and (settings.sampling.max_len or 3) < 3:
         raise UserError("--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more")
     if played:

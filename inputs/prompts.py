@@ -19,34 +19,37 @@ def check_passages(corpora: Sequence[Corpus], dataset: str, least: int) -> None:
         raise UserError(f"no text of {dataset} has {least} characters; lower --sentenceLimit")
 
 
-def read_prompts(prompt: str | None, question: str | None, file: Path | None) -> list[str]:
-    """The texts given by flag: one prompt, one question, or the lines of a file."""
-    if prompt is not None:
-        return [prompt]
-    if question is not None:
-        return [question]
-    assert file is not None, "one of the three is given"
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """The texts given by flag: one prompt, or the lines of a file. Empty if neither is given."""
+    if file is None:
+        return [] if prompt is None else [prompt]
     lines = [line for line in read(file).split("\n") if line.strip()]
     if not lines:
         raise UserError(f"--promptFile {file} holds no prompt; write one on each line")
     return lines
 
 
-def encode(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, is_question: bool = False, model: str = ""
-) -> list[list[int]]:
-    """Token ids of texts that are continued from their end. A question is written in the chat template of its model
-    `model`. Raises UserError if there is none."""
-    if not is_question:
-        return [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of texts that are continued from their end."""
+    return [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+
+
+def encode_chat(
+    questions: Sequence[str], answers: Sequence[str], tokenizer: PreTrainedTokenizerBase, model: str
+) -> list[int]:
+    """Token ids of a conversation in the chat template of the model `model`, up to where its next answer begins.
+
+    answers: to all questions but the last. Raises UserError if there is no template, or if it fails.
+    """
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer of {model} has no chat template; give the question with --prompt, or name an instruct model"
         )
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    options = {"add_generation_prompt": True, "return_dict": True}
+    turns = [("user", question) for question in questions], [("assistant", answer) for answer in answers]
+    pairs = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*turns)))
+    chat = [{"role": role, "content": content} for role, content in pairs]
     try:
-        return [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
     except Exception as error:  # A template is a program. It may do anything but what its sandbox forbids.
         raise UserError(
             f"the chat template of {model} fails ({one_line(error)}); give the question with --prompt"

@@ -1,5 +1,6 @@
 """Tokenizers: loaded, compared, and the most frequent of their tokens."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from inputs.commandLine import one_line
-from inputs.models import find_model
+from inputs.models import find_model, read_json
 from inputs.texts import load_corpora
 from utils import UserError, out_of_memory
 
@@ -43,11 +44,28 @@ def check_tokenizers(
     )
 
 
-def most_frequent(count: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a text of the model in a folder.
+
+    Those that transformers' `generate` stops at: one or several of generation_config.json, or else of config.json. And
+    the tokenizer's own. Raises UserError if a file does not say which.
+    """
+    named: object = None
+    for file in folder / "generation_config.json", folder / "config.json":
+        if named is None and file.is_file():
+            content = read_json(file)
+            named = content.get("eos_token_id") if isinstance(content, dict) else content
+            ids = named if isinstance(named, list) else [named]
+            if not all(token is None or type(token) is int for token in ids):
+                raise UserError(f"{file} does not say which tokens end a text (eos_token_id); download it again")
+    return frozenset(token for token in (*ids, tokenizer.eos_token_id) if token is not None)
+
+
+def most_frequent(count: int, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> Tensor:
     """The `count` most frequent tokens of the sample texts, int64 `[count]` in ascending order.
 
-    The end of text is among them. Equally frequent and unseen tokens are taken by id: a byte-pair encoding numbers its
-    tokens roughly by frequency. Raises UserError if the tokenizer has fewer tokens.
+    ends: tokens that are always among them. Equally frequent and unseen tokens are taken by id: a byte-pair encoding
+    numbers its tokens roughly by frequency. Raises UserError if the tokenizer has fewer tokens.
     """
     if count > len(tokenizer):
         raise UserError(f"--draftVocab {count} is more than the {len(tokenizer)} tokens there are")
@@ -56,6 +74,5 @@ def most_frequent(count: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         for document in corpus.documents:
             ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long)
             counts += torch.bincount(ids, minlength=len(tokenizer))
-    if tokenizer.eos_token_id is not None:
-        counts[tokenizer.eos_token_id] = counts.sum() + 1
+    counts[[token for token in ends if token < len(tokenizer)]] = counts.sum() + 1
     return counts.argsort(descending=True, stable=True)[:count].sort().values

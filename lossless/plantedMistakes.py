@@ -272,7 +272,7 @@ class FlawedDrafter(WrappedDrafter):
 
 def one_sided(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafter:
     """Guesses with the wanted sampling, while the target scores with the one it is told."""
-    return FlawedDrafter(drafter, sampling, lambda guesses: replace(guesses, p=None))
+    return FlawedDrafter(drafter, sampling, lambda guesses: guesses)
 
 
 def unsure_guess_dropped(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafter:

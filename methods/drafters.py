@@ -53,10 +53,6 @@ class ModelDrafter(Drafter):
             return no_guesses(rows, self.model.vocabulary)
         model, read, self.behind = self.model, 1 + self.behind, 1
         draft_sampling = sampling.but(self.temperature, self.top_p)
-        options = sampling, draft_sampling, generator, length
-        scored = rows.target.draft_and_score(model, rows, read, gamma, *options)
-        if scored is not None:
-            return scored
         tokens, positions = (x.to(model.device) for x in rows.last(read, gamma - 1))
         seen, going = rows.seen(model.vocabulary, sampling), rows.going.to(model.device)
         seen = None if seen is None else seen.to(model.device)

@@ -16,7 +16,7 @@ from decoding.trees.shapes import FixedTree, TreeChoice
 from decoding.trees.tree import Tree
 from engine.cachedModel import CachedModel
 from engine.compiledModel import CompiledModel
-from engine.compiling import make_graphs
+from engine.compiling import is_compiled, make_graphs
 from methods.lookup import widened
 from methods.samplers import Sampler
 from methods.treeSampling import treeSampling
@@ -35,18 +35,15 @@ def compile_samplers(
     prompt: Sequence[int],
     sampling: Sampling = Sampling(),
     rows: int = 1,
-    whole_rounds: bool = True,
     follow: Callable[[Any], Iterable[Any]] = iter,
 ) -> float | None:
     """Make the graphs of the compiled ones of `models` that these samplers need for batches of `rows` rows.
 
-    prompt: token ids, of which some are used. whole_rounds: whether a round may be one graph. follow, and the result:
-    see `engine.compiling.make_graphs`.
+    prompt: token ids, of which some are used. follow, and the result: see `engine.compiling.make_graphs`. On a CPU
+    nothing needs to be made.
     """
     models = list(models)
     works = [model for model in models if isinstance(model, CompiledModel)]
-    for model in works:
-        model.fuses = model.fuses and whole_rounds
     short = list(dict.fromkeys(prompt))[:PROMPT]
 
     def rehearse() -> None:
@@ -62,8 +59,8 @@ def compile_samplers(
                 generator=generator,
             )
 
-    seconds = make_graphs(works, rehearse, follow) if works else None
-    return seconds if len(works) == len(models) else None
+    seconds = make_graphs(works, rehearse, follow) if works else 0.0
+    return seconds if all(map(is_compiled, models)) else None
 
 
 class Rehearsal:

@@ -1,8 +1,11 @@
-"""`play`: continue one prompt on the terminal, round by round, or as a page that plays it back."""
+"""`play`: continue one prompt or answer the questions of a conversation on the terminal, round by round, and as a page
+that plays it back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Collection, Sequence
 from typing import TextIO
 
 import torch
@@ -11,22 +14,28 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafter import Drafter
-from experiments.prepare import Prepared
+from experiments.prepare import LoadedModels, Prepared
+from experiments.runRecord import run_record
 from inputs.commandLine import visible
-from methods.catalogue import build
-from playback.page import write_page
-from playback.trace import KINDS, Pieces, RecordingDrafter, Round, Trace
+from inputs.prompts import encode_chat
+from methods.catalogue import build, repeatable
+from methods.samplers import Sampler
+from playback.page import render, write_file
+from playback.trace import KINDS, Pieces, RecordingDrafter, Round, Trace, Turn, pieces_of, summary
 
 TITLE = "Speculative decoding, round by round"
+PACE = 12.0  # tokens a second on a terminal: slow enough to follow, and about twice as fast as people read
 COLOURS, MARKS = ("green", "red strike", "bold bright_blue"), ("[]", "~~", None)  # of each of KINDS
 Styled = tuple[str, str]  # text, and the style that rich gives it
 
 
-def play(prepared: Prepared) -> None:
-    """Continue the first prompt by the method that the settings name, as they say: on the screen, or as a page, or
-    both. Loads the models."""
-    settings, tokenizer = prepared.settings, prepared.tokenizer
-    models, name = prepared.load_first(), settings.measuring.played
+def play(prepared: Prepared, argv: Sequence[str] = ()) -> int:
+    """Continue the first prompt, or answer the questions, by the method that the settings name, as they say: on the
+    screen, or in a file, or both. Loads the models. argv: the command line. Returns the exit code, 130 after Ctrl-C.
+
+    The file holds the turns that were begun, also after Ctrl-C or an error.
+    """
+    settings, models, name = prepared.settings, prepared.load_first(), prepared.settings.measuring.played
     assert name is not None, "the settings ask for it"
     drafters: list[RecordingDrafter] = []
 
@@ -35,46 +44,86 @@ def play(prepared: Prepared) -> None:
         return drafters[0]
 
     sampler = build([name], dict(models), settings.decoding, record)[name]
-    screen = Screen(tokenizer) if settings.output.show else None
-    trace = Trace(drafters[0], screen.round if screen else None)
-    prompt = next(iter(prepared.prompts.values()))[0]
-    text = tokenizer.decode(prompt)
-    generator = torch.Generator(prepared.device).manual_seed(settings.measuring.seed)
-    if screen:
-        screen.begin(text)
+    pace = PACE if repeatable(name, settings.decoding) else None  # A rule that follows the clock would time the pauses.
+    screen = Screen(prepared.tokenizer, ends=prepared.end_tokens, pace=pace) if settings.output.show else None
+    turns: list[Turn] = []
     try:
-        sampler(
-            [prompt],
-            max_len=settings.sampling.max_len_of("show"),
-            sampling=settings.sampling.of("show"),
-            end_of_text=tokenizer.eos_token_id,
-            generator=generator,
-            callback=trace.callback,
-        )
+        play_turns(prepared, sampler, drafters[0], screen, turns)
+    except KeyboardInterrupt:
+        return 130
     finally:
+        if turns and settings.output.html:
+            write_file(settings.output.html, file_of(prepared, models, turns, argv))
+            print(visible(f"Written to {settings.output.html}", ""))
+    return 0
+
+
+def play_turns(
+    prepared: Prepared, sampler: Sampler, drafter: RecordingDrafter, screen: Screen | None, turns: list[Turn]
+) -> None:
+    """Continue the first prompt, or answer each question after the answers to those before it. Each turn is added to
+    `turns` when it begins. drafter: the sampler's."""
+    settings, tokenizer, questions = prepared.settings, prepared.tokenizer, prepared.settings.texts.questions
+    generator = torch.Generator(prepared.device).manual_seed(settings.measuring.seed)
+    max_len = settings.sampling.max_len_of("show")
+    answers: list[str] = []
+    for number in range(len(questions) or 1):
+        if questions:
+            prompt = encode_chat(questions[: number + 1], answers, tokenizer, settings.models.target)
+            shown = f"> {questions[number]}\n\n"
+        else:
+            prompt = next(iter(prepared.prompts.values()))[0]
+            shown = tokenizer.decode(prompt)
+        trace, note = Trace(drafter, screen.round if screen else None), "not finished"
+        turns.append(Turn(shown, trace.rounds))
         if screen:
-            screen.end()
-    if settings.output.html:
-        names = {role: model.name for role, model in models.items()}
-        write_page(settings.output.html, text, trace.rounds, tokenizer, TITLE, names)
-        print(visible(f"Written to {settings.output.html}", ""))
+            screen.begin(shown)
+        try:
+            (text,), _ = sampler(
+                [prompt],
+                max_len=max_len,
+                sampling=settings.sampling.of("show"),
+                end_of_text=prepared.ends,
+                generator=generator,
+                callback=trace.callback,
+            )
+            note = "the model ended the text" if prepared.ends(0, text[-1]) else f"cut at --maxLen {max_len}"
+        finally:
+            if screen:
+                screen.end(note)
+        answers.append(tokenizer.decode(text, skip_special_tokens=True))
+
+
+def file_of(prepared: Prepared, models: LoadedModels, turns: Sequence[Turn], argv: Sequence[str]) -> str:
+    """What --html writes: a page, or the record of the turns as JSON, pieces of text `[round][kind][token]`."""
+    html = prepared.settings.output.html
+    if not html or html.suffix != ".json":
+        return render(turns, prepared.tokenizer, TITLE, {role: model.name for role, model in models.items()})
+    texts = [{"prompt": turn.prompt, "rounds": pieces_of(turn.rounds, prepared.tokenizer)} for turn in turns]
+    record = {**run_record(prepared, models, argv), "dtype": prepared.dtype, "turns": texts}
+    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 class Screen:
-    """A terminal that shows rounds one by one: `begin(prompt)`, `round(round)` for each, `end()`.
+    """A terminal that shows texts round by round: of each `begin(prompt)`, `round(round)` for each, `end(note)`.
 
     colour: whether the kinds of tokens have colours; without them they have marks. None: what the terminal and its
-    environment variables ask for.
+    environment variables ask for. ends: tokens that end a text, which are not shown. pace: tokens a second at most, on
+    a terminal; None: as fast as they come.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, colour: bool | None = None, file: TextIO | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        colour: bool | None = None,
+        file: TextIO | None = None,
+        ends: Collection[int] = (),
+        pace: float | None = None,
     ) -> None:
         if colour is None:
             console = Console(file=file)
             colour = console.color_system is not None and not console.no_color
-        self.colour, self.pieces = colour, Pieces(tokenizer)
-        self.rounds: list[Round] = []
+        self.colour, self.tokenizer, self.ends = colour, tokenizer, ends
         self.console = Console(
             file=file,
             color_system="standard" if colour else None,
@@ -82,6 +131,9 @@ class Screen:
             no_color=not colour,
             soft_wrap=True,
         )
+        self.pause = 1 / pace if pace and self.console.file.isatty() else 0.0  # seconds a token
+        self.due = 0.0  # when the next round may be shown
+        self.begun = False
 
     def styled(self, kind: int, text: str) -> Styled:
         """`text` as its kind is shown. Rejected guesses end no line, so their newlines are escaped too."""
@@ -96,28 +148,26 @@ class Screen:
         self.console.print(Text.assemble(*encodable), end=end)
 
     def begin(self, prompt: str) -> None:
-        """Show the legend and the prompt."""
-        stop = "" if self.colour else "|"
-        self.write((f"the prompt{stop}", "dim"))
-        for kind, name in enumerate(KINDS):
-            self.write((", ", ""), self.styled(kind, name))
-        self.write(("\n\n", ""), (visible(prompt) + stop, "dim"))
+        """Show a prompt, before the first one the legend."""
+        stop = "" if self.colour or prompt.endswith("\n") else "|"
+        if not self.begun:
+            self.write((f"the prompt{stop}", "dim"))
+            for kind, name in enumerate(KINDS):
+                self.write((", ", ""), self.styled(kind, name))
+        self.write(("\n" if self.begun else "\n\n", ""), (visible(prompt) + stop, "dim"))
+        self.begun, self.pieces = True, Pieces(self.tokenizer)
+        self.rounds: list[Round] = []
 
     def round(self, round: Round) -> None:
-        """Show one more round; it is on the screen when this returns."""
+        """Show one more round; it is on the screen when this returns. A reader has had time for the one before it."""
         self.rounds.append(round)
-        self.write(*(self.styled(kind, "".join(texts)) for kind, texts in enumerate(self.pieces.of(round))))
+        accepted, rejected, target = self.pieces.of(round.without(self.ends))
+        if self.pause:
+            time.sleep(max(0.0, self.due - time.monotonic()))
+            self.due = time.monotonic() + self.pause * (len(accepted) + len(target))
+        self.write(*(self.styled(kind, "".join(texts)) for kind, texts in enumerate((accepted, rejected, target))))
 
-    def end(self) -> None:
-        """Show what is left of the text, and one line of figures."""
+    def end(self, note: str = "") -> None:
+        """Show what is left of the text, and one line of figures. note: how the text ended."""
         self.write(self.styled(2, self.pieces.rest()), end="\n\n")
-        self.write((summary(self.rounds), ""), end="\n")
-
-
-def summary(rounds: Sequence[Round]) -> str:
-    """One line of figures. As in `Record`, the prefill does not count among the rounds."""
-    accepted, rejected, target = (sum(map(len, tokens)) for tokens in zip(*rounds)) if rounds else (0, 0, 0)
-    line, more, later = f"{accepted + target} tokens", accepted + target - 1, len(rounds) - 1
-    if later > 0:
-        line += f": 1 from reading the prompt, {more} in {later} rounds ({more / later:.2f} tokens per round)"
-    return line + (f"; {accepted} of {accepted + rejected} guesses accepted" if accepted + rejected else "")
+        self.write(("; ".join(filter(None, (summary(self.rounds), note))), ""), end="\n")

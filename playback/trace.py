@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +21,18 @@ class Round(NamedTuple):
     accepted: list[int]
     rejected: list[int]
     target: list[int]
+
+    def without(self, ends: Collection[int]) -> Round:
+        """The round without committed tokens that end a text."""
+        accepted, target = ([token for token in tokens if token not in ends] for tokens in (self.accepted, self.target))
+        return Round(accepted, self.rejected, target)
+
+
+class Turn(NamedTuple):
+    """A prompt, or a question as it is shown, and the rounds of the text after it."""
+
+    prompt: str
+    rounds: list[Round]
 
 
 class RecordingDrafter(WrappedDrafter):
@@ -109,3 +121,12 @@ def pieces_of(rounds: Sequence[Round], tokenizer: PreTrainedTokenizerBase) -> li
         accepted, _, target = texts[-1]
         (target or accepted)[-1] += pieces.rest()
     return texts
+
+
+def summary(rounds: Sequence[Sequence[Sequence[object]]]) -> str:
+    """One line of figures. As in `Record`, the prefill does not count among the rounds, `[round][kind][token]`."""
+    accepted, rejected, target = (sum(map(len, tokens)) for tokens in zip(*rounds)) if rounds else (0, 0, 0)
+    line, more, later = f"{accepted + target} tokens", accepted + target - 1, len(rounds) - 1
+    if later > 0:
+        line += f": 1 from reading the prompt, {more} in {later} rounds ({more / later:.2f} tokens per round)"
+    return line + (f"; {accepted} of {accepted + rejected} guesses accepted" if accepted + rejected else "")

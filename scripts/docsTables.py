@@ -6,11 +6,12 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from html import escape
 from io import StringIO
 from math import isnan
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, cast
 
 from rich.table import Table
 
@@ -19,7 +20,9 @@ from experiments.diversity import FIGURES
 from experiments.lines import CostsLine, Line, RunLine, SpeedLine
 from experiments.speed import FEW, summarize
 from experiments.sweep import predict
+from inputs.commandLine import visible
 from lossless.evidence import BINS, TESTS
+from playback.trace import summary
 from report.losslessReport import power_table, sampled_table, verdict
 from report.results import show
 from report.runTables import (
@@ -99,6 +102,20 @@ def excerpt(records: Records, words: Words) -> str:
     if 0 < notes < tables:
         text[notes:tables] = ["[...]"]
     return "\n".join(["```text", *text, "[...]", "```"])
+
+
+def chat(records: Records, words: Words) -> str:
+    """A conversation round by round: accepted guesses are bold, rejected ones struck out."""
+    record, paragraphs = records.file("chat"), []
+    for turn in record["turns"]:
+        answer = ""
+        for round in turn["rounds"]:
+            for tag, keep, pieces in zip(("<b>", "<del>", ""), ("\n", "", "\n"), round):
+                text = escape(visible("".join(pieces), keep), quote=False)
+                answer += f"{tag}{text}{tag.replace('<', '</')}" if text else ""
+        for line in escape(visible(turn["prompt"].strip()), quote=False), answer, summary(turn["rounds"]):
+            paragraphs.append(f"<p>{line}</p>".replace("\n", "<br>"))  # A blank line would end the HTML.
+    return "\n\n".join([*paragraphs, source(cast(RunLine, record), record["dtype"])])
 
 
 def timed(run: RunLine, speed: Sequence[SpeedLine], body: str) -> str:
@@ -280,6 +297,7 @@ BLOCKS: dict[str, Render] = {
     "results": excerpt,
     "greedy-differ": greedy_differ,
     "takes": takes,
+    "chat": chat,
     "compare": compare,
     "sweep": sweep,
     **{f"sweep-{name}": partial(sweep_figure, name) for name in ("alpha", "overlap", "c", "scoring", "range")},

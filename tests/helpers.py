@@ -5,16 +5,22 @@ import os
 
 import torch
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from engine.cachedModel import CachedModel
@@ -31,26 +37,34 @@ FAMILIES = {
     "opt": (OPTForCausalLM, OPTConfig, {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"intermediate_size": 64, "num_key_value_heads": 2}),
 }
+RELATED = {  # of families above, and no family of their own in tests
+    "mistral": (MistralForCausalLM, MistralConfig, FAMILIES["llama"][2]),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, FAMILIES["llama"][2]),
+    "gemma": (GemmaForCausalLM, GemmaConfig, FAMILIES["llama"][2]),
+}
 
 
-def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, context=128):
+def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, context=128, **sizes):
     """A random model of 2 layers x 32. `sharpness` scales the output layer, so that its distributions are far from
-    uniform and from another seed's."""
+    uniform and from another seed's. sizes: of its config."""
     torch.manual_seed(seed)
-    kind, config, extra = FAMILIES[family]
+    kind, config, extra = (FAMILIES | RELATED)[family]
     model = kind(
         config(
-            vocab_size=vocabulary,
-            hidden_size=32,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            max_position_embeddings=context,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=None,
-            initializer_range=0.3,
-            attn_implementation="sdpa",
-            **extra,
+            **{
+                "vocab_size": vocabulary,
+                "hidden_size": 32,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 4,
+                "max_position_embeddings": context,
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+                "pad_token_id": None,
+                "initializer_range": 0.3,
+                "attn_implementation": "sdpa",
+                **extra,
+                **sizes,
+            }
         )
     ).eval()
     with torch.no_grad():
@@ -61,7 +75,7 @@ def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, cont
 class Rehearsing(CompiledModel):
     """An engine whose graphs are the steps themselves: it only notes which shapes of steps it is asked for."""
 
-    chunk, ragged, verifies, fuses = 64, True, False, True
+    chunk = 64
 
     def by_graph(self, step, *inputs):
         return self.eagerly(step, *inputs)

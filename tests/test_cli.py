@@ -16,9 +16,11 @@ from conftest import CONTEXT, ROOT, with_ctrl_c
 from localHub import Repository
 
 from experiments import settings, sweep
+from inputs.prompts import encode_chat
 from inputs.tokenizers import load_tokenizer
 from methods import samplers as makers
 from methods.catalogue import METHODS, choose, choose_lossless, in_mode
+from playback.play import Screen
 from utils import UserError
 
 ROLES = {"draft", "mid"}
@@ -60,6 +62,7 @@ BAD = [
         *BAD,
         ["--prompt", ""],
         ["--question", ""],
+        ["--show", "--question", "hello", "--question", " "],
         ["--prompt", "word " * CONTEXT],
         ["--prompt", "\udcff"],
         ["two\nlines"],
@@ -532,11 +535,7 @@ def test_diversity_of_the_articles_prompts_or_of_a_files(cli, flags, tmp_path):
 
 def test_a_question_is_asked_by_the_chat_template(cli, flags, pair_folder, tmp_path):
     folder = shutil.copytree(pair_folder / "target", tmp_path / "chat")
-    template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}<a>{% endif %}"
-    )
-    (folder / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(CHAT)
     out = tmp_path / "out"
     out.mkdir()
     assert (
@@ -556,8 +555,99 @@ def test_a_question_is_asked_by_the_chat_template(cli, flags, pair_folder, tmp_p
         )
         == 0
     )
-    expected = len(load_tokenizer(folder)("<user>a lamp?<a>")["input_ids"])
+    expected = len(load_tokenizer(folder)("<user>a lamp?<assistant>")["input_ids"])
     assert {m["prompt_tokens"] for m in lines_of(out) if m["kind"] == "speed"} == {expected}
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chat(cli, flags, model_folder, tmp_path):
+    """`chat(words, ends)`: (exit code, the record) of a conversation with a model that ends its text at `ends`."""
+    (model_folder / "chat_template.jinja").write_text(CHAT)
+
+    def play(*words, ends=0):
+        (model_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        file = tmp_path / "chat.json"
+        code = cli.main([*flags, "--target", str(model_folder), "--show", "--html", str(file), *words])
+        return code, json.loads(file.read_text())
+
+    return play
+
+
+def texts_of(record):
+    """The committed tokens of each turn, as pieces of text."""
+    return [[piece for ours, _, own in turn["rounds"] for piece in ours + own] for turn in record["turns"]]
+
+
+def test_a_conversation_goes_on_after_each_answer(chat, monkeypatch, model_folder, capsys):
+    asked = []
+
+    def encode(questions, answers, tokenizer, model):
+        asked.append((list(questions), list(answers)))
+        return encode_chat(questions, answers, tokenizer, model)
+
+    monkeypatch.setattr("playback.play.encode_chat", encode)
+    code, record = chat("--question", "a lamp?", "--question", "why\nnot?")
+    first, second = texts_of(record)
+    assert code == 0 and len(first) == len(second) == 8
+    assert asked == [(["a lamp?"], []), (["a lamp?", "why\nnot?"], ["".join(first)])]
+    tokenizer = load_tokenizer(model_folder)
+    expected = "<user>a lamp?<assistant>{}<user>why\nnot?<assistant>".format("".join(first))
+    assert tokenizer.decode(encode_chat(*asked[1], tokenizer, "")) == expected
+    out = capsys.readouterr().out
+    assert "\n\n> a lamp?\n\n" in out and "\n\n> why\nnot?\n\n" in out and "<user>" not in out
+    assert out.count("the prompt, [") == 1 and out.count("8 tokens: ") == out.count("; cut at --maxLen 8\n") == 2
+    assert record["turns"][1]["prompt"] == "> why\nnot?\n\n" and record["command"].count("--question") == 2
+
+
+def test_a_text_ends_at_each_of_two_tokens_that_the_generation_config_names(chat, monkeypatch, capsys):
+    """Planted: tokens that the model writes. Its tokenizer names neither."""
+    monkeypatch.setattr("playback.play.pieces_of", lambda rounds, tokenizer: rounds)  # ids instead of text
+    words = ["--question", "a lamp?", "--temperature", "0", "--draft", "lookup", "--maxLen", "12"]
+    (tokens,) = texts_of(chat(*words)[1])
+    first, second = list(dict.fromkeys(tokens))[2:4]
+    for ends, last in ([second, first], first), ([second], second), (second, second), (0, None):
+        capsys.readouterr()
+        (text,) = texts_of(chat(*words, ends=ends)[1])
+        assert text == (tokens[: tokens.index(last) + 1] if last else tokens)
+        out = capsys.readouterr().out
+        assert f"{len(text)} tokens: " in out and ("the model ended the text" in out) == bool(last)
+        assert ("cut at --maxLen 12" in out) != bool(last)
+
+
+def test_a_conversation_that_outgrows_the_context_is_one_line_and_keeps_its_turns(chat, tmp_path, capsys):
+    """It would fit with a shorter answer, so this shows only then."""
+    code, record = chat("--question", "a lamp?", "--question", "a bell?", "--maxLen", "120", "--temperature", "0")
+    captured = capsys.readouterr()
+    assert code == 2 and captured.err.count("\n") == 1 and "exceed the context" in captured.err
+    first, second = map(len, texts_of(record))
+    assert first > 60 and f"\n{first} tokens: " in captured.out and second == 0
+    assert "\n0 tokens; not finished\n" in captured.out
+    (tmp_path / "chat.json").unlink()
+    with pytest.raises(FileNotFoundError):  # Not even short answers fit: nothing was played or written.
+        chat("--question", "a lamp?", "--question", "a bell?" * 40, "--maxLen", "120")
+    captured = capsys.readouterr()
+    assert "exceed the context" in captured.err and captured.out == ""
+
+
+def test_ctrl_c_ends_a_text_with_what_was_shown(chat, monkeypatch, capsys):
+    shown = Screen.round
+
+    def round(self, round):
+        shown(self, round)
+        if len(self.rounds) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Screen, "round", round)
+    code, record = chat("--question", "a lamp?", "--question", "b")
+    captured = capsys.readouterr()
+    assert code == 130 and captured.err == "" and "; not finished\n" in captured.out
+    assert len(record["turns"]) == 1 and len(record["turns"][0]["rounds"]) == 3
 
 
 @pytest.mark.parametrize("mode", [[], ["--speedNew"], ["--contrastive"], ["--draft", "lookup"]])

@@ -1,4 +1,4 @@
-"""What the two engines share: padded blocks, shapes that have a graph, and the rehearsal that finds these shapes."""
+"""Steps computed by graphs: padded blocks, shapes that have a graph, and the rehearsal that finds these shapes."""
 
 import inspect
 
@@ -9,25 +9,18 @@ import torch
 from decoding.model import Model
 from decoding.trees.shapes import MENU
 from decoding.trees.tree import Tree
-from engine import compiledModel
 from engine.cachedModel import CachedModel
 from engine.compiledModel import CompiledModel
 from engine.compiling import compiled, make_graphs
-from engine.cpuModel import CpuModel, TracedModel
+from engine.cpuModel import CpuModel
 from engine.cudaModel import CudaModel
-from engine.steps import Block, Draw, Growth, Move, Nodes, Prompt, Round, whole_round
+from engine.steps import Block, Draw, Growth, Move, Nodes, Prompt
 from methods.catalogue import build
 from methods.drafters import ModelDrafter
 from methods.rehearsal import FEW, compile_samplers
 from methods.samplers import Decoding
 from specSampling import specSampling
 from utils import GREEDY, Sampling
-
-
-class Fusing(CudaModel):
-    """An engine that makes graphs of whole rounds."""
-
-    fuses = True
 
 
 def without_gpu(seed=0, kind=CudaModel, *shapes):
@@ -81,23 +74,8 @@ def test_long_draws_are_cut_and_all_read_as_many_tokens():
     assert model.has(Growth(1, 2, tree)) and not model.has(Growth(1, 3, tree)) and not model.has(Growth(2, 1, tree))
 
 
-def test_a_whole_round_has_a_graph_only_where_it_gains_something(monkeypatch):
-    """A GPU's host has time to spare, and a large model's rounds take long. A draft elsewhere needs copies."""
-    target, draft = without_gpu(0, Fusing), without_gpu(1)
-    arguments = draft, None, 2, 4, GREEDY, GREEDY  # No rows are looked at.
-    assert without_gpu().draft_and_score(*arguments) is None
-    assert target.draft_and_score(helpers.tiny(), *arguments[1:]) is None
-    with pytest.raises(AttributeError):  # Here they are.
-        target.draft_and_score(*arguments)
-    with monkeypatch.context() as patch:
-        patch.setattr(draft, "device", torch.device("meta"))
-        assert target.draft_and_score(*arguments) is None
-    monkeypatch.setattr(compiledModel, "LARGE", target.parameters - 1)
-    assert target.draft_and_score(*arguments) is None
-
-
 def test_all_models_have_one_interface():
-    for kind in CachedModel, CompiledModel, CpuModel, CudaModel, TracedModel:
+    for kind in CachedModel, CompiledModel, CpuModel, CudaModel:
         assert inspect.isabstract(kind) == (kind is CompiledModel)
         for name, function in vars(kind).items():
             if hasattr(Model, name) and inspect.isfunction(function) and not name.startswith("_"):
@@ -124,15 +102,15 @@ def test_one_function_decides(monkeypatch):
 PROMPT = [*range(1, 17)] * 2
 
 
-def rehearsed(name, decoding=Decoding(), sampling=Sampling(), rows=1, kind=CudaModel, **options):
-    """({role: a model}, {role: the shapes that a rehearsal of that method asked for})."""
-    models = {role: without_gpu(seed, kind) for seed, role in enumerate(("target", "draft", "mid"))}
+def rehearsed(name, decoding=Decoding(), sampling=Sampling(), rows=1, **options):
+    """{role: the shapes that a rehearsal of that method asked for}."""
+    models = {role: without_gpu(seed) for seed, role in enumerate(("target", "draft", "mid"))}
     samplers, asked = build(name.split(","), models, decoding), {}
     for role, model in models.items():
         model.add = lambda shapes, role=role: asked.update({role: set(shapes)}) or []
     assert compile_samplers(samplers.values(), models.values(), PROMPT, sampling, rows, **options) > 0
     assert all(model.used == 0 and model.asked is None for model in models.values())
-    return models, asked
+    return asked
 
 
 def widths(counts, rows=1):
@@ -144,78 +122,72 @@ def widths(counts, rows=1):
 PLAIN = {Prompt(1), Draw(1, 1, 1)}
 
 
-@pytest.mark.parametrize("kind", [CudaModel, Fusing])
 @pytest.mark.parametrize("name", ["fixed", "block", "targetConfidence", "costAware"])
-def test_a_rehearsal_asks_for_the_rounds_of_a_rule_with_few_lengths(kind, name):
+def test_a_rehearsal_asks_for_the_rounds_of_a_rule_with_few_lengths(name):
     counts = [1, 2, 3, 4, 6] if name == "costAware" else [4]
-    decoding = Decoding(gamma=6) if name == "costAware" else Decoding()
-    models, asked = rehearsed(name, decoding, kind=kind)
-    rounds = {Round(1, models["draft"], count) for count in counts} if kind is Fusing else set()
-    assert asked["target"] == PLAIN | widths(counts) | rounds
+    asked = rehearsed(name, Decoding(gamma=6) if name == "costAware" else Decoding())
+    assert asked["target"] == PLAIN | widths(counts)
     assert asked["draft"] == {Prompt(1), *(Draw(1, 2, count) for count in counts)} and not asked["mid"]
 
 
-def test_a_rehearsal_of_batches_and_one_without_whole_rounds():
-    models, asked = rehearsed("fixed", rows=3, kind=Fusing, whole_rounds=False)
+def test_a_rehearsal_of_batches():
+    asked = rehearsed("fixed", rows=3)
     assert asked["target"] == {Prompt(3), Block(3, 5), Draw(3, 1, 1)} and asked["draft"] == {Prompt(3), Draw(3, 2, 4)}
-    assert not models["target"].fuses
 
 
 def test_a_rehearsal_asks_for_few_of_many_lengths():
-    """And for whole rounds only of the lengths that are sure to return."""
-    _, asked = rehearsed("additive", kind=Fusing)
+    asked = rehearsed("additive")
     assert asked["target"] == PLAIN | widths(FEW)
     assert asked["draft"] == {Prompt(1), *(Draw(1, 2, count) for count in FEW)}
-    _, asked = rehearsed("draftConfidence", kind=Fusing)
+    asked = rehearsed("draftConfidence")
     assert asked["target"] == PLAIN | widths(FEW)
     assert {Prompt(1), Draw(1, 2, 1)} <= asked["draft"] <= {Prompt(1), Draw(1, 2, 1), Draw(1, 1, 1)}
-    _, asked = rehearsed("lookup", kind=Fusing)
+    asked = rehearsed("lookup")
     assert asked["target"] == PLAIN | widths(FEW) and not asked["draft"]
-    models, asked = rehearsed("lookupFirst", kind=Fusing)
-    assert asked["target"] == PLAIN | widths([4]) | {Round(1, models["draft"], 4)}  # Four columns cost as much as one.
+    asked = rehearsed("lookupFirst")
+    assert asked["target"] == PLAIN | widths([4])  # Four columns cost as much as one.
     assert asked["draft"] == {Prompt(1), Draw(1, 2, 4)}
-    models, asked = rehearsed("lookupFirst", Decoding(gamma=6), kind=Fusing)
-    assert asked["target"] == PLAIN | widths([1, 2, 3, 4, 6]) | {Round(1, models["draft"], 6)}
+    asked = rehearsed("lookupFirst", Decoding(gamma=6))
+    assert asked["target"] == PLAIN | widths([1, 2, 3, 4, 6])
     assert asked["draft"] == {Prompt(1), *(Draw(1, 2, count) for count in (1, 2, 3, 4, 6))}
 
 
 def test_a_rehearsal_of_a_cascade():
     """In the first inner round of each, the mid model and the draft read one token more."""
-    models, asked = rehearsed("cascade", Decoding(gamma1=2, gamma2=5), kind=Fusing)
+    asked = rehearsed("cascade", Decoding(gamma1=2, gamma2=5))
     assert asked["target"] == PLAIN | widths([5])
-    assert asked["mid"] == {Prompt(1), Block(1, 4), Block(1, 3), Round(1, models["draft"], 2)}
+    assert asked["mid"] == {Prompt(1), Block(1, 4), Block(1, 3)}
     assert asked["draft"] == {Prompt(1), Draw(1, 3, 2), Draw(1, 2, 2)}
 
 
 def test_a_rehearsal_of_trees():
     tree = Tree.of("3,2")
-    _, asked = rehearsed("tree", Decoding(tree="3,2"))
+    asked = rehearsed("tree", Decoding(tree="3,2"))
     assert asked["target"] == PLAIN | {Nodes(1, 10), Move(1, 2)}
     assert asked["draft"] == {Prompt(1), Growth(1, 2, tree), Move(1, 2)}
-    models, asked = rehearsed("tree", Decoding(tree="auto"), kind=Fusing)
+    asked = rehearsed("tree", Decoding(tree="auto"))
     chains = [tree.size for tree in MENU if tree and tree.is_chain]
     trees = [tree for tree in MENU if tree and not tree.is_chain]
     moves = {Move(1, tree.depth) for tree in trees}
-    rounds = {Round(1, models["draft"], count) for count in chains}
-    assert asked["target"] == PLAIN | widths(chains) | rounds | moves | {Nodes(1, tree.size + 1) for tree in trees}
+    assert asked["target"] == PLAIN | widths(chains) | moves | {Nodes(1, tree.size + 1) for tree in trees}
     draws = {Draw(1, 2, count) for count in chains}
     assert asked["draft"] == {Prompt(1)} | draws | moves | {Growth(1, 2, tree) for tree in trees}
 
 
 def test_with_a_repetition_penalty_only_forwards_have_graphs():
     penalised = Sampling(repetition_penalty=1.2)
-    _, asked = rehearsed("fixed", sampling=penalised, kind=Fusing)
+    asked = rehearsed("fixed", sampling=penalised)
     assert asked["target"] == {Prompt(1), Block(1, 1), Block(1, 5)}
     assert asked["draft"] == {Prompt(1), Block(1, 1), Block(1, 2)}
-    _, asked = rehearsed("tree", Decoding(tree="3,2"), penalised)
+    asked = rehearsed("tree", Decoding(tree="3,2"), penalised)
     assert asked["target"] == {Prompt(1), Block(1, 1), Nodes(1, 10), Move(1, 2)}
     assert asked["draft"] == {Prompt(1), Block(1, 2), Nodes(1, 3), Move(1, 2)}
 
 
 def test_plain_and_contrastive_decoding_are_rehearsed():
-    _, asked = rehearsed("target")
+    asked = rehearsed("target")
     assert asked == {"target": PLAIN, "draft": set(), "mid": set()}
-    _, asked = rehearsed("contrastive")
+    asked = rehearsed("contrastive")
     assert asked == {"target": {Prompt(1), Block(1, 1)}, "draft": {Prompt(1), Block(1, 1)}, "mid": set()}
 
 
@@ -240,17 +212,16 @@ def test_inside_a_rehearsal_and_a_capture_steps_are_computed_as_they_are():
     assert model.used == 2 and [key[0] for key in model.captures] == ["draw", "read_block"]
 
 
-def test_a_draft_of_two_methods_reads_for_both(monkeypatch):
-    """A cascade's draft asks to read one token more than others, and whole rounds are still one graph."""
-    models = {role: without_gpu(seed, Fusing) for seed, role in enumerate(("target", "draft", "mid"))}
+def test_a_draft_of_two_methods_reads_for_both():
+    """A cascade's draft asks to read one token more than others, which it reads by the graph of prefill."""
+    models = {role: without_gpu(seed) for seed, role in enumerate(("target", "draft", "mid"))}
     samplers = build(["fixed", "cascade"], models, Decoding(gamma=3, gamma1=2, gamma2=3))
     compile_samplers(samplers.values(), models.values(), PROMPT, GREEDY)
     assert models["draft"].reads == {1: 2}
-    steps, run = [], models["target"].run
-    monkeypatch.setattr(models["target"], "run", lambda step, *inputs: steps.append(step) or run(step, *inputs))
-    text = samplers["fixed"]([PROMPT], max_len=30, sampling=GREEDY)[0]
-    assert text == specSampling([PROMPT], helpers.tiny(), ModelDrafter(helpers.tiny(seed=1)), 30, 3, GREEDY)[0]
-    assert steps.count(whole_round) > 3
+    wanted = specSampling([PROMPT], helpers.tiny(), ModelDrafter(helpers.tiny(seed=1)), 30, 3, GREEDY)[0]
+    for name in samplers:
+        assert samplers[name]([PROMPT], max_len=30, sampling=GREEDY)[0] == wanted
+    assert {"draw", "read_chunk"} <= {key[0] for key in models["draft"].captures}
 
 
 def test_a_model_whose_graph_cannot_be_made_stays_eager(capsys):

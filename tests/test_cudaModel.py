@@ -11,10 +11,11 @@ from test_specSampling import FREE, PROMPTS, near
 
 from decoding.lengthRules import Fixed
 from decoding.model import uniform
+from decoding.rows import Rows
 from decoding.verification import RULES
 from engine import compiledModel
 from engine.cudaModel import CudaModel
-from engine.steps import Block, Draw
+from engine.steps import Block, Draw, Prompt
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
@@ -164,3 +165,74 @@ def test_a_run_by_graphs_of_any_lengths_is_the_run_step_by_step(counts, block):
         assert torch.equal(found[0][0], found[1][0]) and found[1][0].shape == (2, wanted)
         torch.testing.assert_close(found[0][1], found[1][1], atol=1e-5, rtol=1e-4)
     assert model.used >= 7
+
+
+# Prompts.
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("prompt", [1, 2, 7, 15, 16, 17, 40])
+@torch.inference_mode()
+def test_the_graph_of_prefill_reads_prompts_of_all_lengths(monkeypatch, prompt, rows):
+    """In one chunk and in several, and into a cache that held another text before."""
+    monkeypatch.setattr(CudaModel, "chunk", 15)
+    eager, target = helpers.tiny(), captured(helpers.tiny(), Prompt(rows))
+    texts = torch.randint(61, (2, rows, prompt), generator=torch.Generator().manual_seed(prompt)).tolist()
+    for text in texts:
+        used = target.used
+        wanted, found = (model.prefill(Rows(text, 9, [model])) for model in (eager, target))
+        assert target.used == used + -(-prompt // 15) and len(target.captures) == 1
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        for ours, eagers in zip(target.cache.layers, eager.cache.layers):
+            torch.testing.assert_close(ours.keys[:, :, :prompt], eagers.keys[:, :, :prompt], atol=1e-5, rtol=1e-4)
+    with pytest.raises(AssertionError):  # The mistake that the check is for.
+        torch.testing.assert_close(target.prefill(Rows(texts[0], 9, [target])), wanted, atol=1e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_prompts_of_different_lengths_are_read_eagerly():
+    eager, target = helpers.tiny(), captured(helpers.tiny(), Prompt(2))
+    wanted, found = (model.prefill(Rows([[5, 9, 2], [7]], 9, [model])) for model in (eager, target))
+    assert target.used == 0
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 20])
+@torch.inference_mode()
+def test_the_graph_of_prefill_reads_what_a_model_missed(monkeypatch, count):
+    """Anywhere in a text, in one chunk and in several."""
+    monkeypatch.setattr(CudaModel, "chunk", 7)
+    eager, target = helpers.tiny(), captured(helpers.tiny(), Prompt(1))
+    text = torch.randint(61, (1, 40), generator=torch.Generator().manual_seed(count))
+    block, at = text[:, 11 : 11 + count], torch.arange(11, 11 + count)[None]
+    for model in eager, target:
+        model.reserve(1, 60)
+        model.forward(text[:, :11], torch.arange(11)[None])
+    eager.forward(block, at)
+    target.read(block, at)
+    wanted, found = (model.forward(text[:, -2:], torch.tensor([[11, 12]]) + count) for model in (eager, target))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_draft_that_missed_rounds_reads_them_by_a_graph_and_guesses_by_another(monkeypatch):
+    draft, counts = captured(helpers.tiny(), Prompt(1), Draw(1, 1, 4)), []
+    read = draft.read
+
+    def counted(tokens, positions):
+        counts.append(tokens.shape[1])
+        return read(tokens, positions)
+
+    class Pausing(Fixed):
+        """Three rounds without guesses after each with."""
+
+        round = 0
+
+        def gammas(self):
+            self.round += 1
+            return [0 if self.round % 4 else 4]
+
+    monkeypatch.setattr(draft, "read", counted)
+    text = specSampling(PROMPTS[:1], helpers.tiny(), ModelDrafter(draft), 30, Pausing(4), GREEDY)[0]
+    assert text == regrSampling(PROMPTS[:1], helpers.tiny(), 30, GREEDY)[0]
+    # The first is the prompt. Then the draft is five tokens behind, and the graph that guesses reads one.
+    assert counts[0] == 4 and set(counts[1:]) == {4} and len(counts) > 3

@@ -148,6 +148,15 @@ def test_a_record_that_is_gone_is_caught(copy, capsys):
     assert any("block kinds" in fault and "benchmark.json" in fault for fault in faulty(copy, capsys))
 
 
+def test_a_conversation_is_shown_as_text_whatever_is_in_it(copy):
+    path = copy / "docs/records/chat.json"
+    rounds = [[[], [], ["<b>"]], [["\n\n"], ["x\n"], ["*a* <!-- end chat -->"]]]
+    path.write_text(json.dumps(json.loads(read(path)) | {"turns": [{"prompt": "> <i>\n\n", "rounds": rounds}]}))
+    question, answer, figures, *_ = renderDocs.BLOCKS["chat"](renderDocs.Records(copy), {}).split("\n\n")
+    assert question == "<p>&gt; &lt;i&gt;</p>" and figures.startswith("<p>3 tokens: 1 from reading the prompt, 2 in 1 ")
+    assert answer == "<p>&lt;b&gt;<b><br><br></b><del>x\\n</del>*a* &lt;!-- end chat --&gt;</p>"
+
+
 def test_an_unknown_block_is_caught(copy, capsys):
     with open(copy / "README.md", "a", encoding="utf-8") as file:
         file.write("\n<!-- begin unheard-of -->\n1.5\n<!-- end unheard-of -->\n")

@@ -367,6 +367,8 @@ CLASHES = """
 --writtenIn float32 --lossless
 --tokens 100 --speed
 --prompt a --question b
+--question a --question b
+--question a --question b --compare all
 --prompt a --promptFile b
 --temperature 0.5 1
 --temperature 0.5 1 --compare all --diversity

@@ -1,5 +1,5 @@
 """The kernels of sampling and verification give the same numbers as the PyTorch code that they replace. (For those of
-linear layers and attention see test_cpuModel.py.)"""
+linear layers and attention see test_multiply.py, for whole models test_cpuModel.py.)"""
 
 import os
 import subprocess
@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from helpers import FULL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,57 +170,69 @@ def test_from_nan_comes_no_token_in_a_tree(rule):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted))
 
 
-def test_the_shapes_that_a_graph_is_told():
-    given = torch.rand(2, 3, 50), torch.rand(2, 3, 3), (2, 0, 3)
-    torch.library.opcheck(torch.ops.native.siblings.default, given, test_utils=("test_schema", "test_faketensor"))
-    assert torch.ops.native.siblings.default in loader.CFunctions(loader.SOURCE.read_text())
-
-
-@pytest.mark.skipif(not FULL, reason="it compiles for a quarter of a minute")
-def test_a_graph_can_draw_siblings():
-    def work(q, u):
-        tokens, laws = torch.ops.native.siblings(q * 2, u, (2, 0, 3))
-        return tokens + 1, laws * 2
-
-    q, u = torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(0)), torch.rand(2, 3, 3)
-    functions = loader.CFunctions(loader.SOURCE.read_text())
-    options = {"cpp_wrapper": True, "aot_inductor.custom_ops_to_c_shims": functions}
-    found = torch.compile(work, fullgraph=True, options=options)(q, u)
-    for mine, theirs in zip(found, work(q, u)):
-        torch.testing.assert_close(mine, theirs)
-
-
 def test_the_smallest_numbers_stay_what_they_are():
     """A library built with -ffast-math makes the whole process flush denormal numbers to 0; the loader undoes it."""
     assert 5e-324 * float("1") > 0 and bool(torch.tensor(1e-45) > 0)
 
 
-LOOP = r"""
-#include "threads.h"
+TOGETHER = r"""
+#include "team.h"
 #include <cstdio>
-int main() {
-    const int64_t begin = 3, end = 1003;
-    static int seen[end], by[end];
-    at::internal::invoke_parallel(begin, end, 300, [](int64_t from, int64_t to) {
-        for (int64_t i = from; i < to; i++) seen[i]++, by[i] = omp_get_thread_num() + 1;
+int main(int words, char**) {
+    const long rounds = 200, count = 1003;
+    static std::atomic<long> seen[count], in_pairs[count], reached[64], early, members;
+    together(words == 1, [&](const Member& member) {
+        auto [first, last] = member.part(count);
+        for (long i = first; i < last; i++) seen[i]++;
+        auto [even, end] = member.part(count, 2);
+        for (long i = even; i < end; i++) in_pairs[i] += even % 2 ? 100 : 1;
+        members++;
+        for (long round = 1; round <= rounds; round++) {
+            reached[member.number] = round;
+            WAIT;
+            for (long k = 0; k < member.of; k++) early += reached[k] < round;
+            WAIT;
+        }
     });
-    int64_t once = 0, used[9] = {};
-    for (int64_t i = 0; i < end; i++) once += seen[i] == (i >= begin), used[by[i]]++;
-    std::printf("%ld %ld %ld %ld %ld", long(once), long(used[1]), long(used[2]), long(used[3]), long(used[4]));
+    long once = 0;
+    for (long i = 0; i < count; i++) once += seen[i] == 1 && in_pairs[i] == 1;
+    std::printf("%ld %ld %ld", once, long(members), long(early));
 }
 """
 
 
+@pytest.fixture
+def together(tmp_path):
+    """A function that compiles the program above with some flags and runs it with three threads: the numbers of which
+    each thread had its part, how many threads there were, and how often one went on before the others had come."""
+    compiler, source = os.environ.get("CXX", "g++"), tmp_path / "together.cpp"
+    source.write_text(TOGETHER)
+
+    def run(*flags, wait="member.wait()", words=()):
+        command = [compiler, "-std=c++20", "-O2", f"-DWAIT={wait}", f"-I{loader.FOLDER}", str(source), *flags]
+        subprocess.run([*command, "-o", str(tmp_path / "together")], check=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "3"}
+        found = subprocess.run([tmp_path / "together", *words], env=environment, stdout=subprocess.PIPE, check=True)
+        return [int(word) for word in found.stdout.split()]
+
+    return run
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP library")
-def test_loops_without_pragmas_run_on_the_threads_of_torch(tmp_path):
-    compiler, source = os.environ.get("CXX", "g++"), tmp_path / "loop.cpp"
-    source.write_text(LOOP)
+def test_threads_of_torch_run_together_without_pragmas(together):
     (library,) = loader.openmp_of_torch()
-    command = [compiler, "-std=c++20", "-DGNU_OPENMP", f"-I{loader.FOLDER}", str(source), library]
-    subprocess.run([*command, f"-Wl,-rpath,{loader.TORCH / 'lib'}", "-o", str(tmp_path / "loop")], check=True)
-    found = subprocess.run([tmp_path / "loop"], env=os.environ | {"OMP_NUM_THREADS": "5"}, stdout=subprocess.PIPE)
-    # Each number once; 4 of the 5 threads, because a thread takes 300 if there are so many: 250 of 1000.
-    assert found.stdout.split() == [b"1003", b"250", b"250", b"250", b"250"]
+    flags = ["-DGNU_OPENMP", library, f"-Wl,-rpath,{loader.TORCH / 'lib'}"]
+    assert together(*flags) == [1003, 3, 0]
+    assert together(*flags, words=["alone"]) == [1003, 1, 0]
+    members, early = together(*flags, wait="")[1:]  # The mistake that the check is for.
+    assert members == 3 and early > 0
+
+
+def test_threads_run_together_with_openmp_and_one_thread_without(together):
+    if loader.accepts(os.environ.get("CXX", "g++"), ["-fopenmp"], "#include <omp.h>"):
+        assert together("-fopenmp") == [1003, 3, 0]
+        assert together("-fopenmp", words=["alone"]) == [1003, 1, 0]
+    assert together() == [1003, 1, 0]
 
 
 def test_what_a_compiler_has_of_openmp(monkeypatch):

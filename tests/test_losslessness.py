@@ -13,8 +13,7 @@ from test_specSampling import PROMPTS, near
 
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
-from engine.compiling import compiled
-from engine.steps import Block
+from engine.compiling import compiled, is_compiled
 from experiments import settings
 from experiments.flags import parser
 from lossless import scorer as scoring
@@ -339,21 +338,15 @@ def test_an_exact_sampler_passes_in_bfloat16_and_a_mistake_is_seen(top_p):
         assert (not seen_by(figures, 1e-3)) is right
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="graphs for a CPU")
-def test_text_of_graphs_is_read_again_by_graphs(kernels):
+def test_text_of_kernels_is_read_again_by_kernels(kernels):
     prompts, sampling = PROMPTS * 4, Sampling(1.0, 0, 1.0)
     target, draft = compiled(in_bfloat16(0, layers=1)), in_bfloat16(1, layers=1)
-    with torch.inference_mode():
-        for shape in target.add({Block(len(prompts), 5)}):
-            assert target.make(shape)
+    assert is_compiled(target)
     for verify, right in ((token_rule, True), (always_accept, False)):
         generator = torch.Generator().manual_seed(0)
         texts, _ = specSampling(prompts, target, ModelDrafter(draft), 60, 4, sampling, None, generator, verify=verify)
-        before = target.used, target.forwards
         figures = reread(target, draft, prompts, texts, sampling).figures()
-        # Only prefill has no graph here.
-        assert (target.used - before[0], target.forwards - before[1]) == (math.ceil(59 / 5), 1)
-        assert (not seen_by(figures, 1e-3)) is right
+        assert target.forwards == 0 and (not seen_by(figures, 1e-3)) is right
 
 
 def test_the_number_of_texts_follows_the_tokens(flags):

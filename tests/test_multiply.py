@@ -1,4 +1,4 @@
-"""The kernel of linear layers for each kind of processor, against PyTorch in float64, and how one is chosen."""
+"""Linear layers and attention with the kernel for each kind of processor, against PyTorch, and how one is chosen."""
 
 import ctypes
 import mmap
@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from decoding.trees.tree import Tree
 from engine.kernels import loader
-from engine.kernels.packedLinear import PackedLinear
-
-SIDE = 32
-
+from engine.kernels.packedLinear import SIDE, packed
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -31,10 +29,15 @@ def kind(request, kernels):
     loader.use()
 
 
-def close(found, wanted, x, weight, dtype):
-    """Whether products are as near as float32 sums, rounded to `dtype`, can be."""
+def multiplied(x, weight, made=None):
+    """x times a weight `[out, in]`, by the kernel."""
+    return torch.ops.native.linear(x, packed(weight) if made is None else made, len(weight))
+
+
+def close(found, x, weight):
+    """Whether products are as near as float32 sums can be."""
     size = linear(x.double().abs(), weight.double().abs())
-    return ((found.double() - wanted).abs() <= 1e-5 * size + (2**-8 * wanted.abs() if dtype.itemsize == 2 else 0)).all()
+    return ((found.double() - linear(x.double(), weight.double())).abs() <= 1e-5 * size).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,11 +45,10 @@ def close(found, wanted, x, weight, dtype):
 def test_a_linear_layer_of_every_width_of_1_to_64_tokens(kind, dtype, size, width):
     generator = torch.Generator().manual_seed(size)
     weight = torch.randn(width, size, generator=generator).to(dtype)
-    bias = torch.randn(width, generator=generator).to(dtype)
-    layer = PackedLinear(weight, bias)
     for tokens in range(1, 65):
         x = torch.randn(tokens, size, generator=generator).to(dtype)
-        assert close(layer(x), linear(x.double(), weight.double(), bias.double()), x, weight, dtype), tokens
+        found = multiplied(x, weight)
+        assert found.dtype == torch.float32 and found.shape == (tokens, width) and close(found, x, weight), tokens
 
 
 @settings(deadline=None)
@@ -55,7 +57,7 @@ def test_a_linear_layer_of_any_size(kind, tokens, half, width, short, seed):
     dtype, generator = torch.bfloat16 if short else torch.float32, torch.Generator().manual_seed(seed)
     weight = torch.randn(width, 2 * half, generator=generator).to(dtype)
     x = torch.randn(tokens, 2 * half, generator=generator).to(dtype)
-    assert close(PackedLinear(weight, None)(x), linear(x.double(), weight.double()), x, weight, dtype)
+    assert close(multiplied(x, weight), x, weight)
 
 
 def at_the_end_of_memory(tensor):
@@ -71,44 +73,111 @@ def at_the_end_of_memory(tensor):
 @pytest.mark.parametrize("size", [32, 62, 96, 2080])
 def test_nothing_behind_a_weight_is_read(kind, size):
     for dtype in torch.float32, torch.bfloat16:
-        layer = PackedLinear(torch.randn(64, size).to(dtype), None)
-        layer.packed = at_the_end_of_memory(layer.packed)
+        weight = torch.randn(64, size).to(dtype)
+        made = at_the_end_of_memory(packed(weight))
         for tokens in 1, 2, 16, 17, 40, 64:
-            assert layer(torch.randn(tokens, size).to(dtype)).isfinite().all()
+            assert multiplied(torch.randn(tokens, size).to(dtype), weight, made).isfinite().all()
 
 
 def test_a_wrong_sum_is_seen(kind):
     """The mistake that `close` is for: a product left out, of as many as there are."""
     weight, x = torch.randn(8, 1024), torch.randn(3, 1024)
-    wanted = linear(x.double(), weight.double())
-    assert close(PackedLinear(weight, None)(x), wanted, x, weight, torch.float32)
-    weight[:, 700] = 0
-    assert not close(PackedLinear(weight, None)(x), wanted, x, weight, torch.float32)
+    assert close(multiplied(x, weight), x, weight)
+    wrong = weight.clone()
+    wrong[:, 700] = 0
+    assert not close(multiplied(x, wrong), x, weight)
 
 
-@pytest.mark.parametrize("size", loader.HEAD_WIDTHS)
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 2e-5), (torch.bfloat16, 0.02)])
-@pytest.mark.parametrize("heads, groups, tokens, before", [(2, 2, 16, 0), (3, 1, 37, 21), (4, 2, 65, 64)])
-def test_attention_over_a_chunk_is_torchs(kind, dtype, error, size, heads, groups, tokens, before):
-    """In rows of different lengths, from slots that hold stale numbers behind the last position."""
-    generator, rows, reach = torch.Generator().manual_seed(size), 2, before + tokens
+def test_rows_are_packed_in_blocks_with_16_bit_numbers_in_pairs():
+    weight = torch.arange(40 * 6.0).view(40, 6)
+    for dtype, pair in (torch.float32, 1), (torch.bfloat16, 2):
+        made = packed(weight.to(dtype))
+        assert made.shape == (2, 6 // pair, SIDE, pair)
+        for row, column in (0, 0), (31, 5), (32, 1), (39, 4):
+            assert made[row // SIDE, column // pair, row % SIDE, column % pair] == weight.to(dtype)[row, column]
+        assert not made[1, :, 8:].any()
 
-    def states(heads):
-        return torch.randn(rows, heads, tokens, size, generator=generator).to(dtype)
 
-    query, new = 3 * states(heads), (states(groups), states(groups))
-    kept = [torch.randn(rows, groups, reach + 9, size, generator=generator).to(dtype) for _ in range(2)]
-    positions = torch.arange(tokens) + torch.tensor([[before], [before // 2]])
-    wanted = [each.clone() for each in kept]
-    for row in range(rows):
-        for whole, states_of in zip(wanted, new):
-            whole[row, :, positions[row]] = states_of[row]
-    found = torch.ops.native.attend(query, *new, positions, *kept, size**-0.5).transpose(1, 2)
-    assert all(torch.equal(a, b) for a, b in zip(kept, wanted))
-    keys, values = (whole[:, :, :reach].float().repeat_interleave(heads // groups, 1) for whole in wanted)
-    mask = torch.arange(reach) <= positions[:, None, :, None]
-    expected = scaled_dot_product_attention(query.float(), keys, values, mask)
-    torch.testing.assert_close(found.float(), expected, atol=error, rtol=error)
+# Attention.
+
+
+def attended(queries, keys, values, at, root=None, ancestors=None):
+    """Attention by torch, in float32; arguments and result are those of the operator `attend`, but for the scale."""
+    slots = torch.arange(keys.shape[2])
+    mask = slots <= at[..., None]
+    if root is not None:
+        after = slots - root[:, None]
+        chosen = (ancestors[:, None] >> after.clamp(0, 62)[:, None]) & 1 > 0
+        mask &= (after <= 0)[:, None] | chosen
+    shared = queries.shape[2] // keys.shape[1]
+    keys, values = (x.float().nan_to_num().repeat_interleave(shared, 1) for x in (keys, values))
+    given = queries.float().transpose(1, 2), keys, values, mask[:, None]
+    return scaled_dot_product_attention(*given).transpose(1, 2)
+
+
+def states(dtype, size, rows, heads, groups, n, capacity, reach):
+    """Queries, keys and values, of which those from `reach` on are nan, at the end of memory."""
+    generator = torch.Generator().manual_seed(size)
+    queries = 3 * torch.randn(rows, n, heads, size, generator=generator)
+    kept = torch.randn(2, rows, groups, capacity, size, generator=generator)
+    kept[:, :, :, reach:] = torch.nan
+    return queries.to(dtype), *(at_the_end_of_memory(each.to(dtype)) for each in kept)
+
+
+WIDTHS = [2, 6, 8, 16, 32, 48, 64, 80, 96, 128, 130, 160, 256]
+ERRORS = {torch.float32: 2e-5, torch.bfloat16: 0.02}
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("size", WIDTHS)
+def test_attention_of_few_and_many_tokens_is_torchs(kind, dtype, size):
+    """In rows of different lengths, at positions in order and in none, where heads share keys and where they do not."""
+    generator = torch.Generator().manual_seed(size)
+    for n in 1, 2, 3, 4, 5, 6, 9, 11, 12, 13, 16, 37, 65:
+        for rows, heads, groups, before, free in (1, 2, 2, 0, 0), (2, 4, 2, 64, 7), (3, 3, 1, 21, 0):
+            reach = before + n
+            at = torch.arange(n) + torch.tensor([before, before // 2, 0])[:rows, None]
+            if n % 2:
+                at[-1] = torch.randperm(reach, generator=generator)[:n]
+            at[0, 0] = reach - 1  # `reach` is what is read.
+            given = *states(dtype, size, rows, heads, groups, n, reach + free, reach), at
+            found = torch.ops.native.attend(*given, None, None, size**-0.5)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found.float(), attended(*given), atol=ERRORS[dtype], rtol=ERRORS[dtype])
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("size", [6, 48, 256])
+@pytest.mark.parametrize("tree", ["2", "3/2,1,0/1,2,0", "2,2,2", "62", "2,2,2,2,2"])
+def test_nodes_of_a_tree_attend_to_their_ancestors(kind, dtype, size, tree):
+    tree, root = Tree.of(tree), torch.tensor([0, 31, 80])
+    every, ancestors = torch.arange(tree.size + 1), torch.tensor(tree.ancestors)
+    for nodes in every, torch.tensor(tree.levels[1]), torch.tensor(tree.levels[-1]):
+        at = root[:, None] + nodes
+        given = *states(dtype, size, 3, 4, 2, len(nodes), 150, int(at.max()) + 1), at, root
+        found = torch.ops.native.attend(*given, ancestors[nodes], size**-0.5)
+        wanted = attended(*given, ancestors[nodes])
+        torch.testing.assert_close(found.float(), wanted, atol=ERRORS[dtype], rtol=ERRORS[dtype])
+
+
+@pytest.mark.parametrize("n", [4, 20])
+def test_wrong_attention_is_seen(kind, n):
+    """By the comparison above: a slot too many or too few, another group, an ancestor, the scale."""
+    at, tree = torch.arange(n)[None] + 9, (torch.tensor([9]), torch.tensor([1 | 1 << i for i in range(n)]))
+    queries, keys, values = states(torch.float32, 48, 1, 4, 2, n, 40, 40)
+
+    def right(found, *places):
+        wanted = attended(queries, keys, values, at, *places)
+        return torch.allclose(found, wanted, atol=2e-5, rtol=2e-5)
+
+    attend, scale = torch.ops.native.attend, 48**-0.5
+    assert right(attend(queries, keys, values, at, None, None, scale))
+    assert right(attend(queries, keys, values, at, *tree, scale), *tree)
+    for wrong in (at - 1, keys, values), (at + 1, keys, values), (at, keys.flip(1), values), (at, keys, values.flip(1)):
+        assert not right(attend(queries, *wrong[1:], wrong[0], None, None, scale))
+    assert not right(attend(queries, keys, values, at, None, None, 0.9 * scale))
+    for root, masks in (tree[0] - 1, tree[1]), (tree[0], tree[1] | 2), (None, None):
+        assert not right(attend(queries, keys, values, at, root, masks, scale), *tree)
 
 
 class Job(ctypes.Structure):
@@ -165,7 +234,7 @@ def test_amx_tiles_multiply_as_they_should(tiles, size, add):
     generator = torch.Generator().manual_seed(size)
     for tokens in range(1, tiles.most_bf16 + 1):
         weight = torch.randn(SIDE, size, generator=generator).bfloat16()
-        block = at_the_end_of_memory(PackedLinear(weight, None).packed)
+        block = at_the_end_of_memory(packed(weight))
         x = torch.full((tokens + 20, size + 6), torch.nan).bfloat16()
         x[:tokens, :size] = torch.randn(tokens, size, generator=generator)
         sums = torch.full((tokens + 20, SIDE + 8), 7.0)
@@ -183,7 +252,7 @@ def parts(tmp_path, monkeypatch):
     """`loader.build` of all but the operators of torch, which take long to compile."""
     for name in "multiply.h", "multiply.cpp", "choose.cpp":
         shutil.copy(loader.FOLDER / name, tmp_path)
-    for name in "kernels.cpp", "attention.cpp":
+    for name in "kernels.cpp", "decoder.cpp":
         (tmp_path / name).write_text("")
     monkeypatch.setattr(loader, "FOLDER", tmp_path)
 

@@ -20,9 +20,10 @@ from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
 from playback import page as page_module
-from playback.page import write_page
+from playback import play as play_module
+from playback.page import render, write_file
 from playback.play import Screen
-from playback.trace import Pieces, RecordingDrafter, Round, Trace, pieces_of
+from playback.trace import Pieces, RecordingDrafter, Round, Trace, Turn, pieces_of
 from regrSampling import regrSampling
 from specSampling import specSampling
 
@@ -229,6 +230,28 @@ def test_each_round_is_on_the_screen_when_it_is_over(tokenizer, story):
         assert file.getvalue().endswith(visible(tokenizer.decode(round.target)))
 
 
+@pytest.mark.parametrize("terminal, slept", [(True, [1.0, 6.0]), (False, [])])
+def test_a_terminal_waits_for_its_reader_and_a_file_does_not(tokenizer, monkeypatch, terminal, slept):
+    """Each committed token takes a reader half a second. A round that took as long itself is shown at once."""
+    clock, pauses = [10.0], []
+    monkeypatch.setattr(play_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(play_module.time, "sleep", lambda seconds: (pauses.append(seconds), clock.append(0.0)))
+    screen = Screen(tokenizer, file=Terminal(terminal), pace=2.0)
+    screen.begin("Once")
+    for tokens, seconds in (2, 0.0), (14, 1.0), (1, 90.0), (1, 0.0):
+        screen.round(Round([5] * (tokens - 1), [6] * 9, [7]))
+        clock[0] += seconds
+    assert [seconds for seconds in pauses if seconds] == (slept and [1.0, 6.0])
+
+
+def test_the_token_that_ends_a_text_counts_and_is_not_shown(tokenizer):
+    end = tokenizer.eos_token_id
+    out = streamed(
+        tokenizer, [Round([], [end], ids(tokenizer, "A")[0]), Round([end], [], [])], ends={end}, file=Terminal(False)
+    )
+    assert "Once|~<|endoftext|>~A\n\n2 tokens" in out
+
+
 def test_text_the_screen_cannot_write_is_no_error(tokenizer):
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
@@ -281,7 +304,8 @@ def text_until(tokenizer, rounds, last):
 def page(tokenizer, tmp_path):
     """A page of rounds whose text is markup, and those rounds."""
     rounds = of_text(tokenizer, f"He said {CURSED} and {MANY_BYTES}\nand so on.")
-    write_page(tmp_path / "page.html", CURSED, rounds, tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
+    page = render([Turn(CURSED, rounds)], tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
+    write_file(tmp_path / "page.html", page)
     return tmp_path / "page.html", rounds
 
 
@@ -312,10 +336,10 @@ def test_the_page_may_run_its_own_style_and_script_and_nothing_else(page):
     assert f"content=\"default-src 'none'; style-src '{hashes[0]}'; script-src '{hashes[1]}'\"" in source
 
 
-def test_a_page_that_cannot_be_written_is_one_line(tokenizer, tmp_path):
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
     for path, reason in ((tmp_path / "no" / "p.html", "No such file"), (tmp_path, "not a file")):
         with refused(f"--html {path}", "cannot be written", reason):
-            write_page(path, "", [], tokenizer, "", {})
+            write_file(path, "")
     assert os.listdir(tmp_path) == []
 
 
@@ -366,6 +390,26 @@ def test_a_browser_plays_the_page_to_its_end(tokenizer, page, browser):
     assert "img" not in shown.tags
 
 
+def test_a_browser_plays_the_turns_of_a_conversation_one_after_the_other(tokenizer, tmp_path, browser):
+    first, second = of_text(tokenizer, f"Yes, {MANY_BYTES}"), of_text(tokenizer, "No, not today.")
+    turns = [Turn("> a\n\n", first), Turn(f"> {CURSED}\n\n", second)]
+    write_file(tmp_path / "page.html", render(turns, tokenizer, "", {}))
+
+    def at(round):
+        shown = Page(browser(f"file://{tmp_path}/page.html#{round}")).texts
+        return shown["text"], shown["where"], shown["mean"]
+
+    last = len(first) + len(second) - 1
+    begun = f"Yes, {MANY_BYTES}\n\n> {visible(CURSED)}\n\n"
+    tokens = sum(len(round.accepted) + len(round.target) for round in first + second)
+    assert at(len(first)) == (
+        begun + tokenizer.decode(second[0].target),
+        "The next prompt is read",
+        at(len(first) - 1)[2],
+    )
+    assert at(last) == (begun + "No, not today.", f"Round {last} of {last}", f"{(tokens - 2) / (last - 1):.2f}")
+
+
 DRIVER = """
 const log = [], saw = () => log.push($("where").textContent + location.hash + $("play").textContent);
 const press = (key, target = document.body) => { target.dispatchEvent(
@@ -388,7 +432,7 @@ def test_keys_buttons_and_slider(tokenizer, tmp_path, browser, monkeypatch):
     with (tmp_path / "parts" / "script.js").open("a") as script:
         script.write(DRIVER)
     monkeypatch.setattr(page_module, "PARTS", tmp_path / "parts")
-    write_page(tmp_path / "page.html", "", of_text(tokenizer, MANY_BYTES), tokenizer, "", {})
+    write_file(tmp_path / "page.html", render([Turn("", of_text(tokenizer, MANY_BYTES))], tokenizer, "", {}))
     log = json.loads(Page(browser(f"file://{tmp_path}/page.html")).texts["title"])
     last = int(log[0].split("#")[0].split()[-1])
 

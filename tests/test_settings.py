@@ -7,7 +7,7 @@ import pytest
 
 from decoding.lengthRules import Additive
 from decoding.trees.tree import Tree
-from engine.steps import Block, Draw, Growth, Nodes, Prompt, Round
+from engine.steps import Block, Draw, Growth, Nodes, Prompt
 from experiments import flags, prepare, settings
 from methods import catalogue
 from methods.catalogue import Method, build, choose, choose_lossless, repeatable
@@ -58,28 +58,6 @@ def test_the_graphs_that_the_flags_are_worth(argv, graphs):
     assert made == graphs
 
 
-@pytest.mark.parametrize(
-    ("argv", "guesses"),
-    [
-        (["--speed"], {4}),
-        (["--compare", "block", "--gamma", "7"], {7}),
-        (["--speed", "--draftLength", "targetConfidence"], {4}),
-        (["--speed", "--draftLength", "costAware"], {1, 2, 3, 4, 6, 10}),
-        (["--compare", "costAware,block", "--gamma", "7"], {1, 2, 3, 4, 6, 7}),
-        (["--speed", "--draftLength", "costAware", "--gamma", "2", "--draft", "lookup"], set()),
-        (["--speed", "--draft", "lookup"], set()),
-        (["--speed", "--lookupFirst"], {4}),
-        (["--speed", "--repetition_penalty", "1.2"], set()),
-        (["--compare", "target"], set()),
-        (["--compare", "cascade"], set()),
-        (["--sweep"], set()),
-    ],
-)
-def test_the_guesses_that_are_one_graph_with_their_scoring(argv, guesses):
-    models = rehearsed([*argv, *([] if "lookup" in argv else ["--draft", "bundled-draft", "--mid", "bundled-mid"])])
-    assert {shape.count for shape in models["target"].shapes if isinstance(shape, Round)} == guesses
-
-
 def test_samplers_of_ones_own_are_rehearsed_as_those_of_the_flags():
     """With a number as gamma, with the default, with a tree, and with a rule that begins above the usual numbers."""
 
@@ -98,7 +76,7 @@ def test_samplers_of_ones_own_are_rehearsed_as_those_of_the_flags():
 def test_gamma_is_for_the_chains_beside_a_tree():
     models = rehearsed(["--compare", "block,tree", "--tree", "2,1", "--gamma", "3", "--draft", "bundled-draft"])
     target, draft = models["target"], models["draft"]
-    assert target.shapes == {Prompt(1), Block(1, 4), Draw(1, 1, 1), Nodes(1, 5), Round(1, draft, 3)}
+    assert target.shapes == {Prompt(1), Block(1, 4), Draw(1, 1, 1), Nodes(1, 5)}
     assert draft.shapes == {Prompt(1), Draw(1, 2, 3), Growth(1, 2, Tree.of("2,1"))}
 
 

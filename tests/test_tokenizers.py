@@ -7,7 +7,7 @@ from conftest import VOCABULARY, refused
 from transformers import PreTrainedTokenizerFast
 
 from inputs.texts import load_corpora
-from inputs.tokenizers import check_tokenizers, load_tokenizer, most_frequent
+from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
 
 
 @pytest.mark.parametrize("content", [None, b"{", b'{"model": 3}', b"\xff"])
@@ -37,6 +37,32 @@ def test_tokenizers_that_differ_are_refused_with_how(pair_folder, model_folder):
         check_tokenizers(ours, PreTrainedTokenizerFast(tokenizer_file=str(file)))
 
 
+@pytest.mark.parametrize(
+    "generation, config, ends",
+    [
+        ([5, 7], 3, {0, 5, 7}),
+        (9, [3, 4], {0, 9}),
+        (None, [3, 4], {0, 3, 4}),  # as transformers does where there is no generation_config.json
+        ({}, 3, {0, 3}),
+        (None, None, {0}),
+    ],
+)
+def test_every_token_that_the_model_or_its_tokenizer_names_ends_a_text(model_folder, generation, config, ends):
+    file, other = model_folder / "generation_config.json", model_folder / "config.json"
+    file.write_text(json.dumps(generation if generation == {} else {"eos_token_id": generation}))
+    if generation is None:
+        file.unlink()
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"eos_token_id": config}))
+    assert end_tokens(model_folder, load_tokenizer(model_folder)) == ends
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": ["5"]}', '{"eos_token_id": true}', "[]x", "[1.5]"])
+def test_a_file_that_names_no_tokens_as_the_end_is_refused(model_folder, content):
+    (model_folder / "generation_config.json").write_text(content)
+    with refused("generation_config.json", "download it again"):
+        end_tokens(model_folder, load_tokenizer(model_folder))
+
+
 def test_the_most_frequent_tokens_of_the_sample_texts(pair_folder):
     tokenizer = load_tokenizer(pair_folder / "target")
     ids = [i for corpus in load_corpora("sample") for text in corpus.documents for i in tokenizer(text)["input_ids"]]
@@ -44,6 +70,8 @@ def test_the_most_frequent_tokens_of_the_sample_texts(pair_folder):
     ranked = sorted(range(len(tokenizer)), key=lambda i: (i != tokenizer.eos_token_id, -counts[i], i))
     assert counts.count(0) > 1  # the order of the unseen shows
     for count in 1, 2, 50, len(tokenizer) - 1, len(tokenizer):
-        assert most_frequent(count, tokenizer).tolist() == sorted(ranked[:count])
+        assert most_frequent(count, tokenizer, [tokenizer.eos_token_id]).tolist() == sorted(ranked[:count])
+    rare = ranked[-1]
+    assert most_frequent(3, tokenizer, [rare, 0, VOCABULARY + 5]).tolist() == sorted([0, ranked[1], rare])
     with refused("--draftVocab 301", "300"):
-        most_frequent(301, tokenizer)
+        most_frequent(301, tokenizer, [])

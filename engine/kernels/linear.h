@@ -21,18 +21,6 @@ struct alignas(64) Sums {
     float of[SIDE];
 };
 
-// y[count] = sums + bias, followed by GELU if `gelu`. GELU is applied to the sum rounded to T, which is what a linear
-// layer without GELU returns.
-template <typename T>
-static inline void finish(const Sums& sums, const Sums& bias, T* y, long count, bool gelu) {
-    T whole[SIDE];
-    for (long j = 0; j < SIDE; j++) narrow(sums.of[j] + bias.of[j], whole + j);
-    if (gelu)
-        for (long j = 0; j < SIDE; j++) narrow(gelu_of(wide(whole[j])), whole + j);
-    if (count == SIDE) std::memcpy(y, whole, sizeof whole);  // A size that is known is one instruction or two.
-    else std::memcpy(y, whole, count * sizeof(T));
-}
-
 // Multiplies all tokens with `blocks` blocks -> sums[blocks][tokens].
 //
 // A job takes as many tokens as the registers have room for. Few tokens are one job, which goes through a block from
@@ -61,44 +49,49 @@ static void through_blocks(const Multiply& kernel, const T* x, const T* packed, 
             }
 }
 
-template <typename T>
-static void linear(const T* x, const T* packed, const T* bias, T* y, long tokens, long in, long out, bool gelu) {
+// A linear layer: its weight [out, in], packed as above, and its bias [out] or none.
+struct Linear {
+    at::Tensor packed, bias;
+    long in = 0, out = 0;
+
+    bool exists() const { return packed.defined(); }
+};
+
+// x [tokens, in] times the weight, for this thread's part of the outputs: sink(block, token, sums) takes the sums of each
+// block of 32 outputs. The threads get equal parts of the weight's bytes. If `pairs`, blocks 2 i and 2 i + 1 are given
+// together, as sums[0] and sums[apart].
+template <typename T, typename Sink>
+static void multiply(const Member& member, const T* x, const Linear& layer, long tokens, bool pairs, const Sink& sink) {
     constexpr long ROOM = 256 << 10;  // Bytes of the sums of a thread: they stay in the second cache.
+    static thread_local std::vector<Sums> sums;
     auto& kernel = multiply_in_use();
-    long blocks = (out + SIDE - 1) / SIDE, most = kernel.most<T>();
-    long together = tokens > most ? std::max(1l, ROOM / (tokens * long(sizeof(Sums)))) : 1;
-    long work = in * SIDE * long(sizeof(T)) * ((tokens + most - 1) / most);
-    at::parallel_for(0, blocks, std::max(1l, 65536 / work), [&](long first, long last) {  // Or it wakes no thread.
-        static thread_local std::vector<Sums> sums;
-        sums.resize(std::max(sums.size(), size_t(together * tokens)));
-        for (long b = first; b < last; b += together) {
-            long end = std::min(b + together, last);
-            through_blocks(kernel, x, packed + b * in * SIDE, end - b, tokens, in, sums.data());
-            for (long block = b; block < end; block++) {
-                long count = std::min(SIDE, out - block * SIDE);
-                Sums shift = {};
-                for (long j = 0; bias && j < count; j++) shift.of[j] = wide(bias[block * SIDE + j]);
-                for (long m = 0; m < tokens; m++)
-                    finish(sums[(block - b) * tokens + m], shift, y + m * out + block * SIDE, count, gelu);
-            }
-        }
-        kernel.done();
-    });
+    const T* packed = data<T>(layer.packed);
+    long blocks = (layer.out + SIDE - 1) / SIDE, most = kernel.most<T>(), unit = pairs ? 2 : 1;
+    long most_blocks = tokens > most ? std::max(1l, ROOM / (tokens * unit * long(sizeof(Sums)))) * unit : unit;
+    sums.resize(std::max(sums.size(), size_t(most_blocks * tokens)));
+    auto [first, last] = member.part(blocks, unit);
+    for (long b = first; b < last; b += most_blocks) {
+        long end = std::min(b + most_blocks, last);
+        through_blocks(kernel, x, packed + b * layer.in * SIDE, end - b, tokens, layer.in, sums.data());
+        for (long block = b; block < end; block += unit)
+            for (long m = 0; m < tokens; m++) sink(block, m, &sums[(block - b) * tokens + m], tokens);
+    }
 }
 
-// The operator `linear`: x [..., in], a weight packed as above, bias [out] or none -> [..., out], after GELU if `gelu`.
-static at::Tensor linear_packed(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                                int64_t out, bool gelu) {
-    auto rows = x.contiguous();
-    auto shape = x.sizes().vec();
-    long in = shape.back(), tokens = x.numel() / in;
-    shape.back() = out;
-    auto y = at::empty(shape, x.options());
-    if (x.scalar_type() == at::kBFloat16)
-        linear(data<bf16>(rows), data<bf16>(packed), bias ? data<bf16>(*bias) : nullptr, (bf16*)y.data_ptr(), tokens,
-               in, out, gelu);
-    else
-        linear(data<float>(rows), data<float>(packed), bias ? data<float>(*bias) : nullptr, (float*)y.data_ptr(),
-               tokens, in, out, gelu);
-    return y;
+// Adds the bias of a block to its sums.
+template <typename T>
+static inline void add_bias(const Linear& layer, long block, Sums& sums) {
+    if (!layer.bias.defined()) return;
+    const T* bias = data<T>(layer.bias) + block * SIDE;
+    long count = std::min<long>(SIDE, layer.bias.numel() - block * SIDE);
+    for (long j = 0; j < count; j++) sums.of[j] += wide(bias[j]);
+}
+
+// Prefetches the beginning of this thread's part of a weight, while the thread would only wait for others.
+template <typename T>
+static inline void prefetch(const Member& member, const Linear& layer, bool pairs = false) {
+    auto [first, last] = member.part((layer.out + SIDE - 1) / SIDE, pairs ? 2 : 1);
+    const char* from = (const char*)(data<T>(layer.packed) + first * layer.in * SIDE);
+    long bytes = std::min(8192l, (last - first) * layer.in * SIDE * long(sizeof(T)));
+    for (long byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte);
 }

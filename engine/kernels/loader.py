@@ -1,5 +1,4 @@
-"""The build of the C++ kernels: compiled on first use, kept in torch's compile cache, loaded as operators that a graph
-can hold."""
+"""The build of the C++ kernels: compiled on first use, kept where torch keeps extensions, loaded as operators."""
 
 from __future__ import annotations
 
@@ -9,22 +8,16 @@ import hashlib
 import itertools
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from filelock import FileLock
-from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-HEAD_WIDTHS = (8, 16, 32, 48, 64, 80, 96, 128, 256)  # as in attention.cpp
 FOLDER = Path(__file__).parent
-SOURCE = FOLDER / "kernels.cpp"  # It declares the C functions that graphs call.
 TORCH = Path(torch.__file__).parent
 FLAGS = ["-O3", "-ffast-math", "-std=c++20", "-fPIC"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
@@ -51,15 +44,20 @@ def load() -> ctypes.CDLL:
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # Processes that start together build it once.
         if not path.exists():
+            print("Building the kernels for this processor, once: this takes about a minute.", file=sys.stderr)
             build(compiler, native, path)
-    # Graphs are libraries of their own that call its functions.
-    made = typed(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))
+    made = typed(ctypes.CDLL(str(path)))
     torch.ops.load_library(path)
     torch.set_flush_denormal(False)  # A library built with -ffast-math switches it on, for the whole process.
-    register_shapes()
     for line in missing(made):
         print(line, file=sys.stderr)
     return made
+
+
+def cache_folder() -> Path:
+    """Where built kernels are kept: the folder that torch uses for extensions."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(home) / "torch_extensions")
 
 
 def typed(made: ctypes.CDLL) -> ctypes.CDLL:
@@ -102,7 +100,7 @@ def library(compiler: str, native: list[str]) -> Path:
     macros = subprocess.run([compiler, *native, "-E", "-dM", "-x", "c++", os.devnull], capture_output=True).stdout
     known = [part.read_bytes() for part in sorted(FOLDER.glob("*.[ch]*"))]
     known += [macros, repr([FLAGS, KINDS, native]).encode(), torch.__version__.encode()]
-    return Path(cache_dir()) / f"kernels-{hashlib.sha256(b''.join(known)).hexdigest()[:16]}.so"
+    return cache_folder() / f"kernels-{hashlib.sha256(b''.join(known)).hexdigest()[:16]}.so"
 
 
 def build(compiler: str, native: list[str], path: Path) -> None:
@@ -118,7 +116,7 @@ def build(compiler: str, native: list[str], path: Path) -> None:
             return f"{folder}/{name}.o"
 
         with_torch = [*native, *torch_flags(compiler)]
-        main = [pool.submit(compile_part, f"{name}.cpp", name, with_torch) for name in ("attention", "kernels")]
+        main = [pool.submit(compile_part, f"{name}.cpp", name, with_torch) for name in ("decoder", "kernels")]
         kinds = {
             kind: pool.submit(compile_part, "multiply.cpp", kind, [f"-DKIND=of_{kind}", f'-DNAME="{kind}"', *flags])
             for kind, flags in KINDS.items()
@@ -136,7 +134,7 @@ def torch_flags(compiler: str) -> list[str]:
     """The flags for a source that includes torch's headers. Without OpenMP its loops run on one thread."""
     openmp = ["-fopenmp"] if accepts(compiler, ["-fopenmp"], "#include <omp.h>") else []
     if "gomp" in "".join(openmp_of_torch()) and not accepts(compiler, [], "#ifdef __clang__\n#error\n#endif"):
-        openmp = ["-DGNU_OPENMP"]  # threads.h
+        openmp = ["-DGNU_OPENMP"]  # team.h
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     includes = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
     return ["-DAT_PARALLEL_OPENMP=1", *openmp, abi, *includes]
@@ -155,48 +153,3 @@ def links() -> list[str]:
 def openmp_of_torch() -> list[str]:
     """torch's own OpenMP library: a second one would start threads of its own. Empty if torch brings none."""
     return list(map(str, [*(TORCH / "lib").glob("libgomp*"), *(TORCH / "lib").glob("lib?omp.dylib")]))[:1]
-
-
-@functools.cache
-def register_shapes() -> None:
-    """Tell torch the shapes of the operators' results, which it needs to trace a graph."""
-    for name, shape in SHAPES.items():
-        torch.library.register_fake(f"native::{name}", shape)
-
-
-class CFunctions(dict):
-    """{operator: [declaration of its C function]}, read from the text of kernels.cpp.
-
-    An operator cannot be pickled. For torch's cache of compiled graphs, this table is the text it was read from.
-    """
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        declared = re.finditer(r"^AOTITorchError aoti_torch_cpu_(\w+)\(.*?\)(?= {)", text, re.M | re.S)
-        super().__init__({getattr(torch.ops.native, each[1]).default: [each[0]] for each in declared})
-
-    def __reduce__(self) -> tuple[type[CFunctions], tuple[str]]:
-        return CFunctions, (self.text,)
-
-
-def attended(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *others: object) -> Tensor:
-    """The shape of the result of `attend` and `attend_tree`."""
-    rows, heads, n, width = query.shape
-    return query.new_empty(rows, n, heads, width)
-
-
-def drawn(q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The shapes of the results of `siblings`."""
-    rows, _, vocabulary = q.shape
-    return u.new_empty(rows, sum(counts), dtype=torch.long), q.new_empty(rows, sum(counts), vocabulary)
-
-
-SHAPES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
-    "linear": lambda x, packed, bias, width, gelu=False: x.new_empty(*x.shape[:-1], width),
-    "attend": attended,
-    "attend_tree": attended,
-    "stored": lambda x: torch.empty_like(x),
-    "probabilities": lambda logits, settings: torch.empty_like(logits),
-    "pick": lambda probs, u: torch.empty_like(u, dtype=torch.long),
-    "siblings": drawn,
-}

@@ -1,9 +1,8 @@
 // Shared by all kernels: conversion of bfloat16, vector helpers, prefetch, and access to a tensor's memory.
 #pragma once
 #include "multiply.h"
-#include "threads.h"
+#include "team.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

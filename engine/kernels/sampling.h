@@ -101,43 +101,46 @@ static float exponentials(const float* x, long n, float top, float heat, float f
 #endif
 }
 
-// The operator `probabilities`: logits float32 [..., V] -> float32 [..., V]. settings float64 [3]: temperature, top_k
-// (0: all), top_p (1: all). A row with +inf or nan gives nan.
-static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& settings) {
+// p[n] = the probabilities of the logits x[n] after temperature, top_k (0: all) and top_p (1: all), which `settings` holds,
+// float64 [3]. A row with +inf or nan gives nan.
+static void filter(const float* x, long n, const at::Tensor& settings, float* p, std::vector<float>& room) {
     double temperature = data<double>(settings)[0], top_p = data<double>(settings)[2];
     long top_k = long(std::min(data<double>(settings)[1], 1e15));
+    int wrong = 0;  // Whether there is +inf or nan. Tests the bits, as is_nan does.
+    for (long i = 0; i < n; i++)
+        wrong |= int(bits_of(x[i]) == 0x7f800000) | int((bits_of(x[i]) & 0x7fffffff) > 0x7f800000);
+    if (wrong) {
+        uint32_t nan = 0x7fc00000;
+        for (long i = 0; i < n; i++) std::memcpy(p + i, &nan, 4);
+        return;
+    }
+    if (temperature == 0) {
+        std::fill(p, p + n, 0.f);
+        p[std::max_element(x, x + n) - x] = 1;
+        return;
+    }
+    float heat = float(1 / temperature), top = x[0];
+    float floor = 0 < top_k && top_k < n ? kth_largest(x, n, top_k, room) : -INFINITY;
+    for (long i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
+    float sum = exponentials(x, n, top, heat, floor, p);
+    if (top_p < 1) {
+        float least = least_kept(p, n, sum, top_p, room);
+        sum = 0;
+        for (long i = 0; i < n; i++) sum += p[i] = p[i] < least ? 0 : p[i];
+    }
+    for (long i = 0; i < n; i++) p[i] /= sum;
+}
+
+// The operator `probabilities`: logits float32 [..., V] -> float32 [..., V], each row by `filter`.
+static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& settings) {
     auto from = logits.contiguous();
     auto probs = at::empty(logits.sizes(), logits.options());
     long n = logits.size(-1), rows = logits.numel() / n;
-    at::parallel_for(0, rows, std::max(1l, 16384 / n), [&](long first, long last) {
+    together(rows > 1 && rows * n > 16384, [&](const Member& member) {
         static thread_local std::vector<float> room;
-        for (long row = first; row < last; row++) {
-            const float* x = data<float>(from) + row * n;
-            float* p = (float*)probs.data_ptr() + row * n;
-            int wrong = 0;  // Whether there is +inf or nan. Tests the bits, as is_nan does.
-            for (long i = 0; i < n; i++)
-                wrong |= int(bits_of(x[i]) == 0x7f800000) | int((bits_of(x[i]) & 0x7fffffff) > 0x7f800000);
-            if (wrong) {
-                uint32_t nan = 0x7fc00000;
-                for (long i = 0; i < n; i++) std::memcpy(p + i, &nan, 4);
-                continue;
-            }
-            if (temperature == 0) {
-                std::fill(p, p + n, 0.f);
-                p[std::max_element(x, x + n) - x] = 1;
-                continue;
-            }
-            float heat = float(1 / temperature), top = x[0];
-            float floor = 0 < top_k && top_k < n ? kth_largest(x, n, top_k, room) : -INFINITY;
-            for (long i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
-            float sum = exponentials(x, n, top, heat, floor, p);
-            if (top_p < 1) {
-                float least = least_kept(p, n, sum, top_p, room);
-                sum = 0;
-                for (long i = 0; i < n; i++) sum += p[i] = p[i] < least ? 0 : p[i];
-            }
-            for (long i = 0; i < n; i++) p[i] /= sum;
-        }
+        auto [row, last] = member.part(rows);
+        for (; row < last; row++)
+            filter(data<float>(from) + row * n, n, settings, (float*)probs.data_ptr() + row * n, room);
     });
     return probs;
 }

@@ -8,6 +8,8 @@ const last = rounds.length - 1;
 const spans = [...$("text").children];  // The text of each round.
 const blanks = {" ": "\u2423", "\t": "\u21e5", "\n": "\u21b5"};  // How a token's white space is shown.
 
+const begins = spans.map((span, index) => !index || span.querySelector(".dim") !== null);  // Reads a prompt.
+
 let at = 0;  // The round that is shown.
 let timer = 0;  // Not 0 while the page plays.
 
@@ -38,11 +40,13 @@ function show(round) {
     ...rejected.slice(own.length).map(token("del", "dropped")),
     ...own.map(token("b", "target")));
   const [kept, lost, added] = [0, 1, 2].map(count);
-  $("where").textContent = at ? `Round ${at} of ${last}` : "The prompt is read";
+  const read = begins.slice(0, at + 1).filter(Boolean).length;  // Prompts.
+  const prompt = at ? "The next prompt is read" : "The prompt is read";
+  $("where").textContent = begins[at] ? prompt : `Round ${at} of ${last}`;
   $("tokens").textContent = kept + added;
   $("forwards").textContent = at + 1;
   $("guesses").textContent = `${kept} of ${kept + lost}`;
-  $("mean").textContent = at ? ((kept + added - 1) / at).toFixed(2) : "\u2013";
+  $("mean").textContent = at >= read ? ((kept + added - read) / (at + 1 - read)).toFixed(2) : "\u2013";
   $("slider").value = at;
   if (!timer) {
     try {

@@ -1,0 +1,266 @@
+"""`decoder_of`: a Hugging Face causal language model as the kernels know it (kernels/decoder.h).
+
+The architectures that people run are made of the same parts: two norms, one matrix for queries, keys and values,
+attention, and an MLP with or without a gate. They differ in names, in the order of some rows, and in a few sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.kernels.packedLinear import SIDE, can_be_packed, packed
+
+ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_fast": 1, "gelu_pytorch_tanh": 1, "relu": 2, "silu": 3, "swish": 3}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of logits, relative; both round in other places
+WIDEST = 256  # numbers in a head (attention.h)
+UNSUPPORTED_ROPE = ("dynamic", "longrope")  # Their angles depend on the length of the text.
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where an architecture has its parts. Names of a layer's parts count from the layer."""
+
+    base: str
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    last: str = "norm"
+    before_attention: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    qkv: Sequence[str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    up: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj")  # With a gate, two.
+    down: str = "mlp.down_proj"
+    query: str | None = None  # a norm of each head's queries
+    key: str | None = None
+    offset: int = 0  # of the first position's embedding
+    by_head: bool = False  # Whether the rows of `qkv` are sorted by head first.
+
+
+LLAMA = Names("model")
+NAMES = {  # by transformers' `model_type`
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": Names("model", query="self_attn.q_norm", key="self_attn.k_norm"),
+    "gpt_neox": Names(
+        "gpt_neox",
+        embedding="embed_in",
+        last="final_layer_norm",
+        qkv=("attention.query_key_value",),
+        out="attention.dense",
+        up=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+        by_head=True,
+    ),
+    "gpt2": Names(
+        "transformer",
+        layers="h",
+        embedding="wte",
+        positions="wpe",
+        last="ln_f",
+        before_attention="ln_1",
+        before_mlp="ln_2",
+        qkv=("attn.c_attn",),
+        out="attn.c_proj",
+        up=("mlp.c_fc",),
+        down="mlp.c_proj",
+    ),
+    "opt": Names(
+        "model.decoder",
+        positions="embed_positions",
+        last="final_layer_norm",
+        before_attention="self_attn_layer_norm",
+        before_mlp="final_layer_norm",
+        out="self_attn.out_proj",
+        up=("fc1",),
+        down="fc2",
+        offset=2,
+    ),
+}
+
+
+class PackedLayer(nn.Module):
+    """A decoder layer whose weights are packed: the buffers are the parts that `Layer` of decoder.h has."""
+
+    def __init__(self, parts: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in parts.items():
+            self.register_buffer(name.replace(".", "_"), tensor)
+        self.parts = parts
+
+    def forward(self, *args: object, **kwargs: object) -> None:
+        raise RuntimeError("this model is packed for the kernels; its layers cannot be called one by one")
+
+
+def refuse(model: PreTrainedModel) -> None:
+    """Raise RuntimeError, with the reason, if there are no kernels for what this model computes."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    reasons = {
+        f"there are no kernels for {config.model_type}; there are for {', '.join(NAMES)}": config.model_type
+        not in NAMES,
+        f"there are no kernels for {model.dtype}": model.dtype not in (torch.float32, torch.bfloat16),
+        f"its rotary embeddings are {rope.get('rope_type')}": rope.get("rope_type") in UNSUPPORTED_ROPE,
+        "its attention has a window": window is not None and window < config.max_position_embeddings,
+        "its norms come after its layers": not getattr(config, "do_layer_norm_before", True)
+        or getattr(config, "_remove_final_layer_norm", False),
+        "its embeddings are narrower than its layers": getattr(config, "word_embed_proj_dim", 0)
+        not in (0, config.hidden_size),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise RuntimeError(reason)
+    if (activation := activation_of(config)) not in ACTIVATIONS:
+        raise RuntimeError(f"there are no kernels for the activation {activation}")
+    if (width := width_of(config)) > WIDEST or width % 2:
+        raise RuntimeError(f"there are no kernels for heads of {width} numbers")
+
+
+class Description:
+    """The parts of a model, and its sizes. `layers` are made, and the model's own replaced, by `pack`."""
+
+    def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
+        refuse(model)
+        config = self.config = model.config
+        self.model, self.names, self.vocabulary = model, NAMES[config.model_type], vocabulary
+        self.base = model.get_submodule(self.names.base)
+        self.heads: int = config.num_attention_heads
+        self.groups: int = getattr(config, "num_key_value_heads", None) or self.heads
+        self.width = width_of(config)
+
+    def angles(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary embeddings, float32 `[capacity, r]`; r is 0 if there are none."""
+        if not hasattr(self.base, "rotary_emb"):
+            return torch.zeros(capacity, 0), torch.zeros(capacity, 0)
+        both = self.base.rotary_emb(torch.zeros(0), torch.arange(capacity)[None])
+        cos, sin = (x[0, :, : x.shape[-1] // 2].contiguous() for x in both)
+        return cos, sin
+
+    def parts(self, layer: nn.Module) -> dict[str, Tensor]:
+        """The packed weights of a layer."""
+        names = self.names
+        made: dict[str, Tensor] = {}
+        for name in "before_attention", "before_mlp", "query", "key":
+            if where := getattr(names, name):
+                made |= norm(name, layer.get_submodule(where))
+        for name in "qkv", "out", "up", "down":
+            where = getattr(names, name)
+            linears = [layer.get_submodule(each) for each in ([where] if isinstance(where, str) else where)]
+            weights, biases = [weight_of(linear) for linear in linears], [linear.bias for linear in linears]
+            if name == "up" and len(linears) == 2:  # Blocks of the gate and of what it opens take turns.
+                weights, biases = [interleaved(weights)], [interleaved(biases) if biases[0] is not None else None]
+            if name == "qkv" and names.by_head:
+                weights, biases = (
+                    [self.by_kind(x) for x in weights],
+                    [x if x is None else self.by_kind(x) for x in biases],
+                )
+            made[name] = packed(weights[0] if len(weights) == 1 else torch.cat(weights))
+            if biases[0] is not None:
+                made[f"{name}.bias"] = biases[0].detach() if len(biases) == 1 else torch.cat(biases).detach()
+        return made
+
+    def by_kind(self, rows: Tensor) -> Tensor:
+        """Rows `[heads * (q, k, v) * d, ...]`, all queries first, then all keys, then all values."""
+        return rows.unflatten(0, (self.heads, 3, self.width)).transpose(0, 1).flatten(0, 2)
+
+    def made(self, layers: Sequence[dict[str, Tensor]]) -> Any:
+        """The `Decoder` of these layers."""
+        config, names, head = self.config, self.names, self.model.get_output_embeddings()
+        ends = {"embedding": self.base.get_submodule(names.embedding).weight.detach()}
+        ends |= norm("last", last := self.base.get_submodule(names.last))
+        if names.positions:
+            ends["positions"] = self.base.get_submodule(names.positions).weight.detach()
+        if hasattr(head, "tokens"):  # engine/sharedWeights.py:RestrictedHead
+            ends["kept"], head = head.tokens, head.inner
+        if not hasattr(head, "packed"):
+            head.packed = packed(weight_of(head))
+        ends["head"] = head.packed
+        if head.bias is not None:
+            ends["head.bias"] = head.bias.detach()
+        inner = layers[0]["down"].shape[1] * layers[0]["down"].shape[3]
+        sizes = {
+            "hidden": config.hidden_size,
+            "heads": self.heads,
+            "groups": self.groups,
+            "width": self.width,
+            "rotary": 2 * self.angles(1)[0].shape[1],
+            "inner": inner,
+            "vocabulary": self.vocabulary,
+            "offset": names.offset,
+            "activation": ACTIVATIONS[activation_of(config)],
+            "parallel": int(getattr(config, "use_parallel_residual", False)),
+            "gated": int(len(names.up) == 2),
+            "rms": int(not isinstance(last, nn.LayerNorm)),
+        }
+        eps = getattr(last, "eps", None) or last.variance_epsilon
+        return torch.classes.native.Decoder(list(layers), ends, sizes, {"eps": eps, "scale": self.width**-0.5})
+
+    @torch.inference_mode()
+    def check(self, layers: nn.ModuleList) -> None:
+        """Raise RuntimeError if the kernels do not compute what the model computes with its first and its last layer
+        alone. (Some models scale each layer by its number.)"""
+        tokens, ends = torch.arange(16)[None] % self.vocabulary, list(dict.fromkeys([layers[0], layers[-1]]))
+        decoder = self.made([self.parts(layer) for layer in ends])
+        states = [[torch.zeros(1, self.groups, 16, self.width, dtype=self.model.dtype) for _ in ends] for _ in range(2)]
+        decoder.bind(*states, *self.angles(16))
+        found = decoder.forward(tokens, torch.arange(16)[None], None, None, None, None)
+        setattr(self.base, self.names.layers, nn.ModuleList(ends))
+        try:
+            wanted = self.model(input_ids=tokens, use_cache=False).logits[..., : self.vocabulary].float()
+        finally:
+            setattr(self.base, self.names.layers, layers)
+        found, wanted = (x.nan_to_num(neginf=0) for x in (found, wanted))  # A restricted head gives -inf.
+        if not (found - wanted).norm() < TOLERANCE[self.model.dtype] * wanted.norm():
+            raise RuntimeError("its layers compute something that the kernels do not")
+
+    def pack(self) -> Any:
+        """The `Decoder` of the whole model. Packed layers replace the model's own one by one: memory stays the same."""
+        layers = getattr(self.base, self.names.layers)
+        if not isinstance(layers[0], PackedLayer):
+            self.check(layers)
+        for i, layer in enumerate(layers):
+            if not isinstance(layer, PackedLayer):  # A model that shares its layers may have packed them already.
+                layers[i] = PackedLayer(self.parts(layer))
+        return self.made([layer.parts for layer in layers])
+
+
+def width_of(config: Any) -> int:
+    """Numbers in a query, a key or a value of one head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def activation_of(config: Any) -> str:
+    """The name of the MLP's activation."""
+    return next(getattr(config, name) for name in ("hidden_act", "activation_function") if hasattr(config, name))
+
+
+def norm(name: str, module: nn.Module) -> dict[str, Tensor]:
+    """The weights of a norm."""
+    weights = {name: module.weight, f"{name}.bias": getattr(module, "bias", None)}
+    return {key: weight.detach() for key, weight in weights.items() if weight is not None}
+
+
+def weight_of(linear: nn.Module) -> Tensor:
+    """The weight `[out, in]` of a linear layer."""
+    weight = linear.weight.detach()
+    weight = weight.t() if isinstance(linear, Conv1D) else weight
+    if not can_be_packed(weight):
+        raise RuntimeError(f"there is no kernel for a weight of {weight.shape[1]} numbers in {weight.dtype}")
+    return weight
+
+
+def interleaved(rows: Sequence[Tensor]) -> Tensor:
+    """Blocks of SIDE rows of several tensors `[out, ...]` in turns; the last block of each is filled with zeros."""
+    missing = -len(rows[0]) % SIDE
+    blocks = [pad(x, (0,) * (2 * x.dim() - 1) + (missing,)).unflatten(0, (-1, SIDE)) for x in rows]
+    return torch.stack(blocks, 1).flatten(0, 2)

@@ -1,0 +1,481 @@
+// Attention over the slots of a KV cache in bfloat16 or float32. Arithmetic is in float32.
+#pragma once
+#include "numbers.h"
+
+constexpr int MANY = 5;          // Queries of a head in one pass: the registers have no room for more.
+constexpr long CHUNK = 12;       // From this many queries on it pays to pack the keys and values first.
+constexpr float NEVER = -1e30f;  // The score of a masked slot, one after the query's position.
+
+// Which slots beyond the root's the n queries of a row attend to, if they are nodes of a tree: query i attends to slot
+// root + k if bit k of ancestors[i] is set. Bit 0 is the root.
+struct Nodes {
+    int64_t root;
+    const int64_t* ancestors;  // null: the queries are no nodes, and attend to all slots up to their own
+
+    bool hide(long i, long slot) const { return ancestors && slot > root && !(ancestors[i] >> (slot - root) & 1); }
+
+    // Of 16 slots from `slot` on, a bit for each that query i attends to.
+    uint16_t seen(long i, long slot) const {
+        long after = slot - root;
+        if (!ancestors || after + 15 <= 0) return 0xffff;
+        if (after >= 0) return after > 63 ? 0 : uint16_t(ancestors[i] >> after);
+        return uint16_t(ancestors[i] << -after | ((1 << -after) - 1));
+    }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// The mask of the first n of 32 lanes.
+static inline __mmask32 first_of_32(long n) { return n >= 32 ? ~0u : n <= 0 ? 0 : (1u << n) - 1; }
+
+// A vector of 16 float32 or 32 bfloat16 numbers, as bits. Only `left` of them exist; the other lanes are 0.
+static inline __m512i load(const float* x, long left) { return _mm512_maskz_loadu_epi32(first(left), x); }
+static inline __m512i load(const bf16* x, long left) { return _mm512_maskz_loadu_epi16(first_of_32(left), x); }
+// Numbers in a vector.
+template <typename T> constexpr int LOADED = 64 / sizeof(T);
+
+// sum + a * b in each lane. A lane of 32 bits holds one float32 number, or two bfloat16 numbers with two products.
+static inline __m512 multiplied(const float*, __m512i a, __m512i b, __m512 sum) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+}
+static inline __m512 multiplied(const bf16*, __m512i a, __m512i b, __m512 sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+// Lane j of the result is the sum of all lanes of v[j], for 16 vectors.
+static inline __m512 sums(const __m512* v) {
+    __m512 a[8], b[4], c[2];
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++)
+        a[k] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * k], v[2 * k + 1]), _mm512_unpackhi_ps(v[2 * k], v[2 * k + 1]));
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        auto x = _mm512_castps_pd(a[2 * k]), y = _mm512_castps_pd(a[2 * k + 1]);
+        b[k] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+    auto join = [](__m512 x, __m512 y) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+    };
+    c[0] = join(b[0], b[1]), c[1] = join(b[2], b[3]);
+    return join(c[0], c[1]);
+}
+
+// Transposes 16 vectors: lane j of v[k] becomes lane k of v[j].
+static inline void transpose(__m512i* v) {
+    __m512i w[16];
+#pragma GCC unroll 8
+    for (int k = 0; k < 16; k += 2)
+        w[k] = _mm512_unpacklo_epi32(v[k], v[k + 1]), w[k + 1] = _mm512_unpackhi_epi32(v[k], v[k + 1]);
+#pragma GCC unroll 4
+    for (int k = 0; k < 16; k += 4) {
+        v[k] = _mm512_unpacklo_epi64(w[k], w[k + 2]), v[k + 1] = _mm512_unpackhi_epi64(w[k], w[k + 2]);
+        v[k + 2] = _mm512_unpacklo_epi64(w[k + 1], w[k + 3]), v[k + 3] = _mm512_unpackhi_epi64(w[k + 1], w[k + 3]);
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {  // v[4 i + k] holds rows 4 i to 4 i + 3 of columns k, k + 4, k + 8, k + 12.
+        auto low = _mm512_shuffle_i32x4(v[k], v[k + 4], 0x88), lower = _mm512_shuffle_i32x4(v[k], v[k + 4], 0xdd);
+        auto high = _mm512_shuffle_i32x4(v[k + 8], v[k + 12], 0x88);
+        auto higher = _mm512_shuffle_i32x4(v[k + 8], v[k + 12], 0xdd);
+        w[k] = _mm512_shuffle_i32x4(low, high, 0x88), w[k + 8] = _mm512_shuffle_i32x4(low, high, 0xdd);
+        w[k + 4] = _mm512_shuffle_i32x4(lower, higher, 0x88), w[k + 12] = _mm512_shuffle_i32x4(lower, higher, 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; k++) v[k] = w[k];
+}
+
+// Packs 16 slots of a head's keys, of which `left` exist: the words of 4 bytes [16][words] become to[words][SIDE].
+static inline void pack_slots(const char* keys, long left, long words, char* to) {
+    for (long from = 0; from < words; from += 16) {
+        __m512i v[16];
+#pragma GCC unroll 16
+        for (int k = 0; k < 16; k++)
+            v[k] = k < left ? _mm512_maskz_loadu_epi32(first(words - from), keys + (k * words + from) * 4)
+                            : _mm512_setzero_si512();
+        transpose(v);
+        for (int k = 0; k < std::min(16l, words - from); k++)
+            _mm512_storeu_si512(to + (from + k) * SIDE * 4, v[k]);
+    }
+}
+
+// s[N]: the dot products of N queries with 16 keys of D numbers, one key a lane. If fewer than 16 are left, the last one
+// fills up.
+template <typename T, int PARTS, int N>
+static inline void score(const T (*queries)[PARTS * 32], const T* keys, long D, long left, __m512* s) {
+    auto key = [&](int k) { return keys + std::min(long(k), left - 1) * D; };
+    constexpr int VECTORS = PARTS * 32 / LOADED<T>;
+    if (N == 1) {
+        __m512 spread[16];
+        __m512i query[VECTORS];
+#pragma GCC unroll 16
+        for (int l = 0; l < VECTORS; l++) query[l] = load(queries[0] + l * LOADED<T>, D - l * LOADED<T>);
+#pragma GCC unroll 16
+        for (int k = 0; k < 16; k++) {
+            spread[k] = _mm512_setzero_ps();
+#pragma GCC unroll 16
+            for (int l = 0; l < VECTORS; l++)
+                spread[k] = multiplied(keys, query[l], load(key(k) + l * LOADED<T>, D - l * LOADED<T>), spread[k]);
+        }
+        s[0] = sums(spread);
+        return;
+    }
+    // With several queries it is cheaper to transpose the keys first, so that each lane belongs to one key.
+    for (int i = 0; i < N; i++) s[i] = _mm512_setzero_ps();
+    for (int l = 0; l < D; l += LOADED<T>) {
+        __m512i v[16];
+#pragma GCC unroll 16
+        for (int k = 0; k < 16; k++) v[k] = load(key(k) + l, D - l);
+        transpose(v);
+#pragma GCC unroll 16
+        for (int k = 0; k < 16; k++)  // A lane is 4 bytes: one number or two. Those behind D are 0.
+#pragma GCC unroll 5
+            for (int i = 0; i < N; i++) {
+                int bits;
+                std::memcpy(&bits, (const char*)(queries[i] + l) + 4 * k, 4);
+                s[i] = multiplied(keys, _mm512_set1_epi32(bits), v[k], s[i]);
+            }
+    }
+}
+
+// The softmax over the slots up to at[i] that nodes show, for N queries: numerators in weights[N][reach], denominators
+// in total[N].
+template <typename T, int PARTS, int N>
+static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const int64_t* at, Nodes nodes, long reach,
+                  float scale, float* weights, float* total) {
+    __m512 top[N], sum[N];
+    for (int i = 0; i < N; i++) top[i] = _mm512_set1_ps(NEVER), sum[i] = _mm512_setzero_ps();
+    for (long j = 0; j < reach; j += 16) {
+        __m512 s[N];
+        ask_for(keys + j * D, 16 * D * sizeof(T));
+        score<T, PARTS, N>(queries, keys + j * D, D, reach - j, s);
+        auto there = first(reach - j);
+#pragma GCC unroll 5
+        for (int i = 0; i < N; i++) {
+            s[i] = _mm512_mask_mul_ps(_mm512_set1_ps(NEVER), first(at[i] + 1 - j) & nodes.seen(i, j), s[i],
+                                      _mm512_set1_ps(scale));
+            top[i] = _mm512_max_ps(top[i], s[i]);
+            _mm512_mask_storeu_ps(weights + i * reach + j, there, s[i]);
+        }
+    }
+#pragma GCC unroll 5
+    for (int i = 0; i < N; i++) top[i] = _mm512_set1_ps(_mm512_reduce_max_ps(top[i]));
+    for (long j = 0; j < reach; j += 16) {
+        auto there = first(reach - j);
+#pragma GCC unroll 5
+        for (int i = 0; i < N; i++) {
+            auto s = _mm512_mask_loadu_ps(_mm512_set1_ps(2 * NEVER), there, weights + i * reach + j);
+            auto e = exponential(_mm512_sub_ps(s, top[i]));
+            sum[i] = _mm512_add_ps(sum[i], e);
+            _mm512_mask_storeu_ps(weights + i * reach + j, there, e);
+        }
+    }
+    for (int i = 0; i < N; i++) total[i] = _mm512_reduce_add_ps(sum[i]);
+}
+
+// `widened` reads 32 numbers at x, of which `left` exist, as two vectors of float32. Of bfloat16 numbers, y[0] gets
+// those in even places and y[1] those in odd places. Of float32 numbers, y[0] gets the first 16 and y[1] the rest.
+// `narrowed` is the inverse.
+static inline void widened(const float* x, long left, __m512* y) {
+    y[0] = _mm512_maskz_loadu_ps(first(left), x), y[1] = _mm512_maskz_loadu_ps(first(left - 16), x + 16);
+}
+static inline void widened(const bf16* x, long left, __m512* y) {
+    auto bits = load(x, left);
+    y[0] = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    y[1] = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0xffff0000)));
+}
+static inline void narrowed(const __m512* y, long left, float* x) {
+    _mm512_mask_storeu_ps(x, first(left), y[0]), _mm512_mask_storeu_ps(x + 16, first(left - 16), y[1]);
+}
+static inline void narrowed(const __m512* y, long left, bf16* x) {
+    auto even = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(y[0]));
+    auto odd = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(y[1]));
+    _mm512_mask_storeu_epi16(x, first_of_32(left), _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+}
+
+// out[N][stride]: the sum of the values, weighted by weights[N][reach] and divided by total[N]. The loop goes by tiles
+// of slots, which stay in the processor's cache, and within a tile by parts of 32 numbers, whose accumulators stay in
+// registers.
+template <typename T, int PARTS, int N>
+static void mix(const T* values, long D, const float* weights, const float* total, long reach, T* out, long stride) {
+    constexpr long TILE = 64;
+    constexpr int WAYS = N == 1 ? 4 : N == 2 ? 2 : 1;  // Accumulators that do not wait for each other.
+    __m512 sum[PARTS][N][2] = {};
+    for (long from = 0; from < reach; from += TILE)
+#pragma GCC unroll 1
+        for (int part = 0; part < PARTS; part++) {
+            __m512 acc[WAYS][N][2] = {};
+            auto add = [&](long j, int way) __attribute__((always_inline)) {
+                __m512 value[2];
+                if (part == 0) ask_for(values + j * D, D * sizeof(T));
+                widened(values + j * D + 32 * part, D - 32 * part, value);
+#pragma GCC unroll 5
+                for (int i = 0; i < N; i++) {
+                    auto weight = _mm512_set1_ps(weights[i * reach + j]);
+                    acc[way][i][0] = _mm512_fmadd_ps(weight, value[0], acc[way][i][0]);
+                    acc[way][i][1] = _mm512_fmadd_ps(weight, value[1], acc[way][i][1]);
+                }
+            };
+            long j = from, last = std::min(from + TILE, reach);
+            for (; j + WAYS <= last; j += WAYS)
+#pragma GCC unroll 4
+                for (int way = 0; way < WAYS; way++) add(j + way, way);
+            for (; j < last; j++) add(j, 0);
+            for (int i = 0; i < N; i++)
+                for (int half = 0; half < 2; half++)
+                    for (int way = 0; way < WAYS; way++) sum[part][i][half] += acc[way][i][half];
+        }
+    for (int part = 0; part < PARTS; part++)
+        for (int i = 0; i < N; i++) {
+            for (auto& half : sum[part][i]) half = _mm512_div_ps(half, _mm512_set1_ps(total[i]));
+            narrowed(sum[part][i], D - 32 * part, out + i * stride + 32 * part);
+        }
+}
+#else
+static inline void pack_slots(const char* keys, long left, long words, char* to) {
+    for (long w = 0; w < words; w++) {
+        std::memset(to + w * SIDE * 4, 0, 16 * 4);
+        for (long k = 0; k < std::min(16l, left); k++)
+            std::memcpy(to + (w * SIDE + k) * 4, keys + (k * words + w) * 4, 4);
+    }
+}
+
+template <typename T, int PARTS, int N>
+static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const int64_t* at, Nodes nodes, long reach,
+                  float scale, float* weights, float* total) {
+    float q[N][PARTS * 32];
+    for (int i = 0; i < N; i++)
+        for (int l = 0; l < D; l++) q[i][l] = wide(queries[i][l]);
+    for (long j = 0; j < reach; j++) {
+        float key[PARTS * 32];
+        for (int l = 0; l < D; l++) key[l] = wide(keys[j * D + l]);
+        for (int i = 0; i < N; i++) {
+            float s = 0;
+            for (int l = 0; l < D; l++) s += q[i][l] * key[l];
+            weights[i * reach + j] = s * scale;
+        }
+    }
+    for (int i = 0; i < N; i++) {
+        float* s = weights + i * reach;
+        long seen = at[i] + 1;
+        float top = NEVER, sum = 0;
+        for (long j = nodes.root + 1; j < seen && nodes.ancestors; j++) s[j] = nodes.hide(i, j) ? NEVER : s[j];
+        // One loop for each step: the compiler does not vectorise them together.
+        for (long j = 0; j < seen; j++) top = s[j] > top ? s[j] : top;
+        // Below -80 the vector library's exp computes one number at a time.
+        for (long j = 0; j < seen; j++) s[j] = s[j] - top > -80 ? s[j] - top : -80;
+        for (long j = 0; j < seen; j++) s[j] = expf(s[j]);
+        for (long j = 0; j < seen; j++) sum += s[j];
+        for (long j = seen; j < reach; j++) s[j] = 0;
+        total[i] = sum;
+    }
+}
+
+template <typename T, int PARTS, int N>
+static void mix(const T* values, long D, const float* weights, const float* total, long reach, T* out, long stride) {
+    float sum[N][PARTS * 32] = {};
+    for (long j = 0; j < reach; j++) {
+        float value[PARTS * 32];
+        for (int l = 0; l < D; l++) value[l] = wide(values[j * D + l]);
+        for (int i = 0; i < N; i++)
+            for (int l = 0; l < D; l++) sum[i][l] += weights[i * reach + j] * value[l];
+    }
+    for (int i = 0; i < N; i++)
+        for (int l = 0; l < D; l++) narrow(sum[i][l] / total[i], out + i * stride + l);
+}
+#endif
+
+// What the queries of n tokens of each of B rows attend to. Queries and results are [B, n, H, D]. Keys and values are
+// [B, G, capacity, D]: H / G heads share those of a group. A query attends to the slots up to its own, at[B, n].
+template <typename T>
+struct Attention {
+    long rows, n, heads, groups, D, capacity;
+    float scale;
+    const T* queries;
+    T *keys, *values, *out;
+    const int64_t *at, *root, *ancestors;  // root [B] and ancestors [n] are null if the queries are no nodes of a tree.
+
+    long cell(long b, long group) const { return (b * groups + group) * capacity * D; }
+    long place(long b, long i, long head) const { return ((b * n + i) * heads + head) * D; }
+    long reach() const { return *std::max_element(at, at + rows * n) + 1; }  // of all rows
+
+    // The nodes of row b, from query i on.
+    Nodes nodes(long b, long i) const { return root ? Nodes{root[b], ancestors + i} : Nodes{0, nullptr}; }
+};
+
+// The part of one thread, if the queries are few.
+template <typename T, int PARTS>
+static void attend_few(const Attention<T>& a, const Member& member) {
+    static thread_local std::vector<float> weights;
+    const long passes = (a.n + MANY - 1) / MANY;
+    auto [from, to] = member.part(a.rows * a.heads);
+    for (long bh = from; bh < to; bh++) {
+        long b = bh / a.heads, h = bh % a.heads, cell = a.cell(b, h * a.groups / a.heads);
+        for (long pass = 0; pass < passes; pass++) {
+            long i = a.n * pass / passes, many = a.n * (pass + 1) / passes - i;
+            const int64_t* at = a.at + b * a.n + i;
+            long reach = *std::max_element(at, at + many) + 1;
+            weights.resize(std::max(weights.size(), size_t(many * reach)));
+            T queries[MANY][PARTS * 32] = {};
+            for (long k = 0; k < many; k++)
+                std::memcpy(queries[k], a.queries + a.place(b, i + k, h), a.D * sizeof(T));
+            auto run = [&]<int N>(std::integral_constant<int, N>) {
+                float total[N];
+                weigh<T, PARTS, N>(queries, a.keys + cell, a.D, at, a.nodes(b, i), reach, a.scale, weights.data(), total);
+                mix<T, PARTS, N>(a.values + cell, a.D, weights.data(), total, reach, a.out + a.place(b, i, h),
+                                 a.heads * a.D);
+            };
+            if (many == 5) run(std::integral_constant<int, 5>());
+            else if (many == 4) run(std::integral_constant<int, 4>());
+            else if (many == 3) run(std::integral_constant<int, 3>());
+            else if (many == 2) run(std::integral_constant<int, 2>());
+            else run(std::integral_constant<int, 1>());
+        }
+    }
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+static inline void store_some(__m512 x, __mmask16 some, float* to) { _mm512_mask_storeu_ps(to, some, x); }
+static inline void store_some(__m512 x, __mmask16 some, bf16* to) {
+    _mm256_mask_storeu_epi16(to, some, (__m256i)_mm512_cvtneps_pbh(x));
+}
+#endif
+
+// y[count] = e^(scale (x - top)), rounded to T; returns the sum before rounding. top is the largest of x.
+template <typename T>
+static float softmax_numerators(const float* x, long count, float scale, T* y) {
+    float top = NEVER;
+    for (long j = 0; j < count; j++) top = x[j] > top ? x[j] : top;
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+    auto total = _mm512_setzero_ps();
+    for (long j = 0; j < count; j += 16) {
+        auto some = first(count - j);
+        auto below = _mm512_sub_ps(_mm512_mask_loadu_ps(_mm512_set1_ps(2 * NEVER), some, x + j), _mm512_set1_ps(top));
+        auto e = exponential(_mm512_mul_ps(below, _mm512_set1_ps(scale)));
+        total = _mm512_add_ps(total, e);
+        store_some(e, some, y + j);
+    }
+    return _mm512_reduce_add_ps(total);
+#else
+    // One loop for each step: the compiler does not vectorise them together.
+    static thread_local std::vector<float> e;
+    e.resize(std::max(e.size(), size_t(count)));
+    float sum = 0;
+    for (long j = 0; j < count; j++) e[j] = scale * (x[j] - top) > -80 ? scale * (x[j] - top) : -80;
+    for (long j = 0; j < count; j++) e[j] = expf(e[j]);
+    for (long j = 0; j < count; j++) sum += e[j];
+    for (long j = 0; j < count; j++) narrow(e[j], y + j);
+    return sum;
+#endif
+}
+
+// 32 slots of a head's keys from `block` on, packed as a block of the weight of a linear layer [reach, D] is:
+// [D / PAIR][32][PAIR]. What is left of the last block is filled with zeros.
+template <typename T>
+static void pack_keys(const T* keys, long block, long reach, long D, T* packed) {
+    for (long j = block * SIDE; j < (block + 1) * SIDE; j += 16)
+        pack_slots((const char*)(keys + j * D), reach - j, D / PAIR<T>,
+                   (char*)(packed + block * D * SIDE + j % SIDE * PAIR<T>));
+}
+
+// One pair of 32 numbers: of two slots side by side for 16-bit numbers, of one slot for others.
+static inline void pack_pair(const float* one, const float*, float* to) { std::memcpy(to, one, SIDE * 4); }
+static inline void pack_pair(const bf16* one, const bf16* other, bf16* to) {
+    uint32_t pairs[SIDE];
+    for (long l = 0; l < SIDE; l++) pairs[l] = one[l] | uint32_t(other[l]) << 16;
+    std::memcpy(to, pairs, sizeof pairs);
+}
+
+// The same slots of a head's values, packed as a part of the weight of a linear layer [D, reach] is: blocks of 32 numbers,
+// [D / 32][even / PAIR][32][PAIR]. What is left of the last block and the last pair is filled with zeros.
+template <typename T>
+static void pack_values(const T* values, long block, long reach, long even, long D, T* packed) {
+    for (long part = 0; part * SIDE < D; part++)
+        for (long j = block * SIDE; j < std::min(even, (block + 1) * SIDE); j += PAIR<T>) {
+            long width = std::min(SIDE, D - part * SIDE);
+            const T* from = values + j * D + part * SIDE;
+            T* to = packed + (part * even + j) * SIDE;
+            if (width == SIDE && j + PAIR<T> <= reach) {
+                pack_pair(from, from + D, to);
+                continue;
+            }
+            T rows[2][SIDE] = {};
+            for (long row = 0; row < std::min(PAIR<T>, reach - j); row++)
+                std::memcpy(rows[row], from + row * D, width * sizeof(T));
+            pack_pair(rows[0], rows[1], to);
+        }
+}
+
+// Memory that the threads share while they attend with many queries: the packed keys and values of all groups.
+template <typename T>
+struct Packed {
+    std::vector<T> keys, values;
+    long reach = 0, even = 0, blocks = 0, of_keys = 0, of_values = 0;  // of_...: numbers of a group
+
+    // Called by one thread, before the others begin.
+    void reserve(const Attention<T>& a) {
+        reach = a.reach(), even = (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>, blocks = (reach + SIDE - 1) / SIDE;
+        of_keys = blocks * SIDE * a.D, of_values = (a.D + SIDE - 1) / SIDE * SIDE * even;
+        keys.resize(std::max(keys.size(), size_t(a.rows * a.groups * of_keys)));
+        values.resize(std::max(values.size(), size_t(a.rows * a.groups * of_values)));
+    }
+};
+
+// The part of one thread, if the queries are many, as in a chunk of a prompt. They share the keys and values of a group.
+// So these are packed once, and the kernel of linear layers multiplies them: scores = queries times keys,
+// out = softmax(scores) times values.
+template <typename T>
+static void attend_many(const Attention<T>& a, Packed<T>& packed, const Member& member) {
+    const long cells = a.rows * a.groups;
+    auto [from, to] = member.part(cells * packed.blocks);
+    for (long task = from; task < to; task++) {
+        long cell = task / packed.blocks, block = task % packed.blocks;
+        pack_keys(a.keys + cell * a.capacity * a.D, block, packed.reach, a.D, packed.keys.data() + cell * packed.of_keys);
+        pack_values(a.values + cell * a.capacity * a.D, block, packed.reach, packed.even, a.D,
+                    packed.values.data() + cell * packed.of_values);
+    }
+    member.wait();
+    static thread_local std::vector<float> scores;
+    static thread_local std::vector<T> weights;
+    float mixed[64][SIDE], total[64];
+    auto& kernel = multiply_in_use();
+    const long most = std::min(64l, kernel.most<T>()), parts = (a.n + most - 1) / most, width = packed.blocks * SIDE;
+    scores.resize(std::max(scores.size(), size_t(most * width)));
+    weights.resize(std::max(weights.size(), size_t(most * width)));
+    // Later queries attend to more slots, so the threads take turns.
+    for (long task = member.number; task < a.rows * a.heads * parts; task += member.of) {
+        long b = task / parts / a.heads, h = task / parts % a.heads, i = a.n * (task % parts) / parts;
+        long many = a.n * (task % parts + 1) / parts - i, group = b * a.groups + h * a.groups / a.heads;
+        const int64_t* at = a.at + b * a.n + i;
+        const Nodes nodes = a.nodes(b, i);
+        long reach = *std::max_element(at, at + many) + 1, used = (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>;
+        for (long j = 0; j < reach; j += SIDE)
+            kernel.run(Job<T>{many, a.queries + a.place(b, i, h), a.heads * a.D,
+                              packed.keys.data() + group * packed.of_keys + j * a.D, a.D, scores.data() + j, width});
+        for (long k = 0; k < many; k++) {
+            float* s = scores.data() + k * width;
+            T* w = weights.data() + k * width;
+            long seen = at[k] + 1;
+            for (long j = nodes.root + 1; j < seen && nodes.ancestors; j++) s[j] = nodes.hide(k, j) ? NEVER : s[j];
+            total[k] = softmax_numerators(s, seen, a.scale, w);
+            std::fill(w + seen, w + used, T(0));
+        }
+        for (long part = 0; part * SIDE < a.D; part++) {
+            kernel.run(Job<T>{many, weights.data(), width,
+                              packed.values.data() + group * packed.of_values + part * packed.even * SIDE, used, mixed[0]});
+            for (long k = 0; k < many; k++) {
+                T* to = a.out + a.place(b, i + k, h) + part * SIDE;
+                const float share = 1 / total[k];
+                for (long l = 0; l < std::min(SIDE, a.D - part * SIDE); l++) narrow(mixed[k][l] * share, to + l);
+            }
+        }
+    }
+}
+
+// The part of one thread. `packed` was reserved if there are CHUNK queries or more.
+template <typename T>
+static void attend(const Attention<T>& a, Packed<T>& packed, const Member& member) {
+    if (a.n >= CHUNK) attend_many(a, packed, member);
+    else if (a.D <= 32) attend_few<T, 1>(a, member);
+    else if (a.D <= 64) attend_few<T, 2>(a, member);
+    else if (a.D <= 96) attend_few<T, 3>(a, member);
+    else if (a.D <= 128) attend_few<T, 4>(a, member);
+    else attend_few<T, 8>(a, member);
+}

@@ -1,0 +1,435 @@
+// The forward of a decoder: one function that all threads run together, from the embeddings to the logits. Between two
+// steps that need all of each other's results the threads wait at a barrier, and nothing else happens: no operator is
+// called, and no memory is allocated.
+#include "decoder.h"
+#include "sampling.h"
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+constexpr long FEW = 16;     // So few tokens are normalised by each thread for itself: that is faster than to wait.
+constexpr long AT_ONCE = 256;  // Tokens of a prompt that go through the layers together, of all rows.
+constexpr long SMALL = 64 << 10;  // Numbers of all weights of so small a model are not shared out.
+
+enum Activation { GELU, GELU_TANH, RELU, SILU };  // as in decoderLayers.py
+
+// The activation of 32 numbers. One loop for each: the compiler vectorises no loop over several.
+static inline void activate(float* x, long kind) {
+    auto each = [&](auto f) { for (long j = 0; j < SIDE; j++) x[j] = f(x[j]); };
+    auto logistic = [](float y) { return 1 / (1 + expf(-std::clamp(y, -80.f, 80.f))); };  // Beyond 80, exp is slow.
+    switch (kind) {
+        case GELU: return each(gelu_of);
+        case GELU_TANH: return each([&](float y) { return y * logistic(1.5957691f * (y + 0.044715f * y * y * y)); });
+        case RELU: return each([](float y) { return std::max(y, 0.f); });
+        case SILU: return each([&](float y) { return y * logistic(y); });
+    }
+}
+
+// y[size] = the normalised x[size]. T: of the weights.
+template <typename T, typename Y>
+static void normalised(const Norm& norm, const float* x, Y* y, long size) {
+    float sum = 0, squares = 0;
+    for (long i = 0; i < size && !norm.rms; i++) sum += x[i];
+    float mean = sum / size;
+    for (long i = 0; i < size; i++) squares += (x[i] - mean) * (x[i] - mean);
+    float factor = 1 / std::sqrt(squares / size + norm.eps);
+    const T* weight = norm.weight.defined() ? data<T>(norm.weight) : nullptr;
+    const T* bias = norm.bias.defined() ? data<T>(norm.bias) : nullptr;
+    if (weight && !bias)
+        for (long i = 0; i < size; i++) narrow((x[i] - mean) * factor * wide(weight[i]), y + i);
+    else
+        for (long i = 0; i < size; i++)
+            narrow((x[i] - mean) * factor * (weight ? wide(weight[i]) : 1) + (bias ? wide(bias[i]) : 0), y + i);
+}
+
+static at::Tensor part_of(const Named& named, const std::string& name) {
+    auto found = named.find(name);
+    return found == named.end() ? at::Tensor() : found->value();
+}
+
+Decoder::Decoder(const c10::List<Named>& given, const Named& ends, const c10::Dict<std::string, int64_t>& sizes,
+                 const c10::Dict<std::string, double>& numbers) {
+    hidden = sizes.at("hidden"), heads = sizes.at("heads"), groups = sizes.at("groups"), width = sizes.at("width");
+    rotary = sizes.at("rotary"), vocabulary = sizes.at("vocabulary"), offset = sizes.at("offset");
+    activation = sizes.at("activation"), parallel = sizes.at("parallel"), gated = sizes.at("gated");
+    scale = numbers.at("scale");
+    long inner = sizes.at("inner"), all = (heads + 2 * groups) * width;
+    auto norm = [&](const Named& named, const std::string& name) {
+        return Norm{part_of(named, name), part_of(named, name + ".bias"), bool(sizes.at("rms")), float(numbers.at("eps"))};
+    };
+    auto linear = [&](const Named& named, const std::string& name, long in, long out) {
+        return Linear{part_of(named, name), part_of(named, name + ".bias"), in, out};
+    };
+    // Its blocks are those of the gate and of what it opens in turns.
+    auto up_of = [&](const Named& named) {
+        return linear(named, "up", hidden, part_of(named, "up").size(0) * SIDE);
+    };
+    for (const Named& named : given)
+        layers.push_back({norm(named, "before_attention"), norm(named, "before_mlp"), norm(named, "query"),
+                          norm(named, "key"), linear(named, "qkv", hidden, all),
+                          linear(named, "out", heads * width, hidden), up_of(named),
+                          linear(named, "down", inner, hidden)});
+    embedding = part_of(ends, "embedding"), places = part_of(ends, "positions"), kept = part_of(ends, "kept");
+    last = norm(ends, "last"), head = linear(ends, "head", hidden, kept.defined() ? kept.numel() : vocabulary);
+    if (!kept.defined()) head.out = std::min<long>(vocabulary, head.packed.size(0) * SIDE);
+}
+
+void Decoder::bind(std::vector<at::Tensor> new_keys, std::vector<at::Tensor> new_values, at::Tensor new_cos,
+                   at::Tensor new_sin) {
+    keys = std::move(new_keys), values = std::move(new_values), cos = std::move(new_cos), sin = std::move(new_sin);
+}
+
+// The inputs and the result of a forward.
+struct Decoder::Block {
+    long rows, n, wanted;  // wanted: tokens of a row whose logits are computed
+    const int64_t *tokens, *positions, *slots, *root, *ancestors, *keep;
+    float* logits;  // [rows, wanted, vocabulary]
+};
+
+// Memory that the threads share, from one forward to the next.
+template <typename T>
+struct Decoder::Room {
+    std::vector<float> hidden, qkv;
+    std::vector<T> normed, queries, attended, inner, ends;
+    std::vector<int64_t> slots;
+    Packed<T> packed;
+
+    void reserve(const Decoder& model, const Block& block, long tokens) {
+        auto grow = [](auto& numbers, size_t size) {
+            if (numbers.size() < size) numbers.resize(size);
+        };
+        grow(hidden, tokens * model.hidden), grow(normed, tokens * model.hidden), grow(slots, tokens);
+        grow(qkv, tokens * model.layers[0].qkv.out), grow(inner, tokens * model.layers[0].down.in);
+        grow(queries, tokens * model.heads * model.width), grow(attended, tokens * model.heads * model.width);
+        grow(ends, block.rows * block.wanted * model.hidden);
+    }
+};
+
+// One thread's part of a forward. The methods are the steps; where a step needs what other threads computed, `layer`
+// waits before it.
+template <typename T>
+struct Decoder::Pass {
+    const Decoder& model;
+    const Block& block;
+    Room<T>& room;
+    const Member& member;
+    // Of the chunk: its first token in each row, the tokens of a row, and those of all rows.
+    long start = 0, n = 0, tokens = 0;
+    std::vector<std::pair<long, long>> wanted = {};  // Of a row, if not all: (place in the chunk, place in the result).
+    Attention<T> attention = {};
+
+    // Reads the tokens start ... start + n - 1 of each row into the KV cache.
+    void chunk(long first, long count) {
+        start = first, n = count, tokens = block.rows * n;
+        wanted.clear();
+        for (long k = 0; block.keep && k < block.wanted; k++)
+            if (start <= block.keep[k] && block.keep[k] < start + n) wanted.push_back({block.keep[k] - start, k});
+        std::sort(wanted.begin(), wanted.end());
+        attention = {block.rows, n, model.heads, model.groups, model.width, model.keys[0].size(2), model.scale,
+                     room.queries.data(), nullptr, nullptr, room.attended.data(), room.slots.data(), block.root,
+                     block.ancestors ? block.ancestors + start : nullptr};
+        embed();
+        prefetch<T>(member, model.layers[0].qkv);
+        member.wait();
+        if (n >= CHUNK && member.number == 0) room.packed.reserve(attention);  // Barriers follow before it is used.
+        for (size_t l = 0; l < model.layers.size(); l++) {
+            attention.keys = (T*)model.keys[l].data_ptr(), attention.values = (T*)model.values[l].data_ptr();
+            bool is_last = l + 1 == model.layers.size();
+            layer(model.layers[l], is_last && block.keep);
+            prefetch<T>(member, is_last ? model.head : model.layers[l + 1].qkv);
+            member.wait();
+        }
+        end();
+        member.wait();
+    }
+
+    // One layer. If only_wanted, it goes on with the wanted tokens alone once keys and values are placed.
+    void layer(const Layer& layer, bool only_wanted) {
+        to_qkv(layer);
+        if (model.parallel && !only_wanted) {
+            if (tokens > FEW) member.wait();  // The normalised tokens are read until here.
+            to_inner(layer);
+        }
+        member.wait();
+        place(layer);
+        member.wait();
+        if (only_wanted) {
+            drop_others();
+            if (model.parallel) to_inner(layer);
+        }
+        attend(attention, room.packed, member);
+        prefetch<T>(member, layer.out);
+        member.wait();
+        add(layer.out, room.attended.data());
+        if (!model.parallel) {
+            prefetch<T>(member, layer.up, model.gated);
+            member.wait();
+            to_inner(layer);
+            prefetch<T>(member, layer.down);
+            member.wait();
+        }
+        add(layer.down, room.inner.data());
+    }
+
+    // Where token m of the chunk is in the block.
+    long at(long m) const { return m / n * block.n + start + m % n; }
+
+    void embed() {
+        auto [first, last] = member.part(tokens);
+        for (long m = first; m < last; m++) {
+            const T* row = data<T>(model.embedding) + block.tokens[at(m)] * model.hidden;
+            float* x = room.hidden.data() + m * model.hidden;
+            for (long i = 0; i < model.hidden; i++) x[i] = wide(row[i]);
+            room.slots[m] = block.slots[at(m)];
+            if (!model.places.defined()) continue;
+            const T* place = data<T>(model.places) + (block.positions[at(m)] + model.offset) * model.hidden;
+            for (long i = 0; i < model.hidden; i++) x[i] += wide(place[i]);
+        }
+    }
+
+    // All tokens, normalised. Of few tokens, each thread has its own copy.
+    const T* normed(const Norm& norm) {
+        static thread_local std::vector<T> own;
+        const bool few = tokens <= FEW;
+        if (few) own.resize(std::max(own.size(), size_t(tokens * model.hidden)));
+        T* to = few ? own.data() : room.normed.data();
+        auto [first, last] = few ? Member::Part{0, tokens} : member.part(tokens);
+        for (long m = first; m < last; m++)
+            normalised<T>(norm, room.hidden.data() + m * model.hidden, to + m * model.hidden, model.hidden);
+        if (!few) member.wait();
+        return to;
+    }
+
+    void to_qkv(const Layer& layer) {
+        multiply(member, normed(layer.before_attention), layer.qkv, tokens, false, [&](long b, long m, Sums* sums, long) {
+            add_bias<T>(layer.qkv, b, *sums);
+            long out = layer.qkv.out;
+            std::memcpy(room.qkv.data() + m * out + b * SIDE, sums->of, std::min(SIDE, out - b * SIDE) * 4);
+        });
+    }
+
+    void to_inner(const Layer& layer) {
+        const long size = layer.down.in;
+        auto sink = [&](long b, long m, Sums* sums, long apart) {
+            float* y = sums->of;
+            add_bias<T>(layer.up, b, *sums);
+            activate(y, model.activation);
+            if (model.gated) {
+                add_bias<T>(layer.up, b + 1, sums[apart]);
+                for (long j = 0; j < SIDE; j++) y[j] *= sums[apart].of[j];
+            }
+            long place = (model.gated ? b / 2 : b) * SIDE, count = std::min(SIDE, size - place);
+            for (long j = 0; j < count; j++) narrow(y[j], room.inner.data() + m * size + place + j);
+        };
+        multiply(member, normed(layer.before_mlp), layer.up, tokens, model.gated, sink);
+    }
+
+    // Adds what a linear layer makes of x to the hidden states.
+    void add(const Linear& linear, const T* x) {
+        multiply(member, x, linear, tokens, false, [&](long b, long m, Sums* sums, long) {
+            add_bias<T>(linear, b, *sums);
+            float* y = room.hidden.data() + m * model.hidden + b * SIDE;
+            for (long j = 0; j < std::min(SIDE, model.hidden - b * SIDE); j++) y[j] += sums->of[j];
+        });
+    }
+
+    // Queries and keys are normalised and rotated; keys and values are written to their slots.
+    void place(const Layer& layer) {
+        const long heads = model.heads, groups = model.groups, width = model.width, all = heads + 2 * groups;
+        auto [first, last] = member.part(tokens * all);
+        for (long task = first; task < last; task++) {
+            long m = task / all, h = task % all;
+            float* x = room.qkv.data() + task * width;
+            const bool is_query = h < heads, is_value = h >= heads + groups;
+            const Norm& norm = is_query ? layer.query : layer.key;
+            if (!is_value && norm.weight.defined()) normalised<T>(norm, x, x, width);
+            if (!is_value) rotate(x, block.positions[at(m)]);
+            T* kept = (is_value ? attention.values : attention.keys) + attention.cell(m / n, (h - heads) % groups);
+            T* to = is_query ? room.queries.data() + (m * heads + h) * width : kept + room.slots[m] * width;
+            for (long i = 0; i < width; i++) narrow(x[i], to + i);
+        }
+    }
+
+    void rotate(float* x, long position) const {
+        const long half = model.rotary / 2;
+        const float *c = data<float>(model.cos) + position * half, *s = data<float>(model.sin) + position * half;
+        for (long i = 0; i < half; i++) {
+            float one = x[i], other = x[i + half];
+            x[i] = one * c[i] - other * s[i], x[i + half] = other * c[i] + one * s[i];
+        }
+    }
+
+    // From here on the chunk has the wanted tokens alone: nobody reads more of the others than their keys and values.
+    void drop_others() {
+        const long of_queries = model.heads * model.width;
+        auto move = [&](auto& numbers, long from, long to, long size) {
+            std::copy_n(numbers.begin() + from * size, size, numbers.begin() + to * size);
+        };
+        if (member.number == 0)
+            for (long b = 0, to = 0; b < block.rows; b++)
+                for (size_t k = 0; k < wanted.size(); k++, to++) {
+                    long from = b * n + wanted[k].first;
+                    move(room.hidden, from, to, model.hidden), move(room.queries, from, to, of_queries);
+                    move(room.slots, from, to, 1);
+                }
+        n = attention.n = wanted.size(), tokens = block.rows * n;
+        member.wait();
+    }
+
+    // The last norm of the wanted tokens.
+    void end() {
+        for (long m = member.number; m < tokens; m += member.of) {
+            long to = m / n * block.wanted + (block.keep ? wanted[m % n].second : start + m % n);
+            normalised<T>(model.last, room.hidden.data() + m * model.hidden, room.ends.data() + to * model.hidden,
+                          model.hidden);
+        }
+    }
+
+    void logits() {
+        const Linear& head = model.head;
+        multiply(member, room.ends.data(), head, block.rows * block.wanted, false, [&](long b, long m, Sums* sums, long) {
+            add_bias<T>(head, b, *sums);
+            long count = std::min(SIDE, head.out - b * SIDE);
+            float* y = block.logits + m * model.vocabulary;
+            if (!model.kept.defined()) std::memcpy(y + b * SIDE, sums->of, count * 4);
+            else
+                for (long j = 0; j < count; j++) y[data<int64_t>(model.kept)[b * SIDE + j]] = sums->of[j];
+        });
+    }
+};
+
+template <typename T>
+void Decoder::run(const Block& block) {
+    static thread_local Room<T> of_caller;
+    Room<T>& room = of_caller;  // The other threads use it too.
+    const long step = std::min(block.n, std::max(AT_ONCE / block.rows, 32l));
+    room.reserve(*this, block, block.rows * step);
+    together(layers.size() * layers[0].up.in * layers[0].up.out > SMALL, [&](const Member& member) {
+        Pass<T> pass{*this, block, room, member};
+        for (long start = 0; start < block.n; start += step) pass.chunk(start, std::min(step, block.n - start));
+        pass.logits();
+        multiply_in_use().done();
+    });
+}
+
+at::Tensor Decoder::forward(const at::Tensor& tokens, const at::Tensor& positions, const std::optional<at::Tensor>& slots,
+                            const std::optional<at::Tensor>& root, const std::optional<at::Tensor>& ancestors,
+                            const std::optional<at::Tensor>& keep) {
+    TORCH_CHECK(!keys.empty(), "there is no KV cache: call `reserve` first");
+    auto contiguous = [](const std::optional<at::Tensor>& x) { return x ? x->contiguous() : at::Tensor(); };
+    auto ids = tokens.contiguous(), at = positions.contiguous(), to = contiguous(slots), first = contiguous(root);
+    auto masks = contiguous(ancestors), some = contiguous(keep);
+    auto numbers = [](const at::Tensor& x) { return x.defined() ? data<int64_t>(x) : nullptr; };
+    long rows = ids.size(0), n = ids.size(1), wanted = some.defined() ? some.numel() : n;
+    auto size = [&](const at::Tensor& x) { return x.size(0) == rows && x.size(1) == n; };
+    TORCH_CHECK(rows == keys[0].size(0) && size(at) && (!to.defined() || size(to)), "the KV cache has ", keys[0].size(0),
+                " rows; tokens, positions and slots must be [rows, n]");
+    for (const at::Tensor* x : {&ids, &at, &to, &first, &masks, &some})
+        TORCH_CHECK(!x->defined() || x->scalar_type() == at::kLong, "tokens, positions and places must be int64");
+    TORCH_CHECK(!first.defined() || (first.numel() == rows && masks.numel() == n), "places are of another shape");
+    for (long k = 0; some.defined() && k < wanted; k++)
+        TORCH_CHECK_INDEX(0 <= numbers(some)[k] && numbers(some)[k] < n, "there is no token ", numbers(some)[k],
+                          " in the block");
+    if (some.defined()) {  // `run` keeps tokens of a chunk in place: each of them once, and no nodes of trees.
+        std::vector<int64_t> once(numbers(some), numbers(some) + wanted);
+        std::sort(once.begin(), once.end());
+        if (masks.defined() || std::adjacent_find(once.begin(), once.end()) != once.end())
+            return forward(tokens, positions, slots, root, ancestors, {}).index_select(1, some);
+    }
+    const int64_t* slot = numbers(to.defined() ? to : at);
+    for (long m = 0; m < rows * n; m++) {
+        int64_t token = numbers(ids)[m], position = numbers(at)[m];
+        TORCH_CHECK_INDEX(0 <= token && token < embedding.size(0), "there is no token ", token);
+        TORCH_CHECK(0 <= slot[m] && slot[m] < keys[0].size(2), "there is no slot ", slot[m]);
+        TORCH_CHECK(0 <= position && (!rotary || position < cos.size(0)) &&
+                        (!places.defined() || position + offset < places.size(0)), "there is no position ", position);
+    }
+    auto logits = kept.defined() ? at::full({rows, wanted, vocabulary}, -INFINITY, at::kFloat)
+                                 : at::empty({rows, wanted, vocabulary}, at::kFloat);
+    Block block{rows, n, wanted, numbers(ids), numbers(at), slot, numbers(first), numbers(masks), numbers(some),
+                (float*)logits.data_ptr()};
+    if (embedding.scalar_type() == at::kBFloat16) run<bf16>(block);
+    else run<float>(block);
+    return logits;
+}
+
+std::tuple<at::Tensor, at::Tensor> Decoder::draw(const at::Tensor& tokens, const at::Tensor& positions,
+                                                 const at::Tensor& u, const at::Tensor& settings) {
+    long rows = tokens.size(0), width = tokens.size(1), n = u.size(0);
+    auto drawn = at::empty({rows, n}, tokens.options()), q = at::empty({rows, n, vocabulary}, at::kFloat);
+    auto block = tokens, from = u.contiguous(), end = at::full({1}, width - 1, tokens.options());
+    for (long i = 0; i < n; i++) {
+        long first = i == 0 ? 0 : width + i - 1;
+        auto logits = forward(block, positions.slice(1, first, width + i), {}, {}, {}, end);
+        if (i == 0) block = at::empty({rows, 1}, tokens.options()), end = at::zeros({1}, tokens.options());
+        together(rows > 1, [&](const Member& member) {
+            static thread_local std::vector<float> room;
+            static thread_local std::vector<double> parts;
+            auto [row, last] = member.part(rows);
+            for (; row < last; row++) {
+                float* law = (float*)q.data_ptr() + (row * n + i) * vocabulary;
+                filter(data<float>(logits) + row * vocabulary, vocabulary, settings, law, room);
+                int64_t token = pick_one(law, vocabulary, data<float>(from)[i * rows + row], parts);
+                ((int64_t*)drawn.data_ptr())[row * n + i] = token;
+                // A distribution of nan gives no token, V, which cannot be read.
+                ((int64_t*)block.data_ptr())[row] = std::min<int64_t>(token, vocabulary - 1);
+            }
+        });
+    }
+    return {drawn, q};
+}
+
+// The operator `pack`: a weight [out, in] in blocks, as linear.h reads it. The last block is filled with zeros.
+void pack(const at::Tensor& weight, const at::Tensor& packed) {
+    long out = weight.size(0), words = weight.size(1) * weight.element_size() / 4;
+    together(true, [&](const Member& member) {
+        auto [first, last] = member.part(packed.size(0));
+        for (long row = first * SIDE; row < last * SIDE; row += 16)
+            pack_slots((const char*)weight.const_data_ptr() + row * words * 4, out - row, words,
+                       (char*)packed.data_ptr() + (row / SIDE * words * SIDE + row % SIDE) * 4);
+    });
+}
+
+// The operator `linear`: x [..., in] times a packed weight -> float32 [..., out].
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t out) {
+    auto rows = x.contiguous();
+    auto shape = x.sizes().vec();
+    long in = shape.back(), tokens = x.numel() / in;
+    shape.back() = out;
+    auto y = at::empty(shape, at::kFloat);
+    Linear layer{packed, at::Tensor(), in, out};
+    auto run = [&]<typename T>(T) {
+        together(true, [&](const Member& member) {
+            multiply(member, data<T>(rows), layer, tokens, false, [&](long b, long m, Sums* sums, long) {
+                std::memcpy((float*)y.data_ptr() + m * out + b * SIDE, sums->of, std::min(SIDE, out - b * SIDE) * 4);
+            });
+            multiply_in_use().done();
+        });
+    };
+    if (x.scalar_type() == at::kBFloat16) run(bf16());
+    else run(float());
+    return y;
+}
+
+// The operator `attend`: queries [B, n, H, D] attend to the slots up to their own, at [B, n], of keys and values
+// [B, G, capacity, D] -> [B, n, H, D]. root [B] and ancestors [n]: of the nodes of a tree.
+at::Tensor attend_slots(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+                        const at::Tensor& at, const std::optional<at::Tensor>& root,
+                        const std::optional<at::Tensor>& ancestors, double scale) {
+    auto out = at::empty(queries.sizes(), queries.options());
+    auto run = [&]<typename T>(T) {
+        Attention<T> attention{queries.size(0), queries.size(1), queries.size(2), keys.size(1), queries.size(3),
+                               keys.size(2), float(scale), data<T>(queries), (T*)keys.data_ptr(), (T*)values.data_ptr(),
+                               (T*)out.data_ptr(), data<int64_t>(at), root ? data<int64_t>(*root) : nullptr,
+                               ancestors ? data<int64_t>(*ancestors) : nullptr};
+        Packed<T> packed;
+        packed.reserve(attention);
+        together(true, [&](const Member& member) {
+            attend(attention, packed, member);
+            multiply_in_use().done();
+        });
+    };
+    if (keys.scalar_type() == at::kBFloat16) run(bf16());
+    else run(float());
+    return out;
+}

@@ -1,0 +1,58 @@
+// `Decoder`: a causal language model as the kernels compute it. decoderLayers.py describes one.
+#pragma once
+#include "attention.h"
+#include "linear.h"
+
+#include <torch/custom_class.h>
+
+#include <optional>
+#include <string>
+
+using Named = c10::Dict<std::string, at::Tensor>;
+
+// Layer normalisation with or without a mean (RMS).
+struct Norm {
+    at::Tensor weight, bias;  // Undefined if the norm has none.
+    bool rms = false;
+    float eps = 0;
+};
+
+struct Layer {
+    Norm before_attention, before_mlp, query, key;  // query, key: of each head
+    Linear qkv, out, up, down;
+};
+
+class Decoder : public torch::CustomClassHolder {
+  public:
+    Decoder(const c10::List<Named>& layers, const Named& ends, const c10::Dict<std::string, int64_t>& sizes,
+            const c10::Dict<std::string, double>& numbers);
+
+    // From now on, the KV cache is keys, values [L][B, G, capacity, D], and cos, sin [capacity, R] are those of the
+    // positions up to the capacity.
+    void bind(std::vector<at::Tensor> keys, std::vector<at::Tensor> values, at::Tensor cos, at::Tensor sin);
+
+    // Model.forward of decoding/model.py. slots int64 [B, n], root int64 [B] and ancestors int64 [n] if the tokens are
+    // nodes of a tree.
+    at::Tensor forward(const at::Tensor& tokens, const at::Tensor& positions, const std::optional<at::Tensor>& slots,
+                       const std::optional<at::Tensor>& root, const std::optional<at::Tensor>& ancestors,
+                       const std::optional<at::Tensor>& keep);
+
+    // Model.draw of decoding/model.py. settings: see `probabilities`.
+    std::tuple<at::Tensor, at::Tensor> draw(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& u,
+                                            const at::Tensor& settings);
+
+  private:
+    struct Block;
+    template <typename T> void run(const Block& block);
+    template <typename T> struct Room;
+    template <typename T> struct Pass;
+
+    std::vector<Layer> layers;
+    at::Tensor embedding, places, cos, sin, kept;  // places: position embeddings; kept: the tokens of a restricted head
+    Norm last;
+    Linear head;
+    std::vector<at::Tensor> keys, values;
+    long hidden, heads, groups, width, rotary, vocabulary, offset, activation;
+    bool parallel, gated;
+    float scale;
+};

@@ -1,0 +1,76 @@
+// `together`: a function that all threads of torch's pool run at the same time, with a barrier at which they wait for each
+// other. A forward is one such function: to wake the threads for each of its hundred steps would take longer than a small
+// step takes.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <thread>
+
+#ifdef GNU_OPENMP
+// clang turns the pragma below into calls of LLVM's library, which torch's wheels for Linux do not bring. So the threads
+// of GNU's OpenMP library are called by name.
+extern "C" {
+void GOMP_parallel(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+int omp_get_num_threads();
+int omp_get_thread_num();
+}
+#elif defined(_OPENMP)
+#include <omp.h>
+#endif
+
+struct Barrier {
+    alignas(64) std::atomic<long> arrived{0};
+    alignas(64) std::atomic<long> rounds{0};
+};
+
+// One of the threads that run a function together.
+struct Member {
+    Barrier& barrier;
+    long number = 0, of = 1;
+
+    // Returns once all threads have called it.
+    void wait() const {
+        if (of == 1) return;
+        long before = barrier.rounds.load(std::memory_order_relaxed);
+        if (barrier.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == of) {
+            barrier.arrived.store(0, std::memory_order_relaxed);
+            barrier.rounds.store(before + 1, std::memory_order_release);
+            return;
+        }
+        // Who yields gives its core to another process for long. With more threads than cores the thread that this one
+        // waits for may need it.
+        static const long cores = std::thread::hardware_concurrency();
+        for (long tries = of > cores ? 100'000 : 0; barrier.rounds.load(std::memory_order_acquire) == before; tries++) {
+            if (tries >= 100'000) std::this_thread::yield();
+#if defined(__x86_64__)
+            else __builtin_ia32_pause();
+#endif
+        }
+    }
+
+    // This thread's part of the numbers 0 to count - 1 is first to last - 1. Parts begin at multiples of `unit`.
+    struct Part {
+        long first, last;
+    };
+    Part part(long count, long unit = 1) const {
+        long units = (count + unit - 1) / unit;
+        return {units * number / of * unit, std::min(count, units * (number + 1) / of * unit)};
+    }
+};
+
+// f(member) on each thread; on the calling thread alone if the work is too small to be shared out.
+template <typename F>
+void together(bool shared, const F& f) {
+    Barrier barrier;
+    if (!shared) return f(Member{barrier});
+#if defined(GNU_OPENMP)
+    auto run = [&] { f(Member{barrier, omp_get_thread_num(), omp_get_num_threads()}); };
+    GOMP_parallel([](void* data) { (*static_cast<decltype(run)*>(data))(); }, &run, 0, 0);
+#elif defined(_OPENMP)
+#pragma omp parallel
+    f(Member{barrier, omp_get_thread_num(), omp_get_num_threads()});
+#else
+    f(Member{barrier});
+#endif
+}
