@@ -178,6 +178,7 @@ def write_model(file: Path, folder: Path, work: Path, origin: str) -> str:
         weights = read_weights(reader, model, architecture)
     with read_errors(f"the weights cannot be written to {folder}", "make room on the disk, and run this again"):
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # It is written for its owner alone.
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     generation_config(config, tokenizer, about).save_pretrained(folder)

