@@ -353,7 +353,7 @@ def test_a_real_file_writes_the_texts_that_transformers_writes_from_it(models_fo
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     for parameter in theirs.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    topics = "bread rain iron Paris chess sea bees salt music trees glass maps wine stars ships gold snow time ink"
+    topics = "tea rain bread iron Paris chess sea bees salt music trees glass maps wine stars ships gold snow time ink"
     same = 0
     for topic in topics.split():
         messages = [{"role": "user", "content": f"Tell me about {topic}."}]
