@@ -64,8 +64,7 @@ class Engine:
         if request.precision != "int8":
             short = {"bfloat16": "bf16", "float32": "f32"}[request.precision]
             settings |= {"INFERENCE_PRECISION_HINT": short, "KV_CACHE_PRECISION": short}
-        # By default it keeps the keys and values of earlier prompts, so that a prompt that it has seen is read in half the
-        # time.
+        # By default it keeps the keys and values of earlier prompts, and reads a prompt that it knows in half the time.
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size, scheduler.enable_prefix_caching = CACHE, False
         options: dict[str, Any] = {"scheduler_config": scheduler}
