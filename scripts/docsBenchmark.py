@@ -307,7 +307,6 @@ def theory(record: BenchmarkRecord) -> str:
 
 
 BLOCKS: dict[str, Render] = {
-    "best": partial(best, PAIR),
     "kinds": partial(of_first, PAIR, kinds),
     "scoring": partial(of_first, PAIR, scoring),
     "prefill": partial(of_first, PAIR, prefill),

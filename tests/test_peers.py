@@ -122,7 +122,7 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
 def test_what_does_not_fit_says_so(tmp_path):
     huge = peers.Source(lambda: tmp_path, tmp_path, 1 << 50, 61)
     row = peers.engine_rows("float32")[0]
-    checker = textCheck.TextChecker(None, None, 1e-3, 0)
+    checker = textCheck.TextChecker(None, None, 1e-3, 0, False)
     (peer,) = peers.prepare_peers([row], {"target": huge}, checker, [[1]], 5, 3, lambda: pytest.fail("started"))
     assert peer.failed.startswith("converting needs about ") and "of memory" in peer.failed
 
@@ -286,7 +286,7 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path):
     )
     failed = []
     for reference in model, other:
-        checker = textCheck.TextChecker(textCheck.Float32Model(reference, 61), None, 1e-3, 0)
+        checker = textCheck.TextChecker(textCheck.Float32Model(reference, 61), None, 1e-3, 0, False)
         prompts = [[5, 9, 2, 7, 7, 30], [60, 1, 44]]
         (peer,) = peers.prepare_peers([row], {"target": source}, checker, prompts, 6, 3, EngineProcess)
         peer.close()

@@ -258,7 +258,7 @@ def text_checker(
     text."""
     roles = ["target", *(["draft"] if one_tokenizer and not options.shapes else [])]
     references = {role: reference(options, role, models[role], library[role]) for role in roles}
-    return TextChecker(references["target"], references.get("draft"), limit_of(rows), options.seed)
+    return TextChecker(references["target"], references.get("draft"), limit_of(rows), options.seed, not options.shapes)
 
 
 def peer_rows(options: Options, dtype: str, one_tokenizer: bool = True) -> list[Row]:

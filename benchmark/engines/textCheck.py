@@ -65,12 +65,14 @@ def float32_hooks(module: nn.Module) -> list[Any]:
 class TextChecker:
     """Checks the rows of a run.
 
-    target, draft: in float32. draft: None if sampled texts are not to be tested. limit: the p-value below which a test
-    fails. drawn: the prompts and the texts that were sampled last.
+    target, draft: in float32; draft: None if there is none with the target's tokenizer. limit: the p-value below which
+    a test fails. samples: whether sampled texts are tested. drawn: the prompts and the texts that were sampled last.
     """
 
-    def __init__(self, target: Float32Model, draft: Float32Model | None, limit: float, seed: int) -> None:
-        self.target, self.draft, self.limit, self.seed = target, draft, limit, seed
+    def __init__(
+        self, target: Float32Model, draft: Float32Model | None, limit: float, seed: int, samples: bool = True
+    ) -> None:
+        self.target, self.draft, self.limit, self.seed, self.samples = target, draft, limit, seed, samples
         self.drawn: list[tuple[list[int], list[int]]] = []
 
     def greedy(self, write: Write, prompts: Sequence[list[int]], unit: float) -> Figures:
@@ -89,7 +91,7 @@ class TextChecker:
         """The figures of drawn texts, and "seen_by": the tests that tell them from the target's own. unit: the unit
         roundoff of the engine."""
         self.drawn = []
-        if self.draft is None:
+        if not self.samples:
             return None
         prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]
         texts = [
