@@ -79,7 +79,7 @@ def ratio_figure(method: str, baseline: str, records: Records, words: Words) -> 
 
 def best_rows(record: BenchmarkRecord) -> dict[str, str]:
     """{row: what it is called} of the fastest row of each kind: this project's plain and with guesses, each other
-    engine's without guesses and with them, `generate` and what it offers."""
+    engine's without guesses and with them, with weights in 16 bits and quantised, `generate` and what it offers."""
     variant, speeds = fastest(record), throughputs(record)
     own = [f"{method}{variant}" for method in OWN] + [name for name in speeds if re.match(f"tree of.*{variant}", name)]
     chosen = best_of(record, own)
@@ -87,10 +87,11 @@ def best_rows(record: BenchmarkRecord) -> dict[str, str]:
     rows = {f"plain{variant}": f"plain{variant}", chosen: f"{called}{variant}"}
     if f"prompt lookup{variant}" in speeds:
         rows[f"prompt lookup{variant}"] = f"prompt lookup{variant}"
-    engines: dict[tuple[str, bool], list[str]] = {}
+    engines: dict[tuple[str, bool, bool], list[str]] = {}
     for peer in record["peers"]:
         if peer["method"] in speeds:
-            engines.setdefault((peer["engine"], peer["speculative"]), []).append(peer["method"])
+            kind = peer["engine"], peer["speculative"], peer["quantised"]
+            engines.setdefault(kind, []).append(peer["method"])
     rows |= {best: best for best in (best_of(record, methods) for methods in engines.values())}
     library = ["transformers", *(name for name in speeds if name.startswith("transformers, static cache, compiled"))]
     if any(name.startswith("transformers, assistant") for name in speeds):
@@ -252,7 +253,7 @@ def speed(record: BenchmarkRecord) -> str:
     rows, flags = speed_rows(record), record["flags"]
     body = table(f"{titles} | text", rows) if printed.texts_of(record) else table(titles, [row[:-1] for row in rows])
     seconds = [value for value in record.get("compile_seconds") or () if value is not None]
-    compiled = f" Compiling took {sum(seconds):.0f} s." if seconds else ""
+    compiled = f" Compiling took {sum(seconds):.2g} s." if seconds else ""
     return (
         f"{body}\n\n{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens, gamma "
         f"{flags['gamma']}; medians{notation(body)}.{compiled} {source(record, record['dtype'])}"
