@@ -12,7 +12,14 @@ import torch
 from downloads import assert_error, download, limit_disk
 from safetensors import SafetensorError
 from tokenizerKinds import byte_level, sentence_piece
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 import downloadModel
 from inputs.manifest import read_manifest
@@ -30,9 +37,15 @@ PARTS = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
 }  # fmt: skip
-NAMES = {f"blk.{i}.{part}": f"model.layers.{i}.{name}" for i in range(LAYERS) for part, name in PARTS.items()}
-NAMES |= {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+NAMES = {f"model.layers.{i}.{name}": f"blk.{i}.{part}" for i in range(LAYERS) for part, name in PARTS.items()}
+NAMES |= {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+CONFIG = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "max_position_embeddings": 64, "rms_norm_eps": 1e-4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "initializer_range": 0.3,
+}  # fmt: skip
 METADATA = {
     "llama.context_length": 64,
     "llama.embedding_length": WIDTH,
@@ -55,18 +68,13 @@ METADATA = {
 def model():
     """A random model of Llama's kind with grouped heads, in float32."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=GROUPS, max_position_embeddings=64, rms_norm_eps=1e-4,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0}, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**CONFIG)).eval()
 
 
 @pytest.fixture(scope="module")
 def written(model, tmp_path_factory):
     """A function that writes the model as a GGUF file, with changes: `metadata` (None removes an entry), `tensors`
-    (`{name: function of the array}`; None leaves it out), the kind of the matrices. Returns the file."""
+    (`{name: function of the array}`; None leaves it out), the kind of the matrices, another model. Returns the file."""
     tokenizer = byte_level(VOCABULARY - 2, end=SPECIAL[0])
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
     vocabulary = tokenizer.get_vocab()
@@ -75,24 +83,25 @@ def written(model, tmp_path_factory):
     tokenizer.backend_tokenizer.save(str(path))
     merges = [" ".join(pair) for pair in json.loads(path.read_text())["model"]["merges"]]
 
-    def write(path, metadata=None, tensors=None, kind="Q8_0", architecture="llama"):
+    def write(path, metadata=None, tensors=None, kind="Q8_0", architecture="llama", model=model):
         writer = gguf.GGUFWriter(path, architecture)
         entries = {"tokenizer.ggml.tokens": order, "tokenizer.ggml.merges": merges}
         entries["tokenizer.ggml.token_type"] = [3 if token in SPECIAL else 1 for token in order]
         for key, value in (METADATA | entries | (metadata or {})).items():
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}
             if value is not None:
-                add[type(value)](key, value)
-        for name, source in NAMES.items():
-            values = model.get_parameter(f"{source}.weight").detach().numpy()
-            if name.endswith(("attn_q", "attn_k")):
+                add[type(value)](key.replace("llama.", f"{architecture}."), value)
+        for source, weight in model.state_dict().items():
+            (source, suffix), values = source.rsplit(".", 1), weight.numpy()
+            name = NAMES[source]
+            if architecture == "llama" and name.endswith(("attn_q", "attn_k")):
                 heads = values.shape[0] // SIZE
                 values = values.reshape(heads, 2, SIZE // 2, WIDTH).swapaxes(1, 2).reshape(values.shape)
             values = (tensors or {}).get(name, np.ascontiguousarray)(values)
             if values is not None:
                 stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
                 content = gguf.quants.quantize(np.ascontiguousarray(values), stored)
-                writer.add_tensor(f"{name}.weight", content, raw_dtype=stored)
+                writer.add_tensor(f"{name}.{suffix}", content, raw_dtype=stored)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -111,7 +120,7 @@ def file(written, tmp_path):
 def rounded(model, kind):
     """A copy of a model whose matrices were stored as `kind` and then in bfloat16."""
     stored = gguf.GGMLQuantizationType[kind]
-    copy = LlamaForCausalLM(model.config).eval()
+    copy = type(model)(model.config).eval()
     for name, weight in model.state_dict().items():
         if weight.ndim > 1:
             weight = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), stored), stored))
@@ -141,6 +150,23 @@ def test_the_folder_has_the_weights_of_the_file_in_bfloat16(model, written, mode
     copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
     assert copy.dtype == torch.bfloat16 and copy.config.architectures == ["LlamaForCausalLM"]
     assert torch.equal(logits_of(copy.float()), logits_of(rounded(model, kind)))
+
+
+@pytest.mark.parametrize(
+    "architecture, kind, heads", [("qwen2", Qwen2ForCausalLM, SIZE), ("qwen3", Qwen3ForCausalLM, 24)]
+)
+def test_biases_and_norms_of_heads_have_their_places(written, models_folder, tmp_path, architecture, kind, heads):
+    """Qwen2's queries, keys and values have biases; Qwen3's heads have norms, and a size that is not width / heads."""
+    torch.manual_seed(1)
+    model = kind(kind.config_class(**CONFIG, **({"head_dim": heads} if architecture == "qwen3" else {}))).eval()
+    for weight in model.parameters():  # Norms of 1 and biases of 0 would hide that one is in the other's place.
+        if weight.ndim == 1:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    metadata = {"llama.attention.key_length": heads, "llama.rope.dimension_count": heads}
+    file = written(tmp_path / "tiny.gguf", metadata, architecture=architecture, model=model)
+    assert download("tiny", "--gguf", str(file)) == 0
+    copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
+    assert type(copy) is kind and torch.equal(logits_of(copy.float()), logits_of(rounded(model, "Q8_0")))
 
 
 def test_heads_in_the_order_of_llama_cpp_would_be_seen(model, file, models_folder, monkeypatch):
