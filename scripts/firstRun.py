@@ -46,7 +46,6 @@ def measure(folder: Path) -> list[dict[str, Any]]:
     environment = os.environ | {
         "PIP_LOG": str(log),
         "PIP_NO_CACHE_DIR": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "XDG_CACHE_HOME": str(caches),
     }
     lines = []
