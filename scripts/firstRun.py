@@ -43,11 +43,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
     """Clone into an empty folder and run the commands, with empty caches. One line for each command."""
     clone, log, caches = folder / "clone", folder / "pip.log", folder / "caches"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-    environment = os.environ | {
-        "PIP_LOG": str(log),
-        "PIP_NO_CACHE_DIR": "1",
-        "XDG_CACHE_HOME": str(caches),
-    }
+    environment = os.environ | {"PIP_LOG": str(log), "PIP_NO_CACHE_DIR": "1", "XDG_CACHE_HOME": str(caches)}
     lines = []
     for command in COMMANDS:
         start = time.perf_counter()
