@@ -18,7 +18,7 @@ import downloadModel
 from benchmark.__main__ import main as benchmark
 from inputs.files import ROOT
 from scripts import auditPower, courseReport, drawRounds, keepRecord, renderDocs, trainBundled
-from scripts.docsBenchmark import BLOCKS, side_by_side
+from scripts.docsBenchmark import BLOCKS, REAL, side_by_side
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 TEXTS = renderDocs.files(ROOT)
@@ -108,7 +108,7 @@ def test_an_emptied_block_of_words_is_caught(copy, capsys):
     assert faulty(copy, capsys) == [f"docs/speed.md:{line}: block over-plain is empty"]
 
 
-@pytest.mark.parametrize("name", ["takes", "best"])
+@pytest.mark.parametrize("name", ["takes", "real-best"])
 def test_a_changed_number_is_caught(copy, capsys, name):
     text = read(copy / "README.md")
     start, end, line = block_of(text, name)
@@ -120,19 +120,19 @@ def test_a_changed_number_is_caught(copy, capsys, name):
 
 
 def test_a_block_without_end_is_caught_and_nothing_is_rendered(copy, capsys):
-    change(copy / "README.md", "<!-- end best -->", "")
+    change(copy / "README.md", "<!-- end real-best -->", "")
     (fault,) = faulty(copy, capsys)
-    assert re.fullmatch(r"README.md:\d+: block best has no end", fault)
+    assert re.fullmatch(r"README.md:\d+: block real-best has no end", fault)
     change(copy / "docs/methods.md", "<!-- begin sweep -->\n", "<!-- begin sweep -->\nnothing like it\n")
     before = read(copy / "docs/methods.md")
     assert renderDocs.main([], copy) == 2
-    assert "block best has no end" in capsys.readouterr().err
+    assert "block real-best has no end" in capsys.readouterr().err
     assert read(copy / "docs/methods.md") == before
 
 
 def test_an_end_without_a_beginning_is_caught(copy, capsys):
-    change(copy / "README.md", "<!-- begin best -->", "")
-    assert any(fault.endswith("the end of block best has no beginning") for fault in faulty(copy, capsys))
+    change(copy / "README.md", "<!-- begin real-best -->", "")
+    assert any(fault.endswith("the end of block real-best has no beginning") for fault in faulty(copy, capsys))
 
 
 def test_a_run_that_is_gone_is_caught(copy, capsys):
@@ -256,7 +256,7 @@ def test_records_that_do_not_say_which_code_made_them_never_share_a_table(copy, 
 
 def test_the_best_table_divides_by_our_own_plain_decoding_and_says_what_is_lossless(copy):
     """A record without the newest rows and fields has a table too: it is the one that is committed, or its copy."""
-    record = renderDocs.Records(copy).benchmark() | {"texts": {}}
+    record = renderDocs.Records(copy).benchmark(REAL) | {"texts": {}}
     record["speed"] = [line for line in record["speed"] if line["method"] != "transformers, static cache, compiled"]
     seen = {"seen_by": ["impossible"], "impossible": 5, "tokens": 100}
     found = {"plain, compiled": {"seen_by": []}, "block verification, compiled": seen}
@@ -266,8 +266,8 @@ def test_the_best_table_divides_by_our_own_plain_decoding_and_says_what_is_lossl
         line | {"method": "transformers, static cache, compiled", "throughput": line["throughput"] / 2}
         for line in static
     ]
-    (copy / "docs/records/benchmark.json").write_text(json.dumps(record))
-    rows = [line.strip("| ").split(" | ") for line in BLOCKS["best"](renderDocs.Records(copy), {}).splitlines()]
+    (copy / f"docs/records/{REAL}.json").write_text(json.dumps(record))
+    rows = [line.strip("| ").split(" | ") for line in BLOCKS["real-best"](renderDocs.Records(copy), {}).splitlines()]
     assert rows[0] == ["decoding", "tokens/s", "TTFT, ms", "TPOT, ms", "of our plain, compiled", "lossless"]
     by_name = {row[0]: row for row in rows[2:] if len(row) == 6}
     assert by_name["plain, compiled"][4:] == ["1", "yes"]

@@ -172,6 +172,7 @@ TABLES = {
     "downloadModel": {
         "models": Name(["a/b"], ["x", "a/b/c", "../x", "a/..", "a b/c", "\u0663/\u0663", "https://a/b", *SCRIBBLE]),
         "--revision": Name(),
+        "--gguf": Name(wrong=["nowhere.gguf", __file__]),
         "--offline": Switch,
         "--list": Switch,
     },

@@ -352,7 +352,7 @@ def test_the_benchmark_shares_out_its_prompts(pair_folder, tmp_path, monkeypatch
         children, logs = launch(benchmark, flags, folder, count)
         assert [wait(child) for child in children] == [0] * count, logs[0].read_text()
         assert [log.read_text() for log in logs[1:]] == [""] * (count - 1)
-        record, said = json.loads((folder / "benchmark.json").read_text()), logs[0].read_text()
+        record, said = json.loads((folder / "benchmark-target.json").read_text()), logs[0].read_text()
         assert len(record.get("processes", [0])) == count and ("1 idle" in said) == (count > 2)
         assert record["forwards"] and record["parts"] and record["prefill"] and record["growth"]
         found.append({(line["method"], line["prompt"]): line["sha256"] for line in record["speed"]})

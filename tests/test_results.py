@@ -328,7 +328,7 @@ def pieces_of_records():
     shown = [(list(results.report(run, lines)), WIDTH) for run, lines in Results(records).runs()]
     for file in records.glob("benchmark*.json"):
         record = json.loads(file.read_text())
-        shown.append((list(tables(record)), WIDTH + (15 if record["peers"] else 0)))
+        shown.append((list(tables(record)), WIDTH + (15 if record.get("texts") or record["peers"] else 0)))
     return shown
 
 
