@@ -226,18 +226,21 @@ def run_trials(prepared: Prepared, models: LoadedModels, append: Append) -> bool
     tested in float32. Returns whether texts were drawn."""
     settings = prepared.settings
     named, drawn = settings.models.dtype, bool(settings.sampling.of("lossless").temperature)
-    run_trial(Trial(prepared, models, "float32", append), drawn, mistakes=True)
+    # Mistakes are planted in models that run eagerly: layers that are packed for the kernels cannot.
+    eager = prepared.load("float32") if settings.models.compile and drawn else models
+    run_trial(Trial(prepared, models, "float32", append), drawn, Trial(prepared, eager, "float32", append))
     models.clear()
+    eager.clear()
     dtype = second_dtype(named, prepared.device)
     models = (prepared.load_as_timed if dtype == named else prepared.load)(dtype)
     run_trial(Trial(prepared, models, dtype, append), drawn and dtype == named)
     return drawn
 
 
-def run_trial(trial: Trial, drawn: bool, mistakes: bool = False) -> None:
-    """Test drawn texts, if there are any, planted mistakes and greedy texts."""
+def run_trial(trial: Trial, drawn: bool, planted: Trial | None = None) -> None:
+    """Test drawn texts, if there are any, and greedy texts. planted: what tests planted mistakes, if anything does."""
     if drawn:
         trial.test_methods()
-        if mistakes:
-            trial.find_mistakes()
+        if planted is not None:
+            planted.find_mistakes()
     trial.compare_greedy()

@@ -355,3 +355,11 @@ def test_the_number_of_texts_follows_the_tokens(flags):
 
     assert [rows(f"--lossless --tokens {n} --maxLen 20") for n in (1, 100, 100_000)] == [1, 5, 64]
     assert rows("--speed") == 1
+
+
+def test_mistakes_are_planted_beside_compiled_models(cli, flags, kernels, tmp_path):
+    """Compiled layers are packed, and no eager model can be made of them."""
+    arguments = ["--lossless", "fixed", "--tokens", "200", "--compile", "--out", str(tmp_path)]
+    assert cli.main([*flags, *arguments]) in (0, 1)  # So few tokens of tiny models need not be enough.
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {line["mistake"] for line in lines if line["kind"] == "power"} >= {"stale slot", "always accept"}
