@@ -1,4 +1,4 @@
-"""`decoder_of`: a Hugging Face causal language model as the kernels know it (kernels/decoder.h).
+"""`Description`: a Hugging Face causal language model as the kernels know it (kernels/decoder.h).
 
 The architectures that people run are made of the same parts: two norms, one matrix for queries, keys and values,
 attention, and an MLP with or without a gate. They differ in names, in the order of some rows, and in a few sizes.
@@ -127,7 +127,7 @@ def refuse(model: PreTrainedModel) -> None:
 
 
 class Description:
-    """The parts of a model, and its sizes. `layers` are made, and the model's own replaced, by `pack`."""
+    """The parts of a model, and its sizes. `pack` makes the `Decoder` and replaces the model's layers by packed ones."""
 
     def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
         refuse(model)

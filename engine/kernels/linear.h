@@ -53,8 +53,6 @@ static void through_blocks(const Multiply& kernel, const T* x, const T* packed, 
 struct Linear {
     at::Tensor packed, bias;
     long in = 0, out = 0;
-
-    bool exists() const { return packed.defined(); }
 };
 
 // x [tokens, in] times the weight, for this thread's part of the outputs: sink(block, token, sums) takes the sums of each
