@@ -127,7 +127,7 @@ def refuse(model: PreTrainedModel) -> None:
 
 
 class Description:
-    """The parts of a model, and its sizes. `pack` makes the `Decoder` and replaces the model's layers by packed ones."""
+    """The parts of a model, and its sizes. `pack` makes the `Decoder` and replaces the layers by packed ones."""
 
     def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
         refuse(model)
