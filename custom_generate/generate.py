@@ -30,17 +30,17 @@ def generate(
     gamma: int = 4,
     verify: str = "token",
     vocabulary: int | None = None,
+    bits: int = 4,
     **arguments: Any,
 ) -> Any:
     """`model.generate` with speculative sampling.
 
-    assistant_model: the draft. gamma, verify, vocabulary: as for `speculative` in methods/customGenerate.py.
+    assistant_model: the draft; None: the model's own copy in few bits. gamma, verify, vocabulary, bits: as for
+        `speculative` in methods/customGenerate.py.
     All other arguments and the result are those of `generate`. Raises ValueError for what cannot be honoured.
     """
-    if assistant_model is None:
-        raise ValueError("speculative sampling needs a draft: give a smaller model as assistant_model")
     if assistant_tokenizer is not None:
         raise ValueError("speculative sampling does not support assistant_tokenizer: both models need one tokenizer")
-    decode = speculative(assistant_model, gamma, verify, vocabulary)
+    decode = speculative(assistant_model, gamma, verify, vocabulary, bits)
     # Of the class: `from_pretrained` replaces `generate` of a model whose folder holds `custom_generate/` by this one.
     return type(model).generate(model, inputs, custom_generate=decode, **arguments)

@@ -35,7 +35,12 @@ class Model(ABC):
     """A causal language model whose KV cache is addressed by position.
 
     name: what messages and records call it. vocabulary: the number of logits. context: tokens it can read.
+    cache_of: the model whose KV cache it reads and writes; None: it has its own. A draft that shares the target's cache
+        finds the committed tokens there, read by the target. What it writes for its guesses, the target overwrites when
+        it scores them.
     """
+
+    cache_of: Model | None = None
 
     name: str
     vocabulary: int

@@ -9,6 +9,7 @@ the one for float32 when one token attends to many. So there the cache is float3
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -110,15 +111,35 @@ def context_of(config: PretrainedConfig) -> int:
     return getattr(config, "max_position_embeddings", None) or 1 << 30
 
 
+@dataclass
+class Store:
+    """Where a model finds its KV cache, and so do the models that share it. cache: None until a prompt is read. rows:
+    of the cache. slots: their numbers, int64 `[capacity]`."""
+
+    cache: SlotCache | None = None
+    rows: int = 0
+    slots: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
 class CachedModel(Model):
     """A causal language model whose KV cache is addressed by position. Its steps are computed eagerly.
 
     model: any transformers causal LM that takes a 4-D mask and explicit positions (tested: GPT-NeoX, Llama, GPT-2, OPT,
         Qwen2). Its attention is set to that of engine/cachedModel.py.
     vocabulary: logits are cut to this many entries, the tokenizer's size: sizes of one family pad it differently.
+    cache_of: see `Model`. That model has the same layers, and reserves the cache.
     """
 
-    def __init__(self, model: PreTrainedModel, vocabulary: int | None = None, name: str = "model") -> None:
+    cache_of: CachedModel | None
+    store: Store
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocabulary: int | None = None,
+        name: str = "model",
+        cache_of: CachedModel | None = None,
+    ) -> None:
         self.model = model.eval()
         self.vocabulary = vocabulary or model.config.vocab_size
         self.name = name
@@ -128,19 +149,29 @@ class CachedModel(Model):
         self.context = context_of(model.config)
         self.forwards = 0  # eager forwards so far
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.cache: SlotCache | None = None
-        self.rows = 0  # of the cache
+        self.cache_of = cache_of
+        self.store = Store() if cache_of is None else cache_of.store
         self.cache_dtype = cache_dtype(model)
         # On a CPU, attention costs as much as it reads, so it reads only slots that some row has reached. On a GPU it
         # costs little beside the weights, and finding the highest position would be a host sync.
         self.reads_filled = self.device.type == "cpu"
 
+    @property
+    def cache(self) -> SlotCache | None:
+        """Its KV cache."""
+        return self.store.cache
+
+    @property
+    def rows(self) -> int:
+        """Rows of the cache."""
+        return self.store.rows
+
     def reserve(self, rows: int, capacity: int) -> None:
         """A cache of that shape is used again as it is: what an earlier text left in it is masked like any other stale
         slot."""
         if self.cache is None or (self.rows, self.cache.capacity) != (rows, capacity):
-            self.cache = SlotCache(self.model.config.num_hidden_layers, capacity, self.cache_dtype)
-            self.rows, self.slots = rows, torch.arange(capacity, device=self.device)
+            self.store.cache = SlotCache(self.model.config.num_hidden_layers, capacity, self.cache_dtype)
+            self.store.rows, self.store.slots = rows, torch.arange(capacity, device=self.device)
 
     @torch.inference_mode()
     def forward(
@@ -149,7 +180,7 @@ class CachedModel(Model):
         assert self.cache is not None, "call `reserve` first"
         slots = positions if places is None else places.slots
         reach = int(slots.max()) + 1 if self.reads_filled else self.cache.capacity
-        mask = self.slots[:reach] <= positions[..., None] if places is None else places.mask(reach)
+        mask = self.store.slots[:reach] <= positions[..., None] if places is None else places.mask(reach)
         self.cache.address(slots, reach)
         logits = self.model(
             input_ids=tokens,

@@ -40,8 +40,14 @@ class CompiledModel(CachedModel, ABC):
 
     chunk: int
 
-    def __init__(self, model: PreTrainedModel, vocabulary: int | None = None, name: str = "model") -> None:
-        super().__init__(model, vocabulary, name)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocabulary: int | None = None,
+        name: str = "model",
+        cache_of: CachedModel | None = None,
+    ) -> None:
+        super().__init__(model, vocabulary, name, cache_of)
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

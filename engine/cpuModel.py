@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from decoding.trees.rules import TreeRule, top_down_rule, traversal_rule
 from decoding.trees.tree import Places, Tree
 from decoding.verification import Rule, VerificationRule, block_rule, token_rule
-from engine.cachedModel import CachedModel
+from engine.cachedModel import CachedModel, SlotCache, Store
 from engine.decoderLayers import Description
 from engine.kernels import loader
 from utils import Sampling, penalised
@@ -25,11 +25,18 @@ class CpuModel(CachedModel):
     Raises OSError or CalledProcessError if there is no C++ compiler, RuntimeError if no kernels compute this model.
     """
 
-    def __init__(self, model: PreTrainedModel, vocabulary: int | None = None, name: str = "model") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocabulary: int | None = None,
+        name: str = "model",
+        cache_of: CachedModel | None = None,
+    ) -> None:
         loader.load()
         self.description = Description(model, vocabulary or model.config.vocab_size)
-        super().__init__(model, vocabulary, name)
+        super().__init__(model, vocabulary, name, cache_of)
         self.decoder = self.description.pack()
+        self.bound: SlotCache | None = None
         # 16-bit layers give 16-bit keys. A 16-bit cache holds the same numbers in half the bytes.
         self.cache_dtype = self.dtype
 
@@ -39,12 +46,13 @@ class CpuModel(CachedModel):
         if not self.cache.allocated:
             shape = rows, self.description.groups, self.description.width
             self.cache.early_initialization(*shape, self.cache_dtype, self.device)
-            self.bind()
 
-    def bind(self) -> None:
-        """Let the kernels read and write `self.cache`."""
-        assert self.cache is not None
-        self.decoder.bind(*self.keys_values(), *self.description.angles(self.cache.capacity))
+    def kernels(self) -> Any:
+        """The `Decoder`, which reads and writes `self.cache`."""
+        if self.bound is not self.cache and self.cache is not None:
+            self.decoder.bind(*self.keys_values(), *self.description.angles(self.cache.capacity))
+            self.bound = self.cache
+        return self.decoder
 
     def keys_values(self) -> tuple[list[Tensor], list[Tensor]]:
         """The keys of all layers in the cache, and the values."""
@@ -55,26 +63,23 @@ class CpuModel(CachedModel):
         self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
         nodes = (None, None, None) if places is None else (places.slots, places.root, places.ancestors)
-        return self.decoder.forward(tokens, positions, *nodes, keep)
+        return self.kernels().forward(tokens, positions, *nodes, keep)
 
     def draw(
         self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, seen: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if seen is not None:  # A repetition penalty depends on what is drawn.
             return super().draw(tokens, positions, u, sampling, seen)
-        return self.decoder.draw(tokens, positions, u, as_tensor(sampling))
+        return self.kernels().draw(tokens, positions, u, as_tensor(sampling))
 
     def score(self, tokens: Tensor) -> Tensor:
         """Through a KV cache of its own."""
-        before = self.cache, self.rows
-        self.cache = None
+        before, self.store = self.store, Store()
         try:
             self.reserve(*tokens.shape)
             return self.forward(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
         finally:
-            self.cache, self.rows = before
-            if self.cache is not None:
-                self.bind()
+            self.store = before
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         keys, values = self.keys_values()

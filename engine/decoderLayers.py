@@ -6,8 +6,9 @@ attention, and an MLP with or without a gate. They differ in names, in the order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.kernels.packedLinear import SIDE, can_be_packed, packed
+from engine.kernels.packedLinear import SIDE, can_be_packed, packed, packed_codes
+from engine.quantised import QuantisedLinear
 
 ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_fast": 1, "gelu_pytorch_tanh": 1, "relu": 2, "silu": 3, "swish": 3}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of logits, relative; both round in other places
@@ -156,22 +158,18 @@ class Description:
         for name in "qkv", "out", "up", "down":
             where = getattr(names, name)
             linears = [layer.get_submodule(each) for each in ([where] if isinstance(where, str) else where)]
-            weights, biases = [weight_of(linear) for linear in linears], [linear.bias for linear in linears]
-            if name == "up" and len(linears) == 2:  # Blocks of the gate and of what it opens take turns.
-                weights, biases = [interleaved(weights)], [interleaved(biases) if biases[0] is not None else None]
-            if name == "qkv" and names.by_head:
-                weights, biases = (
-                    [self.by_kind(x) for x in weights],
-                    [x if x is None else self.by_kind(x) for x in biases],
-                )
-            made[name] = packed(weights[0] if len(weights) == 1 else torch.cat(weights))
-            if biases[0] is not None:
-                made[f"{name}.bias"] = biases[0].detach() if len(biases) == 1 else torch.cat(biases).detach()
+            made[name] = in_blocks(linears, partial(self.arranged, name))
+            if linears[0].bias is not None:
+                made[f"{name}.bias"] = self.arranged(name, [linear.bias.detach() for linear in linears])
         return made
 
-    def by_kind(self, rows: Tensor) -> Tensor:
-        """Rows `[heads * (q, k, v) * d, ...]`, all queries first, then all keys, then all values."""
-        return rows.unflatten(0, (self.heads, 3, self.width)).transpose(0, 1).flatten(0, 2)
+    def arranged(self, name: str, rows: Sequence[Tensor]) -> Tensor:
+        """Rows `[out, ...]` of the linear layers that make one matrix, in the order that the kernels want."""
+        if name == "up" and len(rows) == 2:
+            return interleaved(rows)  # Blocks of the gate and of what it opens take turns.
+        if name == "qkv" and self.names.by_head:  # [heads * (q, k, v) * d, ...]: all queries, all keys, all values
+            return rows[0].unflatten(0, (self.heads, 3, self.width)).transpose(0, 1).flatten(0, 2)
+        return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
     def made(self, layers: Sequence[dict[str, Tensor]]) -> Any:
         """The `Decoder` of these layers."""
@@ -183,11 +181,14 @@ class Description:
         if hasattr(head, "tokens"):  # engine/sharedWeights.py:RestrictedHead
             ends["kept"], head = head.tokens, head.inner
         if not hasattr(head, "packed"):
-            head.packed = packed(weight_of(head))
+            head.packed = in_blocks([head], lambda rows: rows[0])
         ends["head"] = head.packed
         if head.bias is not None:
             ends["head.bias"] = head.bias.detach()
-        inner = layers[0]["down"].shape[1] * layers[0]["down"].shape[3]
+        up, down = layers[0]["up"], layers[0]["down"]
+        # In few bits, the inputs are a multiple of SIDE, and no row of `up` is padding.
+        quantised = down.dtype == torch.uint8
+        inner = up.shape[0] * SIDE // len(names.up) if quantised else down.shape[1] * down.shape[3]
         sizes = {
             "hidden": config.hidden_size,
             "heads": self.heads,
@@ -248,6 +249,15 @@ def norm(name: str, module: nn.Module) -> dict[str, Tensor]:
     """The weights of a norm."""
     weights = {name: module.weight, f"{name}.bias": getattr(module, "bias", None)}
     return {key: weight.detach() for key, weight in weights.items() if weight is not None}
+
+
+def in_blocks(linears: Sequence[nn.Module], arranged: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+    """The weight of several linear layers as one, packed. arranged: their rows in the right order."""
+    first = linears[0]
+    if isinstance(first, QuantisedLinear):
+        codes, scales = (arranged([getattr(linear, part) for linear in linears]) for part in ("codes", "scales"))
+        return packed_codes(codes, scales, first.bits)
+    return packed(arranged([weight_of(linear) for linear in linears]))
 
 
 def weight_of(linear: nn.Module) -> Tensor:

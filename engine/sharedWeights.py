@@ -62,7 +62,7 @@ class RestrictedModel(CachedModel):
                 f"the output layer of {draft.name} cannot be cut to some tokens; leave out --draftVocab, or name a "
                 "draft that has the target's tokenizer"
             )
-        super().__init__(model, draft.vocabulary, f"{draft.name} ({len(tokens)} tokens)")
+        super().__init__(model, draft.vocabulary, f"{draft.name} ({len(tokens)} tokens)", draft.cache_of)
 
 
 _COPIES: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()

@@ -10,6 +10,7 @@ from typing import Any
 from decoding.lengthRules import RULES as DRAFT_LENGTHS
 from decoding.trees.rules import TREE_RULES
 from decoding.verification import RULES as VERIFICATIONS
+from engine.quantised import BITS
 from inputs.commandLine import VERSION, Parser, number, path, text, whole
 from inputs.files import INSTALLED, ROOT
 from inputs.models import DTYPES
@@ -137,15 +138,22 @@ FLAGS = {
         "--draft": flag(
             text,
             "The small model that guesses, named as --target. If it has another tokenizer, it guesses the tokens that "
-            "both have. Or lookup: no model, the guesses come from the text so far. Default: pythia-70m or the "
-            "bundled draft, as for --target.",
+            "both have. Or self: the target's own copy with weights of few bits, which shares the target's KV cache. Or "
+            "lookup: no model, the guesses come from the text so far. Default: pythia-70m or the bundled draft, as for "
+            "--target.",
             metavar="MODEL",
         ),
         "--mid": flag(
             text,
-            "The model between the two, which a cascade needs. Default: if neither --target nor --draft is given, "
+            "The model between the two, which a cascade needs, or self, as for --draft. Default: if neither --target nor --draft is given, "
             "pythia-410m or the bundled mid model; else none.",
             metavar="MODEL",
+        ),
+        "--draftBits": choice(
+            (*map(str, BITS), "auto"),
+            "The bits of a weight in the target's own copy (self). auto: those that decode fastest, by acceptance and "
+            "times that are measured on a short text.",
+            "auto",
         ),
         "--offline": switch("Download nothing. A model that is missing is an error."),
         "--dtype": choice(
@@ -177,7 +185,7 @@ FLAGS = {
         "--gamma": flag(
             whole(1, 1000),
             "How many tokens to guess in a round. For the additive rule it is the least, for draftConfidence and "
-            "costAware the most. Default: 4; for draftConfidence, costAware and lookup 10.",
+            "costAware the most. Default: 4; for --draft self 5; for draftConfidence, costAware and lookup 10.",
         ),
         "--draftLength": choice(
             DRAFT_LENGTHS,

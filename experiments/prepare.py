@@ -6,7 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +17,8 @@ from decoding.rows import check_room
 from downloadModel import is_hub_id, on_first_use
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
+from engine.copies import Copies
+from engine.quantised import BITS
 from engine.sharedWeights import RestrictedModel
 from experiments import diversity
 from experiments.processes import ALONE, Processes
@@ -28,6 +32,7 @@ from inputs.texts import Corpus, load_corpora
 from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
 from methods.catalogue import METHODS, build
 from methods.rehearsal import compile_samplers
+from methods.selfDraft import Trial, copies_of, trials
 from methods.translation import Translation
 from utils import UserError
 
@@ -47,6 +52,7 @@ class Prepared:
     article: the prompts of --diversity.
     texts: [(corpus, token ids of its passages)] of --ppl, read in windows of `window` tokens, `stride` apart.
     tokens: the most tokens that are read at once. frequent: the tokens that a restricted draft guesses.
+    roles_of_copy: the roles that the target's copy has. bits: of its weights; None: not measured yet.
     translation: to the draft's tokenizer, if that is another one. Then it guesses only the tokens that both have.
     audited: the texts of --audit.
     """
@@ -67,8 +73,11 @@ class Prepared:
     stride: int
     tokens: int
     frequent: Tensor | None
+    roles_of_copy: frozenset[str] = frozenset()
+    bits: int | None = None
     translation: Translation | None = None
     audited: list[AuditText] = field(default_factory=list)
+    made: Copies | None = field(default=None, init=False)  # of the target that was loaded last
 
     def ends(self, row: int, token: int) -> bool:
         """Whether a text ends at this token: the `end_of_text` of `Rows`."""
@@ -82,6 +91,10 @@ class Prepared:
             spread = self.settings.models.device == "auto" and device == self.device
             tokenizer = self.translation.tokenizer if role == "draft" and self.translation else self.tokenizer
             models[role] = load_model(folder, tokenizer, dtype, device, self.tokens, spread)
+        if self.roles_of_copy:
+            bits = [self.bits] if self.bits else list(BITS)
+            self.made = self.processes.in_turn(lambda: copies_of(models["target"], bits, followed))
+            models |= dict.fromkeys(self.roles_of_copy, self.made.of(bits[0], models["target"]))
         if self.frequent is not None:
             models["restricted"] = RestrictedModel(models["draft"], self.frequent)
         if self.translation is not None:
@@ -109,10 +122,40 @@ class Prepared:
 
     def load_as_timed(self, dtype: str) -> LoadedModels:
         """The models in that dtype: compiled if the flags say so and text is generated."""
-        models = self.load(dtype)
-        if self.settings.models.compile and continues(self.settings):
+        models, compiles = self.load(dtype), self.settings.models.compile and continues(self.settings)
+        if compiles:
+            models["target"] = compiled(models["target"])
+        if self.roles_of_copy and self.bits is None:
+            self.choose_bits(models, compiles)
+        if compiles:
             models = compile_models(models, self.settings, next(iter(self.prompts.values()))[0])
         return models
+
+    def choose_bits(self, models: LoadedModels, compiles: bool) -> None:
+        """Put the fastest copy of the target in the place of any other, and keep its number of bits."""
+        target, made = models["target"], self.made
+        assert made is not None
+        sampling, gamma = self.settings.sampling.of("compare"), self.settings.decoding.gamma_of("fixed")
+        make = partial(compiled, cache_of=target) if compiles else lambda copy: copy
+        measured = list(followed(trials(target, made, sampling, gamma, make), "measuring copies", len(BITS)))
+        best = max(measured, key=lambda trial: trial.gain)
+        self.bits = self.processes.gathered(best.bits)[0]  # All processes use the same copy.
+        chosen = next(trial for trial in measured if trial.bits == self.bits)
+        models |= dict.fromkeys(self.roles_of_copy, chosen.copy)
+        print(about_copies(measured, chosen))
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The flags, with what they left to a measurement: a repetition does not measure it again."""
+        return self.settings.flags | ({"draftBits": str(self.bits)} if self.bits else {})
+
+
+def about_copies(measured: Sequence[Trial], chosen: Trial) -> str:
+    """One line: what was measured of the target's copies, and which is used."""
+    copies = "; ".join(
+        f"{trial.bits} bits: acceptance {trial.alpha:.2f}, {trial.cost:.2f} of a step" for trial in measured
+    )
+    return f"Copies of the target ({copies}). Used: {chosen.bits} bits."
 
 
 def continues(settings: Settings) -> bool:
@@ -167,6 +210,8 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         texts.stride if texts.stride < window else window // 2,
         max(most, texts.window if measuring.ppl else 0),
         most_frequent(draft_vocab, tokenizer, ends) if draft_vocab else None,
+        roles_of_copy(settings),
+        settings.models.draft_bits,
         translation,
         audited,
     )
@@ -283,16 +328,27 @@ def scored_texts(
     return texts
 
 
+def roles_of(settings: Settings) -> set[str]:
+    """The models that are needed."""
+    needed = {role for name in settings.measuring.names for role in METHODS[name].needs}
+    return needed | ({"target"} if settings.decoding.lookup else {"target", "draft"})
+
+
+def roles_of_copy(settings: Settings) -> frozenset[str]:
+    """Which of them are the target's own copy."""
+    choice = settings.models
+    named = {"self": "self", "draft": choice.draft, "mid": choice.mid}
+    return frozenset(role for role in roles_of(settings) if named.get(role) == "self")
+
+
 def find_models(settings: Settings) -> dict[str, Path]:
     """{role: folder} of the models that are needed; those named by a hub id are downloaded."""
-    choice, methods = settings.models, settings.measuring.names
-    needed = {role for name in methods for role in METHODS[name].needs}
-    needed |= {"target"} if settings.decoding.lookup else {"target", "draft"}
+    choice, methods, needed = settings.models, settings.measuring.names, roles_of(settings) - roles_of_copy(settings)
     names: dict[str, str] = {role: getattr(choice, role) for role in ("target", "draft", "mid") if role in needed}
     in_order = sorted(dict.fromkeys(names.values()), key=is_hub_id)  # A wrong name is found before a large download.
     by_name = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
     folders = {role: by_name[name] for role, name in names.items()}
-    if any(METHODS[name].contrasts for name in methods) and folders["target"] == folders["draft"]:
+    if any(METHODS[name].contrasts for name in methods) and folders["target"] == folders.get("draft"):
         raise UserError("contrastive decoding needs two models: --target and --draft are the same")
     return folders
 
@@ -301,7 +357,10 @@ def compile_models(models: LoadedModels, settings: Settings, prompt: Sequence[in
     """The models, compiled, with the graphs that the methods need, and a line that says how long it took. No
     measurement includes it. prompt: token ids for a rehearsal."""
     start = time.perf_counter()
-    made: LoadedModels = {role: compiled(model) for role, model in models.items()}
+    once = {id(model): model for model in models.values()}  # A copy of the target may have several roles.
+    target = compiled(models["target"])
+    made_once = {key: compiled(model, target if model.cache_of else None) for key, model in once.items()}
+    made: LoadedModels = {role: made_once[id(model)] for role, model in models.items()}
     if make_all_graphs(made, settings, prompt) is not None:
         print(f"Compiled in {time.perf_counter() - start:.1f} s.")
     return made

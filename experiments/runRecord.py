@@ -37,6 +37,9 @@ def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) ->
         role: model_record(folder.name, model_version(folder), models[role])
         for role, folder in prepared.folders.items()
     }
+    for role in prepared.roles_of_copy:
+        version = f"{versions['target']['version']}, {prepared.bits} bits"
+        versions[role] = model_record(models[role].name, version, models[role])
     if prepared.settings.models.draft_device and "draft" in versions:
         versions["draft"]["device"] = prepared.draft_device
         versions["draft"]["processor"] = machine(prepared.draft_device)["processor"]
@@ -46,7 +49,7 @@ def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) ->
         "kind": "run",
         "run": uuid.uuid4().hex[:8],
         "folder": os.getcwd(),
-        **origin(argv, prepared.settings.flags, kind, versions),
+        **origin(argv, prepared.flags, kind, versions),
     }
     if several:
         texts = digest([prepared.prompts, prepared.article, prepared.texts, list(map(astuple, prepared.audited))])

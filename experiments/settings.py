@@ -63,12 +63,13 @@ class Measuring:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """Which models, and how they are loaded. draft "lookup": the text so far guesses; None: the default, for
-    draft_device the target's device."""
+    """Which models, and how they are loaded. draft "lookup": the text so far guesses; draft or mid "self": the target's
+    copy, with `draft_bits` bits. None: the default, for draft_device the target's device, for draft_bits the fastest."""
 
     target: str
     draft: str
     mid: str | None
+    draft_bits: int | None
     draft_vocab: int | None
     dtype: str | None
     device: str | None
@@ -78,8 +79,8 @@ class ModelChoice:
 
     @property
     def roles(self) -> set[str]:
-        """The models there are beside the target."""
-        return ({"draft"} if self.draft != "lookup" else set()) | ({"mid"} if self.mid else set())
+        """The models there are beside the target. Its copy can always be made."""
+        return {"self"} | ({"draft"} if self.draft != "lookup" else set()) | ({"mid"} if self.mid else set())
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,8 @@ def typed(args: argparse.Namespace) -> Settings:
         "ppl": bool(args.ppl),
         "written_in": args.writtenIn or "bfloat16",
         "lookup": args.draft == "lookup",
+        "own_copy": args.draft == "self",
+        "draft_bits": None if args.draftBits == "auto" else int(args.draftBits),
         "temperatures": tuple(args.temperature or ()),
         "prompt_lengths": tuple(args.promptLen),
         "questions": tuple(args.question or ()),
@@ -288,6 +291,29 @@ def check_together(settings: Settings) -> None:
         raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
     if settings.models.draft_vocab:
         check_draft_vocabulary(settings)
+    check_copy(settings)
+
+
+def check_copy(settings: Settings) -> None:
+    """Raise UserError for what the target's own copy cannot do, or has no use for."""
+    choice, names = settings.models, settings.measuring.names
+    if choice.draft_bits and "self" not in (choice.draft, choice.mid, *names):
+        raise UserError("--draftBits is for the target's own copy; add --draft self or leave it out")
+    if choice.target in ("self", "lookup"):
+        raise UserError(f"--target {choice.target}: the target is a model; name it")
+    if choice.draft != "self":
+        return
+    if choice.draft_device:
+        raise UserError("--draft self shares the target's KV cache, and so its device; leave out --draftDevice")
+    if choice.mid:
+        raise UserError("--draft self guesses for the target; for three levels give --mid self and another draft")
+    if choice.draft_vocab:
+        raise UserError("--draft self has the target's output layer; leave out --draftVocab")
+    if any(METHODS[name].contrasts for name in names):
+        raise UserError(
+            "contrastive decoding (in --contrastive, --diversity, --compare all) needs another model than the target; "
+            "leave it out, or name another --draft"
+        )
 
 
 def check_tree(settings: Settings) -> None:

@@ -180,10 +180,11 @@ def mass_not_updated(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree
 
 
 class FlawedModel(CachedModel):
-    """A model with a mistake in how it runs: the weights of `model`, and a cache of its own."""
+    """A model with a mistake in how it runs: the weights and the KV cache of `model`."""
 
     def __init__(self, model: CachedModel) -> None:
-        super().__init__(model.model, model.vocabulary, model.name)
+        super().__init__(model.model, model.vocabulary, model.name, model.cache_of)
+        self.store = model.store
 
 
 class StaleSlotTarget(FlawedModel):

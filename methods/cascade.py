@@ -11,6 +11,7 @@ from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
 from decoding.rows import Record, Rows
 from decoding.verification import VerificationRule, token_rule
+from methods.drafters import DrafterWithModel
 from utils import Sampling
 
 
@@ -47,7 +48,7 @@ class InnerRows(Rows):
         )
 
 
-class CascadeDrafter(Drafter):
+class CascadeDrafter(DrafterWithModel):
     """A speculative sampler guesses: `model` is its target, and `drafter` (possibly another cascade) guesses for it.
 
     Its tokens are distributed exactly as `model`'s own, and `model`'s distributions are the q of its guesses. So a
@@ -58,19 +59,16 @@ class CascadeDrafter(Drafter):
     def __init__(
         self, model: Model, drafter: Drafter, length: LengthRule | None = None, verify: VerificationRule = token_rule
     ) -> None:
-        self.model, self.drafter, self.verify = model, drafter, verify
+        super().__init__(model)
+        self.drafter, self.verify = drafter, verify
         self.length = length or Fixed(4)
         self.models = [model, *drafter.models]
 
     def begin(self, rows: Rows) -> None:
-        self.model.prefill(rows)
+        super().begin(rows)
         self.inner = InnerRows(rows, self.model)
         self.drafter.begin(self.inner)
         self.length.begin(rows)
-        self.behind = 1
-
-    def rewind(self, count: int) -> None:
-        self.behind += count
 
     def draft(
         self,
@@ -88,8 +86,8 @@ class CascadeDrafter(Drafter):
         if gamma == 0:
             self.behind += 1
             return no_guesses(rows, self.model.vocabulary)
-        self.inner.follow(rows, self.behind)
         self.drafter.rewind(self.behind)
+        self.inner.follow(rows, self.unread())
         q = torch.zeros(len(rows.tokens), gamma + 1, self.model.vocabulary, device=rows.device)  # one to spare
         while self.inner.ahead_of(rows) < gamma:
             first = self.inner.lengths - rows.lengths
@@ -99,5 +97,4 @@ class CascadeDrafter(Drafter):
             for j in range(p.shape[1]):
                 at = torch.where(j <= accepted, first + j, gamma).clamp(max=gamma)
                 q.scatter_(1, at[:, None, None].expand(-1, 1, q.shape[-1]), p[:, j : j + 1])
-        self.behind = 1
         return Guesses(self.inner.sequence.gather(1, rows.positions(0, gamma)), q[:, :gamma])

@@ -23,6 +23,7 @@ from methods.samplers import (
     has_fixed_shape,
     lookup,
     lookup_first,
+    own_copy,
     speculative,
     tree,
     without_cache,
@@ -134,6 +135,14 @@ CATALOGUE = (
         speculative("fixed", None, lookup_first),
         needs=("draft",),
         lossless=True,
+    ),
+    Method(
+        "self",
+        "guesses from the target's own copy in few bits (--draftBits)",
+        speculative("fixed", None, own_copy),
+        needs=("self",),
+        lossless=True,
+        guesser="self",
     ),
     Method(
         "cascade",

@@ -11,7 +11,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,12 +28,15 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from decoding.drafter import Drafter
 from decoding.lengthRules import LengthRule
 from decoding.rows import Record
 from decoding.verification import RULES, VerificationRule
 from engine.cachedModel import CachedModel
+from engine.quantised import BITS
 from engine.sharedWeights import kept_copy
 from methods.drafters import ModelDrafter
+from methods.selfDraft import copies_of
 from specSampling import specSampling
 from utils import Sampling, UserError
 
@@ -43,12 +48,21 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     records: list[Record] | None = None
 
 
+# {model: {bits: its copy}}. A copy keeps no reference to the model.
+_COPIES: WeakKeyDictionary[PreTrainedModel, dict[int, PreTrainedModel]] = WeakKeyDictionary()
+
+
 def speculative(
-    draft: PreTrainedModel, gamma: int | LengthRule = 4, verify: str = "token", vocabulary: int | None = None
+    draft: PreTrainedModel | None = None,
+    gamma: int | LengthRule = 4,
+    verify: str = "token",
+    vocabulary: int | None = None,
+    bits: int = 4,
 ) -> Speculative:
     """Speculative sampling, as a `custom_generate` for `model.generate`.
 
-    draft: a smaller model with the same tokenizer, on the same device. Neither model is changed.
+    draft: a smaller model with the same tokenizer, on the same device. Neither model is changed. None: the model's own
+        copy, whose weights have `bits` bits (selfDraft.py); it is made at the first call.
     gamma: tokens to guess in a round, or a rule that chooses (decoding/lengthRules.py).
     verify: "token" or "block" (decoding/verification.py).
     vocabulary: the tokenizer's size, to which the logits are cut. Needed if the models pad their vocabularies to
@@ -58,23 +72,35 @@ def speculative(
     repeatable. It is not the text that `generate` alone draws with that seed, but it has the same distribution.
     Raises ValueError, here or in `generate`, for what cannot be honoured.
     """
-    if not isinstance(draft, PreTrainedModel):
+    if not isinstance(draft, (PreTrainedModel, NoneType)):
         raise ValueError(f"the draft must be a transformers model, not a {type(draft).__name__}")
     if verify not in RULES:
         raise ValueError(f"verify must be one of {', '.join(RULES)}, not {verify!r}")
     if isinstance(gamma, int) and gamma < 1:
         raise ValueError(f"gamma must be 1 or more, not {gamma}")
-    return Speculative(draft, gamma, RULES[verify], vocabulary)
+    if bits not in BITS:
+        raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {bits}")
+    return Speculative(draft, gamma, RULES[verify], vocabulary, bits)
 
 
 @dataclass(frozen=True, repr=False)
 class Speculative:
     """What `speculative` returns: the decoding loop, called by `generate` with what it prepared."""
 
-    draft: PreTrainedModel
+    draft: PreTrainedModel | None
     gamma: int | LengthRule
     verify: VerificationRule
     vocabulary: int | None
+    bits: int
+
+    def drafter(self, target: CachedModel) -> Drafter:
+        """What guesses for the target. A copy of the target is made once."""
+        if self.draft is not None:
+            return ModelDrafter(CachedModel(kept_copy(self.draft), self.vocabulary, "the draft"))
+        copies = _COPIES.setdefault(target.model, {})
+        if self.bits not in copies:
+            copies[self.bits] = copies_of(target, [self.bits]).of(self.bits, target).model
+        return ModelDrafter(CachedModel(copies[self.bits], self.vocabulary, "the copy", target))
 
     def __call__(
         self,
@@ -93,7 +119,7 @@ class Speculative:
         prompts, padding = unpadded(input_ids, inputs)
         sampling = as_sampling(logits_processor, padding, generation_config.do_sample)
         stop = Stop(input_ids, stopping_criteria, generation_config)
-        check_models(model, self.draft, stop.max_length, self.vocabulary)
+        check_models(model, self.draft or model, stop.max_length, self.vocabulary)
         if streamer is not None and len(prompts) > 1:
             refuse(f"a streamer for a batch of {len(prompts)} rows")
 
@@ -102,10 +128,11 @@ class Speculative:
                 streamer.put(torch.tensor([token]))
 
         try:
+            target = CachedModel(kept_copy(model), self.vocabulary, "the model")
             tokens, records = specSampling(
                 prompts,
-                target=CachedModel(kept_copy(model), self.vocabulary, "the model"),
-                drafter=ModelDrafter(CachedModel(kept_copy(self.draft), self.vocabulary, "the draft")),
+                target=target,
+                drafter=self.drafter(target),
                 max_len=stop.max_length - input_ids.shape[1],
                 gamma=self.gamma,
                 sampling=sampling,

@@ -15,7 +15,33 @@ from decoding.rows import Rows
 from utils import Sampling, seen_after
 
 
-class ModelDrafter(Drafter):
+class DrafterWithModel(Drafter):
+    """A drafter with a model that follows the rows.
+
+    The model reads the last two committed tokens of each round. It has not seen the last one, and after full acceptance
+    it has not read its own last guess either. Two tokens cost what one costs. A round without guesses leaves it one
+    token further behind. A model that shares the target's KV cache is never behind.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.models = [model]
+
+    def begin(self, rows: Rows) -> None:
+        if self.model.cache_of is None:
+            self.model.prefill(rows)
+        self.behind = 1
+
+    def rewind(self, count: int) -> None:
+        self.behind += count
+
+    def unread(self) -> int:
+        """A round begins: how many tokens before the last one the model has to read."""
+        unread, self.behind = self.behind, 1
+        return unread if self.model.cache_of is None else 0
+
+
+class ModelDrafter(DrafterWithModel):
     """A smaller model with the target's vocabulary guesses, one token after the other.
 
     temperature, top_p: of the draft alone; None: the target's. Any value is lossless, because the q that verification
@@ -24,15 +50,8 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(self, model: Model, temperature: float | None = None, top_p: float | None = None) -> None:
-        self.model, self.temperature, self.top_p = model, temperature, top_p
-        self.models = [model]
-
-    def begin(self, rows: Rows) -> None:
-        self.model.prefill(rows)
-        self.behind = 1
-
-    def rewind(self, count: int) -> None:
-        self.behind += count
+        super().__init__(model)
+        self.temperature, self.top_p = temperature, top_p
 
     def draft(
         self,
@@ -42,18 +61,12 @@ class ModelDrafter(Drafter):
         generator: Generator | None = None,
         length: LengthRule | None = None,
     ) -> Guesses:
-        """Guess the next `gamma` tokens of each row.
-
-        The last two committed tokens are read again. The draft has not seen the last token of the round, and after full
-        acceptance it has not read its own last guess either. Two tokens cost what one costs. A round without guesses
-        leaves the draft one token further behind.
-        """
+        """Guess the next `gamma` tokens of each row."""
         if gamma == 0:
             self.behind += 1
             return no_guesses(rows, self.model.vocabulary)
-        model, read, self.behind = self.model, 1 + self.behind, 1
-        draft_sampling = sampling.but(self.temperature, self.top_p)
-        tokens, positions = (x.to(model.device) for x in rows.last(read, gamma - 1))
+        model, draft_sampling = self.model, sampling.but(self.temperature, self.top_p)
+        tokens, positions = (x.to(model.device) for x in rows.last(1 + self.unread(), gamma - 1))
         seen, going = rows.seen(model.vocabulary, sampling), rows.going.to(model.device)
         seen = None if seen is None else seen.to(model.device)
         stop = length.stop if length else None

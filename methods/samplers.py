@@ -37,6 +37,7 @@ class Decoding:
 
     tree: the shape of a tree of guesses (`Tree.of`), or "auto"; None: a chain, but in the methods for trees.
     lookup: the text so far guesses, instead of a draft model. lookup_first: it guesses where it has a match.
+    own_copy: the draft is the target's own copy.
     draft_temperature, draft_top_p: as in `ModelDrafter`.
     translation: from the target's tokenizer to the draft's, if that is another one.
     """
@@ -53,6 +54,7 @@ class Decoding:
     ngram: int | None = None
     lookup: bool = False
     lookup_first: bool = False
+    own_copy: bool = False
     draft_temperature: float | None = None
     draft_top_p: float | None = None
     translation: Vocabularies | None = None
@@ -63,7 +65,7 @@ class Decoding:
     def gamma_of(self, rule: str, looks_up: bool = False) -> int:
         """--gamma, or its default for a draft-length rule. looks_up: the text so far guesses."""
         many = rule in ("draftConfidence", "costAware") or (looks_up and rule == "fixed")
-        return self.gamma or (10 if many else 4)
+        return self.gamma or (10 if many else 5 if self.own_copy else 4)
 
 
 class Sampler(Protocol):
@@ -81,7 +83,7 @@ class Sampler(Protocol):
     ) -> tuple[list[list[int]], list[Record]]: ...
 
 
-Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted
+Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted, self (the target's copy)
 Wrap = Callable[[Any], Any]  # a drafter of any kind -> the same, watched
 Maker = Callable[[Models, Decoding, Wrap], Sampler]
 
@@ -141,6 +143,11 @@ def draft_model(models: Models, decoding: Decoding) -> Drafter:
     if decoding.translation is not None:
         return OtherTokenizerDrafter(model, decoding.translation, *options)
     return ModelDrafter(model, *options)
+
+
+def own_copy(models: Models, decoding: Decoding) -> Drafter:
+    """The target's copy in few bits."""
+    return ModelDrafter(models["self"], decoding.draft_temperature, decoding.draft_top_p)
 
 
 def lookup(models: Models, decoding: Decoding) -> LookupDrafter:

@@ -28,11 +28,11 @@ class TreeDrafter(ModelDrafter):
     """A `ModelDrafter` that grows trees of guesses too."""
 
     def grow(self, rows: Rows, tree: Tree, sampling: Sampling, generator: Generator | None = None) -> TreeGuesses:
-        """A tree for each row. As in `draft`, the last two committed tokens are read again."""
-        model, read, self.behind = self.model, 1 + self.behind, 1
+        """A tree for each row."""
+        model = self.model
         places, seen = Places.of(rows, tree), rows.seen(model.vocabulary, sampling)
         u = uniform(len(rows.tokens), tree.draws, device=model.device, generator=generator)
-        tokens, positions = (x.to(model.device) for x in rows.last(read))
+        tokens, positions = (x.to(model.device) for x in rows.last(1 + self.unread()))
         drafts, q = model.grow(
             tree,
             tokens,
@@ -160,5 +160,5 @@ def move_path(models: Iterable[Model], rows: Rows, tree: Tree, path: Tensor) -> 
     """
     root = (rows.lengths - 1)[:, None]
     source, slots = root + path, root + rows.offsets(1, tree.depth)
-    for model in models:
+    for model in dict.fromkeys(model.cache_of or model for model in models):
         model.move(source.to(model.device), slots.to(model.device))

@@ -20,7 +20,7 @@ from decoding.model import Model, uniform
 from decoding.trees.rules import TREE_RULES
 from decoding.trees.tree import Places, Tree
 from decoding.verification import block_rule
-from engine.cachedModel import CachedModel
+from engine.cachedModel import CachedModel, Store
 from engine.compiling import compiled, is_compiled
 from engine.cpuModel import CpuModel
 from engine.decoderLayers import Description, PackedLayer
@@ -208,9 +208,9 @@ def test_activations_of_large_numbers(name, family, monkeypatch):
     check(*both(family, **{"activation_function" if family == "gpt2" else "hidden_act": name}))
 
 
-by_kind, made, angles = Description.by_kind, Description.made, Description.angles
+made, angles = Description.made, Description.angles
 MISTAKES = {
-    "by_kind": lambda self, rows: rows,
+    "arranged": lambda self, name, rows: torch.cat(list(rows)),
     "made": lambda self, layers: made(self, layers[::-1]),
     "angles": lambda self, capacity: tuple(x.roll(1, 0) for x in angles(self, capacity)),
 }
@@ -257,8 +257,10 @@ def test_a_wrong_step_is_seen(mistake, monkeypatch):
     if mistake in WRONG_STEPS:
         model.decoder = Wrong(model.decoder, WRONG_STEPS[mistake])
     else:
-        bind = model.bind
-        monkeypatch.setattr(model, "bind", lambda: bind() if model.cache.capacity == 70 else None)
+        right = model.kernels
+        monkeypatch.setattr(
+            model, "kernels", lambda: model.decoder if model.bound and model.bound.capacity == 70 else right()
+        )
     with pytest.raises(AssertionError):
         check(eager, model)
 
@@ -483,7 +485,7 @@ def test_a_wrong_text_is_seen(models):
     m = SimpleNamespace(**vars(right))
     for role, samplings in ("draft", [FREE]), ("target", [GREEDY, FREE]):
         wrong = vars(m)[role] = copy.copy(getattr(right, role))
-        wrong.cache, wrong.draw = None, partial(Model.draw, wrong)
+        wrong.store, wrong.bound, wrong.draw = Store(), None, partial(Model.draw, wrong)
         wrong.decoder = Wrong(wrong.description.pack(), WRONG_STEPS["a token"])
         for sampling in samplings:
             one, other = (

@@ -24,9 +24,11 @@ extern "C" bool processor_has(const char* name) {
     bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     unsigned a = 0, b = 0, c = 0, d = 0;
-    bool dots = avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+    bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    bool dots = vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
     if (is("avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (is("avx512")) return avx512;
+    if (is("avx512vnni")) return vnni;
     if (is("avx512bf16")) return dots;
     if (is("amx")) return dots && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1;
 #endif

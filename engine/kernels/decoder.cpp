@@ -129,14 +129,14 @@ struct Decoder::Pass {
                      room.queries.data(), nullptr, nullptr, room.attended.data(), room.slots.data(), block.root,
                      block.ancestors ? block.ancestors + start : nullptr};
         embed();
-        prefetch<T>(member, model.layers[0].qkv);
+        prefetch(member, model.layers[0].qkv);
         member.wait();
         if (n >= CHUNK && member.number == 0) room.packed.reserve(attention);  // Barriers follow before it is used.
         for (size_t l = 0; l < model.layers.size(); l++) {
             attention.keys = (T*)model.keys[l].data_ptr(), attention.values = (T*)model.values[l].data_ptr();
             bool is_last = l + 1 == model.layers.size();
             layer(model.layers[l], is_last && block.keep);
-            prefetch<T>(member, is_last ? model.head : model.layers[l + 1].qkv);
+            prefetch(member, is_last ? model.head : model.layers[l + 1].qkv);
             member.wait();
         }
         end();
@@ -158,14 +158,14 @@ struct Decoder::Pass {
             if (model.parallel) to_inner(layer);
         }
         attend(attention, room.packed, member);
-        prefetch<T>(member, layer.out);
+        prefetch(member, layer.out);
         member.wait();
         add(layer.out, room.attended.data());
         if (!model.parallel) {
-            prefetch<T>(member, layer.up, model.gated);
+            prefetch(member, layer.up, model.gated);
             member.wait();
             to_inner(layer);
-            prefetch<T>(member, layer.down);
+            prefetch(member, layer.down);
             member.wait();
         }
         add(layer.down, room.inner.data());

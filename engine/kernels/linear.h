@@ -3,6 +3,12 @@
 //
 // The rows of a weight [out, in] are packed in blocks of 32: [out / 32][in / PAIR][32][PAIR]. The 32 outputs of a block
 // lie side by side in vector registers (multiply.cpp).
+//
+// A weight in few bits is a code, 0 to 2^bits - 1, of which half the range is subtracted, times the scale of its group of
+// inputs. Its blocks are uint8 [out / 32][in / group][64 + ...]: the 32 scales of the group in bfloat16, and for each 32
+// inputs (a tile) as many rows as a weight has bits, of 4 bytes for each output. In the first four rows, byte j of row r
+// has the lower four bits of inputs 8 r + j and 8 r + 4 + j; bit k of byte j of a later row is one more bit of input
+// 4 k + j. With 8 bits, byte j of row k is input 4 k + j. The inputs are rounded to int8, by groups as well.
 
 #pragma once
 #include "multiply.h"
@@ -53,7 +59,59 @@ static void through_blocks(const Multiply& kernel, const T* x, const T* packed, 
 struct Linear {
     at::Tensor packed, bias;
     long in = 0, out = 0;
+
+    bool quantised() const { return packed.scalar_type() == at::kByte; }
+    // Bytes of a block of outputs.
+    long block_bytes() const { return packed.nbytes() / packed.size(0); }
+    const char* block(long number) const { return (const char*)packed.const_data_ptr() + number * block_bytes(); }
+    // Of a weight in few bits:
+    long group() const { return in / packed.size(1); }
+    long bits() const { return (packed.size(2) - SIDE * 2) * TILE / (group() * SIDE * 4); }
 };
+
+// x [tokens, in] with one scale for each group of numbers, in int8.
+struct Rounded {
+    std::vector<int8_t> x;
+    std::vector<float> scales;   // [tokens, in / group]
+    std::vector<int32_t> sums;
+
+    template <typename T> void round(const T* from, long tokens, long in, long group) {
+        long groups = tokens * in / group;
+        x.resize(std::max(x.size(), size_t(tokens * in)));
+        scales.resize(std::max(scales.size(), size_t(groups))), sums.resize(scales.size());
+        for (long g = 0; g < groups; g++) {
+            const T* some = from + g * group;
+            int8_t* to = x.data() + g * group;
+            float most = 0;
+            int32_t sum = 0;
+            for (long i = 0; i < group; i++) most = std::max(most, std::abs(wide(some[i])));
+            const float factor = most > 0 ? 127 / most : 0;
+            for (long i = 0; i < group; i++) {
+                // Adding 1.5 * 2^23 rounds to nearest, ties to even, and leaves the number in the low bits.
+                float y = wide(some[i]) * factor + 12582912.f;
+                int32_t bits;
+                std::memcpy(&bits, &y, 4);
+                to[i] = int8_t(bits);
+                sum += int8_t(bits);
+            }
+            scales[g] = most / 127, sums[g] = sum;
+        }
+    }
+};
+
+// Multiplies all tokens with blocks first to last - 1 of a weight in few bits -> sums[blocks][tokens]. A block stays in
+// the second cache for all jobs.
+static inline void through_codes(const Multiply& kernel, const Rounded& rounded, const Linear& layer, long first, long last,
+                                 long tokens, Sums* sums) {
+    const long groups = layer.packed.size(1), jobs = (tokens + kernel.most_codes - 1) / kernel.most_codes;
+    for (long b = first; b < last; b++)
+        for (long job = 0; job < jobs; job++) {
+            long m = tokens * job / jobs;
+            kernel.codes({tokens * (job + 1) / jobs - m, rounded.x.data() + m * layer.in, rounded.scales.data() + m * groups,
+                          rounded.sums.data() + m * groups, layer.block(b), layer.in, layer.group(), layer.bits(),
+                          sums[(b - first) * tokens + m].of});
+        }
+}
 
 // x [tokens, in] times the weight, for this thread's part of the outputs: sink(block, token, sums) takes the sums of each
 // block of 32 outputs. The threads get equal parts of the weight's bytes. If `pairs`, blocks 2 i and 2 i + 1 are given
@@ -62,15 +120,19 @@ template <typename T, typename Sink>
 static void multiply(const Member& member, const T* x, const Linear& layer, long tokens, bool pairs, const Sink& sink) {
     constexpr long ROOM = 256 << 10;  // Bytes of the sums of a thread: they stay in the second cache.
     static thread_local std::vector<Sums> sums;
+    static thread_local Rounded rounded;
     auto& kernel = multiply_in_use();
-    const T* packed = data<T>(layer.packed);
-    long blocks = (layer.out + SIDE - 1) / SIDE, most = kernel.most<T>(), unit = pairs ? 2 : 1;
-    long most_blocks = tokens > most ? std::max(1l, ROOM / (tokens * unit * long(sizeof(Sums)))) * unit : unit;
+    const bool quantised = layer.quantised();
+    long blocks = (layer.out + SIDE - 1) / SIDE, unit = pairs ? 2 : 1, most_blocks = unit;
+    if (!quantised && tokens > kernel.most<T>())
+        most_blocks = std::max(1l, ROOM / (tokens * unit * long(sizeof(Sums)))) * unit;
     sums.resize(std::max(sums.size(), size_t(most_blocks * tokens)));
     auto [first, last] = member.part(blocks, unit);
+    if (quantised && first < last) rounded.round(x, tokens, layer.in, layer.group());
     for (long b = first; b < last; b += most_blocks) {
         long end = std::min(b + most_blocks, last);
-        through_blocks(kernel, x, packed + b * layer.in * SIDE, end - b, tokens, layer.in, sums.data());
+        if (quantised) through_codes(kernel, rounded, layer, b, end, tokens, sums.data());
+        else through_blocks(kernel, x, (const T*)layer.block(b), end - b, tokens, layer.in, sums.data());
         for (long block = b; block < end; block += unit)
             for (long m = 0; m < tokens; m++) sink(block, m, &sums[(block - b) * tokens + m], tokens);
     }
@@ -86,10 +148,9 @@ static inline void add_bias(const Linear& layer, long block, Sums& sums) {
 }
 
 // Prefetches the beginning of this thread's part of a weight, while the thread would only wait for others.
-template <typename T>
 static inline void prefetch(const Member& member, const Linear& layer, bool pairs = false) {
     auto [first, last] = member.part((layer.out + SIDE - 1) / SIDE, pairs ? 2 : 1);
-    const char* from = (const char*)(data<T>(layer.packed) + first * layer.in * SIDE);
-    long bytes = std::min(8192l, (last - first) * layer.in * SIDE * long(sizeof(T)));
+    const char* from = layer.block(first);
+    long bytes = std::min(8192l, (last - first) * layer.block_bytes());
     for (long byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte);
 }

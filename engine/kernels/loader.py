@@ -22,8 +22,9 @@ TORCH = Path(torch.__file__).parent
 FLAGS = ["-O3", "-ffast-math", "-std=c++20", "-fPIC"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 KINDS = {  # of processors, best first, with the flags that multiply.cpp is compiled with for them
-    "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
-    "avx512bf16": [*AVX512, "-mavx512bf16"],
+    "amx": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
+    "avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
+    "avx512vnni": [*AVX512, "-mavx512vnni"],
     "avx512": AVX512,
     "avx2": ["-mavx2", "-mfma"],
     "plain": [],

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
-#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -21,6 +21,8 @@ constexpr int LANES = BYTES / 4, VECTORS = SIDE / LANES, MOST = REGISTERS / VECT
 
 typedef float Floats __attribute__((vector_size(BYTES)));
 typedef uint32_t Words __attribute__((vector_size(BYTES)));
+typedef int32_t Ints __attribute__((vector_size(BYTES)));
+typedef uint16_t Halves __attribute__((vector_size(BYTES / 2)));
 
 template <typename V> static inline V loaded(const void* from) {
     V v;
@@ -90,6 +92,100 @@ template <typename T, int M = MOST>
 static void vectors(const Job<T>& job) {
     if (job.tokens == M) return by_vectors<M>(job);
     if constexpr (M > 1) vectors<T, M - 1>(job);
+}
+
+// sum + w[0] x[0] + ... + w[3] x[3] in each lane: w is four unsigned bytes, x four signed ones.
+static inline Ints dotted(Ints sum, Words w, const int8_t* x) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)spread(x));
+#else
+    // Two pairs of 16-bit numbers: bytes 0 and 2, bytes 1 and 3.
+    const uint32_t low = 0x00ff00ff;
+    auto pair = [](int8_t a, int8_t b) { return (uint32_t(uint16_t(b)) << 16 | uint16_t(a)) - Words{}; };
+    auto multiplied = [](Words a, Words b) {
+#if defined(__AVX512BW__)
+        return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+        return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__) && !defined(__AVX__)
+        return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+        return ((Ints)(a << 16) >> 16) * ((Ints)(b << 16) >> 16) + ((Ints)a >> 16) * ((Ints)b >> 16);
+#endif
+    };
+    return sum + multiplied(w & low, pair(x[0], x[2])) + multiplied((w >> 8) & low, pair(x[1], x[3]));
+#endif
+}
+
+// Weights of 4 inputs, k of 8 in a tile, for the outputs of vector v: four unsigned bytes a lane. tile: its rows.
+template <int BITS> static inline Words codes(const char* tile, int k, int v) {
+    auto row = [&](int number) { return loaded<Words>(tile + number * SIDE * 4 + v * BYTES); };
+    if constexpr (BITS == 8) return row(k);
+    Words w = (k % 2 ? row(k / 2) >> 4 : row(k / 2)) & 0x0f0f0f0fu;
+#pragma GCC unroll 2
+    for (int bit = 4; bit < BITS; bit++) {
+        Words high = row(bit);  // Bit k of each byte is this bit of the weight.
+        w |= (k < bit ? high << (bit - k) : high >> (k - bit)) & (0x01010101u << bit);
+    }
+    return w;
+}
+
+constexpr int MOST_OF_CODES = std::max(1, BYTES / 10);  // With more, not all sums stay in registers.
+
+// The job of M tokens whose weights have BITS bits.
+template <int M, int BITS> static void by_codes(const CodesJob& job) {
+    Floats acc[M][VECTORS] = {};
+    const long groups = job.in / job.group;
+    const char* here = job.block;
+    for (long g = 0; g < groups; g++) {
+        const char* scales = here;
+        here += SIDE * 2;
+        Ints sums[M][VECTORS];
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)  // Codes are weights plus half their range.
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) sums[m][v] = -(job.sums_of_x[m * groups + g] << (BITS - 1)) - Ints{};
+        for (long in = g * job.group; in < (g + 1) * job.group; in += TILE, here += BITS * SIDE * 4) {
+#pragma GCC unroll 16
+            for (int line = 0; line < BITS * SIDE * 4; line += 64) __builtin_prefetch(here + 4096 + line);
+#pragma GCC unroll BYTES / 8
+            for (int k = 0; k < 8; k++) {
+                Words w[VECTORS];
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++) w[v] = codes<BITS>(here, k, v);
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+                    for (int v = 0; v < VECTORS; v++) sums[m][v] = dotted(sums[m][v], w[v], job.x + m * job.in + in + 4 * k);
+            }
+        }
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            Floats scale = (Floats)(__builtin_convertvector(loaded<Halves>(scales + v * BYTES / 2), Words) << 16);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++)
+                acc[m][v] += __builtin_convertvector(sums[m][v], Floats) * (scale * job.scales[m * groups + g]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) std::memcpy(job.sums + m * job.apart + v * LANES, &acc[m][v], BYTES);
+}
+
+template <int BITS, int M = MOST_OF_CODES>
+static void of_bits(const CodesJob& job) {
+    if (job.tokens == M) return by_codes<M, BITS>(job);
+    if constexpr (M > 1) of_bits<BITS, M - 1>(job);
+}
+
+static void few_bits(const CodesJob& job) {
+    switch (job.bits) {
+        case 4: return of_bits<4>(job);
+        case 5: return of_bits<5>(job);
+        case 6: return of_bits<6>(job);
+        case 8: return of_bits<8>(job);
+    }
 }
 
 #ifdef __AMX_BF16__
@@ -191,8 +287,8 @@ static void done() {  // The operating system need not keep the tiles of this th
     if (configured) _tile_release();
     configured = 0;
 }
-extern const Multiply KIND = {NAME, MOST, TILED, NEAR, FAR, vectors<float>, tiles, done};
+extern const Multiply KIND = {NAME, MOST, TILED, MOST_OF_CODES, NEAR, FAR, vectors<float>, tiles, few_bits, done};
 #else
 static void done() {}
-extern const Multiply KIND = {NAME, MOST, MOST, NEAR, NEAR, vectors<float>, vectors<bf16>, done};
+extern const Multiply KIND = {NAME, MOST, MOST, MOST_OF_CODES, NEAR, NEAR, vectors<float>, vectors<bf16>, few_bits, done};
 #endif

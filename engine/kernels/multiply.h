@@ -26,12 +26,26 @@ struct Job {
     int lines = 2;          // and cache lines prefetched at each of these places: 1 if several jobs go through the block.
 };
 
+// sums[tokens][SIDE] = x [tokens][in] times one block of a weight in few bits (linear.h).
+struct CodesJob {
+    long tokens;
+    const int8_t* x;     // [tokens][in], x over the scale of its group
+    const float* scales; // [tokens][in / group], of the groups of x
+    const int32_t* sums_of_x;  // [tokens][in / group], the sums of the groups of x
+    const char* block;
+    long in, group, bits;
+    float* sums;
+    long apart = SIDE;  // numbers from one row of sums to the next
+};
+constexpr long TILE = 32;  // Inputs that share a row of every bit.
+
 struct Multiply {
     const char* name;
-    long most_floats, most_bf16;  // Tokens of one job.
+    long most_floats, most_bf16, most_codes;  // Tokens of one job.
     long part_floats, part_bf16;  // Bytes of a block that several jobs go through before the next bytes are read.
     void (*floats)(const Job<float>&);
     void (*bf16s)(const Job<bf16>&);
+    void (*codes)(const CodesJob&);
     void (*done)();  // Called by each thread after its last job.
 
     void run(const Job<float>& job) const { floats(job); }

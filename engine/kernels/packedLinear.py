@@ -10,10 +10,11 @@ import sys
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 HUGE = 2 << 20  # Bytes of a huge page. Smaller tensors gain nothing.
 MADV_HUGEPAGE = 14
-SIDE = 32  # outputs side by side in a block, as in linear.h
+SIDE, TILE = 32, 32  # outputs side by side in a block, and inputs of a tile, as in linear.h
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -24,6 +25,26 @@ def packed(weight: Tensor) -> Tensor:
     made = on_huge_pages(weight.new_empty(blocks, weight.shape[1] // pair, SIDE, pair))
     torch.ops.native.pack(weight.contiguous(), made)
     return made
+
+
+def packed_codes(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """A weight in few bits (`engine.quantised.Codes`) in the blocks of linear.h, uint8 `[out / SIDE, in / group, bytes]`.
+    The last block is filled with zeros."""
+    missing, groups = -len(codes) % SIDE, scales.shape[1]
+    codes, scales = pad(codes, (0, 0, 0, missing)), pad(scales, (0, 0, 0, missing))
+    # [block, group, tile, 4 inputs, output, input]
+    tiles = codes.view(-1, SIDE, groups, codes.shape[1] // groups // TILE, 8, 4).permute(0, 2, 3, 4, 1, 5)
+    if bits == 8:
+        rows = [tiles]
+    else:
+        low = tiles & 15
+        rows = [low[:, :, :, 0::2] | low[:, :, :, 1::2] << 4]
+        place = torch.arange(8, dtype=torch.uint8)[:, None, None]
+        for bit in range(4, bits):
+            rows.append(((tiles >> bit & 1) << place).sum(3, keepdim=True, dtype=torch.uint8))
+    of_groups = scales.to(torch.bfloat16).view(-1, SIDE, groups).transpose(1, 2).contiguous().view(torch.uint8)
+    parts = torch.cat([of_groups, torch.cat(rows, 3).flatten(2)], 2)
+    return on_huge_pages(torch.empty_like(parts)).copy_(parts)
 
 
 def can_be_packed(weight: Tensor) -> bool:

@@ -1,0 +1,104 @@
+"""`Copies`: a model's own copies with weights of few bits. Their codes are made once and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.cachedModel import CachedModel
+from engine.calibration import calibrated
+from engine.decoderLayers import NAMES
+from engine.kernels.loader import cache_folder
+from engine.quantised import GROUP, Codes, quantised_copy
+
+Follow = Callable[[Iterable[Any], str, int], Iterable[Any]]  # follow(work, title, steps) shows progress
+
+
+def unfollowed(work: Iterable[Any], title: str, steps: int) -> Iterable[Any]:
+    """The work, without a sign of progress."""
+    return work
+
+
+class Copies:
+    """Copies of `model`, which share its KV cache and all weights but those of the linear layers.
+
+    bits: the numbers of bits that `of` will be asked for. text: f() -> tokens `[rows, n]` that the model wrote; the
+    weights are rounded so that its outputs on these change least (calibration.py). It is asked only if the codes are not
+    on disk, beside the built kernels, in a folder whose name has a hash of the weights. Interrupted work goes on where
+    it stopped. Raises RuntimeError, with the reason, if the layers cannot be rounded.
+    """
+
+    def __init__(self, model: CachedModel, bits: Sequence[int], text: Callable[[], Tensor], follow: Follow) -> None:
+        self.name, self.vocabulary = model.name, model.vocabulary
+        weights = weights_of(model.model)
+        uneven = sorted({weight.shape[1] for weight in weights.values() if weight.shape[1] % GROUP})
+        if uneven:
+            raise RuntimeError(f"it has layers of {uneven[0]} inputs, which is no multiple of {GROUP}")
+        self.names, self.folder = list(weights), cache_folder() / f"copies-{hash_of(weights)}"
+        tokens: list[Tensor] = []
+        for count in bits:
+            (self.folder / str(count)).mkdir(parents=True, exist_ok=True)
+            done = {name: self.read(count, name)[:2] for name in weights if self.file(count, name).exists()}
+            if len(done) < len(weights):
+                tokens = tokens or [text()]
+                work = calibrated(model.model, tokens[0], count, GROUP, done)
+                for name, *codes in follow(work, f"rounding {self.name} to {count} bits", len(weights) - len(done)):
+                    self.write(name, Codes(*codes, count))
+        self.like = quantised_copy(model.model, self.codes(bits[0]))
+
+    def of(self, bits: int, cache_of: CachedModel) -> CachedModel:
+        """The copy with weights of that many bits. cache_of: the model whose KV cache it shares."""
+        model = quantised_copy(self.like, self.codes(bits))
+        return CachedModel(model, self.vocabulary, f"{self.name} in {bits} bits", cache_of)
+
+    def codes(self, bits: int) -> dict[str, Codes]:
+        """{name: weight in that many bits} of all linear layers."""
+        return {name: self.read(bits, name) for name in self.names}
+
+    def file(self, bits: int, name: str) -> Path:
+        return self.folder / str(bits) / f"{name}.safetensors"
+
+    def read(self, bits: int, name: str) -> Codes:
+        return Codes(**load_file(self.file(bits, name)), bits=bits)
+
+    def write(self, name: str, codes: Codes) -> None:
+        """The file appears when it is complete."""
+        draft = self.folder / f"{os.getpid()}.safetensors"
+        save_file({"codes": codes.codes.contiguous(), "scales": codes.scales.contiguous()}, draft)
+        os.replace(draft, self.file(codes.bits, name))
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """{name: weight `[out, in]`} of the linear layers in the decoder's layers, in their order, and of the output layer.
+    Raises RuntimeError if nothing is known of a model of this kind."""
+    if (kind := model.config.model_type) not in NAMES:
+        raise RuntimeError(f"nothing is known of the layers of {kind}, only of {', '.join(NAMES)}")
+    names, head = NAMES[kind], model.get_output_embeddings()
+    inside = f"{names.base}.{names.layers}."
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if module is head or (name.startswith(inside) and isinstance(module, (nn.Linear, Conv1D)))
+    }
+    return {
+        name: module.weight.detach().t() if isinstance(module, Conv1D) else module.weight.detach()
+        for name, module in linears.items()
+    }
+
+
+def hash_of(weights: Mapping[str, Tensor]) -> str:
+    """16 digits of a hash of weights, whatever dtype they were loaded in."""
+    digest = hashlib.sha256()
+    for name, weight in weights.items():
+        digest.update(name.encode())
+        digest.update(weight.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]

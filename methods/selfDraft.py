@@ -1,0 +1,105 @@
+"""The target's own copy with weights of few bits guesses for it: no other model, no training, no second KV cache
+(QuantSpec, Tiwari et al., arXiv 2502.10424; SubSpec, Wang et al., arXiv 2509.18344).
+
+A decode step takes as long as it takes to read the weights. The copy is read in a third of the time, and agrees with the
+target more often than a small model does. It reads and writes the target's KV cache: the committed tokens' keys and
+values are the target's own, and those of the guesses are overwritten when the target scores them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from engine.cachedModel import CachedModel
+from engine.copies import Copies, Follow, unfollowed
+from engine.quantised import BITS
+from methods.treeSampling import TreeDrafter
+from regrSampling import regrSampling
+from utils import Sampling, UserError, probabilities
+
+ROWS, LENGTH = 24, 256  # texts that the target writes for calibration, and tokens of each
+HELD_OUT = 4, 128  # likewise for `fastest`
+TIMINGS = 12  # of each forward
+
+
+def copies_of(target: CachedModel, bits: Sequence[int] = BITS, follow: Follow = unfollowed) -> Copies:
+    """The copies of `target`, made or found on disk. bits: those that will be needed, of BITS. follow: f(work, title,
+    steps), shows progress. Raises UserError for a target whose layers cannot be rounded."""
+    try:
+        return Copies(target, bits, lambda: own_text(target, ROWS, LENGTH), follow)
+    except RuntimeError as error:
+        raise UserError(f"{target.name} cannot draft for itself: {error}") from None
+
+
+def own_text(target: CachedModel, rows: int, length: int, seed: int = 0) -> Tensor:
+    """Text that the target writes from its first token on, int64 `[rows, length]`."""
+    config = target.model.generation_config
+    first = next((token for token in (config.bos_token_id, config.eos_token_id) if isinstance(token, int)), 0)
+    length = min(length, target.context)
+    generator = Generator(target.device).manual_seed(seed)
+    texts, _ = regrSampling([[first]] * rows, target, length - 1, Sampling(1.0, 0, 1.0), generator=generator)
+    return torch.tensor([[first, *text] for text in texts], device=target.device)
+
+
+class SelfDrafter(TreeDrafter):
+    """The target's own copy guesses, chains or trees. bits: of its weights. The other arguments are `ModelDrafter`'s."""
+
+    def __init__(
+        self, target: CachedModel, bits: int = 4, temperature: float | None = None, top_p: float | None = None
+    ) -> None:
+        if bits not in BITS:
+            raise UserError(f"a copy has {', '.join(map(str, BITS))} bits, not {bits}")
+        super().__init__(copies_of(target, [bits]).of(bits, target), temperature, top_p)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A copy, measured. alpha: sum min(p, q). cost: the time of its decode step, over that of plain decoding. gain:
+    expected tokens per second, over those of plain decoding."""
+
+    copy: CachedModel
+    bits: int
+    alpha: float
+    cost: float
+    gain: float
+
+
+@torch.inference_mode()
+def trials(
+    target: CachedModel,
+    copies: Copies,
+    sampling: Sampling,
+    gamma: int,
+    make: Callable[[CachedModel], CachedModel] = lambda copy: copy,
+) -> Iterator[Trial]:
+    """Copies of all BITS, with what was measured on a short text that the target writes. make: prepares a copy for
+    decoding."""
+    text = own_text(target, *HELD_OUT, seed=1)
+    p = probabilities(target.score(text), sampling)
+    for bits in BITS:
+        copy = make(copies.of(bits, target))
+        alpha = torch.minimum(p, probabilities(copy.score(text), sampling)).sum(-1).mean().item()
+        draw, plain, score = seconds(text[:1], (copy, 1), (target, 1), (target, gamma + 1))
+        tokens = sum(alpha**i for i in range(gamma + 1))  # of a round: theorem 3.8 of arXiv 2211.17192
+        yield Trial(copy, bits, alpha, draw / plain, tokens * plain / (gamma * draw + score))
+
+
+def seconds(text: Tensor, *forwards: tuple[CachedModel, int]) -> list[float]:
+    """The median seconds of forwards of that many tokens after a text `[1, n]`, in turns."""
+    target, length = forwards[-1][0], text.shape[1]
+    target.reserve(1, length)
+    at = torch.arange(length, device=text.device)[None]
+    target.forward(text, at)
+    times: list[list[float]] = [[] for _ in forwards]
+    for _ in range(TIMINGS):
+        for (model, count), seen in zip(forwards, times):
+            start = time.perf_counter()
+            model.forward(text[:, -count:], at[:, -count:]).sum().item()
+            seen.append(time.perf_counter() - start)
+    return [statistics.median(seen) for seen in times]
