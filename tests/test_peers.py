@@ -331,6 +331,9 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path):
         failed.append([peer.failed for peer in made])
     assert failed[0] == [None] * len(rows), failed
     assert all(words.startswith("not timed: ") for words in failed[1]), failed
+    if name == "llama.cpp":
+        of_16, of_4 = ((tmp_path / f"converted/llamaCpp-{bits}/model.gguf").stat().st_size for bits in (16, 4))
+        assert of_4 < 0.5 * of_16  # In 8 bits it is 0.6.
 
 
 def test_an_engine_that_does_not_install_is_left_out(tmp_path, monkeypatch, capsys):
