@@ -49,12 +49,13 @@ class GrowthLine(StepLine):
 
 class PeerLine(TypedDict):
     """A row of another engine: the fields of its `Row`, its name, what it was told, and what its checks showed
-    (engines/textCheck.py). greedy, lossless: `GreedyAuditFigures` and `AuditFigures`."""
+    (engines/textCheck.py). draft: older records lack it. greedy, lossless: `GreedyAuditFigures` and `AuditFigures`."""
 
     engine: str
     module: str
     precision: str
-    stored: int
+    stored: float
+    draft: NotRequired[str | None]
     speculative: bool
     alpha: float | None
     method: str

@@ -5,6 +5,7 @@ import sys
 import time
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -37,7 +38,8 @@ def short(monkeypatch, tmp_path):
 
 
 class Pretender:
-    """Stands for the process of an engine. Its texts are the target's own but for a planted fault:
+    """Stands for the process of an engine. Its texts are the target's own but for a planted fault of the row with that
+    engine and draft, {(module, role of the model that drafts): fault}:
 
     greedy: greedy text is the draft's, as after a wrong conversion. sampled: drawn text is the draft's. load: it does
     not load. late: it fails at its last text.
@@ -50,7 +52,8 @@ class Pretender:
         if do == "convert":
             return {}
         if do == "load":
-            self.fault = self.faults.get((asked["module"], asked["draft"] is not None))
+            draft = asked["draft"] and Path(asked["draft"]).parent.name.split("-")[0]
+            self.fault = self.faults.get((asked["module"], draft))
             if self.fault == "load":
                 raise PeerError("the library is missing")
             return {"version": "1.0", "settings": {"hint": "f32"}}
@@ -73,10 +76,10 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
     models = {role: load_model(pair_folder / role, tokenizer, "float32", "cpu") for role in ("target", "draft")}
     outline = Outline("target", len(tokenizer), 256)
     faults = {
-        ("openvinoGenai", True): "sampled",
-        ("llamaCpp", True): "late",
-        ("cTranslate", False): "greedy",
-        ("openvinoGenai", False): "load",
+        ("openvinoGenai", "draft"): "sampled",
+        ("llamaCpp", "draft"): "late",
+        ("cTranslate", None): "greedy",
+        ("openvinoGenai", None): "load",
     }
     made = []
 
@@ -99,6 +102,7 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
         "OpenVINO, int8 (quantised)": "left out: the library is missing",
         "llama.cpp, float16": "lossless",
         "llama.cpp, float16, speculative": "left out: out of memory",
+        "llama.cpp, float16, its 4-bit copy drafts": "lossless",
         "llama.cpp, int8 (quantised)": "lossless",
         "CTranslate2, float32": "left out: not timed: ",
         "CTranslate2, int8 (quantised)": "left out: not timed: ",
@@ -110,9 +114,11 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
     assert timed & set(said) == {name for name, words in expected.items() if not words.startswith("left out")}
     assert all(0 < line["ttft"] < line["seconds"] for line in record["speed"])
     audited = {file.stem: len(read_texts(file, tokenizer, outline)) for file in (tmp_path / "texts").iterdir()}
-    names = "openvino-float32-speculative", "llama.cpp-float16", "llama.cpp-float16-speculative"
-    assert audited == dict.fromkeys([*names, "llama.cpp-int8-quantised"], 4)
+    names = ["openvino-float32-speculative", "llama.cpp-float16", "llama.cpp-float16-speculative"]
+    names += ["llama.cpp-float16-its-4-bit-copy-drafts", "llama.cpp-int8-quantised"]
+    assert audited == dict.fromkeys(names, 4)
     peer = next(line for line in record["peers"] if line["method"] == "OpenVINO, float32, speculative")
+    assert peer["speculative"] and peer["draft"] == "draft"
     assert peer["settings"] == {"hint": "f32"} and peer["lossless"]["places"] and peer["lossless"]["top_p"] == 0.9
     shown = capsys.readouterr().out
     assert "OpenVINO, float32: left out: the library is missing" in shown
@@ -130,11 +136,11 @@ def test_what_does_not_fit_says_so(tmp_path):
 def test_rows_share_the_memory_that_there_was_before_the_first(tmp_path, monkeypatch):
     """Although it is available still, as where an engine maps its weights from a file."""
     monkeypatch.setattr(peers, "available_memory", lambda device: 1_000_000)
-    monkeypatch.setattr(peers, "convert", lambda row, source, start_process: tmp_path)
-    unloadable, *rows = [row for row in peers.engine_rows("float32") if row.stored == 2 and not row.speculative] * 2
+    monkeypatch.setattr(peers, "convert", lambda *_: tmp_path)
+    unloadable, *rows = [row for row in peers.engine_rows("float32") if row.stored == 2 and not row.draft] * 2
     source = peers.Source(lambda: tmp_path, tmp_path, 180_000, 61)  # 450,000 bytes with room
     right = SimpleNamespace(greedy=lambda *_: {}, sampled=lambda *_: {})
-    children = iter([Pretender({}, {(unloadable.module, False): "load"}), *(Pretender({}, {}) for _ in rows)])
+    children = iter([Pretender({}, {(unloadable.module, None): "load"}), *(Pretender({}, {}) for _ in rows)])
     given = right, [[1]], 5, 3, lambda: next(children)
     first, *others, last = peers.prepare_peers([unloadable, *rows], {"target": source}, *given)
     assert first.failed == "the library is missing"  # It takes nothing.
@@ -145,6 +151,31 @@ def test_rows_share_the_memory_that_there_was_before_the_first(tmp_path, monkeyp
     first, *others = peers.prepare_peers([unloadable, *rows[:2]], {"target": source}, *given)
     assert first.failed == "its text is wrong"  # It has given back what it took.
     assert [peer.failed for peer in others] == [None, None]
+
+
+def test_a_4_bit_copy_drafts_where_no_model_can(tmp_path):
+    """Not where the draft model has another tokenizer, nor where there is none."""
+    rows = {
+        alpha: peers.peer_rows(Mock(peers=("llama.cpp",), shapes=bool(alpha)), "float32", one_tokenizer=False)
+        for alpha in (None, contenders.ALPHAS[1])
+    }
+    for alpha, words in (None, ""), (contenders.ALPHAS[1], f", synthetic {contenders.ALPHAS[1]}"):
+        assert [(row.name, row.draft, row.alpha) for row in rows[alpha] if row.draft] == [
+            (f"llama.cpp, float16, its 4-bit copy drafts{words}", "target", alpha)
+        ]
+    (row,) = (row for row in rows[None] if row.draft)
+    child = Mock()
+    child.ask.return_value = {"version": "1.0"}
+    source = peers.Source(lambda: tmp_path / "model", tmp_path / "converted", 1000, 61)
+    (peer,) = peers.prepare_peers([row], {"target": source}, Mock(drawn=[]), [[1]], 5, 3, lambda: child)
+    *converted, loaded = (call.kwargs for call in child.ask.call_args_list)
+    assert [(asked["source"], asked["bits"]) for asked in converted] == [
+        (str(tmp_path / "model"), bits) for bits in (16, 4)
+    ]
+    assert [loaded[role] for role in ("target", "draft")] == [asked["folder"] for asked in converted]
+    assert loaded["target"] != loaded["draft"] and loaded["gamma"] == 3
+    assert peer.failed is None and peer.memory == 1.25 * 1000 * (2 + 0.5625)
+    assert peer.line()["draft"] == "target" and not peer.line()["quantised"]
 
 
 def test_a_text_of_another_length_is_refused():
@@ -241,12 +272,13 @@ def test_weights_are_read_and_cut(tmp_path, monkeypatch):
 
 
 def llama(folder, **options):
-    """A tiny Llama model with random weights, large enough that hardly any two logits are near, saved in `folder`."""
+    """A tiny Llama model with random weights, large enough that hardly any two logits are near, saved in `folder`. A
+    row of one matrix has 80 numbers, which are no whole blocks of 32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=67,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=80,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=128,
@@ -258,6 +290,10 @@ def llama(folder, **options):
     for name, weight in model.named_parameters():
         if weight.dim() == 1:  # Biases begin at 0, and norms at 1.
             torch.nn.init.normal_(weight, float(not name.endswith("bias")), 0.3)
+        else:  # Eighths from -1 to 7/8, with -1 in each block of 32: what 4 bits hold exactly.
+            weight.data = weight.mul(8).round().clamp(-8, 7).div(8)
+            blocks = torch.arange(0, weight.shape[1] - 31, 32)
+            weight.data.scatter_(1, blocks + torch.randint(32, (len(weight), len(blocks))), -1.0)
     model.save_pretrained(folder)
     return model
 
@@ -281,17 +317,23 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path):
     other = llama(tmp_path / "other", rope_parameters={"rope_type": "default", "rope_theta": 5.0}, **options)
     size = sum(weight.numel() for weight in model.parameters())
     source = peers.Source(lambda: tmp_path / "model", tmp_path / "converted", size, 61)
-    (row,) = (
-        row for row in peers.engine_rows("float32") if row.engine == name and row.stored > 1 and not row.speculative
-    )
+    rows = [row for row in peers.engine_rows("float32") if row.engine == name and row.draft != "draft"]
+    rows = [row for row in rows if row.stored > 1]
+    if name == "llama.cpp":
+        rows.append(peers.Row(name, "int8", peers.COPY))  # what drafts, alone
     failed = []
     for reference in model, other:
         checker = textCheck.TextChecker(textCheck.Float32Model(reference, 61), None, 1e-3, 0, False)
         prompts = [[5, 9, 2, 7, 7, 30], [60, 1, 44]]
-        (peer,) = peers.prepare_peers([row], {"target": source}, checker, prompts, 6, 3, EngineProcess)
-        peer.close()
-        failed.append(peer.failed)
-    assert failed[0] is None and peer.failed.startswith("not timed: "), failed
+        made = peers.prepare_peers(rows, {"target": source}, checker, prompts, 6, 3, EngineProcess)
+        for peer in made:
+            peer.close()
+        failed.append([peer.failed for peer in made])
+    assert failed[0] == [None] * len(rows), failed
+    assert all(words.startswith("not timed: ") for words in failed[1]), failed
+    if name == "llama.cpp":
+        of_16, of_4 = ((tmp_path / f"converted/llamaCpp-{bits}/model.gguf").stat().st_size for bits in (16, 4))
+        assert of_4 < 0.5 * of_16  # In 8 bits it is 0.6.
 
 
 def test_an_engine_that_does_not_install_is_left_out(tmp_path, monkeypatch, capsys):

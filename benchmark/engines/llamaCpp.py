@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ import numpy as np
 
 from benchmark.engines.engineProcess import SERVER, Answer, LoadRequest, TextRequest, Weights
 
+KINDS = {  # {bits: how a matrix is stored}
+    16: gguf.GGMLQuantizationType.F16,
+    8: gguf.GGMLQuantizationType.Q8_0,
+    4: gguf.GGMLQuantizationType.Q4_0,
+}
 SURE = 0.5  # how probable a guess must be to the draft
 WAIT = 600  # seconds for the server to load a model, and to write a text
 
@@ -49,7 +55,7 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
     # The sizes come first, and then the weights one after another: in memory there is never more than one of them.
     for name, source in names.items():
         shape = weights.stored(source).shape
-        kind = kind_of(len(shape), bits)
+        kind = kind_of(shape, bits)
         size = gguf.quant_shape_to_byte_shape(shape, kind)
         writer.add_tensor_info(name, shape, np.dtype(np.float32), math.prod(size), kind)
     writer.write_header_to_file()
@@ -65,15 +71,17 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
             heads = weights.heads if "attn_q" in name else weights.groups
             halves = weight.reshape(heads, 2, weights.head // 2, *weight.shape[1:])
             weight = halves.swapaxes(1, 2).reshape(weight.shape)
-        writer.write_tensor_data(gguf.quants.quantize(np.ascontiguousarray(weight), kind_of(weight.ndim, bits)))
+        writer.write_tensor_data(gguf.quants.quantize(np.ascontiguousarray(weight), kind_of(weight.shape, bits)))
     writer.close()
 
 
-def kind_of(dimensions: int, bits: int) -> gguf.GGMLQuantizationType:
-    """How a weight is stored: a matrix in `bits` bits, anything else in float32."""
-    if dimensions == 1:
+def kind_of(shape: Sequence[int], bits: int) -> gguf.GGMLQuantizationType:
+    """How a weight is stored: a matrix in `bits` bits, or in 16 if its rows are no whole blocks; anything else in
+    float32."""
+    if len(shape) == 1:
         return gguf.GGMLQuantizationType.F32
-    return gguf.GGMLQuantizationType.F16 if bits == 16 else gguf.GGMLQuantizationType.Q8_0
+    block, _ = gguf.GGML_QUANT_SIZES[KINDS[bits]]
+    return KINDS[16 if shape[-1] % block else bits]
 
 
 class Engine:

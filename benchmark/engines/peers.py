@@ -34,6 +34,7 @@ MODELS = FOLDER / "models"
 DONE = "done"  # a file in the folder of a converted model that is complete
 SPACE = 1.25  # memory and disk that a model takes, over the bytes of its weights
 WORKING = 2  # bytes for each weight while a model is converted: engines keep what they write, but for 16-bit weights
+COPY = 18 / 32  # bytes of a weight of a 4-bit copy: 32 weights share a scale of 2 bytes
 BITS = {"float32": 24, "float16": 11, "bfloat16": 8, "int8": 6}  # of precision: 2 ** -BITS is the unit roundoff
 
 StartProcess = Callable[[], EngineProcess]
@@ -44,22 +45,24 @@ class Row:
     """A row: an engine with weights of some precision, with or without a draft model.
 
     engine: one of ENGINES. precision: in which it computes: one of BITS. stored: bytes of a stored weight, which tell
-    how much memory the row needs. alpha: of synthetic acceptance, for models with random weights.
+    how much memory the row needs. draft: the role of the model that drafts; "target" stands for the target's own copy
+    in 4 bits. alpha: of synthetic acceptance, for models with random weights.
     """
 
     engine: str
     precision: str
-    stored: int
-    speculative: bool = False
+    stored: float
+    draft: str | None = None
     alpha: float | None = None
 
     @property
     def name(self) -> str:
         """As it stands in the table. A row with quantised weights says so."""
         name = f"{self.engine}, {self.precision}" + (" (quantised)" if self.quantised else "")
+        name += ", its 4-bit copy drafts" if self.draft == "target" else ""
         if self.alpha:
             return f"{name}, synthetic {self.alpha}"
-        return f"{name}, speculative" if self.speculative else name
+        return f"{name}, speculative" if self.draft == "draft" else name
 
     @property
     def module(self) -> str:
@@ -81,20 +84,21 @@ def engine_rows(dtype: str, alpha: float | None = None) -> list[Row]:
     """All rows, in the order of the table. dtype: of the benchmark's own rows. OpenVINO computes in it; llama.cpp has
     float16 everywhere, CTranslate2 has no 16-bit type on CPUs.
 
-    alpha: accept guesses by a coin. Only llama.cpp can; the speculative rows of others are left out.
+    alpha: accept guesses by a coin. Only llama.cpp can; the rows of others with a draft are left out.
     """
     short = "float32" if dtype == "float16" else dtype
     rows = [
         Row("OpenVINO", short, 2),
-        Row("OpenVINO", short, 2, speculative=True),
+        Row("OpenVINO", short, 2, "draft"),
         Row("OpenVINO", "int8", 1),
         Row("llama.cpp", "float16", 2),
-        Row("llama.cpp", "float16", 2, speculative=True, alpha=alpha),
+        Row("llama.cpp", "float16", 2, "draft", alpha),
+        Row("llama.cpp", "float16", 2, "target", alpha),
         Row("llama.cpp", "int8", 1),
         Row("CTranslate2", "float32", 4),
         Row("CTranslate2", "int8", 1),
     ]
-    return [row for row in rows if alpha is None or row.alpha or not row.speculative]
+    return [row for row in rows if alpha is None or row.alpha or not row.draft]
 
 
 @dataclass(frozen=True)
@@ -128,9 +132,11 @@ class Peer:
     ) -> None:
         """Convert and load what the row needs, into at most `free` bytes of memory."""
         row = self.row
-        roles = ("target", "draft") if row.speculative else ("target",)
-        folders = {role: str(convert(row, sources[role], start_process)) for role in roles}
-        needed = SPACE * row.stored * sum(sources[role].parameters for role in roles)
+        models = {"target": (sources["target"], row.stored)}
+        if row.draft:
+            models["draft"] = sources[row.draft], COPY if row.draft == "target" else row.stored
+        folders = {role: str(convert(row.module, *model, start_process)) for role, model in models.items()}
+        needed = SPACE * sum(source.parameters * stored for source, stored in models.values())
         check_free("loading", needed, min(free, available_memory("cpu")), "of memory")
         threads = torch.get_num_threads()
         request = LoadRequest(
@@ -182,9 +188,11 @@ class Peer:
 
     def line(self) -> PeerLine:
         """What the record says of the row."""
-        row = asdict(self.row) | {"module": self.row.module, "method": self.row.name, "quantised": self.row.quantised}
+        row = self.row
+        kind = {"module": row.module, "method": row.name, "speculative": bool(row.draft), "quantised": row.quantised}
         figures = {"failed": self.failed, "greedy": self.greedy, "lossless": self.lossless}
-        return cast(PeerLine, row | {"version": self.version, "settings": self.settings} | figures)
+        settings = {"version": self.version, "settings": self.settings}
+        return cast(PeerLine, asdict(row) | kind | settings | figures)
 
 
 def check_free(what: str, needed: float, free: float, where: str) -> None:
@@ -206,23 +214,24 @@ def write_once(folder: Path, write: Callable[[Path], object], what: str, disk: f
     return folder
 
 
-def convert(row: Row, source: Source, start_process: StartProcess) -> Path:
-    """The folder of a model as the row's engine stores it. Rows that store it alike share it."""
-    bits = 8 * row.stored
+def convert(module: str, source: Source, stored: float, start_process: StartProcess) -> Path:
+    """The folder of a model as the engine `module` stores it, with `stored` bytes a weight. Rows that store it alike
+    share it."""
+    bits = int(8 * stored)  # 4 of a copy, without its scales
 
     def write(folder: Path) -> None:
         with closing(start_process()) as process:
             process.ask(
                 "convert",
-                module=row.module,
+                module=module,
                 source=str(source.folder()),
                 folder=str(folder),
                 vocabulary=source.vocabulary,
                 bits=bits,
             )
 
-    disk, memory = SPACE * row.stored * source.parameters, SPACE * WORKING * source.parameters
-    return write_once(source.converted / f"{row.module}-{bits}", write, "converting", disk, memory)
+    disk, memory = SPACE * stored * source.parameters, SPACE * WORKING * source.parameters
+    return write_once(source.converted / f"{module}-{bits}", write, "converting", disk, memory)
 
 
 def source_of(options: Options, role: str, model: CachedModel, library: PreTrainedModel) -> Source:
@@ -262,10 +271,10 @@ def text_checker(
 
 
 def peer_rows(options: Options, dtype: str, one_tokenizer: bool = True) -> list[Row]:
-    """The rows of the engines in `options.peers`. Their speculative decoding needs models with one tokenizer."""
+    """The rows of the engines in `options.peers`. A draft model needs the target's tokenizer; a copy has it."""
     alpha = ALPHAS[1] if options.shapes else None
     rows = [row for row in engine_rows(dtype, alpha) if row.engine in options.peers]
-    return [row for row in rows if one_tokenizer or not row.speculative]
+    return [row for row in rows if one_tokenizer or row.draft != "draft"]
 
 
 def start_peers(
