@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.cachedModel import CachedModel
-from engine.calibration import calibrated
+from engine.calibration import calibrated, rounded
 from engine.decoderLayers import NAMES
 from engine.kernels.loader import cache_folder
 from engine.quantised import GROUP, Codes, quantised_copy
@@ -75,6 +75,17 @@ class Copies:
         draft = self.folder / f"{os.getpid()}.safetensors"
         save_file({"codes": codes.codes.contiguous(), "scales": codes.scales.contiguous()}, draft)
         os.replace(draft, self.file(codes.bits, name))
+
+
+def rounded_copy(model: CachedModel, bits: int, group: int = GROUP, head: int | None = None) -> CachedModel:
+    """A copy of `model` whose weights are rounded each by itself, without a text (`calibration.rounded`). It shares the
+    model's KV cache. head: the bits of the output layer, if they are others."""
+    weights, codes = weights_of(model.model), {}
+    for name, weight in weights.items():
+        count = head if head and name == list(weights)[-1] else bits
+        codes[name] = Codes(*rounded(weight, count, group), count)
+    name = f"{model.name} in {bits} bits"
+    return CachedModel(quantised_copy(model.model, codes), model.vocabulary, name, model)
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
