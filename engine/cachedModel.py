@@ -162,6 +162,11 @@ class CachedModel(Model):
         return self.store.cache
 
     @property
+    def is_spread(self) -> bool:
+        """Whether its layers are on several devices."""
+        return len(set((getattr(self.model, "hf_device_map", None) or {}).values())) > 1
+
+    @property
     def rows(self) -> int:
         """Rows of the cache."""
         return self.store.rows

@@ -47,7 +47,7 @@ def compiled_class(model: CachedModel) -> type[CpuModel | CudaModel]:
     """The engine for the model's device. Raises RuntimeError if there is none."""
     if model.device.type not in ("cpu", "cuda"):
         raise RuntimeError(f"it can be compiled on a CPU and on CUDA, not on {model.device.type}")
-    if len(set((getattr(model.model, "hf_device_map", None) or {}).values())) > 1:
+    if model.is_spread:
         raise RuntimeError("it is spread over several devices")
     return CudaModel if model.device.type == "cuda" else CpuModel
 

@@ -39,10 +39,13 @@ class Copies:
 
     def __init__(self, model: CachedModel, bits: Sequence[int], text: Callable[[], Tensor], follow: Follow) -> None:
         self.name, self.vocabulary = model.name, model.vocabulary
+        if model.is_spread:
+            raise RuntimeError("it is spread over several devices")
         weights = weights_of(model.model)
         uneven = sorted({weight.shape[1] for weight in weights.values() if weight.shape[1] % GROUP})
         if uneven:
             raise RuntimeError(f"it has layers of {uneven[0]} inputs, which is no multiple of {GROUP}")
+        self.weights = sum(weight.numel() for weight in weights.values())
         self.names, self.folder = list(weights), cache_folder() / f"copies-{hash_of(weights)}"
         tokens: list[Tensor] = []
         for count in bits:
@@ -54,7 +57,8 @@ class Copies:
                 title = f"rounding {self.name} to {count} bits"
                 for name, codes, scales in follow(work, title, len(weights) - len(done)):
                     self.write(name, Codes(codes, scales, count))
-        self.like = quantised_copy(model.model, self.codes(bits[0]))
+        nothing = Codes(torch.empty(0), torch.empty(0), 0)  # Kept without weights: `of` puts its own in their place.
+        self.like = quantised_copy(model.model, dict.fromkeys(weights, nothing))
 
     def of(self, bits: int, cache_of: CachedModel) -> CachedModel:
         """The copy with weights of that many bits. cache_of: the model whose KV cache it shares."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +17,16 @@ from transformers import PreTrainedTokenizerBase
 from decoding.rows import check_room
 from downloadModel import is_hub_id, on_first_use
 from engine.cachedModel import CachedModel
-from engine.compiling import compiled
-from engine.copies import Copies
-from engine.quantised import BITS
+from engine.compiling import compiled, is_compiled
+from engine.copies import Copies, weights_of
+from engine.quantised import BITS, GROUP
 from engine.sharedWeights import RestrictedModel
 from experiments import diversity
 from experiments.processes import ALONE, Processes
 from experiments.settings import Settings
 from inputs.auditTexts import AuditText, read_texts
-from inputs.devices import pick_dtype
+from inputs.devices import available_memory, pick_dtype
+from inputs.files import gigabytes
 from inputs.models import Outline, find_model, load_model, outline
 from inputs.progress import followed
 from inputs.prompts import check_passages, choose_prompts, encode, encode_chat, read_prompts, tokenize
@@ -37,6 +39,8 @@ from methods.translation import Translation
 from utils import UserError
 
 COVERED = 0.5  # Where fewer of the text's tokens can be guessed, guessing hardly ever pays.
+SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits
+WORKING = 12  # bytes for each weight of the largest layer: it is rounded, and multiplied by, in float32
 LoadedModels = dict[str, CachedModel]  # {role: model}; roles: target, draft, mid, restricted
 
 
@@ -93,6 +97,7 @@ class Prepared:
             models[role] = load_model(folder, tokenizer, dtype, device, self.tokens, spread)
         if self.roles_of_copy:
             bits = [self.bits] if self.bits else list(BITS)
+            check_room_for_copy(models["target"])
             self.made = self.processes.in_turn(lambda: copies_of(models["target"], bits, followed))
             models |= dict.fromkeys(self.roles_of_copy, self.made.of(bits[0], models["target"]))
         if self.frequent is not None:
@@ -118,7 +123,10 @@ class Prepared:
     def load_first(self) -> LoadedModels:
         """The models of what comes first."""
         timed = bool(self.settings.measuring.timed or self.settings.measuring.played)
-        return self.load_as_timed(self.dtype if timed else self.text_dtype)
+        models = self.load_as_timed(self.dtype if timed else self.text_dtype)
+        if self.made is not None:
+            print(about_copy(models["target"], models["self"], self.made.weights, self.bits or 0))
+        return models
 
     def load_as_timed(self, dtype: str) -> LoadedModels:
         """The models in that dtype: compiled if the flags say so and text is generated."""
@@ -135,14 +143,15 @@ class Prepared:
         """Put the fastest copy of the target in the place of any other, and keep its number of bits."""
         target, made = models["target"], self.made
         assert made is not None
+        for role in self.roles_of_copy:
+            del models[role]
         sampling, gamma = self.settings.sampling.of("compare"), self.settings.decoding.gamma_of("fixed")
         make = partial(compiled, cache_of=target) if compiles else lambda copy: copy
         measured = list(followed(trials(target, made, sampling, gamma, make), "measuring copies", len(BITS)))
         best = max(measured, key=lambda trial: trial.gain)
         self.bits = self.processes.gathered(best.bits)[0]  # All processes use the same copy.
-        chosen = next(trial for trial in measured if trial.bits == self.bits)
-        models |= dict.fromkeys(self.roles_of_copy, chosen.copy)
-        print(about_copies(measured, chosen))
+        models |= dict.fromkeys(self.roles_of_copy, made.of(self.bits, target))
+        print(about_copies(measured, self.bits))
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -150,12 +159,32 @@ class Prepared:
         return self.settings.flags | ({"draftBits": str(self.bits)} if self.bits else {})
 
 
-def about_copies(measured: Sequence[Trial], chosen: Trial) -> str:
+def check_room_for_copy(target: CachedModel) -> None:
+    """Raise UserError if the target's copy needs more memory than is free. A weight takes a byte until it is packed."""
+    with suppress(RuntimeError):  # What cannot be rounded is refused by `copies_of`.
+        sizes = [weight.numel() for weight in weights_of(target.model).values()]
+        needed, free = sum(sizes) * (1 + SCALE) + WORKING * max(sizes), available_memory(str(target.device))
+        if needed > free:
+            raise UserError(
+                f"{target.name} cannot draft for itself: its copy needs about {gigabytes(needed)} more and "
+                f"{target.device} has {gigabytes(free)} free; use a smaller --dtype or target, or another --draft"
+            )
+
+
+def about_copy(target: CachedModel, copy: CachedModel, weights: int, bits: int) -> str:
+    """One line: the memory that the target's copy takes. weights: how many of them have few bits."""
+    packed = is_compiled(copy) and copy.device.type == "cpu"
+    size = weights * ((bits / 8 if packed else 1) + SCALE)
+    share = size / (target.parameters * target.dtype.itemsize)
+    return f"The target drafts for itself: its copy in {bits} bits takes {gigabytes(size)}, {share:.0%} of its weights."
+
+
+def about_copies(measured: Sequence[Trial], bits: int) -> str:
     """One line: what was measured of the target's copies, and which is used."""
     copies = "; ".join(
         f"{trial.bits} bits: acceptance {trial.alpha:.2f}, {trial.cost:.2f} of a step" for trial in measured
     )
-    return f"Copies of the target ({copies}). Used: {chosen.bits} bits."
+    return f"Copies of the target ({copies}). Used: {bits} bits."
 
 
 def continues(settings: Settings) -> bool:

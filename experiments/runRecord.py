@@ -39,7 +39,7 @@ def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) ->
     }
     for role in prepared.roles_of_copy:
         version = f"{versions['target']['version']}, {prepared.bits} bits"
-        versions[role] = model_record(models[role].name, version, models[role])
+        versions[role] = model_record(models[role].name, version, models["target"])
     if prepared.settings.models.draft_device and "draft" in versions:
         versions["draft"]["device"] = prepared.draft_device
         versions["draft"]["processor"] = machine(prepared.draft_device)["processor"]

@@ -60,10 +60,9 @@ class SelfDrafter(TreeDrafter):
 
 @dataclass(frozen=True)
 class Trial:
-    """A copy, measured. alpha: sum min(p, q). cost: the time of its decode step, over that of plain decoding. gain:
-    expected tokens per second, over those of plain decoding."""
+    """A copy in `bits` bits, measured. alpha: sum min(p, q). cost: the time of its decode step, over that of plain
+    decoding. gain: expected tokens per second, over those of plain decoding."""
 
-    copy: CachedModel
     bits: int
     alpha: float
     cost: float
@@ -78,8 +77,8 @@ def trials(
     gamma: int,
     make: Callable[[CachedModel], CachedModel] = lambda copy: copy,
 ) -> Iterator[Trial]:
-    """Copies of all BITS, with what was measured on a short text that the target writes. make: prepares a copy for
-    decoding."""
+    """What was measured of the copies of all BITS on a short text that the target writes. One of them is in memory at a
+    time. make: prepares a copy for decoding."""
     text = own_text(target, *HELD_OUT, seed=1)
     p = probabilities(target.score(text), sampling)
     for bits in BITS:
@@ -87,7 +86,8 @@ def trials(
         alpha = torch.minimum(p, probabilities(copy.score(text), sampling)).sum(-1).mean().item()
         draw, plain, score = seconds(text[:1], (copy, 1), (target, 1), (target, gamma + 1))
         tokens = sum(alpha**i for i in range(gamma + 1))  # of a round: theorem 3.8 of arXiv 2211.17192
-        yield Trial(copy, bits, alpha, draw / plain, tokens * plain / (gamma * draw + score))
+        del copy
+        yield Trial(bits, alpha, draw / plain, tokens * plain / (gamma * draw + score))
 
 
 def seconds(text: Tensor, *forwards: tuple[CachedModel, int]) -> list[float]:

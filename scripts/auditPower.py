@@ -130,9 +130,10 @@ def work(argv: Sequence[str]) -> None:
     }
     record = json.loads(args.out.read_text()) if args.out.exists() else {}
     if args.part != "plain":
-        tested = followed((EXACT | MISTAKES).items(), "planted mistakes", len(EXACT | MISTAKES))
+        tested = EXACT | {name: mistake for name, mistake in MISTAKES.items() if not mistake.own_copy}
+        done = followed(tested.items(), "planted mistakes", len(tested))
         lines = [
-            line for name, mistake in tested for line in mistake_lines(name, mistake, models, prompts, args.tokens)
+            line for name, mistake in done for line in mistake_lines(name, mistake, models, prompts, args.tokens)
         ]
         record["mistakes"] = about | {"lines": lines}
     if args.part != "mistakes":

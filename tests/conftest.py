@@ -20,9 +20,11 @@ from tokenizerKinds import KINDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from engine import copies
 from engine.kernels import loader
 from inputs import files, progress
 from inputs.files import DATASETS
+from methods import selfDraft
 from utils import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +70,17 @@ def pair_folder(tmp_path_factory):
         helpers.tiny(seed=seed, vocabulary=PADDED, layers=layers, context=CONTEXT).model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_copies(tmp_path_factory):
+    """The target's own copy is rounded with short texts, and kept in a folder of this test run."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("copies")
+        patch.setattr(copies, "cache_folder", lambda: folder)
+        for name, value in {"ROWS": 2, "LENGTH": 24, "HELD_OUT": (2, 12), "TIMINGS": 1}.items():
+            patch.setattr(selfDraft, name, value)
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -462,7 +462,7 @@ def test_the_projects_folder_is_loaded_by_its_path(target, draft, modules):
     ours = target.generate(**arguments, **loaded, assistant_model=draft, gamma=3, verify="block")
     assert ours.tolist() == target.generate(**arguments).tolist()
     for given, words in (
-        ({}, "needs a draft: give a smaller model as assistant_model"),
+        ({"bits": 7}, "bits must be one of 4, 5, 6, 8, not 7"),
         ({"assistant_model": draft, "assistant_tokenizer": 1}, "does not support assistant_tokenizer"),
         ({"assistant_model": draft, "num_beams": 2}, "does not support num_beams=2"),
     ):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.lengthRules import RULES as DRAFT_LENGTHS
+from engine.quantised import BITS
 from inputs.commandLine import Parser
 from inputs.models import DTYPES
 
@@ -110,6 +111,7 @@ TABLES = {
         "--target": Name(),
         "--draft": Name(),
         "--mid": Name(),
+        "--draftBits": Choice(*map(str, BITS), "auto"),
         "--offline": Switch,
         "--dtype": Choice(*DTYPES),
         "--compile": Switch,
@@ -339,6 +341,21 @@ CLASHES = """
 --draft lookup --draftTemperature 0.5
 --draft lookup --draftTop_p 1
 --draft lookup --lookupFirst
+--draft self --draftDevice cpu
+--draft self --mid m
+--draft self --draftVocab 9
+--draft self --contrastive
+--draft self --diversity
+--draft self --compare all
+--draft self --show --contrastive
+--draft self --speedMulti
+--target self
+--target self --draft self
+--target lookup
+--draftBits 7
+--draftBits 5
+--draftBits 5 --draft lookup
+--draftBits 5 --compare block
 --draftVocab 9 --ppl
 --draftVocab 9 --draft lookup
 --draftVocab 9 --contrastive

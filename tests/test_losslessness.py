@@ -233,8 +233,8 @@ def outcome(cli, flags, folder, *more):
 def test_all_is_every_lossless_method_whose_models_are_there():
     every = {name for name, method in METHODS.items() if method.lossless} - {"target", "noCache", "speculativeNoCache"}
     assert {"speculative", "topDown"} < every
-    assert set(choose_lossless("all", {"draft", "mid"})) == every
-    assert set(choose_lossless("all", {"draft"})) == every - {"cascade"}
+    assert set(choose_lossless("all", {"draft", "mid", "self"})) == every
+    assert set(choose_lossless("all", {"draft", "self"})) == every - {"cascade"}
     assert set(choose_lossless("all", set())) == {name for name in every if not METHODS[name].needs}
     help = " ".join(parser().format_help().split())
     assert "all stands for every one of them whose models are there, except target" in help
@@ -242,7 +242,7 @@ def test_all_is_every_lossless_method_whose_models_are_there():
 
 def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, capsys):
     code, lines, text = outcome(cli, flags, tmp_path, "all", "--tokens", "60", "--maxLen", "12")
-    names = choose_lossless("all", {"draft"})
+    names = choose_lossless("all", {"draft", "self"})
     assert code == 0
     assert f"No difference found: 60 drawn tokens of each of {len(names)} methods were tested in float32 (" in text
     drawn, planted = ([m for m in lines if m["kind"] == kind] for kind in ("lossless", "power"))

@@ -137,6 +137,8 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "rules": "treeVerification",
     "steps": "compiledModel",
     "compiling": "cpuModel",
+    "copies": "selfDraft",
+    "quantised": "selfDraft",
     "decoderLayers": "cpuModel",
     "loader": "kernels",
     "packedLinear": "multiply",
