@@ -69,6 +69,13 @@ class Copies:
         """{name: weight in that many bits} of all linear layers."""
         return {name: self.read(bits, name) for name in self.names}
 
+    def version(self, bits: int) -> str:
+        """What identifies the weights in that many bits: 16 digits of a hash of their files."""
+        digest = hashlib.sha256()
+        for name in self.names:
+            digest.update(self.file(bits, name).read_bytes())
+        return f"{bits} bits, sha256:{digest.hexdigest()[:16]}"
+
     def file(self, bits: int, name: str) -> Path:
         return self.folder / str(bits) / f"{name}.safetensors"
 

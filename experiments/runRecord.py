@@ -37,9 +37,10 @@ def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) ->
         role: model_record(folder.name, model_version(folder), models[role])
         for role, folder in prepared.folders.items()
     }
-    for role in prepared.roles_of_copy:
-        version = f"{versions['target']['version']}, {prepared.bits} bits"
-        versions[role] = model_record(models[role].name, version, models["target"])
+    if prepared.made and prepared.bits:  # The codes follow from the weights and from a text that the target wrote.
+        version = f"{versions['target']['version']}, {prepared.made.version(prepared.bits)}"
+        copy = model_record(models["self"].name, version, models["target"])
+        versions |= {role: copy.copy() for role in prepared.roles_of_copy}
     if prepared.settings.models.draft_device and "draft" in versions:
         versions["draft"]["device"] = prepared.draft_device
         versions["draft"]["processor"] = machine(prepared.draft_device)["processor"]

@@ -132,9 +132,7 @@ def work(argv: Sequence[str]) -> None:
     if args.part != "plain":
         tested = EXACT | {name: mistake for name, mistake in MISTAKES.items() if not mistake.own_copy}
         done = followed(tested.items(), "planted mistakes", len(tested))
-        lines = [
-            line for name, mistake in done for line in mistake_lines(name, mistake, models, prompts, args.tokens)
-        ]
+        lines = [line for name, mistake in done for line in mistake_lines(name, mistake, models, prompts, args.tokens)]
         record["mistakes"] = about | {"lines": lines}
     if args.part != "mistakes":
         lines = list(followed(plain_audits(models, prompts, args.audits, args.length), "plain text", args.audits))

@@ -36,6 +36,7 @@ from transformers import (
 from decoding.lengthRules import DraftConfidence
 from decoding.verification import RULES
 from engine.cachedModel import ATTENTION, sdpa_in_cache_dtype
+from engine.copies import Copies
 from engine.sharedWeights import kept_copy
 from methods import customGenerate
 from methods.customGenerate import as_sampling, speculative, unpadded
@@ -323,6 +324,73 @@ def test_calls_at_the_same_time_do_not_disturb_each_other(target, draft):
         assert results[row].tolist() == alone.tolist()
 
 
+# The model's own copy.
+
+
+def counted(monkeypatch):
+    """The bits of each set of codes that is loaded from now on."""
+    seen, of = [], Copies.of
+    monkeypatch.setattr(Copies, "of", lambda self, bits, target: (seen.append(bits), of(self, bits, target))[1])
+    return seen
+
+
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_without_a_draft_the_models_own_copy_guesses(family, monkeypatch):
+    model, made = tiny(family, seed=7), counted(monkeypatch)
+    state = repr(model.config), set(vars(model)), {name: id(weight) for name, weight in model.named_parameters()}
+    for bits in None, 4, 6, 6:
+        for arguments in batch(ROWS) | GREEDY, {"input_ids": torch.tensor([ROWS[1]])} | GREEDY:
+            arguments |= {"max_new_tokens": 20}
+            custom = speculative() if bits is None else speculative(bits=bits, verify="block")
+            ours = model.generate(**arguments, custom_generate=custom, return_dict_in_generate=True)
+            assert ours.sequences.tolist() == model.generate(**arguments).tolist()
+            assert max(record.alpha for record in ours.records) > 0.5
+    assert made == [4, 6]
+    assert state == (
+        repr(model.config),
+        set(vars(model)),
+        {name: id(weight) for name, weight in model.named_parameters()},
+    )
+
+
+def test_another_model_gets_a_copy_of_its_own_and_a_dead_one_leaves_none(monkeypatch):
+    made, arguments = counted(monkeypatch), batch(ROWS) | GREEDY | {"max_new_tokens": 12}
+    model = tiny(seed=8)
+    model.generate(**arguments, custom_generate=speculative())
+    model.set_input_embeddings(torch.nn.Embedding.from_pretrained(model.get_input_embeddings().weight.flip(0)))
+    ours = model.generate(**arguments, custom_generate=speculative())
+    assert ours.tolist() == model.generate(**arguments).tolist() and made == [4, 4]
+    before, gone = len(customGenerate._COPIES), weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None and len(customGenerate._COPIES) < before
+
+
+def test_drawn_texts_of_the_copy_are_distributed_as_the_models():
+    model, _ = small(2)
+    plain(model.model)
+    torch.manual_seed(0)
+    texts = model.model.generate(
+        torch.tensor([[1, 2]]),
+        **FREE | {"max_new_tokens": 3},
+        num_return_sequences=helpers.DRAWS // 6,
+        custom_generate=speculative(gamma=2),
+    )[:, 2:]
+    joint = helpers.joint_distribution(model, [1, 2], 3, Sampling(1.0, 0, 1.0))
+    assert helpers.chi_square(texts, joint, 3) > 1e-4
+    texts[: len(texts) // 20, 1] = 0
+    assert helpers.chi_square(texts, joint, 3) < 1e-6
+
+
+def test_what_has_no_copy_is_refused():
+    with pytest.raises(ValueError, match="bits must be one of 4, 5, 6, 8, not 7"):
+        speculative(bits=7)
+    odd = tiny(hidden_size=40)
+    with pytest.raises(ValueError, match="the model cannot draft for itself: it has layers of 40 inputs") as refused:
+        odd.generate(torch.tensor([[5, 9]]), **GREEDY, max_new_tokens=5, custom_generate=speculative())
+    assert "\n" not in str(refused.value)
+
+
 # Streamers.
 
 
@@ -461,6 +529,8 @@ def test_the_projects_folder_is_loaded_by_its_path(target, draft, modules):
     loaded = {"custom_generate": str(ROOT), "trust_remote_code": True}
     ours = target.generate(**arguments, **loaded, assistant_model=draft, gamma=3, verify="block")
     assert ours.tolist() == target.generate(**arguments).tolist()
+    alone = target.generate(**arguments, **loaded, bits=8)
+    assert alone.tolist() == ours.tolist()
     for given, words in (
         ({"bits": 7}, "bits must be one of 4, 5, 6, 8, not 7"),
         ({"assistant_model": draft, "assistant_tokenizer": 1}, "does not support assistant_tokenizer"),
@@ -483,7 +553,11 @@ def test_a_packed_folder_is_loaded_by_its_path_and_from_the_hub(target, draft, m
         {f"custom_generate/{file.name}": file.read_bytes() for file in folder.iterdir()}
     )
     arguments = batch(ROWS[:1]) | GREEDY | {"max_new_tokens": 20}
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "copies"))
     for place in (str(tmp_path / "packed"), "some/speculative"):
+        alone = target.generate(**arguments, custom_generate=place, trust_remote_code=True, bits=8)
+        assert alone.tolist() == target.generate(**arguments).tolist()
+        assert [file.name for file in tmp_path.glob("copies/copies-*/*")] == ["8"]
         streamer = Heard()
         ours = target.generate(
             **arguments, custom_generate=place, trust_remote_code=True, assistant_model=draft, streamer=streamer

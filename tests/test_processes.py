@@ -27,6 +27,7 @@ from experiments.processes import ALONE, Processes
 from experiments.runRecord import devices
 from experiments.settings import parse
 from inputs.commandLine import as_command
+from methods import selfDraft
 from methods.drafters import ModelDrafter
 from utils import Sampling, UserError
 
@@ -323,6 +324,7 @@ def figures_of(folder):
     [
         ("--compare block --ppl --diversity --sentences 3 --repeats 1", (1, 2, 3)),
         ("--lossless block --tokens 200 --maxLen 3 --sentences 4", (1, 2)),  # two batches
+        ("--draft self --draftBits 4 --compare self,block --ppl --sentences 3 --repeats 1", (1, 2)),
     ],
 )
 def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, flags, tmp_path, work, counts):
@@ -388,6 +390,26 @@ def test_a_process_that_is_told_of_the_end_at_once_ends_without_a_traceback(tmp_
     log = tmp_path / "log"
     assert wait(fork(EndedAtOnce, [], log)) == 2
     assert log.read_text() == ""
+
+
+def test_all_processes_use_the_same_copy(cli, flags, tmp_path, monkeypatch):
+    """Process 0 finds 5 bits the fastest, the other one 6."""
+
+    def seconds(text, *forwards):
+        bits = next(layer.bits for layer in forwards[0][0].model.modules() if hasattr(layer, "bits"))
+        return [0.2 if bits == 5 + int(os.environ["RANK"]) else 0.9, 1.0, 1.2]
+
+    monkeypatch.setattr(selfDraft, "seconds", seconds)
+    children, logs = launch(cli, [*flags, "--draft", "self", "--compare", "fixed"], tmp_path / "two", 2)
+    assert [wait(child) for child in children] == [0, 0], logs[0].read_text()
+    run, *lines = lines_of(tmp_path / "two")
+    assert run["flags"]["draftBits"] == "5" and "in 5 bits takes" in logs[0].read_text() and logs[1].read_text() == ""
+    (tmp_path / "one").mkdir()
+    assert (
+        cli.main([*flags, "--draft", "self", "--draftBits", "5", "--compare", "fixed", "--out", str(tmp_path / "one")])
+        == 0
+    )
+    assert figures_of(tmp_path / "one") == figures_of(tmp_path / "two")
 
 
 @pytest.mark.parametrize("victim", [0, 1])

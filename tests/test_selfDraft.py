@@ -1,6 +1,8 @@
 """The target's own copy in few bits: its weights, the KV cache that both share, its text, where its codes are kept."""
 
 import copy
+import json
+import re
 import shutil
 from functools import partial
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from mistakes import always_accept, p_shifted, replace_from_p
 from outcomes import largest_error, small
+from safetensors.torch import load_file, save_file
 from test_specSampling import PROMPTS, near
 from torch.nn.functional import linear
 
@@ -23,6 +26,7 @@ from engine.kernels import loader
 from engine.kernels.packedLinear import packed_codes
 from engine.quantised import BITS, Codes, QuantisedLinear, in_int8
 from engine.sharedWeights import sharing_copy
+from experiments import prepare
 from lossless.plantedMistakes import MISTAKES, DraftKeysTarget
 from methods import selfDraft
 from methods.cascade import CascadeDrafter
@@ -367,3 +371,166 @@ def test_times_are_those_of_forwards_after_the_text():
     target = helpers.tiny()
     times = selfDraft.seconds(torch.arange(12)[None], (rounded_copy(target, 4), 1), (target, 1), (target, 4))
     assert len(times) == 3 and min(times) > 0
+
+
+# The command line.
+
+
+@pytest.fixture
+def shared_cache(small_copies, monkeypatch):
+    """Codes are kept from test to test."""
+    monkeypatch.setattr(engineCopies, "cache_folder", lambda: small_copies)
+
+
+def run_of(cli, flags, out, *words):
+    """(exit code, lines of results) of a run by these flags."""
+    code = cli.main([*flags, *words, "--sentences", "1", "--out", str(out)])
+    file = out / "results.jsonl"
+    return code, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.usefixtures("shared_cache")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--draft self --draftBits 4 --speed",
+        "--draft self --draftBits 5 --speed --compile",
+        "--draft self --draftBits 4 --speedNew",
+        "--draft self --draftBits 4 --draftTemperature 0.5 --draftLength costAware --speed",
+        "--draft self --draftBits 4 --tree 2,1 --speed",
+        "--draft self --draftBits 4 --tree auto --speed --compile",
+        "--draft self --draftBits 4 --lookupFirst --speed",
+        "--draft self --draftBits 4 --ppl",
+        "--draft self --draftBits 4 --speed --ppl",
+        "--draft self --draftBits 4 --sweep",
+        "--draft self --draftBits 4 --compare self,block,tree,speculativeNoCache",
+        "--compare self --draftBits 8",
+        "--draft lookup --compare self",
+        "--draftVocab 40 --compare self,fixed --draftBits 4",
+        "--mid self --draftBits 4 --speedMulti",
+        "--mid self --draftBits 4 --speedMulti --compile",
+        "--mid self --draft lookup --compare cascade,self",
+        "--mid self --compare all",
+        "--draft self --draftBits 4 --lossless self --tokens 60",
+        "--draft self --lossless all --tokens 60",
+        "--mid self --draftBits 4 --lossless cascade --tokens 60",
+    ],
+)
+def test_runs_with_the_copy(cli, flags, tmp_path, capsys, words, request):
+    if "--compile" in words:
+        request.getfixturevalue("kernels")
+    code, lines = run_of(cli, flags, tmp_path, *words.split())
+    assert code == 0 and lines[-1]["kind"] == "end", capsys.readouterr()
+    said = capsys.readouterr().out
+    (about,) = re.findall(r"The target drafts for itself: its copy in (\d) bits takes [\d.]+ [KM]B, \d+%", said)
+    models, flagged = lines[0]["models"], lines[0]["flags"]
+    assert flagged["draftBits"] == about and f", {about} bits, sha256:" in models["self"]["version"]
+    assert models["self"]["parameters"] == models["target"]["parameters"]
+    for role in {"draft", "mid"} & models.keys():
+        assert (models[role] == models["self"]) == (f"--{role} self" in words)
+
+
+@pytest.mark.usefixtures("shared_cache")
+@pytest.mark.parametrize("words", ["--draft self", "--mid self --speedMulti", "--draft self --speedNew --compile"])
+def test_a_text_is_played(cli, flags, tmp_path, capsys, words, request):
+    if "--compile" in words:
+        request.getfixturevalue("kernels")
+    page = tmp_path / "page.json"
+    assert run_of(cli, flags, tmp_path, *words.split(), "--show", "--html", str(page)) == (0, [])
+    assert "The target drafts for itself" in capsys.readouterr().out
+    assert any("sha256:" in model["version"] and "bits" in model["version"] for model in records_in(page))
+
+
+def records_in(page):
+    """The models of the run that a page tells of."""
+    return json.loads(page.read_text())["models"].values()
+
+
+@pytest.mark.usefixtures("shared_cache")
+def test_greedy_texts_of_a_run_are_the_targets(cli, flags, tmp_path):
+    words = "--draft self --draftBits 4 --temperature 0 --compare self,speculative,lookupFirst,block,tree"
+    code, lines = run_of(cli, flags, tmp_path, *words.split())
+    texts = {line["method"]: line["sha256"] for line in lines if "sha256" in line}
+    assert code == 0 and len(texts) == 6 and set(texts.values()) == {texts["target"]}
+
+
+@pytest.mark.usefixtures("shared_cache")
+def test_the_fastest_copy_is_used_recorded_and_used_again(cli, flags, tmp_path, monkeypatch, capsys):
+    times = iter([0.9, 0.2, 0.9, 0.9])  # of a copy's step: that in 5 bits is the fastest
+    monkeypatch.setattr(selfDraft, "seconds", lambda text, *forwards: [next(times), 1.0, 1.2])
+    code, (run, *lines) = run_of(cli, flags, tmp_path, "--draft", "self", "--compare", "fixed")
+    assert code == 0 and run["flags"]["draftBits"] == "5" and "5 bits" in run["models"]["draft"]["name"]
+    said = capsys.readouterr().out
+    assert re.search(r"Copies of the target \(4 bits: .*; 8 bits: acceptance .*\)\. Used: 5 bits\.", said)
+    assert next(times, None) is None  # Nothing is measured again.
+    assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "texts are the same" in said and "have changed" not in said and "in 5 bits" in said
+
+
+def test_other_codes_are_named_when_a_run_is_repeated(cli, flags, tmp_path, capsys):
+    words = ["--draft", "self", "--draftBits", "4", "--compare", "fixed"]
+    assert run_of(cli, flags, tmp_path, *words)[0] == 0
+    file = sorted(tmp_path.glob("copies-*/4/*"))[0]
+    tensors = load_file(file)
+    save_file(tensors | {"codes": tensors["codes"].flip(0)}, file)
+    cli.main(["--rerun", "1", "--out", str(tmp_path)])
+    assert "The weights of the self, target in 4 bits, have changed" in capsys.readouterr().out
+
+
+# What is refused.
+
+
+def refusal(cli, flags, out, capsys, *words):
+    """The one line with which these flags are refused."""
+    assert run_of(cli, flags, out, *words) == (2, [])
+    said = capsys.readouterr().err
+    assert said.startswith("test.py: error: ") and said.count("\n") == 1
+    return said
+
+
+def test_a_target_that_cannot_be_rounded_is_refused_by_a_run(cli, flags, pair_folder, tmp_path, capsys):
+    helpers.tiny(vocabulary=320, layers=1, hidden_size=40).model.save_pretrained(tmp_path / "odd")
+    for file in pair_folder.glob("target/tokenizer*"):
+        shutil.copy(file, tmp_path / "odd")
+    said = refusal(cli, flags, tmp_path, capsys, "--target", str(tmp_path / "odd"), "--draft", "self", "--speed")
+    assert "odd cannot draft for itself: it has layers of 40 inputs, which is no multiple of 32" in said
+
+
+def test_too_little_memory_is_refused_before_the_copy_is_made(cli, flags, tmp_path, monkeypatch, capsys):
+    target = helpers.tiny(vocabulary=320)
+    sizes = [weight.numel() for weight in weights_of(target.model).values()]
+    needed = sum(sizes) * (1 + 1 / 16) + 12 * max(sizes)
+    monkeypatch.setattr(prepare, "available_memory", lambda device: needed - 1)
+    monkeypatch.setattr(prepare, "copies_of", partial(pytest.fail, "a copy is made"))
+    said = refusal(cli, flags, tmp_path, capsys, "--draft", "self", "--speed")
+    assert "target cannot draft for itself: its copy needs about" in said and "cpu has" in said
+    monkeypatch.setattr(prepare, "available_memory", lambda device: needed)
+    prepare.check_room_for_copy(target)
+
+
+def test_a_target_on_several_devices_is_refused(cli, flags, tmp_path, monkeypatch, capsys):
+    load = prepare.load_model
+
+    def spread(*inputs):
+        model = load(*inputs)
+        model.model.hf_device_map = {"a": "cuda:0", "b": "cuda:1"}
+        return model
+
+    monkeypatch.setattr(prepare, "load_model", spread)
+    said = refusal(cli, flags, tmp_path, capsys, "--draft", "self", "--speed")
+    assert "target cannot draft for itself: it is spread over several devices" in said
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bits", BITS)
+def test_what_a_copy_takes_is_said(bits, packed, monkeypatch):
+    """Packed for the kernels, it takes its bits and a scale for each group; else a byte for each weight."""
+    target = helpers.tiny()
+    count = copies_of(target, [bits]).weights
+    assert count == sum(weight.numel() for weight in weights_of(target.model).values())
+    monkeypatch.setattr(prepare, "is_compiled", lambda model: packed)
+    each = (bits / 8 if packed else 1) + 1 / 16  # bytes, of 4 in float32
+    size = f"{count * each / 1e3:.1f} KB, {count / target.parameters * each / 4:.0%} of its weights."
+    said = prepare.about_copy(target, rounded_copy(target, bits), count, bits)
+    assert said == f"The target drafts for itself: its copy in {bits} bits takes {size}"
