@@ -125,9 +125,10 @@ def test_a_copy_shares_all_but_its_linear_layers_and_leaves_the_model_alone(fami
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 0.02), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("family", [*helpers.FAMILIES, "mistral", "qwen3"])
 def test_a_compiled_copy_computes_what_the_eager_one_does(family, dtype, error):
+    """But where an input lies between two numbers of int8."""
     target = helpers.tiny(family)
     target = CachedModel(target.model.to(dtype), target.vocabulary)
     for bits in 4, 6:
@@ -136,7 +137,8 @@ def test_a_compiled_copy_computes_what_the_eager_one_does(family, dtype, error):
         assert made is not other
         tokens = torch.randint(61, (2, 30), generator=torch.Generator().manual_seed(1))
         wanted, found = eager.score(tokens), made.score(tokens)
-        assert (found - wanted).norm() <= error * wanted.norm()
+        errors = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert errors.median() <= error and errors.max() < 0.3
 
 
 # The cache that both share, and the text.
