@@ -32,9 +32,9 @@ class Copies:
     """Copies of `model`, which share its KV cache and all weights but those of the linear layers.
 
     bits: the numbers of bits that `of` will be asked for. text: f() -> tokens `[rows, n]` that the model wrote; the
-    weights are rounded so that its outputs on these change least (calibration.py). It is asked only if the codes are not
-    on disk, beside the built kernels, in a folder whose name has a hash of the weights. Interrupted work goes on where
-    it stopped. Raises RuntimeError, with the reason, if the layers cannot be rounded.
+    weights are rounded so that its outputs on these change least (calibration.py). It is asked only if the codes are
+    not on disk, beside the built kernels, in a folder whose name has a hash of the weights. Interrupted work goes on
+    where it stopped. Raises RuntimeError, with the reason, if the layers cannot be rounded.
     """
 
     def __init__(self, model: CachedModel, bits: Sequence[int], text: Callable[[], Tensor], follow: Follow) -> None:

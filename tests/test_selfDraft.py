@@ -21,7 +21,7 @@ from engine.compiling import compiled
 from engine.copies import Copies, rounded_copy, unfollowed, weights_of
 from engine.kernels import loader
 from engine.kernels.packedLinear import packed_codes
-from engine.quantised import BITS, Codes, QuantisedLinear, in_int8
+from engine.quantised import BITS, Codes, Int4Linear, QuantisedLinear, in_int8
 from engine.sharedWeights import sharing_copy
 from lossless.plantedMistakes import MISTAKES, DraftKeysTarget
 from methods import selfDraft
@@ -104,6 +104,17 @@ def test_the_kernel_of_each_kind_of_processor_computes_the_same(kind, bits):
             assert not torch.equal(torch.ops.native.linear(x, wrong, out), torch.ops.native.linear(x, made, out))
     finally:
         loader.use()
+
+
+def test_torchs_operator_computes_the_same(monkeypatch):
+    """On a GPU its packing is another, which only a GPU can show. A layer that it gets wrong is refused."""
+    layer = QuantisedLinear(random_codes(64, 128, 4), torch.randn(64).bfloat16())
+    found, x = Int4Linear(layer), torch.randn(2, 3, 128).bfloat16()
+    torch.testing.assert_close(found(x).float(), layer(x).float(), rtol=0.05, atol=0.5)
+    whole = torch._weight_int4pack_mm_for_cpu
+    monkeypatch.setattr(torch, "_weight_int4pack_mm_for_cpu", lambda x, *rest: whole(x.roll(1, 1), *rest))
+    with pytest.raises(RuntimeError, match="does not compute this product"):
+        Int4Linear(layer)
 
 
 @pytest.mark.parametrize("family", helpers.FAMILIES)
