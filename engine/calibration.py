@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.decoderLayers import NAMES
-from engine.rounding import compensated, damped, dequantised, rounded
+from engine.rounding import PASSES, compensated, damped, dequantised, rounded
 
 __all__ = ["calibrated", "compensated", "rounded"]
 
@@ -96,12 +96,13 @@ def calibrated(
     bits: int,
     group: int,
     done: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    passes: int = PASSES,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name of a module, codes, scales) of every linear layer of the decoder layers, in order, and of the output
     embedding. The model stays as it is, and needs the memory of one more layer.
 
     tokens: [rows, n], text that the model wrote itself. done: what an earlier run yielded, {name: (codes, scales)}:
-    it is neither computed nor yielded again.
+    it is neither computed nor yielded again. passes: of `compensated`; each takes longer than the rest of it.
     """
     names, done = NAMES[model.config.model_type], done or {}
     layers: Any = model.get_submodule(where := f"{names.base}.{names.layers}")
@@ -114,7 +115,7 @@ def calibrated(
         for stage in names.qkv, [names.out], names.up, [names.down]:
             linears = {f"{where}.{i}.{name}": copy.get_submodule(name) for name in stage}
             if not linears.keys() <= done.keys():
-                codes, scales = chosen(copy, list(linears.values()), texts, stage == [names.down], bits, group)
+                codes, scales = chosen(copy, list(linears.values()), texts, stage == [names.down], bits, group, passes)
                 sizes = [len(weight_of(linear)) for linear in linears.values()]
                 found = dict(zip(linears, zip(codes.split(sizes), scales.split(sizes))))
                 yield from ((name, *found[name]) for name in linears if name not in done)
@@ -126,13 +127,13 @@ def calibrated(
     name = next(name for name, module in model.named_modules() if module is head)
     if name not in done:
         states = torch.cat([flat(last(some.near)) for some in texts])
-        yield name, *compensated(weight_of(head), states.t() @ states, bits, group)
+        yield name, *compensated(weight_of(head), states.t() @ states, bits, group, passes)
 
 
 def chosen(
-    layer: nn.Module, linears: Sequence[nn.Module], texts: Sequence[Texts], is_last: bool, bits: int, group: int
+    layer: nn.Module, linears: Sequence[nn.Module], texts: Sequence[Texts], is_last: bool, *how: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of linear layers with the same inputs, one below the other.
+    """Codes and scales of linear layers with the same inputs, one below the other. how: bits, group, passes.
 
     The last linear layer of a decoder layer first moves to where the copy's states are nearest to the model's (ridge
     regression): it makes up for what was rounded before it, in this decoder layer and in earlier ones.
@@ -147,4 +148,4 @@ def chosen(
             lacking.addmm_(flat(some.exact - some.through(layer, some.near)).t(), inputs)
     if is_last:
         weight += torch.linalg.solve(damped(hessian, RIDGE), lacking.t()).t()
-    return compensated(weight, hessian, bits, group)
+    return compensated(weight, hessian, *how)

@@ -22,10 +22,10 @@ def rounded(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     return stored(codes_of(groups, scales[..., None], bits).flatten(1), scales, bits)
 
 
-def compensated(weight: Tensor, hessian: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+def compensated(weight: Tensor, hessian: Tensor, bits: int, group: int, passes: int = PASSES) -> tuple[Tensor, Tensor]:
     """Codes and scales as of `rounded`, which keep the layer's outputs rather than its weights.
 
-    hessian: sum of x x^T over the inputs x, float32 [in, in]. GPTQ (arXiv 2210.17323, algorithm 1), then PASSES times:
+    hessian: sum of x x^T over the inputs x, float32 [in, in]. GPTQ (arXiv 2210.17323, algorithm 1), then in each pass
     the best scales for these codes, and for each column the best codes while the others stay.
     """
     columns, hessian = weight.detach().float().t().contiguous(), damped(hessian, DAMPING)  # [in, out], [in, in]
@@ -33,10 +33,11 @@ def compensated(weight: Tensor, hessian: Tensor, bits: int, group: int) -> tuple
     scales, diagonal = columns.new_empty(len(columns) // group, len(weight)), hessian.diagonal()
     ideal = columns.clone()
     codes = swept(ideal, ideal, -root / root.diagonal()[:, None], scales, bits, diagonal)
-    for _ in range(PASSES):
-        scales = fitted(columns, hessian, codes, scales)
+    wanted = hessian @ columns
+    for _ in range(passes):
+        scales = fitted(wanted, hessian, codes, scales)
         before = codes * scales.repeat_interleave(group, 0)
-        ideal = before + hessian @ (columns - before) / diagonal[:, None]
+        ideal = before + (wanted - hessian @ before) / diagonal[:, None]
         codes = swept(ideal, before, hessian / diagonal, scales, bits)
     return stored(codes.t(), scales.t(), bits)
 
@@ -65,17 +66,19 @@ def swept(
     return codes
 
 
-def fitted(columns: Tensor, hessian: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """The scales [in / group, out] with which these codes keep the layer's outputs best: least squares per output."""
+def fitted(wanted: Tensor, hessian: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """The scales [in / group, out] with which these codes keep the layer's outputs best: least squares per output.
+
+    wanted: hessian @ weight^T, [in, out].
+    """
     found = []
-    for weight, code, old in zip(*(x.t().split(OUTPUTS) for x in (columns, codes, scales))):
+    for right, code, old in zip(*(x.t().split(OUTPUTS) for x in (wanted, codes, scales))):
         groups = code.unflatten(1, (len(scales), -1))  # [outputs, in / group, group]
         parts = zip(groups.unbind(1), hessian.chunk(len(scales)))
         system = torch.stack([((part @ rows).view_as(groups) * groups).sum(-1) for part, rows in parts], 1)
-        wanted = ((weight @ hessian).view_as(groups) * groups).sum(-1)
         diagonal = system.diagonal(dim1=1, dim2=2)
         diagonal += (ridge := 1e-3 * diagonal.mean(1, keepdim=True) + 1e-8)  # A group of zeros keeps its scale.
-        found.append(torch.linalg.solve(system, wanted + ridge * old))
+        found.append(torch.linalg.solve(system, (right.unflatten(1, groups.shape[1:]) * groups).sum(-1) + ridge * old))
     return torch.cat(found).bfloat16().float().t().contiguous()
 
 
