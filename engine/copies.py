@@ -15,12 +15,16 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.cachedModel import CachedModel
-from engine.calibration import calibrated, rounded
+from engine.calibration import calibrated
 from engine.decoderLayers import NAMES
 from engine.kernels.loader import cache_folder
 from engine.quantised import GROUP, Codes, quantised_copy
+from engine.rounding import rounded
 
 Follow = Callable[[Iterable[Any], str, int], Iterable[Any]]  # follow(work, title, steps) shows progress
+
+
+METHOD = b"compensated, fitted"  # how codes are found: those of another method are not taken from the disk
 
 
 def unfollowed(work: Iterable[Any], title: str, steps: int) -> Iterable[Any]:
@@ -109,7 +113,7 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def hash_of(weights: Mapping[str, Tensor]) -> str:
     """16 digits of a hash of weights, whatever dtype they were loaded in."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(METHOD)
     for name, weight in weights.items():
         digest.update(name.encode())
         digest.update(weight.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())
