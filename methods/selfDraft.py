@@ -23,7 +23,7 @@ from methods.treeSampling import TreeDrafter
 from regrSampling import regrSampling
 from utils import Sampling, UserError, probabilities
 
-ROWS, LENGTH = 24, 256  # texts that the target writes for calibration, and tokens of each
+ROWS, LENGTH = 16, 256  # texts that the target writes for calibration, and tokens of each
 HELD_OUT = 4, 128  # likewise for `fastest`
 TIMINGS = 12  # of each forward
 
