@@ -141,7 +141,7 @@ def scoring(record: BenchmarkRecord) -> str:
     variant = fastest(record).removeprefix(", ")
     seconds = {(m["role"], m["tokens"]): m["seconds"] for m in record["forwards"] if m["variant"] == variant}
     rows = []
-    for tokens in sorted({tokens for _, tokens in seconds}):
+    for tokens in sorted({tokens for role, tokens in seconds if role == "target"}):
         row = [str(tokens)]
         for role in ("target", "draft"):
             of_one = printed.ratio(seconds[role, tokens], seconds[role, 1])
