@@ -51,8 +51,9 @@ class Copies:
             if len(done) < len(weights):
                 tokens = tokens or [text()]
                 work = calibrated(model.model, tokens[0], count, GROUP, done)
-                for name, *codes in follow(work, f"rounding {self.name} to {count} bits", len(weights) - len(done)):
-                    self.write(name, Codes(*codes, count))
+                title = f"rounding {self.name} to {count} bits"
+                for name, codes, scales in follow(work, title, len(weights) - len(done)):
+                    self.write(name, Codes(codes, scales, count))
         self.like = quantised_copy(model.model, self.codes(bits[0]))
 
     def of(self, bits: int, cache_of: CachedModel) -> CachedModel:

@@ -335,10 +335,11 @@ def roles_of(settings: Settings) -> set[str]:
 
 
 def roles_of_copy(settings: Settings) -> frozenset[str]:
-    """Which of them are the target's own copy."""
+    """Which of them are the target's own copy; "self" is one if there is any."""
     choice = settings.models
     named = {"self": "self", "draft": choice.draft, "mid": choice.mid}
-    return frozenset(role for role in roles_of(settings) if named.get(role) == "self")
+    copies = {role for role in roles_of(settings) if named.get(role) == "self"}
+    return frozenset(copies | {"self"} if copies else ())
 
 
 def find_models(settings: Settings) -> dict[str, Path]:

@@ -187,8 +187,12 @@ class FlawedModel(CachedModel):
         self.store = model.store
 
 
-class StaleSlotTarget(FlawedModel):
-    """A target whose cache keeps a rejected guess: the token that replaces it does not overwrite its slot."""
+class KeepingTarget(FlawedModel):
+    """A target whose cache keeps what it held in some slots, whatever the target reads into them."""
+
+    def kept(self, positions: Tensor) -> Tensor:
+        """Which of the slots `positions[B, n]` keep their content: bool `[B, n]`."""
+        raise NotImplementedError
 
     def prefill(self, rows: Rows) -> Tensor:
         """As `CachedModel.prefill`."""
@@ -200,25 +204,35 @@ class StaleSlotTarget(FlawedModel):
     def forward(
         self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
-        """As `CachedModel.forward`, but the first token's slot keeps its old content if it was written before."""
+        """As `CachedModel.forward`, but for the slots that keep their content."""
         if self.highest is None:
             return super().forward(tokens, positions, places, keep)
         assert self.cache is not None
-        slot = positions[:, :1, None, None]
-        stale = slot <= self.highest[..., None, None]
         states = [states for layer in self.cache.layers for states in (layer.keys, layer.values)]
-        before = [states_at(tensor, slot) for tensor in states]
+        slots = [positions[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]) for x in states]
+        before, kept = [x.gather(2, at) for x, at in zip(states, slots)], self.kept(positions)[:, None, :, None]
         logits = super().forward(tokens, positions, places, keep)
-        for tensor, old in zip(states, before):
-            kept = torch.where(stale, old, states_at(tensor, slot))
-            tensor.scatter_(2, slot.expand_as(kept), kept)
+        for x, at, old in zip(states, slots, before):
+            x.scatter_(2, at, torch.where(kept, old, x.gather(2, at)))
         self.highest = torch.maximum(self.highest, positions[:, -1:])
         return logits
 
 
-def states_at(states: Tensor, slot: Tensor) -> Tensor:
-    """`states[B, heads, capacity, d]` at `slot[B, 1, 1, 1]`: `[B, heads, 1, d]`."""
-    return states.gather(2, slot.expand(-1, states.shape[1], -1, states.shape[3]))
+class StaleSlotTarget(KeepingTarget):
+    """A target whose cache keeps a rejected guess: the token that replaces it does not overwrite its slot."""
+
+    def kept(self, positions: Tensor) -> Tensor:
+        """The first token's slot, if it was written before."""
+        assert self.highest is not None
+        return (positions <= self.highest) & (torch.arange(positions.shape[1], device=self.device) == 0)
+
+
+class DraftKeysTarget(KeepingTarget):
+    """A target whose cache keeps what a draft that shares it has written for the guesses."""
+
+    def kept(self, positions: Tensor) -> Tensor:
+        """All slots but the last: the draft has not read its last guess."""
+        return positions < positions[:, -1:]
 
 
 class SiblingMaskTarget(FlawedModel):
@@ -314,7 +328,7 @@ class Mistake:
         distribution is wanted.
     tree: the shape of the guesses of a round; None: a chain.
     seen_in: the public code that makes or made it.
-    drafters: with other kinds of drafters it is no mistake, or it cannot be made.
+    drafters: with other kinds of drafters it is no mistake, or it cannot be made. own_copy: the target's own copy guesses.
     """
 
     what: str
@@ -326,6 +340,7 @@ class Mistake:
     tree: Tree | None = None
     seen_in: str = ""
     drafters: type[Drafter] | tuple[type[Drafter], ...] = Drafter
+    own_copy: bool = False
 
     def sampler(
         self, target: CachedModel, drafter: Drafter, gamma: int, sampling: Sampling, threshold: float
@@ -388,6 +403,11 @@ MISTAKES = {
         "a guess below --draftThreshold is dropped, not verified",
         drafter=unsure_guess_dropped,
         drafters=(ModelDrafter, OtherTokenizerDrafter, LookupFirst),
+    ),
+    "draft's keys": Mistake(
+        "the target leaves the keys and values that its own copy wrote for the guesses",
+        target=DraftKeysTarget,
+        own_copy=True,
     ),
 }
 tree_mistake = partial(Mistake, verify=traversal_rule, drafter=tree_drafter, tree=SHAPE)

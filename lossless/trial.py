@@ -29,7 +29,7 @@ from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES, TREE_MISTAKES
 from lossless.scorer import Texts, TextScorer, greedy_figures
 from methods.catalogue import METHODS, build, repeatable
-from methods.samplers import Models, Sampler, guesser
+from methods.samplers import Models, Sampler, guesser, own_copy
 from regrSampling import regrSampling
 from utils import Sampling
 
@@ -167,7 +167,11 @@ class Trial:
     def find_mistakes(self) -> None:
         """Test samplers with a planted mistake."""
         drafter = guesser(self.models, self.decoding)
-        names = [name for name, mistake in MISTAKES.items() if isinstance(drafter, mistake.drafters)]
+        names = [
+            name
+            for name, mistake in MISTAKES.items()
+            if ("self" in self.models if mistake.own_copy else isinstance(drafter, mistake.drafters))
+        ]
         if any(METHODS[name].guesses_tree(self.decoding) for name in self.names):
             names += TREE_MISTAKES
         done = self.processes.mapped(self.find_mistake, names)
@@ -178,7 +182,8 @@ class Trial:
         """The figures of a sampler with a planted mistake, tested on twice as many texts each time until a test
         fails."""
         mistake, most = (MISTAKES | TREE_MISTAKES)[name], self.batches * self.rows  # texts
-        tested, drafter = mistake.tested(self.sampling), guesser(self.models, self.decoding)
+        tested = mistake.tested(self.sampling)
+        drafter = (own_copy if mistake.own_copy else guesser)(self.models, self.decoding)
         gamma, threshold = self.decoding.gamma_of("fixed"), self.decoding.draft_threshold
         sampler = mistake.sampler(self.loaded["target"], drafter, gamma, tested, threshold)
         scorer = self.scorer(tested)

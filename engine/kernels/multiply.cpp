@@ -130,6 +130,7 @@ template <int BITS> static inline Words codes(const char* tile, int k, int v) {
     return w;
 }
 
+constexpr long AHEAD_OF_CODES = 8192;  // Bytes from what is read to what is prefetched.
 constexpr int MOST_OF_CODES = std::max(1, BYTES / 10);  // With more, not all sums stay in registers.
 
 // The job of M tokens whose weights have BITS bits.
@@ -139,6 +140,7 @@ template <int M, int BITS> static void by_codes(const CodesJob& job) {
     const char* here = job.block;
     for (long g = 0; g < groups; g++) {
         const char* scales = here;
+        __builtin_prefetch(scales + AHEAD_OF_CODES);
         here += SIDE * 2;
         Ints sums[M][VECTORS];
 #pragma GCC unroll 8
@@ -147,7 +149,7 @@ template <int M, int BITS> static void by_codes(const CodesJob& job) {
             for (int v = 0; v < VECTORS; v++) sums[m][v] = -(job.sums_of_x[m * groups + g] << (BITS - 1)) - Ints{};
         for (long in = g * job.group; in < (g + 1) * job.group; in += TILE, here += BITS * SIDE * 4) {
 #pragma GCC unroll 16
-            for (int line = 0; line < BITS * SIDE * 4; line += 64) __builtin_prefetch(here + 4096 + line);
+            for (int line = 0; line < BITS * SIDE * 4; line += 64) __builtin_prefetch(here + AHEAD_OF_CODES + line);
 #pragma GCC unroll BYTES / 8
             for (int k = 0; k < 8; k++) {
                 Words w[VECTORS];
