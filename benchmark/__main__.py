@@ -26,6 +26,7 @@ from typing import Any, TypeVar, cast
 import torch
 from rich.console import Console
 from torch import Generator
+from transformers import PreTrainedTokenizerBase
 
 from benchmark.contenders import SAMPLING, TREE, Contender, DrafterOf, contenders, copy_name, library_twin
 from benchmark.engines.engineProcess import short_reason
@@ -104,9 +105,7 @@ def load_trained(options: Options, dtype: str, device: str, max_len: int) -> Loa
     another tokenizer than the target's guesses the tokens that both have."""
     tokenizers = {role: load_tokenizer(name) for role, name in options.names.items()}
     tokenizer = tokenizers["target"]
-    pairs = zip(*(corpus.passages(500) for corpus in load_corpora("sample")))
-    passages = [passage for pair in pairs for passage in pair]
-    prompts = [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[: options.prompts]]
+    prompts = sample_prompts(tokenizer, options.prompts)
     check_room(prompts, max_len, [outline(find_model(name), tokenizer) for name in options.names.values()])
     models = {role: load_model(name, tokenizers[role], dtype, device) for role, name in options.names.items()}
     if tokenizers["draft"].get_vocab() == tokenizer.get_vocab():
@@ -114,6 +113,13 @@ def load_trained(options: Options, dtype: str, device: str, max_len: int) -> Loa
     translation = Translation(tokenizer, tokenizers["draft"], (options.target, options.draft))
     models["draft"] = RestrictedModel(models["draft"], translation.draft)
     return models, prompts, partial(OtherTokenizerDrafter, translation=translation)
+
+
+def sample_prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:
+    """So many prompts of PROMPT tokens from the bundled texts, or as many as there are."""
+    pairs = zip(*(corpus.passages(500) for corpus in load_corpora("sample")))
+    passages = [passage for pair in pairs for passage in pair]
+    return [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[:count]]
 
 
 def has_copy(options: Options, device: str) -> bool:

@@ -175,4 +175,4 @@ def draw_limits(axes: plt.Axes, record: BenchmarkRecord) -> None:
         ylabel="% of the limit",
     )
     axes.set_title("time to read as many bytes / time of the forward", fontsize=9, loc="left")
-    axes.legend(fontsize=8, edgecolor="none", ncols=4, loc="upper center", bbox_to_anchor=(0.47, -0.17))
+    axes.legend(fontsize=8, edgecolor="none", ncols=3, loc="upper center", bbox_to_anchor=(0.47, -0.17))
