@@ -26,8 +26,9 @@ from typing import Any, TypeVar, cast
 import torch
 from rich.console import Console
 from torch import Generator
+from transformers import PreTrainedTokenizerBase
 
-from benchmark.contenders import SAMPLING, TREE, Contender, DrafterOf, contenders, library_twin
+from benchmark.contenders import SAMPLING, TREE, Contender, DrafterOf, contenders, copy_name, library_twin
 from benchmark.engines.engineProcess import short_reason
 from benchmark.engines.peers import Peer, peer_rows, start_peers, text_checker
 from benchmark.engines.textCheck import Figures, TextChecker
@@ -41,7 +42,9 @@ from decoding.lengthRules import Fixed
 from decoding.rows import check_room
 from decoding.trees.shapes import FixedTree
 from engine.cachedModel import CachedModel
-from engine.compiling import compiled
+from engine.compiling import compiled, is_compiled
+from engine.copies import rounded_copy
+from engine.quantised import GROUP
 from engine.sharedWeights import RestrictedModel, sharing_copy
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
@@ -56,6 +59,7 @@ from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from methods.otherTokenizer import OtherTokenizerDrafter
 from methods.rehearsal import compile_samplers
+from methods.selfDraft import copies_of
 from methods.translation import Translation
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
@@ -70,7 +74,7 @@ Loaded = tuple[dict[str, CachedModel], list[list[int]], DrafterOf]
 
 def load_pair(options: Options, dtype: str, device: str) -> Loaded:
     """The pair, and the prompts that it continues. Raises UserError if they do not fit each other, or the memory."""
-    max_len = max(options.max_len, tokens_of_rounds(options.gamma))
+    max_len = max(options.max_len, tokens_of_rounds(max(options.gamma, options.gamma_copy)))
     return (load_random if options.shapes else load_trained)(options, dtype, device, max_len)
 
 
@@ -78,6 +82,8 @@ def load_random(options: Options, dtype: str, device: str, max_len: int) -> Load
     """Models with random weights, and random prompts."""
     weights = sum(map(weights_of, options.names.values()))
     needed = weights * DTYPES[dtype].itemsize * (2 if options.compile else 1) + 3 * LARGE
+    if has_copy(options, device):  # Until a code of the copy is packed, it takes a byte.
+        needed += int(weights_of(options.target) * (1 + 2 / GROUP))
     free = available_memory(device)
     if needed > free:
         raise UserError(
@@ -99,9 +105,7 @@ def load_trained(options: Options, dtype: str, device: str, max_len: int) -> Loa
     another tokenizer than the target's guesses the tokens that both have."""
     tokenizers = {role: load_tokenizer(name) for role, name in options.names.items()}
     tokenizer = tokenizers["target"]
-    pairs = zip(*(corpus.passages(500) for corpus in load_corpora("sample")))
-    passages = [passage for pair in pairs for passage in pair]
-    prompts = [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[: options.prompts]]
+    prompts = sample_prompts(tokenizer, options.prompts)
     check_room(prompts, max_len, [outline(find_model(name), tokenizer) for name in options.names.values()])
     models = {role: load_model(name, tokenizers[role], dtype, device) for role, name in options.names.items()}
     if tokenizers["draft"].get_vocab() == tokenizer.get_vocab():
@@ -109,6 +113,31 @@ def load_trained(options: Options, dtype: str, device: str, max_len: int) -> Loa
     translation = Translation(tokenizer, tokenizers["draft"], (options.target, options.draft))
     models["draft"] = RestrictedModel(models["draft"], translation.draft)
     return models, prompts, partial(OtherTokenizerDrafter, translation=translation)
+
+
+def sample_prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:
+    """So many prompts of PROMPT tokens from the bundled texts, or as many as there are."""
+    pairs = zip(*(corpus.passages(500) for corpus in load_corpora("sample")))
+    passages = [passage for pair in pairs for passage in pair]
+    return [tokenizer(text, verbose=False)["input_ids"][:PROMPT] for text in passages[:count]]
+
+
+def has_copy(options: Options, device: str) -> bool:
+    """Whether the target's own copy guesses too. On a GPU there are no kernels for its weights."""
+    return options.compile and options.draft_bits is not None and device == "cpu"
+
+
+def own_copy(target: CachedModel, bits: int, shapes: bool, processes: Processes) -> CachedModel | UserError:
+    """The target's own copy, or why its layers cannot be rounded. shapes: its weights are random, and so rounded
+    without a text."""
+
+    def made() -> CachedModel | UserError:
+        try:
+            return rounded_copy(target, bits) if shapes else copies_of(target, [bits], followed).of(bits, target)
+        except UserError as error:
+            return error
+
+    return made() if shapes else processes.in_turn(made)
 
 
 def compiled_pair(
@@ -134,6 +163,15 @@ def compiled_pair(
     return pair, [None if made is None else time.perf_counter() - start]
 
 
+def add_copy(pair: dict[str, CachedModel], copy: CachedModel) -> float:
+    """Compile the target's own copy too, and add it to the compiled pair. Returns the seconds it took."""
+    start = time.perf_counter()
+    made = compiled(copy, pair["target"])
+    if is_compiled(made):  # Otherwise a line has said why.
+        pair["copy"] = made
+    return time.perf_counter() - start
+
+
 def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     """Load, measure, print, write. Processes other than the first write nothing."""
     if options.peers and processes.count > 1:
@@ -145,12 +183,18 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     models, prompts, drafter_of = load_pair(options, dtype, device)
     library = {role: library_twin(model.model) for role, model in models.items()}
     record = conditions(options, argv, processes, device, models, prompts)
-    variants, record["compile_seconds"] = {"eager": models}, None
+    variants, record["compile_seconds"], copy = {"eager": models}, None, None
+    if has_copy(options, device):  # Before compiling, which packs layers.
+        copy = own_copy(models["target"], cast(int, options.draft_bits), options.shapes, processes)
     if options.compile:
         ready, record["compile_seconds"] = compiled_pair(models, options.gamma, prompts[0], drafter_of)
         if None not in record["compile_seconds"]:  # Otherwise a line has said why.
             variants["compiled"] = ready
+            if isinstance(copy, CachedModel):
+                record["compile_seconds"].append(add_copy(ready, copy))
     found = contenders(options, variants, library, prompts[0], drafter_of)
+    if isinstance(copy, UserError):
+        found.left_out[f"{copy_name(options.draft_bits)}, compiled"] = short_reason(str(copy))
     record["library_compile_seconds"] = found.compile_seconds
     which = "none" if options.shapes else options.text_check
     library_rows = [name for name in found.rows if name.startswith("transformers")]
@@ -176,7 +220,8 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     record["texts"] |= {peer.row.name: text_line(peer.failed, peer.greedy, peer.lossless) for peer in peers}
     # One item: process 0 measures it, and the others wait.
     (steps,) = processes.mapped(
-        lambda seed: step_times(variants, prompts[0], options.gamma, device, seed, drafter_of), [options.seed]
+        lambda seed: step_times(variants, prompts[0], options.gamma, options.gamma_copy, device, seed, drafter_of),
+        [options.seed],
     )
     if processes.first:
         finish(cast(BenchmarkRecord, record | steps), options)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from benchmark.engines.engineProcess import short_reason
 from benchmark.options import Options
 from decoding.drafter import Drafter
+from decoding.lengthRules import Fixed
 from decoding.model import Model
 from decoding.rows import Record
 from decoding.trees.rules import TreeRule, first_passed, path_of, traversal_rule
@@ -29,6 +31,7 @@ from engine.sharedWeights import sharing_copy
 from engine.uncachedModel import UncachedModel
 from experiments.speed import ends_after
 from methods import customGenerate
+from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
 from methods.treeSampling import TreeDrafter, treeSampling
@@ -56,6 +59,8 @@ STATIC_COMPILED = f"{STATIC}, compiled"
 COMPILING: dict[str, Any] = {}  # how the library compiles its forward: arguments of its `CompileConfig`
 SAMPLING = Sampling()  # of all rows
 ALPHAS = (0.4, 0.6, 0.8)  # of synthetic acceptance
+COPY_ALPHAS = (0.9, 0.93, 0.95)  # likewise, of guesses of the target's own copy
+INNER = 2  # tokens that the draft guesses for the copy in a round of theirs
 TREE = best_tree(8, Acceptance().table(4, 4))  # of the rows with a tree: 8 guesses, 4 levels
 # Synthetic acceptance of the 1st, 2nd ... child, if those before it were rejected. On the bundled pair the later ones
 # are accepted as often (`python -m scripts.treeTokens`).
@@ -109,6 +114,9 @@ def contenders(
             found.rows[f"{name}, {variant}"] = as_contender(
                 treeSampling, target=target, drafter=TreeDrafter(draft), tree=TREE, verify=tree_rule
             )
+        if "copy" in models:
+            rows = rows_of_copy(options, models, drafter_of is ModelDrafter)
+            found.rows |= {f"{name}, {variant}": row for name, row in rows.items()}
     if drafter_of is ModelDrafter:
         found.rows |= rows_without_cache(options.shapes, variants["eager"], gamma)
     vocabulary = variants["eager"]["target"].vocabulary
@@ -149,6 +157,30 @@ def tree_rules(synthetic_acceptance: bool, target: Model) -> dict[str, TreeRule]
         rule = target.rule(traversal_rule)
         return {f"tree, synthetic {SIBLINGS[0]}": synthetic_tree(SIBLINGS, rule)}
     return {f"tree of {TREE.size}": traversal_rule}
+
+
+def rows_of_copy(options: Options, models: dict[str, CachedModel], one_tokenizer: bool) -> dict[str, Contender]:
+    """{name: sampler} of the rows in which the target's own copy guesses, alone and with the draft, if that has the
+    target's tokenizer: the draft guesses for the copy, and both for the target."""
+    target, copy, name = models["target"], models["copy"], copy_name(options.draft_bits)
+    alone = partial(as_contender, specSampling, target=target, gamma=options.gamma_copy)
+    chances = {alpha: synthetic(alpha, target.rule(token_rule)) for alpha in (*ALPHAS, *COPY_ALPHAS)}
+    rows: dict[str, tuple[Drafter, VerificationRule]]
+    if options.shapes:
+        rows = {f"{name}, synthetic {alpha}": (ModelDrafter(copy), chances[alpha]) for alpha in COPY_ALPHAS}
+        inner, outer = ALPHAS[1], COPY_ALPHAS[1]
+        cascade = CascadeDrafter(copy, ModelDrafter(models["draft"]), Fixed(INNER), chances[inner])
+        rows[f"draft, {name}, synthetic {inner} and {outer}"] = cascade, chances[outer]
+    else:
+        rows = {name: (ModelDrafter(copy), token_rule), f"{name}, block verification": (ModelDrafter(copy), block_rule)}
+        if one_tokenizer:
+            rows[f"draft, {name}"] = CascadeDrafter(copy, ModelDrafter(models["draft"]), Fixed(INNER)), token_rule
+    return {name: alone(drafter=drafter, verify=rule) for name, (drafter, rule) in rows.items()}
+
+
+def copy_name(bits: int | str | None) -> str:
+    """What the rows call the target's own copy."""
+    return f"own copy in {bits} bits"
 
 
 def rows_without_cache(synthetic_acceptance: bool, models: dict[str, CachedModel], gamma: int) -> dict[str, Contender]:

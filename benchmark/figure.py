@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 
 from benchmark.records import BenchmarkRecord
-from benchmark.tables import texts_of
+from benchmark.tables import gamma_of, texts_of
 from experiments.speed import Range, interval, summarize
 from report.tableFormat import median
 
@@ -39,9 +39,11 @@ STYLES = {
     ("target", "compiled"): "o-",
     ("draft", "eager"): "s--",
     ("draft", "compiled"): "s-",
+    ("copy", "compiled"): "^-",
 }
 
 
+ROLES = {"target": "#2c3e50", "draft": "#d98c3f", "copy": "#5a9bd8"}  # {role: its colour}
 PARTS = {  # {part of a round: its colour}
     "drafting": "#d98c3f",
     "scoring and verification": "#2c3e50",
@@ -125,7 +127,7 @@ def round_shares(record: BenchmarkRecord) -> dict[str, tuple[float, dict[str, fl
             interval([a / b for a, b in zip(seconds[part], seconds["round"])]).middle
             for part in ("draft step", "scoring")
         )
-        drafting = record["flags"]["gamma"] * draft
+        drafting = gamma_of(record, variant) * draft
         parts = dict(zip(PARTS, (drafting, scoring, max(0.0, 1 - drafting - scoring))))
         shares[variant] = interval(seconds["round"]).middle, parts
     return shares
@@ -147,22 +149,23 @@ def draw_round(axes: plt.Axes, record: BenchmarkRecord) -> None:
     axes.set(yticks=range(len(shares)), yticklabels=labels, ylim=(len(shares) - 0.5, -0.5), xlim=(0, 105))
     axes.set_xlabel("% of the round")
     axes.tick_params(axis="y", labelsize=8, length=0)
-    title = f"a round of {record['flags']['gamma']} guesses, all accepted"
-    axes.set_title(title, fontsize=9, loc="left")
+    counts = dict.fromkeys(str(gamma_of(record, variant)) for variant in shares)
+    axes.set_title(f"a round of {' or '.join(counts)} guesses, all accepted", fontsize=9, loc="left")
     axes.legend(fontsize=8, edgecolor="none", ncols=3, loc="upper center", bbox_to_anchor=(0.47, -0.4))
 
 
 def draw_limits(axes: plt.Axes, record: BenchmarkRecord) -> None:
     """One line for each model and variant, over the tokens scored at once."""
+    widths = sorted({line["tokens"] for line in record["forwards"]})
     for (role, variant), style in STYLES.items():
         lines = [line for line in record["forwards"] if (line["role"], line["variant"]) == (role, variant)]
         if lines:
+            at = [widths.index(line["tokens"]) for line in lines]
             shares = zip(*(interval(line["share"]) for line in lines))
             middle, low, high = ([100 * value for value in values] for values in shares)
-            colour = "#2c3e50" if role == "target" else "#d98c3f"
-            axes.plot(range(len(lines)), middle, style, color=colour, markersize=5, label=f"{role}, {variant}")
-            axes.fill_between(range(len(lines)), low, high, color=colour, alpha=0.12, linewidth=0)
-    widths = sorted({line["tokens"] for line in record["forwards"]})
+            label = f"own copy in {record['flags']['draftBits']} bits" if role == "copy" else f"{role}, {variant}"
+            axes.plot(at, middle, style, color=ROLES[role], markersize=5, label=label)
+            axes.fill_between(at, low, high, color=ROLES[role], alpha=0.12, linewidth=0)
     axes.axhline(100, color="#999999", linewidth=0.8, linestyle=":")
     axes.set(
         xticks=range(len(widths)),
@@ -172,4 +175,4 @@ def draw_limits(axes: plt.Axes, record: BenchmarkRecord) -> None:
         ylabel="% of the limit",
     )
     axes.set_title("time to read as many bytes / time of the forward", fontsize=9, loc="left")
-    axes.legend(fontsize=8, edgecolor="none", ncols=4, loc="upper center", bbox_to_anchor=(0.47, -0.17))
+    axes.legend(fontsize=8, edgecolor="none", ncols=3, loc="upper center", bbox_to_anchor=(0.47, -0.17))

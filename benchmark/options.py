@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmark.engines.engineProcess import ENGINES
 from benchmark.randomModels import SHAPES
+from engine.quantised import BITS
 from inputs.commandLine import Parser, path, text, whole
 from inputs.files import ROOT
 from inputs.models import DTYPES, default_pair
@@ -25,6 +26,7 @@ class Options:
     """What the flags say.
 
     target, draft: names of models, or of shapes if `shapes`. dtype, device: None for the default.
+    draft_bits: of the weights of the target's own copy; None: it does not guess. gamma_copy: its guesses in a round.
     peers: names of the other engines to time. text_check: the rows of this process whose text is tested. texts: the
         folder for the other engines' audited texts. flags: the flags themselves, for the record.
     """
@@ -33,6 +35,8 @@ class Options:
     draft: str
     shapes: bool
     gamma: int
+    draft_bits: int | None
+    gamma_copy: int
     max_len: int
     prompts: int
     repeats: int
@@ -67,6 +71,11 @@ def parser() -> Parser:
     shapes = "random weights in two of these shapes instead: " + ", ".join(SHAPES)
     add("--shapes", type=text, metavar="TARGET,DRAFT", help=shapes)
     add("--gamma", type=whole(1, 1000), default=4, metavar="N", help="tokens guessed in a round (4)")
+    copy = (
+        "the bits of a weight in the target's own copy, which guesses in compiled rows on a CPU; none: no such rows (4)"
+    )
+    add("--draftBits", choices=[*map(str, BITS), "none"], default="4", help=copy)
+    add("--gammaCopy", type=whole(1, 1000), default=5, metavar="N", help="tokens that the copy guesses in a round (5)")
     for flag, value in DEFAULTS.items():
         usual = f"({value}; with --shapes {SHAPE_DEFAULTS[flag]})"
         add(f"--{flag}", type=whole(1, 10_000), metavar="N", help=usual)
@@ -101,6 +110,8 @@ def parse(argv: Sequence[str]) -> Options:
     named_alike = {field.name: flags[field.name] for field in fields(Options) if field.name in flags}
     others = {
         "shapes": args.shapes is not None,
+        "draft_bits": None if args.draftBits == "none" else int(args.draftBits),
+        "gamma_copy": args.gammaCopy,
         "max_len": args.maxLen,
         "compile": not args.no_compile,
         "peers": tuple(known_names(args.peers, ENGINES, "engine")),

@@ -1,6 +1,7 @@
 """`BenchmarkRecord`: what a run of the benchmark writes as JSON, and the lines of measurements in it.
 
-In these lines, `variant` is "eager" or "compiled", `role` is "target" or "draft", and `seconds` has one number a turn.
+In these lines, `variant` is "eager" or "compiled", `role` is "target", "draft" or "copy" (the target's own copy in few
+bits, compiled alone), and `seconds` has one number a turn. Older records have no copy.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any, TypedDict
 from typing_extensions import NotRequired
 
 from experiments.speed import Interval, TimedText
+
+OWN_COPY = ", own copy"  # the end of the variant of a round in which the target's own copy guesses
 
 
 class StepLine(TypedDict):
@@ -30,7 +33,8 @@ class ForwardLine(StepLine):
 
 
 class PartLine(StepLine):
-    """A part of a round: "plain step", "draft step", "scoring", "sampling" or "round"."""
+    """A part of a round: "plain step", "draft step", "scoring", "sampling" or "round". With OWN_COPY at the end of its
+    variant, "draft step" is a step of the copy, and the guesses of a round are `gammaCopy`."""
 
     part: str
 

@@ -12,12 +12,13 @@ import torch
 from torch import Generator, Tensor
 
 from benchmark.contenders import SAMPLING, DrafterOf, Variants, synthetic
-from benchmark.records import ForwardLine, GrowthLine, PartLine, PrefillLine, StepRecord
+from benchmark.records import OWN_COPY, ForwardLine, GrowthLine, PartLine, PrefillLine, StepRecord
 from decoding.drafter import Drafter
 from decoding.model import uniform
 from decoding.rows import Rows
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
+from engine.decoderLayers import PackedLayer
 from engine.kernels.packedLinear import on_huge_pages
 from experiments.speed import quiet, synchronize
 from inputs.progress import Bar
@@ -28,6 +29,7 @@ Key = TypeVar("Key", bound=Hashable)
 Step = Callable[[], object]
 
 WIDTHS, CONTEXTS = (1, 2, 5, 9, 17, 32), (64, 256, 1024, 2000)  # tokens scored at once; tokens before a drawn one
+COPY_WIDTHS = (1, 2, 3, 5, 9)  # likewise by the target's own copy, which scores the guesses of a draft at most
 PROMPTS = (16, 64, 256, 1024)  # tokens of the prompts whose prefill is timed
 PROMPT = 64  # tokens of the prompts of all other measurements
 LARGE = 512 << 20  # Bytes: more than any processor's cache holds.
@@ -39,6 +41,7 @@ def step_times(
     variants: Variants,
     prompt: list[int],
     gamma: int,
+    gamma_copy: int,
     device: torch.device | str,
     seed: int,
     drafter_of: DrafterOf = ModelDrafter,
@@ -48,7 +51,7 @@ def step_times(
     return {
         "forwards": forwards,
         "bandwidth": bandwidth,
-        "parts": round_times(variants, prompt, gamma, device, seed, drafter_of),
+        "parts": round_times(variants, prompt, gamma, gamma_copy, device, seed, drafter_of),
         "prefill": prefill_times(variants, device, seed),
         "growth": growth_times(variants, device, seed),
     }
@@ -116,6 +119,10 @@ def one_token(model: CachedModel, start: int, generator: Generator) -> Step:
 
 def weight_bytes(model: CachedModel) -> int:
     """Bytes of the weights that a forward must read: all but the input embedding, of which it needs only a few rows."""
+    layers = [module for module in model.model.modules() if isinstance(module, PackedLayer)]
+    if layers:  # They are no parameters.
+        parts = [part for layer in layers for part in layer.parts.values()]
+        return sum(part.nbytes for part in (*parts, model.model.get_output_embeddings().packed))
     weights = {weight.data_ptr(): weight.nbytes for weight in model.model.parameters()}
     if model.model.get_input_embeddings().weight is not model.model.get_output_embeddings().weight:
         weights.pop(model.model.get_input_embeddings().weight.data_ptr())
@@ -136,7 +143,8 @@ def forward_times(variants: Variants, device: torch.device | str) -> tuple[list[
     buffer. A buffer is read in several ways. One may be slow for a reason of its own, so the fastest of each turn
     counts. The limit is the fastest reading of all turns (`limit_of`), so that no share is above 1.
     """
-    sizes = {role: weight_bytes(model) for role, model in variants["eager"].items()}
+    by_role = {role: model for models in reversed(variants.values()) for role, model in models.items()}
+    sizes = {role: weight_bytes(model) for role, model in by_role.items()}
     steps: dict[tuple[str, str, int], Step] = {}  # (what is read, "read" or a variant, the way or the number of tokens)
     buffers: dict[str, Tensor] = {}
     for name, size in (sizes | {"memory": LARGE}).items():
@@ -144,9 +152,11 @@ def forward_times(variants: Variants, device: torch.device | str) -> tuple[list[
         buffers[name] = buffer
         ways = (buffer.sum, buffer.norm, partial(torch.mv, buffer, torch.ones(1024, device=device)))
         steps |= {(name, "read", way): read for way, read in enumerate(ways)}
-        for variant, models in variants.items() if name in sizes else ():
-            fill(models[name], PROMPT, PROMPT + max(WIDTHS))
-            steps |= {(name, variant, n): forward(models[name], n, PROMPT) for n in WIDTHS}
+        for variant, models in variants.items():
+            if name in models:
+                fill(models[name], PROMPT, PROMPT + max(WIDTHS))
+                widths = COPY_WIDTHS if name == "copy" else WIDTHS
+                steps |= {(name, variant, n): forward(models[name], n, PROMPT) for n in widths}
     seconds = time_in_turn(steps, device, "forwards")
     speeds = {}
     for name, buffer in buffers.items():
@@ -186,11 +196,12 @@ def round_times(
     variants: Variants,
     prompt: list[int],
     gamma: int,
+    gamma_copy: int,
     device: torch.device | str,
     seed: int,
     drafter_of: DrafterOf = ModelDrafter,
 ) -> list[PartLine]:
-    """The parts of a round.
+    """The parts of a round, and as a variant of their own those of a round in which the target's copy guesses.
 
     "plain step", "draft step": a token of the target, and of the draft. "scoring": gamma + 1 tokens scored at once, and
     verified. "round": a whole round in which all guesses are accepted. "sampling": its filters, draws and verification
@@ -202,6 +213,11 @@ def round_times(
         by_name = round_steps(models["target"], models["draft"], prompt, gamma, generator, drafter_of)
         steps |= {(variant, part): step for part, step in by_name.items()}
     seconds = time_in_turn(steps, device, "a round")
+    for variant, models in variants.items():  # Afterwards: the capacity of the target's KV cache depends on gamma.
+        if "copy" in models:
+            by_name = round_steps(models["target"], models["copy"], prompt, gamma_copy, generator)
+            steps = {(variant + OWN_COPY, part): step for part, step in by_name.items()}
+            seconds |= time_in_turn(steps, device, "a round of the copy")
     return [{"variant": variant, "part": part, "seconds": taken} for (variant, part), taken in seconds.items()]
 
 

@@ -10,9 +10,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmark.contenders import ALPHAS, SAMPLING, guessed_without_cache
+from benchmark.contenders import ALPHAS, COPY_ALPHAS, SAMPLING, copy_name, guessed_without_cache
 from benchmark.engines.textCheck import verdict
-from benchmark.records import BenchmarkRecord, Prediction, StepLine
+from benchmark.records import OWN_COPY, BenchmarkRecord, ForwardLine, Prediction, StepLine
 from benchmark.stepTimes import LARGE, PROMPT
 from experiments import theory
 from experiments.speed import Interval, TimedText, interval, paired_ratios, summarize
@@ -20,7 +20,8 @@ from inputs.files import gigabytes
 from report.tableFormat import cells, grid, median, notation, plain, span
 
 STEP_NOTES = (
-    "MB: bytes that a forward must read. of one: over the time of one token. % limit: the time to read as many bytes "
+    "MB: bytes that a forward must read. of one: over the time of one token. of the target's one: over that of the "
+    "target for one token. % limit: the time to read as many bytes "
     "over that of the forward. of the first: over the time in the first row. draft step: one guess. scoring: all "
     "guesses scored at once, and verified. round: all of it. sampling: its filters, draws and verification alone."
 )
@@ -32,6 +33,7 @@ def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
     speed, *steps = shown = (
         speed_table(record),
         forwards_table(record),
+        *([copy_table(record)] if copy_lines(record) else []),
         prefill_table(record),
         growth_table(record),
         round_table(record),
@@ -55,8 +57,7 @@ def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
         yield Text(
             "synthetic: each guess is accepted with probability alpha, by a coin. theory: theorem 3.8 of Leviathan et "
             "al., with the measured costs. c: the time of a draft step. "
-            f"scoring: the time to score {record['flags']['gamma'] + 1} tokens at once. Both in units of a plain step, "
-            "sampling included."
+            "scoring: the time to score gamma + 1 tokens at once. Both in units of a plain step, sampling included."
         )
     for table in steps:
         yield table
@@ -157,10 +158,16 @@ def speed_table(record: BenchmarkRecord) -> Table:
         if words.startswith("left out"):
             rows.append([row_name, *[""] * (len(columns) - 2), "left out"])
     title = (
-        f"Tokens per second: {flags['prompts']} prompts of {PROMPT} tokens, maxLen {flags['maxLen']}, gamma "
-        f"{flags['gamma']}, temperature {SAMPLING.temperature}, top_p {SAMPLING.top_p}"
+        f"Tokens per second: {flags['prompts']} prompts of {PROMPT} tokens, maxLen {flags['maxLen']}, "
+        f"{gammas(record)}, temperature {SAMPLING.temperature}, top_p {SAMPLING.top_p}"
     )
     return table_of(title, columns, rows)
+
+
+def gammas(record: BenchmarkRecord) -> str:
+    """gamma, and that of the target's own copy, if it guesses."""
+    flags = record["flags"]
+    return f"gamma {flags['gamma']}" + (f" (own copy: {flags['gammaCopy']})" if copy_lines(record) else "")
 
 
 def variants_of(lines: Sequence[StepLine]) -> list[str]:
@@ -175,19 +182,27 @@ def predict(record: BenchmarkRecord) -> list[Prediction]:
     for variant in variants_of(record["parts"]):
         step = seconds[variant, "plain step"]
         c, scoring = (ratio(seconds[variant, part], step)[0] for part in ("draft step", "scoring"))
-        for alpha in ALPHAS:
-            ratios = paired_ratios(record["speed"], f"synthetic {alpha}, {variant}", f"plain, {variant}")
+        kind, alphas, prefix = variant.removesuffix(OWN_COPY), ALPHAS, ""
+        if kind != variant:
+            alphas, prefix = COPY_ALPHAS, f"{copy_name(record['flags']['draftBits'])}, "
+        for alpha in alphas:
+            ratios = paired_ratios(record["speed"], f"{prefix}synthetic {alpha}, {kind}", f"plain, {kind}")
             lines.append(
                 {
                     "variant": variant,
                     "alpha": alpha,
                     "c": c,
                     "scoring": scoring,
-                    "theory": theory.improvement(alpha, record["flags"]["gamma"], c, scoring),
+                    "theory": theory.improvement(alpha, gamma_of(record, variant), c, scoring),
                     "measured": interval(ratios),
                 }
             )
     return lines
+
+
+def gamma_of(record: BenchmarkRecord, variant: str) -> int:
+    """The guesses in a round of a variant."""
+    return record["flags"]["gammaCopy" if variant.endswith(OWN_COPY) else "gamma"]
 
 
 def part_seconds(record: BenchmarkRecord) -> dict[tuple[str, str], list[float]]:
@@ -222,7 +237,7 @@ def forwards_table(record: BenchmarkRecord) -> Table:
     lines = {(line["role"], line["variant"], line["tokens"]): line for line in record["forwards"]}
     variants, rows = variants_of(record["forwards"]), []
     for role in ("target", "draft"):
-        for n in sorted({tokens for _, _, tokens in lines}):
+        for n in sorted({tokens for named, _, tokens in lines if named == role}):
             row = [role, str(n), f"{lines[role, variants[0], n]['bytes'] / 1e6:,.0f}"]
             for variant in variants:
                 line, one = lines[role, variant, n], lines[role, variant, 1]
@@ -233,17 +248,39 @@ def forwards_table(record: BenchmarkRecord) -> Table:
     return table_of("Forwards beside the time to read as many bytes", columns, rows)
 
 
+def copy_lines(record: BenchmarkRecord) -> list[ForwardLine]:
+    """The forwards of the target's own copy, in the order of their tokens; none in an older record."""
+    return sorted((line for line in record["forwards"] if line["role"] == "copy"), key=lambda line: line["tokens"])
+
+
+def copy_table(record: BenchmarkRecord) -> Table:
+    """One row for each number of tokens."""
+    lines, rows = copy_lines(record), []
+    for line in lines:
+        (plain_step,) = (
+            other["seconds"]
+            for other in record["forwards"]
+            if (other["role"], other["variant"], other["tokens"]) == ("target", line["variant"], 1)
+        )
+        of_plain, of_one = (ratio(line["seconds"], other) for other in (plain_step, lines[0]["seconds"]))
+        row = [str(line["tokens"]), f"{line['bytes'] / 1e6:,.0f}", span(interval(line["seconds"]), 1e3)]
+        rows.append([*row, span(of_plain), f"{of_one.middle:.2f}", span(interval(line["share"]), 100)])
+    columns = ["tokens", "MB", "ms", "of the\ntarget's one", "of one", "% limit"]
+    return table_of(f"Forwards of the target's own copy in {record['flags']['draftBits']} bits", columns, rows)
+
+
 def bandwidths(record: BenchmarkRecord) -> str:
     """What reading alone achieved."""
     speeds = {
         name: f"{interval(turns)[0] / 1e9:.1f} (best {max(turns) / 1e9:.1f})"
         for name, turns in record["bandwidth"].items()
     }
+    copy = f"{speeds['copy']} for its copy's, " if "copy" in speeds else ""
     return (
-        f"GB/s read: {speeds['target']} for as many bytes as the target's weights, {speeds['draft']} for the draft's, "
-        f"{speeds['memory']} for a buffer of {LARGE >> 20} MB. The limit of a forward is the fastest that as many "
-        "bytes, or more, were read in any turn, by reading alone or by a forward. A small model's weights may stay in "
-        "the processor's cache, so reading fewer bytes does not count."
+        f"GB/s read: {speeds['target']} for as many bytes as the target's weights, {copy}{speeds['draft']} for the "
+        f"draft's, {speeds['memory']} for a buffer of {LARGE >> 20} MB. The limit of a forward is the fastest that as "
+        "many bytes, or more, were read in any turn, by reading alone or by a forward. A small model's weights may "
+        "stay in the processor's cache, so reading fewer bytes does not count."
     )
 
 

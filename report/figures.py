@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ def draw_sweep(lines: Sequence[Line], path: Path) -> Path:
     )
     draw_over_gamma(grid[0, 0], costs, predictions)
     if several:
-        draw_heat_map(figure, grid[0, 1], costs, predictions)
+        rows = {cost["temperature"]: prediction for cost, prediction in zip(costs, predictions)}
+        draw_heat_map(figure, grid[0, 1], rows, "temperature")
     return save(figure, path)
 
 
@@ -82,14 +83,32 @@ def draw_over_gamma(axes: Axes, costs: Sequence[CostsLine], predictions: Sequenc
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw_heat_map(figure: Figure, axes: Axes, costs: Sequence[CostsLine], predictions: Sequence[Prediction]) -> None:
-    """Draw the speed-up as colours, gamma by temperature: blue where it is above 1, red where it is below."""
-    gammas = sorted({row["gamma"] for prediction in predictions for row in prediction["rows"]})
-    ratios = np.full((len(costs), len(gammas)), np.nan)
-    for ratio, prediction in zip(ratios, predictions):
+def draw_heat_maps(panels: Mapping[str, Mapping[Any, Prediction]], label: str, path: Path) -> Path:
+    """Draw a heat map for each of `panels`, {title: {row: prediction}}, in the same colours. Returns the path."""
+    figure, grid = plt.subplots(1, len(panels), figsize=(12, 3.2), dpi=120, squeeze=False, layout="constrained")
+    reach = max(reach_of(rows) for rows in panels.values())
+    for axes, (title, rows) in zip(grid[0], panels.items()):
+        draw_heat_map(figure, axes, rows, label, reach)
+        axes.set_title(f"{title}: {axes.get_title(loc='left')}", loc="left", fontsize=9)
+    return save(figure, path)
+
+
+def reach_of(rows: Mapping[Any, Prediction]) -> float:
+    """How far the speed-ups of some predictions are from 1 at most."""
+    ratios = [row["speedup"][0] for prediction in rows.values() for row in prediction["rows"]]
+    return max(0.05, np.nanmax(np.abs(np.array(ratios) - 1)))
+
+
+def draw_heat_map(
+    figure: Figure, axes: Axes, rows: Mapping[Any, Prediction], label: str, reach: float | None = None
+) -> None:
+    """Draw the speed-up as colours, gamma by row: blue where it is above 1, red where it is below. label: what the rows
+    are. reach: how far from 1 the colours go; None: as far as the speed-ups."""
+    gammas = sorted({row["gamma"] for prediction in rows.values() for row in prediction["rows"]})
+    ratios, reach = np.full((len(rows), len(gammas)), np.nan), reach or reach_of(rows)
+    for ratio, prediction in zip(ratios, rows.values()):
         for row in prediction["rows"]:
             ratio[gammas.index(row["gamma"])] = row["speedup"][0]
-    reach = max(np.nanmax(np.abs(ratios - 1)), 0.05)
     image = axes.imshow(ratios, cmap="RdBu", vmin=1 - reach, vmax=1 + reach, aspect="auto", origin="lower")
     for (y, x), ratio in np.ndenumerate(ratios):
         if ratio == ratio:
@@ -98,11 +117,11 @@ def draw_heat_map(figure: Figure, axes: Axes, costs: Sequence[CostsLine], predic
             axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=colour, weight=weight)
     axes.set(
         xlabel="gamma",
-        ylabel="temperature",
+        ylabel=label,
         xticks=range(len(gammas)),
         xticklabels=gammas,
-        yticks=range(len(costs)),
-        yticklabels=[cost["temperature"] for cost in costs],
+        yticks=range(len(rows)),
+        yticklabels=list(rows),
     )
     axes.set_title("speed-up over plain decoding; bold: the best gamma", loc="left", fontsize=9)
     figure.colorbar(image, ax=axes, pad=0.02)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 from benchmark import tables as printed
+from benchmark.contenders import COPY_ALPHAS
 from benchmark.figure import PARTS, round_shares
 from benchmark.records import BenchmarkRecord
+from engine.quantised import GROUP
 from experiments.speed import Interval, interval, paired_ratios, summarize
 from report.tableFormat import median, notation
+from scripts.copySweep import HEAD, HEAD_GAMMA, predictions
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
-from scripts.keepRecord import BENCHMARKS, Records
+from scripts.keepRecord import BENCHMARKS, COPIES, Records
 from utils import UserError
 
 PAIR, SHAPES, REAL = BENCHMARKS
@@ -78,13 +82,20 @@ def ratio_figure(method: str, baseline: str, records: Records, words: Words) -> 
 
 
 def best_rows(record: BenchmarkRecord) -> dict[str, str]:
-    """{row: what it is called} of the fastest row of each kind: this project's plain and with guesses, each other
-    engine's without guesses and with them, with weights in 16 bits and quantised, `generate` and what it offers."""
+    """{row: what it is called} of the fastest row of each kind: this project's plain, with guesses, and with those of
+    the target's own copy, each other engine's without guesses and with them, with weights in 16 bits and quantised,
+    `generate` and what it offers."""
     variant, speeds = fastest(record), throughputs(record)
     own = [f"{method}{variant}" for method in OWN] + [name for name in speeds if re.match(f"tree of.*{variant}", name)]
     chosen = best_of(record, own)
     called = OWN.get(chosen.removesuffix(variant), chosen.removesuffix(variant))
     rows = {f"plain{variant}": f"plain{variant}", chosen: f"{called}{variant}"}
+    copies = [name for name in speeds if re.search(r"own copy in \d bits.*" + variant, name)]
+    if record["flags"]["shapes"]:  # One acceptance for all: the fastest would be that with the most.
+        copies = [name for name in copies if f"synthetic {COPY_ALPHAS[1]}" in name]
+    if copies:
+        chosen = best_of(record, copies)
+        rows[chosen] = copy_called(chosen.removesuffix(variant)) + variant
     if f"prompt lookup{variant}" in speeds:
         rows[f"prompt lookup{variant}"] = f"prompt lookup{variant}"
     engines: dict[tuple[str, bool, bool], list[str]] = {}
@@ -98,6 +109,13 @@ def best_rows(record: BenchmarkRecord) -> dict[str, str]:
         library.append(best_assisted(record))
     rows |= {method: NAMES.get(method, method) for method in library}
     return dict(sorted(rows.items(), key=lambda row: -speeds[row[0]].middle))
+
+
+def copy_called(method: str) -> str:
+    """What a row of the target's own copy is called beside other engines."""
+    return re.sub(
+        r"synthetic ([\d.]+)$", lambda m: f"{100 * float(m[1]):.0f} % of guesses accepted (synthetic)", method
+    )
 
 
 def best(name: str, records: Records, words: Words) -> str:
@@ -141,7 +159,7 @@ def scoring(record: BenchmarkRecord) -> str:
     variant = fastest(record).removeprefix(", ")
     seconds = {(m["role"], m["tokens"]): m["seconds"] for m in record["forwards"] if m["variant"] == variant}
     rows = []
-    for tokens in sorted({tokens for _, tokens in seconds}):
+    for tokens in sorted({tokens for role, tokens in seconds if role == "target"}):
         row = [str(tokens)]
         for role in ("target", "draft"):
             of_one = printed.ratio(seconds[role, tokens], seconds[role, 1])
@@ -152,7 +170,8 @@ def scoring(record: BenchmarkRecord) -> str:
 
 
 def forwards_of_target(record: BenchmarkRecord) -> str:
-    """What a forward of several tokens takes in the fastest variant, and its share of the memory limit."""
+    """What a forward of several tokens takes in the fastest variant, and its share of the memory limit: of the target,
+    and of its own copy."""
     variant = fastest(record).removeprefix(", ")
     lines = {m["tokens"]: m for m in record["forwards"] if (m["role"], m["variant"]) == ("target", variant)}
     rows = []
@@ -160,7 +179,17 @@ def forwards_of_target(record: BenchmarkRecord) -> str:
         of_one = printed.ratio(line["seconds"], lines[1]["seconds"])
         share = cell(interval(line["share"]), 100)
         rows.append([str(tokens), cell(interval(line["seconds"]), 1e3, median), cell(of_one), share])
-    return with_source(table("tokens at once | ms | of one token | % of the limit", rows), record)
+    body = table("tokens at once | ms | of one token | % of the limit", rows)
+    return with_source("\n\n".join([body, *([copy_forwards(record)] if printed.copy_lines(record) else [])]), record)
+
+
+def copy_forwards(record: BenchmarkRecord) -> str:
+    """What a forward of the target's own copy takes, and its share of the memory limit."""
+    rows = cells_of(printed.copy_table(record))
+    for row, line in zip(rows, printed.copy_lines(record)):
+        row[2] = cell(interval(line["seconds"]), 1e3, median)
+    titles = "MB read | ms | of the target's one token | of its own one token | % of the limit"
+    return table(f"tokens at once, copy in {record['flags']['draftBits']} bits | {titles}", rows)
 
 
 def shares(record: BenchmarkRecord) -> str:
@@ -171,7 +200,8 @@ def shares(record: BenchmarkRecord) -> str:
         percent = [f"{100 * share:.1f}" for share in (*parts.values(), sampling.middle)]
         rows.append([variant, f"{1e3 * whole:.3g}", *percent])
     titles = [" | round, ms", *(f"{part}, %" for part in PARTS), "filters, draws and verification in it, %"]
-    words = f"A round of {record['flags']['gamma']} guesses, all accepted; each part is measured by itself. "
+    guesses = f"{printed.gammas(record).removeprefix('gamma ')} guesses"
+    words = f"A round of {guesses}, all accepted; each part is measured by itself. "
     return with_source(table(" | ".join(titles), rows), record, words)
 
 
@@ -198,6 +228,8 @@ def all_tables(name: str, records: Records, words: Words) -> str:
         pieces += [f"## `{kept}`", speed(record), "### Forwards beside the memory limit", forwards(record)]
         if record["flags"]["shapes"]:
             pieces += ["### Synthetic acceptance beside theory", theory(record)]
+        if printed.copy_lines(record):
+            pieces += ["### Forwards of the target's own copy", with_source(copy_forwards(record), record)]
         for title, show in sections:
             pieces += [f"### {title}", show(record)]
     return "\n\n".join(pieces)
@@ -206,7 +238,8 @@ def all_tables(name: str, records: Records, words: Words) -> str:
 def experiment(record: Mapping[str, Any]) -> dict[str, Any]:
     """What two records must have in common to stand in one table."""
     models = {role: f"{model['name']} {model['version']}" for role, model in record["models"].items()}
-    return {**models, "gamma": record["flags"]["gamma"], "code": record.get("code")}
+    gammas = {name: record["flags"][name] for name in ("gamma", "gammaCopy") if name in record["flags"]}
+    return {**models, **gammas, "code": record.get("code")}
 
 
 def refuse_mixed(records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -255,8 +288,8 @@ def speed(record: BenchmarkRecord) -> str:
     seconds = [value for value in record.get("compile_seconds") or () if value is not None]
     compiled = f" Compiling took {sum(seconds):.2g} s." if seconds else ""
     return (
-        f"{body}\n\n{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens, gamma "
-        f"{flags['gamma']}; medians{notation(body)}.{compiled} {source(record, record['dtype'])}"
+        f"{body}\n\n{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens, "
+        f"{printed.gammas(record)}; medians{notation(body)}.{compiled} {source(record, record['dtype'])}"
     )
 
 
@@ -307,6 +340,58 @@ def theory(record: BenchmarkRecord) -> str:
     return with_source(body, record)
 
 
+def kind_of(copy: Mapping[str, Any]) -> str:
+    """How the weights of a copy were rounded."""
+    return "calibrated" if copy["calibrated"] else "weight by weight"
+
+
+def copy_bits(records: Records, words: Words) -> str:
+    """One row for each copy: its acceptance, its cost, and the fastest gamma beside theory."""
+    record, rows = records.file(COPIES), []
+    for copy, prediction in predictions(record):
+        if not copy["head"]:
+            best = max(prediction["rows"], key=lambda row: row["speedup"][0])
+            figures = f"{prediction['alpha']:.3f}", f"{prediction['c']:.2f}", str(best["gamma"])
+            row = [kind_of(copy), str(copy["bits"]), str(copy["group"]), *figures]
+            rows.append([*row, cell(best["speedup"]), f"{best['theory']:.2f}"])
+    titles = "rounded | bits | group | acceptance | c | best gamma | measured speed-up | theory"
+    return with_copies_source(table(titles, rows), record)
+
+
+def copy_gammas(records: Records, words: Words) -> str:
+    """One row for each gamma: the measured speed-up and that of theory, for each number of bits, calibrated."""
+    record = records.file(COPIES)
+    chosen = {copy["bits"]: prediction["rows"] for copy, prediction in predictions(record) if copy["calibrated"]}
+    rows = []
+    for of_gamma in zip(*chosen.values()):
+        pairs = [(cell(row["speedup"]), f"{row['theory']:.2f}") for row in of_gamma]
+        rows.append([str(of_gamma[0]["gamma"]), *chain(*pairs)])
+    titles = " | ".join(f"{bits} bits: {what}" for bits in chosen for what in ("measured", "theory"))
+    return with_copies_source(table(f"gamma | {titles}", rows), record)
+
+
+def copy_heads(records: Records, words: Words) -> str:
+    """The output layer in as few bits as the others, and in more."""
+    record, rows = records.file(COPIES), []
+    for copy, prediction in sorted(predictions(record), key=lambda pair: pair[0]["bits"]):
+        if not copy["calibrated"] and copy["group"] == GROUP and copy["bits"] < HEAD:
+            (row,) = (row for row in prediction["rows"] if row["gamma"] == HEAD_GAMMA)
+            figures = f"{prediction['alpha']:.3f}", f"{prediction['c']:.2f}", cell(row["speedup"])
+            rows.append([str(copy["bits"]), str(copy["head"] or copy["bits"]), *figures])
+    titles = f"bits | bits of the output layer | acceptance | c | speed-up with gamma {HEAD_GAMMA}"
+    return with_copies_source(table(titles, rows), record)
+
+
+def with_copies_source(body: str, record: Mapping[str, Any]) -> str:
+    """A table of the copies, and the line under it."""
+    flags = record["flags"]
+    return (
+        f"{body}\n\n{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens; "
+        f"medians{notation(body)} of paired ratios over plain decoding, compiled. "
+        f"{source(cast(BenchmarkRecord, record), record['dtype'])}"
+    )
+
+
 BLOCKS: dict[str, Render] = {
     "kinds": partial(of_first, PAIR, kinds),
     "scoring": partial(of_first, PAIR, scoring),
@@ -322,5 +407,8 @@ BLOCKS: dict[str, Render] = {
     "real-scoring": partial(of_first, REAL, forwards_of_target),
     "real-prefill": partial(of_first, REAL, prefill),
     "pythia-theory": partial(of_first, SHAPES, theory),
+    "self-draft-bits": copy_bits,
+    "self-draft-gamma": copy_gammas,
+    "self-draft-head": copy_heads,
     **{f"{name}-tables": partial(all_tables, name) for name in BENCHMARKS},
 }

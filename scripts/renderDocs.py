@@ -30,10 +30,10 @@ from benchmark.figure import draw
 from inputs.commandLine import Parser, as_command
 from inputs.files import ROOT, replace_file
 from report.figures import draw_lossless, draw_sweep
-from scripts import docsBenchmark, docsCode, docsSources, docsTables
+from scripts import copySweep, docsBenchmark, docsCode, docsSources, docsTables
 from scripts.docsTables import CHINESE, Words, command_of, table
 from scripts.drawRounds import draw_rounds
-from scripts.keepRecord import BENCHMARKS, Records
+from scripts.keepRecord import BENCHMARKS, COPIES, Records
 from utils import UserError
 
 MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.+-]+) -->")
@@ -42,7 +42,7 @@ BLOCK = re.compile(
 )
 FENCE = re.compile(r"^(```+|~~~+).*\n((?:.*\n)*?)\1[ ]*$", re.M)
 FIGURES = {"sweep": draw_sweep, "lossless": draw_lossless}  # of runs
-PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *BENCHMARKS)} | {"figures/rounds.gif": "rounds"}
+PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *BENCHMARKS, COPIES)} | {"figures/rounds.gif": "rounds"}
 DIGEST = "Record"  # the text field of a PNG file; a GIF file has one comment
 
 
@@ -166,10 +166,12 @@ def redraw(picture: str, records: Records) -> bool:
     path, name, digest = records.root / picture, PICTURES[picture], digest_of(picture, records)
     if path.exists() and stamp_of(path) == digest:
         return False
-    if name not in FIGURES and name not in BENCHMARKS:
+    if path.suffix == ".gif":
         draw_rounds(records.file(name), path, digest)
         return True
-    if name in BENCHMARKS:
+    if name == COPIES:
+        copySweep.draw(records.file(name), path)
+    elif name in BENCHMARKS:
         draw(records.benchmark(name), path)
     else:
         FIGURES[name](records.run(name)[1], path)

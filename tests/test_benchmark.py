@@ -16,6 +16,7 @@ from benchmark.figure import draw_speed, plt, round_shares
 from benchmark.options import parse
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
+from engine.copies import rounded_copy
 from engine.cpuModel import CpuModel
 from experiments.speed import summarize
 from utils import draw
@@ -301,6 +302,7 @@ def variants():
         role: compiled(CachedModel(contenders.sharing_copy(model.model), model.vocabulary))
         for role, model in models.items()
     }
+    ready["copy"] = compiled(rounded_copy(models["target"], 4), ready["target"])
     if any(type(model) is CachedModel for model in ready.values()):
         pytest.skip("no C++ compiler")
     return {"eager": models, "compiled": ready}
@@ -316,7 +318,7 @@ def test_only_compiled_rows_call_kernels(variants, flags):
         with KernelCalls() as calls:
             sampler([5, 9, 2], torch.Generator().manual_seed(0), 9)
         called[name] = calls.count > 0
-    assert len(called) == (13 if flags else 19)
+    assert len(called) == (17 if flags else 22)
     assert called == {name: name.endswith("compiled") and "transformers" not in name for name in called}
 
 
@@ -328,11 +330,25 @@ def test_only_compiled_parts_call_kernels(variants):
         stepTimes.fill(models["target"], 3, 20)
         steps["forward"] = stepTimes.forward(models["target"], 5, 3)
         steps["prompt"] = stepTimes.first_step(models["target"], 9, 9, generator)
+        if "copy" in models:
+            by_copy = stepTimes.round_steps(models["target"], models["copy"], [5, 9, 2], 3, generator)
+            steps |= {f"{part} with the copy": step for part, step in by_copy.items()}
         for part, step in steps.items():
             with KernelCalls() as calls, torch.inference_mode():
                 step()
             called[variant, part] = calls.count > 0
-    assert called == {(variant, part): variant == "compiled" for variant, part in called} and len(called) == 14
+    assert called == {(variant, part): variant == "compiled" for variant, part in called} and len(called) == 19
+
+
+def test_the_copys_forwards_are_timed_with_their_own_bytes(variants):
+    lines, bandwidth = stepTimes.forward_times(variants, "cpu")
+    copied = [line for line in lines if line["role"] == "copy"]
+    assert [(line["variant"], line["tokens"]) for line in copied] == [("compiled", n) for n in stepTimes.COPY_WIDTHS]
+    assert list(bandwidth) == ["target", "draft", "copy", "memory"]
+    hidden, inner, vocabulary = 32, 64, 64  # the output layer's last block is filled up
+    weights = 2 * (4 * hidden**2 + 2 * hidden * inner) + vocabulary * hidden
+    others = 4 * 2 * (4 * hidden + 4 * hidden + inner + hidden)  # float32 norms and biases
+    assert stepTimes.weight_bytes(variants["compiled"]["copy"]) == weights * (4 / 8 + 2 / 32) + others
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from engine.compiling import compiled
 from engine.copies import Copies, rounded_copy, unfollowed, weights_of
 from engine.kernels import loader
 from engine.kernels.packedLinear import packed_codes
-from engine.quantised import BITS, Codes, QuantisedLinear, in_int8
+from engine.quantised import BITS, Codes, Int4Linear, QuantisedLinear, in_int8
 from engine.sharedWeights import sharing_copy
 from experiments import prepare
 from lossless.plantedMistakes import MISTAKES, DraftKeysTarget
@@ -106,6 +106,17 @@ def test_the_kernel_of_each_kind_of_processor_computes_the_same(kind, bits):
         loader.use()
 
 
+def test_torchs_operator_computes_the_same(monkeypatch):
+    """On a GPU its packing is another, which only a GPU can show. A layer that it gets wrong is refused."""
+    layer = QuantisedLinear(random_codes(64, 128, 4), torch.randn(64).bfloat16())
+    found, x = Int4Linear(layer), torch.randn(2, 3, 128).bfloat16()
+    torch.testing.assert_close(found(x).float(), layer(x).float(), rtol=0.05, atol=1.0)
+    whole = torch._weight_int4pack_mm_for_cpu
+    monkeypatch.setattr(torch, "_weight_int4pack_mm_for_cpu", lambda x, *rest: whole(x.roll(1, 1), *rest))
+    with pytest.raises(RuntimeError, match="does not compute this product"):
+        Int4Linear(layer)
+
+
 @pytest.mark.parametrize("family", helpers.FAMILIES)
 def test_a_copy_shares_all_but_its_linear_layers_and_leaves_the_model_alone(family):
     target = helpers.tiny(family)
@@ -125,9 +136,10 @@ def test_a_copy_shares_all_but_its_linear_layers_and_leaves_the_model_alone(fami
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 0.02), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("family", [*helpers.FAMILIES, "mistral", "qwen3"])
 def test_a_compiled_copy_computes_what_the_eager_one_does(family, dtype, error):
+    """But where an input lies between two numbers of int8."""
     target = helpers.tiny(family)
     target = CachedModel(target.model.to(dtype), target.vocabulary)
     for bits in 4, 6:
@@ -136,7 +148,8 @@ def test_a_compiled_copy_computes_what_the_eager_one_does(family, dtype, error):
         assert made is not other
         tokens = torch.randint(61, (2, 30), generator=torch.Generator().manual_seed(1))
         wanted, found = eager.score(tokens), made.score(tokens)
-        assert (found - wanted).norm() <= error * wanted.norm()
+        errors = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert errors.median() <= error and errors.max() < 0.3
 
 
 # The cache that both share, and the text.
