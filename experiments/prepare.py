@@ -4,7 +4,7 @@ here."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,7 +40,7 @@ from utils import UserError
 
 COVERED = 0.5  # Where fewer of the text's tokens can be guessed, guessing hardly ever pays.
 SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits
-WORKING = 12  # bytes for each weight of the largest layer: it is rounded, and multiplied by, in float32
+ROUNDING, MULTIPLYING = 40, 12  # bytes for each weight of the largest layer while that is done to it, in float32
 LoadedModels = dict[str, CachedModel]  # {role: model}; roles: target, draft, mid, restricted
 
 
@@ -97,8 +97,7 @@ class Prepared:
             models[role] = load_model(folder, tokenizer, dtype, device, self.tokens, spread)
         if self.roles_of_copy:
             bits = [self.bits] if self.bits else list(BITS)
-            check_room_for_copy(models["target"])
-            self.made = self.processes.in_turn(lambda: copies_of(models["target"], bits, followed))
+            self.made = self.processes.in_turn(lambda: make_copies(models["target"], bits))
             models |= dict.fromkeys(self.roles_of_copy, self.made.of(bits[0], models["target"]))
         if self.frequent is not None:
             models["restricted"] = RestrictedModel(models["draft"], self.frequent)
@@ -159,16 +158,24 @@ class Prepared:
         return self.settings.flags | ({"draftBits": str(self.bits)} if self.bits else {})
 
 
-def check_room_for_copy(target: CachedModel) -> None:
-    """Raise UserError if the target's copy needs more memory than is free. A weight takes a byte until it is packed."""
-    with suppress(RuntimeError):  # What cannot be rounded is refused by `copies_of`.
-        sizes = [weight.numel() for weight in weights_of(target.model).values()]
-        needed, free = sum(sizes) * (1 + SCALE) + WORKING * max(sizes), available_memory(str(target.device))
-        if needed > free:
+def make_copies(target: CachedModel, bits: Sequence[int]) -> Copies:
+    """The target's copies. Raises UserError if the memory is short for one, or for rounding the layers."""
+
+    def check_memory(needed: float) -> None:
+        if needed > (free := available_memory(str(target.device))):
             raise UserError(
                 f"{target.name} cannot draft for itself: its copy needs about {gigabytes(needed)} more and "
                 f"{target.device} has {gigabytes(free)} free; use a smaller --dtype or target, or another --draft"
             )
+
+    def follow(work: Iterable[Any], title: str, steps: int) -> Iterable[Any]:
+        check_memory(ROUNDING * max(sizes))  # Only now, as codes that are on the disk need not be made.
+        return followed(work, title, steps)
+
+    with suppress(RuntimeError):  # What cannot be rounded is refused by `copies_of`.
+        sizes = [weight.numel() for weight in weights_of(target.model).values()]
+        check_memory(sum(sizes) * (1 + SCALE) + MULTIPLYING * max(sizes))  # A weight takes a byte until it is packed.
+    return copies_of(target, bits, follow)
 
 
 def about_copy(target: CachedModel, copy: CachedModel, weights: int, bits: int) -> str:

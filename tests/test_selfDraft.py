@@ -510,16 +510,20 @@ def test_a_target_that_cannot_be_rounded_is_refused_by_a_run(cli, flags, pair_fo
     assert "odd cannot draft for itself: it has layers of 40 inputs, which is no multiple of 32" in said
 
 
-def test_too_little_memory_is_refused_before_the_copy_is_made(cli, flags, tmp_path, monkeypatch, capsys):
+def test_too_little_memory_is_refused_before_the_copy_is_made(cli, flags, cache, tmp_path, monkeypatch, capsys):
     target = helpers.tiny(vocabulary=320)
     sizes = [weight.numel() for weight in weights_of(target.model).values()]
-    needed = sum(sizes) * (1 + 1 / 16) + 12 * max(sizes)
-    monkeypatch.setattr(prepare, "available_memory", lambda device: needed - 1)
-    monkeypatch.setattr(prepare, "copies_of", partial(pytest.fail, "a copy is made"))
-    said = refusal(cli, flags, tmp_path, capsys, "--draft", "self", "--speed")
-    assert "target cannot draft for itself: its copy needs about" in said and "cpu has" in said
-    monkeypatch.setattr(prepare, "available_memory", lambda device: needed)
-    prepare.check_room_for_copy(target)
+    words = ["--draft", "self", "--draftBits", "4", "--speed"]
+    rounding, use = 40 * max(sizes), sum(sizes) * (1 + 1 / 16) + 12 * max(sizes)
+    for free in use - 1, rounding - 1:
+        monkeypatch.setattr(prepare, "available_memory", lambda device, free=free: free)
+        said = refusal(cli, flags, tmp_path, capsys, *words)
+        assert "target cannot draft for itself: its copy needs about" in said and "cpu has" in said
+        assert not list(cache.glob("copies-*/*/*"))
+    monkeypatch.setattr(prepare, "available_memory", lambda device: rounding)
+    prepare.make_copies(target, [4])
+    monkeypatch.setattr(prepare, "available_memory", lambda device: use)
+    prepare.make_copies(target, [4])  # They are on the disk.
 
 
 def test_a_target_on_several_devices_is_refused(cli, flags, tmp_path, monkeypatch, capsys):
