@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import PPL
+from engine.copies import rounded_copy
 from inputs.models import DTYPES, load_model
 from inputs.texts import load_corpora
 from inputs.tokenizers import load_tokenizer
@@ -44,7 +45,7 @@ def mids_own(mid, prompts):
     return regrSampling(prompts, mid, 100, GREEDY)[0]
 
 
-@pytest.mark.parametrize("name", [name for name in choose_lossless("all", ("draft", "mid")) if name != "fixed"])
+@pytest.mark.parametrize("name", [name for name in choose_lossless("all", ("draft", "mid", "self")) if name != "fixed"])
 def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_50_prompts_of_100_tokens(
     pair, mid, prompts, request, name
 ):
@@ -53,7 +54,7 @@ def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_50_prompts
     if name == "cascade":
         models, wanted = {"target": target, "mid": mid, "draft": draft}, "plain"
     else:
-        models, wanted = {"target": mid, "draft": draft}, "mids_own"
+        models, wanted = {"target": mid, "draft": draft, "self": rounded_copy(mid, 4)}, "mids_own"
     sampler = build([name], models, Decoding())[name]
     count = 5 if "nocache" in name.lower() else 50  # Without a KV cache each forward reads everything again.
     assert sampler(prompts[:count], max_len=100, sampling=GREEDY)[0] == request.getfixturevalue(wanted)[:count]
