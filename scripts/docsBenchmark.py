@@ -124,7 +124,9 @@ def best(name: str, records: Records, words: Words) -> str:
 
     def say(english: str) -> str:
         base = english.removesuffix(variant)
-        return words.get(base, base) + (words.get(variant, variant) if base != english else "")
+        parts = [words.get(part) for part in base.split(", ")]
+        known = words.get(", ", ", ").join(map(str, parts)) if all(parts) else base
+        return words.get(base, known) + (words.get(variant, variant) if base != english else "")
 
     record = records.benchmark(name)
     variant, texts = fastest(record), printed.texts_of(record)
