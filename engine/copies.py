@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,18 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.cachedModel import CachedModel
-from engine.calibration import calibrated, rounded
+from engine.calibration import calibrated
 from engine.decoderLayers import NAMES
 from engine.kernels.loader import cache_folder
 from engine.quantised import GROUP, Codes, quantised_copy
+from engine.rounding import PASSES, rounded
 
 Follow = Callable[[Iterable[Any], str, int], Iterable[Any]]  # follow(work, title, steps) shows progress
+
+
+CALIBRATED = (4, 5)  # bits with which calibration pays; with more, rounding each weight by itself is enough
+LARGE = 1 << 30  # Weights of a model for which the passes of `compensated` take too long.
+METHOD = b"compensated, fitted"  # how codes are found: those of another method are not taken from the disk
 
 
 def unfollowed(work: Iterable[Any], title: str, steps: int) -> Iterable[Any]:
@@ -32,9 +38,9 @@ class Copies:
     """Copies of `model`, which share its KV cache and all weights but those of the linear layers.
 
     bits: the numbers of bits that `of` will be asked for. text: f() -> tokens `[rows, n]` that the model wrote; the
-    weights are rounded so that its outputs on these change least (calibration.py). It is asked only if the codes are not
-    on disk, beside the built kernels, in a folder whose name has a hash of the weights. Interrupted work goes on where
-    it stopped. Raises RuntimeError, with the reason, if the layers cannot be rounded.
+    weights are rounded so that its outputs on these change least (calibration.py). It is asked only if the codes are
+    not on disk, beside the built kernels, in a folder whose name has a hash of the weights. Interrupted work goes on
+    where it stopped. Raises RuntimeError, with the reason, if the layers cannot be rounded.
     """
 
     def __init__(self, model: CachedModel, bits: Sequence[int], text: Callable[[], Tensor], follow: Follow) -> None:
@@ -47,10 +53,16 @@ class Copies:
         tokens: list[Tensor] = []
         for count in bits:
             (self.folder / str(count)).mkdir(parents=True, exist_ok=True)
+            work: Iterator[tuple[str, Tensor, Tensor]]
             done = {name: self.read(count, name)[:2] for name in weights if self.file(count, name).exists()}
             if len(done) < len(weights):
-                tokens = tokens or [text()]
-                work = calibrated(model.model, tokens[0], count, GROUP, done)
+                if count in CALIBRATED:
+                    tokens = tokens or [text()]
+                    passes = PASSES if sum(map(torch.numel, weights.values())) < LARGE else 0
+                    work = calibrated(model.model, tokens[0], count, GROUP, done, passes)
+                else:
+                    rest = ((name, weight) for name, weight in weights.items() if name not in done)
+                    work = ((name, *rounded(weight, count, GROUP)) for name, weight in rest)
                 title = f"rounding {self.name} to {count} bits"
                 for name, codes, scales in follow(work, title, len(weights) - len(done)):
                     self.write(name, Codes(codes, scales, count))
@@ -109,7 +121,7 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def hash_of(weights: Mapping[str, Tensor]) -> str:
     """16 digits of a hash of weights, whatever dtype they were loaded in."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(METHOD)
     for name, weight in weights.items():
         digest.update(name.encode())
         digest.update(weight.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())

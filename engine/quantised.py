@@ -1,11 +1,12 @@
-"""`QuantisedLinear`: a linear layer with a weight of few bits, as the kernels compute it (kernels/linear.h). A model whose
-linear layers are replaced by these is a draft that agrees with the model itself."""
+"""`QuantisedLinear`: a linear layer with a weight of few bits, as the kernels compute it (kernels/linear.h). A model
+whose linear layers are replaced by these is a draft that agrees with the model itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -52,6 +53,34 @@ class QuantisedLinear(nn.Module):
         return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
 
 
+class Int4Linear(nn.Module):
+    """A `QuantisedLinear` with 4 bits in bfloat16, by torch's own operator. Its inputs stay in bfloat16.
+
+    Raises RuntimeError if the device's operator is missing, or does not compute the layer's product.
+    """
+
+    def __init__(self, layer: QuantisedLinear) -> None:
+        super().__init__()
+        codes, scales = layer.codes, layer.scales.t().contiguous()
+        self.group, self.bits = codes.shape[1] // len(scales), layer.bits
+        # The operator adds a zero point to (code - 8) * scale.
+        self.register_buffer("scales", torch.stack([scales, torch.zeros_like(scales)], -1), persistent=False)
+        if codes.device.type == "cpu":
+            packed, self.multiply = torch._convert_weight_to_int4pack_for_cpu, torch._weight_int4pack_mm_for_cpu
+        else:
+            packed, self.multiply = torch._convert_weight_to_int4pack, torch._weight_int4pack_mm
+        in_bytes = codes.int() if codes.device.type == "cpu" else codes[:, ::2] << 4 | codes[:, 1::2]
+        self.register_buffer("codes", packed(in_bytes, 8), persistent=False)
+        self.register_buffer("bias", layer.bias, persistent=False)
+        x = torch.eye(codes.shape[1], device=codes.device, dtype=torch.bfloat16)[:: max(codes.shape[1] // 8, 1)]
+        if not torch.allclose(self(x), layer(x), rtol=0.02, atol=0.02 * float(layer.scales.abs().max())):
+            raise RuntimeError("torch's operator for 4 bits does not compute this product on this device")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.multiply(x.flatten(0, -2).contiguous(), self.codes, self.group, self.scales).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
 def in_int8(x: Tensor, group: int) -> Tensor:
     """`x[..., in]` with each group of neighbouring numbers rounded to multiples of its largest one over 127."""
     groups = x.unflatten(-1, (-1, group))
@@ -62,6 +91,9 @@ def in_int8(x: Tensor, group: int) -> Tensor:
 def quantised_copy(model: PreTrainedModel, codes: Mapping[str, Codes]) -> PreTrainedModel:
     """A copy of the model whose layers of these names have weights of few bits. It shares all other weights."""
     copy = sharing_copy(model)
+    by_torch = model.device.type == "cuda" and model.dtype == torch.bfloat16
     for name, weight in codes.items():
-        copy.set_submodule(name, QuantisedLinear(weight, copy.get_submodule(name).bias))
+        weight = Codes(weight.codes.to(model.device), weight.scales.to(model.device), weight.bits)
+        layer = QuantisedLinear(weight, copy.get_submodule(name).bias)
+        copy.set_submodule(name, Int4Linear(layer) if by_torch and weight.bits == 4 else layer)
     return copy

@@ -138,15 +138,15 @@ FLAGS = {
         "--draft": flag(
             text,
             "The small model that guesses, named as --target. If it has another tokenizer, it guesses the tokens that "
-            "both have. Or self: the target's own copy with weights of few bits, which shares the target's KV cache. Or "
-            "lookup: no model, the guesses come from the text so far. Default: pythia-70m or the bundled draft, as for "
-            "--target.",
+            "both have. Or self: the target's own copy with weights of few bits, which shares the target's KV cache. "
+            "Or lookup: no model, the guesses come from the text so far. Default: pythia-70m or the bundled draft, as "
+            "for --target.",
             metavar="MODEL",
         ),
         "--mid": flag(
             text,
-            "The model between the two, which a cascade needs, or self, as for --draft. Default: if neither --target nor --draft is given, "
-            "pythia-410m or the bundled mid model; else none.",
+            "The model between the two, which a cascade needs, or self, as for --draft. Default: if neither --target "
+            "nor --draft is given, pythia-410m or the bundled mid model; else none.",
             metavar="MODEL",
         ),
         "--draftBits": choice(

@@ -64,7 +64,8 @@ class Measuring:
 @dataclass(frozen=True)
 class ModelChoice:
     """Which models, and how they are loaded. draft "lookup": the text so far guesses; draft or mid "self": the target's
-    copy, with `draft_bits` bits. None: the default, for draft_device the target's device, for draft_bits the fastest."""
+    copy, with `draft_bits` bits. None: the default; for draft_device the target's device, for draft_bits the fastest.
+    """
 
     target: str
     draft: str

@@ -328,7 +328,8 @@ class Mistake:
         distribution is wanted.
     tree: the shape of the guesses of a round; None: a chain.
     seen_in: the public code that makes or made it.
-    drafters: with other kinds of drafters it is no mistake, or it cannot be made. own_copy: the target's own copy guesses.
+    drafters: with other kinds of drafters it is no mistake, or it cannot be made. own_copy: the target's own copy
+        guesses.
     """
 
     what: str

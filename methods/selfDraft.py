@@ -1,8 +1,8 @@
 """The target's own copy with weights of few bits guesses for it: no other model, no training, no second KV cache
 (QuantSpec, Tiwari et al., arXiv 2502.10424; SubSpec, Wang et al., arXiv 2509.18344).
 
-A decode step takes as long as it takes to read the weights. The copy is read in a third of the time, and agrees with the
-target more often than a small model does. It reads and writes the target's KV cache: the committed tokens' keys and
+A decode step takes as long as it takes to read the weights. The copy is read in a third of the time, and agrees with
+the target more often than a small model does. It reads and writes the target's KV cache: the committed tokens' keys and
 values are the target's own, and those of the guesses are overwritten when the target scores them.
 """
 
@@ -23,7 +23,7 @@ from methods.treeSampling import TreeDrafter
 from regrSampling import regrSampling
 from utils import Sampling, UserError, probabilities
 
-ROWS, LENGTH = 24, 256  # texts that the target writes for calibration, and tokens of each
+ROWS, LENGTH = 16, 256  # texts that the target writes for calibration, and tokens of each
 HELD_OUT = 4, 128  # likewise for `fastest`
 TIMINGS = 12  # of each forward
 
@@ -48,7 +48,8 @@ def own_text(target: CachedModel, rows: int, length: int, seed: int = 0) -> Tens
 
 
 class SelfDrafter(TreeDrafter):
-    """The target's own copy guesses, chains or trees. bits: of its weights. The other arguments are `ModelDrafter`'s."""
+    """The target's own copy guesses, chains or trees. bits: of its weights. For the other arguments see
+    `ModelDrafter`."""
 
     def __init__(
         self, target: CachedModel, bits: int = 4, temperature: float | None = None, top_p: float | None = None

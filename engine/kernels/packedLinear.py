@@ -28,8 +28,8 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def packed_codes(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """A weight in few bits (`engine.quantised.Codes`) in the blocks of linear.h, uint8 `[out / SIDE, in / group, bytes]`.
-    The last block is filled with zeros."""
+    """A weight in few bits (`engine.quantised.Codes`) in the blocks of linear.h, uint8
+    `[out / SIDE, in / group, bytes]`. The last block is filled with zeros."""
     missing, groups = -len(codes) % SIDE, scales.shape[1]
     codes, scales = pad(codes, (0, 0, 0, missing)), pad(scales, (0, 0, 0, missing))
     # [block, group, tile, 4 inputs, output, input]

@@ -1,0 +1,386 @@
+"""The target's own copy in few bits: its weights, the KV cache that both share, its text, where its codes are kept."""
+
+import copy
+import shutil
+from functools import partial
+
+import helpers
+import pytest
+import torch
+from mistakes import always_accept, p_shifted, replace_from_p
+from outcomes import largest_error, small
+from test_specSampling import PROMPTS, near
+from torch.nn.functional import linear
+
+from decoding.lengthRules import CostAware, DraftConfidence, Fixed
+from decoding.trees.tree import Tree
+from decoding.verification import block_rule, token_rule
+from engine import copies as engineCopies
+from engine.cachedModel import CachedModel
+from engine.compiling import compiled
+from engine.copies import Copies, rounded_copy, unfollowed, weights_of
+from engine.kernels import loader
+from engine.kernels.packedLinear import packed_codes
+from engine.quantised import BITS, Codes, Int4Linear, QuantisedLinear, in_int8
+from engine.sharedWeights import sharing_copy
+from lossless.plantedMistakes import MISTAKES, DraftKeysTarget
+from methods import selfDraft
+from methods.cascade import CascadeDrafter
+from methods.drafters import ModelDrafter
+from methods.lookup import LookupDrafter, LookupFirst
+from methods.selfDraft import SelfDrafter, Trial, copies_of, trials
+from methods.treeSampling import TreeDrafter, treeSampling
+from regrSampling import regrSampling
+from specSampling import specSampling
+from utils import GREEDY, Sampling, UserError
+
+FREE = Sampling(1.0, 0, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """A folder for codes, and short texts to calibrate on."""
+    monkeypatch.setattr(engineCopies, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(selfDraft, "ROWS", 2)
+    monkeypatch.setattr(selfDraft, "LENGTH", 24)
+    monkeypatch.setattr(selfDraft, "HELD_OUT", (2, 12))
+    monkeypatch.setattr(selfDraft, "TIMINGS", 1)
+    return tmp_path
+
+
+# The weights.
+
+
+def random_codes(out, size, bits, group=32):
+    """A weight `[out, size]` in few bits."""
+    generator = torch.Generator().manual_seed(out + size + bits)
+    codes = torch.randint(2**bits, (out, size), generator=generator).to(torch.uint8)
+    return Codes(codes, torch.randn(out, size // group, generator=generator).bfloat16(), bits)
+
+
+def test_a_weight_of_few_bits_by_hand():
+    codes = torch.tensor([[0, 7, 8, 15] * 8 + [9] * 32], dtype=torch.uint8)
+    weight = Codes(codes, torch.tensor([[0.5, -2.0]]).bfloat16(), 4).weight()
+    assert weight[0, :4].tolist() == [-4, -0.5, 0, 3.5] and set(weight[0, 32:].tolist()) == {-2}
+
+
+def test_inputs_in_int8_by_hand():
+    x = torch.tensor([[127.0, 63.4, -0.6, 0.2] + [0.0] * 28 + [0.0] * 32])
+    assert in_int8(x, 32)[0, :4].tolist() == [127, 63, -1, 0] and not in_int8(x, 32)[0, 4:].any()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_layer_of_few_bits_is_that_product(bits):
+    weight, bias, x = random_codes(40, 96, bits), torch.randn(40), torch.randn(2, 3, 96)
+    wanted = linear(in_int8(x, 32).double(), weight.weight().double(), bias.double())
+    torch.testing.assert_close(QuantisedLinear(weight, bias)(x).double(), wanted, atol=1e-3, rtol=1e-5)
+
+
+def near_product(found, weight, x):
+    """Whether a product is the reference's, but for inputs that lie between two numbers of int8."""
+    reference = QuantisedLinear(weight, None)(x.float())
+    size = linear(x.float().abs(), weight.weight().abs())
+    return ((found - reference).abs() <= 0.01 * size).all() and (found - reference).norm() <= 1e-3 * size.norm()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", loader.KINDS)
+@pytest.mark.parametrize("bits", BITS)
+def test_the_kernel_of_each_kind_of_processor_computes_the_same(kind, bits):
+    if loader.use(kind) != kind:
+        pytest.skip(f"no {kind} here")
+    try:
+        for out, size, group in (32, 32, 32), (40, 96, 32), (96, 192, 64), (33, 192, 96), (64, 2560, 32):
+            weight = random_codes(out, size, bits, group)
+            made = packed_codes(*weight)
+            for tokens in (*range(1, 15), 40):
+                for dtype in torch.float32, torch.bfloat16:
+                    x = torch.randn(tokens, size, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+                    found = torch.ops.native.linear(x, made, out)
+                    assert found.shape == (tokens, out) and near_product(found, weight, x), (out, size, tokens, dtype)
+            wrong = made.clone()
+            wrong[0, 0, 64 + (bits > 4) * 4 * 128] ^= 1  # one bit of one weight, the highest if there are more than 4
+            x = torch.ones(1, size)
+            assert not torch.equal(torch.ops.native.linear(x, wrong, out), torch.ops.native.linear(x, made, out))
+    finally:
+        loader.use()
+
+
+def test_torchs_operator_computes_the_same(monkeypatch):
+    """On a GPU its packing is another, which only a GPU can show. A layer that it gets wrong is refused."""
+    layer = QuantisedLinear(random_codes(64, 128, 4), torch.randn(64).bfloat16())
+    found, x = Int4Linear(layer), torch.randn(2, 3, 128).bfloat16()
+    torch.testing.assert_close(found(x).float(), layer(x).float(), rtol=0.05, atol=1.0)
+    whole = torch._weight_int4pack_mm_for_cpu
+    monkeypatch.setattr(torch, "_weight_int4pack_mm_for_cpu", lambda x, *rest: whole(x.roll(1, 1), *rest))
+    with pytest.raises(RuntimeError, match="does not compute this product"):
+        Int4Linear(layer)
+
+
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_a_copy_shares_all_but_its_linear_layers_and_leaves_the_model_alone(family):
+    target = helpers.tiny(family)
+    before = copy.deepcopy(target.model.state_dict())
+    made = rounded_copy(target, 4)
+    assert all(map(torch.equal, before.values(), target.model.state_dict().values()))
+    layers = {name: module for name, module in made.model.named_modules() if isinstance(module, QuantisedLinear)}
+    assert layers.keys() == weights_of(target.model).keys()
+    embedding = target.model.get_input_embeddings().weight
+    assert made.model.get_input_embeddings().weight.data_ptr() == embedding.data_ptr()
+    tokens = torch.arange(20)[None]
+    errors = [
+        (rounded_copy(target, bits).score(tokens) - target.score(tokens)).norm() / target.score(tokens).norm()
+        for bits in BITS
+    ]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.05
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("family", [*helpers.FAMILIES, "mistral", "qwen3"])
+def test_a_compiled_copy_computes_what_the_eager_one_does(family, dtype, error):
+    """But where an input lies between two numbers of int8."""
+    target = helpers.tiny(family)
+    target = CachedModel(target.model.to(dtype), target.vocabulary)
+    for bits in 4, 6:
+        eager, other = rounded_copy(target, bits), rounded_copy(target, bits)
+        made = compiled(other, compiled(CachedModel(sharing_copy(target.model), target.vocabulary)))
+        assert made is not other
+        tokens = torch.randint(61, (2, 30), generator=torch.Generator().manual_seed(1))
+        wanted, found = eager.score(tokens), made.score(tokens)
+        errors = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert errors.median() <= error and errors.max() < 0.3
+
+
+# The cache that both share, and the text.
+
+
+def drafters(target, made, draft):
+    """{name: f(prompts, max_len, sampling, generator)} of every way in which the copy guesses."""
+
+    def chain(drafter, gamma=4, **options):
+        return lambda prompts, max_len, sampling, generator=None: specSampling(
+            prompts, target, drafter, max_len, gamma, sampling, None, generator, **options
+        )[0]
+
+    return {
+        "chain": chain(ModelDrafter(made)),
+        "own temperature": chain(ModelDrafter(made, 0.5)),
+        "block": chain(ModelDrafter(made), verify=block_rule),
+        "draft confidence": chain(ModelDrafter(made), DraftConfidence(6, 0.4)),
+        "as costs say": chain(ModelDrafter(made), CostAware(6)),
+        "lookup first": chain(LookupFirst(LookupDrafter(target.vocabulary, 1), ModelDrafter(made))),
+        "three levels": chain(CascadeDrafter(made, ModelDrafter(draft), Fixed(2))),
+        "lookup below": chain(CascadeDrafter(made, LookupDrafter(target.vocabulary), Fixed(3))),
+        "tree": lambda prompts, max_len, sampling, generator=None: treeSampling(
+            prompts, target, TreeDrafter(made), max_len, Tree.of("3,2,1"), sampling, None, generator
+        )[0],
+    }
+
+
+NAMES = list(drafters(helpers.tiny(layers=1), helpers.tiny(layers=1), helpers.tiny(layers=1)))
+
+
+@pytest.fixture(scope="module", params=["eager", "compiled"])
+def shared(request):
+    """A target, its copy, and a small draft: eager, and computed by the kernels."""
+    target, draft = helpers.tiny(), near(helpers.tiny(), 0.3)
+    made = rounded_copy(target, 4)
+    if request.param == "compiled":
+        request.getfixturevalue("kernels")
+        target = compiled(target)
+        made, draft = compiled(made, target), compiled(draft)
+    return target, made, draft
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_texts_are_the_targets(shared, name):
+    target, made, _ = shared
+    assert made.cache_of is target and made.store is target.store
+    wanted = regrSampling(PROMPTS, target, 40, GREEDY)[0]
+    assert drafters(*shared)[name](PROMPTS, 40, GREEDY) == wanted
+
+
+@torch.inference_mode()
+def test_the_cache_holds_what_the_target_computed(shared):
+    """Invariant 1, after texts with rejected guesses: at the committed tokens' slots, nothing is the copy's."""
+    target, _, _ = shared
+    for name in NAMES:
+        text = drafters(*shared)[name](PROMPTS[:1], 40, FREE, torch.Generator().manual_seed(3))[0]
+        kept = [layer.keys.clone() for layer in target.cache.layers]
+        tokens = torch.tensor([PROMPTS[0] + text])
+        at, count = torch.arange(tokens.shape[1])[None], tokens.shape[1] - 1  # The last token is not read.
+        target.reserve(1, 100)
+        target.forward(tokens, at)
+        for layer, found in zip(target.cache.layers, kept):
+            torch.testing.assert_close(found[:, :, :count], layer.keys[:, :, :count], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_noise_in_the_guesses_slots_changes_no_text(shared, name, monkeypatch):
+    target, made, _ = shared
+    seeded = lambda: torch.Generator().manual_seed(5)  # noqa: E731
+    if name == "as costs say":
+        pytest.skip("its guesses follow the clock")
+    wanted = drafters(*shared)[name](PROMPTS, 30, FREE, seeded())
+    noisy = []
+
+    def with_noise(step):
+        def before(*inputs, **options):
+            """The verifying forward begins: noise in all slots that the copy may have written."""
+            rows = next(x for x in inputs if hasattr(x, "prompt_lengths"))
+            for row, (length, ended) in enumerate(zip(map(len, rows.texts), rows.ended)):
+                for layer in target.cache.layers if not ended else ():
+                    noisy.append(layer.keys[row, :, length - 1 :].normal_())
+                    layer.values[row, :, length - 1 :].normal_()
+            return step(*inputs, **options)
+
+        return before
+
+    monkeypatch.setattr(target, "score_and_verify", with_noise(target.score_and_verify))
+    if name == "tree":
+        import methods.treeSampling as trees
+
+        verify = trees.Model.score_tree
+        monkeypatch.setattr(
+            target, "score_tree", lambda *inputs: noise_then(target, verify, noisy, *inputs), raising=True
+        )
+    assert drafters(*shared)[name](PROMPTS, 30, FREE, seeded()) == wanted and noisy
+
+
+def noise_then(target, verify, noisy, tree, block, places, *rest):
+    """Noise in all slots from the roots on, then the verifying forward."""
+    for row, root in enumerate(places.root.tolist()):
+        for layer in target.cache.layers:
+            noisy.append(layer.keys[row, :, root:].normal_())
+            layer.values[row, :, root:].normal_()
+    return verify(target, tree, block, places, *rest)
+
+
+def error(name="chain", gamma=2, verify=token_rule, wrong=None, length=4, **where):
+    """The largest difference between the probability of a text and the target's."""
+    target, draft = small(2)
+    made = rounded_copy(target, 4)
+    guesser = {
+        "chain": lambda: ModelDrafter(made),
+        "three levels": lambda: CascadeDrafter(made, ModelDrafter(draft), Fixed(1)),
+    }[name]()
+    scoring = wrong(target) if wrong else target
+
+    def sample(prefixes):
+        return specSampling(prefixes, scoring, guesser, length, gamma, FREE, verify=verify)[0]
+
+    return largest_error(sample, target, length, FREE, **where)
+
+
+@pytest.mark.parametrize("verify", [token_rule, block_rule])
+def test_texts_have_the_targets_probabilities(verify):
+    assert error(verify=verify) < 1e-6
+
+
+def test_texts_of_three_levels_have_the_targets_probabilities():
+    assert error("three levels", length=3, prefixes=[[1, 2, 0]]) < 1e-6
+
+
+@pytest.mark.parametrize("verify", [always_accept, replace_from_p, p_shifted])
+def test_a_planted_mistake_in_verification_is_caught(verify):
+    assert error(gamma=1, verify=verify, length=3) > 1e-3
+
+
+def test_a_target_that_leaves_the_copys_keys_is_caught():
+    assert error(wrong=DraftKeysTarget) > 1e-4
+    assert MISTAKES["draft's keys"].own_copy and MISTAKES["draft's keys"].target is DraftKeysTarget
+
+
+def test_the_copy_reads_one_token_and_no_prompt(monkeypatch):
+    """A draft with a cache of its own reads the prompt, and two tokens in a round."""
+    target = helpers.tiny()
+    for made, widths in (rounded_copy(target, 8), {1}), (near(target), {1, 2, len(PROMPTS[0])}):
+        seen, forward = set(), made.forward
+        monkeypatch.setattr(made, "forward", lambda tokens, *rest, **named: (
+            seen.add(tokens.shape[1]), forward(tokens, *rest, **named))[1])  # fmt: skip
+        specSampling(PROMPTS[:1], target, ModelDrafter(made), 20, 3, GREEDY)
+        assert seen == widths
+
+
+# Where the codes are kept.
+
+
+def made_of(target, bits=(4,), text=None, follow=unfollowed):
+    return Copies(target, list(bits), text or (lambda: torch.randint(61, (2, 20))), follow)
+
+
+def test_codes_are_made_once_whatever_the_dtype(cache):
+    target = helpers.tiny()
+    first = made_of(target, (4, 8)).of(4, target).model.state_dict()
+    assert len(list(cache.glob("copies-*/4/*.safetensors"))) == len(weights_of(target.model))
+    nothing = partial(pytest.fail, "the text is asked for")
+    again = CachedModel(copy.deepcopy(target.model).to(torch.bfloat16).float(), 61)
+    for model in target, CachedModel(copy.deepcopy(again.model).to(torch.bfloat16), 61), again:
+        found = made_of(model, (8, 4), nothing).of(4, model).model.state_dict()
+        assert all(torch.equal(found[name], first[name]) for name in first if "codes" in name)
+    other = helpers.tiny(seed=5)
+    with pytest.raises(pytest.fail.Exception):
+        made_of(other, (4,), nothing)
+
+
+def test_interrupted_work_goes_on_where_it_stopped(cache):
+    target, text = helpers.tiny(), torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
+    whole = made_of(target, text=lambda: text).of(4, target).model.state_dict()
+    shutil.rmtree(next(cache.glob("copies-*")))
+
+    def interrupted(work, title, steps):
+        for number, layer in enumerate(work):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield layer
+
+    with pytest.raises(KeyboardInterrupt):
+        made_of(target, text=lambda: text, follow=interrupted)
+    assert len(list(cache.glob("copies-*/4/*"))) == 3
+    counts = []
+    found = made_of(
+        target, text=lambda: text, follow=lambda work, title, steps: (counts.append((title, steps)), work)[1]
+    )
+    assert counts == [(f"rounding {target.name} to 4 bits", len(weights_of(target.model)) - 3)]
+    after = found.of(4, target).model.state_dict()
+    assert all(torch.equal(whole[name], after[name]) for name in whole)
+
+
+def test_what_cannot_be_rounded_is_refused_in_one_line():
+    with pytest.raises(UserError, match="cannot draft for itself: it has layers of 40 inputs, which is no multiple"):
+        copies_of(helpers.tiny(hidden_size=40))
+    with pytest.raises(UserError, match="cannot draft for itself: nothing is known of the layers of gemma"):
+        copies_of(helpers.tiny("gemma"))
+    with pytest.raises(UserError, match="4, 5, 6, 8 bits, not 7"):
+        SelfDrafter(helpers.tiny(), 7)
+
+
+# The choice of bits.
+
+
+def test_a_drafter_needs_the_target_alone():
+    target = helpers.tiny()
+    found = specSampling(PROMPTS, target, SelfDrafter(target, 5), 30, 3, GREEDY)
+    assert found[0] == regrSampling(PROMPTS, target, 30, GREEDY)[0]
+    assert found[1][0].alpha > 0.5
+    tree = treeSampling(PROMPTS, target, SelfDrafter(target), 30, Tree.of("2,2"), GREEDY)
+    assert tree[0] == found[0]
+
+
+def test_trials_measure_acceptance_and_cost(monkeypatch):
+    target = helpers.tiny()
+    monkeypatch.setattr(selfDraft, "seconds", lambda text, *forwards: [0.25, 1.0, 1.5])
+    found = list(trials(target, copies_of(target), FREE, 3))
+    assert [trial.bits for trial in found] == list(BITS)
+    alphas = [trial.alpha for trial in found]
+    assert alphas == sorted(alphas) and 0.3 < alphas[0] < alphas[-1] <= 1.0001
+    a = alphas[0]
+    assert found[0].cost == 0.25 and found[0].gain == pytest.approx((1 + a + a**2 + a**3) / (3 * 0.25 + 1.5))
+    assert isinstance(found[0], Trial) and found[0].copy.cache_of is target
+
+
+def test_times_are_those_of_forwards_after_the_text():
+    target = helpers.tiny()
+    times = selfDraft.seconds(torch.arange(12)[None], (rounded_copy(target, 4), 1), (target, 1), (target, 4))
+    assert len(times) == 3 and min(times) > 0
