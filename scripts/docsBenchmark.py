@@ -15,7 +15,7 @@ from benchmark.records import BenchmarkRecord
 from engine.quantised import GROUP
 from experiments.speed import Interval, interval, paired_ratios, summarize
 from report.tableFormat import median, notation
-from scripts.copySweep import HEAD, HEAD_GAMMA, predictions
+from scripts.copySweep import HEAD, HEAD_GAMMA, by_bits, predictions
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
 from scripts.keepRecord import BENCHMARKS, COPIES, Records
 from utils import UserError
@@ -361,9 +361,9 @@ def copy_bits(records: Records, words: Words) -> str:
 
 
 def copy_gammas(records: Records, words: Words) -> str:
-    """One row for each gamma: the measured speed-up and that of theory, for each number of bits, calibrated."""
+    """One row for each gamma: the measured speed-up and that of theory, for the copies of `--draft self`."""
     record = records.file(COPIES)
-    chosen = {copy["bits"]: prediction["rows"] for copy, prediction in predictions(record) if copy["calibrated"]}
+    chosen = {bits: prediction["rows"] for bits, prediction in sorted(by_bits(record).items())}
     rows = []
     for of_gamma in zip(*chosen.values()):
         pairs = [(cell(row["speedup"]), f"{row['theory']:.2f}") for row in of_gamma]
