@@ -65,19 +65,19 @@ class CopyLine(Kind):
 
 
 def kinds() -> Iterator[tuple[Kind, Sequence[int]]]:
-    """Each copy that is measured, with its gammas."""
-    for calibrated, group in ((True, GROUP), *((False, group) for group in GROUPS)):
-        for bits in BITS:
-            if bits in CALIBRATED or not calibrated:
-                yield {"bits": bits, "group": group, "calibrated": calibrated, "head": None}, GAMMAS
+    """Each copy that is measured, with its gammas. With many bits, what else is chosen makes no difference: there only
+    the copies of `--draft self` are measured, whose codes are on disk. Rounding takes longer than timing."""
     for bits in BITS:
-        if bits != HEAD:
-            yield {"bits": bits, "group": GROUP, "calibrated": False, "head": HEAD}, [HEAD_GAMMA]
+        yield {"bits": bits, "group": GROUP, "calibrated": bits in CALIBRATED, "head": None}, GAMMAS
+    for group in GROUPS:
+        for bits in CALIBRATED:
+            yield {"bits": bits, "group": group, "calibrated": False, "head": None}, GAMMAS
+    yield {"bits": BITS[0], "group": GROUP, "calibrated": False, "head": HEAD}, [HEAD_GAMMA]
 
 
 def copy_of(kind: Kind, copies: Copies, eager: CachedModel, target: CachedModel) -> CachedModel:
     """The copy of that kind, compiled. eager: the target, whose weights are rounded. target: it, compiled."""
-    if kind["calibrated"]:
+    if kind["calibrated"] or kind["bits"] not in CALIBRATED:
         return compiled(copies.of(kind["bits"], eager), target)
     return compiled(rounded_copy(eager, kind["bits"], kind["group"], kind["head"]), target)
 
@@ -94,7 +94,7 @@ def measured(
 ) -> list[CopyLine]:
     """One line for each copy."""
     work, lines = list(kinds()), []
-    copies = copies_of(eager, [kind["bits"] for kind, _ in work if kind["calibrated"]], followed)
+    copies = copies_of(eager, BITS, followed)
     texts = sum(2 + len(gammas) for _, gammas in work) * len(prompts) * repeats
     with Bar("copies", texts) as bar:
         for kind, gammas in work:

@@ -12,10 +12,10 @@ from benchmark import tables as printed
 from benchmark.contenders import COPY_ALPHAS
 from benchmark.figure import PARTS, round_shares
 from benchmark.records import BenchmarkRecord
-from engine.quantised import GROUP
+from engine.quantised import BITS, GROUP
 from experiments.speed import Interval, interval, paired_ratios, summarize
 from report.tableFormat import median, notation
-from scripts.copySweep import HEAD, HEAD_GAMMA, by_bits, predictions
+from scripts.copySweep import HEAD_GAMMA, by_bits, predictions
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
 from scripts.keepRecord import BENCHMARKS, COPIES, Records
 from utils import UserError
@@ -375,8 +375,8 @@ def copy_gammas(records: Records, words: Words) -> str:
 def copy_heads(records: Records, words: Words) -> str:
     """The output layer in as few bits as the others, and in more."""
     record, rows = records.file(COPIES), []
-    for copy, prediction in sorted(predictions(record), key=lambda pair: pair[0]["bits"]):
-        if not copy["calibrated"] and copy["group"] == GROUP and copy["bits"] < HEAD:
+    for copy, prediction in predictions(record):
+        if not copy["calibrated"] and copy["group"] == GROUP and copy["bits"] == BITS[0]:
             (row,) = (row for row in prediction["rows"] if row["gamma"] == HEAD_GAMMA)
             figures = f"{prediction['alpha']:.3f}", f"{prediction['c']:.2f}", cell(row["speedup"])
             rows.append([str(copy["bits"]), str(copy["head"] or copy["bits"]), *figures])
