@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -22,7 +22,7 @@ from benchmark.contenders import SAMPLING, Contender, as_contender
 from decoding.rows import check_room
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled
-from engine.copies import Copies, rounded_copy
+from engine.copies import CALIBRATED, Copies, rounded_copy
 from engine.quantised import BITS, GROUP
 from engine.sharedWeights import sharing_copy
 from experiments.lines import TimedText
@@ -65,18 +65,19 @@ class CopyLine(Kind):
 
 
 def kinds() -> Iterator[tuple[Kind, Sequence[int]]]:
-    """Each copy that is measured, with its gammas."""
-    for calibrated, group in ((True, GROUP), *((False, group) for group in GROUPS)):
-        for bits in BITS:
-            yield {"bits": bits, "group": group, "calibrated": calibrated, "head": None}, GAMMAS
+    """Each copy that is measured, with its gammas. With many bits, what else is chosen makes no difference: there only
+    the copies of `--draft self` are measured, whose codes are on disk. Rounding takes longer than timing."""
     for bits in BITS:
-        if bits != HEAD:
-            yield {"bits": bits, "group": GROUP, "calibrated": False, "head": HEAD}, [HEAD_GAMMA]
+        yield {"bits": bits, "group": GROUP, "calibrated": bits in CALIBRATED, "head": None}, GAMMAS
+    for group in GROUPS:
+        for bits in CALIBRATED:
+            yield {"bits": bits, "group": group, "calibrated": False, "head": None}, GAMMAS
+    yield {"bits": BITS[0], "group": GROUP, "calibrated": False, "head": HEAD}, [HEAD_GAMMA]
 
 
 def copy_of(kind: Kind, copies: Copies, eager: CachedModel, target: CachedModel) -> CachedModel:
     """The copy of that kind, compiled. eager: the target, whose weights are rounded. target: it, compiled."""
-    if kind["calibrated"]:
+    if kind["calibrated"] or kind["bits"] not in CALIBRATED:
         return compiled(copies.of(kind["bits"], eager), target)
     return compiled(rounded_copy(eager, kind["bits"], kind["group"], kind["head"]), target)
 
@@ -92,7 +93,8 @@ def measured(
     eager: CachedModel, target: CachedModel, prompts: Sequence[list[int]], max_len: int, repeats: int, seed: int
 ) -> list[CopyLine]:
     """One line for each copy."""
-    copies, work, lines = copies_of(eager, BITS, followed), list(kinds()), []
+    work, lines = list(kinds()), []
+    copies = copies_of(eager, BITS, followed)
     texts = sum(2 + len(gammas) for _, gammas in work) * len(prompts) * repeats
     with Bar("copies", texts) as bar:
         for kind, gammas in work:
@@ -114,13 +116,20 @@ def predictions(record: dict[str, Any]) -> list[tuple[Kind, dict[str, Any]]]:
     return [(line, predict(line["speed"], costs)) for line in record["copies"]]
 
 
+def by_bits(record: dict[str, Any], calibrated: Collection[int] = CALIBRATED) -> dict[int, dict[str, Any]]:
+    """{bits: what `predictions` says} of copies with groups of the usual size. calibrated: which of them are, as
+    `--draft self` has them, or none."""
+    return {
+        kind["bits"]: prediction
+        for kind, prediction in predictions(record)
+        if kind["group"] == GROUP and not kind["head"] and kind["calibrated"] == (kind["bits"] in calibrated)
+    }
+
+
 def draw(record: dict[str, Any], file: Path) -> None:
-    """Write the figure of a record: the speed-up over the copy's bits and gamma, calibrated and not."""
-    panels: dict[str, dict[Any, Any]] = {}
-    for kind, prediction in predictions(record):
-        if kind["group"] == GROUP and not kind["head"]:
-            title = f"copy {'calibrated' if kind['calibrated'] else 'rounded weight by weight'}"
-            panels.setdefault(title, {})[kind["bits"]] = prediction
+    """Write the figure of a record: the speed-up over the copy's bits and gamma, with and without calibration."""
+    titles = {f"{' and '.join(map(str, CALIBRATED))} bits calibrated": CALIBRATED, "without calibration": ()}
+    panels = {title: dict(sorted(by_bits(record, chosen).items())) for title, chosen in titles.items()}
     draw_heat_maps(panels, "bits of the copy", file)
 
 

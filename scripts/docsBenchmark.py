@@ -12,10 +12,10 @@ from benchmark import tables as printed
 from benchmark.contenders import COPY_ALPHAS
 from benchmark.figure import PARTS, round_shares
 from benchmark.records import BenchmarkRecord
-from engine.quantised import GROUP
+from engine.quantised import BITS, GROUP
 from experiments.speed import Interval, interval, paired_ratios, summarize
 from report.tableFormat import median, notation
-from scripts.copySweep import HEAD, HEAD_GAMMA, predictions
+from scripts.copySweep import HEAD_GAMMA, by_bits, predictions
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
 from scripts.keepRecord import BENCHMARKS, COPIES, Records
 from utils import UserError
@@ -124,7 +124,9 @@ def best(name: str, records: Records, words: Words) -> str:
 
     def say(english: str) -> str:
         base = english.removesuffix(variant)
-        return words.get(base, base) + (words.get(variant, variant) if base != english else "")
+        parts = [words.get(part) for part in base.split(", ")]
+        known = words.get(", ", ", ").join(map(str, parts)) if all(parts) else base
+        return words.get(base, known) + (words.get(variant, variant) if base != english else "")
 
     record = records.benchmark(name)
     variant, texts = fastest(record), printed.texts_of(record)
@@ -359,9 +361,9 @@ def copy_bits(records: Records, words: Words) -> str:
 
 
 def copy_gammas(records: Records, words: Words) -> str:
-    """One row for each gamma: the measured speed-up and that of theory, for each number of bits, calibrated."""
+    """One row for each gamma: the measured speed-up and that of theory, for the copies of `--draft self`."""
     record = records.file(COPIES)
-    chosen = {copy["bits"]: prediction["rows"] for copy, prediction in predictions(record) if copy["calibrated"]}
+    chosen = {bits: prediction["rows"] for bits, prediction in sorted(by_bits(record).items())}
     rows = []
     for of_gamma in zip(*chosen.values()):
         pairs = [(cell(row["speedup"]), f"{row['theory']:.2f}") for row in of_gamma]
@@ -373,8 +375,8 @@ def copy_gammas(records: Records, words: Words) -> str:
 def copy_heads(records: Records, words: Words) -> str:
     """The output layer in as few bits as the others, and in more."""
     record, rows = records.file(COPIES), []
-    for copy, prediction in sorted(predictions(record), key=lambda pair: pair[0]["bits"]):
-        if not copy["calibrated"] and copy["group"] == GROUP and copy["bits"] < HEAD:
+    for copy, prediction in predictions(record):
+        if not copy["calibrated"] and copy["group"] == GROUP and copy["bits"] == BITS[0]:
             (row,) = (row for row in prediction["rows"] if row["gamma"] == HEAD_GAMMA)
             figures = f"{prediction['alpha']:.3f}", f"{prediction['c']:.2f}", cell(row["speedup"])
             rows.append([str(copy["bits"]), str(copy["head"] or copy["bits"]), *figures])

@@ -18,8 +18,9 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compiled
 from engine.copies import rounded_copy
 from engine.cpuModel import CpuModel
+from experiments.processes import ALONE
 from experiments.speed import summarize
-from utils import draw
+from utils import UserError, draw
 
 ROWS = [
     "plain, eager",
@@ -143,6 +144,49 @@ def test_shapes_are_timed_with_synthetic_acceptance(monkeypatch, tmp_path, capsy
     assert (tmp_path / "figures" / "benchmark-large.png").exists()
 
 
+def test_shapes_and_their_copy_are_timed_compiled(kernels, monkeypatch, tmp_path, capsys):
+    """With each row of a copy: its acceptance, its gamma and theory."""
+    for name, shape in {"large": (32, 2, 4), "small": (32, 1, 4)}.items():
+        monkeypatch.setitem(randomModels.SHAPES, name, shape)
+    for module in benchmark, stepTimes, tables:
+        monkeypatch.setattr(module, "PROMPT", 8)
+    for module in benchmark, randomModels:
+        monkeypatch.setattr(module, "VOCABULARY", 3000)
+    flags = "--shapes large,small --maxLen 12 --prompts 1 --repeats 1 --device cpu --draftBits 5 --gammaCopy 3 --out"
+    assert benchmark.main([*flags.split(), str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "benchmark-large.json").read_text())
+    found = {line["method"]: line for line in record["speed"]}
+    copied = [f"own copy in 5 bits, synthetic {alpha}, compiled" for alpha in contenders.COPY_ALPHAS]
+    assert [name for name in found if "copy" in name] == [
+        *copied,
+        "draft, own copy in 5 bits, synthetic 0.6 and 0.93, compiled",
+    ]
+    assert all(len(line["acceptance_by_position"]) == 3 for name, line in found.items() if "copy" in name)
+    assert {m["part"] for m in record["parts"] if m["variant"] == "compiled, own copy"} == {
+        "plain step",
+        "draft step",
+        "scoring",
+        "sampling",
+        "round",
+    }
+    predicted = [line for line in tables.predict(record) if line["variant"] == "compiled, own copy"]
+    assert [line["alpha"] for line in predicted] == list(contenders.COPY_ALPHAS)
+    assert all(line["measured"][0] > 0 for line in predicted)
+    own, target = (
+        {line["tokens"]: line for line in record["forwards"] if (line["role"], line["variant"]) == (role, "compiled")}
+        for role in ("copy", "target")
+    )
+    assert sorted(own) == list(stepTimes.COPY_WIDTHS) and own[1]["bytes"] < target[1]["bytes"] / 2
+    shown = capsys.readouterr().out
+    assert "own copy in 5 bits" in shown and "gamma 4 (own copy: 3)" in shown
+
+
+def test_a_target_that_cannot_be_rounded_has_no_copy():
+    """The benchmark leaves the row out, and says why."""
+    why = benchmark.own_copy(helpers.tiny(hidden_size=40), 4, False, ALONE)
+    assert isinstance(why, UserError) and "no multiple of 32" in str(why)
+
+
 def test_a_random_model_computes_what_one_made_the_usual_way_does(monkeypatch):
     monkeypatch.setitem(randomModels.SHAPES, "tiny", (32, 2, 4))
     model = randomModels.random_model("tiny", torch.float32, "cpu", 0)
@@ -255,6 +299,8 @@ def test_the_synthetic_rule_accepts_at_its_rate(alpha):
         "--shapes pythia-70m,pythia-70m --target bundled-target",
         "--maxLen 10000",
         "--peers nobody",
+        "--draftBits 3",
+        "--gammaCopy 0",
     ],
 )
 def test_a_wrong_flag_is_one_line(wrong, tmp_path, monkeypatch, capsys):
