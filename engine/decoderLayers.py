@@ -235,7 +235,10 @@ class Description:
         for i, layer in enumerate(layers):
             if not isinstance(layer, PackedLayer):  # A model that shares its layers may have packed them already.
                 layers[i] = PackedLayer(self.parts(layer))
-        return self.made([layer.parts for layer in layers])
+        made, head = self.made([layer.parts for layer in layers]), self.model.get_output_embeddings()
+        if isinstance(head, QuantisedLinear):  # Nobody reads its codes any more.
+            head.codes = head.scales = None
+        return made
 
 
 def width_of(config: Any) -> int:
