@@ -106,3 +106,16 @@ def test_the_figure_has_a_panel_with_calibration_and_one_without(record, tmp_pat
     assert label == "bits of the copy" and [list(rows) for rows in found.values()] == [[4, 5, 6, 8]] * 2
     usual, alone = found.values()
     assert [usual[bits]["alpha"] == alone[bits]["alpha"] for bits in usual] == [False, False, True, True]
+
+
+def test_the_best_row_of_a_copy_stands_beside_the_others(tmp_path):
+    """In a record of the benchmark with rows of a copy; older records have none."""
+    record = json.loads((ROOT / "docs" / "records" / f"{docsBenchmark.REAL}.json").read_text(encoding="utf-8"))
+    record["speed"] = [line for line in record["speed"] if "own copy" not in line["method"]]
+    assert not any("own copy" in row for row in docsBenchmark.best_rows(record))
+    plain = [line for line in record["speed"] if line["method"] == "plain, compiled"]
+    for name, factor in {"own copy in 4 bits": 2, "draft, own copy in 4 bits": 3}.items():
+        changes = {"method": f"{name}, compiled"}
+        record["speed"] += [line | changes | {"throughput": factor * line["throughput"]} for line in plain]
+    first, *others = docsBenchmark.best_rows(record)
+    assert first == "draft, own copy in 4 bits, compiled" and not any("own copy" in row for row in others)
