@@ -157,6 +157,8 @@ TABLES = {
     "benchmark": {
         "--target": Name(),
         "--draft": Name(),
+        "--draftBits": Choice(*map(str, BITS), "none"),
+        "--gammaCopy": LENGTH,
         "--shapes": Name(wrong=["x,y", "pythia-70m", "pythia-70m,", "pythia-70m,pythia-70m,pythia-70m"]),
         "--gamma": LENGTH,
         "--maxLen": Whole(1, 10_000),
