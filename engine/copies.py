@@ -77,10 +77,6 @@ class Copies:
         model = quantised_copy(self.like, self.codes(bits))
         return CachedModel(model, self.vocabulary, f"{self.name} in {bits} bits", cache_of)
 
-    def close(self) -> None:
-        """No other copy will be asked for: release the codes that are in memory, a byte for each weight."""
-        del self.like
-
     def codes(self, bits: int) -> dict[str, Codes]:
         """{name: weight in that many bits} of all linear layers."""
         return {name: self.read(bits, name) for name in self.names}

@@ -125,7 +125,6 @@ class Prepared:
         models = self.load_as_timed(self.dtype if timed else self.text_dtype)
         if self.made is not None:
             print(about_copy(models["target"], models["self"], self.made.weights, self.bits or 0))
-            self.made.close()
         return models
 
     def load_as_timed(self, dtype: str) -> LoadedModels:

@@ -40,7 +40,8 @@ def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) ->
     if prepared.made and prepared.bits:  # The codes follow from the weights and from a text that the target wrote.
         version = f"{versions['target']['version']}, {prepared.made.version(prepared.bits)}"
         copy = model_record(models["self"].name, version, models["target"])
-        versions |= {role: copy.copy() for role in prepared.roles_of_copy}
+        roles = prepared.roles_of_copy - {"self"} or {"self"}
+        versions |= {role: copy.copy() for role in sorted(roles)}
     if prepared.settings.models.draft_device and "draft" in versions:
         versions["draft"]["device"] = prepared.draft_device
         versions["draft"]["processor"] = machine(prepared.draft_device)["processor"]
