@@ -7,6 +7,7 @@ the sampling that the target is told.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,9 +191,9 @@ class FlawedModel(CachedModel):
 class KeepingTarget(FlawedModel):
     """A target whose cache keeps what it held in some slots, whatever the target reads into them."""
 
+    @abstractmethod
     def kept(self, positions: Tensor) -> Tensor:
         """Which of the slots `positions[B, n]` keep their content: bool `[B, n]`."""
-        raise NotImplementedError
 
     def prefill(self, rows: Rows) -> Tensor:
         """As `CachedModel.prefill`."""
