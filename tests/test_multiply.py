@@ -205,10 +205,12 @@ class Multiply(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("most_floats", ctypes.c_long),
         ("most_bf16", ctypes.c_long),
+        ("most_codes", ctypes.c_long),
         ("part_floats", ctypes.c_long),
         ("part_bf16", ctypes.c_long),
         ("floats", ctypes.CFUNCTYPE(None, ctypes.POINTER(Job))),
         ("bf16s", ctypes.CFUNCTYPE(None, ctypes.POINTER(Job))),
+        ("codes", ctypes.c_void_p),
         ("done", ctypes.CFUNCTYPE(None)),
     ]
 
