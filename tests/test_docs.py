@@ -259,7 +259,8 @@ def test_the_best_table_divides_by_our_own_plain_decoding_and_says_what_is_lossl
     record = renderDocs.Records(copy).benchmark(REAL) | {"texts": {}}
     record["speed"] = [line for line in record["speed"] if line["method"] != "transformers, static cache, compiled"]
     seen = {"seen_by": ["impossible"], "impossible": 5, "tokens": 100}
-    found = {"plain, compiled": {"seen_by": []}, "block verification, compiled": seen}
+    found = {"plain, compiled": {"seen_by": []}}
+    found |= dict.fromkeys(("speculative, compiled", "block verification, compiled"), seen)  # whichever is faster
     record["texts"] = {row: {"failed": None, "greedy": None, "lossless": lossless} for row, lossless in found.items()}
     static = [line for line in record["speed"] if line["method"] == "plain, compiled"]
     record["speed"] += [
@@ -271,7 +272,7 @@ def test_the_best_table_divides_by_our_own_plain_decoding_and_says_what_is_lossl
     assert rows[0] == ["decoding", "tokens/s", "TTFT, ms", "TPOT, ms", "of our plain, compiled", "lossless"]
     by_name = {row[0]: row for row in rows[2:] if len(row) == 6}
     assert by_name["plain, compiled"][4:] == ["1", "yes"]
-    assert by_name["speculative, block verification, compiled"][5] == "no"
+    assert next(row for name, row in by_name.items() if name.startswith("speculative"))[5] == "no"
     assert next(row for name, row in by_name.items() if "static cache" in name)[4:] == ["0.50", "not tested"]
     assert {name.split(",")[0] for name in by_name} >= {"llama.cpp", "OpenVINO", "CTranslate2"}
     speeds = [float(row[1].split()[0]) for row in by_name.values()]
