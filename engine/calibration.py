@@ -16,9 +16,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.decoderLayers import NAMES
-from engine.rounding import PASSES, compensated, damped, dequantised, rounded
-
-__all__ = ["calibrated", "compensated", "rounded"]
+from engine.rounding import PASSES, compensated, damped, dequantised
 
 RIDGE = 0.5  # share of a hessian's mean diagonal: how little a weight moves to make up for what was rounded before it
 ROWS = 8  # of text in a forward

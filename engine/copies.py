@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.cachedModel import CachedModel
-from engine.calibration import calibrated
+from engine.calibration import calibrated, weight_of
 from engine.decoderLayers import NAMES
 from engine.kernels.loader import cache_folder
 from engine.quantised import GROUP, Codes, quantised_copy
@@ -119,14 +119,10 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
         raise RuntimeError(f"nothing is known of the layers of {kind}, only of {', '.join(NAMES)}")
     names, head = NAMES[kind], model.get_output_embeddings()
     inside = f"{names.base}.{names.layers}."
-    linears = {
-        name: module
+    return {
+        name: weight_of(module)
         for name, module in model.named_modules()
         if module is head or (name.startswith(inside) and isinstance(module, (nn.Linear, Conv1D)))
-    }
-    return {
-        name: module.weight.detach().t() if isinstance(module, Conv1D) else module.weight.detach()
-        for name, module in linears.items()
     }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from engine.rounding import dequantised
 from engine.sharedWeights import sharing_copy
 
 BITS = (4, 5, 6, 8)  # of a weight; there are kernels for these
@@ -33,8 +34,7 @@ class Codes(NamedTuple):
 
     def weight(self) -> Tensor:
         """The weight, float32 `[out, in]`."""
-        signed = self.codes.float() - 2 ** (self.bits - 1)
-        return (signed.unflatten(1, (-1, self.group)) * self.scales.float()[..., None]).flatten(1)
+        return dequantised(self.codes, self.scales, self.bits)
 
 
 class QuantisedLinear(nn.Module):
