@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Generator
 
-from decoding.model import Model, uniform
-from decoding.rows import Callback, EndOfText, Record, Rows
+from decoding.model import Model
+from decoding.rows import Callback, EndOfText, Generators, Record, Rows
 from utils import Sampling
 
 
@@ -17,22 +16,26 @@ def regrSampling(
     max_len: int = 200,
     sampling: Sampling = Sampling(),
     end_of_text: EndOfText = None,
-    generator: Generator | None = None,
+    generator: Generators = None,
     callback: Callback | None = None,
+    batch: int | None = None,
 ) -> tuple[list[list[int]], list[Record]]:
     """Continue each of `prefixes` (lists of token ids, of any lengths) with `target`.
 
-    max_len: new tokens at most. end_of_text: the id that ends a row, or a function (`Rows`).
-    generator: on the model's device.
-    callback: called as `callback(row, tokens, guessed)` when a row has grown; the first `guessed` tokens are accepted
+    max_len: new tokens at most. end_of_text: the id that ends a text, or a function (`Rows`).
+    generator: on the model's device or on the CPU; or a list with one for each text. Then a text does not depend on
+        which others are decoded with it.
+    callback: called as `callback(text, tokens, guessed)` when a text has grown; the first `guessed` tokens are accepted
         guesses (here none).
-    Returns the new tokens of each row and a `Record` of each row. Raises UserError as `Rows` does.
+    batch: texts at a time; the others wait until a row is free. None: all.
+    Returns the new tokens of each text and a `Record` of each. Raises UserError as `Rows` does.
     """
-    rows = Rows(prefixes, max_len, [target], end_of_text, callback)
-    target.first_token(rows, sampling, generator)
-    while rows.remaining:
+    rows = Rows(prefixes, max_len, [target], end_of_text, callback, generator=generator, batch=batch)
+    while rows.refill():
+        if rows.fresh:
+            target.first_token(rows, sampling)
+            continue
         seen = rows.seen(target.vocabulary, sampling)
-        u = uniform(1, len(rows.tokens), device=rows.device, generator=generator)
-        token, _ = target.draw(*rows.last(1), u, sampling, seen)
+        token, _ = target.draw(*rows.last(1), rows.uniform([1] * rows.size).T, sampling, seen)
         rows.commit_one(token[:, 0])
     return rows.tokens, rows.records

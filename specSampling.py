@@ -4,12 +4,12 @@ what the target would have said (Leviathan et al., arXiv 2211.17192; Chen et al.
 from collections.abc import Sequence
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from decoding.drafter import Drafter
 from decoding.lengthRules import Fixed, LengthRule
-from decoding.model import Model, uniform
-from decoding.rows import Callback, EndOfText, Record, Rows
+from decoding.model import Model
+from decoding.rows import Callback, EndOfText, Generators, Record, Rows
 from decoding.verification import VerificationRule, drawn_with, token_rule
 from utils import Sampling, not_finite
 
@@ -23,9 +23,10 @@ def specSampling(
     gamma: int | LengthRule = 4,
     sampling: Sampling = Sampling(),
     end_of_text: EndOfText = None,
-    generator: Generator | None = None,
+    generator: Generators = None,
     callback: Callback | None = None,
     verify: VerificationRule = token_rule,
+    batch: int | None = None,
 ) -> tuple[list[list[int]], list[Record]]:
     """Continue each of `prefixes` with tokens distributed exactly as `target`'s own, in fewer forwards of `target`.
 
@@ -36,23 +37,20 @@ def specSampling(
     round a row grows by the guesses it accepted and one more token.
     """
     length = Fixed(gamma) if isinstance(gamma, int) else gamma
-    rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback)
-    target.first_token(rows, sampling, generator)
+    rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback, generator=generator, batch=batch)
     drafter.begin(rows)
     length.begin(rows)
-    while rows.remaining:
-        advance(rows, target, drafter, length, sampling, verify, generator)
+    while rows.refill():
+        if rows.fresh:  # Prompts that are new in the batch.
+            target.first_token(rows, sampling)
+            drafter.read_prompts(rows)
+        else:
+            advance(rows, target, drafter, length, sampling, verify)
     return rows.tokens, rows.records
 
 
 def advance(
-    rows: Rows,
-    target: Model,
-    drafter: Drafter,
-    length: LengthRule,
-    sampling: Sampling,
-    verify: VerificationRule,
-    generator: Generator | None = None,
+    rows: Rows, target: Model, drafter: Drafter, length: LengthRule, sampling: Sampling, verify: VerificationRule
 ) -> tuple[Tensor, Tensor]:
     """One round, Algorithm 1 of arXiv 2211.17192.
 
@@ -61,9 +59,9 @@ def advance(
     # Choose gamma for each row. The last token a row may add needs no guess: the target draws it.
     gammas = [max(0, min(gamma, left - 1)) for gamma, left in zip(length.gammas(), rows.left)]
     # Draft x_1, ..., x_gamma from q_1, ..., q_gamma.
-    guesses = drafter.draft(rows, max(gammas), sampling, generator, length).limited(gammas)
+    guesses = drafter.draft(rows, gammas, sampling, length).limited(gammas)
     # Score: p_1, ..., p_{gamma + 1} in one forward of the target. Verify: accept guesses, draw the token after them.
-    u = uniform(len(gammas), guesses.drafts.shape[1] + 1, device=rows.device, generator=generator)
+    u = rows.uniform([gamma + 1 for gamma in gammas], guesses.drafts.shape[1] + 1, last=True)
     p, accepted, token = target.score_and_verify(rows, guesses, u, sampling, verify)
     sure = length.sure(drawn_with(p, accepted, token)) if length.sure else None
     # Commit the accepted guesses and the token after them. Here the host waits for the device, once in the round.
@@ -71,5 +69,5 @@ def advance(
     if min(drafted.values()) < 0:
         raise not_finite(drafter.models[0])
     # Learn how many tokens to guess in the next round.
-    length.learn(drafted, kept, {row: bool(is_sure) for row, is_sure in noted.items()})
+    length.learn(drafted, kept, {text: bool(is_sure) for text, is_sure in noted.items()})
     return p, accepted

@@ -14,8 +14,7 @@ from torch import Generator, Tensor
 from benchmark.contenders import SAMPLING, DrafterOf, Variants, synthetic
 from benchmark.records import OWN_COPY, ForwardLine, GrowthLine, PartLine, PrefillLine, StepRecord
 from decoding.drafter import Drafter
-from decoding.model import uniform
-from decoding.rows import Rows
+from decoding.rows import Rows, uniform
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from engine.decoderLayers import PackedLayer
@@ -293,7 +292,7 @@ def first_step(target: CachedModel, length: int, longest: int, generator: Genera
     prompt = (torch.arange(length) % target.vocabulary).tolist()
 
     def step() -> None:
-        target.first_token(Rows([prompt], longest + 1 - length, [target]), SAMPLING, generator)
+        target.first_token(Rows([prompt], longest + 1 - length, [target], generator=generator), SAMPLING)
 
     return step
 

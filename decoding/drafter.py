@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from decoding.rows import Rows, upload
 from utils import Sampling
@@ -52,7 +52,7 @@ class Guesses:
 
 def no_guesses(rows: Rows, vocabulary: int) -> Guesses:
     """No guesses, in tensors of the right shapes: `[B, 0]` and `[B, 0, V]`."""
-    drafts = rows.sequence.new_zeros(len(rows.tokens), 0)
+    drafts = rows.sequence.new_zeros(rows.size, 0)
     return Guesses(drafts, torch.zeros(*drafts.shape, vocabulary, device=rows.device))
 
 
@@ -67,7 +67,11 @@ class Drafter(ABC):
     varies = False
 
     def begin(self, rows: Rows) -> None:
-        """A new batch: read the prompts."""
+        """A new batch, or a queue of texts."""
+        return
+
+    def read_prompts(self, rows: Rows) -> None:
+        """Read the prompts of the fresh rows."""
         return
 
     def rewind(self, count: int) -> None:
@@ -75,15 +79,8 @@ class Drafter(ABC):
         return
 
     @abstractmethod
-    def draft(
-        self,
-        rows: Rows,
-        gamma: int,
-        sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses:
-        """At most `gamma` guesses for each row, and the distributions that each was really drawn from. `length` may
+    def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
+        """At most `gammas[i]` guesses for row i, and the distributions that each was really drawn from. `length` may
         stop a row's guessing early."""
 
 
@@ -100,18 +97,14 @@ class WrappedDrafter(Drafter):
     def begin(self, rows: Rows) -> None:
         self.drafter.begin(rows)
 
+    def read_prompts(self, rows: Rows) -> None:
+        self.drafter.read_prompts(rows)
+
     def rewind(self, count: int) -> None:
         self.drafter.rewind(count)
 
-    def draft(
-        self,
-        rows: Rows,
-        gamma: int,
-        sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses:
-        return self.changed(self.drafter.draft(rows, gamma, self.sampling or sampling, generator, length), rows, gamma)
+    def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
+        return self.changed(self.drafter.draft(rows, gammas, self.sampling or sampling, length), rows, max(gammas))
 
     @abstractmethod
     def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:

@@ -35,7 +35,7 @@ class LengthRule(ABC):
 
     @abstractmethod
     def begin(self, rows: Rows) -> None:
-        """A new batch."""
+        """A new batch, or a queue of texts."""
 
     @abstractmethod
     def gammas(self) -> Sequence[int]:
@@ -44,8 +44,8 @@ class LengthRule(ABC):
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         """Learn from a round.
 
-        drafted, accepted: {row: tokens guessed}, {row: guesses accepted}, of the rows that had not ended.
-        sure: {row: what `sure` said of the token that the target drew last}, if the rule has a `sure`.
+        drafted, accepted: {text: tokens guessed}, {text: guesses accepted}, of the texts that had not ended.
+        sure: {text: what `sure` said of the token that the target drew last}, if the rule has a `sure`.
         """
         return
 
@@ -59,10 +59,10 @@ class Fixed(LengthRule):
         self.length, self.lengths = length, (length,)
 
     def begin(self, rows: Rows) -> None:
-        self.next = [self.length] * len(rows.tokens)
+        self.rows, self.next = rows, [self.length] * len(rows.prompts)  # of each text
 
     def gammas(self) -> Sequence[int]:
-        return self.next
+        return [self.next[text] for text in self.rows.numbers]
 
 
 class Additive(Fixed):
@@ -73,11 +73,11 @@ class Additive(Fixed):
         self.lengths = None
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
-        for row, guesses in drafted.items():
-            if accepted[row] == guesses:
-                self.next[row] += 1
+        for text, guesses in drafted.items():
+            if accepted[text] == guesses:
+                self.next[text] += 1
             else:
-                self.next[row] = max(self.length, self.next[row] // 2)
+                self.next[text] = max(self.length, self.next[text] // 2)
 
 
 class DraftConfidence(Fixed):
@@ -104,8 +104,8 @@ class TargetConfidence(Fixed):
         return p_x >= self.threshold
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
-        for row, is_sure in sure.items():
-            self.next[row] = self.length if is_sure else 0
+        for text, is_sure in sure.items():
+            self.next[text] = self.length if is_sure else 0
 
 
 class CostAware(LengthRule):
@@ -135,11 +135,11 @@ class CostAware(LengthRule):
         self.costs = Costs({guesses: 1 + self.GUESS * guesses for guesses in self.lengths})
 
     def begin(self, rows: Rows) -> None:
-        self.count, self.before = len(rows.tokens), -1
+        self.rows, self.before = rows, -1
 
     def gammas(self) -> Sequence[int]:
         self.start = time.perf_counter()
-        return [self.choose()] * self.count
+        return [self.choose()] * self.rows.size
 
     def choose(self) -> int:
         """The length of the next round."""

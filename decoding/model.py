@@ -6,12 +6,13 @@ engine that computes a step by other means overrides it, and falls back on the o
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from decoding.rows import upload
 from decoding.trees.guesses import siblings
@@ -25,12 +26,6 @@ if TYPE_CHECKING:
     from decoding.verification import Rule, VerificationRule
 
 
-def uniform(*shape: int, device: torch.device, generator: Generator | None = None) -> Tensor:
-    """Uniform numbers in [0, 1), float32, drawn on the generator's device: it may be another than `device`."""
-    drawn = torch.rand(*shape, device=device if generator is None else generator.device, generator=generator)
-    return drawn.to(device)
-
-
 class Model(ABC):
     """A causal language model whose KV cache is addressed by position.
 
@@ -38,9 +33,12 @@ class Model(ABC):
     cache_of: the model whose KV cache it reads and writes; None: it has its own. A draft that shares the target's cache
         finds the committed tokens there, read by the target. What it writes for its guesses, the target overwrites when
         it scores them.
+    first_row: the row of the KV cache that belongs to the first row of a block; the others follow. A cache may have
+        more rows than a block.
     """
 
     cache_of: Model | None = None
+    first_row: int = 0
 
     name: str
     vocabulary: int
@@ -62,6 +60,14 @@ class Model(ABC):
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Make room for the keys and values of `rows` rows of at most `capacity` tokens."""
+        return
+
+    def rows_computed(self, rows: int) -> int:
+        """How many rows a forward for `rows` rows computes: at least as many."""
+        return rows
+
+    def copy_row(self, source: int, row: int) -> None:
+        """Copy the keys and values of the cache's row `source` to another row."""
         return
 
     def move(self, source: Tensor, slots: Tensor) -> None:
@@ -93,22 +99,38 @@ class Model(ABC):
     # The steps.
 
     def prefill(self, rows: Rows) -> Tensor:
-        """Read every row's prompt into the KV cache; float32 logits `[B, V]` after each prompt's end.
+        """Read the prompts of the fresh rows into the KV cache; float32 logits `[F, V]` after each prompt's end.
+
+        Neighbouring rows are read together.
+        """
+        self.reserve(rows.batch, rows.capacity + rows.spare)
+        logits = []
+        for run in runs(rows.fresh):
+            self.first_row = run[0]
+            try:
+                lengths = [len(rows.prompts[rows.numbers[row]]) for row in run]
+                logits.append(self.read_prompts(rows.padded_prompts(run).to(self.device), lengths))
+            finally:
+                self.first_row = 0
+        return torch.cat(logits)
+
+    def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Read `prompts[R, L]`, of these lengths; float32 logits `[R, V]` after each prompt's end.
 
         Shorter prompts are padded at the right. The padding is stale from the start: later tokens overwrite it.
         """
-        prompt, lengths = rows.prompt.to(self.device), sorted(set(rows.prompt_lengths))
-        self.reserve(len(prompt), rows.capacity + rows.spare)
-        ends = upload([length - 1 for length in lengths], self.device)
-        which = upload([lengths.index(length) for length in rows.prompt_lengths], self.device)
-        positions = torch.arange(prompt.shape[1], device=self.device).expand_as(prompt)
-        logits = self.forward(prompt, positions, keep=ends)
+        ends = sorted(set(lengths))
+        which = upload([ends.index(length) for length in lengths], self.device)
+        positions = torch.arange(prompts.shape[1], device=self.device).expand_as(prompts)
+        logits = self.forward(prompts, positions, keep=upload([end - 1 for end in ends], self.device))
         return logits.gather(1, which[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
 
-    def first_token(self, rows: Rows, sampling: Sampling, generator: Generator | None = None) -> None:
-        """Prefill, draw the token after each prompt and commit it."""
-        p = self.probabilities(self.prefill(rows), sampling, rows.seen(self.vocabulary, sampling))
-        rows.commit_one(self.pick(p, uniform(len(p), device=p.device, generator=generator)))
+    def first_token(self, rows: Rows, sampling: Sampling) -> None:
+        """Prefill the fresh rows, draw the token after each prompt and commit it."""
+        logits, seen = self.prefill(rows), rows.seen(self.vocabulary, sampling)
+        p = self.probabilities(logits, sampling, None if seen is None else seen[rows.fresh])
+        u = rows.uniform([int(row in rows.fresh) for row in range(rows.size)])[:, 0]
+        rows.commit_first(self.pick(p, u[rows.fresh].to(p.device)))
 
     def draw(
         self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, seen: Tensor | None = None
@@ -222,3 +244,9 @@ class Model(ABC):
         logits = self.forward(block, places.positions, places)
         p = self.probabilities(logits, sampling, seen_after_nodes(seen, block[:, 1:], tree, range(tree.size + 1)))
         return p, *self.rule(verify)(p, q, block[:, 1:], u, tree)
+
+
+def runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Ascending numbers, split where one does not follow the one before it."""
+    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    return [[number for _, number in group] for _, group in groups]

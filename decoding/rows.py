@@ -1,24 +1,30 @@
-"""`Rows`: the committed tokens of a ragged batch, whose rows grow by different amounts, and each row's `Record`."""
+"""`Rows`: the committed tokens of a ragged batch, whose rows grow by different amounts, and each text's `Record`.
+
+A batch may be smaller than the number of texts. Then the texts are a queue: when one ends, its row goes to the next
+prompt, while the other rows go on (continuous batching; Yu et al., Orca, OSDI 2022).
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from utils import Sampling, UserError, not_finite
 
 if TYPE_CHECKING:
     from decoding.model import Model
 
-# callback(row, tokens, guessed): a row has grown by `tokens`; the first `guessed` of them are accepted guesses.
+# callback(text, tokens, guessed): a text has grown by `tokens`; the first `guessed` of them are accepted guesses.
 Callback = Callable[[int, list[int], int], None]
-# The id that ends a row, or ends(row, token): whether a row ends at the token it has grown by. Each is asked once.
+# The id that ends a text, or ends(text, token): whether it ends at the token it has grown by. Each is asked once.
 EndOfText = int | Callable[[int, int], bool] | None
+# For all texts, or one for each: then a text does not depend on which others are decoded with it.
+Generators: TypeAlias = Generator | Sequence[Generator] | None
 
 
 class Reader(Protocol):
@@ -55,19 +61,27 @@ def upload(values: Sequence[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def uniform(*shape: int, device: torch.device, generator: Generator | None = None) -> Tensor:
+    """Uniform numbers in [0, 1), float32, drawn on the generator's device: it may be another than `device`."""
+    drawn = torch.rand(*shape, device=device if generator is None else generator.device, generator=generator)
+    return drawn.to(device)
+
+
 @dataclass
 class Record:
-    """One row's history. A round is one forward of the target; round 0 is the prefill.
+    """One text's history. A round is one forward of the target; round 0 is the prefill.
 
     times: seconds from the call to the moment each round's tokens were on the host.
     committed: tokens each round added; their sum is the length of the output.
     drafted, accepted: tokens guessed in each round, and how many of them verification accepted.
+    begun: seconds from the call to the moment the text got its row of the batch.
     """
 
     times: list[float] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    begun: float = 0.0
 
     def add(self, now: float, committed: int, drafted: int, accepted: int) -> None:
         """One more round."""
@@ -82,8 +96,13 @@ class Record:
 
     @property
     def ttft(self) -> float:
-        """Time to the first token, in seconds."""
-        return self.times[0]
+        """Time to the first token, in seconds. Waiting in a queue does not count."""
+        return self.times[0] - self.begun
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the beginning to the last token."""
+        return self.times[-1] - self.begun
 
     @property
     def tpot(self) -> float:
@@ -93,7 +112,7 @@ class Record:
     @property
     def throughput(self) -> float:
         """Tokens per second, prefill included."""
-        return self.tokens / self.times[-1]
+        return self.tokens / self.seconds
 
     @property
     def tokens_per_round(self) -> float:
@@ -121,20 +140,25 @@ class Record:
 
 
 class Rows:
-    """A batch of prefixes of different lengths, and the tokens generated after each.
+    """A batch of texts: prefixes of different lengths, and the tokens generated after each.
 
-    prefixes: lists of token ids (or an int tensor `[B, L]`). Every row gets at most `max_len` more tokens. It ends
-        early at `end_of_text`, which is kept as its last token. That is an id, or a function `ends(row, token)` that is
-        asked for each token in turn.
+    prefixes: lists of token ids (or an int tensor `[B, L]`). Every text gets at most `max_len` more tokens. It ends
+        early at `end_of_text`, which is kept as its last token. That is an id, or a function `ends(text, token)` that
+        is asked for each token in turn.
     models: the models that will read the rows. The first is the target, whose tokens the rows grow by. The shortest
         context and the smallest vocabulary among them are the limits.
-    callback: called as `callback(row, tokens, guessed)` when a row has grown; the first `guessed` tokens are accepted
+    callback: called as `callback(text, tokens, guessed)` when a text has grown; the first `guessed` tokens are accepted
         guesses, the rest is the target's own.
     spare: slots that the models' caches have beyond the rows' capacity, for the nodes of a tree of guesses.
+    generator: of the texts' uniform numbers: one for all, or one for each text.
+    batch: how many texts are decoded at a time, the others wait; None: all.
     Raises UserError before any work if a prefix is empty, holds an unknown token or leaves no room for `max_len`.
 
-    texts, ended: the committed tokens of each row and whether it has ended, on the host.
+    tokens, records: of each text, in the order of `prefixes`.
+    numbers: the text in each row of the batch. What belongs to a text is kept under its number: rows come and go.
+    texts, ended: the committed tokens of the text in each row and whether it has ended, on the host.
     lengths, going: int64 and bool `[B]`, committed tokens of each row and whether it goes on, on the device.
+    fresh: the rows whose prompts the models have not read yet.
     unread: how many committed tokens before each row's last one the target has not read yet. Always 0, except in a
         cascade, where other models extend the rows.
     """
@@ -147,25 +171,109 @@ class Rows:
         end_of_text: EndOfText = None,
         callback: Callback | None = None,
         spare: int = 0,
+        generator: Generators = None,
+        batch: int | None = None,
     ) -> None:
         self.start = time.perf_counter()
-        texts = [list(map(int, prefix)) for prefix in prefixes]
-        check_room(texts, max_len, models)
+        self.prompts = [list(map(int, prefix)) for prefix in prefixes]
+        check_room(self.prompts, max_len, models)
+        if batch is not None and batch < 1:
+            raise UserError(f"a batch has 1 row or more, not {batch}")
         self.max_len, self.end_of_text, self.callback = max_len, end_of_text, callback
-        self.target, self.device = models[0], models[0].device
-        longest = max(map(len, texts))
-        self.capacity, self.spare = longest + max_len, spare
-        self.prompt = upload([text + [text[-1]] * (longest - len(text)) for text in texts], self.device)
+        self.models, self.target, self.device = models, models[0], models[0].device
+        self.capacity, self.spare = max(map(len, self.prompts)) + max_len, spare
+        self.generator = generator
+        if isinstance(generator, Sequence) and len(generator) != len(self.prompts):
+            raise ValueError(f"{len(self.prompts)} texts need as many generators, not {len(generator)}")
+        self.tokens: list[list[int]] = [[] for _ in self.prompts]
+        self.records = [Record() for _ in self.prompts]
+        self.batch = min(batch or len(self.prompts), len(self.prompts))
         # One column more than a row can fill. Guesses past a row's end are written there and never read.
-        self.sequence = self.prompt.new_zeros(len(texts), self.capacity + 1)
-        self.sequence[:, :longest] = self.prompt
-        self.texts, self.prompt_lengths = texts, [len(text) for text in texts]
-        self.tokens: list[list[int]] = [[] for _ in texts]
-        self.records = [Record() for _ in texts]
-        self.ended = [False for _ in texts]
-        self.lengths, self.going = self.state()
-        self.unread = 0
+        self.sequence = torch.zeros(self.batch, self.capacity + 1, dtype=torch.long, device=self.device)
+        self.numbers, self.texts, self.ended = [0] * self.batch, [[0] for _ in range(self.batch)], [True] * self.batch
+        self.fresh: list[int] = []
+        self.waiting, self.unread = 0, 0  # The first prompt of the queue.
         self._offsets: dict[tuple[int, int], Tensor] = {}
+        self.take_prompts()
+
+    def refill(self) -> bool:
+        """Before each round: rows whose texts have ended go to the next prompts of the queue. Returns whether any text
+        has not ended.
+
+        When no prompt waits, rows that have ended are taken out of the batch.
+        """
+        if not self.fresh or self.tokens[self.numbers[self.fresh[0]]]:  # The models have read the fresh rows.
+            self.fresh = []
+            if any(self.ended):
+                self.take_prompts()
+                self.close_ranks()
+        return bool(self.fresh) or not all(self.ended)
+
+    def take_prompts(self) -> None:
+        """Give the rows whose texts have ended to the next prompts."""
+        free = [row for row, ended in enumerate(self.ended) if ended]
+        self.fresh = free[: len(self.prompts) - self.waiting]
+        now = time.perf_counter() - self.start
+        for row in self.fresh:
+            self.numbers[row], self.ended[row] = self.waiting, False
+            self.texts[row] = list(self.prompts[self.waiting])
+            self.records[self.waiting].begun = now if self.waiting >= self.batch else 0.0
+            self.waiting += 1
+        if self.fresh:
+            prompts = self.padded_prompts(self.fresh)
+            self.sequence[self.fresh, : prompts.shape[1]] = prompts
+            self.lengths, self.going = self.state()
+
+    def close_ranks(self) -> None:
+        """Take rows that have ended out of the batch, as far as the target computes fewer rows faster. The last rows
+        move to the places of others."""
+        going = [row for row, ended in enumerate(self.ended) if not ended]
+        size = self.target.rows_computed(len(going))
+        if not going or size >= len(self.ended):
+            return
+        kept = list(range(size))
+        for row, last in zip([row for row in kept if self.ended[row]], [row for row in going if row >= size]):
+            kept[row] = last
+            for model in self.models:
+                model.copy_row(last, row)
+        self.numbers, self.texts = [self.numbers[row] for row in kept], [self.texts[row] for row in kept]
+        self.ended = [self.ended[row] for row in kept]
+        self.sequence = self.sequence[kept]
+        self.lengths, self.going = self.state()
+
+    def of_rows(self) -> tuple[list[int], list[list[int]], list[bool]]:
+        """What the host knows of each row."""
+        return self.numbers, self.texts, self.ended
+
+    @property
+    def size(self) -> int:
+        """Rows of the batch."""
+        return len(self.numbers)
+
+    def padded_prompts(self, rows: Sequence[int]) -> Tensor:
+        """The prompts of some rows, int64 `[R, L]`; shorter ones are padded with their last token."""
+        prompts = [self.prompts[self.numbers[row]] for row in rows]
+        longest = max(map(len, prompts))
+        return upload([prompt + [prompt[-1]] * (longest - len(prompt)) for prompt in prompts], self.device)
+
+    def uniform(self, counts: Sequence[int], width: int | None = None, last: bool = False) -> Tensor:
+        """Uniform numbers in [0, 1), float32 `[B, width]`, for a row as many as its entry of `counts`.
+
+        They come from the text's own generator, if each has one, and then a row that has ended draws none: its text
+        does not depend on other rows. width: None: the most. A row with more numbers drops the last ones.
+        last: the last number drawn stands in the last column.
+        """
+        width = max(counts) if width is None else width
+        if not isinstance(self.generator, Sequence):
+            return uniform(len(counts), width, device=self.device, generator=self.generator)
+        u = torch.zeros(len(counts), width, device=self.generator[0].device)
+        for row, (count, ended) in enumerate(zip(counts, self.ended)):
+            if count and not ended:
+                drawn = torch.rand(count, generator=self.generator[self.numbers[row]], device=u.device)
+                u[row, :count] = drawn[:width]
+                if last:
+                    u[row, -1] = drawn[-1]
+        return u.to(self.device)
 
     @property
     def settled(self) -> list[int]:
@@ -177,14 +285,9 @@ class Rows:
     def left(self) -> list[int]:
         """Tokens each row may still add: 0 if it has ended, or if it is out of room while it guesses for others."""
         return [
-            0 if ended else min(self.max_len - len(tokens), self.capacity - len(text))
-            for tokens, text, ended in zip(self.tokens, self.texts, self.ended)
+            0 if ended else min(self.max_len - len(self.tokens[number]), self.capacity - len(text))
+            for number, text, ended in zip(*self.of_rows())
         ]
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that the row with most left to do may still add; 0 when all rows have ended."""
-        return max(self.left)
 
     def positions(self, first: int, count: int) -> Tensor:
         """Positions `lengths + first, ..., lengths + first + count - 1`, int64 `[B, count]`.
@@ -216,6 +319,15 @@ class Rows:
         tokens = self.sequence.where(held, self.sequence[:, :1])
         return torch.zeros(len(tokens), vocabulary, dtype=torch.bool, device=self.device).scatter_(1, tokens, True)
 
+    def commit_first(self, token: Tensor) -> None:
+        """Add `token[F]` to the fresh rows, whose prompts were read."""
+        values = token.tolist()
+        now = time.perf_counter() - self.start
+        self.sequence[self.fresh, [len(self.texts[row]) for row in self.fresh]] = token
+        for row, value in zip(self.fresh, values):
+            self.grow(row, [value], 0, 0, now)
+        self.lengths, self.going = self.state()
+
     def commit_one(self, token: Tensor) -> None:
         """Add `token[B]` to each row that has not ended."""
         self.commit(token[:, None][:, :0], torch.zeros_like(token), token)
@@ -227,8 +339,8 @@ class Rows:
 
         counts: int64 `[B]`, how many of the drafts are a row's own guesses (None: all). note: `[B]`, what else the host
         wants to know, if anything. The host reads all of it at once: the host sync of a round.
-        Returns {row: count}, {row: accepted}, {row: note} of the rows that had not ended. Raises UserError if the token
-        is none, because the target's distribution was nan.
+        Returns {text: count}, {text: accepted}, {text: note} of the texts that had not ended. Raises UserError if the
+        token is none, because the target's distribution was nan.
         """
         fresh = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
         where = self.lengths[:, None] + self.offsets(0, fresh.shape[1])
@@ -241,9 +353,10 @@ class Rows:
         drafted, kept, notes = {}, {}, {}
         for row, values in enumerate(host):
             if not self.ended[row]:
-                kept[row], drafted[row] = values[width : width + 2]
-                notes[row] = 0 if note is None else values[-1]
-                self.grow(row, values[:width], drafted[row], kept[row], now)
+                text = self.numbers[row]
+                kept[text], drafted[text] = values[width : width + 2]
+                notes[text] = 0 if note is None else values[-1]
+                self.grow(row, values[:width], drafted[text], kept[text], now)
         if sum(self.ended) > before:  # A row that ends may keep less than was added.
             self.lengths, self.going = self.state()
         self.unread = 0
@@ -259,16 +372,17 @@ class Rows:
         start."""
         if tokens[accepted] >= self.target.vocabulary:
             raise not_finite(self.target)
-        tokens = tokens[: min(accepted + 1, self.max_len - len(self.tokens[row]))]
-        end = next((i for i, token in enumerate(tokens) if self.ends(row, token)), None)
+        number = self.numbers[row]
+        tokens = tokens[: min(accepted + 1, self.max_len - len(self.tokens[number]))]
+        end = next((i for i, token in enumerate(tokens) if self.ends(number, token)), None)
         tokens = tokens if end is None else tokens[: end + 1]
-        self.tokens[row] += tokens
+        self.tokens[number] += tokens
         self.texts[row] += tokens
-        self.ended[row] = len(self.tokens[row]) == self.max_len or end is not None
-        self.records[row].add(now, len(tokens), drafted, accepted)
+        self.ended[row] = len(self.tokens[number]) == self.max_len or end is not None
+        self.records[number].add(now, len(tokens), drafted, accepted)
         if self.callback:
-            self.callback(row, tokens, min(accepted, len(tokens)))
+            self.callback(number, tokens, min(accepted, len(tokens)))
 
-    def ends(self, row: int, token: int) -> bool:
-        """Whether the row ends at this token."""
-        return self.end_of_text(row, token) if callable(self.end_of_text) else token == self.end_of_text
+    def ends(self, number: int, token: int) -> bool:
+        """Whether that text ends at this token."""
+        return self.end_of_text(number, token) if callable(self.end_of_text) else token == self.end_of_text

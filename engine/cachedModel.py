@@ -35,19 +35,25 @@ class SlotLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write states `[B, heads, n, d]` to the slots `[B, n]`, and return the first `reach` slots."""
+        """Write states `[B, heads, n, d]` to the slots `[B, n]`, and return the first `reach` slots of these rows."""
         key_states, value_states = key_states.to(self.kept_as), value_states.to(self.kept_as)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         index = self.shared["slots"].to(self.keys.device)[:, None, :, None]  # A model may span several devices.
-        self.keys.scatter_(2, index.expand_as(key_states), key_states)
-        self.values.scatter_(2, index.expand_as(value_states), value_states)
-        reach = self.shared["reach"]
-        return self.keys[:, :, :reach], self.values[:, :, :reach]
+        first, reach = self.shared["first"], self.shared["reach"]
+        keys, values = (x[first : first + len(key_states)] for x in (self.keys, self.values))
+        keys.scatter_(2, index.expand_as(key_states), key_states)
+        values.scatter_(2, index.expand_as(value_states), value_states)
+        return keys[:, :, :reach], values[:, :, :reach]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """All rows are allocated, however many are written first."""
+        rows = self.shared["rows"]
+        super().lazy_initialization(*(x[:1].expand(rows, -1, -1, -1) for x in (key_states, value_states)))
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         """Copy the slots `source[B, m]` to `slots[B, m]`."""
-        for kept in (self.keys, self.values):
+        for kept in (self.keys[: len(source)], self.values[: len(source)]):
             read, written = (
                 x.to(kept.device)[:, None, :, None].expand(-1, kept.shape[1], -1, kept.shape[3])
                 for x in (source, slots)
@@ -60,14 +66,14 @@ class SlotLayer(StaticLayer):
 
 
 class SlotCache(Cache):
-    """`capacity` slots for each row of the batch in each of `layers` layers, kept as `dtype`.
+    """`capacity` slots for each of `rows` rows in each of `layers` layers, kept as `dtype`.
 
     Before each forward of n tokens, `address` says where they go. Memory is allocated at the first forward.
     """
 
-    def __init__(self, layers: int, capacity: int, dtype: torch.dtype) -> None:
-        self.capacity = capacity
-        self._shared: dict[str, Any] = {"slots": None, "reach": capacity}
+    def __init__(self, layers: int, rows: int, capacity: int, dtype: torch.dtype) -> None:
+        self.rows, self.capacity = rows, capacity
+        self._shared: dict[str, Any] = {"slots": None, "reach": capacity, "first": 0, "rows": rows}
         super().__init__(layers=[SlotLayer(capacity, self._shared, dtype) for _ in range(layers)])
 
     @property
@@ -81,10 +87,16 @@ class SlotCache(Cache):
         for layer in self.layers:
             layer.move(source, slots)
 
-    def address(self, slots: Tensor, reach: int | None = None) -> None:
-        """The next n tokens go to `slots` (int64 `[B, n]`, on the model's device). Attention sees the first `reach`
-        slots (None: all), as its mask must."""
-        self._shared.update(slots=slots, reach=self.capacity if reach is None else reach)
+    def copy_row(self, source: int, row: int) -> None:
+        """Copy the keys and values of row `source` to another row."""
+        for layer in self.layers:
+            for kept in (layer.keys, layer.values):
+                kept[row] = kept[source]
+
+    def address(self, slots: Tensor, reach: int | None = None, first: int = 0) -> None:
+        """The next tokens go to `slots` (int64 `[B, n]`, on the model's device) of the B rows from `first` on.
+        Attention sees the first `reach` slots (None: all), as its mask must."""
+        self._shared.update(slots=slots, reach=self.capacity if reach is None else reach, first=first)
 
 
 def sdpa_in_cache_dtype(
@@ -113,11 +125,10 @@ def context_of(config: PretrainedConfig) -> int:
 
 @dataclass
 class Store:
-    """Where a model finds its KV cache, and so do the models that share it. cache: None until a prompt is read. rows:
-    of the cache. slots: their numbers, int64 `[capacity]`."""
+    """Where a model finds its KV cache, and so do the models that share it. cache: None until a prompt is read. slots:
+    their numbers, int64 `[capacity]`."""
 
     cache: SlotCache | None = None
-    rows: int = 0
     slots: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -169,14 +180,14 @@ class CachedModel(Model):
     @property
     def rows(self) -> int:
         """Rows of the cache."""
-        return self.store.rows
+        return self.cache.rows if self.cache else 0
 
     def reserve(self, rows: int, capacity: int) -> None:
         """A cache of that shape is used again as it is: what an earlier text left in it is masked like any other stale
         slot."""
         if self.cache is None or (self.rows, self.cache.capacity) != (rows, capacity):
-            self.store.cache = SlotCache(self.model.config.num_hidden_layers, capacity, self.cache_dtype)
-            self.store.rows, self.store.slots = rows, torch.arange(capacity, device=self.device)
+            self.store.cache = SlotCache(self.model.config.num_hidden_layers, rows, capacity, self.cache_dtype)
+            self.store.slots = torch.arange(capacity, device=self.device)
 
     @torch.inference_mode()
     def forward(
@@ -186,7 +197,7 @@ class CachedModel(Model):
         slots = positions if places is None else places.slots
         reach = int(slots.max()) + 1 if self.reads_filled else self.cache.capacity
         mask = self.store.slots[:reach] <= positions[..., None] if places is None else places.mask(reach)
-        self.cache.address(slots, reach)
+        self.cache.address(slots, reach, self.first_row)
         logits = self.model(
             input_ids=tokens,
             position_ids=positions,
@@ -201,6 +212,10 @@ class CachedModel(Model):
     def move(self, source: Tensor, slots: Tensor) -> None:
         assert self.cache is not None, "call `reserve` first"
         self.cache.move(source, slots)
+
+    def copy_row(self, source: int, row: int) -> None:
+        assert self.cache is not None, "call `reserve` first"
+        self.cache.copy_row(source, row)
 
     @torch.inference_mode()
     def score(self, tokens: Tensor) -> Tensor:

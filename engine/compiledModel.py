@@ -9,7 +9,7 @@ of the steps that it is asked for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from decoding.model import Model
-from decoding.rows import Rows, upload
+from decoding.rows import upload
 from decoding.trees.rules import TreeRule
 from decoding.trees.tree import Places, Tree
 from decoding.verification import VerificationRule
@@ -177,14 +177,16 @@ class CompiledModel(CachedModel, ABC):
             tokens, positions = tokens[:, last], positions[:, last]
         return tokens, positions
 
-    def prefill(self, rows: Rows) -> Tensor:
-        """The prompts are read in chunks."""
-        self.reserve(len(rows.prompt), rows.capacity + rows.spare)
-        lengths = rows.prompt_lengths
-        if len(set(lengths)) > 1 or not self.ready(Prompt(len(lengths))):
-            return super().prefill(rows)
-        prompt = rows.prompt.to(self.device)
-        return self.read(prompt, torch.arange(prompt.shape[1], device=self.device).expand_as(prompt))
+    def rows_computed(self, rows: int) -> int:
+        """The next number of rows that has graphs serves fewer rows too."""
+        return min((shape.rows for shape in self.shapes if shape.rows >= rows), default=rows)
+
+    def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The prompts are read in chunks. A prompt that is new in a batch is read eagerly: a graph reads all rows."""
+        alike, whole = len(set(lengths)) == 1, len(lengths) == self.rows
+        if not alike or not whole or not self.ready(Prompt(len(lengths))):
+            return super().read_prompts(prompts, lengths)
+        return self.read(prompts, torch.arange(prompts.shape[1], device=self.device).expand_as(prompts))
 
     def read(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Read `tokens, positions [B, n]` in chunks; float32 logits `[B, V]` after the last."""

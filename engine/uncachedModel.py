@@ -27,14 +27,18 @@ class UncachedModel(Model):
         if self.text.shape != (rows, capacity):
             self.text = torch.zeros(rows, capacity, dtype=torch.int64, device=self.device)
 
+    def copy_row(self, source: int, row: int) -> None:
+        self.text[row] = self.text[source]
+
     @torch.inference_mode()
     def forward(
         self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
         if places is not None:
             raise TypeError(f"{self.name} reads no tree of guesses")
-        self.text.scatter_(1, positions, tokens)
-        logits = self.score(self.text[:, : int(positions.max()) + 1])
+        text = self.text[self.first_row : self.first_row + len(tokens)]
+        text.scatter_(1, positions, tokens)
+        logits = self.score(text[:, : int(positions.max()) + 1])
         at = positions if keep is None else positions[:, keep]
         return logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
 

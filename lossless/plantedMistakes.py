@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.drafter import Drafter, Guesses, WrappedDrafter
-from decoding.rows import Rows, upload
+from decoding.rows import Rows
 from decoding.trees.rules import in_postorder, judge, traversal_rule
 from decoding.trees.tree import Places, Tree
 from decoding.verification import token_rule
@@ -189,7 +189,12 @@ class FlawedModel(CachedModel):
 
 
 class KeepingTarget(FlawedModel):
-    """A target whose cache keeps what it held in some slots, whatever the target reads into them."""
+    """A target whose cache keeps what it held in some slots, whatever the target reads into them.
+
+    highest: int64 `[B, 1]`, the last slot that was written in each row.
+    """
+
+    highest = torch.zeros(0, 1, dtype=torch.long)
 
     @abstractmethod
     def kept(self, positions: Tensor) -> Tensor:
@@ -197,25 +202,34 @@ class KeepingTarget(FlawedModel):
 
     def prefill(self, rows: Rows) -> Tensor:
         """As `CachedModel.prefill`."""
-        self.highest: Tensor | None = None
+        fresh, self.highest = rows.fresh, self.highest[: rows.batch]
+        if len(self.highest) < rows.batch or rows.waiting <= rows.batch:
+            self.highest = torch.zeros(rows.batch, 1, dtype=torch.long, device=self.device)
+        self.prefilling = True
         logits = super().prefill(rows)
-        self.highest = upload([[length - 1] for length in rows.prompt_lengths], self.device)
+        self.prefilling = False
+        self.highest[fresh, 0] = rows.lengths[fresh] - 1
         return logits
+
+    def copy_row(self, source: int, row: int) -> None:
+        """As `CachedModel.copy_row`."""
+        super().copy_row(source, row)
+        self.highest[row] = self.highest[source]
 
     def forward(
         self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
         """As `CachedModel.forward`, but for the slots that keep their content."""
-        if self.highest is None:
+        if self.prefilling:
             return super().forward(tokens, positions, places, keep)
         assert self.cache is not None
-        states = [states for layer in self.cache.layers for states in (layer.keys, layer.values)]
+        states = [states[: len(tokens)] for layer in self.cache.layers for states in (layer.keys, layer.values)]
         slots = [positions[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]) for x in states]
         before, kept = [x.gather(2, at) for x, at in zip(states, slots)], self.kept(positions)[:, None, :, None]
         logits = super().forward(tokens, positions, places, keep)
         for x, at, old in zip(states, slots, before):
             x.scatter_(2, at, torch.where(kept, old, x.gather(2, at)))
-        self.highest = torch.maximum(self.highest, positions[:, -1:])
+        self.highest[: len(tokens)] = torch.maximum(self.highest[: len(tokens)], positions[:, -1:])
         return logits
 
 
@@ -224,8 +238,9 @@ class StaleSlotTarget(KeepingTarget):
 
     def kept(self, positions: Tensor) -> Tensor:
         """The first token's slot, if it was written before."""
-        assert self.highest is not None
-        return (positions <= self.highest) & (torch.arange(positions.shape[1], device=self.device) == 0)
+        return (positions <= self.highest[: len(positions)]) & (
+            torch.arange(positions.shape[1], device=self.device) == 0
+        )
 
 
 class DraftKeysTarget(KeepingTarget):
@@ -234,6 +249,22 @@ class DraftKeysTarget(KeepingTarget):
     def kept(self, positions: Tensor) -> Tensor:
         """All slots but the last: the draft has not read its last guess."""
         return positions < positions[:, -1:]
+
+
+class PredecessorTarget(FlawedModel):
+    """A target whose rows keep the text before: of a prompt that takes the row over, only the last token is read."""
+
+    def prefill(self, rows: Rows) -> Tensor:
+        """As `CachedModel.prefill`."""
+        self.takes_over = rows.waiting > rows.batch
+        return super().prefill(rows)
+
+    def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
+        """As `CachedModel.read_prompts`."""
+        if not self.takes_over:
+            return super().read_prompts(prompts, lengths)
+        last = torch.tensor(lengths, device=self.device)[:, None] - 1
+        return self.forward(prompts.gather(1, last), last)[:, 0]
 
 
 class SiblingMaskTarget(FlawedModel):
@@ -330,7 +361,7 @@ class Mistake:
     tree: the shape of the guesses of a round; None: a chain.
     seen_in: the public code that makes or made it.
     drafters: with other kinds of drafters it is no mistake, or it cannot be made. own_copy: the target's own copy
-        guesses.
+        guesses. queue: the texts must outnumber the rows of the batch.
     """
 
     what: str
@@ -343,6 +374,7 @@ class Mistake:
     seen_in: str = ""
     drafters: type[Drafter] | tuple[type[Drafter], ...] = Drafter
     own_copy: bool = False
+    queue: bool = False
 
     def sampler(
         self, target: CachedModel, drafter: Drafter, gamma: int, sampling: Sampling, threshold: float
@@ -405,6 +437,11 @@ MISTAKES = {
         "a guess below --draftThreshold is dropped, not verified",
         drafter=unsure_guess_dropped,
         drafters=(ModelDrafter, OtherTokenizerDrafter, LookupFirst),
+    ),
+    "predecessor's slots": Mistake(
+        "a text that takes over a row of the batch attends to what the text before it left there",
+        target=PredecessorTarget,
+        queue=True,
     ),
     "draft's keys": Mistake(
         "the target leaves the keys and values that its own copy wrote for the guesses",

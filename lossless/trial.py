@@ -64,7 +64,7 @@ class BlockReader:
         for block in upload(texts, self.device)[:, :-1].split(self.width, 1):
             logits.append(self.cached.forward(block, at + torch.arange(block.shape[1], device=self.device)))
             at = at + block.shape[1]
-        self.unscored = list(zip(rows.prompt_lengths, torch.cat(logits, 1).to(self.dtype), texts))
+        self.unscored = list(zip(map(len, prompts), torch.cat(logits, 1).to(self.dtype), texts))
 
     def score(self, tokens: Tensor) -> Tensor:
         """Logits after each of `tokens[B, n]`, float32 `[B, n, V]`: those of the next B texts that were read, and 0

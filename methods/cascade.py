@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Generator
 
 import specSampling
 from decoding.drafter import Drafter, Guesses, no_guesses
@@ -16,21 +17,22 @@ from utils import Sampling
 
 
 class InnerRows(Rows):
-    """Rows with the prompts of `outer`, for a sampler that guesses for `outer`. They follow `outer` and never end."""
+    """The rows of `outer`, for a sampler that guesses for `outer`. They follow `outer`. A row ends when it has as many
+    tokens beyond those of `outer` as are wanted."""
 
     def __init__(self, outer: Rows, target: Model) -> None:
         vars(self).update(vars(outer))
         self.target = target
         self.max_len, self.end_of_text, self.callback = 1 << 60, None, None
-        self.sequence, self.records = outer.sequence.clone(), [Record() for _ in outer.records]
-        self.follow(outer)
+        self.records = [Record() for _ in outer.records]
 
-    def follow(self, outer: Rows, unread: int = 0) -> None:
-        """Take over the committed tokens of `outer` and forget those committed here beyond them. unread: how many
-        before the last one this target has not read."""
-        self.sequence.copy_(outer.sequence)
-        self.lengths, self.going = outer.lengths, outer.going
-        self.texts, self.ended = [list(text) for text in outer.texts], list(outer.ended)
+    def follow(self, outer: Rows, wanted: Sequence[int], unread: int = 0) -> None:
+        """Take over the committed tokens of `outer` and forget those committed here beyond them. wanted: tokens of each
+        row. unread: how many before the last one this target has not read."""
+        self.sequence, self.numbers, self.fresh = outer.sequence.clone(), list(outer.numbers), outer.fresh
+        self.texts, self.wanted = [list(text) for text in outer.texts], wanted
+        self.ended = [ended or not count for ended, count in zip(outer.ended, wanted)]
+        self.lengths, self.going = self.state()
         self.tokens = [[] for _ in outer.tokens]
         self.unread, self.outer_settled = unread, outer.settled
 
@@ -39,13 +41,9 @@ class InnerRows(Rows):
         """What the outermost rows have committed."""
         return self.outer_settled
 
-    def ahead_of(self, outer: Rows) -> int:
-        """Tokens committed here beyond `outer`, in the row that has fewest and has not ended."""
-        return min(
-            len(text) - len(committed)
-            for text, committed, ended in zip(self.texts, outer.texts, outer.ended)
-            if not ended
-        )
+    def grow(self, row: int, tokens: list[int], drafted: int, accepted: int, now: float) -> None:
+        super().grow(row, tokens, drafted, accepted, now)
+        self.ended[row] = len(self.tokens[self.numbers[row]]) >= self.wanted[row]
 
 
 class CascadeDrafter(DrafterWithModel):
@@ -68,33 +66,30 @@ class CascadeDrafter(DrafterWithModel):
         super().begin(rows)
         self.inner = InnerRows(rows, self.model)
         self.drafter.begin(self.inner)
-        self.length.begin(rows)
+        self.length.begin(self.inner)
 
-    def draft(
-        self,
-        rows: Rows,
-        gamma: int,
-        sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses:
-        """Rounds of its own until every row has `gamma` tokens.
+    def read_prompts(self, rows: Rows) -> None:
+        super().read_prompts(rows)
+        self.inner.follow(rows, [0] * rows.size)
+        self.drafter.read_prompts(self.inner)
+
+    def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
+        """Rounds of its own until every row has its tokens.
 
         What a row has beyond them is dropped unseen: how many tokens are used does not depend on what they are. A
         rule's `stop` is not asked, because the tokens come several at a time.
         """
-        if gamma == 0:
+        most = max(gammas)
+        if most == 0:
             self.behind += 1
             return no_guesses(rows, self.model.vocabulary)
         self.drafter.rewind(self.behind)
-        self.inner.follow(rows, self.unread())
-        q = torch.zeros(len(rows.tokens), gamma + 1, self.model.vocabulary, device=rows.device)  # one to spare
-        while self.inner.ahead_of(rows) < gamma:
+        self.inner.follow(rows, gammas, self.unread())
+        q = torch.zeros(rows.size, most + 1, self.model.vocabulary, device=rows.device)  # one to spare
+        while not all(self.inner.ended):
             first = self.inner.lengths - rows.lengths
-            p, accepted = specSampling.advance(
-                self.inner, self.model, self.drafter, self.length, sampling, self.verify, generator
-            )
+            p, accepted = specSampling.advance(self.inner, self.model, self.drafter, self.length, sampling, self.verify)
             for j in range(p.shape[1]):
-                at = torch.where(j <= accepted, first + j, gamma).clamp(max=gamma)
+                at = torch.where(j <= accepted, first + j, most).clamp(max=most)
                 q.scatter_(1, at[:, None, None].expand(-1, 1, q.shape[-1]), p[:, j : j + 1])
-        return Guesses(self.inner.sequence.gather(1, rows.positions(0, gamma)), q[:, :gamma])
+        return Guesses(self.inner.sequence.gather(1, rows.positions(0, most)), q[:, :most])

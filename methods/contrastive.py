@@ -47,6 +47,13 @@ class Contrast(Model):
     def prefill(self, rows: Rows) -> Tensor:
         return self.scores(self.expert.prefill(rows), self.amateur.prefill(rows))
 
+    def copy_row(self, source: int, row: int) -> None:
+        for model in (self.expert, self.amateur):
+            model.copy_row(source, row)
+
+    def rows_computed(self, rows: int) -> int:
+        return max(self.expert.rows_computed(rows), self.amateur.rows_computed(rows))
+
     def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
         return self.expert.probabilities(logits, sampling, seen)
 

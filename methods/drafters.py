@@ -3,14 +3,14 @@ otherTokenizer.py; decoding/drafter.py says what each method of a drafter is for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from decoding.drafter import Drafter, Guesses, no_guesses
 from decoding.lengthRules import LengthRule
-from decoding.model import Model, uniform
+from decoding.model import Model
 from decoding.rows import Rows
 from utils import Sampling, seen_after
 
@@ -28,9 +28,11 @@ class DrafterWithModel(Drafter):
         self.models = [model]
 
     def begin(self, rows: Rows) -> None:
+        self.behind = 1
+
+    def read_prompts(self, rows: Rows) -> None:
         if self.model.cache_of is None:
             self.model.prefill(rows)
-        self.behind = 1
 
     def rewind(self, count: int) -> None:
         self.behind += count
@@ -53,24 +55,18 @@ class ModelDrafter(DrafterWithModel):
         super().__init__(model)
         self.temperature, self.top_p = temperature, top_p
 
-    def draft(
-        self,
-        rows: Rows,
-        gamma: int,
-        sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses:
-        """Guess the next `gamma` tokens of each row."""
-        if gamma == 0:
+    def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
+        """Guess the next `max(gammas)` tokens of each row."""
+        if max(gammas) == 0:
             self.behind += 1
             return no_guesses(rows, self.model.vocabulary)
         model, draft_sampling = self.model, sampling.but(self.temperature, self.top_p)
-        tokens, positions = (x.to(model.device) for x in rows.last(1 + self.unread(), gamma - 1))
+        tokens, positions = (x.to(model.device) for x in rows.last(1 + self.unread(), max(gammas) - 1))
         seen, going = rows.seen(model.vocabulary, sampling), rows.going.to(model.device)
         seen = None if seen is None else seen.to(model.device)
         stop = length.stop if length else None
-        drafts, q = guess(model, tokens, positions, going, gamma, draft_sampling, generator, stop, seen)
+        u = rows.uniform(gammas).T.to(model.device)
+        drafts, q = guess(model, tokens, positions, going, u, draft_sampling, stop, seen)
         return Guesses(drafts.to(rows.device), q.to(rows.device))
 
 
@@ -79,18 +75,17 @@ def guess(
     tokens: Tensor,
     positions: Tensor,
     going: Tensor,
-    count: int,
+    u: Tensor,
     sampling: Sampling,
-    generator: Generator | None = None,
     stop: Callable[[Tensor], Tensor] | None = None,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`count` guesses of a draft model after a block: int64 `[B, n]`, and their q, float32 `[B, n, V]`.
+    """Guesses of a draft model after a block, one for each row of `u[n, B]`: int64 `[B, n]`, and their q, float32
+    `[B, n, V]`.
 
-    going: bool `[B]`, the rows that guess at all. stop: `LengthRule.stop`; fewer than `count` tokens are drawn if it
-    stops every row. The other arguments are those of `Model.draw`; all tensors are on the model's device.
+    going: bool `[B]`, the rows that guess at all. stop: `LengthRule.stop`; fewer tokens are drawn if it stops every
+    row. The other arguments are those of `Model.draw`; all tensors are on the model's device.
     """
-    u = uniform(count, len(tokens), device=tokens.device, generator=generator)
     if stop is None:
         drafts, q = model.draw(tokens, positions, u, sampling, seen)
     else:

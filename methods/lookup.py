@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Generator
 
 from decoding.drafter import Drafter, Guesses, no_guesses
 from decoding.lengthRules import LengthRule
@@ -47,8 +46,8 @@ class LookupDrafter(Drafter):
 
     ngram: endings of fewer tokens are not looked up.
     worth: a guess must be worth its place in the target's forward. So it is made only if it and all guesses before it
-        are right with an estimated chance of `worth` or more. The estimate is the `HitRate` in the tokens generated so
-        far, of all rows. Prompts do not count, because a model need not repeat itself as its prompt does.
+        are right with an estimated chance of `worth` or more. The estimate is the text's `HitRate` in the tokens
+        generated so far. Prompts do not count, because a model need not repeat itself as its prompt does.
 
     What is guessed depends on committed tokens alone, so nothing is dropped after it was drawn.
     """
@@ -58,54 +57,55 @@ class LookupDrafter(Drafter):
     def __init__(self, vocabulary: int, ngram: int = 1, worth: float = 0.3) -> None:
         if ngram < 1:
             raise UserError(f"the n-gram of lookup must be 1 or more tokens, not {ngram}")
-        self.vocabulary, self.ngram, self.worth, self.rate = vocabulary, ngram, worth, HitRate()
+        self.vocabulary, self.ngram, self.worth = vocabulary, ngram, worth
 
     def begin(self, rows: Rows) -> None:
-        """Read the rows."""
-        self.automata = [SuffixAutomaton(text[:end]) for text, end in zip(rows.texts, rows.prompt_lengths)]
-        self.rate = HitRate()
+        self.automata: dict[int, SuffixAutomaton] = {}  # {text: its automaton}
+        self.rates: dict[int, HitRate] = {}
+
+    def read_prompts(self, rows: Rows) -> None:
+        """Read the prompts, and the tokens after them."""
+        for row in rows.fresh:
+            number = rows.numbers[row]
+            self.automata[number], self.rates[number] = SuffixAutomaton(rows.prompts[number]), HitRate()
         self.read(rows)
 
     def read(self, rows: Rows) -> None:
         """Extend the automata by the tokens that stay, and learn whether looking up would have found them."""
-        for automaton, text, settled in zip(self.automata, rows.texts, rows.settled):
+        for number, text, settled in zip(rows.numbers, rows.texts, rows.settled):
+            automaton = self.automata[number]
             for token in text[automaton.size : settled]:
                 match = automaton.continued(automaton.whole())
                 if match.length:
-                    self.rate.learn(match.length, automaton.continuation(match) == token)
+                    self.rates[number].learn(match.length, automaton.continuation(match) == token)
                 automaton.append(token)
 
-    def draft(
-        self,
-        rows: Rows,
-        gamma: int,
-        sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses:
+    def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
         """As many guesses as the row with most has."""
-        return self.guesses(rows, self.find(rows, gamma))
+        return self.guesses(rows, self.find(rows, gammas))
 
-    def find(self, rows: Rows, gamma: int) -> list[list[int]]:
-        """The guesses of each row, at most `gamma`; a row that has ended has none."""
+    def find(self, rows: Rows, gammas: Sequence[int]) -> list[list[int]]:
+        """The guesses of each row, at most as many as its gamma; a row that has ended has none."""
         self.read(rows)
         return [
-            [] if ended else self.after(automaton, text[automaton.size :], gamma)
-            for automaton, text, ended in zip(self.automata, rows.texts, rows.ended)
+            [] if ended else self.after(number, text, gamma)
+            for number, text, ended, gamma in zip(rows.numbers, rows.texts, rows.ended, gammas)
         ]
 
-    def after(self, automaton: SuffixAutomaton, tail: Sequence[int], gamma: int) -> list[int]:
-        """At most `gamma` guesses after the text of `automaton` and `tail`."""
+    def after(self, number: int, text: Sequence[int], gamma: int) -> list[int]:
+        """At most `gamma` guesses after `text`, of which its automaton has read the beginning."""
+        automaton, rate = self.automata[number], self.rates[number]
+        tail = text[automaton.size :]
         match = automaton.whole()
         for token in tail:
             match = automaton.follow(match, token)
         match = automaton.continued(match)
         guesses: list[int] = []
-        chance = self.rate(match.length)
+        chance = rate(match.length)
         while len(guesses) < gamma and match.length >= self.ngram and chance >= self.worth:
             guesses.append(automaton.continuation(match))
             match = automaton.continued(automaton.follow(match, guesses[-1]))
-            chance *= self.rate(match.length)
+            chance *= rate(match.length)
         return guesses
 
     def guesses(self, rows: Rows, found: Sequence[Sequence[int]]) -> Guesses:
@@ -132,31 +132,28 @@ class LookupFirst(Drafter):
         self.lookup, self.drafter, self.models = lookup, drafter, drafter.models
 
     def begin(self, rows: Rows) -> None:
-        """Read the prompts."""
         self.lookup.begin(rows)
         self.drafter.begin(rows)
-        self.known = [0 for _ in rows.texts]  # Tokens of each row that `drafter` has read, and that stayed.
-        self.asked = [True for _ in rows.texts]  # Whether it guessed for the row in the round before.
+        self.known: dict[int, int] = {}  # {text: the first of its tokens, which `drafter` has read, and which stayed}
+        self.asked: set[int] = set(range(len(rows.prompts)))  # The texts it guessed for in the round before.
         self.replaced = 0
+
+    def read_prompts(self, rows: Rows) -> None:
+        self.lookup.read_prompts(rows)
+        self.drafter.read_prompts(rows)
 
     def rewind(self, count: int) -> None:
         self.replaced += count
 
-    def draft(
-        self,
-        rows: Rows,
-        gamma: int,
-        sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses:
+    def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
         """The guesses of both."""
-        found = self.lookup.find(rows, gamma)
-        missed = self.missed(rows, [not (guesses or ended or gamma == 0) for guesses, ended in zip(found, rows.ended)])
-        if not any(self.asked):
+        found = self.lookup.find(rows, gammas)
+        others = [0 if guesses or ended else gamma for guesses, ended, gamma in zip(found, rows.ended, gammas)]
+        missed = self.missed(rows, others)
+        if not any(others):
             return self.lookup.guesses(rows, found)
         self.drafter.rewind(missed - 2)
-        drafted = self.drafter.draft(rows, gamma, sampling, generator, length)
+        drafted = self.drafter.draft(rows, others, sampling, length).limited(others)
         if not any(found):
             return drafted
         looked_up = upload(list(map(bool, found)), rows.device)[:, None]
@@ -168,16 +165,23 @@ class LookupFirst(Drafter):
             torch.where(looked_up[..., None], copied.q, drafted.q),
         )
 
-    def missed(self, rows: Rows, asked: list[bool]) -> int:
-        """How many of the last tokens `drafter` must read: at least two, as in any round. asked: the rows that it
-        guesses for now."""
-        # Of what it guessed itself it has read all but the last token, and not the target's own token after it.
-        stayed = [len(text) - 2 - self.replaced for text in rows.texts]
-        self.known = [new if was else min(old, new) for old, new, was in zip(self.known, stayed, self.asked)]
-        unread = [len(text) - known for text, known in zip(rows.texts, self.known)]
-        missed = max((count for count, now in zip(unread, asked) if now), default=0)
-        self.known = [known + count if count <= missed else known for known, count in zip(self.known, unread)]
-        self.asked, self.replaced = asked, 0
+    def missed(self, rows: Rows, gammas: Sequence[int]) -> int:
+        """How many of the last tokens `drafter` must read: at least two, as in any round. gammas: how many guesses it
+        is asked for."""
+        texts = dict(zip(rows.numbers, rows.texts))
+        unread = {}
+        for number, text in texts.items():
+            # Of what it guessed itself it has read all but the last token, and not the target's own token after it.
+            stayed, known = len(text) - 2 - self.replaced, self.known.get(number, 0)
+            self.known[number] = stayed if number in self.asked else min(known, stayed)
+            unread[number] = len(text) - self.known[number]
+        asked = {number for number, gamma in zip(rows.numbers, gammas) if gamma}
+        missed = max((unread[number] for number in asked), default=0)
+        for number, count in unread.items():
+            if count <= missed:
+                self.known[number] += count
+        # The texts of rows that come later are new to it: their prompts are read when they come.
+        self.asked, self.replaced = asked | (self.asked - self.known.keys()), 0
         return missed
 
 

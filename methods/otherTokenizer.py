@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from decoding.drafter import Drafter, Guesses, no_guesses
 from decoding.lengthRules import LengthRule
@@ -67,35 +67,31 @@ class OtherTokenizerDrafter(Drafter):
         self.models = [reader]
 
     def begin(self, rows: Rows) -> None:
-        """Read the prompts. Raises UserError if one does not fit into the draft's context."""
-        self.texts = [self.translation.growing() for _ in rows.texts]
-        prompts = [text[:end] for text, end in zip(rows.texts, rows.prompt_lengths)]
-        self.held = [text.row(prompt) for text, prompt in zip(self.texts, prompts)]
-        left, longest = rows.capacity - max(rows.prompt_lengths), max(map(len, self.held))
-        draft_rows = Rows(self.held, max(left, min(GROWTH * left, self.model.context - longest)), [self.model])
-        self.model.prefill(draft_rows)
-        self.capacity = draft_rows.capacity
-        self.read = draft_rows.prompt[:, :0]  # Guesses that the cache holds after `held`.
+        """Raises UserError if a prompt does not fit into the draft's context."""
+        self.texts = [self.translation.growing() for _ in rows.prompts]
+        self.held = [text.row(prompt) for text, prompt in zip(self.texts, rows.prompts)]
+        left, longest = rows.capacity - max(map(len, rows.prompts)), max(map(len, self.held))
+        most = max(left, min(GROWTH * left, self.model.context - longest))
+        self.rows = Rows(self.held, most, [self.model], batch=rows.batch)
+        self.guessed: dict[int, list[int]] = {}  # {text: guesses that the cache holds after `held`}
 
-    def draft(
-        self,
-        rows: Rows,
-        gamma: int,
-        sampling: Sampling,
-        generator: Generator | None = None,
-        length: LengthRule | None = None,
-    ) -> Guesses:
-        """At most `gamma` guesses for each row, in the target's tokens."""
-        if gamma == 0:
+    def read_prompts(self, rows: Rows) -> None:
+        self.rows.numbers, self.rows.fresh = rows.numbers, rows.fresh
+        self.model.prefill(self.rows)
+
+    def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
+        """At most `gammas[i]` guesses for row i, in the target's tokens."""
+        if max(gammas) == 0:
             return no_guesses(rows, self.translation.vocabulary)
-        tokens, positions, going = self.unread(rows, gamma)
+        tokens, positions, going = self.unread(rows, max(gammas))
         seen = rows.seen(self.translation.vocabulary, sampling)
         if seen is not None:  # What the target has seen, as far as the draft can guess it.
             shared = seen.to(self.model.device)[:, self.targets]
             seen = shared.new_zeros(len(shared), self.model.vocabulary).index_copy_(1, self.drafts, shared)
         draft_sampling, stop = sampling.but(self.temperature, self.top_p), length.stop if length else None
-        drafts, draft_q = guess(self.model, tokens, positions, going, gamma, draft_sampling, generator, stop, seen)
-        self.read = drafts[:, :-1]
+        u = rows.uniform(gammas).T.to(self.model.device)
+        drafts, draft_q = guess(self.model, tokens, positions, going, u, draft_sampling, stop, seen)
+        self.guessed |= zip(rows.numbers, drafts[:, :-1].tolist())
         # 0, or nan where the draft's q is: a distribution is nan everywhere or nowhere.
         q = (draft_q[..., :1] * 0).repeat(1, 1, self.translation.vocabulary)
         q.index_copy_(-1, self.targets, draft_q.index_select(-1, self.drafts)).masked_fill_(~going[:, None, None], 0)
@@ -104,20 +100,24 @@ class OtherTokenizerDrafter(Drafter):
     def unread(self, rows: Rows, gamma: int) -> tuple[Tensor, Tensor, Tensor]:
         """The last tokens of each row, `[B, w]`: READ, or as many as some row has not read. The positions of these and
         of all guesses but the last, `[B, w + gamma - 1]`. And which rows guess at all, bool `[B]`."""
-        known = [held + read for held, read in zip(self.held, self.read.tolist())]  # The round before has long ended.
-        rows_now = zip(self.texts, rows.texts, self.held, rows.ended)
-        self.held = [held[:1] if ended else text.row(tokens) for text, tokens, held, ended in rows_now]
-        room = [len(text) + gamma <= self.capacity for text in self.held]
-        self.held = [text if fits else text[:1] for text, fits in zip(self.held, room)]
-        kept = [min(agreement(*pair), len(pair[0]) - 1) for pair in zip(self.held, known)]
-        width = max(READ, *(len(text) - keep for text, keep in zip(self.held, kept)))
-        tokens, positions = [], []
-        for text in self.held:
+        fits: list[bool] = []
+        unread: list[int] = []
+        for number, tokens, ended in zip(*rows.of_rows()):
+            known = self.held[number] + self.guessed.get(number, [])
+            text = self.held[number][:1] if ended else self.texts[number].row(tokens)
+            fits.append(len(text) + gamma <= self.rows.capacity and not ended)
+            self.held[number] = text = text if fits[-1] else text[:1]
+            unread.append(len(text) - min(agreement(text, known), len(text) - 1))
+        width = max(READ, *unread)
+        block: list[list[int]] = []
+        positions: list[list[int]] = []
+        for number in rows.numbers:
+            text = self.held[number]
             places = range(len(text) - width, len(text) + gamma - 1)
             positions.append([max(0, place) for place in places])
-            tokens.append([text[place] for place in positions[-1][:width]])
-        device, going = self.model.device, [fits and not end for fits, end in zip(room, rows.ended)]
-        return upload(tokens, device), upload(positions, device), upload(going, device)
+            block.append([text[place] for place in positions[-1][:width]])
+        device = self.model.device
+        return upload(block, device), upload(positions, device), upload(fits, device)
 
 
 def agreement(text: Sequence[int], other: Sequence[int]) -> int:

@@ -112,12 +112,12 @@ class LengthRehearsal(LengthRule):
 
     def begin(self, rows: Rows) -> None:
         self.rule.begin(rows)
-        self.rows = len(rows.tokens)
+        self.rows = rows
 
     def gammas(self) -> Sequence[int]:
         count = self.left.pop(0) if self.left else 0
         self.lengths = self.rule.lengths if count in (self.rule.lengths or ()) else None
-        return [count] * self.rows
+        return [count] * self.rows.size
 
 
 class TreeRehearsal(TreeChoice):

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from decoding.lengthRules import Fixed
-from decoding.model import Model, uniform
-from decoding.rows import Callback, EndOfText, Record, Rows
+from decoding.model import Model
+from decoding.rows import Callback, EndOfText, Generators, Record, Rows
 from decoding.trees.guesses import TreeGuesses
 from decoding.trees.rules import TreeRule, top_down_rule, traversal_rule
 from decoding.trees.shapes import FixedTree, TreeChoice
@@ -27,11 +27,11 @@ ON_CHAINS: dict[TreeRule, VerificationRule] = {traversal_rule: block_rule, top_d
 class TreeDrafter(ModelDrafter):
     """A `ModelDrafter` that grows trees of guesses too."""
 
-    def grow(self, rows: Rows, tree: Tree, sampling: Sampling, generator: Generator | None = None) -> TreeGuesses:
+    def grow(self, rows: Rows, tree: Tree, sampling: Sampling) -> TreeGuesses:
         """A tree for each row."""
         model = self.model
         places, seen = Places.of(rows, tree), rows.seen(model.vocabulary, sampling)
-        u = uniform(len(rows.tokens), tree.draws, device=model.device, generator=generator)
+        u = rows.uniform([tree.draws] * rows.size).to(model.device)
         tokens, positions = (x.to(model.device) for x in rows.last(1 + self.unread()))
         drafts, q = model.grow(
             tree,
@@ -54,9 +54,10 @@ def treeSampling(
     tree: Tree | TreeChoice = Tree.of("3,2,1"),
     sampling: Sampling = Sampling(),
     end_of_text: EndOfText = None,
-    generator: Generator | None = None,
+    generator: Generators = None,
     callback: Callback | None = None,
     verify: TreeRule = traversal_rule,
+    batch: int | None = None,
 ) -> tuple[list[list[int]], list[Record]]:
     """Continue each of `prefixes` with tokens distributed exactly as `target`'s own, in fewer forwards of `target`.
 
@@ -70,50 +71,44 @@ def treeSampling(
     one another.
     """
     choice = FixedTree(tree) if isinstance(tree, Tree) else tree
-    rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback, spare=choice.most)
-    target.first_token(rows, sampling, generator)
+    rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback, choice.most, generator, batch)
     drafter.begin(rows)
     choice.begin(rows)
-    while rows.remaining:
+    while rows.refill():
+        if rows.fresh:  # Prompts that are new in the batch.
+            target.first_token(rows, sampling)
+            drafter.read_prompts(rows)
+            continue
         shape = choice.tree()
         if shape is None:
-            last = plain_step(rows, target, drafter, sampling, generator)
+            last = plain_step(rows, target, drafter, sampling)
         elif shape.is_chain and verify in ON_CHAINS:
-            last = advance_chain(rows, target, drafter, shape.size, sampling, ON_CHAINS[verify], generator)
+            last = advance_chain(rows, target, drafter, shape.size, sampling, ON_CHAINS[verify])
         else:
-            last = advance(rows, target, drafter, shape, sampling, verify, generator)
+            last = advance(rows, target, drafter, shape, sampling, verify)
         # Learn which shape to guess in the next round. The last accepted node tells the path.
         choice.learn(last)
     return rows.tokens, rows.records
 
 
-def plain_step(
-    rows: Rows, target: Model, drafter: TreeDrafter, sampling: Sampling, generator: Generator | None = None
-) -> dict[int, int]:
+def plain_step(rows: Rows, target: Model, drafter: TreeDrafter, sampling: Sampling) -> dict[int, int]:
     """A round without guesses: one token, as in `regrSampling`. Returns {}: no node was accepted."""
-    drafter.draft(rows, 0, sampling)  # It is told of the round: it falls a token behind.
+    drafter.draft(rows, [0] * rows.size, sampling)  # It is told of the round: it falls a token behind.
     seen = rows.seen(target.vocabulary, sampling)
-    u = uniform(1, len(rows.tokens), device=rows.device, generator=generator)
-    token, _ = target.draw(*rows.last(1), u, sampling, seen)
+    token, _ = target.draw(*rows.last(1), rows.uniform([1] * rows.size).T, sampling, seen)
     rows.commit_one(token[:, 0])
     return {}
 
 
 class FixedObserver(Fixed):
-    """Always `length` guesses; `accepted`: {row: how many the last round accepted}."""
+    """Always `length` guesses; `accepted`: {text: how many the last round accepted}."""
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         self.accepted = accepted
 
 
 def advance_chain(
-    rows: Rows,
-    target: Model,
-    drafter: TreeDrafter,
-    gamma: int,
-    sampling: Sampling,
-    verify: VerificationRule,
-    generator: Generator | None = None,
+    rows: Rows, target: Model, drafter: TreeDrafter, gamma: int, sampling: Sampling, verify: VerificationRule
 ) -> dict[int, int]:
     """One round whose tree is a chain of `gamma` guesses: a round of `specSampling`.
 
@@ -122,24 +117,18 @@ def advance_chain(
     """
     length = FixedObserver(gamma)
     length.begin(rows)
-    chain_round(rows, target, drafter, length, sampling, verify, generator)
+    chain_round(rows, target, drafter, length, sampling, verify)
     return length.accepted
 
 
 def advance(
-    rows: Rows,
-    target: Model,
-    drafter: TreeDrafter,
-    tree: Tree,
-    sampling: Sampling,
-    verify: TreeRule,
-    generator: Generator | None = None,
+    rows: Rows, target: Model, drafter: TreeDrafter, tree: Tree, sampling: Sampling, verify: TreeRule
 ) -> dict[int, int]:
-    """One round. Returns {row: the last accepted node, or 0}, of the rows that had not ended."""
+    """One round. Returns {text: the last accepted node, or 0}, of the texts that had not ended."""
     # Draft level by level. The last token a row may add needs no guess: the target draws it.
-    guesses = drafter.grow(rows, tree, sampling, generator).limited([max(0, left - 1) for left in rows.left])
+    guesses = drafter.grow(rows, tree, sampling).limited([max(0, left - 1) for left in rows.left])
     # Score all nodes in one forward of the target. Verify: accept a path, draw the token after it.
-    u = uniform(len(rows.tokens), tree.size + 1, device=rows.device, generator=generator)
+    u = rows.uniform([tree.size + 1] * rows.size)
     block, seen = torch.cat([rows.last(1)[0], guesses.drafts], 1), rows.seen(target.vocabulary, sampling)
     _, accepted, path, token = target.score_tree(tree, block, guesses.places, guesses.q, u, sampling, verify, seen)
     # Move the path's keys and values to the slots of its positions, in both models.

@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from decoding import model, verification
+from decoding.rows import Rows
 from lossless import plantedMistakes
 from utils import Sampling
 
@@ -43,7 +44,7 @@ class Outcomes:
         return token
 
     def rand(self, *shape, **how):
-        """In the place of `torch.rand`: for rounds, `[rows, gamma + 1]`, and for runs, `[n, rows]`."""
+        """In the place of `torch.rand`: `[rows, gamma + 1]` for verification, `[rows, n]` for what is drawn."""
         return Uniform(self, shape)
 
 
@@ -65,7 +66,11 @@ class Uniform:
             return Uniform(self.outcomes, (self.shape[0], self.shape[1] - 1), self.scale)
         if isinstance(at, slice):
             return Uniform(self.outcomes, (len(range(*at.indices(self.shape[0]))), *self.shape[1:]), self.scale)
-        return None
+        return self
+
+    @property
+    def T(self):
+        return Uniform(self.outcomes, self.shape[::-1], self.scale)
 
     def __mul__(self, scale):
         return Uniform(self.outcomes, self.shape, self.scale * scale.double())
@@ -94,6 +99,7 @@ def every_outcome(run):
         outcomes = Outcomes(digits)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "rand", outcomes.rand)
+            patch.setattr(Rows, "close_ranks", lambda rows: None)  # A row is an outcome: all of them stay.
             for module in (model, verification, mistakes, plantedMistakes):
                 patch.setattr(module, "pick", outcomes.draw)
             result = run(outcomes)

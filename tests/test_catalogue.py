@@ -197,8 +197,9 @@ def test_guesses_of_lookup_that_claim_a_spread_distribution_are_caught(monkeypat
 
 
 def test_guesses_of_lookup_that_claim_the_drafts_distribution_are_caught(monkeypatch):
-    def wrong(self, rows, gamma, *given):
-        theirs, ours = self.drafter.draft(rows, gamma, *given), self.lookup.guesses(rows, self.lookup.find(rows, gamma))
+    def wrong(self, rows, gammas, *given):
+        found = self.lookup.find(rows, gammas)
+        theirs, ours = self.drafter.draft(rows, gammas, *given), self.lookup.guesses(rows, found)
         width = min(theirs.drafts.shape[1], ours.drafts.shape[1])
         return Guesses(ours.drafts[:, :width], theirs.q[:, :width])
 

@@ -16,7 +16,8 @@ from test_specSampling import PROMPTS, near
 from torch import nn
 
 from decoding.lengthRules import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
-from decoding.model import Model, uniform
+from decoding.model import Model
+from decoding.rows import uniform
 from decoding.trees.rules import TREE_RULES
 from decoding.trees.tree import Places, Tree
 from decoding.verification import block_rule

@@ -10,8 +10,7 @@ from test_acceptance import watched_alpha
 from test_specSampling import FREE, PROMPTS, near
 
 from decoding.lengthRules import Fixed
-from decoding.model import uniform
-from decoding.rows import Rows
+from decoding.rows import Rows, uniform
 from decoding.verification import RULES
 from engine import compiledModel
 from engine.cudaModel import CudaModel

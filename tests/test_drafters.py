@@ -12,12 +12,18 @@ from decoding.lengthRules import Fixed, TargetConfidence
 from decoding.rows import Rows
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
-from methods.lookup import LookupDrafter, LookupFirst
+from methods.lookup import HitRate, LookupDrafter, LookupFirst
 from methods.suffixAutomaton import SuffixAutomaton
 from specSampling import specSampling
 from utils import Sampling
 
 FREE = Sampling(1.0, 0, 1.0)
+
+
+def looked_up(drafter, text, tail=(), gamma=5):
+    """The guesses after `text`, which is read, and `tail`, which may be replaced."""
+    drafter.automata, drafter.rates = {0: SuffixAutomaton(text)}, {0: HitRate()}
+    return drafter.after(0, [*text, *tail], gamma)
 
 
 @pytest.mark.parametrize(
@@ -33,19 +39,22 @@ FREE = Sampling(1.0, 0, 1.0)
     ],
 )
 def test_lookup_guesses_what_followed_most_often(text, wanted):
-    assert LookupDrafter(61, worth=0).after(SuffixAutomaton(text), [], 5) == wanted
-    assert LookupDrafter(61, 4).after(SuffixAutomaton(text), [], 5) == []
+    assert looked_up(LookupDrafter(61, worth=0), text) == wanted
+    assert looked_up(LookupDrafter(61, 4), text) == []
 
 
 def test_tokens_that_may_be_replaced_are_followed_but_not_read():
-    assert LookupDrafter(61, worth=0).after(SuffixAutomaton([1, 2, 3, 9, 5]), [1, 2, 3], 2) == [9, 5]
-    assert LookupDrafter(61).after(SuffixAutomaton([1, 2, 3, 9, 5]), [7, 8, 7], 5) == []
+    assert looked_up(LookupDrafter(61, worth=0), [1, 2, 3, 9, 5], [1, 2, 3], 2) == [9, 5]
+    assert looked_up(LookupDrafter(61), [1, 2, 3, 9, 5], [7, 8, 7]) == []
 
 
 def test_lookup_guesses_where_it_was_right_so_far():
     rows, drafter, guessed = Rows([[1, 2, 3, 1, 2]], 40, [helpers.tiny()]), LookupDrafter(61), []
     drafter.begin(rows)
-    assert drafter.rate(2) == 1 / 3 and drafter.rate(9) == drafter.rate(4) == 1 / 2  # Nothing was learnt of the prompt.
+    drafter.read_prompts(rows)
+    assert (
+        drafter.rates[0](2) == 1 / 3 and drafter.rates[0](9) == drafter.rates[0](4) == 1 / 2
+    )  # Nothing was learnt of the prompt.
     for token in [3, 1, 2, 3, 1, 2]:
         rows.commit_one(torch.tensor([token]))
         guessed.append(len(drafter.find(rows, 5)[0]))
@@ -53,7 +62,7 @@ def test_lookup_guesses_where_it_was_right_so_far():
     for token in [5, 4, 6, 7, 3, 1, 8, 1, 2, 9, 3, 1, 10, 2, 3, 11, 3, 1]:  # Each pair had another token after it.
         rows.commit_one(torch.tensor([token]))
         drafter.read(rows)
-    assert drafter.rate(2) < drafter.worth < drafter.rate(4) and drafter.find(rows, 5) == [[]]
+    assert drafter.rates[0](2) < drafter.worth < drafter.rates[0](4) and drafter.find(rows, 5) == [[]]
     drafter.worth = 0
     assert len(drafter.find(rows, 5)[0]) == 5
 
@@ -61,13 +70,15 @@ def test_lookup_guesses_where_it_was_right_so_far():
 def test_rows_without_a_guess_have_a_q_of_0_beside_those_with_one():
     drafter, rows = LookupDrafter(10, worth=0), Rows([[1, 2, 3, 1, 2], [4, 5]], 6, [helpers.tiny()])
     drafter.begin(rows)
-    guesses = drafter.draft(rows, 3, FREE)
+    drafter.read_prompts(rows)
+    guesses = drafter.draft(rows, [3, 3], FREE)
     drafts, q = guesses.drafts, guesses.q
     assert drafts[0].tolist() == [3, 1, 2] and q.sum(-1).tolist() == [[1, 1, 1], [0, 0, 0]]
     assert (q[0].argmax(-1) == drafts[0]).all()
     rows = Rows([[4, 5]], 6, [helpers.tiny()])
     drafter.begin(rows)
-    guesses = drafter.draft(rows, 4, FREE)
+    drafter.read_prompts(rows)
+    guesses = drafter.draft(rows, [4], FREE)
     assert guesses.drafts.shape == (1, 0) and guesses.q.shape == (1, 0, 10)
     with refused("n-gram", "1 or more"):
         LookupDrafter(10, 0)
@@ -78,10 +89,11 @@ class Checked:
 
     def __init__(self, drafter, model):
         self.drafter, self.model, self.models = drafter, model, drafter.models
-        self.begin, self.rewind, self.rounds, self.far = drafter.begin, drafter.rewind, Counter(), 0.0
+        self.begin, self.rewind, self.read_prompts = drafter.begin, drafter.rewind, drafter.read_prompts
+        self.rounds, self.far = Counter(), 0.0
 
-    def draft(self, rows, gamma, *given):
-        guesses = self.drafter.draft(rows, gamma, *given)
+    def draft(self, rows, gammas, *given):
+        guesses = self.drafter.draft(rows, gammas, *given)
         for text, drafts, q, left in zip(rows.texts, guesses.drafts.tolist(), guesses.q, rows.left):
             count = min(int((q.sum(-1) > 0).sum()), left - 1)  # The rest is not used.
             if count < 1:
@@ -121,8 +133,9 @@ def test_guesses_come_from_the_q_they_are_returned_with(cascade):
     prompts = [[5, 9, 2, 7], [11]]
     rows = Rows(prompts, 10, drafter.models)
     drafter.begin(rows)
-    guesses = drafter.draft(rows, 4, FREE, torch.Generator().manual_seed(0))
+    drafter.read_prompts(rows)
+    guesses = drafter.draft(rows, [4, 4], FREE)
     for prompt, drafts, given in zip(prompts, guesses.drafts.tolist(), guesses.q):
         wanted = model.score(torch.tensor([prompt + drafts]))[0, len(prompt) - 1 : -1].softmax(-1)
         torch.testing.assert_close(given, wanted, atol=1e-5, rtol=1e-4)
-    assert drafter.draft(rows, 0, FREE).drafts.shape == (2, 0)
+    assert drafter.draft(rows, [0, 0], FREE).drafts.shape == (2, 0)

@@ -9,7 +9,7 @@ from engine.cachedModel import CachedModel, SlotCache
 
 
 def test_states_go_to_the_slots_named_and_older_ones_stay():
-    cache, generator = SlotCache(2, 6, torch.float32), torch.Generator().manual_seed(0)
+    cache, generator = SlotCache(2, 2, 6, torch.float32), torch.Generator().manual_seed(0)
 
     def states(n):
         return torch.randn(2, 3, n, 4, generator=generator)
@@ -28,7 +28,7 @@ def test_states_go_to_the_slots_named_and_older_ones_stay():
 
 
 def test_states_are_kept_in_the_caches_precision():
-    cache = SlotCache(1, 4, torch.float32)
+    cache = SlotCache(1, 1, 4, torch.float32)
     cache.address(torch.tensor([[0]]))
     half = torch.rand(1, 1, 1, 2, dtype=torch.bfloat16)
     assert all(kept.dtype == torch.float32 for kept in cache.update(half, half, 0))

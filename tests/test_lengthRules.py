@@ -19,7 +19,7 @@ from utils import Sampling
 
 def rows(count):
     """What a rule must know of a new batch."""
-    return SimpleNamespace(tokens=[[] for _ in range(count)], device="cpu")
+    return SimpleNamespace(prompts=[[1]] * count, numbers=list(range(count)), size=count, device="cpu")
 
 
 def tell(rule, drafted, accepted, p_token=()):

@@ -96,9 +96,9 @@ def test_a_draft_equal_to_the_target_but_for_its_ids_is_always_accepted(sampling
 class Checked(OtherTokenizerDrafter):
     """Reads each row anew, without a cache, and compares what its guesses were drawn from."""
 
-    def draft(self, rows, gamma, sampling, generator=None, length=None):
-        guesses = super().draft(rows, gamma, sampling, generator, length)
-        if gamma == 0:
+    def draft(self, rows, gammas, sampling, length=None):
+        guesses = super().draft(rows, gammas, sampling, length)
+        if max(gammas) == 0:
             return guesses
         seen = rows.seen(self.translation.vocabulary, sampling)
         partner = dict(zip(self.targets.tolist(), self.drafts.tolist()))
@@ -259,10 +259,11 @@ def test_a_row_without_a_guess_has_a_q_of_0_beside_those_with_one(kinds):
     rows = Rows([kinds["llama"](text)["input_ids"] for text in TEXTS[:2]], 9, [target])
     drafter = OtherTokenizerDrafter(draft, translation)
     drafter.begin(rows)
+    drafter.read_prompts(rows)
     rows.ended[1] = True
-    guesses = drafter.draft(rows, 3, FREE)
+    guesses = drafter.draft(rows, [3, 3], FREE)
     assert guesses.counts().tolist() == [3, 0] and not guesses.q[1].any()
-    assert drafter.draft(rows, 0, FREE).q.shape == (2, 0, len(kinds["llama"]))
+    assert drafter.draft(rows, [0, 0], FREE).q.shape == (2, 0, len(kinds["llama"]))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, FREE, Sampling()], ids=["greedy", "free", "top-p"])

@@ -45,11 +45,11 @@ def test_each_row_grows_by_what_it_accepted_and_one_token_more():
     rows = Rows([[1, 2, 3], [4]], 5, [helpers.tiny()], 60, lambda *what: grown.append(what))
     drafts = torch.tensor([[7, 8], [9, 10]])
     assert rows.commit(drafts, torch.tensor([2, 0]), torch.tensor([11, 12]))[:2] == ({0: 2, 1: 2}, {0: 2, 1: 0})
-    assert rows.tokens == [[7, 8, 11], [12]] and rows.left == [2, 4] and rows.remaining == 4
+    assert rows.tokens == [[7, 8, 11], [12]] and rows.left == [2, 4]
     assert [each.tolist() for each in rows.last(2, 1)] == [[[8, 11], [4, 12]], [[4, 5, 6], [0, 1, 2]]]
     # The first row is full after two tokens, the second ends where its text does.
     rows.commit(drafts, torch.tensor([2, 1]), torch.tensor([11, 60]))
-    assert rows.tokens == [[7, 8, 11, 7, 8], [12, 9, 60]] and rows.left == [0, 0] and rows.remaining == 0
+    assert rows.tokens == [[7, 8, 11, 7, 8], [12, 9, 60]] and rows.left == [0, 0] and not rows.refill()
     assert grown == [(0, [7, 8, 11], 2), (1, [12], 0), (0, [7, 8], 2), (1, [9, 60], 1)]
 
 

@@ -50,7 +50,8 @@ def test_q_is_the_filtered_distribution_over_its_tokens_and_zero_elsewhere(sampl
     draft, tokens = helpers.tiny(), [0, 3, 5, 17, 60]
     rows, drafter = Rows(PROMPTS, 6, [draft]), restricted(draft, tokens)
     drafter.begin(rows)
-    guesses = drafter.draft(rows, 2, sampling, torch.Generator().manual_seed(0))
+    drafter.read_prompts(rows)
+    guesses = drafter.draft(rows, [2] * rows.size, sampling)
     drafts, q = guesses.drafts, guesses.q
     logits = draft.prefill(rows)
     elsewhere = torch.ones(61, dtype=torch.bool).index_fill_(0, torch.tensor(tokens), False)
@@ -94,9 +95,10 @@ class WholeVocabulary:
     def __init__(self, draft, tokens):
         self.inner, self.whole = restricted(draft, tokens), draft
         self.models, self.begin, self.rewind = self.inner.models, self.inner.begin, self.inner.rewind
+        self.read_prompts = self.inner.read_prompts
 
-    def draft(self, rows, gamma, sampling, generator=None, length=None):
-        guesses = self.inner.draft(rows, gamma, sampling, generator, length)
+    def draft(self, rows, gammas, sampling, length=None):
+        guesses = self.inner.draft(rows, gammas, sampling, length)
         drafts, q = guesses.drafts, guesses.q
         for i in range(q.shape[1]):
             for end in rows.lengths.unique().tolist():

@@ -96,7 +96,7 @@ def scores(pair, shape="3,2"):
     pair[0].first_token(rows, GREEDY)
     drafter = TreeDrafter(pair[1])
     drafter.begin(rows)
-    guesses = drafter.grow(rows, tree, FREE, torch.Generator().manual_seed(0))
+    guesses = drafter.grow(rows, tree, FREE)
     block = torch.cat([rows.last(1)[0], guesses.drafts], 1)
     found = pair[0].forward(block, guesses.places.positions, guesses.places)
     paths = [[0, *tree.path(node)] for node in range(tree.size + 1)]
