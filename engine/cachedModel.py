@@ -114,10 +114,11 @@ def context_of(config: PretrainedConfig) -> int:
 @dataclass
 class Store:
     """Where a model finds its KV cache, and so do the models that share it. cache: None until a prompt is read. rows:
-    of the cache. slots: their numbers, int64 `[capacity]`."""
+    of the cache. first: its row that is the first row of every block. slots: their numbers, int64 `[capacity]`."""
 
     cache: SlotCache | None = None
     rows: int = 0
+    first: int = 0
     slots: Tensor = field(default_factory=lambda: torch.empty(0))
 
 

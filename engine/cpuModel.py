@@ -60,17 +60,35 @@ class CpuModel(CachedModel):
         return [layer.keys for layer in self.cache.layers], [layer.values for layer in self.cache.layers]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        places: Places | None = None,
+        keep: Tensor | None = None,
+        counts: Tensor | None = None,
     ) -> Tensor:
+        """keep: also `[B, K]`, for each row its own.
+
+        counts: int64 `[B]`; only the first `counts[b]` tokens of row b are computed. The logits of the others are 0,
+            and nothing of them is written.
+        """
         nodes = (None, None, None) if places is None else (places.slots, places.root, places.ancestors)
-        return self.kernels().forward(tokens, positions, *nodes, keep)
+        return self.kernels().forward(tokens, positions, *nodes, keep, counts, self.store.first)
 
     def draw(
-        self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, seen: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        seen: Tensor | None = None,
+        counts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if seen is not None:  # A repetition penalty depends on what is drawn.
+        """counts: int64 `[B]`, the tokens that each row draws; beyond them, tokens and distributions are 0. Of a row
+        that draws none, nothing is read. Ignored with a repetition penalty."""
+        if seen is not None:  # The penalty depends on what is drawn.
             return super().draw(tokens, positions, u, sampling, seen)
-        return self.kernels().draw(tokens, positions, u, as_tensor(sampling))
+        return self.kernels().draw(tokens, positions, u, as_tensor(sampling), counts, self.store.first)
 
     def score(self, tokens: Tensor) -> Tensor:
         """Through a KV cache of its own."""
@@ -83,10 +101,13 @@ class CpuModel(CachedModel):
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         keys, values = self.keys_values()
-        torch.ops.native.move(keys + values, source, slots)
+        torch.ops.native.move(keys + values, source, slots, self.store.first)
 
-    def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-        return torch.ops.native.probabilities(penalised(logits.float(), sampling, seen), as_tensor(sampling))
+    def probabilities(
+        self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None, counts: Tensor | None = None
+    ) -> Tensor:
+        """counts: int64 `[B]`, of logits `[B, n, V]`; distributions beyond the first `counts[b]` of row b are 0."""
+        return torch.ops.native.probabilities(penalised(logits.float(), sampling, seen), as_tensor(sampling), counts)
 
     def pick(self, probs: Tensor, u: Tensor) -> Tensor:
         return torch.ops.native.pick(probs, u)
