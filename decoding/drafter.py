@@ -24,10 +24,12 @@ class Guesses:
 
     drafts: int64 `[B, n]`.
     q: float32 `[B, n, V]`, the distributions the drafts were drawn from. Where a row has no guess, q is 0.
+    limits: the most guesses that each row has, as far as the host knows; None: n.
     """
 
     drafts: Tensor
     q: Tensor
+    limits: Sequence[int] | None = None
 
     def of_drafts(self) -> Tensor:
         """q of each draft, float32 `[B, n]`; 0 where a row has no guess."""
@@ -47,7 +49,8 @@ class Guesses:
             return self
         device = self.drafts.device
         kept = torch.arange(count, device=device) < upload(gammas, device)[:, None]
-        return Guesses(self.drafts, self.q * kept[..., None])
+        limits = [min(pair) for pair in zip(gammas, self.limits or [count] * len(gammas))]
+        return Guesses(self.drafts, self.q * kept[..., None], limits)
 
 
 def no_guesses(rows: Rows, vocabulary: int) -> Guesses:

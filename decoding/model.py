@@ -133,13 +133,20 @@ class Model(ABC):
         rows.commit_first(self.pick(p, u[rows.fresh].to(p.device)))
 
     def draw(
-        self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, seen: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        seen: Tensor | None = None,
+        counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Read a block, draw the token after it, read that token, and so on: one token for each row of `u[n, B]`.
 
         tokens: int64 `[B, w]`. positions: int64 `[B, w + n - 1]`, of the block and of all drawn tokens but the last,
             which is not read.
         seen: `Rows.seen` up to the block's end, if `sampling` has a repetition penalty.
+        counts: how many tokens each row needs; None: all. An engine may leave out the others: then q is 0.
         Returns the tokens `[B, n]` and the distributions `[B, n, V]` they were drawn from.
         """
         drawn, q = [], []
@@ -165,7 +172,7 @@ class Model(ABC):
         """
         committed, positions = rows.last(1 + rows.unread, guesses.drafts.shape[1])
         block, seen = torch.cat([committed, guesses.drafts], 1), rows.seen(self.vocabulary, sampling)
-        return self.score_block(block, positions, guesses.q, u, sampling, verify, seen)
+        return self.score_block(block, positions, guesses.q, u, sampling, verify, seen, guesses.limits)
 
     def score_block(
         self,
@@ -176,12 +183,13 @@ class Model(ABC):
         sampling: Sampling,
         verify: VerificationRule,
         seen: Tensor | None = None,
+        counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`score_and_verify` of a block: int64 `block, positions [B, w]`.
 
         The block ends with the n drafts of q `[B, n, V]`. The token before them is the last committed one; tokens
         before that are only read. seen: `Rows.seen` up to the last committed token, if `sampling` has a repetition
-        penalty.
+        penalty. counts: how many of the drafts are guesses of each row; None: all. An engine may leave out the others.
         """
         first = block.shape[1] - q.shape[1]  # of the drafts
         logits = self.forward(block, positions)[:, first - 1 :]

@@ -210,7 +210,13 @@ class CompiledModel(CachedModel, ABC):
         return tokens, positions
 
     def draw(
-        self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, seen: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        seen: Tensor | None = None,
+        counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The longest graphs that are not too long draw one after the other. If all are too long, the beginning of the
         shortest is used."""
@@ -248,6 +254,7 @@ class CompiledModel(CachedModel, ABC):
         sampling: Sampling,
         verify: VerificationRule,
         seen: Tensor | None = None,
+        counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A block without guesses is a step of plain decoding. In a padded block, the tokens beyond its drafts count as
         drafts with q = 0, which are no guesses."""

@@ -60,17 +60,59 @@ class CpuModel(CachedModel):
         return [layer.keys for layer in self.cache.layers], [layer.values for layer in self.cache.layers]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        places: Places | None = None,
+        keep: Tensor | None = None,
+        counts: Tensor | None = None,
     ) -> Tensor:
+        """keep: also `[B, K]`, for each row its own.
+
+        counts: int64 `[B]`; only the first `counts[b]` tokens of row b are computed. The logits of the others are 0,
+            and nothing of them is written.
+        """
         nodes = (None, None, None) if places is None else (places.slots, places.root, places.ancestors)
-        return self.kernels().forward(tokens, positions, *nodes, keep)
+        return self.kernels().forward(tokens, positions, *nodes, keep, counts, self.first_row)
 
     def draw(
-        self, tokens: Tensor, positions: Tensor, u: Tensor, sampling: Sampling, seen: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        seen: Tensor | None = None,
+        counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if seen is not None:  # A repetition penalty depends on what is drawn.
+        """Of a row that draws none, nothing is read."""
+        if seen is not None:  # The penalty depends on what is drawn.
             return super().draw(tokens, positions, u, sampling, seen)
-        return self.kernels().draw(tokens, positions, u, as_tensor(sampling))
+        some = None if counts is None else torch.tensor(counts)
+        return self.kernels().draw(tokens, positions, u, as_tensor(sampling), some, self.first_row)
+
+    def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The padding of shorter prompts is not computed."""
+        counts, positions = torch.tensor(lengths), torch.arange(prompts.shape[1]).expand_as(prompts)
+        return self.forward(prompts, positions, keep=counts[:, None] - 1, counts=counts)[:, 0]
+
+    def score_block(
+        self,
+        block: Tensor,
+        positions: Tensor,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: VerificationRule,
+        seen: Tensor | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What lies beyond a row's guesses is not computed, and p is 0 there."""
+        if counts is None or seen is not None:
+            return super().score_block(block, positions, q, u, sampling, verify, seen)
+        first, guesses = block.shape[1] - q.shape[1], torch.tensor(counts)  # first: of the drafts
+        logits = self.forward(block, positions, counts=first + guesses)[:, first - 1 :]
+        p = self.probabilities(logits, sampling, counts=1 + guesses)
+        return p, *self.rule(verify)(p, q, block[:, first:], u)
 
     def score(self, tokens: Tensor) -> Tensor:
         """Through a KV cache of its own."""
@@ -83,10 +125,13 @@ class CpuModel(CachedModel):
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         keys, values = self.keys_values()
-        torch.ops.native.move(keys + values, source, slots)
+        torch.ops.native.move(keys + values, source, slots, self.first_row)
 
-    def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-        return torch.ops.native.probabilities(penalised(logits.float(), sampling, seen), as_tensor(sampling))
+    def probabilities(
+        self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None, counts: Tensor | None = None
+    ) -> Tensor:
+        """counts: int64 `[B]`, of logits `[B, n, V]`; distributions beyond the first `counts[b]` of row b are 0."""
+        return torch.ops.native.probabilities(penalised(logits.float(), sampling, seen), as_tensor(sampling), counts)
 
     def pick(self, probs: Tensor, u: Tensor) -> Tensor:
         return torch.ops.native.pick(probs, u)

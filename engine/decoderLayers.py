@@ -214,7 +214,7 @@ class Description:
         decoder = self.made([self.parts(layer) for layer in ends])
         states = [[torch.zeros(1, self.groups, 16, self.width, dtype=self.model.dtype) for _ in ends] for _ in range(2)]
         decoder.bind(*states, *self.angles(16))
-        found = decoder.forward(tokens, torch.arange(16)[None], None, None, None, None)
+        found = decoder.forward(tokens, torch.arange(16)[None], *[None] * 5, 0)
         setattr(self.base, self.names.layers, nn.ModuleList(ends))
         try:
             wanted = self.model(input_ids=tokens, use_cache=False).logits[..., : self.vocabulary].float()

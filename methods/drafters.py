@@ -66,7 +66,9 @@ class ModelDrafter(DrafterWithModel):
         seen = None if seen is None else seen.to(model.device)
         stop = length.stop if length else None
         u = rows.uniform(gammas).T.to(model.device)
-        drafts, q = guess(model, tokens, positions, going, u, draft_sampling, stop, seen)
+        # A row that guesses nothing now draws one token all the same: so the model reads what is committed.
+        counts = [max(1, gamma) for gamma in gammas]
+        drafts, q = guess(model, tokens, positions, going, u, draft_sampling, stop, seen, counts)
         return Guesses(drafts.to(rows.device), q.to(rows.device))
 
 
@@ -79,6 +81,7 @@ def guess(
     sampling: Sampling,
     stop: Callable[[Tensor], Tensor] | None = None,
     seen: Tensor | None = None,
+    counts: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Guesses of a draft model after a block, one for each row of `u[n, B]`: int64 `[B, n]`, and their q, float32
     `[B, n, V]`.
@@ -87,7 +90,8 @@ def guess(
     row. The other arguments are those of `Model.draw`; all tensors are on the model's device.
     """
     if stop is None:
-        drafts, q = model.draw(tokens, positions, u, sampling, seen)
+        some = counts if counts and min(counts) < len(u) else None
+        drafts, q = model.draw(tokens, positions, u, sampling, seen, some)
     else:
         drafts, q = draw_until(stop, going, model, tokens, positions, u, sampling, seen)
     return drafts.clamp_(max=model.vocabulary - 1), q  # A guess from nan is no token: the round reports it.

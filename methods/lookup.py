@@ -116,7 +116,8 @@ class LookupDrafter(Drafter):
         padded = upload([[*tokens, *[-1] * (width - len(tokens))] for tokens in found], rows.device)
         drafts = padded.clamp(min=0)
         q = torch.zeros(*drafts.shape, self.vocabulary, device=rows.device)
-        return Guesses(drafts, q.scatter_(-1, drafts[..., None], (padded >= 0).float()[..., None]))
+        q.scatter_(-1, drafts[..., None], (padded >= 0).float()[..., None])
+        return Guesses(drafts, q, list(map(len, found)))
 
 
 class LookupFirst(Drafter):
@@ -163,6 +164,7 @@ class LookupFirst(Drafter):
         return Guesses(
             torch.where(looked_up, copied.drafts, drafted.drafts),
             torch.where(looked_up[..., None], copied.q, drafted.q),
+            [len(tokens) or gamma for tokens, gamma in zip(found, others)],
         )
 
     def missed(self, rows: Rows, gammas: Sequence[int]) -> int:
@@ -188,4 +190,5 @@ class LookupFirst(Drafter):
 def widened(guesses: Guesses, width: int) -> Guesses:
     """The same guesses in tensors of `width` columns. Where a row has no guess, q is 0."""
     missing = width - guesses.drafts.shape[1]
-    return Guesses(F.pad(guesses.drafts, (0, missing)), F.pad(guesses.q, (0, 0, 0, missing)))
+    limits = guesses.limits or [guesses.drafts.shape[1]] * len(guesses.drafts)
+    return Guesses(F.pad(guesses.drafts, (0, missing)), F.pad(guesses.q, (0, 0, 0, missing)), limits)

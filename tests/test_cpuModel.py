@@ -20,7 +20,7 @@ from decoding.model import Model
 from decoding.rows import uniform
 from decoding.trees.rules import TREE_RULES
 from decoding.trees.tree import Places, Tree
-from decoding.verification import block_rule
+from decoding.verification import block_rule, token_rule
 from engine.cachedModel import CachedModel, Store
 from engine.compiling import compiled, is_compiled
 from engine.cpuModel import CpuModel
@@ -154,6 +154,7 @@ def test_any_number_of_threads_computes_the_same(kind):
     torch.set_num_threads(3)
     try:
         check(*both(kind), 2, widths=(1, 8, 9, 17))
+        check_ragged(both(kind)[1])
     finally:
         torch.set_num_threads(before)
 
@@ -233,13 +234,11 @@ WRONG_STEPS = {
     "a token": lambda forward: lambda tokens, *rest: forward(60 - tokens, *rest),
     "a position": lambda forward: lambda tokens, at, *rest: forward(tokens, at + 1, *rest),
     "no tree": lambda forward: (
-        lambda tokens, at, slots, root, ancestors, keep: forward(tokens, at, slots, None, None, keep)
+        lambda tokens, at, slots, root, ancestors, *rest: forward(tokens, at, slots, None, None, *rest)
     ),
-    "no slots": lambda forward: (
-        lambda tokens, at, slots, root, ancestors, keep: forward(tokens, at, None, root, ancestors, keep)
-    ),
+    "no slots": lambda forward: lambda tokens, at, slots, *rest: forward(tokens, at, None, *rest),
     "other tokens are kept": lambda forward: (
-        lambda *given: forward(*given[:-1], None if given[-1] is None else given[-1].flip(0))
+        lambda *given: forward(*given[:5], None if given[5] is None else given[5].flip(0), *given[6:])
     ),
 }
 
@@ -303,12 +302,13 @@ def test_a_wrong_draw_is_seen(mistake):
     eager, model = both("llama")
     prompts, draw = tokens_of(2, 9, draws()), model.decoder.draw
 
-    def wrong(tokens, positions, u, settings):
+    def wrong(tokens, positions, u, settings, *rest):
         if mistake == "u":
             u = u.flip(1)
         if mistake == "a position":
             positions = torch.cat([positions[:, :-1], positions[:, -2:-1]], 1)
-        return draw(tokens, positions, u, torch.tensor([1.0, 0, 1]).double() if mistake == "a filter" else settings)
+        settings = torch.tensor([1.0, 0, 1]).double() if mistake == "a filter" else settings
+        return draw(tokens, positions, u, settings, *rest)
 
     model.decoder = Wrong(model.decoder, lambda forward: forward)
     model.decoder.draw = wrong
@@ -342,20 +342,32 @@ def test_what_cannot_be_read_is_refused_and_nothing_is_written():
         right, at = torch.tensor([[5, 6], [7, 8]]), block_at([0, 3], 2)
         tree = Places(at, at, torch.tensor([0, 3]), torch.tensor([1, 3]))
 
-        def refused(error, tokens=right, positions=at, places=None, keep=None):
+        def refused(error, tokens=right, positions=at, places=None, keep=None, counts=None):
             with pytest.raises(error):
-                model.forward(tokens, positions, places, keep)
+                model.forward(tokens, positions, places, keep, counts)
 
         for token in -1, 61, 10**6:
             refused(IndexError, right.clone().fill_(token))
         for position in -1, 20, 10**6:
             refused(RuntimeError, positions=torch.tensor([[0, 1], [3, position]]))
             refused(RuntimeError, places=tree._replace(slots=torch.tensor([[0, 1], [3, position]])))
-        refused(RuntimeError, torch.tensor([[5, 6]]), torch.tensor([[0, 1]]))  # the cache has two rows
+        refused(RuntimeError, right[[0, 1, 1]], at[[0, 1, 1]])  # the cache has two rows
+        for first in -1, 1:
+            model.store.first = first
+            refused(RuntimeError)
+            with pytest.raises(RuntimeError, match="rows"):
+                model.move(at, at)
+        model.store.first = 0
+        for counts in torch.tensor([1]), torch.tensor([3, 0]), torch.tensor([0, -1]), torch.tensor([1.0, 1.0]):
+            refused(RuntimeError, counts=counts)
+        for counts in torch.tensor([1]), torch.tensor([1.0, 1.0]):
+            with pytest.raises(RuntimeError, match="a count for each row"):
+                model.draw(right, at, torch.rand(1, 2), Sampling(), None, counts)
         refused(RuntimeError, positions=at[:, :1])
         refused(RuntimeError, places=tree._replace(slots=at[:, :1]))
         refused(RuntimeError, places=tree._replace(ancestors=torch.tensor([1])))
         refused(RuntimeError, places=tree._replace(root=torch.tensor([1])))
+        refused(RuntimeError, keep=torch.tensor([[0, 1]]))
         refused(RuntimeError, right.int())
         refused(RuntimeError, positions=at.float())
         for token in -1, 2:
@@ -384,6 +396,194 @@ def test_moved_slots_are_eagers():
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     models[1].move(slots, source)
     assert not torch.allclose(kept[1][0], kept[0][0], atol=1e-2)
+
+
+# Ragged blocks: of each row only its first tokens are computed, and the rows are a part of the cache.
+
+CACHE_ROWS, SLOTS = 6, 400
+
+
+def ragged_forward(model, first, counts, width, places, generator, kept=None):
+    """A block of the cache's rows from `first` on, after other tokens: its logits with and without `counts`, each time
+    after the same tokens, and the keys and values before, with and without."""
+    rows = len(counts)
+    model.reserve(CACHE_ROWS, SLOTS)
+    for states in model.keys_values():
+        for layer in states:
+            layer.copy_(torch.randn(layer.shape, generator=generator))
+    model.store.first = first
+    before = [layer.clone() for states in model.keys_values() for layer in states]
+    starts = torch.randint(SLOTS - width, (rows,), generator=generator)
+    if places is not None:
+        places = Places(starts[:, None] + places[0], block_at(starts.tolist(), width), starts, places[1])
+    positions = block_at(starts.tolist(), width) if places is None else places.positions
+    tokens, results = tokens_of(rows, width, generator), []
+    for given in torch.tensor(counts), None:
+        for layer, old in zip([layer for states in model.keys_values() for layer in states], before):
+            layer.copy_(old)
+        logits = model.forward(tokens, positions, places, kept, given)
+        results.append((logits, [layer.clone() for states in model.keys_values() for layer in states]))
+    return starts, before, *results
+
+
+def check_ragged(model, error=1e-5):
+    """Assert that a ragged block gives what the full one gives, and that it writes its own slots alone."""
+    generator = draws(5)
+    for first, counts in (0, [3]), (2, [0, 7, 1, 4]), (3, [40, 2, 13]), (0, [1, 0, 300, 9, 12, 70]), (1, [0, 0]):
+        width, rows = max(*counts, 2) + 2, len(counts)
+        tree = Tree.of("3/2,1,0/1,2,0")
+        nodes = torch.tensor(tree.depths), torch.tensor(tree.ancestors)
+        own = torch.stack([torch.randperm(width, generator=generator)[:2] for _ in counts])
+        for kept in None, torch.tensor([1, 0]), torch.tensor([0, width - 1, 0]), own:
+            for places in None, nodes:
+                some = counts if places is None else [min(count, tree.size) for count in counts]
+                wide, keep = width if places is None else tree.size + 1, kept
+                if places is not None and kept is not None:
+                    keep = kept.clamp(max=tree.size)
+                starts, before, ragged, full = ragged_forward(model, first, some, wide, places, generator, keep)
+                column = torch.arange(wide) if keep is None else keep
+                computed = column.expand(rows, column.shape[-1]) < torch.tensor(some)[:, None]
+                assert ragged[0].shape == full[0].shape and (ragged[0][~computed] == 0).all()
+                if computed.any():
+                    near_enough(ragged[0][computed], full[0][computed], error)
+                written = torch.zeros(CACHE_ROWS, SLOTS, dtype=torch.bool)
+                for b, count in enumerate(some):
+                    written[first + b, starts[b] : starts[b] + count] = True
+                for old, found, wanted in zip(before, ragged[1], full[1]):
+                    old, found, wanted = (x.transpose(1, 2) for x in (old, found, wanted))
+                    assert torch.equal(found[~written], old[~written])
+                    if written.any():
+                        near_enough(found[written].float(), wanted[written].float(), error)
+                    outside = torch.ones(CACHE_ROWS, dtype=torch.bool)
+                    outside[first : first + rows] = False
+                    assert torch.equal(wanted[outside], old[outside])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ragged_block_gives_what_the_full_one_gives(kind):
+    check_ragged(both(kind)[1])
+
+
+@pytest.mark.parametrize("kind", [*helpers.FAMILIES, "norms of heads"])
+def test_a_ragged_block_in_bfloat16(kind):
+    check_ragged(both(kind, torch.bfloat16)[1], 0.02)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["llama", "wide", "wide, in parallel"])
+@pytest.mark.parametrize("first", [0, 3])
+def test_rows_within_a_larger_cache_are_those_of_a_cache_of_their_own(kind, first):
+    """As the eager model computes them, which has no other rows."""
+    eager, model = both(kind)
+    generator, lengths = draws(first), [70, 3, 12]
+    prompts = tokens_of(3, 70, generator)
+    eager.reserve(3, 90)
+    model.reserve(7, 90)
+    for layer in sum(model.keys_values(), []):
+        layer.fill_(3.0)  # A neighbour's slots are not to be read.
+    model.store.first = first
+    ends = torch.tensor(lengths)[:, None] - 1
+    wanted = eager.forward(prompts, block_at([0] * 3, 70)).gather(1, ends[:, :, None].expand(-1, -1, 61))
+    near_enough(model.forward(prompts, block_at([0] * 3, 70), None, ends, torch.tensor(lengths)), wanted, 1e-5)
+    block, at, counts = tokens_of(3, 5, generator), block_at(lengths, 5), torch.tensor([5, 2, 4])
+    found, wanted = model.forward(block, at, counts=counts), eager.forward(block, at)
+    for row, count in enumerate(counts):
+        near_enough(found[row, :count], wanted[row, :count], 1e-5)
+    source, slots = torch.tensor([[3, 4], [2, 2], [0, 1]]), torch.tensor([[4, 3], [1, 0], [5, 6]])
+    for each in eager, model:
+        each.move(source, slots)
+    near_enough(model.forward(block, at)[:, -1:], eager.forward(block, at)[:, -1:], 1e-5)
+    assert all((layer[:first] == 3).all() and (layer[first + 3 :] == 3).all() for layer in sum(model.keys_values(), []))
+
+
+WRONG_ROWS = {
+    "the next row": lambda *given: (*given[:-1], given[-1] + 1),
+    "one token more": lambda *given: (*given[:-2], None if given[-2] is None else given[-2] + 1, given[-1]),
+    "all tokens": lambda *given: (*given[:-2], None, given[-1]),
+    "another row's count": lambda *given: (*given[:-2], None if given[-2] is None else given[-2].flip(0), given[-1]),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_ROWS)
+def test_a_wrong_ragged_block_is_seen(mistake):
+    _, model = both("llama")
+    model.decoder = Wrong(model.decoder, lambda forward: lambda *given: forward(*WRONG_ROWS[mistake](*given)))
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_ragged(model)
+
+
+def test_a_neighbours_slots_are_seen():
+    """The mistake that rows of other numbers in the cache are for: those of the row before are read instead."""
+    _, model = both("llama")
+    states = model.keys_values
+
+    def neighbours():
+        return [[layer.roll(1, 0) for layer in layers] for layers in states()]
+
+    generator = draws()
+    prompt, at = tokens_of(2, 9, generator), block_at([0, 0], 9)
+    model.reserve(4, 40)
+    model.store.first = 1
+    model.forward(prompt, at)
+    block, after = tokens_of(2, 2, generator), block_at([9, 9], 2)
+    right = model.forward(block, after)
+    model.decoder.bind(*neighbours(), *model.description.angles(40))
+    assert not torch.allclose(model.forward(block, after), right, atol=1e-2)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("sampling", [FREE, GREEDY, Sampling(0.7, 8, 0.9)])
+def test_ragged_draws_are_the_first_of_full_draws(sampling):
+    _, model = both("llama")
+    prompts, counts, generator = tokens_of(4, 9, draws()), [2, 0, 5, 1], draws(1)
+    u, at = uniform(5, 4, device=torch.device("cpu"), generator=generator), block_at([7] * 4, 6)
+    results = []
+    for first, given in (0, None), (2, torch.tensor(counts)):
+        model.reserve(6 + first, 40)
+        model.store.first = first
+        model.forward(prompts, block_at([0] * 4, 9))
+        for layer in sum(model.keys_values(), []):
+            layer[:, :, 9:] = 7.0
+        forwards = model.draw(prompts[:, -2:], at, u, sampling, None, given)
+        results.append((*forwards, [layer[first : first + 4].clone() for layer in sum(model.keys_values(), [])]))
+    (tokens, q, kept), (some, some_q, some_kept) = results
+    for row, count in enumerate(counts):
+        assert torch.equal(some[row, :count], tokens[row, :count]) and not some[row, count:].any()
+        torch.testing.assert_close(some_q[row, :count], q[row, :count], atol=1e-5, rtol=1e-4)
+        assert not some_q[row, count:].any()
+        last = 8 + count  # The last token that is drawn is not read.
+        for full, ragged in zip(kept, some_kept):
+            torch.testing.assert_close(ragged[row, :, :last], full[row, :, :last], atol=1e-4, rtol=1e-4)
+            assert (ragged[row, :, max(last, 9) :] == 7).all()
+
+
+def test_probabilities_of_some_logits():
+    _, model = both()
+    logits, counts = 3 * torch.randn(4, 3, 61, generator=draws()), torch.tensor([3, 0, 1, 2])
+    computed = torch.arange(3) < counts[:, None]
+    for sampling in FREE, GREEDY, Sampling(0.7, 8, 0.9):
+        full, some = model.probabilities(logits, sampling), model.probabilities(logits, sampling, None, counts)
+        assert torch.equal(some[computed], full[computed]) and not some[~computed].any()
+    for wrong in counts[:3], counts.int():
+        with pytest.raises(RuntimeError, match="a count for each row"):
+            model.probabilities(logits, FREE, None, wrong)
+
+
+@pytest.mark.parametrize("verify", [token_rule, block_rule])
+def test_rows_with_fewer_guesses_are_verified_as_alone(verify):
+    """Beyond a row's guesses q is 0, and p is 0 after the one that follows the last guess."""
+    rule, generator, counts = both()[1].rule(verify), draws(), [4, 0, 1, 3]
+    for _ in range(50):
+        p, q = (torch.softmax(2 * torch.randn(4, n, 11, generator=generator), -1) for n in (5, 4))
+        drafts, u = torch.randint(11, (4, 4), generator=generator), torch.rand(4, 5, generator=generator)
+        alone = []
+        for row, count in enumerate(counts):
+            q[row, count:], drafts[row, count:], p[row, count + 1 :] = 0, 0, 0
+            some = torch.cat([u[row, :count], u[row, -1:]])
+            alone.append(rule(p[row, None, : count + 1], q[row, None, :count], drafts[row, None, :count], some[None]))
+        accepted, tokens = rule(p, q, drafts, u)
+        assert accepted.tolist() == [int(one[0]) for one in alone]
+        assert tokens.tolist() == [int(one[1]) for one in alone]
 
 
 # Texts.

@@ -282,53 +282,74 @@ static void mix(const T* values, long D, const float* weights, const float* tota
 }
 #endif
 
-// What the queries of n tokens of each of B rows attend to. Queries and results are [B, n, H, D]. Keys and values are
-// [B, G, capacity, D]: H / G heads share those of a group. A query attends to the slots up to its own, at[B, n].
+// Tokens that lie side by side and are of one row of the KV cache.
+struct Span {
+    long row, from, n = 0, reach = 0;  // reach: the slots that any of them attends to
+
+    bool packs() const { return n >= CHUNK; }
+    long blocks() const { return (reach + SIDE - 1) / SIDE; }
+    template <typename T> long even() const { return (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>; }
+};
+
+// The spans of tokens of these rows, whose own slots are `at`.
+static void find_spans(const int64_t* rows, const int64_t* at, long tokens, std::vector<Span>& spans) {
+    spans.clear();
+    for (long m = 0; m < tokens; m++) {
+        if (spans.empty() || spans.back().row != rows[m]) spans.push_back({rows[m], m});
+        spans.back().n++, spans.back().reach = std::max<long>(spans.back().reach, at[m] + 1);
+    }
+}
+
+// What the queries of some tokens attend to. Queries and results are [tokens, H, D]. Keys and values are
+// [rows, G, capacity, D]: H / G heads share those of a group. A query attends to the slots of its row up to its own,
+// at[tokens].
 template <typename T>
 struct Attention {
-    long rows, n, heads, groups, D, capacity;
+    const std::vector<Span>& spans;
+    long heads, groups, D, capacity;
     float scale;
     const T* queries;
     T *keys, *values, *out;
-    const int64_t *at, *root, *ancestors;  // root [B] and ancestors [n] are null if the queries are no nodes of a tree.
+    const int64_t *at, *roots, *ancestors;  // of each token; null if they are no nodes of trees
 
-    long cell(long b, long group) const { return (b * groups + group) * capacity * D; }
-    long place(long b, long i, long head) const { return ((b * n + i) * heads + head) * D; }
-    long reach() const { return *std::max_element(at, at + rows * n) + 1; }  // of all rows
-
-    // The nodes of row b, from query i on.
-    Nodes nodes(long b, long i) const { return root ? Nodes{root[b], ancestors + i} : Nodes{0, nullptr}; }
+    long cell(long row, long group) const { return (row * groups + group) * capacity * D; }
+    long place(long m, long head) const { return (m * heads + head) * D; }
+    Nodes nodes(long m) const { return roots ? Nodes{roots[m], ancestors + m} : Nodes{0, nullptr}; }
 };
 
-// The part of one thread, if the queries are few.
+// One head of a span of few queries.
+template <typename T, int PARTS>
+static void attend_head(const Attention<T>& a, const Span& span, long head) {
+    static thread_local std::vector<float> weights;
+    const long passes = (span.n + MANY - 1) / MANY, cell = a.cell(span.row, head * a.groups / a.heads);
+    for (long pass = 0; pass < passes; pass++) {
+        long m = span.from + span.n * pass / passes, many = span.from + span.n * (pass + 1) / passes - m;
+        const int64_t* at = a.at + m;
+        long reach = *std::max_element(at, at + many) + 1;
+        weights.resize(std::max(weights.size(), size_t(many * reach)));
+        T queries[MANY][PARTS * 32] = {};
+        for (long k = 0; k < many; k++) std::memcpy(queries[k], a.queries + a.place(m + k, head), a.D * sizeof(T));
+        auto run = [&]<int N>(std::integral_constant<int, N>) {
+            float total[N];
+            weigh<T, PARTS, N>(queries, a.keys + cell, a.D, at, a.nodes(m), reach, a.scale, weights.data(), total);
+            mix<T, PARTS, N>(a.values + cell, a.D, weights.data(), total, reach, a.out + a.place(m, head), a.heads * a.D);
+        };
+        if (many == 5) run(std::integral_constant<int, 5>());
+        else if (many == 4) run(std::integral_constant<int, 4>());
+        else if (many == 3) run(std::integral_constant<int, 3>());
+        else if (many == 2) run(std::integral_constant<int, 2>());
+        else run(std::integral_constant<int, 1>());
+    }
+}
+
+// The part of one thread in the spans of few queries: as many products of a query and a key as that of any other.
 template <typename T, int PARTS>
 static void attend_few(const Attention<T>& a, const Member& member) {
-    static thread_local std::vector<float> weights;
-    const long passes = (a.n + MANY - 1) / MANY;
-    auto [from, to] = member.part(a.rows * a.heads);
-    for (long bh = from; bh < to; bh++) {
-        long b = bh / a.heads, h = bh % a.heads, cell = a.cell(b, h * a.groups / a.heads);
-        for (long pass = 0; pass < passes; pass++) {
-            long i = a.n * pass / passes, many = a.n * (pass + 1) / passes - i;
-            const int64_t* at = a.at + b * a.n + i;
-            long reach = *std::max_element(at, at + many) + 1;
-            weights.resize(std::max(weights.size(), size_t(many * reach)));
-            T queries[MANY][PARTS * 32] = {};
-            for (long k = 0; k < many; k++)
-                std::memcpy(queries[k], a.queries + a.place(b, i + k, h), a.D * sizeof(T));
-            auto run = [&]<int N>(std::integral_constant<int, N>) {
-                float total[N];
-                weigh<T, PARTS, N>(queries, a.keys + cell, a.D, at, a.nodes(b, i), reach, a.scale, weights.data(), total);
-                mix<T, PARTS, N>(a.values + cell, a.D, weights.data(), total, reach, a.out + a.place(b, i, h),
-                                 a.heads * a.D);
-            };
-            if (many == 5) run(std::integral_constant<int, 5>());
-            else if (many == 4) run(std::integral_constant<int, 4>());
-            else if (many == 3) run(std::integral_constant<int, 3>());
-            else if (many == 2) run(std::integral_constant<int, 2>());
-            else run(std::integral_constant<int, 1>());
-        }
-    }
+    long all = 0, before = 0;
+    for (const Span& span : a.spans) all += span.packs() ? 0 : span.n * span.reach * a.heads;
+    for (const Span& span : a.spans)
+        for (long head = 0; head < a.heads && !span.packs(); head++, before += span.n * span.reach)
+            if (before * member.of / all == member.number) attend_head<T, PARTS>(a, span, head);
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -403,77 +424,103 @@ static void pack_values(const T* values, long block, long reach, long even, long
         }
 }
 
-// Memory that the threads share while they attend with many queries: the packed keys and values of all groups.
+// Memory that the threads share while they attend with many queries: the packed keys and values of all groups of the
+// spans that are packed.
 template <typename T>
 struct Packed {
     std::vector<T> keys, values;
-    long reach = 0, even = 0, blocks = 0, of_keys = 0, of_values = 0;  // of_...: numbers of a group
+    std::vector<long> of_span;  // Slots of a group that are packed before those of this span, [spans + 1].
 
     // Called by one thread, before the others begin.
-    void reserve(const Attention<T>& a) {
-        reach = a.reach(), even = (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>, blocks = (reach + SIDE - 1) / SIDE;
-        of_keys = blocks * SIDE * a.D, of_values = (a.D + SIDE - 1) / SIDE * SIDE * even;
-        keys.resize(std::max(keys.size(), size_t(a.rows * a.groups * of_keys)));
-        values.resize(std::max(values.size(), size_t(a.rows * a.groups * of_values)));
+    void reserve(const std::vector<Span>& spans, long groups, long D) {
+        of_span.assign(1, 0);
+        for (const Span& span : spans) of_span.push_back(of_span.back() + (span.packs() ? span.blocks() * SIDE : 0));
+        size_t slots = of_span.back() * groups;
+        keys.resize(std::max(keys.size(), slots * D));
+        values.resize(std::max(values.size(), slots * ((D + SIDE - 1) / SIDE * SIDE)));
+    }
+    bool used() const { return of_span.back() > 0; }
+    // The keys and the values of a group of span s.
+    T* keys_of(const Attention<T>& a, long s, long group) {
+        return keys.data() + (of_span[s] * a.groups + (of_span[s + 1] - of_span[s]) * group) * a.D;
+    }
+    T* values_of(const Attention<T>& a, long s, long group) {
+        return values.data() + (of_span[s] * a.groups + (of_span[s + 1] - of_span[s]) * group) *
+                                   ((a.D + SIDE - 1) / SIDE * SIDE);
     }
 };
 
-// The part of one thread, if the queries are many, as in a chunk of a prompt. They share the keys and values of a group.
-// So these are packed once, and the kernel of linear layers multiplies them: scores = queries times keys,
-// out = softmax(scores) times values.
+// Queries m to m + many - 1 of a head, in a span whose keys and values are packed.
 template <typename T>
-static void attend_many(const Attention<T>& a, Packed<T>& packed, const Member& member) {
-    const long cells = a.rows * a.groups;
-    auto [from, to] = member.part(cells * packed.blocks);
-    for (long task = from; task < to; task++) {
-        long cell = task / packed.blocks, block = task % packed.blocks;
-        pack_keys(a.keys + cell * a.capacity * a.D, block, packed.reach, a.D, packed.keys.data() + cell * packed.of_keys);
-        pack_values(a.values + cell * a.capacity * a.D, block, packed.reach, packed.even, a.D,
-                    packed.values.data() + cell * packed.of_values);
-    }
-    member.wait();
+static void attend_packed(const Attention<T>& a, const Span& span, const T* keys, const T* values, long head, long m,
+                          long many) {
     static thread_local std::vector<float> scores;
     static thread_local std::vector<T> weights;
     float mixed[64][SIDE], total[64];
     auto& kernel = multiply_in_use();
-    const long most = std::min(64l, kernel.most<T>()), parts = (a.n + most - 1) / most, width = packed.blocks * SIDE;
-    scores.resize(std::max(scores.size(), size_t(most * width)));
-    weights.resize(std::max(weights.size(), size_t(most * width)));
-    // Later queries attend to more slots, so the threads take turns.
-    for (long task = member.number; task < a.rows * a.heads * parts; task += member.of) {
-        long b = task / parts / a.heads, h = task / parts % a.heads, i = a.n * (task % parts) / parts;
-        long many = a.n * (task % parts + 1) / parts - i, group = b * a.groups + h * a.groups / a.heads;
-        const int64_t* at = a.at + b * a.n + i;
-        const Nodes nodes = a.nodes(b, i);
-        long reach = *std::max_element(at, at + many) + 1, used = (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>;
-        for (long j = 0; j < reach; j += SIDE)
-            kernel.run(Job<T>{many, a.queries + a.place(b, i, h), a.heads * a.D,
-                              packed.keys.data() + group * packed.of_keys + j * a.D, a.D, scores.data() + j, width});
+    const long width = span.blocks() * SIDE;
+    scores.resize(std::max(scores.size(), size_t(many * width)));
+    weights.resize(std::max(weights.size(), size_t(many * width)));
+    const int64_t* at = a.at + m;
+    const Nodes nodes = a.nodes(m);
+    long reach = *std::max_element(at, at + many) + 1, used = (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>;
+    for (long j = 0; j < reach; j += SIDE)
+        kernel.run(Job<T>{many, a.queries + a.place(m, head), a.heads * a.D, keys + j * a.D, a.D, scores.data() + j, width});
+    for (long k = 0; k < many; k++) {
+        float* s = scores.data() + k * width;
+        T* w = weights.data() + k * width;
+        long seen = at[k] + 1;
+        for (long j = nodes.root + 1; j < seen && nodes.ancestors; j++) s[j] = nodes.hide(k, j) ? NEVER : s[j];
+        total[k] = softmax_numerators(s, seen, a.scale, w);
+        std::fill(w + seen, w + used, T(0));
+    }
+    for (long part = 0; part * SIDE < a.D; part++) {
+        kernel.run(Job<T>{many, weights.data(), width, values + part * span.even<T>() * SIDE, used, mixed[0]});
         for (long k = 0; k < many; k++) {
-            float* s = scores.data() + k * width;
-            T* w = weights.data() + k * width;
-            long seen = at[k] + 1;
-            for (long j = nodes.root + 1; j < seen && nodes.ancestors; j++) s[j] = nodes.hide(k, j) ? NEVER : s[j];
-            total[k] = softmax_numerators(s, seen, a.scale, w);
-            std::fill(w + seen, w + used, T(0));
-        }
-        for (long part = 0; part * SIDE < a.D; part++) {
-            kernel.run(Job<T>{many, weights.data(), width,
-                              packed.values.data() + group * packed.of_values + part * packed.even * SIDE, used, mixed[0]});
-            for (long k = 0; k < many; k++) {
-                T* to = a.out + a.place(b, i + k, h) + part * SIDE;
-                const float share = 1 / total[k];
-                for (long l = 0; l < std::min(SIDE, a.D - part * SIDE); l++) narrow(mixed[k][l] * share, to + l);
-            }
+            T* to = a.out + a.place(m + k, head) + part * SIDE;
+            const float share = 1 / total[k];
+            for (long l = 0; l < std::min(SIDE, a.D - part * SIDE); l++) narrow(mixed[k][l] * share, to + l);
         }
     }
 }
 
-// The part of one thread. `packed` was reserved if there are CHUNK queries or more.
+// The part of one thread in the spans of many queries, as in a chunk of a prompt. They share the keys and values of a
+// group. So these are packed once, and the kernel of linear layers multiplies them: scores = queries times keys,
+// out = softmax(scores) times values. The threads take turns, as later queries attend to more slots.
+template <typename T>
+static void attend_many(const Attention<T>& a, Packed<T>& packed, const Member& member) {
+    const long most = std::min(64l, multiply_in_use().most<T>());
+    long turn = 0;
+    auto each = [&](auto f) {
+        for (size_t s = 0; s < a.spans.size(); s++)
+            if (a.spans[s].packs()) f(a.spans[s], s);
+    };
+    each([&](const Span& span, long s) {
+        for (long group = 0; group < a.groups; group++)
+            for (long block = 0, cell = a.cell(span.row, group); block < span.blocks(); block++)
+                if (turn++ % member.of == member.number) {
+                    pack_keys(a.keys + cell, block, span.reach, a.D, packed.keys_of(a, s, group));
+                    pack_values(a.values + cell, block, span.reach, span.even<T>(), a.D, packed.values_of(a, s, group));
+                }
+    });
+    member.wait();
+    each([&](const Span& span, long s) {
+        const long parts = (span.n + most - 1) / most;
+        for (long head = 0; head < a.heads; head++)
+            for (long part = 0, group = head * a.groups / a.heads; part < parts; part++)
+                if (turn++ % member.of == member.number) {
+                    long i = span.n * part / parts, many = span.n * (part + 1) / parts - i;
+                    attend_packed(a, span, packed.keys_of(a, s, group), packed.values_of(a, s, group), head,
+                                  span.from + i, many);
+                }
+    });
+}
+
+// The part of one thread. `packed` was reserved for the spans, or for more of them.
 template <typename T>
 static void attend(const Attention<T>& a, Packed<T>& packed, const Member& member) {
-    if (a.n >= CHUNK) attend_many(a, packed, member);
-    else if (a.D <= 32) attend_few<T, 1>(a, member);
+    if (packed.used()) attend_many(a, packed, member);
+    if (a.D <= 32) attend_few<T, 1>(a, member);
     else if (a.D <= 64) attend_few<T, 2>(a, member);
     else if (a.D <= 96) attend_few<T, 3>(a, member);
     else if (a.D <= 128) attend_few<T, 4>(a, member);

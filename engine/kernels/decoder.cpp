@@ -8,7 +8,7 @@
 #include <ATen/ops/zeros.h>
 
 constexpr long FEW = 16;     // So few tokens are normalised by each thread for itself: that is faster than to wait.
-constexpr long AT_ONCE = 256;  // Tokens of a prompt that go through the layers together, of all rows.
+constexpr long AT_ONCE = 256;  // The most tokens that go through the layers together.
 constexpr long SMALL = 64 << 10;  // Numbers of all weights of so small a model are not shared out.
 
 enum Activation { GELU, GELU_TANH, RELU, SILU };  // as in decoderLayers.py
@@ -81,9 +81,14 @@ void Decoder::bind(std::vector<at::Tensor> new_keys, std::vector<at::Tensor> new
 
 // The inputs and the result of a forward.
 struct Decoder::Block {
-    long rows, n, wanted;  // wanted: tokens of a row whose logits are computed
-    const int64_t *tokens, *positions, *slots, *root, *ancestors, *keep;
-    float* logits;  // [rows, wanted, vocabulary]
+    // Of each token that is computed, those of a row side by side. rows: of the KV cache. roots, ancestors: of nodes.
+    std::vector<int64_t> tokens, positions, slots, rows, roots, ancestors;
+    // A token whose logits are computed: which one, how many others are before it, and its place in the result.
+    struct Wanted {
+        long token, before, place;
+    };
+    std::vector<Wanted> wanted;  // in the order of tokens
+    float* logits;               // [..., vocabulary]
 };
 
 // Memory that the threads share, from one forward to the next.
@@ -91,17 +96,17 @@ template <typename T>
 struct Decoder::Room {
     std::vector<float> hidden, qkv;
     std::vector<T> normed, queries, attended, inner, ends;
-    std::vector<int64_t> slots;
+    std::vector<Span> spans;
     Packed<T> packed;
 
-    void reserve(const Decoder& model, const Block& block, long tokens) {
+    void reserve(const Decoder& model, long tokens, long wanted) {
         auto grow = [](auto& numbers, size_t size) {
             if (numbers.size() < size) numbers.resize(size);
         };
-        grow(hidden, tokens * model.hidden), grow(normed, tokens * model.hidden), grow(slots, tokens);
+        grow(hidden, tokens * model.hidden), grow(normed, tokens * model.hidden);
         grow(qkv, tokens * model.layers[0].qkv.out), grow(inner, tokens * model.layers[0].down.in);
         grow(queries, tokens * model.heads * model.width), grow(attended, tokens * model.heads * model.width);
-        grow(ends, block.rows * block.wanted * model.hidden);
+        grow(ends, wanted * model.hidden);
     }
 };
 
@@ -110,32 +115,31 @@ struct Decoder::Room {
 template <typename T>
 struct Decoder::Pass {
     const Decoder& model;
-    const Block& block;
+    Block& block;
     Room<T>& room;
     const Member& member;
-    // Of the chunk: its first token in each row, the tokens of a row, and those of all rows.
-    long start = 0, n = 0, tokens = 0;
-    std::vector<std::pair<long, long>> wanted = {};  // Of a row, if not all: (place in the chunk, place in the result).
-    Attention<T> attention = {};
+    // The chunk: its first token, its tokens, and its part of `wanted`.
+    long start = 0, tokens = 0, first_wanted = 0, last_wanted = 0;
+    Attention<T> attention = {room.spans};
 
-    // Reads the tokens start ... start + n - 1 of each row into the KV cache.
+    // Reads `count` tokens from the first one on into the KV cache.
     void chunk(long first, long count) {
-        start = first, n = count, tokens = block.rows * n;
-        wanted.clear();
-        for (long k = 0; block.keep && k < block.wanted; k++)
-            if (start <= block.keep[k] && block.keep[k] < start + n) wanted.push_back({block.keep[k] - start, k});
-        std::sort(wanted.begin(), wanted.end());
-        attention = {block.rows, n, model.heads, model.groups, model.width, model.keys[0].size(2), model.scale,
-                     room.queries.data(), nullptr, nullptr, room.attended.data(), room.slots.data(), block.root,
-                     block.ancestors ? block.ancestors + start : nullptr};
+        start = first, tokens = count, first_wanted = last_wanted;
+        while (last_wanted < long(block.wanted.size()) && block.wanted[last_wanted].token < start + tokens) last_wanted++;
+        long needed = last_wanted > first_wanted ? local(last_wanted - 1) + 1 : 0;  // Tokens that are wanted.
+        auto from = [&](const std::vector<int64_t>& x) { return x.empty() ? nullptr : x.data() + start; };
+        attention.heads = model.heads, attention.groups = model.groups, attention.D = model.width;
+        attention.capacity = model.keys[0].size(2), attention.scale = model.scale;
+        attention.queries = room.queries.data(), attention.out = room.attended.data();
+        attention.at = from(block.slots), attention.roots = from(block.roots), attention.ancestors = from(block.ancestors);
+        if (member.number == 0) find_spans();
         embed();
         prefetch(member, model.layers[0].qkv);
         member.wait();
-        if (n >= CHUNK && member.number == 0) room.packed.reserve(attention);  // Barriers follow before it is used.
         for (size_t l = 0; l < model.layers.size(); l++) {
             attention.keys = (T*)model.keys[l].data_ptr(), attention.values = (T*)model.values[l].data_ptr();
             bool is_last = l + 1 == model.layers.size();
-            layer(model.layers[l], is_last && block.keep);
+            layer(model.layers[l], is_last && needed < count);
             prefetch(member, is_last ? model.head : model.layers[l + 1].qkv);
             member.wait();
         }
@@ -171,18 +175,22 @@ struct Decoder::Pass {
         add(layer.down, room.inner.data());
     }
 
-    // Where token m of the chunk is in the block.
-    long at(long m) const { return m / n * block.n + start + m % n; }
+    // Where the token of wanted[k] is in the chunk once the others are dropped.
+    long local(long k) const { return block.wanted[k].before - block.wanted[first_wanted].before; }
+
+    void find_spans() {
+        ::find_spans(block.rows.data() + start, block.slots.data() + start, tokens, room.spans);
+        room.packed.reserve(room.spans, model.groups, model.width);
+    }
 
     void embed() {
         auto [first, last] = member.part(tokens);
         for (long m = first; m < last; m++) {
-            const T* row = data<T>(model.embedding) + block.tokens[at(m)] * model.hidden;
+            const T* row = data<T>(model.embedding) + block.tokens[start + m] * model.hidden;
             float* x = room.hidden.data() + m * model.hidden;
             for (long i = 0; i < model.hidden; i++) x[i] = wide(row[i]);
-            room.slots[m] = block.slots[at(m)];
             if (!model.places.defined()) continue;
-            const T* place = data<T>(model.places) + (block.positions[at(m)] + model.offset) * model.hidden;
+            const T* place = data<T>(model.places) + (block.positions[start + m] + model.offset) * model.hidden;
             for (long i = 0; i < model.hidden; i++) x[i] += wide(place[i]);
         }
     }
@@ -243,9 +251,11 @@ struct Decoder::Pass {
             const bool is_query = h < heads, is_value = h >= heads + groups;
             const Norm& norm = is_query ? layer.query : layer.key;
             if (!is_value && norm.weight.defined()) normalised<T>(norm, x, x, width);
-            if (!is_value) rotate(x, block.positions[at(m)]);
-            T* kept = (is_value ? attention.values : attention.keys) + attention.cell(m / n, (h - heads) % groups);
-            T* to = is_query ? room.queries.data() + (m * heads + h) * width : kept + room.slots[m] * width;
+            if (!is_value) rotate(x, block.positions[start + m]);
+            T* kept = (is_value ? attention.values : attention.keys);
+            T* to = is_query ? room.queries.data() + attention.place(m, h)
+                             : kept + attention.cell(block.rows[start + m], (h - heads) % groups) +
+                                   block.slots[start + m] * width;
             for (long i = 0; i < width; i++) narrow(x[i], to + i);
         }
     }
@@ -265,32 +275,33 @@ struct Decoder::Pass {
         auto move = [&](auto& numbers, long from, long to, long size) {
             std::copy_n(numbers.begin() + from * size, size, numbers.begin() + to * size);
         };
-        if (member.number == 0)
-            for (long b = 0, to = 0; b < block.rows; b++)
-                for (size_t k = 0; k < wanted.size(); k++, to++) {
-                    long from = b * n + wanted[k].first;
-                    move(room.hidden, from, to, model.hidden), move(room.queries, from, to, of_queries);
-                    move(room.slots, from, to, 1);
-                }
-        n = attention.n = wanted.size(), tokens = block.rows * n;
+        tokens = last_wanted > first_wanted ? local(last_wanted - 1) + 1 : 0;
+        if (member.number == 0) {
+            for (long k = first_wanted; k < last_wanted; k++) {
+                long from = block.wanted[k].token - start, to = local(k);
+                if (from == to) continue;
+                move(room.hidden, from, to, model.hidden), move(room.queries, from, to, of_queries);
+                for (auto* numbers : {&block.slots, &block.rows, &block.roots, &block.ancestors})
+                    if (!numbers->empty()) move(*numbers, start + from, start + to, 1);
+            }
+            find_spans();
+        }
         member.wait();
     }
 
     // The last norm of the wanted tokens.
     void end() {
-        for (long m = member.number; m < tokens; m += member.of) {
-            long to = m / n * block.wanted + (block.keep ? wanted[m % n].second : start + m % n);
-            normalised<T>(model.last, room.hidden.data() + m * model.hidden, room.ends.data() + to * model.hidden,
+        for (long k = first_wanted + member.number; k < last_wanted; k += member.of)
+            normalised<T>(model.last, room.hidden.data() + local(k) * model.hidden, room.ends.data() + k * model.hidden,
                           model.hidden);
-        }
     }
 
     void logits() {
         const Linear& head = model.head;
-        multiply(member, room.ends.data(), head, block.rows * block.wanted, false, [&](long b, long m, Sums* sums, long) {
+        multiply(member, room.ends.data(), head, block.wanted.size(), false, [&](long b, long k, Sums* sums, long) {
             add_bias<T>(head, b, *sums);
             long count = std::min(SIDE, head.out - b * SIDE);
-            float* y = block.logits + m * model.vocabulary;
+            float* y = block.logits + block.wanted[k].place * model.vocabulary;
             if (!model.kept.defined()) std::memcpy(y + b * SIDE, sums->of, count * 4);
             else
                 for (long j = 0; j < count; j++) y[data<int64_t>(model.kept)[b * SIDE + j]] = sums->of[j];
@@ -299,14 +310,17 @@ struct Decoder::Pass {
 };
 
 template <typename T>
-void Decoder::run(const Block& block) {
+void Decoder::run(Block& block) {
     static thread_local Room<T> of_caller;
     Room<T>& room = of_caller;  // The other threads use it too.
-    const long step = std::min(block.n, std::max(AT_ONCE / block.rows, 32l));
-    room.reserve(*this, block, block.rows * step);
+    const long tokens = block.tokens.size(), chunks = (tokens + AT_ONCE - 1) / AT_ONCE;
+    room.reserve(*this, std::min(tokens, AT_ONCE), block.wanted.size());
     together(layers.size() * layers[0].up.in * layers[0].up.out > SMALL, [&](const Member& member) {
         Pass<T> pass{*this, block, room, member};
-        for (long start = 0; start < block.n; start += step) pass.chunk(start, std::min(step, block.n - start));
+        for (long chunk = 0; chunk < chunks; chunk++) {
+            long start = tokens * chunk / chunks;
+            pass.chunk(start, tokens * (chunk + 1) / chunks - start);
+        }
         pass.logits();
         multiply_in_use().done();
     });
@@ -314,59 +328,92 @@ void Decoder::run(const Block& block) {
 
 at::Tensor Decoder::forward(const at::Tensor& tokens, const at::Tensor& positions, const std::optional<at::Tensor>& slots,
                             const std::optional<at::Tensor>& root, const std::optional<at::Tensor>& ancestors,
-                            const std::optional<at::Tensor>& keep) {
+                            const std::optional<at::Tensor>& keep, const std::optional<at::Tensor>& counts,
+                            int64_t first_row) {
     TORCH_CHECK(!keys.empty(), "there is no KV cache: call `reserve` first");
     auto contiguous = [](const std::optional<at::Tensor>& x) { return x ? x->contiguous() : at::Tensor(); };
-    auto ids = tokens.contiguous(), at = positions.contiguous(), to = contiguous(slots), first = contiguous(root);
-    auto masks = contiguous(ancestors), some = contiguous(keep);
+    auto ids = tokens.contiguous(), at = positions.contiguous(), to = contiguous(slots), roots = contiguous(root);
+    auto masks = contiguous(ancestors), some = contiguous(keep), computed = contiguous(counts);
+    for (const at::Tensor* x : {&ids, &at, &to, &roots, &masks, &some, &computed})
+        TORCH_CHECK(!x->defined() || x->scalar_type() == at::kLong, "tokens, positions, places and counts must be int64");
     auto numbers = [](const at::Tensor& x) { return x.defined() ? data<int64_t>(x) : nullptr; };
-    long rows = ids.size(0), n = ids.size(1), wanted = some.defined() ? some.numel() : n;
-    auto size = [&](const at::Tensor& x) { return x.size(0) == rows && x.size(1) == n; };
-    TORCH_CHECK(rows == keys[0].size(0) && size(at) && (!to.defined() || size(to)), "the KV cache has ", keys[0].size(0),
-                " rows; tokens, positions and slots must be [rows, n]");
-    for (const at::Tensor* x : {&ids, &at, &to, &first, &masks, &some})
-        TORCH_CHECK(!x->defined() || x->scalar_type() == at::kLong, "tokens, positions and places must be int64");
-    TORCH_CHECK(!first.defined() || (first.numel() == rows && masks.numel() == n), "places are of another shape");
-    for (long k = 0; some.defined() && k < wanted; k++)
-        TORCH_CHECK_INDEX(0 <= numbers(some)[k] && numbers(some)[k] < n, "there is no token ", numbers(some)[k],
-                          " in the block");
-    if (some.defined()) {  // `run` keeps tokens of a chunk in place: each of them once, and no nodes of trees.
-        std::vector<int64_t> once(numbers(some), numbers(some) + wanted);
-        std::sort(once.begin(), once.end());
-        if (masks.defined() || std::adjacent_find(once.begin(), once.end()) != once.end())
-            return forward(tokens, positions, slots, root, ancestors, {}).index_select(1, some);
-    }
-    const int64_t* slot = numbers(to.defined() ? to : at);
-    for (long m = 0; m < rows * n; m++) {
-        int64_t token = numbers(ids)[m], position = numbers(at)[m];
-        TORCH_CHECK_INDEX(0 <= token && token < embedding.size(0), "there is no token ", token);
-        TORCH_CHECK(0 <= slot[m] && slot[m] < keys[0].size(2), "there is no slot ", slot[m]);
-        TORCH_CHECK(0 <= position && (!rotary || position < cos.size(0)) &&
-                        (!places.defined() || position + offset < places.size(0)), "there is no position ", position);
+    const long rows = ids.size(0), n = ids.size(1), wanted = some.defined() ? some.size(-1) : n;
+    auto size = [&](const at::Tensor& x) { return x.dim() == 2 && x.size(0) == rows && x.size(1) == n; };
+    TORCH_CHECK(0 <= first_row && first_row + rows <= keys[0].size(0) && size(at) && (!to.defined() || size(to)),
+                "the KV cache has ", keys[0].size(0), " rows; tokens, positions and slots must be [rows, n]");
+    TORCH_CHECK(!roots.defined() || (roots.numel() == rows && masks.numel() == n), "places are of another shape");
+    TORCH_CHECK(!computed.defined() || computed.numel() == rows, "there must be a count for each row");
+    TORCH_CHECK(!some.defined() || some.dim() == 1 || some.size(0) == rows, "there must be kept tokens for each row");
+    const int64_t *slot = numbers(to.defined() ? to : at), *kept_tokens = numbers(some);
+    Block block;
+    std::vector<long> order(wanted);  // of a row's kept tokens
+    std::vector<bool> has_logits(rows * wanted);
+    for (long b = 0; b < rows; b++) {
+        const long count = computed.defined() ? numbers(computed)[b] : n, before = block.tokens.size();
+        TORCH_CHECK(0 <= count && count <= n, "the block has no ", count, " tokens");
+        for (long i = 0, m = b * n; i < count; i++, m++) {
+            int64_t token = numbers(ids)[m], position = numbers(at)[m];
+            TORCH_CHECK_INDEX(0 <= token && token < embedding.size(0), "there is no token ", token);
+            TORCH_CHECK(0 <= slot[m] && slot[m] < keys[0].size(2), "there is no slot ", slot[m]);
+            TORCH_CHECK(0 <= position && (!rotary || position < cos.size(0)) &&
+                            (!places.defined() || position + offset < places.size(0)), "there is no position ", position);
+            block.tokens.push_back(token), block.positions.push_back(position), block.slots.push_back(slot[m]);
+            block.rows.push_back(first_row + b);
+            if (roots.defined()) block.roots.push_back(numbers(roots)[b]), block.ancestors.push_back(numbers(masks)[i]);
+        }
+        const int64_t* kept_here = some.defined() && some.dim() == 2 ? kept_tokens + b * wanted : kept_tokens;
+        auto token = [&](long k) { return some.defined() ? kept_here[k] : k; };
+        for (long k = 0; k < wanted; k++) {
+            TORCH_CHECK_INDEX(0 <= token(k) && token(k) < n, "there is no token ", token(k), " in the block");
+            order[k] = k;
+        }
+        std::sort(order.begin(), order.end(), [&](long k, long l) { return token(k) < token(l); });
+        for (long k : order) {
+            if (token(k) >= count) break;
+            const auto* last = block.wanted.empty() ? nullptr : &block.wanted.back();
+            long m = before + token(k);
+            block.wanted.push_back({m, last ? last->before + (m > last->token) : 0, b * wanted + k});
+            has_logits[b * wanted + k] = true;
+        }
     }
     auto logits = kept.defined() ? at::full({rows, wanted, vocabulary}, -INFINITY, at::kFloat)
                                  : at::empty({rows, wanted, vocabulary}, at::kFloat);
-    Block block{rows, n, wanted, numbers(ids), numbers(at), slot, numbers(first), numbers(masks), numbers(some),
-                (float*)logits.data_ptr()};
+    block.logits = (float*)logits.data_ptr();
+    for (long m = 0; m < rows * wanted; m++)
+        if (!has_logits[m]) std::fill_n(block.logits + m * vocabulary, vocabulary, 0.f);
     if (embedding.scalar_type() == at::kBFloat16) run<bf16>(block);
     else run<float>(block);
     return logits;
 }
 
 std::tuple<at::Tensor, at::Tensor> Decoder::draw(const at::Tensor& tokens, const at::Tensor& positions,
-                                                 const at::Tensor& u, const at::Tensor& settings) {
-    long rows = tokens.size(0), width = tokens.size(1), n = u.size(0);
-    auto drawn = at::empty({rows, n}, tokens.options()), q = at::empty({rows, n, vocabulary}, at::kFloat);
+                                                 const at::Tensor& u, const at::Tensor& settings,
+                                                 const std::optional<at::Tensor>& counts, int64_t first_row) {
+    const long rows = tokens.size(0), width = tokens.size(1), n = u.size(0);
+    TORCH_CHECK(u.size(1) == rows && (!counts || (counts->scalar_type() == at::kLong && counts->numel() == rows)),
+                "u must be [n, rows], and there must be a count for each row");
+    auto drawn = at::zeros({rows, n}, tokens.options()), q = at::empty({rows, n, vocabulary}, at::kFloat);
+    auto each = counts ? counts->contiguous() : at::full({rows}, n, tokens.options());
     auto block = tokens, from = u.contiguous(), end = at::full({1}, width - 1, tokens.options());
+    auto read = at::empty({rows}, tokens.options());  // Tokens of each row that the next forward reads.
     for (long i = 0; i < n; i++) {
+        std::vector<long> left;  // Rows that draw.
+        for (long row = 0; row < rows; row++) {
+            const bool draws = data<int64_t>(each)[row] > i;
+            if (draws) left.push_back(row);
+            else std::fill_n((float*)q.data_ptr() + (row * n + i) * vocabulary, vocabulary, 0.f);
+            ((int64_t*)read.data_ptr())[row] = draws ? block.size(1) : 0;
+        }
+        if (left.empty()) continue;
         long first = i == 0 ? 0 : width + i - 1;
-        auto logits = forward(block, positions.slice(1, first, width + i), {}, {}, {}, end);
-        if (i == 0) block = at::empty({rows, 1}, tokens.options()), end = at::zeros({1}, tokens.options());
-        together(rows > 1, [&](const Member& member) {
+        auto logits = forward(block, positions.slice(1, first, width + i), {}, {}, {}, end, read, first_row);
+        if (i == 0) block = at::zeros({rows, 1}, tokens.options()), end = at::zeros({1}, tokens.options());
+        together(left.size() > 1, [&](const Member& member) {
             static thread_local std::vector<float> room;
             static thread_local std::vector<double> parts;
-            auto [row, last] = member.part(rows);
-            for (; row < last; row++) {
+            auto [at, last] = member.part(left.size());
+            for (; at < last; at++) {
+                const long row = left[at];
                 float* law = (float*)q.data_ptr() + (row * n + i) * vocabulary;
                 filter(data<float>(logits) + row * vocabulary, vocabulary, settings, law, room);
                 int64_t token = pick_one(law, vocabulary, data<float>(from)[i * rows + row], parts);
@@ -417,13 +464,20 @@ at::Tensor attend_slots(const at::Tensor& queries, const at::Tensor& keys, const
                         const at::Tensor& at, const std::optional<at::Tensor>& root,
                         const std::optional<at::Tensor>& ancestors, double scale) {
     auto out = at::empty(queries.sizes(), queries.options());
+    const long n = queries.size(1), tokens = queries.size(0) * n;
+    std::vector<int64_t> rows(tokens), roots(tokens), masks(tokens);
+    for (long m = 0; m < tokens; m++) {
+        rows[m] = m / n;
+        if (root) roots[m] = data<int64_t>(*root)[m / n], masks[m] = data<int64_t>(*ancestors)[m % n];
+    }
+    std::vector<Span> spans;
+    find_spans(rows.data(), data<int64_t>(at), tokens, spans);
     auto run = [&]<typename T>(T) {
-        Attention<T> attention{queries.size(0), queries.size(1), queries.size(2), keys.size(1), queries.size(3),
-                               keys.size(2), float(scale), data<T>(queries), (T*)keys.data_ptr(), (T*)values.data_ptr(),
-                               (T*)out.data_ptr(), data<int64_t>(at), root ? data<int64_t>(*root) : nullptr,
-                               ancestors ? data<int64_t>(*ancestors) : nullptr};
+        Attention<T> attention{spans, queries.size(2), keys.size(1), queries.size(3), keys.size(2), float(scale),
+                               data<T>(queries), (T*)keys.data_ptr(), (T*)values.data_ptr(), (T*)out.data_ptr(),
+                               data<int64_t>(at), root ? roots.data() : nullptr, root ? masks.data() : nullptr};
         Packed<T> packed;
-        packed.reserve(attention);
+        packed.reserve(spans, attention.groups, attention.D);
         together(true, [&](const Member& member) {
             attend(attention, packed, member);
             multiply_in_use().done();

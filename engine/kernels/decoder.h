@@ -32,18 +32,23 @@ class Decoder : public torch::CustomClassHolder {
     void bind(std::vector<at::Tensor> keys, std::vector<at::Tensor> values, at::Tensor cos, at::Tensor sin);
 
     // Model.forward of decoding/model.py. slots int64 [B, n], root int64 [B] and ancestors int64 [n] if the tokens are
-    // nodes of a tree.
+    // nodes of a tree. keep: int64 [K], or [B, K] for each row its own. counts int64 [B]: only the first counts[b] tokens
+    // of row b are computed; the logits of the others are 0, and none of their keys and values are written. Row b of the
+    // block is row first_row + b of the KV cache.
     at::Tensor forward(const at::Tensor& tokens, const at::Tensor& positions, const std::optional<at::Tensor>& slots,
                        const std::optional<at::Tensor>& root, const std::optional<at::Tensor>& ancestors,
-                       const std::optional<at::Tensor>& keep);
+                       const std::optional<at::Tensor>& keep, const std::optional<at::Tensor>& counts,
+                       int64_t first_row);
 
-    // Model.draw of decoding/model.py. settings: see `probabilities`.
+    // Model.draw of decoding/model.py. settings: see `probabilities`. counts int64 [B]: row b draws counts[b] tokens; of a
+    // row that draws none, nothing is read. Beyond them, tokens and distributions are 0. first_row: as above.
     std::tuple<at::Tensor, at::Tensor> draw(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& u,
-                                            const at::Tensor& settings);
+                                            const at::Tensor& settings, const std::optional<at::Tensor>& counts,
+                                            int64_t first_row);
 
   private:
     struct Block;
-    template <typename T> void run(const Block& block);
+    template <typename T> void run(Block& block);
     template <typename T> struct Room;
     template <typename T> struct Pass;
 

@@ -131,16 +131,26 @@ static void filter(const float* x, long n, const at::Tensor& settings, float* p,
     for (long i = 0; i < n; i++) p[i] /= sum;
 }
 
-// The operator `probabilities`: logits float32 [..., V] -> float32 [..., V], each row by `filter`.
-static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& settings) {
-    auto from = logits.contiguous();
+// The operator `probabilities`: logits float32 [..., V] -> float32 [..., V], each row by `filter`. counts int64 [B], for
+// logits [B, n, V]: only the first counts[b] of each n are computed; the others are 0.
+static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& settings,
+                                const std::optional<at::Tensor>& counts) {
+    TORCH_CHECK(!counts || (logits.dim() == 3 && counts->numel() == logits.size(0) && counts->scalar_type() == at::kLong),
+                "there must be a count for each row of logits");
+    auto from = logits.contiguous(), computed = counts ? counts->contiguous() : at::Tensor();
     auto probs = at::empty(logits.sizes(), logits.options());
-    long n = logits.size(-1), rows = logits.numel() / n;
-    together(rows > 1 && rows * n > 16384, [&](const Member& member) {
+    long size = logits.size(-1), rows = logits.numel() / size;
+    std::vector<long> some, others;  // rows that are computed or not
+    for (long row = 0; row < rows; row++) {
+        bool is_computed = !counts || row % logits.size(1) < data<int64_t>(computed)[row / logits.size(1)];
+        (is_computed ? some : others).push_back(row);
+    }
+    together(rows > 1 && rows * size > 16384, [&](const Member& member) {
         static thread_local std::vector<float> room;
-        auto [row, last] = member.part(rows);
-        for (; row < last; row++)
-            filter(data<float>(from) + row * n, n, settings, (float*)probs.data_ptr() + row * n, room);
+        auto p = [&](long row) { return (float*)probs.data_ptr() + row * size; };
+        for (auto [i, last] = member.part(some.size()); i < last; i++)
+            filter(data<float>(from) + some[i] * size, size, settings, p(some[i]), room);
+        for (auto [i, last] = member.part(others.size()); i < last; i++) std::fill_n(p(others[i]), size, 0.f);
     });
     return probs;
 }
