@@ -1,0 +1,136 @@
+"""A queue of texts in a batch: rows that end make room, and no text depends on its neighbours."""
+
+import copy
+
+import helpers
+import pytest
+import torch
+from conftest import refused
+
+from decoding.lengthRules import Additive, DraftConfidence, TargetConfidence
+from decoding.rows import Rows
+from decoding.trees.tree import Tree
+from decoding.verification import block_rule
+from engine.cachedModel import CachedModel
+from engine.compiling import compiled
+from lossless.plantedMistakes import PredecessorTarget
+from methods.cascade import CascadeDrafter
+from methods.drafters import ModelDrafter
+from methods.lookup import LookupDrafter, LookupFirst
+from methods.treeSampling import TreeDrafter, treeSampling
+from regrSampling import regrSampling
+from specSampling import specSampling
+from utils import Sampling
+
+FREE = Sampling(1.0, 0, 1.0)
+ENDS = {3, 17, 40}  # Tokens that end a text: texts have many lengths.
+TEXTS = 12
+PROMPTS = [[(7 * i + j) % 60 for j in range(1 + 5 * i % 9)] for i in range(TEXTS)]
+
+
+def models(engine):
+    target, draft, mid = (helpers.tiny(seed=seed, layers=1, sharpness=2.0) for seed in (0, 0, 1))
+    noise = torch.Generator().manual_seed(5)
+    for weight in draft.model.parameters():  # A draft that is often right.
+        weight.data += 0.02 * torch.randn(weight.shape, generator=noise)
+    return [compiled(CachedModel(copy.deepcopy(m.model), m.vocabulary)) if engine else m for m in (target, draft, mid)]
+
+
+METHODS = {
+    "plain": lambda t, d, m: (regrSampling, {}),
+    "fixed": lambda t, d, m: (specSampling, {"drafter": ModelDrafter(d), "gamma": 3}),
+    "block": lambda t, d, m: (specSampling, {"drafter": ModelDrafter(d), "gamma": 4, "verify": block_rule}),
+    "additive": lambda t, d, m: (specSampling, {"drafter": ModelDrafter(d), "gamma": Additive(1)}),
+    "draftConfidence": lambda t, d, m: (specSampling, {"drafter": ModelDrafter(d), "gamma": DraftConfidence(5, 0.3)}),
+    "targetConfidence": lambda t, d, m: (specSampling, {"drafter": ModelDrafter(d), "gamma": TargetConfidence(3, 0.2)}),
+    "lookup": lambda t, d, m: (specSampling, {"drafter": LookupDrafter(61, worth=0.05), "gamma": 4}),
+    "lookupFirst": lambda t, d, m: (
+        specSampling,
+        {"drafter": LookupFirst(LookupDrafter(61, 1, worth=0.1), ModelDrafter(d)), "gamma": 3},
+    ),
+    "cascade": lambda t, d, m: (specSampling, {"drafter": CascadeDrafter(m, ModelDrafter(d)), "gamma": 3}),
+    "tree": lambda t, d, m: (treeSampling, {"drafter": TreeDrafter(d), "tree": Tree.of("3,2")}),
+}
+
+
+def written(method, batch, target, draft, mid, sampling=FREE, texts=TEXTS):
+    sampler, options = METHODS[method](target, draft, mid)
+    generators = [torch.Generator().manual_seed(i) for i in range(texts)]
+    return sampler(
+        PROMPTS[:texts],
+        target=target,
+        max_len=24,
+        sampling=sampling,
+        end_of_text=lambda text, token: token in ENDS,
+        generator=generators,
+        batch=batch,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("engine", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_text_is_the_same_at_every_batch_size(method, engine):
+    alone, _ = written(method, 1, *models(engine))
+    assert len({len(text) for text in alone}) > 3  # Rows end at different times.
+    for batch in (3, 5, None):
+        texts, records = written(method, batch, *models(engine))
+        assert texts == alone
+        assert [record.tokens for record in records] == list(map(len, texts))
+        assert all(record.ttft > 0 for record in records)
+
+
+def test_with_a_penalty_too():
+    sampling = Sampling(1.0, 0, 1.0, repetition_penalty=1.3)
+    assert written("fixed", 3, *models(False), sampling)[0] == written("fixed", 1, *models(False), sampling)[0]
+
+
+def test_a_batch_shrinks_when_no_prompt_waits(monkeypatch):
+    sizes = []
+    whole = CachedModel.forward
+
+    def spy(self, tokens, *args, **named):
+        sizes.append((len(tokens), self.first_row))
+        return whole(self, tokens, *args, **named)
+
+    monkeypatch.setattr(CachedModel, "forward", spy)
+    written("plain", 4, *models(False))
+    rows = [size for size, _ in sizes]
+    assert rows[0] == 4 and rows[-1] < 4  # The first prompts together; the last text with fewer rows.
+    assert sum(first > 0 for _, first in sizes) >= 3  # Prompts that were read into a row of their own.
+
+
+def test_waiting_does_not_count_as_time_to_the_first_token():
+    _, records = written("plain", 1, *models(False), texts=4)
+    assert records[0].begun == 0 and all(a.times[-1] <= b.begun < b.times[0] for a, b in zip(records, records[1:]))
+    assert all(record.seconds == record.times[-1] - record.begun for record in records)
+
+
+def test_a_row_that_reads_its_predecessors_slots_is_caught():
+    target, draft, mid = models(False)
+    right, _ = written("fixed", 3, target, draft, mid)
+    wrong, _ = written("fixed", 3, PredecessorTarget(target), draft, mid)
+    assert wrong[:3] == right[:3] and wrong != right
+
+
+def test_seeds_that_belong_to_rows_are_caught(monkeypatch):
+    """The mistake that invites itself: the generator of a row, not of its text."""
+    honest = Rows.uniform
+
+    def by_row(self, counts, *args, **named):
+        numbers, self.numbers = self.numbers, list(range(self.size))
+        try:
+            return honest(self, counts, *args, **named)
+        finally:
+            self.numbers = numbers
+
+    right, _ = written("plain", 3, *models(False))
+    monkeypatch.setattr(Rows, "uniform", by_row)
+    assert written("plain", 3, *models(False))[0] != right
+
+
+def test_what_cannot_be_a_batch_is_refused():
+    with refused("1 row or more"):
+        written("plain", 0, *models(False))
+    with pytest.raises(ValueError, match="generators"):
+        regrSampling(PROMPTS, models(False)[0], generator=[torch.Generator()])
