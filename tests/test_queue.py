@@ -133,4 +133,4 @@ def test_what_cannot_be_a_batch_is_refused():
     with refused("1 row or more"):
         written("plain", 0, *models(False))
     with pytest.raises(ValueError, match="generators"):
-        regrSampling(PROMPTS, models(False)[0], generator=[torch.Generator()])
+        regrSampling(PROMPTS, models(False)[0], 9, generator=[torch.Generator()])
