@@ -112,12 +112,18 @@ def swept(lines: Iterable[Line], cost: CostsLine) -> list[SpeedLine]:
 def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     """How many prompts were timed, the flags that matter for the times, and the dtype."""
     first: Mapping[str, Any] = lines[0]
-    flags, lengths = run["flags"], [line["prompt_tokens"] for line in lines]
+    flags = run["flags"]
     values = {name: first.get(name, flags.get(name, default)) for name, default in SHOWN.items()}
     shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
-    low, high = min(lengths), max(lengths)
-    tokens = low if low == high else f"{low} to {high}"
-    return f"{len({line['prompt'] for line in lines})} prompts of {tokens} tokens, {shown}{first['dtype']}"
+    return (
+        f"{len({line['prompt'] for line in lines})} prompts of {prompt_lengths(lines)} tokens, {shown}{first['dtype']}"
+    )
+
+
+def prompt_lengths(lines: Sequence[SpeedLine]) -> str:
+    """How many tokens the prompts have: "64", or "12 to 64"."""
+    lengths = {line["prompt_tokens"] for line in lines}
+    return " to ".join(str(length) for length in sorted({min(lengths), max(lengths)}))
 
 
 def speed_tables(
