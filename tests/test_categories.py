@@ -24,6 +24,7 @@ from inputs import files
 from inputs.manifest import HubFile, read_manifest
 from inputs.prompts import MT_BENCH, Question, encode_turn, read_questions
 from inputs.tokenizers import load_tokenizer
+from report import figures
 from report.results import show
 from scripts import docsTables
 
@@ -152,12 +153,14 @@ def test_every_method_continues_the_same_turns_after_the_targets_answers(
     assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0  # The answers are the same again.
     text = (tmp_path / "results.txt").read_text()
     assert "Speed by category" in text and OVERALL.split()[0] in text
+    assert f"Figure: figures/categories-{timed[0]['run']}.png" in text
+    assert (tmp_path / "figures" / f"categories-{timed[0]['run']}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_default_measures_speed_alone(cli, flags, arguments, tmp_path):
     file = arguments[arguments.index("--prompts") + 1]
     assert cli.main([*flags, "--prompts", file, "--out", str(tmp_path)]) == 0
-    assert {line["kind"] for line in lines_of(tmp_path)} == {"run", "speed", "end"}
+    assert {line["kind"] for line in lines_of(tmp_path)} == {"run", "speed", "figure", "end"}
 
 
 def test_a_prompt_that_does_not_fit_is_named_before_a_model_is_loaded(cli, flags, tmp_path, capsys, monkeypatch):
@@ -247,6 +250,17 @@ def test_the_table_has_a_row_for_each_category_and_method():
     assert max(map(len, lines)) <= 100
     plain = [{key: value for key, value in line.items() if key != "category"} for line in LINES]
     assert "by category" not in shown(plain)
+
+
+def test_the_figure_has_a_bar_for_each_category_and_method(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
+    lines = [*LINES, *(line | {"mode": "speed"} for line in LINES), text("target", 0, 8, 1.0) | {"mode": "sweep"}]
+    assert figures.draw("categories", lines, tmp_path, "r1") == "figures/categories-r1.png"
+    (axes,) = drawn[0].axes
+    assert [bar.get_height() for bar in axes.patches] == [2.0, 2.0, 2.0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["qa", "[b]rag", "overall"]
+    figures.plt.close("all")
 
 
 def test_the_documentation_renders_a_record_by_category():
