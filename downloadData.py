@@ -2,6 +2,7 @@
 
 python downloadData.py                                WikiText-2 (raw) and ten books of PG-19's test split
 python downloadData.py pg19 --books 100               more books
+python downloadData.py specbench                      the prompts of Spec-Bench, for test.py --prompts specbench
 python downloadData.py wikitext --from wiki.test.raw  texts that are here already (any name, any file or folder)
 python downloadData.py --list                         what is there
 """
@@ -13,10 +14,13 @@ import os
 import re
 import shutil
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from huggingface_hub import constants
 
@@ -30,11 +34,13 @@ from inputs.manifest import (
     Manifest,
     damaged,
     digest_of,
+    is_whole,
     print_folders,
     read_manifest,
     write_manifest,
 )
 from inputs.progress import followed
+from inputs.prompts import SETS, read_questions
 from inputs.texts import ENDINGS, FOLDERS, HEADING, is_saved, read
 from utils import UserError
 
@@ -43,7 +49,14 @@ if TYPE_CHECKING:  # Importing it takes a second.
 
 WIKITEXT, CONFIGURATION = "Salesforce/wikitext", "wikitext-2-raw-v1"
 PG19 = "emozilla/pg19"
+# Spec-Bench is on GitHub. The commit is the last that changed the file.
+SPEC_BENCH, SPEC_BENCH_COMMIT = "hemingkx/Spec-Bench", "66230f10cb0a02aced5ef3ce1e85163c16160454"
+SPEC_BENCH_URL = f"https://raw.githubusercontent.com/{SPEC_BENCH}/{SPEC_BENCH_COMMIT}/data/spec_bench/question.jsonl"
+SPEC_BENCH_FILE = HubFile(
+    Path(SETS["specbench"]).name, 698_768, "sha256:4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
+)
 SPLITS = {"train": "train", "valid": "validation"}  # {part of a file's name: its split}
+KNOWN = "wikitext", "pg19", "specbench"
 TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # {ending: the library's format}
 
 
@@ -106,14 +119,19 @@ def install(name: str, staging: Path, splits: DatasetDict, repo: str, commit: st
     """Save a data set as the folder `datasets/<name>`, which appears when it is complete."""
     check_splits(name, splits)
     check_disk(staging, sum(rows.data.nbytes for rows in splits.values()))
+    splits.save_to_disk(staging / "saved")
+    finish(name, staging, {split: len(rows) for split, rows in splits.items()}, repo, commit)
+
+
+def finish(name: str, staging: Path, rows: dict[str, int], repo: str, commit: str) -> None:
+    """Give the folder `staging`/saved its manifest and the name of the data set."""
     saved = staging / "saved"
-    splits.save_to_disk(saved)
     hashes = [
         HubFile(path.relative_to(saved).as_posix(), path.stat().st_size, digest_of(path, "sha256"))
         for path in sorted(saved.rglob("*"))
         if path.is_file()
     ]
-    write_manifest(saved, hashes, rows={split: len(rows) for split, rows in splits.items()}, repo=repo, commit=commit)
+    write_manifest(saved, hashes, rows=rows, repo=repo, commit=commit)
     replace_folder(folder_of(name), saved)
     shutil.rmtree(staging)
 
@@ -209,6 +227,40 @@ def download_pg19(books: int = 10, offline: bool = False) -> None:
         install("pg19", staging, DatasetDict(test=Dataset.from_list(rows)), PG19, commit)
 
 
+def download_specbench(offline: bool = False, source: Path | None = None) -> None:
+    """Install the prompts of Spec-Bench, unless they are there: from GitHub, or from the file `source`. The content is
+    verified."""
+    if is_installed("specbench", SPEC_BENCH, offline):
+        return
+    with installation("specbench") as staging:
+        file = staging / "saved" / SPEC_BENCH_FILE.path
+        file.parent.mkdir()
+        if source is not None:
+            shutil.copyfile(source, file)
+        else:
+            print(f"specbench: {gigabytes(SPEC_BENCH_FILE.size)} to download from {SPEC_BENCH_URL}", flush=True)
+            file.write_bytes(fetch_specbench())
+        if not is_whole(file, SPEC_BENCH_FILE):
+            raise UserError(
+                f"{source or SPEC_BENCH_URL} has another hash than Spec-Bench's file; "
+                + (f"test.py --prompts {source} reads it as it is" if source else "try again later")
+            )
+        finish("specbench", staging, {"test": len(read_questions(str(file)))}, SPEC_BENCH, SPEC_BENCH_COMMIT)
+
+
+def fetch_specbench() -> bytes:
+    """The content of Spec-Bench's file, as far as it is as long as it should be. Raises UserError if it does not
+    come."""
+    try:
+        with urllib.request.urlopen(SPEC_BENCH_URL, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as answer:
+            return answer.read(SPEC_BENCH_FILE.size + 1)
+    except (OSError, HTTPException) as error:
+        raise UserError(
+            f"specbench does not come from {urlsplit(SPEC_BENCH_URL).hostname} ({one_line(error)}); check the network, "
+            f"or get {SPEC_BENCH_URL} elsewhere and give it with --from"
+        ) from None
+
+
 def install_from(name: str, source: str) -> None:
     """Install texts of this machine as `name`: a text file, a table (Parquet, JSON lines, CSV) with a column 'text', a
     folder of such files, or a folder that `datasets` saved."""
@@ -217,6 +269,8 @@ def install_from(name: str, source: str) -> None:
         raise UserError(f"--from {path}: no such file or folder")
     if folder_of(name).exists():
         raise UserError(f"{folder_of(name)} is there already; move it away first")
+    if name == "specbench":
+        return download_specbench(source=path)
     with installation(name) as staging:
         install(name, staging, read_splits(path, staging / "cache"), str(path), "")
 
@@ -271,7 +325,11 @@ def show_data_sets() -> None:
 def command_line() -> Parser:
     parser = script_parser("downloadData.py", __doc__)
     parser.add_argument(
-        "names", nargs="*", type=text, metavar="NAME", help="wikitext, pg19 (default: both), or any with --from"
+        "names",
+        nargs="*",
+        type=text,
+        metavar="NAME",
+        help="wikitext, pg19 (default: both), specbench, or any with --from",
     )
     parser.add_argument("--books", type=whole(1, 100_000), default=10, metavar="N", help="books of PG-19 (10)")
     parser.add_argument(
@@ -288,8 +346,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = args.names or ["wikitext", "pg19"]
         if args.source and len(args.names) != 1:
             raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
-        if not args.source and (unknown := [name for name in names if name not in ("wikitext", "pg19")]):
-            raise UserError(f"{unknown[0]!r} is neither wikitext nor pg19; other texts are installed with --from")
+        if not args.source and (unknown := [name for name in names if name not in KNOWN]):
+            raise UserError(f"{unknown[0]!r} is none of {', '.join(KNOWN)}; other texts are installed with --from")
         offline = args.offline or constants.HF_HUB_OFFLINE
         if args.list:
             return show_data_sets()
@@ -299,6 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             download_wikitext(offline)
         if "pg19" in names:
             download_pg19(args.books, offline)
+        if "specbench" in names:
+            download_specbench(offline)
 
     return as_command("downloadData.py", work, "What came is kept; run this again to go on.")
 

@@ -97,6 +97,8 @@ def measure(prepared: Prepared, models: LoadedModels, append: Append, picture: C
         measure_speed(prepared, models, mode, append)
     if "sweep" in measuring.groups:
         picture("sweep")
+    if prepared.questions and set(measuring.timed) != {"sweep"}:
+        picture("categories")
     if "lossless" in measuring.groups and run_trials(prepared, models, append):
         picture("lossless")
     if measuring.audit:

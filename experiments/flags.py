@@ -331,6 +331,15 @@ FLAGS = {
             action="append",
         ),
         "--promptFile": flag(path, "Continue each line of this file instead of the data set.", metavar="FILE"),
+        "--prompts": flag(
+            text,
+            "Continue the prompts of this file, and show the speed of each category of prompts. Each line is a JSON "
+            "object with category, and with prompt (text) or turns (a list of texts: a conversation). sample: the "
+            "bundled prompts. specbench: those of Spec-Bench, once downloadData.py has got them. A model with a chat "
+            "template reads each turn as a message. The answers to earlier turns are the target's; they are written "
+            "before anything is measured.",
+            metavar="FILE",
+        ),
         "--promptLen": flag(
             whole(1),
             "The length of prompts from the data set, in tokens. Several lengths are measured one after the other. "
@@ -417,7 +426,7 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 def check_prompts(args: argparse.Namespace) -> None:
     """Raise UserError for prompts that cannot be continued, and a page that cannot be written."""
-    prompts = [flag for flag in ("prompt", "question", "promptFile") if getattr(args, flag) is not None]
+    prompts = [flag for flag in ("prompt", "question", "promptFile", "prompts") if getattr(args, flag) is not None]
     if len(prompts) > 1:
         raise UserError(f"--{prompts[0]} and --{prompts[1]} both say what to continue; give one of them")
     words = [] if args.prompt is None else [("prompt", args.prompt)]

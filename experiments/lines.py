@@ -75,7 +75,14 @@ class RunLine(Origin):
     folder: NotRequired[str]
 
 
-class TimedText(TypedDict):
+class Label(TypedDict, total=False):
+    """What a prompt of --prompts is. question: the number of the line; the turns of a conversation have the same."""
+
+    category: str
+    question: int
+
+
+class TimedText(Label):
     """The figures of one timed text: times in seconds, throughput in tokens per second.
 
     prompt: its number. report_tpot: the course report's time per token, prefill included. rounds, drafted, accepted: of

@@ -84,6 +84,7 @@ def time_group(
         numbers = prepared.processes.share(prompts)
         texts = measure(methods, prompts, repeats, measuring.seed, prepared.device, numbers=numbers)
         for text in prepared.processes.merged(texts):
+            text |= prepared.label_of(text["prompt"])
             append({"kind": "speed", "repeatable": repeatable(text["method"], decoding), **conditions, **text})
             bar.update()
 

@@ -3,6 +3,7 @@ here."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decoding.rows import check_room
@@ -22,6 +23,7 @@ from engine.copies import Copies, weights_of
 from engine.quantised import BITS, GROUP
 from engine.sharedWeights import RestrictedModel
 from experiments import diversity
+from experiments.lines import Label
 from experiments.processes import ALONE, Processes
 from experiments.settings import Settings
 from inputs.auditTexts import AuditText, read_texts
@@ -29,7 +31,17 @@ from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
 from inputs.models import Outline, find_model, load_model, outline
 from inputs.progress import followed
-from inputs.prompts import check_passages, choose_prompts, encode, encode_chat, read_prompts, tokenize
+from inputs.prompts import (
+    Question,
+    check_passages,
+    choose_prompts,
+    encode,
+    encode_chat,
+    encode_turn,
+    read_prompts,
+    read_questions,
+    tokenize,
+)
 from inputs.texts import Corpus, load_corpora
 from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
 from methods.catalogue import METHODS, build
@@ -41,6 +53,7 @@ from utils import UserError
 COVERED = 0.5  # Where fewer of the text's tokens can be guessed, guessing hardly ever pays.
 SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits
 ROUNDING, MULTIPLYING = 40, 12  # bytes for each weight of the largest layer while that is done to it, in float32
+ANSWERS = "answers"  # to earlier turns: a mode with the default sampling and length
 LoadedModels = dict[str, CachedModel]  # {role: model}; roles: target, draft, mid, restricted
 
 
@@ -52,7 +65,8 @@ class Prepared:
     dtype, text_dtype: of the models that are timed, and of those that perplexity and diversity are measured with, and
         losslessness is tested with first. folders: {role: model folder}.
     end_tokens: they end a text (`ends`).
-    prompts: {length: prompts}, token ids; of a conversation its last question, after the shortest answers.
+    prompts: {length: prompts}, token ids; of a conversation its last question, after the shortest answers. Of
+        `questions` (--prompts) every turn; `load_first` puts the target's answers in the place of the shortest.
     article: the prompts of --diversity.
     texts: [(corpus, token ids of its passages)] of --ppl, read in windows of `window` tokens, `stride` apart.
     tokens: the most tokens that are read at once. frequent: the tokens that a restricted draft guesses.
@@ -81,6 +95,7 @@ class Prepared:
     bits: int | None = None
     translation: Translation | None = None
     audited: list[AuditText] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
     made: Copies | None = field(default=None, init=False)  # of the target that was loaded last
 
     def ends(self, row: int, token: int) -> bool:
@@ -125,7 +140,44 @@ class Prepared:
         models = self.load_as_timed(self.dtype if timed else self.text_dtype)
         if self.made is not None:
             print(about_copy(models["target"], models["self"], self.made.weights, self.bits or 0))
+        if any(len(question.turns) > 1 for question in self.questions):
+            self.answer_turns(models)
         return models
+
+    def answer_turns(self, models: LoadedModels) -> None:
+        """Let the target answer all turns but the last of each question, and put the answers into the prompts of the
+        turns after them. So every method continues the same prompts."""
+        chosen, tokenizer, seed = self.settings.sampling, self.tokenizer, self.settings.measuring.seed
+        sampler = build(["target"], dict(models), self.settings.decoding)["target"]
+
+        def converse(number: int) -> list[list[int]]:
+            """The prompts of a question's turns."""
+            question, generator = self.questions[number], Generator(self.device).manual_seed(seed + number)
+            prompts: list[list[int]] = []
+            answers: list[str] = []
+            for _ in question.turns[1:]:
+                prompts.append(encode_turn(question, answers, tokenizer, self.settings.models.target))
+                (tokens,), _ = sampler(
+                    prompts[-1:],
+                    max_len=chosen.max_len_of(ANSWERS),
+                    sampling=chosen.of(ANSWERS),
+                    end_of_text=self.ends,
+                    generator=generator,
+                )
+                answers.append(tokenizer.decode(tokens, skip_special_tokens=True))
+            return [*prompts, encode_turn(question, answers, tokenizer, self.settings.models.target)]
+
+        numbers = range(len(self.questions))
+        conversations = followed(self.processes.mapped(converse, numbers), "answers to earlier turns", len(numbers))
+        rows = list(itertools.chain.from_iterable(conversations))
+        self.prompts = {max(map(len, rows)): rows}
+
+    def label_of(self, prompt: int) -> Label:
+        """The category of a prompt, by its number, and its question. Empty if prompts have none."""
+        if not self.questions:
+            return {}
+        number, _ = turns_of(self.questions)[prompt]
+        return {"category": self.questions[number].category, "question": number}
 
     def load_as_timed(self, dtype: str) -> LoadedModels:
         """The models in that dtype: compiled if the flags say so and text is generated."""
@@ -208,6 +260,7 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         corpora = load_corpora(texts.dataset, texts.books)
         check_passages(corpora, texts.dataset, texts.sentence_limit)
     named = read_prompts(texts.prompt, texts.prompt_file)
+    questions = [] if texts.prompts is None else read_questions(texts.prompts)
     folders = processes.in_turn(lambda: find_models(settings))
     tokenizer = load_tokenizer(folders["target"])
     ends = end_tokens(folders["target"], tokenizer)
@@ -215,10 +268,12 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     measuring, draft_vocab = settings.measuring, settings.models.draft_vocab
     outlines = [outline(folder, tokenizer) for folder in folders.values()]
     context = min(model.context for model in outlines)
-    prompts, article = choose_texts(settings, named, corpora, tokenizer, context)
-    most = check_rooms(settings, prompts, article, outlines)
+    prompts, article = choose_texts(settings, named, questions, corpora, tokenizer, context)
+    longest = with_longest_answers(settings, prompts, questions)
+    check_questions(settings, questions, longest, outlines)
+    most = check_rooms(settings, longest, article, outlines)
     if translation is not None:  # The draft reads the same prompts in its own tokens.
-        translated = {length: list(map(translation.row, rows)) for length, rows in prompts.items()}
+        translated = {length: list(map(translation.row, rows)) for length, rows in longest.items()}
         draft = outline(folders["draft"], translation.tokenizer)
         check_rooms(settings, translated, list(map(translation.row, article)), [draft])
     passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
@@ -250,6 +305,7 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         settings.models.draft_bits,
         translation,
         audited,
+        questions,
     )
     print(end=prepared.idle)
     if translation is not None and not audited:
@@ -257,12 +313,55 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     return prepared
 
 
+def turns_of(questions: Sequence[Question]) -> list[tuple[int, int]]:
+    """(number of the question, number of its turn), from 0, of each prompt."""
+    return [(number, turn) for number, question in enumerate(questions) for turn in range(len(question.turns))]
+
+
+def with_longest_answers(
+    settings: Settings, prompts: dict[int, list[list[int]]], questions: Sequence[Question]
+) -> dict[int, list[list[int]]]:
+    """The prompts as long as they get at most, by length: in that of a later turn, each answer before it is as long as
+    it may be."""
+    if not questions:
+        return prompts
+    longest = settings.sampling.max_len_of(ANSWERS)
+    ((length, rows),) = prompts.items()
+    return {length: [row + turn * longest * row[-1:] for row, (_, turn) in zip(rows, turns_of(questions))]}
+
+
+def check_questions(
+    settings: Settings, questions: Sequence[Question], prompts: dict[int, list[list[int]]], outlines: list[Outline]
+) -> None:
+    """Raise UserError, which names the line, unless the models can read each prompt of --prompts and what follows."""
+    if not questions:
+        return
+    max_len = max(map(settings.sampling.max_len_of, settings.measuring.modes))
+    for row, (number, turn) in zip(*prompts.values(), turns_of(questions)):
+        try:
+            check_room([row], max_len, outlines)
+        except UserError as error:
+            after = f", turn {turn + 1} after answers of {settings.sampling.max_len_of(ANSWERS)} tokens" if turn else ""
+            place = f"--prompts {settings.texts.prompts}, line {questions[number].line}{after}"
+            raise UserError(f"{place}: {error}") from None
+
+
 def choose_texts(
-    settings: Settings, named: list[str], corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, context: int
+    settings: Settings,
+    named: list[str],
+    questions: list[Question],
+    corpora: list[Corpus],
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
 ) -> tuple[dict[int, list[list[int]]], list[list[int]]]:
-    """The prompts by length, and those of --diversity, as token ids. named: prompts that a flag names."""
+    """The prompts by length, and those of --diversity, as token ids. named: prompts that a flag names. questions: those
+    of --prompts, each turn of which is a prompt, after the shortest answers."""
     texts, diverse = settings.texts, "diversity" in settings.measuring.groups
     prompts: dict[int, list[list[int]]] = {}
+    if questions:
+        turns, model = turns_of(questions), settings.models.target
+        rows = [encode_turn(questions[number], ["."] * turn, tokenizer, model) for number, turn in turns]
+        return {max(map(len, rows)): rows}, []
     if (named or texts.questions) and (continues(settings) or diverse):
         if texts.questions:
             shortest = ["."] * (len(texts.questions) - 1)

@@ -108,7 +108,8 @@ class SamplingChoice:
 
 @dataclass(frozen=True)
 class TextChoice:
-    """Which texts are continued and scored. questions: of a conversation, in turn."""
+    """Which texts are continued and scored. questions: of a conversation, in turn. prompts: the file, or the name, of
+    prompts with categories."""
 
     dataset: str
     books: int | None
@@ -117,6 +118,7 @@ class TextChoice:
     prompt: str | None
     questions: tuple[str, ...]
     prompt_file: Path | None
+    prompts: str | None
     prompt_lengths: tuple[int, ...]
     window: int
     stride: int
@@ -124,7 +126,7 @@ class TextChoice:
     @property
     def from_corpora(self) -> bool:
         """Whether the prompts come from the data set, not from a flag."""
-        return self.prompt is None and not self.questions and self.prompt_file is None
+        return self.prompt is None and not self.questions and self.prompt_file is None and self.prompts is None
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ def check_modes(args: argparse.Namespace) -> None:
     """Settle what is measured if no flag says so. Raises UserError for modes that exclude each other."""
     if not any(getattr(args, mode) for mode in ALL_MODES):  # The default is both, but for one that is switched off.
         args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
-        if args.draft == "lookup" or args.draftVocab:
+        if args.draft == "lookup" or args.draftVocab or args.prompts:
             args.ppl = 0
     if not any(getattr(args, mode) for mode in ALL_MODES):
         raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
@@ -269,6 +271,8 @@ def check_together(settings: Settings) -> None:
         raise UserError(f"{settings.output.folder} is a folder that you may not write to; name another with --out")
     if len(settings.texts.questions) > 1 and not played:
         raise UserError("a conversation is played, not measured: add --show or --html, or give one --question")
+    if settings.texts.prompts is not None:
+        check_categories(settings)
     if flags["sweep"] and (settings.sampling.max_len or 3) < 3:
         raise UserError("--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more")
     if played:
@@ -293,6 +297,15 @@ def check_together(settings: Settings) -> None:
     if settings.models.draft_vocab:
         check_draft_vocabulary(settings)
     check_copy(settings)
+
+
+def check_categories(settings: Settings) -> None:
+    """Raise UserError if prompts with categories are not, or not only, for modes that measure speed."""
+    others = [mode for mode in ("lossless", "audit", "show", "html", "diversity") if settings.flags[mode]]
+    if others:
+        raise UserError(f"--prompts is for modes that measure speed; leave it or --{others[0]} out")
+    if not settings.measuring.timed:
+        raise UserError("--prompts is for modes that measure speed; add one of them, such as --compare all")
 
 
 def check_copy(settings: Settings) -> None:

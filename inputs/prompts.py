@@ -1,16 +1,35 @@
 """Token ids of the texts that are continued or scored: those given by flag, or the first of each corpus."""
 
 import itertools
+import json
+import os
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from inputs import files
 from inputs.commandLine import one_line
+from inputs.files import with_installed
 from inputs.texts import Corpus, read
 from utils import UserError
 
 CHARACTERS = 16  # of text kept for each token of a prompt: far more than any text needs
+SETS = {"sample": "sample/categories.jsonl", "specbench": "specbench/question.jsonl"}  # {name: file of datasets/}
+# MT-bench's categories. Spec-Bench's evaluation/speed.py reports them as one task, and each other category as a task.
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A line of a file of prompts. line: its number, from 1. turns: of a conversation, one after the other."""
+
+    line: int
+    category: str
+    turns: tuple[str, ...]
 
 
 def check_passages(corpora: Sequence[Corpus], dataset: str, least: int) -> None:
@@ -27,6 +46,84 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     if not lines:
         raise UserError(f"--promptFile {file} holds no prompt; write one on each line")
     return lines
+
+
+def read_questions(name: str) -> list[Question]:
+    """The prompts of `--prompts`: of a file, or of one of SETS.
+
+    Each line is a JSON object with a category, and with turns (a list, as in Spec-Bench's question.jsonl) or a prompt.
+    If all categories of MT-bench occur, they are one: "mt_bench". Raises UserError, which names the line, for a line
+    that holds no such object or no text, and for a category of one line, which would be compared by one text.
+    """
+    file = find_prompts(name)
+    lines = [(number, line) for number, line in enumerate(read(file).split("\n"), 1) if line.strip()]
+    questions = []
+    for number, line in lines:
+        try:
+            questions.append(question_of(number, line))
+        except ValueError as error:
+            raise UserError(f"--prompts {file}, line {number}: {one_line(error)}") from None
+    if not questions:
+        raise UserError(f"--prompts {file} is empty; write one JSON object a line, with prompt and category")
+    if {question.category for question in questions} >= MT_BENCH:
+        questions = [replace(q, category="mt_bench") if q.category in MT_BENCH else q for q in questions]
+    counts = Counter(question.category for question in questions)
+    for question in questions:
+        if counts[question.category] == 1:
+            raise UserError(
+                f"--prompts {file}, line {question.line}: {question.category!r} has this prompt alone, and a "
+                "comparison by category needs two; add one, or name another category"
+            )
+    return questions
+
+
+def find_prompts(name: str) -> Path:
+    """The file of `--prompts`. Raises UserError if there is none."""
+    if name not in SETS:
+        return Path(os.path.expanduser(name))
+    found = [parent / SETS[name] for parent in with_installed(files.DATASETS) if (parent / SETS[name]).is_file()]
+    if not found:
+        raise UserError(
+            f"--prompts {name}: there is no datasets/{SETS[name]}; get it with downloadData.py ({name}), or use "
+            "--prompts sample"
+        )
+    return found[0]
+
+
+def question_of(number: int, line: str) -> Question:
+    """The question of a line. Raises ValueError for a line that cannot be used."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is no JSON ({error})") from None
+    if not isinstance(fields, dict) or not {"prompt", "turns"} & fields.keys():
+        raise ValueError('this is no object with "prompt" or "turns"')
+    turns: Any = fields["turns"] if "turns" in fields else [fields["prompt"]]
+    if not isinstance(turns, list) or not turns or not all(map(is_text, turns)):
+        raise ValueError('"turns" is no list of texts' if "turns" in fields else '"prompt" is no text')
+    if not is_text(fields.get("category")):
+        raise ValueError('there is no "category", a word')
+    return Question(number, " ".join(fields["category"].split()), tuple(turns))
+
+
+def is_text(value: object) -> bool:
+    """Whether a value of JSON is text that can be encoded, and not blank."""
+    return isinstance(value, str) and bool(value.strip()) and value == value.encode(errors="replace").decode()
+
+
+def encode_turn(
+    question: Question, answers: Sequence[str], tokenizer: PreTrainedTokenizerBase, model: str
+) -> list[int]:
+    """Token ids of a question up to where the next answer begins. answers: to the turns before.
+
+    With a chat template, each turn is a message. Without one, the text is continued as it is, and a later turn is a
+    paragraph after the earlier answer.
+    """
+    turns = question.turns[: len(answers) + 1]
+    if tokenizer.chat_template:
+        return encode_chat(turns, answers, tokenizer, model)
+    earlier = (f"{turn}{answer}\n\n" for turn, answer in zip(turns, answers))
+    return encode(["".join([*earlier, turns[-1]])], tokenizer)[0]
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

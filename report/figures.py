@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib
 import numpy as np
 
-from experiments.lines import CostsLine, Line, LosslessLine, PowerLine, of_kind
-from experiments.speed import Range
+from experiments.categories import OVERALL, by_category
+from experiments.lines import CostsLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
+from experiments.speed import FEW, Range
 from experiments.sweep import predict
+from inputs.commandLine import visible
 from lossless.evidence import BINS
-from report.runTables import Prediction, swept
+from report.runTables import ALONE, Prediction, mode_of, swept
 from report.tableFormat import name_of
 from utils import UserError
 
@@ -30,8 +33,10 @@ THEORIES = (  # key of `sweep.predict`, style of the line, label
 
 
 def draw(mode: str, lines: Sequence[Line], folder: Path, run: str) -> str:
-    """Draw the figure of a run's mode, "sweep" or "lossless". Returns its path in the folder of the results."""
-    path = {"sweep": draw_sweep, "lossless": draw_lossless}[mode](lines, folder / "figures" / f"{mode}-{run}.png")
+    """Draw the figure of a run's mode, "sweep" or "lossless", or of its categories. Returns its path in the folder of
+    the results."""
+    drawers = {"sweep": draw_sweep, "lossless": draw_lossless, "categories": draw_categories}
+    path = drawers[mode](lines, folder / "figures" / f"{mode}-{run}.png")
     return path.relative_to(folder).as_posix()
 
 
@@ -125,6 +130,31 @@ def draw_heat_map(
     )
     axes.set_title("speed-up over plain decoding; bold: the best gamma", loc="left", fontsize=9)
     figure.colorbar(image, ax=axes, pad=0.02)
+
+
+def draw_categories(lines: Sequence[Line], path: Path) -> Path:
+    """Draw the speed-up of each method as bars, category by category, as Spec-Bench defines it. lines: of the first
+    mode that has such a table. Returns the path."""
+    speed = [line for line in of_kind(lines, SpeedLine) if mode_of(line) != "sweep"]
+    groups = by_category([line for line in speed if mode_of(line) == mode_of(speed[0])])
+    methods = [row["method"] for row in groups[OVERALL] if row["method"] not in ALONE]
+    figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4), dpi=120, layout="constrained")
+    width, colours = 0.8 / max(1, len(methods)), plt.cm.plasma(np.linspace(0.05, 0.85, len(methods)))
+    for number, (method, colour) in enumerate(zip(methods, colours)):
+        rows = [next((row for row in rows if row["method"] == method), None) for rows in groups.values()]
+        middle, low, high = np.array([row["specBench"] if row else [np.nan] * 3 for row in rows]).T
+        places = np.arange(len(groups)) + width * (number - (len(methods) - 1) / 2)
+        axes.bar(places, middle, 0.9 * width, color=colour, label=name_of(method))
+        axes.errorbar(places, middle, np.nan_to_num([middle - low, high - middle]), fmt="none", color=DARK, capsize=2)
+    axes.axhline(1, color=RED, linestyle="--", linewidth=1, label="plain decoding")
+    names = [fill("overall" if name == OVERALL else visible(name, ""), 16) for name in groups]
+    axes.set_xticks(range(len(groups)), names, parse_math=False)
+    axes.set(ylabel="speed-up over plain decoding")
+    bars = f"95 % intervals, or ranges of fewer than {FEW} questions"
+    axes.set_title(f"ratios of mean speeds over questions, as in Spec-Bench; {bars}", loc="left", fontsize=9)
+    axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    axes.spines[["top", "right"]].set_visible(False)
+    return save(figure, path)
 
 
 def draw_lossless(lines: Sequence[Line], path: Path) -> Path:

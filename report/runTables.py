@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.acceptance import expected
+from experiments.categories import by_category, categories
 from experiments.diversity import FIGURES
 from experiments.lines import (
     CorpusPerplexityLine,
@@ -67,7 +69,10 @@ LEGEND = {
     "tokens/round": "tokens/round: tokens for one forward of the target",
     "rounds": "rounds, drafted, kept: forwards after prefill, guesses, and accepted guesses of a text, means",
     "total/n ms": "total/n: the course report's time per token",
+    "alpha by position": "alpha by position: the share at position 1, 2, ... of a round, where it was tested",
+    "Spec-Bench's": "Spec-Bench's: the speed-up as Spec-Bench defines it, the ratio of two mean speeds over questions",
 }
+POSITIONS = 4  # of a round, whose acceptance a table by category shows
 OVERLAPS = (
     "expected: tokens a round that follow from the mean sum of min(p, q) at each position of a round; of expected: "
     "tokens a round over these."
@@ -107,12 +112,18 @@ def swept(lines: Iterable[Line], cost: CostsLine) -> list[SpeedLine]:
 def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     """How many prompts were timed, the flags that matter for the times, and the dtype."""
     first: Mapping[str, Any] = lines[0]
-    flags, lengths = run["flags"], [line["prompt_tokens"] for line in lines]
+    flags = run["flags"]
     values = {name: first.get(name, flags.get(name, default)) for name, default in SHOWN.items()}
     shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
-    low, high = min(lengths), max(lengths)
-    tokens = low if low == high else f"{low} to {high}"
-    return f"{len({line['prompt'] for line in lines})} prompts of {tokens} tokens, {shown}{first['dtype']}"
+    return (
+        f"{len({line['prompt'] for line in lines})} prompts of {prompt_lengths(lines)} tokens, {shown}{first['dtype']}"
+    )
+
+
+def prompt_lengths(lines: Sequence[SpeedLine]) -> str:
+    """How many tokens the prompts have: "64", or "12 to 64"."""
+    lengths = {line["prompt_tokens"] for line in lines}
+    return " to ".join(str(length) for length in sorted({min(lengths), max(lengths)}))
 
 
 def speed_tables(
@@ -121,6 +132,8 @@ def speed_tables(
     """The methods of one mode and one prompt length, and how acceptance depends on the position."""
     rows = ranked(summarize(lines)) if mode_of(lines[0]) == "compare" else summarize(lines)
     yield speed_table(run, lines, rows)
+    if categories(lines):
+        yield category_table(lines)
     yield from map(Text, order_note(rows))
     yield from map(Text, trees_beside_chains(lines, rows))
     yield from map(Text, gain_without_cache(lines))
@@ -188,6 +201,25 @@ def speed_table(run: RunLine, lines: Sequence[SpeedLine], rows: Iterable[Summary
         columns["drafted"] = lambda row: f"{row['drafted']:,.0f}"
         columns["kept"] = lambda row: f"{row['accepted']:,.0f}"
     return table_of("Speed: " + conditions(run, lines), columns, rows)
+
+
+def category_table(lines: Sequence[SpeedLine]) -> Table:
+    """One row for each category and method, and at last the methods on all prompts."""
+    columns: dict[str, Callable[[Summary], str]] = {
+        "": lambda row: name_of(row["method"]),
+        "TPOT\nms": lambda row: median(row["tpot"], 1e3),
+        "tokens/\nround": lambda row: median(row["tokens_per_round"]) if row["acceptance_by_position"] else "",
+        "alpha by\nposition": lambda row: " ".join(f"{r:.2f}" for r in row["acceptance_by_position"][:POSITIONS]),
+        "speed-up": lambda row: span(row["speedup"]),
+        "Spec-Bench's": lambda row: span(row["specBench"]),
+    }
+    table = grid("Speed by category", ["category", *columns])
+    for name in 1, 4:
+        table.columns[name].justify = "left"
+    for category, rows in by_category(lines).items():
+        for first, row in zip(itertools.chain([category], itertools.repeat("")), ranked(rows)):
+            table.add_row(plain(first), *(cell(row) for cell in columns.values()))
+    return table
 
 
 def trees_beside_chains(lines: Sequence[SpeedLine], rows: Sequence[Summary]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from rich.table import Table
 
 from benchmark.records import BenchmarkRecord
+from experiments.categories import by_category
 from experiments.diversity import FIGURES
 from experiments.lines import CostsLine, Line, RunLine, SpeedLine
 from experiments.speed import FEW, summarize
@@ -27,8 +28,10 @@ from report.losslessReport import power_table, sampled_table, verdict
 from report.results import show
 from report.runTables import (
     Prediction,
+    category_table,
     diversity_table,
     order_note,
+    prompt_lengths,
     ranked,
     speed_table,
     sweep_table,
@@ -122,7 +125,7 @@ def timed(run: RunLine, speed: Sequence[SpeedLine], body: str) -> str:
     """What was timed, and where. body: the table above it."""
     first, count, repeats = speed[0], len({m["prompt"] for m in speed}), len({m["repeat"] for m in speed})
     return (
-        f"{count} prompts of {first['prompt_tokens']} tokens, {repeats} times each, at most {first['maxLen']} new "
+        f"{count} prompts of {prompt_lengths(speed)} tokens, {repeats} times each, at most {first['maxLen']} new "
         f"tokens, temperature {first['temperature']}, top-p {first['top_p']}; medians{notation(body)}. "
         f"{source(run, first['dtype'])}"
     )
@@ -142,6 +145,17 @@ def compare(records: Records, words: Words) -> str:
     body = table(f"{titles} | of expected", rows)
     notes = "".join(f" {note}" for note in order_note(methods))
     return f"{body}\n\n{timed(run, speed, body)}{notes}"
+
+
+def categories(records: Records, words: Words) -> str:
+    """Speed by category of prompt."""
+    run, lines = records.run("categories")
+    speed = of_kind(lines, "speed")
+    methods = [f"`{row['method']}`" for rows in by_category(speed).values() for row in ranked(rows)]
+    rows = [[first, method, *cells] for method, (first, _, *cells) in zip(methods, cells_of(category_table(speed)))]
+    titles = "category | method | TPOT, ms | tokens per round | alpha by position | speed-up | Spec-Bench's speed-up"
+    body = table(titles, rows)
+    return f"{body}\n\n{timed(run, speed, body)}"
 
 
 def sweep_of(records: Records) -> tuple[RunLine, list[SpeedLine], CostsLine, Prediction]:

@@ -146,6 +146,7 @@ TABLES = {
         "--prompt": Name(wrong=["\n", "\udcff"]),
         "--question": Name(wrong=["\n\n", "\udcff"]),
         "--promptFile": Name(alone=["nowhere", ".", "x" * 5000]),
+        "--prompts": Name(alone=["nowhere", ".", "x" * 5000, "specbench"]),
         "--promptLen": COUNT,
         "--window": Whole(2, more=["512"]),  # no more than the stride
         "--stride": Whole(1, more=["1024"]),
@@ -224,7 +225,8 @@ GUARDED = {
     "benchmark": ["benchmark.__main__.load_pair", "benchmark.__main__.load_tokenizer", "benchmark.__main__.load_model"],
     "downloadModel": ["downloadModel.download", "downloadModel.show_models"],
     "downloadData": [
-        f"downloadData.{name}" for name in ("download_wikitext", "download_pg19", "install_from", "show_data_sets")
+        f"downloadData.{name}"
+        for name in ("download_wikitext", "download_pg19", "download_specbench", "install_from", "show_data_sets")
     ],
     "drawRounds": ["scripts.drawRounds.load_tokenizer", "scripts.drawRounds.load_model"],
     "trainBundled": [
@@ -390,6 +392,17 @@ CLASHES = """
 --question a --question b
 --question a --question b --compare all
 --prompt a --promptFile b
+--prompt a --prompts sample
+--question a --prompts sample
+--promptFile a --prompts sample
+--prompts sample --ppl
+--prompts sample --speed 0 --ppl
+--prompts sample --speed --diversity
+--prompts sample --lossless
+--prompts sample --audit x
+--prompts sample --show
+--prompts sample --html x.html
+--prompts nowhere --speed
 --temperature 0.5 1
 --temperature 0.5 1 --compare all --diversity
 --sweep --temperature 1 -1

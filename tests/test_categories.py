@@ -1,0 +1,345 @@
+"""Prompts with categories: read, refused, continued turn by turn; and the speed-up as Spec-Bench defines it."""
+
+import functools
+import http.server
+import json
+import shutil
+import threading
+from collections import Counter
+from hashlib import sha256
+from io import StringIO
+
+import pytest
+import torch
+from conftest import CONTEXT, refused
+from downloads import assert_error
+from test_cli import CHAT, hashes, lines_of
+from test_results import run_line, speed_line
+from transformers import AutoModelForCausalLM
+
+import downloadData
+from experiments.categories import OVERALL, by_category, spec_bench
+from experiments.speed import Range, digest
+from inputs import files
+from inputs.manifest import HubFile, read_manifest
+from inputs.prompts import MT_BENCH, Question, encode_turn, read_questions
+from inputs.tokenizers import load_tokenizer
+from report import figures
+from report.results import show
+from scripts import docsTables
+
+STORY = [
+    {"question_id": 81, "category": "story", "turns": ["It was late, and", "The boy answered, and"], "reference": []},
+    {"prompt": "The bell of the harbour", "category": "story"},
+    {"prompt": "A tarn is", "category": "article"},
+    {"prompt": "A tide is", "category": "article"},
+]
+
+
+def written(folder, *lines):
+    """The path of a file of prompts, one object a line."""
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return str(file)
+
+
+# Reading.
+
+
+def test_lines_of_both_forms_are_read(tmp_path):
+    first, *others = read_questions(written(tmp_path, STORY[0], "", *STORY[1:]))
+    assert first == Question(1, "story", ("It was late, and", "The boy answered, and"))
+    assert [(q.line, q.category, q.turns) for q in others] == [
+        (3, "story", ("The bell of the harbour",)),
+        (4, "article", ("A tarn is",)),
+        (5, "article", ("A tide is",)),
+    ]
+
+
+def test_all_categories_of_mt_bench_are_one_task_and_a_few_are_not(tmp_path):
+    lines = [{"prompt": "x", "category": category} for category in (*sorted(MT_BENCH), "qa", "qa")]
+    assert Counter(q.category for q in read_questions(written(tmp_path, *lines))) == {"mt_bench": 8, "qa": 2}
+    few = [line for line in 2 * lines if line["category"] != "stem"]
+    assert {q.category for q in read_questions(written(tmp_path, *few))} == MT_BENCH - {"stem"} | {"qa"}
+
+
+WRONG = {
+    "no JSON": "{'prompt': 'x'}",
+    '"prompt" or "turns"': '["x"]',
+    "no text": '{"prompt": " ", "category": "story"}',
+    "is no text": '{"prompt": 7, "category": "story"}',
+    "no list of texts": '{"turns": ["x", ""], "category": "story"}',
+    "is no list": '{"turns": [], "category": "story"}',
+    "category": '{"prompt": "x"}',
+    '"category"': '{"prompt": "x", "category": " "}',
+    "'rare' has this prompt alone": '{"prompt": "x", "category": "rare"}',
+    '"turns" is no list of texts': '{"turns": "x", "category": "story"}',
+    '"prompt" is no text': '{"prompt": "\\ud800", "category": "story"}',
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_line_that_cannot_be_used_is_one_line_before_anything_is_loaded(
+    cli, flags, tmp_path, capsys, monkeypatch, words
+):
+    for name in "find_models", "load_tokenizer":
+        monkeypatch.setattr(f"experiments.prepare.{name}", lambda *_: pytest.fail("reached"))
+    file = written(tmp_path, *STORY, WRONG[words])
+    assert cli.main([*flags, "--speed", "--prompts", file, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and words in said and f"{file}, line 5: " in said
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_a_file_without_prompts_is_refused(tmp_path):
+    with refused("is empty"):
+        read_questions(written(tmp_path, "", " "))
+
+
+def test_the_bundled_prompts_are_of_six_tasks_and_fit_the_bundled_models():
+    questions = read_questions("sample")
+    assert set(Counter(question.category for question in questions).values()) == {4} and len(questions) == 24
+    assert len({question.category for question in questions}) == 6
+    assert [len(q.turns) for q in questions if q.category == "conversation"] == [2, 2, 1, 1]
+    words = [len(turn.split()) for question in questions for turn in question.turns]
+    assert min(words) >= 40 and max(words) <= 150
+    tokenizer = load_tokenizer("bundled-target")
+    for question in questions:
+        answers = ["word " * 128] * (len(question.turns) - 1)
+        assert len(encode_turn(question, answers, tokenizer, "bundled-target")) + 128 <= 512
+
+
+# Turns.
+
+
+def test_turns_without_a_chat_template_are_paragraphs_after_the_answers(pair_folder):
+    tokenizer = load_tokenizer(pair_folder / "target")
+    question = Question(1, "story", ("One.", "Two.", "Three."))
+    texts = [tokenizer.decode(encode_turn(question, answers, tokenizer, "m")) for answers in ([], ["a"], ["a", "b"])]
+    assert texts == ["One.", "One.a\n\nTwo.", "One.a\n\nTwo.b\n\nThree."]
+
+
+@pytest.fixture
+def arguments(flags, tmp_path):
+    """Flags of a comparison on STORY. The context is large enough for its turns."""
+    file = written(tmp_path, *STORY)
+    return [*flags, "--compare", "block,lookup", "--prompts", file, "--maxLen", "9", "--dtype", "float32"]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_method_continues_the_same_turns_after_the_targets_answers(
+    cli, arguments, pair_folder, tmp_path, capsys, chat
+):
+    folder = shutil.copytree(pair_folder / "target", tmp_path / "chat")
+    if chat:
+        (folder / "chat_template.jinja").write_text(CHAT)
+    arguments += ["--temperature", "0", "--target", str(folder), "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    timed = [line for line in lines_of(tmp_path) if line["kind"] == "speed"]
+    labels = {(m["prompt"], m["question"], m["category"]) for m in timed}
+    assert labels == {(0, 0, "story"), (1, 0, "story"), (2, 1, "story"), (3, 2, "article"), (4, 3, "article")}
+    inputs = {(m["prompt"], m["input"]) for m in timed}
+    assert len(inputs) == 5 and {m["method"] for m in timed} == {"target", "block", "lookup"}
+    tokens = hashes(tmp_path)
+    assert all(tokens[name, prompt, 0] == tokens["target", prompt, 0] for name, prompt, _ in tokens)
+
+    # The second turn stands after what the target writes to the first.
+    tokenizer, model = load_tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    question = Question(1, "story", tuple(STORY[0]["turns"]))
+    first = torch.tensor([encode_turn(question, [], tokenizer, "m")])
+    answer = model.generate(first, max_new_tokens=9, do_sample=False)[0, first.shape[1] :]
+    second = encode_turn(question, [tokenizer.decode(answer, skip_special_tokens=True)], tokenizer, "m")
+    assert {m["input"] for m in timed if m["prompt"] == 1} == {digest(second)}
+    assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0  # The answers are the same again.
+    text = (tmp_path / "results.txt").read_text()
+    assert "Speed by category" in text and OVERALL.split()[0] in text
+    assert f"Figure: figures/categories-{timed[0]['run']}.png" in text
+    assert (tmp_path / "figures" / f"categories-{timed[0]['run']}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_default_measures_speed_alone(cli, flags, arguments, tmp_path):
+    file = arguments[arguments.index("--prompts") + 1]
+    assert cli.main([*flags, "--prompts", file, "--out", str(tmp_path)]) == 0
+    assert {line["kind"] for line in lines_of(tmp_path)} == {"run", "speed", "figure", "end"}
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_a_model_is_loaded(cli, flags, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("experiments.prepare.load_model", lambda *_: pytest.fail("reached"))
+    long = {"prompt": "word " * CONTEXT, "category": "article"}
+    given = [*flags, "--speed", "--out", str(tmp_path), "--prompts"]
+    assert cli.main([*given, written(tmp_path, *STORY, long)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "line 5: " in said and f"({CONTEXT} tokens)" in said
+    assert cli.main([*given, written(tmp_path, *STORY), "--maxLen", str(CONTEXT // 2)]) == 2
+    said = capsys.readouterr().err  # The answer to the first turn takes half of the context.
+    assert said.count("\n") == 1 and f"line 1, turn 2 after answers of {CONTEXT // 2} tokens: " in said
+
+
+# The speed-up of Spec-Bench.
+
+
+def text(method, prompt, tokens, seconds, repeat=0, question=None, category="qa"):
+    throughput, number = tokens / seconds, prompt if question is None else question
+    return speed_line(method=method, prompt=prompt, repeat=repeat) | {
+        "tokens": tokens, "seconds": seconds, "throughput": throughput, "question": number, "category": category
+    }  # fmt: skip
+
+
+def test_the_speed_up_of_spec_bench_by_hand():
+    """Question 0 has two turns: 10 tokens in 2 s and 30 in 2 s are 10 a second, not the mean of 5 and 15. The mean of
+    the speeds 10 and 2 over that of 4 and 2 is 2; the mean of the ratios 2.5 and 1 would be 1.75."""
+    texts = [
+        text("block", 0, 10, 2.0),
+        text("block", 1, 30, 2.0, question=0),
+        text("block", 2, 8, 4.0, question=1),
+        text("target", 0, 10, 5.0),
+        text("target", 1, 30, 5.0, question=0),
+        text("target", 2, 8, 4.0, question=1),
+    ]
+    assert spec_bench(texts, "block") == Range(2.0, 1.0, 2.5) and spec_bench(texts, "target") == (1, 1, 1)
+    slower = [line | {"repeat": 1, "seconds": line["seconds"] * (1 + (line["method"] == "block"))} for line in texts]
+    assert spec_bench([*texts, *slower], "block")[0] == pytest.approx(1.5)  # the mean over two runs: 2 and 1
+    cut = [line for line in slower if line["prompt"] < 2]  # A run that was stopped: the second repeat is not whole.
+    assert spec_bench([*texts, *cut], "block") == spec_bench(texts, "block")
+    assert spec_bench(texts[:3], "block")[0] != spec_bench(texts[:3], "block")[0]  # nan without a baseline
+
+
+def test_overall_is_over_questions_and_not_over_tasks():
+    speeds = {"qa": [(8.0, 4.0)] * 3, "rag": [(4.0, 4.0)]}
+    texts, prompt = [], 0
+    for category, pairs in speeds.items():
+        for pair in pairs:
+            for method, speed in zip(("block", "target"), pair):
+                texts.append(text(method, prompt, 8, 8 / speed, category=category))
+            prompt += 1
+    rows = {category: {r["method"]: r for r in rows} for category, rows in by_category(texts).items()}
+    assert list(rows) == ["qa", "rag", OVERALL]
+    assert [rows[name]["block"]["specBench"][0] for name in rows] == pytest.approx([2.0, 1.0, 1.75])  # not 1.5
+    assert [rows[name]["block"]["speedup"][0] for name in rows] == pytest.approx([2.0, 1.0, 2.0])
+    assert rows["rag"]["block"]["runs"] == 1 and rows[OVERALL]["block"]["runs"] == 4
+
+
+def test_six_questions_have_an_interval():
+    texts = [text(method, n, 8, 1.0 + (n if method == "target" else 0)) for n in range(6) for method in ("a", "target")]
+    middle, low, high = figures = spec_bench(texts, "a")
+    assert not isinstance(figures, Range) and low < middle < high
+    assert middle == pytest.approx(6 / sum(1 / (1 + n) for n in range(6)))
+
+
+# The tables.
+
+LINES = [
+    text(method, prompt, 8, seconds, category=category) | {"mode": "compare", "maxLen": 8, "temperature": 0.0}
+    for prompt, category in enumerate(("qa", "qa", "[b]rag"))
+    for method, seconds in (("target", 4.0), ("lookup", 2.0))
+]
+
+
+def shown(lines):
+    buffer = StringIO()
+    show(run_line(command="--compare lookup --prompts sample"), lines, file=buffer, color_system=None)
+    return buffer.getvalue()
+
+
+def test_the_table_has_a_row_for_each_category_and_method():
+    lines = shown(LINES).splitlines()
+    rows = [line.split() for line in lines[next(i for i, line in enumerate(lines) if "by category" in line) :]]
+    assert ["qa", "target", "alone", "250", "2.00", "0.75", "0.33", "1.00", "1.00"] in rows
+    assert ["lookup", "250", "2.00", "0.75", "0.33", "2.00", "2.00"] in rows
+    assert any(row[:3] == ["[b]rag", "target", "alone"] for row in rows) and any(row[:1] == ["overall"] for row in rows)
+    assert max(map(len, lines)) <= 100
+    plain = [{key: value for key, value in line.items() if key != "category"} for line in LINES]
+    assert "by category" not in shown(plain)
+
+
+def test_the_figure_has_a_bar_for_each_category_and_method(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
+    lines = [*LINES, *(line | {"mode": "speed"} for line in LINES), text("target", 0, 8, 1.0) | {"mode": "sweep"}]
+    assert figures.draw("categories", lines, tmp_path, "r1") == "figures/categories-r1.png"
+    (axes,) = drawn[0].axes
+    assert [bar.get_height() for bar in axes.patches] == [2.0, 2.0, 2.0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["qa", "[b]rag", "overall"]
+    figures.plt.close("all")
+
+
+def test_the_documentation_renders_a_record_by_category():
+    class Kept:
+        def run(self, name):
+            assert name == "categories"
+            run = run_line(command="--compare lookup --prompts sample")
+            return run, [line | {"dtype": "float32", "top_p": 1.0} for line in LINES]
+
+    titles, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in docsTables.categories(Kept(), {}).splitlines()
+        if line.startswith("|")
+    ]
+    assert titles[:2] == ["category", "method"] and len(rows) == 6
+    assert rows[0][0] == "qa" and rows[1][:2] == ["", "`lookup`"] and rows[1][-2:] == ["2.00", "2.00"]
+    assert rows[4][0] == OVERALL and rows[5][1] == "`lookup`"
+
+
+# Spec-Bench's own file.
+
+FILE = "".join(json.dumps(line) + "\n" for line in STORY).encode()
+
+
+@pytest.fixture
+def specbench(tmp_path, monkeypatch):
+    """A server on localhost in GitHub's place; the folder that it serves question.jsonl from."""
+    monkeypatch.setattr(files, "DATASETS", tmp_path / "datasets")
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "question.jsonl").write_bytes(FILE)
+    quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    handler = functools.partial(quiet, directory=served)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/question.jsonl"
+        monkeypatch.setattr(downloadData, "SPEC_BENCH_URL", url)
+        digest = f"sha256:{sha256(FILE).hexdigest()}"
+        monkeypatch.setattr(downloadData, "SPEC_BENCH_FILE", HubFile("question.jsonl", len(FILE), digest))
+        yield served
+        server.shutdown()
+
+
+def assert_refused(capsys, *words, arguments=("specbench",)):
+    assert_error(capsys, *words, arguments=arguments, script=downloadData)
+
+
+def test_spec_benchs_prompts_come_and_are_read_by_name(specbench, tmp_path, capsys):
+    with refused("downloadData.py (specbench)", "--prompts sample"):
+        read_questions("specbench")
+    assert_refused(capsys, "--offline", arguments=("specbench", "--offline"))
+    assert downloadData.main(["specbench"]) == 0 and "whole" in capsys.readouterr().out
+    assert [question.turns for question in read_questions("specbench")][1:] == [(s["prompt"],) for s in STORY[1:]]
+    manifest = read_manifest(tmp_path / "datasets" / "specbench")
+    assert (manifest.repo, manifest.rows) == ("hemingkx/Spec-Bench", {"test": 4})
+    (specbench / "question.jsonl").unlink()  # It is not fetched again,
+    assert downloadData.main(["specbench", "--offline"]) == downloadData.main(["specbench"]) == 0
+    file = tmp_path / "datasets" / "specbench" / "question.jsonl"
+    file.write_bytes(FILE.replace(b"tarn", b"lake"))  # unless it is damaged.
+    assert_refused(capsys, "damaged", arguments=("specbench", "--offline"))
+    (specbench / "question.jsonl").write_bytes(FILE)
+    assert downloadData.main(["specbench"]) == 0 and file.read_bytes() == FILE
+
+
+@pytest.mark.parametrize("content", [FILE[:-1], FILE + b"\n", FILE.replace(b"tarn", b"lake")])
+def test_another_file_is_never_taken_for_spec_benchs(specbench, tmp_path, capsys, content):
+    (specbench / "question.jsonl").write_bytes(content)
+    assert_refused(capsys, "another hash")
+    assert_refused(
+        capsys, "another hash", "--prompts", arguments=("specbench", "--from", str(specbench / "question.jsonl"))
+    )
+    (specbench / "question.jsonl").unlink()
+    assert_refused(capsys, "404", "--from", "127.0.0.1")
+    assert not list((tmp_path / "datasets").glob("spec*"))
+
+
+def test_a_copy_of_spec_benchs_file_is_installed_without_a_network(specbench, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(downloadData, "SPEC_BENCH_URL", "http://127.0.0.1:9/question.jsonl")
+    assert_refused(capsys, "127.0.0.1", "check the network")
+    assert downloadData.main(["specbench", "--from", str(specbench / "question.jsonl")]) == 0
+    assert len(read_questions("specbench")) == 4
+    assert downloadData.main(["specbench"]) == 0 and "nothing to download" in capsys.readouterr().out
