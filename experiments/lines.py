@@ -128,6 +128,21 @@ class SpeedLine(Conditions, TimedText):
     repeatable: NotRequired[bool]
 
 
+class QueueFigures(TypedDict):
+    """A queue of texts that a method decoded, `batch` at a time. seconds: of all, prefill included. tokens_per_round,
+    drafted_per_round: means over the rounds of all texts; None without rounds."""
+
+    method: str
+    repeat: int
+    batch: int
+    texts: int
+    tokens: int
+    seconds: float
+    throughput: float
+    tokens_per_round: float | None
+    drafted_per_round: float | None
+
+
 class Costs(TypedDict):
     """What theory needs to predict speed. alpha: the mean overlap of p and q where a guess was tested. scoring: the
     cost of scoring 1, 2, ... tokens, in units of the cost of one."""
@@ -141,6 +156,22 @@ class CostsLine(Conditions, Costs):
     """The costs measured by --sweep at one temperature."""
 
     kind: Literal["costs"]
+
+
+class QueueLine(Conditions, QueueFigures):
+    """A queue of texts."""
+
+    kind: Literal["queue"]
+
+
+class BatchCostsLine(Conditions):
+    """What theory needs to predict the speed of a batch. scoring: the cost of scoring 1, 2, ... tokens of each row.
+    drafting: of a guess of each row; 0 without a draft model. In units of a plain step of the batch."""
+
+    kind: Literal["batch_costs"]
+    batch: int
+    scoring: list[float]
+    drafting: float
 
 
 class OverlapLine(Conditions):
@@ -376,6 +407,8 @@ class EndLine(TypedDict):
 Line = (
     SpeedLine
     | CostsLine
+    | QueueLine
+    | BatchCostsLine
     | OverlapLine
     | DiversityLine
     | TextPerplexityLine

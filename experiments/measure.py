@@ -15,6 +15,7 @@ from decoding.rows import EndOfText
 from decoding.verification import RULES as VERIFICATIONS
 from experiments import diversity, sweep
 from experiments.acceptance import OverlapCounts, overlaps_of
+from experiments.batchSweep import measure_batches
 from experiments.lines import Append, Conditions
 from experiments.prepare import LoadedModels, Prepared
 from experiments.speed import Timed, Written, digest, ends_after, measure
@@ -53,6 +54,11 @@ def time_group(
     mode, max_len, prompts = conditions["mode"], conditions["maxLen"], prepared.prompts[conditions["promptLen"]]
     roles: Models = dict(models)
     samplers = build(measuring.groups[mode], roles, decoding)
+    if prepared.settings.flags[mode] == "batch":
+        target, verify = models["target"], VERIFICATIONS[decoding.verification]
+        parts = prompts, target, guesser(roles, decoding), verify, sampling, conditions
+        measure_batches(*parts, measuring.repeats_of(mode), measuring.seed, prepared.device, append)
+        return
     if mode == "sweep":
         drafter, verify = guesser(roles, decoding), VERIFICATIONS[decoding.verification]
         samplers |= sweep.samplers(models["target"], drafter, verify)

@@ -30,6 +30,7 @@ from experiments.lines import (
     FigureLine,
     Line,
     OverlapLine,
+    QueueLine,
     Run,
     RunLine,
     SpeedLine,
@@ -42,6 +43,7 @@ from report import losslessReport
 from report.runTables import (
     DIVERSITY_NOTES,
     PERPLEXITY_NOTES,
+    batch_tables,
     corpus_table,
     diversity_table,
     mode_of,
@@ -169,6 +171,9 @@ def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
             overlaps = of_kind(lines, OverlapLine)
             overlaps = [line for line in overlaps if (line["mode"], line["promptLen"]) == (mode, length)]
             of_speed += speed_tables(run, timed, overlaps)
+    queues = [line for line in lines if line["kind"] in ("queue", "batch_costs") and line.get("mode") == "sweep"]
+    for length in dict.fromkeys(line["promptLen"] for line in of_kind(queues, QueueLine)):
+        of_speed += batch_tables([line for line in queues if line["promptLen"] == length])
     yield from of_speed
     yield from losslessReport.report(lines)
     for figure in of_kind(lines, FigureLine):

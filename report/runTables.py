@@ -11,14 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.acceptance import expected
+from experiments.batchSweep import predict as predict_batches
 from experiments.categories import by_category, categories
 from experiments.diversity import FIGURES
 from experiments.lines import (
+    BatchCostsLine,
     CorpusPerplexityLine,
     CostsLine,
     DiversityLine,
     Line,
     OverlapLine,
+    QueueLine,
     RunLine,
     SpeedLine,
     TextPerplexityLine,
@@ -72,6 +75,11 @@ LEGEND = {
     "alpha by position": "alpha by position: the share at position 1, 2, ... of a round, where it was tested",
     "Spec-Bench's": "Spec-Bench's: the speed-up as Spec-Bench defines it, the ratio of two mean speeds over questions",
 }
+BATCH_NOTES = (
+    "A cell is a queue of texts, prefill included: medians over repeats. theory: tokens a round over what drafting and "
+    "scoring cost at that batch, decode steps alone. best: the fastest cell of a row, plain decoding included. "
+    "costAware chooses gamma itself, by row and by the number of rows."
+)
 POSITIONS = 4  # of a round, whose acceptance a table by category shows
 OVERLAPS = (
     "expected: tokens a round that follow from the mean sum of min(p, q) at each position of a round; of expected: "
@@ -317,6 +325,26 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
     for row in prediction["rows"]:
         table.add_row(*(cell(row) for cell in columns.values()))
     return table
+
+
+def batch_tables(lines: Sequence[QueueLine | BatchCostsLine]) -> Iterator[RenderableType]:
+    """The map of `--sweep batch`: a row for each batch."""
+    rows, first = predict_batches(lines), of_kind(lines, QueueLine)[0]
+    gammas = dict.fromkeys(row["gamma"] for prediction in rows.values() for row in prediction["rows"])
+    titles = [gamma if gamma == "costAware" else f"gamma {gamma}" for gamma in gammas]
+    title = (
+        f"Speed-up over plain decoding of the same batch (theory): queues of texts of {first['maxLen']} tokens after "
+        f"prompts of {first['promptLen']}, temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}"
+    )
+    table = grid(title, ["batch", "plain\ntokens/s", *titles, "best", "costAware\n/ best"])
+    for batch, prediction in rows.items():
+        cell = {row["gamma"]: f"{row['speedup'][0]:.2f} ({row['theory']:.2f})" for row in prediction["rows"]}
+        share = prediction["controller"]["best"]
+        best = prediction["best"].replace("target", "plain")
+        plain_speed = f"{prediction['plain'][0]:.0f}"
+        table.add_row(str(batch), plain_speed, *(cell.get(gamma, "") for gamma in gammas), best, span(share))
+    yield table
+    yield Text(BATCH_NOTES)
 
 
 def sweep_notes(cost: CostsLine, prediction: Prediction) -> str:
