@@ -169,7 +169,7 @@ def draw_categories(lines: Sequence[Line], path: Path) -> Path:
     groups = by_category([line for line in speed if mode_of(line) == mode_of(speed[0])])
     methods = [row["method"] for row in groups[OVERALL] if row["method"] not in ALONE]
     figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4), dpi=120, layout="constrained")
-    width, colours = 0.8 / max(1, len(methods)), plt.cm.plasma(np.linspace(0.05, 0.85, len(methods)))
+    width, colours = 0.8 / max(1, len(methods)), plt.cm.Blues(np.linspace(0.3, 0.75, len(methods)))
     for number, (method, colour) in enumerate(zip(methods, colours)):
         rows = [next((row for row in rows if row["method"] == method), None) for rows in groups.values()]
         middle, low, high = np.array([row["specBench"] if row else [np.nan] * 3 for row in rows]).T
