@@ -34,8 +34,7 @@ THEORIES = (  # key of `sweep.predict`, style of the line, label
 
 
 def draw(mode: str, lines: Sequence[Line], folder: Path, run: str) -> str:
-    """Draw the figure of a mode of a run. Returns its path in the folder of
-    the results."""
+    """Draw the figure of a mode of a run. Returns its path in the folder of the results."""
     drawers = {"sweep": draw_sweep, "lossless": draw_lossless, "categories": draw_categories, "batches": draw_batches}
     path = drawers[mode](lines, folder / "figures" / f"{mode}-{run}.png")
     return path.relative_to(folder).as_posix()

@@ -76,9 +76,8 @@ LEGEND = {
     "Spec-Bench's": "Spec-Bench's: the speed-up as Spec-Bench defines it, the ratio of two mean speeds over questions",
 }
 BATCH_NOTES = (
-    "A cell is a queue of texts, prefill included: medians over repeats. theory: tokens a round over what drafting and "
-    "scoring cost at that batch, decode steps alone. best: the fastest cell of a row, plain decoding included. "
-    "costAware chooses gamma itself, by row and by the number of rows."
+    "A cell is a queue of texts, prefill included: medians over repeats. costAware chooses gamma itself, for each row "
+    "of the batch. the best: the fastest cell beside it, plain decoding included."
 )
 POSITIONS = 4  # of a round, whose acceptance a table by category shows
 OVERLAPS = (
@@ -331,18 +330,23 @@ def batch_tables(lines: Sequence[QueueLine | BatchCostsLine]) -> Iterator[Render
     """The map of `--sweep batch`: a row for each batch."""
     rows, first = predict_batches(lines), of_kind(lines, QueueLine)[0]
     gammas = dict.fromkeys(row["gamma"] for prediction in rows.values() for row in prediction["rows"])
-    titles = [gamma if gamma == "costAware" else f"gamma {gamma}" for gamma in gammas]
     title = (
-        f"Speed-up over plain decoding of the same batch (theory): queues of texts of {first['maxLen']} tokens after "
-        f"prompts of {first['promptLen']}, temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}"
+        f"Speed-up over plain decoding of the same batch: queues of texts of {first['maxLen']} tokens after prompts of "
+        f"{first['promptLen']}, temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}"
     )
-    table = grid(title, ["batch", "plain\ntokens/s", *titles, "best", "costAware\n/ best"])
+    fixed = [gamma for gamma in gammas if gamma != "costAware"]
+    titles = [
+        "batch",
+        "plain\ntokens/s",
+        *(f"gamma\n{gamma}" for gamma in fixed),
+        "costAware",
+        "its share\nof the best",
+    ]
+    table = grid(title, titles)
     for batch, prediction in rows.items():
-        cell = {row["gamma"]: f"{row['speedup'][0]:.2f} ({row['theory']:.2f})" for row in prediction["rows"]}
-        share = prediction["controller"]["best"]
-        best = prediction["best"].replace("target", "plain")
-        plain_speed = f"{prediction['plain'][0]:.0f}"
-        table.add_row(str(batch), plain_speed, *(cell.get(gamma, "") for gamma in gammas), best, span(share))
+        cell = {row["gamma"]: f"{row['speedup'][0]:.2f}" for row in prediction["rows"]}
+        chosen = [cell.get(gamma, "") for gamma in (*fixed, "costAware")]
+        table.add_row(str(batch), f"{prediction['plain'][0]:.0f}", *chosen, span(prediction["controller"]["best"]))
     yield table
     yield Text(BATCH_NOTES)
 
