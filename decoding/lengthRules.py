@@ -206,7 +206,8 @@ class CostAware(LengthRule):
         return [plan.get(text, 0) for text in self.rows.numbers]
 
     def search_for(self, rows: int) -> Search:
-        """The search with so many rows. A new one begins with the costs for the next number of rows."""
+        """The search with so many rows. A new one begins with what another one has learnt, for the next number of
+        rows."""
         if rows not in self.searches:
             near = min(self.searches, key=lambda other: max(other, rows) / min(other, rows), default=None)
             if near is None:
@@ -218,7 +219,8 @@ class CostAware(LengthRule):
             else:
                 search = self.searches[near]
                 expected = {length: search.costs.seconds(length) for length in self.lengths}
-                self.searches[rows] = Search(expected, [], search.best)
+                opening = [search.best, *sorted({*self.OPENING} & {*self.lengths} - {search.best})]
+                self.searches[rows] = Search(expected, opening, search.best)
         return self.searches[rows]
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:

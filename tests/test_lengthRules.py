@@ -186,7 +186,17 @@ def test_rows_that_fail_guess_less_than_rows_that_pass():
 def test_a_smaller_batch_begins_with_what_a_larger_one_learnt():
     rule = CostAware(8)
     simulate_batch(rule, [0.9] * 8, lambda guesses: 1 + 0.01 * guesses)
-    assert rule.search_for(4).best == rule.searches[8].best and not rule.search_for(4).opening
+    assert rule.search_for(4).best == rule.searches[8].best == rule.search_for(4).opening[0]
+
+
+def test_a_larger_batch_finds_its_own_length():
+    """What pays for 8 rows costs more than it brings for 32."""
+    rule = CostAware(8)
+    simulate_batch(rule, [0.7] * 8, lambda guesses: 1 + 0.05 * guesses)
+    assert rule.search.best > 0
+    plain = 32 / 1.025
+    assert simulate_batch(rule, [0.7] * 32, lambda guesses: 1 + 0.05 * guesses) > 0.93 * plain
+    assert rule.search.best == 0
 
 
 def test_a_length_that_was_slow_once_is_tried_again():
