@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from ctypes.util import find_library
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,6 @@ FOLDER = ROOT / ".peers"  # what `python -m benchmark.engines.install` installs,
 SITE, SERVER = FOLDER / "site", FOLDER / "llama-server"
 WAIT = 1800.0  # seconds for an answer; converting a large model takes minutes
 ENVIRONMENTS = {"vllmCpu": FOLDER / "vllm"}  # {module: its virtual environment}; the others run in this one
-PRELOADED = "libtcmalloc_minimal.so.4"  # what vLLM's documentation wants loaded first, where the system has it
 CODE = "from benchmark.engines import engineProcess; engineProcess.main()"
 REASON = 200  # characters of a reason
 EMBEDDINGS = ("gpt_neox.embed_in.weight", "embed_out.weight", "lm_head.weight", "model.embed_tokens.weight")
@@ -242,13 +242,15 @@ class EngineProcess:
 
 def start_engine(module: str) -> EngineProcess:
     """The process of an engine. It runs the Python of the engine's own environment, if that is installed; otherwise
-    this one's, which says what is missing."""
+    this one's, which says what is missing.
+
+    vLLM's documentation wants an allocator and Intel's OpenMP loaded first, where they are installed.
+    """
     folder = ENVIRONMENTS.get(module)
     if folder is None or not (folder / "bin" / "python").exists():
         return EngineProcess()
-    allocators = [path for place in ("/usr/lib", "/usr/lib64") for path in Path(place).glob(f"**/{PRELOADED}")]
-    preload = [*allocators[:1], *(folder / "lib").glob("libiomp5.so")]
-    return EngineProcess([str(folder / "bin" / "python"), "-c", CODE], list(map(str, preload)))
+    preload = [find_library("tcmalloc_minimal"), *map(str, (folder / "lib").glob("libiomp5.so"))]
+    return EngineProcess([str(folder / "bin" / "python"), "-c", CODE], list(filter(None, preload)))
 
 
 class RequestHandler:

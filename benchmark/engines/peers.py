@@ -167,7 +167,7 @@ class Peer:
         """Convert and load what the row needs, into at most `free` bytes of memory."""
         row = self.row
         models = {"target": (sources["target"], row.stored)}
-        if row.draft in sources:
+        if row.draft and row.draft != "lookup":
             models["draft"] = sources[row.draft], COPY if row.draft == "target" else row.stored
         folders = {role: str(convert(row.module, *model, start_process)) for role, model in models.items()}
         needed = SPACE * sum(source.parameters * stored for source, stored in models.values())
@@ -214,6 +214,8 @@ class Peer:
             "batch", prompts=list(prompts), count=count, **sampling, seeds=list(seeds), batch=batch
         )
         texts = answer["texts"]
+        if len(texts) != len(prompts):
+            raise PeerError(f"it wrote {len(texts)} texts, and {len(prompts)} were asked for")
         return BatchRun(
             [text["tokens"] for text in texts], [record_of(text, count) for text in texts], answer["seconds"]
         )
@@ -381,7 +383,7 @@ def prepare_peers(
     files for `test.py --audit`. batch: as in `start_peers`."""
     peers: list[Peer] = []
     memory = available_memory("cpu")
-    context = max(map(len, prompts)) + max_len + 2 * gamma + 8
+    context = max(map(len, prompts)) + max(max_len, checker.tokens) + 2 * gamma + 8
     for row in followed(rows, "other engines", len(rows)):
         peer = Peer(row, max_len, batch if row.batches else 1)
         peers.append(peer)

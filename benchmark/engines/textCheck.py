@@ -76,6 +76,11 @@ class TextChecker:
         self.target, self.draft, self.limit, self.seed, self.samples = target, draft, limit, seed, samples
         self.drawn: list[tuple[list[int], list[int]]] = []
 
+    @property
+    def tokens(self) -> int:
+        """Of the longest text that is checked."""
+        return max(GREEDY_TOKENS, TEXT_TOKENS if self.samples else 0)
+
     def greedy(self, write: Write, prompts: Sequence[list[int]], unit: float) -> Figures:
         """The figures of greedy texts: tokens, those that are not the argmax, and those that rounding does not
         explain. unit: the unit roundoff of the engine. Raises ValueError if there are any of the last kind."""

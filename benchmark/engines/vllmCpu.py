@@ -16,6 +16,7 @@ LOOKUP = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}  # tokens that must ma
 BLOCK = 128  # tokens of a block of the KV cache
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # The engine runs in this process, which is stopped while it is idle.
+    "VLLM_USE_AOT_COMPILE": "0",  # What 0.32 compiled ahead of time for a CPU it cannot load, and compiles it again.
     "VLLM_CACHE_ROOT": str(ENVIRONMENTS["vllmCpu"] / "cache"),
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -39,6 +40,7 @@ class Engine:
         import vllm
 
         self.library, self.version = vllm, vllm.__version__
+        model = Weights(Path(request.target), 0)
         options: dict[str, Any] = {"max_num_seqs": request.batch, "enable_prefix_caching": False}
         if request.lookup:
             options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": request.gamma, **LOOKUP}
@@ -46,8 +48,8 @@ class Engine:
         self.engine = vllm.LLM(
             model=request.target,
             dtype=request.precision,
-            max_model_len=request.context,
-            kv_cache_memory_bytes=cache_bytes(request),
+            max_model_len=min(request.context, model.context),
+            kv_cache_memory_bytes=cache_bytes(request, model),
             skip_tokenizer_init=True,
             disable_log_stats=True,
             **options,
@@ -106,9 +108,8 @@ def preloaded() -> list[str]:
     return [name for name in os.environ.get("LD_PRELOAD", "").split(":") if name]
 
 
-def cache_bytes(request: LoadRequest) -> int:
+def cache_bytes(request: LoadRequest, model: Weights) -> int:
     """The bytes of a KV cache for `request.batch` texts of `request.context` tokens, with a block to spare for each."""
-    model = Weights(Path(request.target), 0)
     each = 2 * model.layers * model.groups * model.head * torch.finfo(getattr(torch, request.precision)).bits // 8
     blocks = request.batch * (-(-request.context // BLOCK) + 1) + 1
     return blocks * BLOCK * each
