@@ -136,15 +136,15 @@ static inline void score(const T (*queries)[PARTS * 32], const T* keys, long D, 
 }
 
 // The softmax over the slots up to at[i] that nodes show, for N queries: numerators in weights[N][reach], denominators
-// in total[N].
+// in total[N]. next: what is read after the keys.
 template <typename T, int PARTS, int N>
 static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const int64_t* at, Nodes nodes, long reach,
-                  float scale, float* weights, float* total) {
+                  float scale, float* weights, float* total, const T* next) {
     __m512 top[N], sum[N];
     for (int i = 0; i < N; i++) top[i] = _mm512_set1_ps(NEVER), sum[i] = _mm512_setzero_ps();
     for (long j = 0; j < reach; j += 16) {
         __m512 s[N];
-        ask_for(keys + j * D, 16 * D * sizeof(T));
+        ask_for(keys + j * D, 16 * D * sizeof(T), keys + reach * D, next);
         score<T, PARTS, N>(queries, keys + j * D, D, reach - j, s);
         auto there = first(reach - j);
 #pragma GCC unroll 12
@@ -194,7 +194,8 @@ static inline void narrowed(const __m512* y, long left, bf16* x) {
 // of slots, which stay in the processor's cache, and within a tile by parts of 32 numbers, whose accumulators stay in
 // registers.
 template <typename T, int PARTS, int N>
-static void mix(const T* values, long D, const float* weights, const float* total, long reach, T* const* out) {
+static void mix(const T* values, long D, const float* weights, const float* total, long reach, T* const* out,
+                const T* next) {
     constexpr long TILE = 64;
     constexpr int WAYS = N == 1 ? 4 : N == 2 ? 2 : 1;  // Accumulators that do not wait for each other.
     __m512 sum[PARTS][N][2] = {};
@@ -204,7 +205,7 @@ static void mix(const T* values, long D, const float* weights, const float* tota
             __m512 acc[WAYS][N][2] = {};
             auto add = [&](long j, int way) __attribute__((always_inline)) {
                 __m512 value[2];
-                if (part == 0) ask_for(values + j * D, D * sizeof(T));
+                if (part == 0) ask_for(values + j * D, D * sizeof(T), values + reach * D, next);
                 widened(values + j * D + 32 * part, D - 32 * part, value);
 #pragma GCC unroll 12
                 for (int i = 0; i < N; i++) {
@@ -239,7 +240,7 @@ static inline void pack_slots(const char* keys, long left, long words, char* to)
 
 template <typename T, int PARTS, int N>
 static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const int64_t* at, Nodes nodes, long reach,
-                  float scale, float* weights, float* total) {
+                  float scale, float* weights, float* total, const T*) {
     float q[N][PARTS * 32];
     for (int i = 0; i < N; i++)
         for (int l = 0; l < D; l++) q[i][l] = wide(queries[i][l]);
@@ -269,7 +270,8 @@ static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const i
 }
 
 template <typename T, int PARTS, int N>
-static void mix(const T* values, long D, const float* weights, const float* total, long reach, T* const* out) {
+static void mix(const T* values, long D, const float* weights, const float* total, long reach, T* const* out,
+                const T*) {
     float sum[N][PARTS * 32] = {};
     for (long j = 0; j < reach; j++) {
         float value[PARTS * 32];
@@ -336,8 +338,8 @@ static void attend_cell(const Attention<T>& a, const Span& span, long head, long
         auto run = [&]<int N>(std::integral_constant<int, N>) {
             float total[N];
             weigh<T, PARTS, N>(queries, a.keys + cell, a.D, at, {root, a.roots ? ancestors : nullptr}, reach, a.scale,
-                               weights.data(), total);
-            mix<T, PARTS, N>(a.values + cell, a.D, weights.data(), total, reach, out);
+                               weights.data(), total, a.values + cell);
+            mix<T, PARTS, N>(a.values + cell, a.D, weights.data(), total, reach, out, a.keys + cell + a.capacity * a.D);
         };
         [&]<size_t... N>(std::index_sequence<N...>) {
             ((many == N + 1 ? run(std::integral_constant<int, N + 1>()) : void()), ...);
