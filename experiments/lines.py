@@ -87,10 +87,12 @@ class TimedText(Label):
 
     prompt: its number. report_tpot: the course report's time per token, prefill included. rounds, drafted, accepted: of
     the text. acceptance_by_position: (tested, accepted) for the guess at each position of a round. input, sha256: the
-    digests of the prompt and of the new tokens.
+    digests of the prompt and of the new tokens. batch: texts decoded at a time, if more than one. Then the times count
+    from the moment the text gets its row of the batch.
     """
 
     method: str
+    batch: NotRequired[int]
     prompt: int
     repeat: int
     prompt_tokens: int
@@ -126,6 +128,25 @@ class SpeedLine(Conditions, TimedText):
 
     kind: Literal["speed"]
     repeatable: NotRequired[bool]
+
+
+class Queue(TypedDict):
+    """All prompts of a mode, continued by a method, `batch` at a time. tokens: of all texts. seconds: from the call to
+    the last token of all. throughput: tokens per second."""
+
+    method: str
+    repeat: int
+    batch: int
+    texts: int
+    tokens: int
+    seconds: float
+    throughput: float
+
+
+class QueueLine(Conditions, Queue):
+    """One timed queue. Its texts have lines of their own."""
+
+    kind: Literal["queue"]
 
 
 class Costs(TypedDict):
@@ -227,13 +248,15 @@ class ShownCounts(TypedDict):
 
 
 class TrialConditions(TypedDict):
-    """What all drawn texts of --lossless have in common. limit: the p-value below which a test rejects a method."""
+    """What all drawn texts of --lossless have in common. limit: the p-value below which a test rejects a method.
+    batch: texts decoded at a time, if --batch says so."""
 
     temperature: float
     top_p: float
     maxLen: int
     dtype: str
     limit: float
+    batch: NotRequired[int]
 
 
 class LosslessLine(TrialConditions, EvidenceFigures, ShownCounts):
@@ -375,6 +398,7 @@ class EndLine(TypedDict):
 # Any line but the first of a run.
 Line = (
     SpeedLine
+    | QueueLine
     | CostsLine
     | OverlapLine
     | DiversityLine

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Generator
@@ -15,9 +16,9 @@ from decoding.rows import EndOfText
 from decoding.verification import RULES as VERIFICATIONS
 from experiments import diversity, sweep
 from experiments.acceptance import OverlapCounts, overlaps_of
-from experiments.lines import Append, Conditions
+from experiments.lines import Append, Conditions, TimedText
 from experiments.prepare import LoadedModels, Prepared
-from experiments.speed import Timed, Written, digest, ends_after, measure
+from experiments.speed import Timed, TimedQueue, Written, digest, ends_after, measure, measure_queues
 from inputs.commandLine import visible
 from inputs.progress import Bar, followed
 from inputs.texts import Corpus
@@ -79,14 +80,37 @@ def time_group(
 
         return method
 
-    methods, repeats = {name: timed(sampler) for name, sampler in samplers.items()}, measuring.repeats_of(mode)
-    with Bar(mode, len(methods) * len(prompts) * repeats) as bar:
-        numbers = prepared.processes.share(prompts)
-        texts = measure(methods, prompts, repeats, measuring.seed, prepared.device, numbers=numbers)
-        for text in prepared.processes.merged(texts):
+    def in_batches(sampler: Sampler) -> TimedQueue:
+        def method(
+            prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
+        ) -> Written:
+            ends: EndOfText = prepared.ends if first is None else ends_after(first, batch)
+            options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "batch": batch}
+            return sampler(prompts, end_of_text=ends, generator=generators, **options)
+
+        return method
+
+    batch, repeats, seed = measuring.batch or 1, measuring.repeats_of(mode), measuring.seed
+    with Bar(mode, len(samplers) * len(prompts) * repeats) as bar:
+
+        def keep(text: TimedText) -> None:
             text |= prepared.label_of(text["prompt"])
             append({"kind": "speed", "repeatable": repeatable(text["method"], decoding), **conditions, **text})
             bar.update()
+
+        if batch > 1:
+            queues = {name: in_batches(sampler) for name, sampler in samplers.items()}
+            for texts, queue in measure_queues(queues, prompts, batch, repeats, seed, prepared.device):
+                for text in texts:
+                    keep(text)
+                append({"kind": "queue", **conditions, **queue})
+            return
+        methods = {name: timed(sampler) for name, sampler in samplers.items()}
+        numbers = prepared.processes.share(prompts)
+        for text in prepared.processes.merged(
+            measure(methods, prompts, repeats, seed, prepared.device, numbers=numbers)
+        ):
+            keep(text)
 
 
 def overlaps_by_method(

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Generator
-
 from decoding.drafter import Drafter
 from decoding.lengthRules import RULES as LENGTH_RULES
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
-from decoding.rows import Callback, EndOfText, Record
+from decoding.rows import Callback, EndOfText, Generators, Record
 from decoding.trees.rules import TREE_RULES
 from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree
@@ -78,8 +76,9 @@ class Sampler(Protocol):
         max_len: int,
         sampling: Sampling,
         end_of_text: EndOfText = None,
-        generator: Generator | None = None,
+        generator: Generators = None,
         callback: Callback | None = None,
+        batch: int | None = None,
     ) -> tuple[list[list[int]], list[Record]]: ...
 
 

@@ -30,6 +30,7 @@ from experiments.lines import (
     FigureLine,
     Line,
     OverlapLine,
+    QueueLine,
     Run,
     RunLine,
     SpeedLine,
@@ -168,7 +169,8 @@ def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
         else:
             overlaps = of_kind(lines, OverlapLine)
             overlaps = [line for line in overlaps if (line["mode"], line["promptLen"]) == (mode, length)]
-            of_speed += speed_tables(run, timed, overlaps)
+            queues = [q for q in of_kind(lines, QueueLine) if (q.get("mode"), q.get("promptLen")) == (mode, length)]
+            of_speed += speed_tables(run, timed, overlaps, queues)
     yield from of_speed
     yield from losslessReport.report(lines)
     for figure in of_kind(lines, FigureLine):
