@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -108,21 +110,56 @@ class TargetConfidence(Fixed):
             self.next[text] = self.length if is_sure else 0
 
 
+class Search:
+    """The search for the best of some lengths, with about so many rows in the batch.
+
+    costs: the seconds of a whole round of each length. rounds: so far. opening: the lengths that are tried first.
+    best: the best length so far.
+    """
+
+    PROBE = 24  # One pair of rounds in so many tries another length,
+    WORTH = 0.3  # unless it seems to give less than this share of the tokens per second of the best.
+
+    def __init__(self, expected: Mapping[int, float], opening: Sequence[int], best: int) -> None:
+        self.costs, self.lengths = Costs(expected), sorted(expected)
+        self.opening, self.best, self.rounds = opening, best, 0
+
+    def choose(self, rate: Callable[[int], float]) -> int:
+        """The length of the next round. rate: the tokens per second that a length should give."""
+        pair = self.rounds // 2
+        self.rounds += 1
+        if pair < len(self.opening):
+            return self.opening[pair]
+        if pair % self.PROBE:
+            return self.best
+        at, turn = self.lengths.index(self.best), pair // self.PROBE % 4
+        last = len(self.lengths) - 1
+        other = self.lengths[(0, max(at - 1, 1), min(at + 1, last), max(at, 1))[turn]]
+        return other if rate(other) > self.WORTH * rate(self.best) else self.best
+
+
 class CostAware(LengthRule):
     """The length of LENGTHS with the most expected tokens per second; 0 (plain decoding) is one of them.
 
     The rule keeps running estimates of alpha at each position of a round, and of the seconds of a whole round of each
-    length (`Costs`). Lengths come in pairs of rounds and the first is not timed: it finds cold caches, and the draft
-    may have to read what it missed. Some pairs try a length beside the best one, so that a change is noticed. The
-    estimates outlive a text: use one object for all texts. LENGTHS are few, as shapes that return often are faster.
+    length (`Costs`). What guesses cost depends on the number of rows that are decoded together: the more rows, the
+    less of the target's work is for nothing. So each number of rows, up to the next power of two, has a `Search` of its
+    own, which begins with what another one has learnt.
+
+    Lengths come in pairs of rounds and the first is not timed: it finds cold caches, and the draft may have to read
+    what it missed. Some pairs try a length beside the best one, so that a change is noticed. The estimates outlive a
+    text: use one object for all texts. LENGTHS are few, as shapes that return often are faster.
+
+    Of several rows, each has an alpha of its own. A row makes only guesses that are worth their time: the chance that a
+    guess is accepted, over what it costs, must reach the tokens per second of the whole batch.
     """
 
     LENGTHS = (0, 1, 2, 3, 4, 6, 10)
     OPENING = (4, 2, 0, 6, 1)  # What is tried first.
-    MEMORY, PROBE = 0.995, 24  # Weight of the past in each round; one pair in PROBE tries another length,
-    WORTH = 0.3  # unless it seems to give less than this share of the tokens per second of the best.
+    MEMORY = 0.995  # Weight of the past in each round,
+    OF_ROW = 0.9  # and for the alpha of one row.
     # A position with few tests borrows FAITH tests from the position before it; the first position borrows from alpha
-    # = HOPE. Old tests lose weight, so a draft that was once unlucky is tried again.
+    # = HOPE. Old tests lose weight, so a draft that was once unlucky is tried again. A row borrows from all rows.
     FAITH, HOPE = 4, 0.7
     GUESS = 0.25  # Expected cost of a guess beside plain decoding, until rounds were timed.
 
@@ -130,51 +167,83 @@ class CostAware(LengthRule):
         if length < 1:
             raise UserError(f"gamma must be 1 or more, not {length}")
         self.lengths: list[int] = [choice for choice in self.LENGTHS if choice < length] + [length]
-        self.longest, self.rounds, self.best = length, 0, min(4, length)
+        self.longest = length
         self.tested, self.passed = [0.0] * length, [0.0] * length
-        self.costs = Costs({guesses: 1 + self.GUESS * guesses for guesses in self.lengths})
+        self.searches: dict[int, Search] = {}  # {rows: the search}
 
     def begin(self, rows: Rows) -> None:
-        self.rows, self.before = rows, -1
+        self.rows, self.before = rows, (0, 0)
+        self.of_text: dict[int, tuple[float, float]] = {}  # {text: guesses tested, passed}
 
     def gammas(self) -> Sequence[int]:
-        self.start = time.perf_counter()
-        return [self.choose()] * self.rows.size
+        self.start, left = time.perf_counter(), self.rows.left
+        live = sum(map(bool, left))
+        rows = 1 << max(0, live - 1).bit_length()
+        self.search = self.search_for(rows)
+        length = self.search.choose(self.rate)
+        self.kind = rows, length
+        chosen = [length] * len(left)
+        if live > 1 and length:
+            chosen = [self.worth_guessing(text, length) for text in self.rows.numbers]
+        self.asked = {text: min(g, more - 1) for text, g, more in zip(self.rows.numbers, chosen, left) if more}
+        return chosen
 
-    def choose(self) -> int:
-        """The length of the next round."""
-        pair = self.rounds // 2
-        self.rounds += 1
-        if pair < len(self.OPENING):
-            return min(self.OPENING[pair], self.longest)
-        if pair % self.PROBE:
-            return self.best
-        at, turn = self.lengths.index(self.best), pair // self.PROBE % 4
-        last = len(self.lengths) - 1
-        other = self.lengths[(0, max(at - 1, 1), min(at + 1, last), max(at, 1))[turn]]
-        return other if self.rate(other) > self.WORTH * self.rate(self.best) else self.best
+    def search_for(self, rows: int) -> Search:
+        """The search with so many rows. A new one begins with the costs for the next number of rows."""
+        if rows not in self.searches:
+            near = min(self.searches, key=lambda other: max(other, rows) / min(other, rows), default=None)
+            if near is None:
+                expected = {length: 1 + self.GUESS * length for length in self.lengths}
+                opening = [min(length, self.longest) for length in self.OPENING]
+                self.searches[rows] = Search(expected, opening, min(4, self.longest))
+            else:
+                search = self.searches[near]
+                expected = {length: search.costs.seconds(length) for length in self.lengths}
+                self.searches[rows] = Search(expected, [], search.best)
+        return self.searches[rows]
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
-        seconds, guesses = time.perf_counter() - self.start, max(drafted.values())
+        """A guess that a drafter was asked for and did not make counts as one that was rejected."""
+        seconds = time.perf_counter() - self.start
         for i in range(self.longest):  # A position that is no longer tested falls back on the one before it, in time.
-            reached = [row for row, taken in accepted.items() if taken >= i and drafted[row] > i]
-            passed = sum(accepted[row] > i for row in reached)
+            reached = [text for text, taken in accepted.items() if taken >= i and self.asked[text] > i]
+            passed = sum(accepted[text] > i for text in reached)
             self.tested[i] = self.MEMORY * self.tested[i] + len(reached) / len(accepted)
             self.passed[i] = self.MEMORY * self.passed[i] + passed / len(accepted)
-        if guesses == self.before and guesses in self.lengths:
-            self.costs.learn(guesses, seconds)
-        self.before = guesses
-        if self.rounds % 4 == 0:  # The search costs a hundredth of a round.
-            self.best = max(self.lengths, key=self.rate)
+        for text, taken in accepted.items():
+            tested, passed_by_text = self.of_text.get(text, (0.0, 0.0))
+            more = min(taken + 1, self.asked[text])
+            self.of_text[text] = self.OF_ROW * tested + more, self.OF_ROW * passed_by_text + taken
+        if self.kind == self.before:
+            self.search.costs.learn(self.kind[1], seconds)
+        self.before = self.kind
+        if self.search.rounds % 4 == 0:  # The search costs a hundredth of a round.
+            self.search.best = max(self.lengths, key=self.rate)
 
-    def rate(self, length: int) -> float:
-        """Expected tokens per second of a round with `length` guesses."""
-        tokens, reach, alpha = 1.0, 1.0, self.HOPE
+    def alphas(self, length: int) -> Iterator[float]:
+        """Estimates of alpha at the first `length` positions."""
+        alpha = self.HOPE
         for tested, passed in zip(self.tested[:length], self.passed[:length]):
             alpha = (passed + self.FAITH * alpha) / (tested + self.FAITH)
-            reach *= alpha
-            tokens += reach
-        return tokens / self.costs.seconds(length)
+            yield alpha
+
+    def expected(self, length: int) -> float:
+        """Expected tokens of a round with `length` guesses."""
+        return 1 + sum(itertools.accumulate(self.alphas(length), operator.mul))
+
+    def rate(self, length: int) -> float:
+        """Expected tokens per second of a row, in rounds with `length` guesses."""
+        return self.expected(length) / self.search.costs.seconds(length)
+
+    def worth_guessing(self, text: int, length: int) -> int:
+        """How many of `length` guesses are worth their time for a text."""
+        seconds = self.search.costs.seconds
+        price = self.rate(length) * max(0.0, seconds(length) - seconds(0)) / length  # in tokens, of a guess
+        mean = (sum(self.passed) + self.FAITH * self.HOPE) / (sum(self.tested) + self.FAITH)
+        tested, passed = self.of_text.get(text, (0.0, 0.0))
+        share = (passed + self.FAITH * mean) / (tested + self.FAITH) / mean  # of this text's alpha, in that of all
+        reach = itertools.accumulate((min(1.0, share * alpha) for alpha in self.alphas(length)), operator.mul)
+        return sum(itertools.takewhile(bool, (chance >= price for chance in reach)))
 
 
 RULES: dict[str, Callable[..., LengthRule]] = {

@@ -19,7 +19,7 @@ from utils import Sampling
 
 def rows(count):
     """What a rule must know of a new batch."""
-    return SimpleNamespace(prompts=[[1]] * count, numbers=list(range(count)), size=count, device="cpu")
+    return SimpleNamespace(prompts=[[1]] * count, numbers=list(range(count)), size=count, left=[1 << 20] * count)
 
 
 def tell(rule, drafted, accepted, p_token=()):
@@ -115,9 +115,9 @@ def test_cost_aware_is_near_the_best_length_wherever_that_is(alpha, price):
 def test_cost_aware_follows_a_change():
     rule = CostAware(8)
     simulate(rule, 0.9, 0.05, 1.0)
-    before = rule.best
+    before = rule.search.best
     simulate(rule, 0.1, 0.3, 1.0)
-    assert before > 4 and rule.best <= 1
+    assert before > 4 and rule.search.best <= 1
 
 
 def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(monkeypatch):
@@ -143,12 +143,13 @@ def test_a_length_that_was_slow_once_is_tried_again():
     """As when a graph was made in its first rounds."""
     rule = CostAware(4)
     rule.begin(rows(1))
+    costs = rule.search_for(1).costs
     for length in rule.lengths:
         for _ in range(2):
-            rule.costs.learn(length, 100.0 if length == 2 else 1.0 + 0.3 * length)
-    assert rule.costs.seconds(2) > 2.5
+            costs.learn(length, 100.0 if length == 2 else 1.0 + 0.3 * length)
+    assert costs.seconds(2) > 2.5
     simulate(rule, 0.62, 0.3, 1.0)
-    assert rule.costs.seconds(2) == pytest.approx(rule.costs.seconds(1) * 1.6 / 1.3, rel=0.2)
+    assert costs.seconds(2) == pytest.approx(costs.seconds(1) * 1.6 / 1.3, rel=0.2)
 
 
 def test_a_length_that_is_far_too_long_is_never_tried():
