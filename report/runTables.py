@@ -236,20 +236,24 @@ def trees_beside_chains(lines: Timed, rows: Sequence[Summary]) -> Iterator[str]:
     speed = {row["method"]: row["speedup"][0] for row in rows if row["method"] not in (*TREES, *ALONE)}
     for tree in [row["method"] for row in rows if row["method"] in TREES] if speed else []:
         fastest = max(speed, key=speed.__getitem__)
-        ratio, low, high = figures = interval(paired_ratios(lines, tree, fastest))
-        ends = f"({low:.3f}–{high:.3f})" if isinstance(figures, Range) else f"[{low:.3f}, {high:.3f}]"
-        yield f"{name_of(tree)} over {name_of(fastest)}, the fastest of the others: {ratio:.3f} {ends}, paired."
+        ratio = with_ends(paired_ratios(lines, tree, fastest))
+        yield f"{name_of(tree)} over {name_of(fastest)}, the fastest of the others: {ratio}, paired."
 
 
 def gain_without_cache(lines: Timed) -> Iterator[str]:
     """A sentence with the figure that the course report gives: speculative over plain, both without a KV cache."""
     ratios = paired_ratios(lines, "speculativeNoCache", "noCache")
     if ratios:
-        ratio, low, high = interval(ratios)
         yield (
-            f"Both without a KV cache, as in the course report's code, speculative over plain: {ratio:.3f} "
-            f"[{low:.3f}, {high:.3f}] (paired)."
+            "Both without a KV cache, as in the course report's code, speculative over plain: "
+            f"{with_ends(ratios)} (paired)."
         )
+
+
+def with_ends(ratios: Sequence[float]) -> str:
+    """The median of some ratios, and its interval or range."""
+    ratio, low, high = figures = interval(ratios)
+    return f"{ratio:.3f} " + (f"({low:.3f}–{high:.3f})" if isinstance(figures, Range) else f"[{low:.3f}, {high:.3f}]")
 
 
 def theory_table(rows: Iterable[Summary], overlaps: Mapping[str, OverlapLine]) -> Table:
