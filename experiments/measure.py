@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from decoding.rows import EndOfText
 from decoding.verification import RULES as VERIFICATIONS
 from experiments import diversity, sweep
 from experiments.acceptance import OverlapCounts, overlaps_of
-from experiments.lines import Append, Conditions, TimedText
+from experiments.lines import Append, Conditions, Queue, TimedText
 from experiments.prepare import LoadedModels, Prepared
 from experiments.speed import Timed, TimedQueue, Written, digest, ends_after, measure, measure_queues
 from inputs.commandLine import visible
@@ -73,7 +73,29 @@ def time_group(
                 }
             )
 
-    def timed(sampler: Sampler) -> Timed:
+    repeats = measuring.repeats_of(mode)
+    with Bar(mode, len(samplers) * len(prompts) * repeats) as bar:
+        for texts, queues in timings(prepared, samplers, prompts, repeats, max_len, sampling):
+            for text in texts:
+                text |= prepared.label_of(text["prompt"])
+                append({"kind": "speed", "repeatable": repeatable(text["method"], decoding), **conditions, **text})
+                bar.update()
+            for queue in queues:
+                append({"kind": "queue", **conditions, **queue})
+
+
+def timings(
+    prepared: Prepared,
+    samplers: Mapping[str, Sampler],
+    prompts: list[list[int]],
+    repeats: int,
+    max_len: int,
+    sampling: Sampling,
+) -> Iterator[tuple[list[TimedText], list[Queue]]]:
+    """The figures of each timed text by itself; with --batch, those of the texts of each queue, and of the queue."""
+    seed, batch, device = prepared.settings.measuring.seed, prepared.settings.measuring.batch or 1, prepared.device
+
+    def alone(sampler: Sampler) -> Timed:
         def method(prompt: list[int], generator: Generator, first: int | None = None) -> Written:
             end_of_text: EndOfText = prepared.ends if first is None else ends_after(first)
             return sampler([prompt], max_len=max_len, sampling=sampling, end_of_text=end_of_text, generator=generator)
@@ -90,27 +112,15 @@ def time_group(
 
         return method
 
-    batch, repeats, seed = measuring.batch or 1, measuring.repeats_of(mode), measuring.seed
-    with Bar(mode, len(samplers) * len(prompts) * repeats) as bar:
-
-        def keep(text: TimedText) -> None:
-            text |= prepared.label_of(text["prompt"])
-            append({"kind": "speed", "repeatable": repeatable(text["method"], decoding), **conditions, **text})
-            bar.update()
-
-        if batch > 1:
-            queues = {name: in_batches(sampler) for name, sampler in samplers.items()}
-            for texts, queue in measure_queues(queues, prompts, batch, repeats, seed, prepared.device):
-                for text in texts:
-                    keep(text)
-                append({"kind": "queue", **conditions, **queue})
-            return
-        methods = {name: timed(sampler) for name, sampler in samplers.items()}
-        numbers = prepared.processes.share(prompts)
-        for text in prepared.processes.merged(
-            measure(methods, prompts, repeats, seed, prepared.device, numbers=numbers)
-        ):
-            keep(text)
+    if batch > 1:
+        queues = {name: in_batches(sampler) for name, sampler in samplers.items()}
+        for texts, queue in measure_queues(queues, prompts, batch, repeats, seed, device):
+            yield texts, [queue]
+        return
+    methods = {name: alone(sampler) for name, sampler in samplers.items()}
+    numbers = prepared.processes.share(prompts)
+    for text in prepared.processes.merged(measure(methods, prompts, repeats, seed, device, numbers=numbers)):
+        yield [text], []
 
 
 def overlaps_by_method(

@@ -282,7 +282,8 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     settings, translation = with_translation(settings, folders, tokenizer)
     measuring, draft_vocab = settings.measuring, settings.models.draft_vocab
     outlines = [outline(folder, tokenizer) for folder in folders.values()]
-    context = min(model.context for model in outlines)
+    shortest = min(outlines, key=lambda model: model.context)
+    context = shortest.context
     prompts, article = choose_texts(settings, named, questions, corpora, tokenizer, context)
     check_queues(settings, prompts)
     longest = with_longest_answers(settings, prompts, questions)
@@ -293,11 +294,7 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         draft = outline(folders["draft"], translation.tokenizer)
         slots = max(slots, check_rooms(settings, translated, list(map(translation.row, article)), [draft]))
     passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
-    audited = (
-        read_texts(measuring.audit, tokenizer, min(outlines, key=lambda model: model.context))
-        if measuring.audit
-        else []
-    )
+    audited = read_texts(measuring.audit, tokenizer, shortest) if measuring.audit else []
     most = max([slots, *(len(text.prompt) + len(text.tokens) for text in audited)])
     window = min(texts.window, context)
     prepared = Prepared(
