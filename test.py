@@ -96,7 +96,7 @@ def measure(prepared: Prepared, models: LoadedModels, append: Append, picture: C
     for mode in measuring.timed:
         measure_speed(prepared, models, mode, append)
     if "sweep" in measuring.groups:
-        picture("sweep")
+        picture("batches" if prepared.settings.flags["sweep"] == "batch" else "sweep")
     if prepared.questions and set(measuring.timed) != {"sweep"}:
         picture("categories")
     if "lossless" in measuring.groups and run_trials(prepared, models, append):

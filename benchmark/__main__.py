@@ -270,12 +270,17 @@ def check_texts(
     unit = torch.finfo(DTYPES[dtype]).eps / 2
 
     def check(name: str) -> TextLine:
-        def write(prompt: list[int], count: int, temperature: float, seed: int) -> list[int]:
+        def write(
+            prompts: Sequence[list[int]], count: int, temperature: float, seeds: Sequence[int]
+        ) -> list[list[int]]:
             sampling = replace(SAMPLING, temperature=temperature) if temperature else GREEDY
-            (tokens,), _ = rows[name](prompt, Generator(device).manual_seed(seed), count, sampling)
-            if max(tokens) >= checker.target.vocabulary:
-                raise ValueError("it wrote a token that the tokenizer does not have")
-            return tokens
+            texts = []
+            for prompt, seed in zip(prompts, seeds):
+                (tokens,), _ = rows[name](prompt, Generator(device).manual_seed(seed), count, sampling)
+                if max(tokens) >= checker.target.vocabulary:
+                    raise ValueError("it wrote a token that the tokenizer does not have")
+                texts.append(tokens)
+            return texts
 
         line = text_line(None)
         try:

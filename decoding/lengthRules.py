@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import operator
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -113,29 +115,46 @@ class TargetConfidence(Fixed):
 class Search:
     """The search for the best of some lengths, with about so many rows in the batch.
 
-    costs: the seconds of a whole round of each length. rounds: so far. opening: the lengths that are tried first.
-    best: the best length so far.
+    costs: the seconds of a whole round of each length. rounds: so far. opening: the lengths tried first, unless
+    one seems far worse than the best by then. best: the best length so far.
+
+    Later other lengths are tried as far as that costs little: at most LOSS of the time is lost by it.
     """
 
-    PROBE = 24  # One pair of rounds in so many tries another length,
-    WORTH = 0.3  # unless it seems to give less than this share of the tokens per second of the best.
+    PROBE = 24  # One pair of rounds in so many tries another length at most.
+    LOSS = 0.01
+    WORTH = 0.3  # A length is not tried that seems to give less than this share of the tokens per second of the best,
+    AT_FIRST = 0.8  # or this share, at first.
 
     def __init__(self, expected: Mapping[int, float], opening: Sequence[int], best: int) -> None:
         self.costs, self.lengths = Costs(expected), sorted(expected)
-        self.opening, self.best, self.rounds = opening, best, 0
+        self.opening, self.best, self.rounds = list(opening), best, 0
+        self.lost, self.tries, self.chosen = 0.0, 0, best
 
     def choose(self, rate: Callable[[int], float]) -> int:
         """The length of the next round. rate: the tokens per second that a length should give."""
-        pair = self.rounds // 2
         self.rounds += 1
-        if pair < len(self.opening):
-            return self.opening[pair]
-        if pair % self.PROBE:
+        if self.rounds % 2:  # The second round of a pair has the length of the first.
+            self.chosen = self.next(rate)
+        return self.chosen
+
+    def next(self, rate: Callable[[int], float]) -> int:
+        """The length of the next pair of rounds."""
+        while self.opening:
+            length, timed = self.opening.pop(0), self.costs.timings
+            if not timed or rate(length) > self.AT_FIRST * max(map(rate, timed)):
+                return length
+        self.lost = max(0.0, self.lost - self.LOSS * 2 * self.costs.seconds(self.best))
+        if self.rounds // 2 % self.PROBE or self.lost:
             return self.best
-        at, turn = self.lengths.index(self.best), pair // self.PROBE % 4
-        last = len(self.lengths) - 1
-        other = self.lengths[(0, max(at - 1, 1), min(at + 1, last), max(at, 1))[turn]]
-        return other if rate(other) > self.WORTH * rate(self.best) else self.best
+        at, last = self.lengths.index(self.best), len(self.lengths) - 1
+        other = self.lengths[(0, max(at - 1, 1), min(at + 1, last), max(at, 1))[self.tries % 4]]
+        self.tries += 1
+        share = rate(other) / rate(self.best)
+        if share < self.WORTH:
+            return self.best
+        self.lost += 2 * self.costs.seconds(other) * max(0.0, 1 - share)
+        return other
 
 
 class CostAware(LengthRule):
@@ -143,24 +162,25 @@ class CostAware(LengthRule):
 
     The rule keeps running estimates of alpha at each position of a round, and of the seconds of a whole round of each
     length (`Costs`). What guesses cost depends on the number of rows that are decoded together: the more rows, the
-    less of the target's work is for nothing. So each number of rows, up to the next power of two, has a `Search` of its
-    own, which begins with what another one has learnt.
+    less of the target's time is spent waiting for memory. So each number of rows, up to the next power of two, has a
+    `Search` of its own, which begins with what another one has learnt.
 
     Lengths come in pairs of rounds and the first is not timed: it finds cold caches, and the draft may have to read
     what it missed. Some pairs try a length beside the best one, so that a change is noticed. The estimates outlive a
     text: use one object for all texts. LENGTHS are few, as shapes that return often are faster.
 
-    Of several rows, each has an alpha of its own. A row makes only guesses that are worth their time: the chance that a
-    guess is accepted, over what it costs, must reach the tokens per second of the whole batch.
+    Of several rows, a length is the mean. Each row has an alpha of its own, and the guesses that are made are those
+    with the greatest chances of being accepted: a row whose guesses fail guesses less.
     """
 
     LENGTHS = (0, 1, 2, 3, 4, 6, 10)
     OPENING = (4, 2, 0, 6, 1)  # What is tried first.
     MEMORY = 0.995  # Weight of the past in each round,
-    OF_ROW = 0.9  # and for the alpha of one row.
+    OF_TEXT = 0.9  # and for the alpha of one text.
     # A position with few tests borrows FAITH tests from the position before it; the first position borrows from alpha
-    # = HOPE. Old tests lose weight, so a draft that was once unlucky is tried again. A row borrows from all rows.
+    # = HOPE. Old tests lose weight, so a draft that was once unlucky is tried again. A text borrows from all texts.
     FAITH, HOPE = 4, 0.7
+    MOST = 2  # A row guesses at most so many times the mean: each further guess takes another step of the draft.
     GUESS = 0.25  # Expected cost of a guess beside plain decoding, until rounds were timed.
 
     def __init__(self, length: int = 10) -> None:
@@ -177,29 +197,30 @@ class CostAware(LengthRule):
 
     def gammas(self) -> Sequence[int]:
         self.start, left = time.perf_counter(), self.rows.left
-        live = sum(map(bool, left))
-        rows = 1 << max(0, live - 1).bit_length()
+        self.live = [text for text, more in zip(self.rows.numbers, left) if more]
+        rows = 1 << (len(self.live) - 1).bit_length()
         self.search = self.search_for(rows)
-        length = self.search.choose(self.rate)
-        self.kind = rows, length
-        chosen = [length] * len(left)
-        if live > 1 and length:
-            chosen = [self.worth_guessing(text, length) for text in self.rows.numbers]
-        self.asked = {text: min(g, more - 1) for text, g, more in zip(self.rows.numbers, chosen, left) if more}
-        return chosen
+        self.kind = rows, self.search.choose(self.rate)
+        plan = self.plan(self.kind[1])[0]
+        self.asked = {text: min(plan[text], more - 1) for text, more in zip(self.rows.numbers, left) if more}
+        return [plan.get(text, 0) for text in self.rows.numbers]
 
     def search_for(self, rows: int) -> Search:
-        """The search with so many rows. A new one begins with the costs for the next number of rows."""
+        """The search with so many rows. A new one begins with what another one has learnt, for the next number of
+        rows."""
         if rows not in self.searches:
             near = min(self.searches, key=lambda other: max(other, rows) / min(other, rows), default=None)
             if near is None:
                 expected = {length: 1 + self.GUESS * length for length in self.lengths}
-                opening = [min(length, self.longest) for length in self.OPENING]
+                # With several rows, guesses may be far too dear: what is tried first costs little.
+                lengths = self.OPENING if rows == 1 else sorted(self.OPENING)
+                opening = [min(length, self.longest) for length in lengths]
                 self.searches[rows] = Search(expected, opening, min(4, self.longest))
             else:
                 search = self.searches[near]
                 expected = {length: search.costs.seconds(length) for length in self.lengths}
-                self.searches[rows] = Search(expected, [], search.best)
+                opening = [search.best, *sorted({*self.OPENING} & {*self.lengths} - {search.best})]
+                self.searches[rows] = Search(expected, opening, search.best)
         return self.searches[rows]
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
@@ -211,39 +232,40 @@ class CostAware(LengthRule):
             self.tested[i] = self.MEMORY * self.tested[i] + len(reached) / len(accepted)
             self.passed[i] = self.MEMORY * self.passed[i] + passed / len(accepted)
         for text, taken in accepted.items():
-            tested, passed_by_text = self.of_text.get(text, (0.0, 0.0))
+            tested, passed_before = self.of_text.get(text, (0.0, 0.0))
             more = min(taken + 1, self.asked[text])
-            self.of_text[text] = self.OF_ROW * tested + more, self.OF_ROW * passed_by_text + taken
+            self.of_text[text] = self.OF_TEXT * tested + more, self.OF_TEXT * passed_before + taken
         if self.kind == self.before:
             self.search.costs.learn(self.kind[1], seconds)
         self.before = self.kind
         if self.search.rounds % 4 == 0:  # The search costs a hundredth of a round.
             self.search.best = max(self.lengths, key=self.rate)
 
-    def alphas(self, length: int) -> Iterator[float]:
-        """Estimates of alpha at the first `length` positions."""
-        alpha = self.HOPE
-        for tested, passed in zip(self.tested[:length], self.passed[:length]):
-            alpha = (passed + self.FAITH * alpha) / (tested + self.FAITH)
-            yield alpha
-
-    def expected(self, length: int) -> float:
-        """Expected tokens of a round with `length` guesses."""
-        return 1 + sum(itertools.accumulate(self.alphas(length), operator.mul))
-
     def rate(self, length: int) -> float:
-        """Expected tokens per second of a row, in rounds with `length` guesses."""
-        return self.expected(length) / self.search.costs.seconds(length)
+        """Expected tokens per second of a row, in rounds of that length."""
+        return self.plan(length)[1] / self.search.costs.seconds(length)
 
-    def worth_guessing(self, text: int, length: int) -> int:
-        """How many of `length` guesses are worth their time for a text."""
-        seconds = self.search.costs.seconds
-        price = self.rate(length) * max(0.0, seconds(length) - seconds(0)) / length  # in tokens, of a guess
+    def plan(self, length: int) -> tuple[dict[int, int], float]:
+        """A round with `length` guesses a row: {text: its guesses}, and the expected tokens of a row."""
+        most = length if len(self.live) == 1 else min(self.MOST * length, self.longest)
+        if not most:
+            return dict.fromkeys(self.live, 0), 1.0
+        alphas, alpha = [], self.HOPE
+        for tested, passed in zip(self.tested[:most], self.passed[:most]):
+            alpha = (passed + self.FAITH * alpha) / (tested + self.FAITH)
+            alphas.append(alpha)
+        if len(self.live) == 1:
+            return {self.live[0]: length}, 1 + sum(itertools.accumulate(alphas, operator.mul))
         mean = (sum(self.passed) + self.FAITH * self.HOPE) / (sum(self.tested) + self.FAITH)
-        tested, passed = self.of_text.get(text, (0.0, 0.0))
-        share = (passed + self.FAITH * mean) / (tested + self.FAITH) / mean  # of this text's alpha, in that of all
-        reach = itertools.accumulate((min(1.0, share * alpha) for alpha in self.alphas(length)), operator.mul)
-        return sum(itertools.takewhile(bool, (chance >= price for chance in reach)))
+        chances: list[tuple[float, int]] = []  # that a guess is accepted, and its text
+        for text in self.live:
+            tested, passed = self.of_text.get(text, (0.0, 0.0))
+            share = (passed + self.FAITH * mean) / (tested + self.FAITH) / mean  # of this text's alpha, in that of all
+            reach = itertools.accumulate((min(1.0, share * alpha) for alpha in alphas), operator.mul)
+            chances += [(chance, text) for chance in reach]
+        best = heapq.nlargest(length * len(self.live), chances)
+        counts = Counter(text for _, text in best)
+        return {text: counts[text] for text in self.live}, 1 + sum(chance for chance, _ in best) / len(self.live)
 
 
 RULES: dict[str, Callable[..., LengthRule]] = {

@@ -70,9 +70,15 @@ FLAGS = {
             "there, except {left_out}.",
             metavar="METHODS",
         ),
-        "--sweep": switch(
+        "--sweep": flag(
+            str,
             "Measure the speed of speculative sampling with gamma from 1 to 10, compare it with the speed that theory "
-            "predicts, and draw a figure. Here --temperature takes several values."
+            "predicts, and draw a figure. Here --temperature takes several values. --sweep batch: with 1 to 32 texts "
+            "decoded together and gamma from 0 to 8, as a map.",
+            metavar=None,
+            nargs="?",
+            const="gamma",
+            choices=("gamma", "batch"),
         ),
     },
     "other modes": {

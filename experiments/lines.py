@@ -130,9 +130,9 @@ class SpeedLine(Conditions, TimedText):
     repeatable: NotRequired[bool]
 
 
-class Queue(TypedDict):
-    """All prompts of a mode, continued by a method, `batch` at a time. tokens: of all texts. seconds: from the call to
-    the last token of all. throughput: tokens per second."""
+class QueueFigures(TypedDict):
+    """A queue of texts that a method decoded, `batch` at a time. seconds: of all, prefill included. tokens_per_round,
+    drafted_per_round: means over the rounds of all texts; None without rounds."""
 
     method: str
     repeat: int
@@ -141,12 +141,8 @@ class Queue(TypedDict):
     tokens: int
     seconds: float
     throughput: float
-
-
-class QueueLine(Conditions, Queue):
-    """One timed queue. Its texts have lines of their own."""
-
-    kind: Literal["queue"]
+    tokens_per_round: float | None
+    drafted_per_round: float | None
 
 
 class Costs(TypedDict):
@@ -162,6 +158,22 @@ class CostsLine(Conditions, Costs):
     """The costs measured by --sweep at one temperature."""
 
     kind: Literal["costs"]
+
+
+class QueueLine(Conditions, QueueFigures):
+    """A queue of texts. With --batch, each text has a line of its own too."""
+
+    kind: Literal["queue"]
+
+
+class BatchCostsLine(Conditions):
+    """What theory needs to predict the speed of a batch. scoring: the cost of scoring 1, 2, ... tokens of each row.
+    drafting: of a guess of each row; 0 without a draft model. In units of a plain step of the batch."""
+
+    kind: Literal["batch_costs"]
+    batch: int
+    scoring: list[float]
+    drafting: float
 
 
 class OverlapLine(Conditions):
@@ -398,8 +410,9 @@ class EndLine(TypedDict):
 # Any line but the first of a run.
 Line = (
     SpeedLine
-    | QueueLine
     | CostsLine
+    | QueueLine
+    | BatchCostsLine
     | OverlapLine
     | DiversityLine
     | TextPerplexityLine

@@ -16,7 +16,8 @@ from decoding.rows import EndOfText
 from decoding.verification import RULES as VERIFICATIONS
 from experiments import diversity, sweep
 from experiments.acceptance import OverlapCounts, overlaps_of
-from experiments.lines import Append, Conditions, Queue, TimedText
+from experiments.batchSweep import measure_batches
+from experiments.lines import Append, Conditions, QueueFigures, TimedText
 from experiments.prepare import LoadedModels, Prepared
 from experiments.speed import Timed, TimedQueue, Written, digest, ends_after, measure, measure_queues
 from inputs.commandLine import visible
@@ -54,6 +55,11 @@ def time_group(
     mode, max_len, prompts = conditions["mode"], conditions["maxLen"], prepared.prompts[conditions["promptLen"]]
     roles: Models = dict(models)
     samplers = build(measuring.groups[mode], roles, decoding)
+    if prepared.settings.flags[mode] == "batch":
+        target, verify = models["target"], VERIFICATIONS[decoding.verification]
+        parts = prompts, target, guesser(roles, decoding), verify, sampling, conditions
+        measure_batches(*parts, measuring.repeats_of(mode), measuring.seed, prepared.device, append)
+        return
     if mode == "sweep":
         drafter, verify = guesser(roles, decoding), VERIFICATIONS[decoding.verification]
         samplers |= sweep.samplers(models["target"], drafter, verify)
@@ -91,7 +97,7 @@ def timings(
     repeats: int,
     max_len: int,
     sampling: Sampling,
-) -> Iterator[tuple[list[TimedText], list[Queue]]]:
+) -> Iterator[tuple[list[TimedText], list[QueueFigures]]]:
     """The figures of each timed text by itself; with --batch, those of the texts of each queue, and of the queue."""
     seed, batch, device = prepared.settings.measuring.seed, prepared.settings.measuring.batch or 1, prepared.device
 

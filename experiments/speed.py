@@ -21,7 +21,7 @@ from scipy.stats import bootstrap
 from torch import Generator
 
 from decoding.rows import EndOfText, Record
-from experiments.lines import Queue, TimedText
+from experiments.lines import QueueFigures, TimedText
 
 Written = tuple[Sequence[Sequence[int]], Sequence[Record]]  # new tokens and records, one of each for each prompt
 WARM = 8  # tokens of the text that each method writes untimed, right before a timed one
@@ -136,7 +136,7 @@ def measure_queues(
     seed: int,
     device: torch.device | str,
     warm_up: int = 1,
-) -> Iterator[tuple[list[TimedText], Queue]]:
+) -> Iterator[tuple[list[TimedText], QueueFigures]]:
     """Time every method on the queue of all prompts, `repeats` times, interleaved as in `measure`: the figures of each
     text, and of the queue.
 
@@ -163,7 +163,7 @@ def measure_queues(
                     timed_text(name, index, repeat, prompt, tokens, record) | {"batch": batch}
                     for index, (prompt, tokens, record) in enumerate(zip(prompts, texts, records))
                 ]
-                yield timed, timed_queue(name, repeat, batch, records)
+                yield timed, queue_figures(name, repeat, batch, records, max(record.times[-1] for record in records))
 
 
 def generator_of(seed: int, device: torch.device | str, repeat: int = 0, index: int = 0) -> Generator:
@@ -207,9 +207,9 @@ def timed_text(
     }
 
 
-def timed_queue(method: str, repeat: int, batch: int, records: Sequence[Record]) -> Queue:
-    """The figures of one queue, from the records of its texts."""
-    tokens, seconds = sum(record.tokens for record in records), max(record.times[-1] for record in records)
+def queue_figures(method: str, repeat: int, batch: int, records: Sequence[Record], seconds: float) -> QueueFigures:
+    """The figures of a queue. records: of its texts."""
+    tokens, rounds = sum(record.tokens for record in records), sum(len(record.times) - 1 for record in records)
     return {
         "method": method,
         "repeat": repeat,
@@ -218,6 +218,8 @@ def timed_queue(method: str, repeat: int, batch: int, records: Sequence[Record])
         "tokens": tokens,
         "seconds": seconds,
         "throughput": tokens / seconds,
+        "tokens_per_round": (tokens - len(records)) / rounds if rounds else None,
+        "drafted_per_round": sum(sum(record.drafted) for record in records) / rounds if rounds else None,
     }
 
 
@@ -253,7 +255,7 @@ def resampled(values: tuple[float, ...], statistic: Callable[..., Any], seed: in
 
 
 def paired_ratios(
-    timed: Sequence[TimedText] | Sequence[Queue],
+    timed: Sequence[TimedText] | Sequence[QueueFigures],
     method: str,
     baseline: str,
     figure: Literal["throughput", "tpot"] = "throughput",
@@ -270,7 +272,7 @@ def paired_ratios(
 
 
 def summarize(
-    texts: Sequence[TimedText], baseline: str = "target", queues: Sequence[Queue] = ()
+    texts: Sequence[TimedText], baseline: str = "target", queues: Sequence[QueueFigures] = ()
 ) -> list[dict[str, Any]]:
     """One row of figures for each method, in order.
 

@@ -85,24 +85,33 @@ def overlaps(
 
 @torch.inference_mode()
 def scoring_costs(
-    prompt: list[int], target: CachedModel, sampling: Sampling, device: str, repeats: int = 15
+    prompt: list[int],
+    target: CachedModel,
+    sampling: Sampling,
+    device: str,
+    repeats: int = 15,
+    rows: int = 1,
+    gamma: int = max(GAMMAS),
+    drafts: Sequence[Model] = (),
 ) -> list[float]:
-    """[v_1, v_2, ...]: the cost of one forward of the target over m tokens, including their distributions, in units of
-    the cost for one token.
+    """[v_1, v_2, ...]: the cost of one forward of the target over m tokens in each of `rows` rows, including their
+    distributions, in units of the cost for one token in each row. m is at most gamma + 1.
 
-    Medians of paired ratios; the widths are timed in turn. The paper assumes that all are 1.
+    After these, the cost of one forward of each of `drafts` over one token in each row.
+    Medians of paired ratios; the widths are timed in turn. The paper assumes that all v are 1.
     """
-    widths = range(1, max(GAMMAS) + 2)
-    start, tokens = len(prompt), torch.tensor([(prompt * len(widths))[: len(widths)]], device=device)
-    target.reserve(1, start + len(widths))
-    target.forward(torch.tensor([prompt], device=device), torch.arange(start, device=device)[None])
-    seen = torch.zeros(1, target.vocabulary, dtype=torch.bool, device=device)
-    seconds = np.zeros((repeats, len(widths)))
+    steps = [(target, width) for width in range(1, gamma + 2)] + [(model, 1) for model in drafts]
+    start, tokens = len(prompt), torch.tensor([(prompt * (gamma + 1))[: gamma + 1]] * rows, device=device)
+    for model in dict.fromkeys(model.cache_of or model for model, _ in steps):
+        model.reserve(rows, start + gamma + 1)
+        model.forward(torch.tensor([prompt] * rows, device=device), torch.arange(start, device=device).repeat(rows, 1))
+    seconds = np.zeros((repeats, len(steps)))
     with quiet(device):
-        for repeat, (at, width) in itertools.product(range(repeats), enumerate(widths)):
+        for repeat, (at, (model, width)) in itertools.product(range(repeats), enumerate(steps)):
+            seen = torch.zeros(rows, model.vocabulary, dtype=torch.bool, device=device)
             begin, block = time.perf_counter(), tokens[:, :width].contiguous()
-            logits = target.forward(block, torch.arange(start, start + width, device=device)[None])
-            p = target.probabilities(logits, sampling, seen_after(seen, block))
+            logits = model.forward(block, torch.arange(start, start + width, device=device).repeat(rows, 1))
+            p = model.probabilities(logits, sampling, seen_after(seen, block))
             p[0, -1, 0].item()  # A host sync, as each round has one.
             seconds[repeat, at] = time.perf_counter() - begin
     seconds = seconds[2:]  # The first two are the warm-up.

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from experiments.batchSweep import predict as predict_batches
 from experiments.categories import OVERALL, by_category
 from experiments.lines import CostsLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
 from experiments.speed import FEW, Range
@@ -33,9 +34,8 @@ THEORIES = (  # key of `sweep.predict`, style of the line, label
 
 
 def draw(mode: str, lines: Sequence[Line], folder: Path, run: str) -> str:
-    """Draw the figure of a run's mode, "sweep" or "lossless", or of its categories. Returns its path in the folder of
-    the results."""
-    drawers = {"sweep": draw_sweep, "lossless": draw_lossless, "categories": draw_categories}
+    """Draw the figure of a mode of a run. Returns its path in the folder of the results."""
+    drawers = {"sweep": draw_sweep, "lossless": draw_lossless, "categories": draw_categories, "batches": draw_batches}
     path = drawers[mode](lines, folder / "figures" / f"{mode}-{run}.png")
     return path.relative_to(folder).as_posix()
 
@@ -109,7 +109,7 @@ def draw_heat_map(
 ) -> None:
     """Draw the speed-up as colours, gamma by row: blue where it is above 1, red where it is below. label: what the rows
     are. reach: how far from 1 the colours go; None: as far as the speed-ups."""
-    gammas = sorted({row["gamma"] for prediction in rows.values() for row in prediction["rows"]})
+    gammas = list(dict.fromkeys(row["gamma"] for prediction in rows.values() for row in prediction["rows"]))
     ratios, reach = np.full((len(rows), len(gammas)), np.nan), reach or reach_of(rows)
     for ratio, prediction in zip(ratios, rows.values()):
         for row in prediction["rows"]:
@@ -132,6 +132,35 @@ def draw_heat_map(
     figure.colorbar(image, ax=axes, pad=0.02)
 
 
+def draw_batches(lines: Sequence[Line], path: Path) -> Path:
+    """Draw the map of `--sweep batch`: the speed-up by batch and gamma, measured and by theory. A line runs where
+    speculative and plain decoding are equally fast. Returns the path."""
+    rows = predict_batches(lines)
+    theory = {
+        batch: prediction | {"rows": [row | {"speedup": (row["theory"],)} for row in prediction["rows"]]}
+        for batch, prediction in rows.items()
+    }
+    figure, grid = plt.subplots(1, 2, figsize=(12, 4.2), dpi=120, layout="constrained")
+    reach = max(map(reach_of, (rows, theory)))
+    for axes, panel, what in zip(grid, (rows, theory), ("measured, prefill included", "theory, decode steps alone")):
+        labels = {f"{batch} ({rows[batch]['plain'][0]:.0f})": prediction for batch, prediction in panel.items()}
+        draw_heat_map(figure, axes, labels, "batch (tokens/s of plain decoding)", reach)
+        draw_break_even(axes, panel)
+        axes.set_title(f"speed-up over plain decoding of the same batch: {what}", loc="left", fontsize=9)
+    return save(figure, path)
+
+
+def draw_break_even(axes: Axes, rows: Mapping[Any, Prediction]) -> None:
+    """Draw a line between cells that are faster than plain decoding and cells that are not."""
+    faster = [[row["speedup"][0] > 1 for row in prediction["rows"]] for prediction in rows.values()]
+    for y, line in enumerate(faster):
+        for x, cell in enumerate(line):
+            if x + 1 < len(line) and cell != line[x + 1]:
+                axes.plot([x + 0.5, x + 0.5], [y - 0.5, y + 0.5], color=DARK, linewidth=2.5)
+            if y + 1 < len(faster) and cell != faster[y + 1][x]:
+                axes.plot([x - 0.5, x + 0.5], [y + 0.5, y + 0.5], color=DARK, linewidth=2.5)
+
+
 def draw_categories(lines: Sequence[Line], path: Path) -> Path:
     """Draw the speed-up of each method as bars, category by category, as Spec-Bench defines it. lines: of the first
     mode that has such a table. Returns the path."""
@@ -139,7 +168,7 @@ def draw_categories(lines: Sequence[Line], path: Path) -> Path:
     groups = by_category([line for line in speed if mode_of(line) == mode_of(speed[0])])
     methods = [row["method"] for row in groups[OVERALL] if row["method"] not in ALONE]
     figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4), dpi=120, layout="constrained")
-    width, colours = 0.8 / max(1, len(methods)), plt.cm.plasma(np.linspace(0.05, 0.85, len(methods)))
+    width, colours = 0.8 / max(1, len(methods)), plt.cm.Blues(np.linspace(0.3, 0.75, len(methods)))
     for number, (method, colour) in enumerate(zip(methods, colours)):
         rows = [next((row for row in rows if row["method"] == method), None) for rows in groups.values()]
         middle, low, high = np.array([row["specBench"] if row else [np.nan] * 3 for row in rows]).T

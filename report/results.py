@@ -43,6 +43,7 @@ from report import losslessReport
 from report.runTables import (
     DIVERSITY_NOTES,
     PERPLEXITY_NOTES,
+    batch_tables,
     corpus_table,
     diversity_table,
     mode_of,
@@ -169,8 +170,11 @@ def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
         else:
             overlaps = of_kind(lines, OverlapLine)
             overlaps = [line for line in overlaps if (line["mode"], line["promptLen"]) == (mode, length)]
-            queues = [q for q in of_kind(lines, QueueLine) if (q.get("mode"), q.get("promptLen")) == (mode, length)]
-            of_speed += speed_tables(run, timed, overlaps, queues)
+            timed_queues = [q for q in of_kind(lines, QueueLine) if (q["mode"], q["promptLen"]) == (mode, length)]
+            of_speed += speed_tables(run, timed, overlaps, timed_queues)
+    queues = [line for line in lines if line["kind"] in ("queue", "batch_costs") and line.get("mode") == "sweep"]
+    for length in dict.fromkeys(line["promptLen"] for line in of_kind(queues, QueueLine)):
+        of_speed += batch_tables([line for line in queues if line["promptLen"] == length])
     yield from of_speed
     yield from losslessReport.report(lines)
     for figure in of_kind(lines, FigureLine):

@@ -11,9 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.acceptance import expected
+from experiments.batchSweep import predict as predict_batches
 from experiments.categories import by_category, categories
 from experiments.diversity import FIGURES
 from experiments.lines import (
+    BatchCostsLine,
     CorpusPerplexityLine,
     CostsLine,
     DiversityLine,
@@ -75,6 +77,10 @@ LEGEND = {
     "alpha by position": "alpha by position: the share at position 1, 2, ... of a round, where it was tested",
     "Spec-Bench's": "Spec-Bench's: the speed-up as Spec-Bench defines it, the ratio of two mean speeds over questions",
 }
+BATCH_NOTES = (
+    "A cell is a queue of texts, prefill included: medians over repeats. costAware chooses gamma itself, for each row "
+    "of the batch. the best: the fastest cell beside it, plain decoding included."
+)
 POSITIONS = 4  # of a round, whose acceptance a table by category shows
 OVERLAPS = (
     "expected: tokens a round that follow from the mean sum of min(p, q) at each position of a round; of expected: "
@@ -335,6 +341,31 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
     for row in prediction["rows"]:
         table.add_row(*(cell(row) for cell in columns.values()))
     return table
+
+
+def batch_tables(lines: Sequence[QueueLine | BatchCostsLine]) -> Iterator[RenderableType]:
+    """The map of `--sweep batch`: a row for each batch."""
+    rows, first = predict_batches(lines), of_kind(lines, QueueLine)[0]
+    gammas = dict.fromkeys(row["gamma"] for prediction in rows.values() for row in prediction["rows"])
+    title = (
+        f"Speed-up over plain decoding of the same batch: queues of texts of {first['maxLen']} tokens after prompts of "
+        f"{first['promptLen']}, temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}"
+    )
+    fixed = [gamma for gamma in gammas if gamma != "costAware"]
+    titles = [
+        "batch",
+        "plain\ntokens/s",
+        *(f"gamma\n{gamma}" for gamma in fixed),
+        "costAware",
+        "its share\nof the best",
+    ]
+    table = grid(title, titles)
+    for batch, prediction in rows.items():
+        cell = {row["gamma"]: f"{row['speedup'][0]:.2f}" for row in prediction["rows"]}
+        chosen = [cell.get(gamma, "") for gamma in (*fixed, "costAware")]
+        table.add_row(str(batch), f"{prediction['plain'][0]:.0f}", *chosen, span(prediction["controller"]["best"]))
+    yield table
+    yield Text(BATCH_NOTES)
 
 
 def sweep_notes(cost: CostsLine, prediction: Prediction) -> str:

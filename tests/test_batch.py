@@ -70,7 +70,8 @@ def test_methods_take_turns_and_each_text_has_its_own_seed():
     one_turn = [call for name in "AB" for call in ((name, 2, 2, WARM), (name, 3, 2, None))]
     assert calls == [("A", 2, 2, None), ("B", 2, 2, None), *one_turn, *one_turn]
     texts, first = timed[0]
-    assert first == queue("A", 0, 6 / 5) | {"tokens": 6, "seconds": 5.0}
+    counts = {"tokens": 6, "seconds": 5.0, "tokens_per_round": 1.0, "drafted_per_round": 0.0}
+    assert first == queue("A", 0, 6 / 5) | counts
     assert [(t["prompt"], t["ttft"], t["tpot"], t["seconds"], t["batch"]) for t in texts] == [
         (i, 1.0, 2.0, 3.0, 2) for i in range(3)
     ]

@@ -139,6 +139,66 @@ def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(
     assert [kind for kind, _ in learnt[:4]] == [4, 2, 0, 4] and {seconds for _, seconds in learnt} == {11.0}
 
 
+def simulate_batch(rule, alphas, cost, tokens=20_000, seed=0):
+    """Tokens per second of a rule where row i's guesses pass with `alphas[i]` and a round costs `cost(guesses of all
+    rows)`."""
+    rng, clock, made = random.Random(seed), [0.0], 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decoding.lengthRules.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        rule.begin(rows(len(alphas)))
+        while made < tokens:
+            gammas = rule.gammas()
+            accepted = [
+                next((i for i in range(gamma) if rng.random() >= alpha), gamma) for gamma, alpha in zip(gammas, alphas)
+            ]
+            made += sum(accepted) + len(alphas)
+            clock[0] += cost(sum(gammas)) * rng.uniform(0.95, 1.1)
+            rule.learn(dict(enumerate(gammas)), dict(enumerate(accepted)), {})
+    return made / clock[0]
+
+
+@pytest.mark.parametrize("rows_, price", [(1, 0.05), (8, 0.05), (32, 0.05), (32, 0.01), (16, 0.2)])
+def test_cost_aware_is_near_the_best_gamma_of_a_batch(rows_, price):
+    """Guesses of one row are cheap; those of 32 cost more than they bring."""
+
+    def cost(guesses):
+        return 1 + price * guesses
+
+    alphas = [0.7] * rows_
+    fixed = [simulate_batch(Fixed(gamma), alphas, cost) for gamma in range(1, 9)]
+    best = max(*fixed, rows_ / (cost(0) * 1.025))
+    assert simulate_batch(CostAware(8), alphas, cost) > 0.93 * best
+
+
+def test_rows_that_fail_guess_less_than_rows_that_pass():
+    alphas = [0.9, 0.9, 0.1, 0.1] * 2
+
+    def cost(guesses):
+        return 1 + 0.05 * guesses
+
+    rule = CostAware(8)
+    ours = simulate_batch(rule, alphas, cost)
+    gammas = rule.gammas()
+    assert min(gammas[0::4] + gammas[1::4]) > max(gammas[2::4] + gammas[3::4])
+    assert ours > 1.05 * max(simulate_batch(Fixed(gamma), alphas, cost) for gamma in range(1, 9))
+
+
+def test_a_smaller_batch_begins_with_what_a_larger_one_learnt():
+    rule = CostAware(8)
+    simulate_batch(rule, [0.9] * 8, lambda guesses: 1 + 0.01 * guesses)
+    assert rule.search_for(4).best == rule.searches[8].best == rule.search_for(4).opening[0]
+
+
+def test_a_larger_batch_finds_its_own_length():
+    """What pays for 8 rows costs more than it brings for 32."""
+    rule = CostAware(8)
+    simulate_batch(rule, [0.7] * 8, lambda guesses: 1 + 0.05 * guesses)
+    assert rule.search.best > 0
+    plain = 32 / 1.025
+    assert simulate_batch(rule, [0.7] * 32, lambda guesses: 1 + 0.05 * guesses) > 0.93 * plain
+    assert rule.search.best == 0
+
+
 def test_a_length_that_was_slow_once_is_tried_again():
     """As when a graph was made in its first rounds."""
     rule = CostAware(4)

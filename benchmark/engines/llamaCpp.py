@@ -10,13 +10,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
-from benchmark.engines.engineProcess import SERVER, Answer, LoadRequest, TextRequest, Weights
+from benchmark.engines.engineProcess import SERVER, Answer, BatchRequest, LoadRequest, TextRequest, Weights
 
 KINDS = {  # {bits: how a matrix is stored}
     16: gguf.GGMLQuantizationType.F16,
@@ -97,8 +98,9 @@ class Engine:
         # fmt: off
         command = [
             str(SERVER), "--model", f"{request.target}/model.gguf", "--host", "127.0.0.1", "--port", str(self.port),
-            "--threads", threads, "--threads-batch", threads, "--parallel", "1",
-            "--ctx-size", str(request.context), "--cache-ram", "0", "--no-warmup", "--offline", "--log-disable",
+            "--threads", threads, "--threads-batch", threads, "--parallel", str(request.batch),
+            "--ctx-size", str(request.batch * request.context), "--cache-ram", "0", "--no-warmup", "--offline",
+            "--log-disable",
         ]
         if request.draft:
             command += [
@@ -173,3 +175,15 @@ class Engine:
         first, rest = (answer["timings"][f"{part}_ms"] / 1e3 for part in ("prompt", "predicted"))
         tokens = answer["tokens"]
         return tokens, [(first, 1), (first + rest, len(tokens) - 1)]
+
+    def batch(self, request: BatchRequest) -> list[Answer]:
+        """Continue many prompts: as many requests at once as the server has slots that are asked for."""
+        start = time.perf_counter()
+
+        def write(single: TextRequest) -> Answer:
+            before = time.perf_counter() - start
+            tokens, times = self.generate(single)
+            return tokens, [(before + seconds, new) for seconds, new in times]
+
+        with ThreadPoolExecutor(request.batch) as pool:
+            return list(pool.map(write, request.singles))

@@ -17,7 +17,16 @@ from torch import Generator
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmark.contenders import ALPHAS, SAMPLING, Generated
-from benchmark.engines.engineProcess import ENGINES, FOLDER, EngineProcess, LoadRequest, PeerError, short_reason
+from benchmark.engines.engineProcess import (
+    BATCHING,
+    ENGINES,
+    FOLDER,
+    EngineProcess,
+    LoadRequest,
+    PeerError,
+    short_reason,
+    start_engine,
+)
 from benchmark.engines.textCheck import Figures, Float32Model, TextChecker
 from benchmark.options import Options
 from benchmark.records import PeerLine
@@ -37,7 +46,9 @@ WORKING = 2  # bytes for each weight while a model is converted: engines keep wh
 COPY = 18 / 32  # bytes of a weight of a 4-bit copy: 32 weights share a scale of 2 bytes
 BITS = {"float32": 24, "float16": 11, "bfloat16": 8, "int8": 6}  # of precision: 2 ** -BITS is the unit roundoff
 
-StartProcess = Callable[[], EngineProcess]
+CHECKED_BATCH = 8  # texts at once while the texts of a batch are checked
+
+StartProcess = Callable[[str], EngineProcess]  # of the engine of that module
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class Row:
 
     engine: one of ENGINES. precision: in which it computes: one of BITS. stored: bytes of a stored weight, which tell
     how much memory the row needs. draft: the role of the model that drafts; "target" stands for the target's own copy
-    in 4 bits. alpha: of synthetic acceptance, for models with random weights.
+    in 4 bits, "lookup" for the text so far. alpha: of synthetic acceptance, for models with random weights.
     """
 
     engine: str
@@ -59,7 +70,7 @@ class Row:
     def name(self) -> str:
         """As it stands in the table. A row with quantised weights says so."""
         name = f"{self.engine}, {self.precision}" + (" (quantised)" if self.quantised else "")
-        name += ", its 4-bit copy drafts" if self.draft == "target" else ""
+        name += {"target": ", its 4-bit copy drafts", "lookup": ", prompt lookup"}.get(self.draft or "", "")
         if self.alpha:
             return f"{name}, synthetic {self.alpha}"
         return f"{name}, speculative" if self.draft == "draft" else name
@@ -75,18 +86,24 @@ class Row:
         return self.precision == "int8"
 
     @property
+    def batches(self) -> bool:
+        """Whether it decodes many texts at once."""
+        return self.engine in BATCHING
+
+    @property
     def unit_roundoff(self) -> float:
         """The unit roundoff of its precision."""
         return 2.0 ** -BITS[self.precision]
 
 
 def engine_rows(dtype: str, alpha: float | None = None) -> list[Row]:
-    """All rows, in the order of the table. dtype: of the benchmark's own rows. OpenVINO computes in it; llama.cpp has
-    float16 everywhere, CTranslate2 has no 16-bit type on CPUs.
+    """All rows, in the order of the table. dtype: of the benchmark's own rows. OpenVINO and vLLM compute in it;
+    llama.cpp has float16 everywhere, CTranslate2 has no 16-bit type on CPUs.
 
     alpha: accept guesses by a coin. Only llama.cpp can; the rows of others with a draft are left out.
     """
     short = "float32" if dtype == "float16" else dtype
+    size = {"bfloat16": 2, "float32": 4}[short]
     rows = [
         Row("OpenVINO", short, 2),
         Row("OpenVINO", short, 2, "draft"),
@@ -97,6 +114,8 @@ def engine_rows(dtype: str, alpha: float | None = None) -> list[Row]:
         Row("llama.cpp", "int8", 1),
         Row("CTranslate2", "float32", 4),
         Row("CTranslate2", "int8", 1),
+        Row("vLLM", short, size),
+        Row("vLLM", short, size, "lookup"),
     ]
     return [row for row in rows if alpha is None or row.alpha or not row.draft]
 
@@ -114,11 +133,26 @@ class Source:
     vocabulary: int
 
 
-class Peer:
-    """A row of another engine. `failed` says why it is left out; None if it is timed."""
+@dataclass(frozen=True)
+class BatchRun:
+    """What a batch took. records: of each text, with the seconds since the call. seconds: until the last text ended."""
 
-    def __init__(self, row: Row, max_len: int) -> None:
-        self.row, self.max_len = row, max_len
+    texts: list[list[int]]
+    records: list[Record]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """The new tokens of all texts."""
+        return sum(record.tokens for record in self.records)
+
+
+class Peer:
+    """A row of another engine. `failed` says why it is left out; None if it is timed. batch: the texts that it can
+    decode at once."""
+
+    def __init__(self, row: Row, max_len: int, batch: int = 1) -> None:
+        self.row, self.max_len, self.batch = row, max_len, batch
         self.process: EngineProcess | None = None
         self.failed: str | None = None
         self.memory = 0.0  # bytes that it takes while it is loaded
@@ -133,16 +167,23 @@ class Peer:
         """Convert and load what the row needs, into at most `free` bytes of memory."""
         row = self.row
         models = {"target": (sources["target"], row.stored)}
-        if row.draft:
+        if row.draft and row.draft != "lookup":
             models["draft"] = sources[row.draft], COPY if row.draft == "target" else row.stored
         folders = {role: str(convert(row.module, *model, start_process)) for role, model in models.items()}
         needed = SPACE * sum(source.parameters * stored for source, stored in models.values())
         check_free("loading", needed, min(free, available_memory("cpu")), "of memory")
-        threads = torch.get_num_threads()
         request = LoadRequest(
-            folders["target"], folders.get("draft"), row.precision, threads, gamma, context, row.alpha
+            folders["target"],
+            folders.get("draft"),
+            row.precision,
+            torch.get_num_threads(),
+            gamma,
+            context,
+            row.alpha,
+            row.draft == "lookup",
+            self.batch,
         )
-        self.process = start_process()
+        self.process = start_process(row.module)
         answer = self.process.ask("load", module=row.module, **asdict(request))
         self.version, self.settings = answer["version"], answer.get("settings", {})
         self.memory = needed
@@ -153,18 +194,39 @@ class Peer:
         answer = self.process.ask(
             "generate", prompt=prompt, count=count, temperature=temperature, top_p=SAMPLING.top_p, seed=seed
         )
-        tokens, record = answer["tokens"], Record()
-        for seconds, new in answer["times"]:
-            if new:
-                record.add(seconds, new, 0, 0)
-        if not len(tokens) == record.tokens == count:
-            raise PeerError(f"it wrote {len(tokens)} tokens, and {count} were asked for")
-        return [tokens], [record]
+        return [answer["tokens"]], [record_of(answer, count)]
 
-    def write(self, prompt: list[int], count: int, temperature: float, seed: int) -> list[int]:
-        """The text after a prompt."""
-        (tokens,), _ = self.ask(prompt, count, temperature, seed)
-        return tokens
+    def run(
+        self, prompts: Sequence[list[int]], batch: int, count: int, seed: int, temperature: float = SAMPLING.temperature
+    ) -> BatchRun:
+        """`count` new tokens after each prompt, `batch` texts at once: the next prompt starts when a text ends. seed:
+        of the first text; the next text has the next. Raises PeerError if a text has another length, or the engine
+        fails."""
+        return self.ask_batch(prompts, batch, count, [seed + number for number in range(len(prompts))], temperature)
+
+    def ask_batch(
+        self, prompts: Sequence[list[int]], batch: int, count: int, seeds: Sequence[int], temperature: float
+    ) -> BatchRun:
+        """The texts after prompts, each with its own seed."""
+        assert self.process is not None
+        sampling = {"temperature": temperature, "top_p": SAMPLING.top_p}
+        answer = self.process.ask(
+            "batch", prompts=list(prompts), count=count, **sampling, seeds=list(seeds), batch=batch
+        )
+        texts = answer["texts"]
+        if len(texts) != len(prompts):
+            raise PeerError(f"it wrote {len(texts)} texts, and {len(prompts)} were asked for")
+        return BatchRun(
+            [text["tokens"] for text in texts], [record_of(text, count) for text in texts], answer["seconds"]
+        )
+
+    def write(
+        self, prompts: Sequence[list[int]], count: int, temperature: float, seeds: Sequence[int]
+    ) -> list[list[int]]:
+        """The texts after prompts, as they are checked: in a batch, if the row decodes many texts at once."""
+        if self.batch > 1:
+            return self.ask_batch(prompts, min(CHECKED_BATCH, self.batch), count, seeds, temperature).texts
+        return [self.ask(prompt, count, temperature, seed)[0][0] for prompt, seed in zip(prompts, seeds)]
 
     def sampler(self, prompt: list[int], generator: Generator, first: int | None = None) -> Generated:
         """The function that is timed. If the engine fails, the time is nan, and the row is left out from then on."""
@@ -195,6 +257,17 @@ class Peer:
         return cast(PeerLine, asdict(row) | kind | settings | figures)
 
 
+def record_of(text: Mapping[str, Any], count: int) -> Record:
+    """The record of a text that an engine has written. Raises PeerError if it has another length."""
+    record = Record()
+    for seconds, new in text["times"]:
+        if new:
+            record.add(seconds, new, 0, 0)
+    if not len(text["tokens"]) == record.tokens == count:
+        raise PeerError(f"it wrote {len(text['tokens'])} tokens, and {count} were asked for")
+    return record
+
+
 def check_free(what: str, needed: float, free: float, where: str) -> None:
     """Raise PeerError if `what` needs more bytes than are free."""
     if needed > free:
@@ -220,7 +293,7 @@ def convert(module: str, source: Source, stored: float, start_process: StartProc
     bits = int(8 * stored)  # 4 of a copy, without its scales
 
     def write(folder: Path) -> None:
-        with closing(start_process()) as process:
+        with closing(start_process(module)) as process:
             process.ask(
                 "convert",
                 module=module,
@@ -284,11 +357,15 @@ def start_peers(
     prompts: Sequence[list[int]],
     rows: Sequence[Row],
     checker: TextChecker,
-    start_process: StartProcess = EngineProcess,
+    start_process: StartProcess = start_engine,
+    batch: int = 1,
 ) -> list[Peer]:
-    """The rows of other engines, ready or failed."""
+    """The rows of other engines, ready or failed. batch: the texts that a row must be able to decode at once, if its
+    engine can; its texts are then checked in a batch too."""
     sources = {role: source_of(options, role, models[role], library[role]) for role in models}
-    return prepare_peers(rows, sources, checker, prompts, options.max_len, options.gamma, start_process, options.texts)
+    return prepare_peers(
+        rows, sources, checker, prompts, options.max_len, options.gamma, start_process, options.texts, batch
+    )
 
 
 def prepare_peers(
@@ -300,14 +377,15 @@ def prepare_peers(
     gamma: int,
     start_process: StartProcess,
     texts: Path | None = None,
+    batch: int = 1,
 ) -> list[Peer]:
     """The rows, each converted, loaded and checked, or failed. texts: the folder for the texts that are audited, in
-    files for `test.py --audit`."""
+    files for `test.py --audit`. batch: as in `start_peers`."""
     peers: list[Peer] = []
     memory = available_memory("cpu")
-    context = max(map(len, prompts)) + max_len + 2 * gamma + 8
+    context = max(map(len, prompts)) + max(max_len, checker.tokens) + 2 * gamma + 8
     for row in followed(rows, "other engines", len(rows)):
-        peer = Peer(row, max_len)
+        peer = Peer(row, max_len, batch if row.batches else 1)
         peers.append(peer)
         try:
             # What an engine maps from a file counts as available, and must stay in memory all the same.

@@ -20,7 +20,8 @@ from utils import GREEDY
 
 GREEDY_TOKENS, TEXTS, TEXT_TOKENS = 50, 40, 100  # of the greedy text of each prompt; drawn texts, and of each of them
 Figures = dict[str, Any]  # as the record has them
-Write = Callable[[list[int], int, float, int], list[int]]  # (prompt, count, temperature, seed) -> the new tokens
+# (prompts, count, temperature, seeds) -> the new tokens of each
+Write = Callable[[Sequence[list[int]], int, float, Sequence[int]], list[list[int]]]
 
 
 class Float32Model:
@@ -75,10 +76,15 @@ class TextChecker:
         self.target, self.draft, self.limit, self.seed, self.samples = target, draft, limit, seed, samples
         self.drawn: list[tuple[list[int], list[int]]] = []
 
+    @property
+    def tokens(self) -> int:
+        """Of the longest text that is checked."""
+        return max(GREEDY_TOKENS, TEXT_TOKENS if self.samples else 0)
+
     def greedy(self, write: Write, prompts: Sequence[list[int]], unit: float) -> Figures:
         """The figures of greedy texts: tokens, those that are not the argmax, and those that rounding does not
         explain. unit: the unit roundoff of the engine. Raises ValueError if there are any of the last kind."""
-        texts = [write(prompt, GREEDY_TOKENS, 0.0, self.seed) for prompt in prompts]
+        texts = write(prompts, GREEDY_TOKENS, 0.0, [self.seed] * len(prompts))
         figures = Auditor(self.target, None, unit, self.seed).greedy(prompts, texts, GREEDY)
         if figures["beyond"]:
             raise ValueError(
@@ -94,10 +100,8 @@ class TextChecker:
         if not self.samples:
             return None
         prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]
-        texts = [
-            write(prompt, TEXT_TOKENS, SAMPLING.temperature, self.seed + 7919 * number)
-            for number, prompt in enumerate(prefixes, 1)
-        ]
+        seeds = [self.seed + 7919 * number for number in range(1, TEXTS + 1)]
+        texts = write(prefixes, TEXT_TOKENS, SAMPLING.temperature, seeds)
         self.drawn = list(zip(prefixes, texts))
         auditor = Auditor(self.target, self.draft, unit, self.seed, self.limit)
         return dict(auditor.drawn(prefixes, texts, SAMPLING))

@@ -2,7 +2,7 @@
 #pragma once
 #include "numbers.h"
 
-constexpr int MANY = 5;          // Queries of a head in one pass: the registers have no room for more.
+constexpr int MANY = 12;         // Queries in one pass: the registers have no room for more.
 constexpr long CHUNK = 12;       // From this many queries on it pays to pack the keys and values first.
 constexpr float NEVER = -1e30f;  // The score of a masked slot, one after the query's position.
 
@@ -126,7 +126,7 @@ static inline void score(const T (*queries)[PARTS * 32], const T* keys, long D, 
         transpose(v);
 #pragma GCC unroll 16
         for (int k = 0; k < 16; k++)  // A lane is 4 bytes: one number or two. Those behind D are 0.
-#pragma GCC unroll 5
+#pragma GCC unroll 12
             for (int i = 0; i < N; i++) {
                 int bits;
                 std::memcpy(&bits, (const char*)(queries[i] + l) + 4 * k, 4);
@@ -136,18 +136,18 @@ static inline void score(const T (*queries)[PARTS * 32], const T* keys, long D, 
 }
 
 // The softmax over the slots up to at[i] that nodes show, for N queries: numerators in weights[N][reach], denominators
-// in total[N].
+// in total[N]. next: what is read after the keys.
 template <typename T, int PARTS, int N>
 static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const int64_t* at, Nodes nodes, long reach,
-                  float scale, float* weights, float* total) {
+                  float scale, float* weights, float* total, const T* next) {
     __m512 top[N], sum[N];
     for (int i = 0; i < N; i++) top[i] = _mm512_set1_ps(NEVER), sum[i] = _mm512_setzero_ps();
     for (long j = 0; j < reach; j += 16) {
         __m512 s[N];
-        ask_for(keys + j * D, 16 * D * sizeof(T));
+        ask_for(keys + j * D, 16 * D * sizeof(T), keys + reach * D, next);
         score<T, PARTS, N>(queries, keys + j * D, D, reach - j, s);
         auto there = first(reach - j);
-#pragma GCC unroll 5
+#pragma GCC unroll 12
         for (int i = 0; i < N; i++) {
             s[i] = _mm512_mask_mul_ps(_mm512_set1_ps(NEVER), first(at[i] + 1 - j) & nodes.seen(i, j), s[i],
                                       _mm512_set1_ps(scale));
@@ -155,11 +155,11 @@ static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const i
             _mm512_mask_storeu_ps(weights + i * reach + j, there, s[i]);
         }
     }
-#pragma GCC unroll 5
+#pragma GCC unroll 12
     for (int i = 0; i < N; i++) top[i] = _mm512_set1_ps(_mm512_reduce_max_ps(top[i]));
     for (long j = 0; j < reach; j += 16) {
         auto there = first(reach - j);
-#pragma GCC unroll 5
+#pragma GCC unroll 12
         for (int i = 0; i < N; i++) {
             auto s = _mm512_mask_loadu_ps(_mm512_set1_ps(2 * NEVER), there, weights + i * reach + j);
             auto e = exponential(_mm512_sub_ps(s, top[i]));
@@ -190,11 +190,12 @@ static inline void narrowed(const __m512* y, long left, bf16* x) {
     _mm512_mask_storeu_epi16(x, first_of_32(left), _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
 }
 
-// out[N][stride]: the sum of the values, weighted by weights[N][reach] and divided by total[N]. The loop goes by tiles
+// out[N]: the sum of the values, weighted by weights[N][reach] and divided by total[N]. The loop goes by tiles
 // of slots, which stay in the processor's cache, and within a tile by parts of 32 numbers, whose accumulators stay in
 // registers.
 template <typename T, int PARTS, int N>
-static void mix(const T* values, long D, const float* weights, const float* total, long reach, T* out, long stride) {
+static void mix(const T* values, long D, const float* weights, const float* total, long reach, T* const* out,
+                const T* next) {
     constexpr long TILE = 64;
     constexpr int WAYS = N == 1 ? 4 : N == 2 ? 2 : 1;  // Accumulators that do not wait for each other.
     __m512 sum[PARTS][N][2] = {};
@@ -204,9 +205,9 @@ static void mix(const T* values, long D, const float* weights, const float* tota
             __m512 acc[WAYS][N][2] = {};
             auto add = [&](long j, int way) __attribute__((always_inline)) {
                 __m512 value[2];
-                if (part == 0) ask_for(values + j * D, D * sizeof(T));
+                if (part == 0) ask_for(values + j * D, D * sizeof(T), values + reach * D, next);
                 widened(values + j * D + 32 * part, D - 32 * part, value);
-#pragma GCC unroll 5
+#pragma GCC unroll 12
                 for (int i = 0; i < N; i++) {
                     auto weight = _mm512_set1_ps(weights[i * reach + j]);
                     acc[way][i][0] = _mm512_fmadd_ps(weight, value[0], acc[way][i][0]);
@@ -225,7 +226,7 @@ static void mix(const T* values, long D, const float* weights, const float* tota
     for (int part = 0; part < PARTS; part++)
         for (int i = 0; i < N; i++) {
             for (auto& half : sum[part][i]) half = _mm512_div_ps(half, _mm512_set1_ps(total[i]));
-            narrowed(sum[part][i], D - 32 * part, out + i * stride + 32 * part);
+            narrowed(sum[part][i], D - 32 * part, out[i] + 32 * part);
         }
 }
 #else
@@ -239,7 +240,7 @@ static inline void pack_slots(const char* keys, long left, long words, char* to)
 
 template <typename T, int PARTS, int N>
 static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const int64_t* at, Nodes nodes, long reach,
-                  float scale, float* weights, float* total) {
+                  float scale, float* weights, float* total, const T*) {
     float q[N][PARTS * 32];
     for (int i = 0; i < N; i++)
         for (int l = 0; l < D; l++) q[i][l] = wide(queries[i][l]);
@@ -269,7 +270,8 @@ static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const i
 }
 
 template <typename T, int PARTS, int N>
-static void mix(const T* values, long D, const float* weights, const float* total, long reach, T* out, long stride) {
+static void mix(const T* values, long D, const float* weights, const float* total, long reach, T* const* out,
+                const T*) {
     float sum[N][PARTS * 32] = {};
     for (long j = 0; j < reach; j++) {
         float value[PARTS * 32];
@@ -278,7 +280,7 @@ static void mix(const T* values, long D, const float* weights, const float* tota
             for (int l = 0; l < D; l++) sum[i][l] += weights[i * reach + j] * value[l];
     }
     for (int i = 0; i < N; i++)
-        for (int l = 0; l < D; l++) narrow(sum[i][l] / total[i], out + i * stride + l);
+        for (int l = 0; l < D; l++) narrow(sum[i][l] / total[i], out[i] + l);
 }
 #endif
 
@@ -314,42 +316,48 @@ struct Attention {
 
     long cell(long row, long group) const { return (row * groups + group) * capacity * D; }
     long place(long m, long head) const { return (m * heads + head) * D; }
-    Nodes nodes(long m) const { return roots ? Nodes{roots[m], ancestors + m} : Nodes{0, nullptr}; }
 };
 
-// One head of a span of few queries.
+// A span of few queries, for `heads` heads of a group from `head` on. Their queries share the keys and values.
 template <typename T, int PARTS>
-static void attend_head(const Attention<T>& a, const Span& span, long head) {
+static void attend_cell(const Attention<T>& a, const Span& span, long head, long heads) {
     static thread_local std::vector<float> weights;
-    const long passes = (span.n + MANY - 1) / MANY, cell = a.cell(span.row, head * a.groups / a.heads);
+    const long all = span.n * heads, passes = (all + MANY - 1) / MANY, cell = a.cell(span.row, head * a.groups / a.heads);
     for (long pass = 0; pass < passes; pass++) {
-        long m = span.from + span.n * pass / passes, many = span.from + span.n * (pass + 1) / passes - m;
-        const int64_t* at = a.at + m;
-        long reach = *std::max_element(at, at + many) + 1;
+        const long before = all * pass / passes, many = all * (pass + 1) / passes - before;
+        T queries[MANY][PARTS * 32], *out[MANY];
+        int64_t at[MANY], ancestors[MANY], root = 0;
+        for (long k = 0; k < many; k++) {
+            long m = span.from + (before + k) / heads, place = a.place(m, head + (before + k) % heads);
+            std::copy_n(a.queries + place, a.D, queries[k]), std::fill(queries[k] + a.D, queries[k + 1], T(0));
+            out[k] = a.out + place, at[k] = a.at[m];
+            if (a.roots) root = a.roots[m], ancestors[k] = a.ancestors[m];
+        }
+        const long reach = *std::max_element(at, at + many) + 1;
         weights.resize(std::max(weights.size(), size_t(many * reach)));
-        T queries[MANY][PARTS * 32] = {};
-        for (long k = 0; k < many; k++) std::memcpy(queries[k], a.queries + a.place(m + k, head), a.D * sizeof(T));
         auto run = [&]<int N>(std::integral_constant<int, N>) {
             float total[N];
-            weigh<T, PARTS, N>(queries, a.keys + cell, a.D, at, a.nodes(m), reach, a.scale, weights.data(), total);
-            mix<T, PARTS, N>(a.values + cell, a.D, weights.data(), total, reach, a.out + a.place(m, head), a.heads * a.D);
+            weigh<T, PARTS, N>(queries, a.keys + cell, a.D, at, {root, a.roots ? ancestors : nullptr}, reach, a.scale,
+                               weights.data(), total, a.values + cell);
+            mix<T, PARTS, N>(a.values + cell, a.D, weights.data(), total, reach, out, a.keys + cell + a.capacity * a.D);
         };
-        if (many == 5) run(std::integral_constant<int, 5>());
-        else if (many == 4) run(std::integral_constant<int, 4>());
-        else if (many == 3) run(std::integral_constant<int, 3>());
-        else if (many == 2) run(std::integral_constant<int, 2>());
-        else run(std::integral_constant<int, 1>());
+        [&]<size_t... N>(std::index_sequence<N...>) {
+            ((many == N + 1 ? run(std::integral_constant<int, N + 1>()) : void()), ...);
+        }(std::make_index_sequence<MANY>());
     }
 }
 
-// The part of one thread in the spans of few queries: as many products of a query and a key as that of any other.
+// The part of one thread in the spans of few queries: as many products of a query and a key as that of any other. The
+// heads of a group stay together if there is enough else to share out.
 template <typename T, int PARTS>
 static void attend_few(const Attention<T>& a, const Member& member) {
-    long all = 0, before = 0;
-    for (const Span& span : a.spans) all += span.packs() ? 0 : span.n * span.reach * a.heads;
+    long all = 0, cells = 0, before = 0;
     for (const Span& span : a.spans)
-        for (long head = 0; head < a.heads && !span.packs(); head++, before += span.n * span.reach)
-            if (before * member.of / all == member.number) attend_head<T, PARTS>(a, span, head);
+        if (!span.packs()) all += span.n * span.reach * a.heads, cells += a.groups;
+    const long heads = cells >= 4 * member.of ? a.heads / a.groups : 1;
+    for (const Span& span : a.spans)
+        for (long head = 0; head < a.heads && !span.packs(); head += heads, before += span.n * span.reach * heads)
+            if (before * member.of / all == member.number) attend_cell<T, PARTS>(a, span, head, heads);
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -462,7 +470,7 @@ static void attend_packed(const Attention<T>& a, const Span& span, const T* keys
     scores.resize(std::max(scores.size(), size_t(many * width)));
     weights.resize(std::max(weights.size(), size_t(many * width)));
     const int64_t* at = a.at + m;
-    const Nodes nodes = a.nodes(m);
+    const Nodes nodes{a.roots ? a.roots[m] : 0, a.roots ? a.ancestors + m : nullptr};
     long reach = *std::max_element(at, at + many) + 1, used = (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>;
     for (long j = 0; j < reach; j += SIDE)
         kernel.run(Job<T>{many, a.queries + a.place(m, head), a.heads * a.D, keys + j * a.D, a.D, scores.data() + j, width});

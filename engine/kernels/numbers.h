@@ -49,9 +49,12 @@ static inline __m512 exponential(__m512 x) {
 
 constexpr long AHEAD = 4096;  // Bytes from the address that is read to the one prefetched, which must arrive in time.
 
-// Prefetches `size` bytes that start AHEAD bytes after x.
-static inline void ask_for(const void* x, long size) {
-    for (long byte = 0; byte < size; byte += 64) __builtin_prefetch((const char*)x + AHEAD + byte);
+// Prefetches `size` bytes that start AHEAD bytes after x, which is read up to `end` and then from `next` on.
+static inline void ask_for(const void* x, long size, const void* end, const void* next) {
+    for (long byte = 0; byte < size; byte += 64) {
+        const char* line = (const char*)x + AHEAD + byte;
+        __builtin_prefetch(line < end ? line : (const char*)next + (line - (const char*)end));
+    }
 }
 
 template <typename T>

@@ -181,10 +181,12 @@ static long pick_one(const float* p, long n, float u, std::vector<double>& parts
 static at::Tensor pick(const at::Tensor& probs, const at::Tensor& u) {
     auto p = probs.contiguous(), at = u.contiguous();
     auto tokens = at::empty(u.sizes(), u.options().dtype(at::kLong));
-    long n = probs.size(-1);
-    std::vector<double> parts;
-    for (long row = 0; row < u.numel(); row++)
-        ((int64_t*)tokens.data_ptr())[row] = pick_one(data<float>(p) + row * n, n, data<float>(at)[row], parts);
+    long n = probs.size(-1), rows = u.numel();
+    together(rows > 1 && rows * n > 16384, [&](const Member& member) {
+        static thread_local std::vector<double> parts;
+        for (auto [row, last] = member.part(rows); row < last; row++)
+            ((int64_t*)tokens.data_ptr())[row] = pick_one(data<float>(p) + row * n, n, data<float>(at)[row], parts);
+    });
     return tokens;
 }
 
@@ -197,7 +199,7 @@ static std::tuple<at::Tensor, at::Tensor> by_rule(const at::Tensor& p, const at:
     auto ps = p.contiguous(), qs = q.contiguous(), xs = drafts.contiguous(), us = u.contiguous();
     long rows = p.size(0), n = drafts.size(1), size = p.size(2);
     auto accepted = at::empty({rows}, drafts.options()), left = at::empty({rows, size}, p.options());
-    for (long row = 0; row < rows; row++) {
+    auto verify = [&](long row) {
         const float *p_0 = data<float>(ps) + row * (n + 1) * size, *q_0 = data<float>(qs) + row * n * size;
         auto [i, w] = rule(p_0, q_0, data<int64_t>(xs) + row * n, data<float>(us) + row * n, n, size);
         ((int64_t*)accepted.data_ptr())[row] = i;
@@ -210,7 +212,10 @@ static std::tuple<at::Tensor, at::Tensor> by_rule(const at::Tensor& p, const at:
             for (long v = 0; v < size; v++) rest[v] /= sum;
         else
             std::copy(p_i, p_i + size, rest);
-    }
+    };
+    together(rows > 1 && rows * size > 16384, [&](const Member& member) {
+        for (auto [row, last] = member.part(rows); row < last; row++) verify(row);
+    });
     return {accepted, left};
 }
 
