@@ -107,7 +107,7 @@ def measure(prepared: Prepared, models: LoadedModels, append: Append, picture: C
     if measuring.timed and other and ("diversity" in measuring.groups or measuring.ppl):
         models.clear()
         prepared.folders.pop("mid", None)
-        models = prepared.load(prepared.text_dtype)
+        models = prepared.load(prepared.text_dtype, batches=False)
     if "diversity" in measuring.groups:
         measure_diversity(prepared, models, append)
     if measuring.ppl:

@@ -9,6 +9,7 @@ the one for float32 when one token attends to many. So there the cache is float3
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +117,17 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 def cache_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype of an eager model's KV cache: float32 on a CPU, the model's own elsewhere."""
     return torch.float32 if model.device.type == "cpu" else model.dtype
+
+
+def cache_shape(config: PretrainedConfig) -> tuple[int, int]:
+    """Heads of keys and values in a layer, and the numbers in each."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def cache_bytes(config: PretrainedConfig, slots: int, dtype: torch.dtype) -> int:
+    """Bytes of a KV cache of that many slots in all its rows."""
+    return 2 * config.num_hidden_layers * math.prod(cache_shape(config)) * slots * dtype.itemsize
 
 
 def context_of(config: PretrainedConfig) -> int:

@@ -23,7 +23,7 @@ from decoding.rows import upload
 from decoding.trees.rules import TreeRule
 from decoding.trees.tree import Places, Tree
 from decoding.verification import VerificationRule
-from engine.cachedModel import CachedModel
+from engine.cachedModel import CachedModel, cache_shape
 from engine.steps import Block, Draw, Growth, Nodes, Prompt, Shape, read_block, read_chunk
 from utils import Sampling
 
@@ -48,10 +48,7 @@ class CompiledModel(CachedModel, ABC):
         cache_of: CachedModel | None = None,
     ) -> None:
         super().__init__(model, vocabulary, name, cache_of)
-        config = model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.heads = heads, width  # of keys and values, and the numbers in each
+        self.heads = cache_shape(model.config.get_text_config())
         self.asked: set[Shape] | None = None  # In a rehearsal: the shapes asked for so far.
         self.inside = False  # Whether a graph is being made: then its steps are computed as they are.
         self.used = 0

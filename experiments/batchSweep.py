@@ -21,7 +21,7 @@ from decoding.rows import Record
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
 from experiments.lines import Append, BatchCostsLine, Conditions, Line, QueueFigures, QueueLine, of_kind
-from experiments.speed import interval, quiet
+from experiments.speed import interval, queue_figures, quiet
 from experiments.sweep import scoring_costs
 from inputs.progress import Bar
 from methods.samplers import Sampler
@@ -79,22 +79,6 @@ def queues(
             for name, sampler in methods.items():
                 seconds, records = write(sampler, repeat, max_len)
                 yield queue_figures(name, repeat, batch, records, seconds)
-
-
-def queue_figures(method: str, repeat: int, batch: int, records: Sequence[Record], seconds: float) -> QueueFigures:
-    """The figures of a queue. records: of its texts."""
-    tokens, rounds = sum(record.tokens for record in records), sum(len(record.times) - 1 for record in records)
-    return {
-        "method": method,
-        "repeat": repeat,
-        "batch": batch,
-        "texts": len(records),
-        "tokens": tokens,
-        "seconds": seconds,
-        "throughput": tokens / seconds,
-        "tokens_per_round": (tokens - len(records)) / rounds if rounds else None,
-        "drafted_per_round": sum(sum(record.drafted) for record in records) / rounds if rounds else None,
-    }
 
 
 def costs(

@@ -363,6 +363,12 @@ FLAGS = {
             whole(1),
             "How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20.",
         ),
+        "--batch": flag(
+            whole(1),
+            "How many texts to decode at a time. The others wait: when a text ends, its row of the batch goes to the "
+            "next prompt. For the modes that measure speed, except --sweep, and for --lossless. Default: 1; for "
+            "--lossless all texts of a call, 64.",
+        ),
         "--tokens": flag(whole(1), "How many tokens of each method --lossless tests at least. Default: 100000."),
         "--seed": flag(whole(0, (1 << 62) - 1), "The seed of every random choice.", 0),
         "--out": flag(

@@ -87,10 +87,12 @@ class TimedText(Label):
 
     prompt: its number. report_tpot: the course report's time per token, prefill included. rounds, drafted, accepted: of
     the text. acceptance_by_position: (tested, accepted) for the guess at each position of a round. input, sha256: the
-    digests of the prompt and of the new tokens.
+    digests of the prompt and of the new tokens. batch: texts decoded at a time, if more than one. Then the times count
+    from the moment the text gets its row of the batch.
     """
 
     method: str
+    batch: NotRequired[int]
     prompt: int
     repeat: int
     prompt_tokens: int
@@ -159,7 +161,7 @@ class CostsLine(Conditions, Costs):
 
 
 class QueueLine(Conditions, QueueFigures):
-    """A queue of texts."""
+    """A queue of texts. With --batch, each text has a line of its own too."""
 
     kind: Literal["queue"]
 
@@ -258,13 +260,15 @@ class ShownCounts(TypedDict):
 
 
 class TrialConditions(TypedDict):
-    """What all drawn texts of --lossless have in common. limit: the p-value below which a test rejects a method."""
+    """What all drawn texts of --lossless have in common. limit: the p-value below which a test rejects a method.
+    batch: texts decoded at a time, if --batch says so."""
 
     temperature: float
     top_p: float
     maxLen: int
     dtype: str
     limit: float
+    batch: NotRequired[int]
 
 
 class LosslessLine(TrialConditions, EvidenceFigures, ShownCounts):

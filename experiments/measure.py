@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Generator
@@ -16,9 +17,9 @@ from decoding.verification import RULES as VERIFICATIONS
 from experiments import diversity, sweep
 from experiments.acceptance import OverlapCounts, overlaps_of
 from experiments.batchSweep import measure_batches
-from experiments.lines import Append, Conditions
+from experiments.lines import Append, Conditions, QueueFigures, TimedText
 from experiments.prepare import LoadedModels, Prepared
-from experiments.speed import Timed, Written, digest, ends_after, measure
+from experiments.speed import Timed, TimedQueue, Written, digest, ends_after, measure, measure_queues
 from inputs.commandLine import visible
 from inputs.progress import Bar, followed
 from inputs.texts import Corpus
@@ -78,21 +79,54 @@ def time_group(
                 }
             )
 
-    def timed(sampler: Sampler) -> Timed:
+    repeats = measuring.repeats_of(mode)
+    with Bar(mode, len(samplers) * len(prompts) * repeats) as bar:
+        for texts, queues in timings(prepared, samplers, prompts, repeats, max_len, sampling):
+            for text in texts:
+                text |= prepared.label_of(text["prompt"])
+                append({"kind": "speed", "repeatable": repeatable(text["method"], decoding), **conditions, **text})
+                bar.update()
+            for queue in queues:
+                append({"kind": "queue", **conditions, **queue})
+
+
+def timings(
+    prepared: Prepared,
+    samplers: Mapping[str, Sampler],
+    prompts: list[list[int]],
+    repeats: int,
+    max_len: int,
+    sampling: Sampling,
+) -> Iterator[tuple[list[TimedText], list[QueueFigures]]]:
+    """The figures of each timed text by itself; with --batch, those of the texts of each queue, and of the queue."""
+    seed, batch, device = prepared.settings.measuring.seed, prepared.settings.measuring.batch or 1, prepared.device
+
+    def alone(sampler: Sampler) -> Timed:
         def method(prompt: list[int], generator: Generator, first: int | None = None) -> Written:
             end_of_text: EndOfText = prepared.ends if first is None else ends_after(first)
             return sampler([prompt], max_len=max_len, sampling=sampling, end_of_text=end_of_text, generator=generator)
 
         return method
 
-    methods, repeats = {name: timed(sampler) for name, sampler in samplers.items()}, measuring.repeats_of(mode)
-    with Bar(mode, len(methods) * len(prompts) * repeats) as bar:
-        numbers = prepared.processes.share(prompts)
-        texts = measure(methods, prompts, repeats, measuring.seed, prepared.device, numbers=numbers)
-        for text in prepared.processes.merged(texts):
-            text |= prepared.label_of(text["prompt"])
-            append({"kind": "speed", "repeatable": repeatable(text["method"], decoding), **conditions, **text})
-            bar.update()
+    def in_batches(sampler: Sampler) -> TimedQueue:
+        def method(
+            prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
+        ) -> Written:
+            ends: EndOfText = prepared.ends if first is None else ends_after(first, batch)
+            options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "batch": batch}
+            return sampler(prompts, end_of_text=ends, generator=generators, **options)
+
+        return method
+
+    if batch > 1:
+        queues = {name: in_batches(sampler) for name, sampler in samplers.items()}
+        for texts, queue in measure_queues(queues, prompts, batch, repeats, seed, device):
+            yield texts, [queue]
+        return
+    methods = {name: alone(sampler) for name, sampler in samplers.items()}
+    numbers = prepared.processes.share(prompts)
+    for text in prepared.processes.merged(measure(methods, prompts, repeats, seed, device, numbers=numbers)):
+        yield [text], []
 
 
 def overlaps_by_method(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.rows import check_room
 from downloadModel import is_hub_id, on_first_use
-from engine.cachedModel import CachedModel
+from engine.cachedModel import CachedModel, cache_bytes
 from engine.compiling import compiled, is_compiled
 from engine.copies import Copies, weights_of
 from engine.quantised import BITS, GROUP
@@ -29,7 +29,7 @@ from experiments.settings import Settings
 from inputs.auditTexts import AuditText, read_texts
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
-from inputs.models import Outline, find_model, load_model, outline
+from inputs.models import DTYPES, Outline, find_model, load_model, outline, read_config
 from inputs.progress import followed
 from inputs.prompts import (
     Question,
@@ -69,7 +69,8 @@ class Prepared:
         `questions` (--prompts) every turn; `load_first` puts the target's answers in the place of the shortest.
     article: the prompts of --diversity.
     texts: [(corpus, token ids of its passages)] of --ppl, read in windows of `window` tokens, `stride` apart.
-    tokens: the most tokens that are read at once. frequent: the tokens that a restricted draft guesses.
+    tokens: the most tokens that are read at once. slots: of the KV cache of the largest batch; 0 if that is one text,
+        whose slots count with its tokens. frequent: the tokens that a restricted draft guesses.
     roles_of_copy: the roles that the target's copy has. bits: of its weights; None: not measured yet.
     translation: to the draft's tokenizer, if that is another one. Then it guesses only the tokens that both have.
     audited: the texts of --audit.
@@ -96,20 +97,21 @@ class Prepared:
     translation: Translation | None = None
     audited: list[AuditText] = field(default_factory=list)
     questions: list[Question] = field(default_factory=list)
+    slots: int = 0
     made: Copies | None = field(default=None, init=False)  # of the target that was loaded last
 
     def ends(self, row: int, token: int) -> bool:
         """Whether a text ends at this token: the `end_of_text` of `Rows`."""
         return token in self.end_tokens
 
-    def load(self, dtype: str) -> LoadedModels:
-        """The models in that dtype."""
-        models = {}
+    def load(self, dtype: str, batches: bool = True) -> LoadedModels:
+        """The models in that dtype. batches: whether texts will be decoded in batches."""
+        models, caches = {}, self.caches(dtype) if batches else {}
         for role, folder in self.folders.items():
             device = self.draft_device if role == "draft" else self.device
             spread = self.settings.models.device == "auto" and device == self.device
             tokenizer = self.translation.tokenizer if role == "draft" and self.translation else self.tokenizer
-            models[role] = load_model(folder, tokenizer, dtype, device, self.tokens, spread)
+            models[role] = load_model(folder, tokenizer, dtype, device, self.tokens, spread, caches.get(device, 0))
         if self.roles_of_copy:
             bits = [self.bits] if self.bits else list(BITS)
             self.made = self.processes.in_turn(lambda: make_copies(models["target"], bits))
@@ -119,6 +121,16 @@ class Prepared:
         if self.translation is not None:
             models["draft"] = RestrictedModel(models["draft"], self.translation.draft)
         return models
+
+    def caches(self, dtype: str) -> dict[str, int]:
+        """{device: bytes} of the KV caches of a batch. Empty if each text is decoded alone."""
+        sizes: dict[str, int] = {}
+        for role, folder in self.folders.items() if self.slots else ():
+            device = self.draft_device if role == "draft" else self.device
+            kept_as = "float32" if device == "cpu" and not self.settings.models.compile else dtype
+            size = cache_bytes(read_config(folder).get_text_config(), self.slots, DTYPES[kept_as])
+            sizes[device] = sizes.get(device, 0) + size
+        return sizes
 
     @property
     def idle(self) -> str:
@@ -137,7 +149,10 @@ class Prepared:
     def load_first(self) -> LoadedModels:
         """The models of what comes first."""
         timed = bool(self.settings.measuring.timed or self.settings.measuring.played)
-        models = self.load_as_timed(self.dtype if timed else self.text_dtype)
+        dtype, rows = self.dtype if timed else self.text_dtype, self.settings.rows
+        if self.settings.measuring.batch and self.slots:
+            print(f"The KV caches of {rows} texts take {gigabytes(sum(self.caches(dtype).values()))}.")
+        models = self.load_as_timed(dtype)
         if self.made is not None:
             print(about_copy(models["target"], models["self"], self.made.weights, self.bits or 0))
         if any(len(question.turns) > 1 for question in self.questions):
@@ -267,22 +282,20 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     settings, translation = with_translation(settings, folders, tokenizer)
     measuring, draft_vocab = settings.measuring, settings.models.draft_vocab
     outlines = [outline(folder, tokenizer) for folder in folders.values()]
-    context = min(model.context for model in outlines)
+    shortest = min(outlines, key=lambda model: model.context)
+    context = shortest.context
     prompts, article = choose_texts(settings, named, questions, corpora, tokenizer, context)
+    check_queues(settings, prompts)
     longest = with_longest_answers(settings, prompts, questions)
     check_questions(settings, questions, longest, outlines)
-    most = check_rooms(settings, longest, article, outlines)
+    slots = check_rooms(settings, longest, article, outlines)
     if translation is not None:  # The draft reads the same prompts in its own tokens.
         translated = {length: list(map(translation.row, rows)) for length, rows in longest.items()}
         draft = outline(folders["draft"], translation.tokenizer)
-        check_rooms(settings, translated, list(map(translation.row, article)), [draft])
+        slots = max(slots, check_rooms(settings, translated, list(map(translation.row, article)), [draft]))
     passages = scored_texts(settings, corpora, tokenizer, context) if measuring.ppl else []
-    audited = (
-        read_texts(measuring.audit, tokenizer, min(outlines, key=lambda model: model.context))
-        if measuring.audit
-        else []
-    )
-    most = max([most, *(len(text.prompt) + len(text.tokens) for text in audited)])
+    audited = read_texts(measuring.audit, tokenizer, shortest) if measuring.audit else []
+    most = max([slots, *(len(text.prompt) + len(text.tokens) for text in audited)])
     window = min(texts.window, context)
     prepared = Prepared(
         settings,
@@ -306,6 +319,7 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         translation,
         audited,
         questions,
+        slots if settings.rows > 1 else 0,
     )
     print(end=prepared.idle)
     if translation is not None and not audited:
@@ -375,6 +389,14 @@ def choose_texts(
     return prompts, encode(diversity.PROMPTS, tokenizer) if diverse else []
 
 
+def check_queues(settings: Settings, prompts: dict[int, list[list[int]]]) -> None:
+    """Raise UserError if there are fewer prompts to time than rows of the batch."""
+    batch, count = settings.measuring.batch or 1, min(map(len, prompts.values()), default=0)
+    if settings.measuring.timed and count < batch:
+        more = "raise --sentences" if settings.texts.from_corpora else "give more"
+        raise UserError(f"--batch {batch} needs at least {batch} prompts, and there are {count}; {more}")
+
+
 def check_rooms(
     settings: Settings, prompts: dict[int, list[list[int]]], article: list[list[int]], outlines: list[Outline]
 ) -> int:
@@ -392,6 +414,8 @@ def check_rooms(
 def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, str]:
     """The device, the draft's device, and the dtype of what is timed. Raises UserError for what cannot be used."""
     choice = settings.models
+    if settings.measuring.batch is not None and processes.count > 1:
+        raise UserError("--batch is for one process: start test.py without accelerate launch")
     if settings.measuring.played and processes.count > 1:
         raise UserError("--show and --html play one text, in one process: start test.py without accelerate launch")
     device = processes.own_device(choice.device)
@@ -511,6 +535,6 @@ def make_all_graphs(models: LoadedModels, settings: Settings, prompt: Sequence[i
         models.values(),
         prompt,
         settings.sampling.of("compare"),
-        settings.rows,
+        settings.sizes,
         follow=lambda graphs: followed(graphs, "compiling", len(graphs)),
     )

@@ -22,14 +22,14 @@ ALL_MODES = (*MODES, "ppl", "audit", "show", "html")
 MAX_LEN = {"speedNew": 1000, "diversity": 45}
 REPEATS = {"compare": 2, "sweep": 2, "diversity": 20}
 FILTERS = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naive sampling has neither
-TOKENS, ROWS = 100_000, 64  # of --lossless: tokens tested, and texts written at a time
+TOKENS, TEXTS = 100_000, 64  # of --lossless: tokens tested, and texts that a method is given at a time
 PLAYED = {"contrastive": "speculativeContrastive", "speedMulti": "cascade", "speedNew": "additive"}  # by --show, --html
 
 
 @dataclass(frozen=True)
 class Measuring:
     """What to measure. groups: {mode: its methods}; played: the one method whose text is played, and nothing is
-    measured; repeats, tokens None: the mode's default. audit: the file of texts to test, written in the dtype
+    measured; repeats, tokens, batch None: the mode's default. audit: the file of texts to test, written in the dtype
     `written_in`."""
 
     groups: dict[str, list[str]]
@@ -38,6 +38,7 @@ class Measuring:
     audit: Path | None
     written_in: str
     repeats: int | None
+    batch: int | None
     tokens: int | None
     seed: int
 
@@ -153,10 +154,20 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """Texts that are decoded at a time. `--lossless` writes many; else each is timed alone."""
+        """Texts that are decoded at a time."""
         if "lossless" not in self.measuring.groups:
-            return 1
-        return min(ROWS, -(-self.tokens // self.sampling.max_len_of("lossless")))
+            return self.measuring.batch or 1
+        return min(self.measuring.batch or TEXTS, self.texts_at_once)
+
+    @property
+    def texts_at_once(self) -> int:
+        """Texts that a method of `--lossless` is given at a time."""
+        return min(TEXTS, -(-self.tokens // self.sampling.max_len_of("lossless")))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of rows that batches have. A queue ends in smaller batches: of half as many rows, and so on."""
+        return [self.rows >> i for i in range(self.rows.bit_length() if self.measuring.batch else 1)]
 
     @property
     def tokens(self) -> int:
@@ -176,7 +187,7 @@ def parse(argv: Sequence[str]) -> Settings:
     args.temperature = args.temperature and list(dict.fromkeys(args.temperature))
     if not args.rerun:
         check_modes(args)
-        args.sentences = args.sentences or (10 if args.lossless is None else ROWS)
+        args.sentences = args.sentences or (10 if args.lossless is None else TEXTS)
         name_models(args)
     settings = typed(args)
     if not args.rerun:
@@ -273,6 +284,8 @@ def check_together(settings: Settings) -> None:
         raise UserError("a conversation is played, not measured: add --show or --html, or give one --question")
     if settings.texts.prompts is not None:
         check_categories(settings)
+    if settings.measuring.batch is not None:
+        check_batch(settings)
     if flags["sweep"] and (settings.sampling.max_len or 3) < 3:
         raise UserError("--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more")
     if played:
@@ -306,6 +319,15 @@ def check_categories(settings: Settings) -> None:
         raise UserError(f"--prompts is for modes that measure speed; leave it or --{others[0]} out")
     if not settings.measuring.timed:
         raise UserError("--prompts is for modes that measure speed; add one of them, such as --compare all")
+
+
+def check_batch(settings: Settings) -> None:
+    """Raise UserError if --batch is given to what decodes one text at a time, or decodes nothing."""
+    for mode in "show", "html", "audit", "sweep":
+        if settings.flags[mode]:
+            raise UserError(f"--batch is for modes that measure speed and for --lossless; leave it or --{mode} out")
+    if not settings.measuring.timed and "lossless" not in settings.measuring.groups:
+        raise UserError("--batch is for modes that measure speed and for --lossless; add one of them, such as --speed")
 
 
 def check_copy(settings: Settings) -> None:

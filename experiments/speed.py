@@ -10,6 +10,7 @@ import functools
 import gc
 import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
@@ -20,7 +21,7 @@ from scipy.stats import bootstrap
 from torch import Generator
 
 from decoding.rows import EndOfText, Record
-from experiments.lines import TimedText
+from experiments.lines import QueueFigures, TimedText
 
 Written = tuple[Sequence[Sequence[int]], Sequence[Record]]  # new tokens and records, one of each for each prompt
 WARM = 8  # tokens of the text that each method writes untimed, right before a timed one
@@ -48,10 +49,20 @@ class Timed(Protocol):
         with a KV cache as large as ever."""
 
 
-def ends_after(count: int) -> EndOfText:
-    """`end_of_text` of `Rows` that ends a single row at its `count`-th token."""
-    numbers = itertools.count(1)
-    return lambda row, token: next(numbers) >= count
+class TimedQueue(Protocol):
+    """A method that can be timed: it continues a queue of prompts, `batch` at a time."""
+
+    def __call__(
+        self, prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
+    ) -> Written:
+        """The new tokens and the record of each text. first: as in `ends_after`."""
+
+
+def ends_after(count: int, batch: int = 1) -> EndOfText:
+    """`end_of_text` of `Rows` that ends a text at its `count`-th token. Of `batch` texts it ends half there, half of
+    the others at twice as many, and so on: the batch has each size that it may have at the end of a queue."""
+    numbers: dict[int, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+    return lambda text, token: next(numbers[text]) >= count * (batch // (text + 1)).bit_length()
 
 
 @contextmanager
@@ -103,22 +114,70 @@ def measure(
     numbers = range(len(prompts)) if numbers is None else numbers
     for _ in range(warm_up if numbers else 0):
         for method in methods.values():
-            method(prompts[0], Generator(device).manual_seed(seed))
-    gc.collect()
-    gc.freeze()  # Otherwise each collection between measurements visits all of torch's objects: a quarter of a second.
-    try:
+            method(prompts[0], generator_of(seed, device))
+    with frozen_heap():
         for repeat in range(repeats):
             for index in numbers:
                 prompt = prompts[index]
                 for name, method in methods.items():
-                    warming, generator = (
-                        Generator(device).manual_seed(seed + 1_000_003 * repeat + index) for _ in range(2)
-                    )
+                    warming, generator = (generator_of(seed, device, repeat, index) for _ in range(2))
                     with quiet(device):
                         method(prompt, warming, WARM)
                         synchronize(device)
                         (tokens,), (record,) = method(prompt, generator)
                     yield timed_text(name, index, repeat, prompt, tokens, record)
+
+
+def measure_queues(
+    methods: Mapping[str, TimedQueue],
+    prompts: Sequence[list[int]],
+    batch: int,
+    repeats: int,
+    seed: int,
+    device: torch.device | str,
+    warm_up: int = 1,
+) -> Iterator[tuple[list[TimedText], QueueFigures]]:
+    """Time every method on the queue of all prompts, `repeats` times, interleaved as in `measure`: the figures of each
+    text, and of the queue.
+
+    Each text has the seed that it has in `measure`. The warm-up is a batch as large as those of the queue, with KV
+    caches as large.
+    """
+    warming = [max(prompts, key=len), *prompts][:batch]
+
+    def generators(repeat: int, count: int) -> list[Generator]:
+        return [generator_of(seed, device, repeat, index) for index in range(count)]
+
+    for _ in range(warm_up):
+        for method in methods.values():
+            method(warming, generators(0, batch), batch)
+    with frozen_heap():
+        for repeat in range(repeats):
+            for name, method in methods.items():
+                first, others = generators(repeat, batch), generators(repeat, len(prompts))
+                with quiet(device):
+                    method(warming, first, batch, WARM)
+                    synchronize(device)
+                    texts, records = method(prompts, others, batch)
+                timed = [
+                    timed_text(name, index, repeat, prompt, tokens, record) | {"batch": batch}
+                    for index, (prompt, tokens, record) in enumerate(zip(prompts, texts, records))
+                ]
+                yield timed, queue_figures(name, repeat, batch, records, max(record.times[-1] for record in records))
+
+
+def generator_of(seed: int, device: torch.device | str, repeat: int = 0, index: int = 0) -> Generator:
+    """The generator of a text: that of the prompt `index` in a repeat."""
+    return Generator(device).manual_seed(seed + 1_000_003 * repeat + index)
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Otherwise each garbage collection between measurements visits all of torch's objects: a quarter of a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
     finally:
         gc.unfreeze()
 
@@ -136,15 +195,31 @@ def timed_text(
         "ttft": record.ttft,
         "tpot": record.tpot,
         "throughput": record.throughput,
-        "report_tpot": record.times[-1] / record.tokens,
+        "report_tpot": record.seconds / record.tokens,
         "tokens_per_round": record.tokens_per_round,
-        "seconds": record.times[-1],
+        "seconds": record.seconds,
         "rounds": len(record.times) - 1,
         "drafted": sum(record.drafted),
         "accepted": sum(record.accepted),
         "acceptance_by_position": record.acceptance_by_position,
         "input": digest(prompt),
         "sha256": digest(tokens),
+    }
+
+
+def queue_figures(method: str, repeat: int, batch: int, records: Sequence[Record], seconds: float) -> QueueFigures:
+    """The figures of a queue. records: of its texts."""
+    tokens, rounds = sum(record.tokens for record in records), sum(len(record.times) - 1 for record in records)
+    return {
+        "method": method,
+        "repeat": repeat,
+        "batch": batch,
+        "texts": len(records),
+        "tokens": tokens,
+        "seconds": seconds,
+        "throughput": tokens / seconds,
+        "tokens_per_round": (tokens - len(records)) / rounds if rounds else None,
+        "drafted_per_round": sum(sum(record.drafted) for record in records) / rounds if rounds else None,
     }
 
 
@@ -180,25 +255,31 @@ def resampled(values: tuple[float, ...], statistic: Callable[..., Any], seed: in
 
 
 def paired_ratios(
-    texts: Sequence[TimedText], method: str, baseline: str, figure: Literal["throughput", "tpot"] = "throughput"
+    timed: Sequence[TimedText] | Sequence[QueueFigures],
+    method: str,
+    baseline: str,
+    figure: Literal["throughput", "tpot"] = "throughput",
 ) -> list[float]:
-    """`method`'s figure over `baseline`'s, for each prompt and repeat that both have. A text of one token has no
-    TPOT."""
+    """`method`'s figure over `baseline`'s, for each prompt and repeat that both have, or of queues each repeat. A text
+    of one token has no TPOT."""
+    lines: Sequence[Any] = timed
     upper, lower = (
-        {(text["prompt"], text["repeat"]): text[figure] for text in texts if text["method"] == name}
+        {(line.get("prompt"), line["repeat"]): line[figure] for line in lines if line["method"] == name}
         for name in (method, baseline)
     )
     pairs = ((value, lower.get(key)) for key, value in upper.items())
     return [a / b for a, b in pairs if a is not None and b is not None]
 
 
-def summarize(texts: Sequence[TimedText], baseline: str = "target") -> list[dict[str, Any]]:
+def summarize(
+    texts: Sequence[TimedText], baseline: str = "target", queues: Sequence[QueueFigures] = ()
+) -> list[dict[str, Any]]:
     """One row of figures for each method, in order.
 
     Medians with intervals or ranges over prompts and repeats; the speed-up over `baseline` is the median of paired
-    throughput ratios.
+    throughput ratios. queues: those of the texts, if there are any. Then both are of queues.
     """
-    rows = []
+    rows, timed = [], queues or texts
     for name in dict.fromkeys(text["method"] for text in texts):
         of_method: list[Any] = [text for text in texts if text["method"] == name]
         tested, passed = acceptance(of_method)
@@ -208,13 +289,14 @@ def summarize(texts: Sequence[TimedText], baseline: str = "target") -> list[dict
                 "runs": len(of_method),
                 **{
                     figure: interval([text[figure] for text in of_method])
-                    for figure in ("ttft", "tpot", "throughput", "report_tpot", "tokens_per_round", "seconds")
+                    for figure in ("ttft", "tpot", "report_tpot", "tokens_per_round", "seconds")
                 },
+                "throughput": interval([line["throughput"] for line in timed if line["method"] == name]),
                 **{
                     figure: np.mean([text[figure] for text in of_method])
                     for figure in ("rounds", "drafted", "accepted")
                 },
-                "speedup": interval(paired_ratios(texts, name, baseline)),
+                "speedup": interval(paired_ratios(timed, name, baseline)),
                 "alpha": passed.sum() / tested.sum() if len(tested) else float("nan"),
                 "acceptance_by_position": [float(a / t) for t, a in zip(tested, passed) if t],
             }

@@ -162,17 +162,19 @@ def load_model(
     device: str,
     tokens: int = 1024,
     spread: bool = False,
+    caches: int = 0,
 ) -> CachedModel:
     """Load the model `name` as a `CachedModel` whose logits are cut to the tokenizer's vocabulary.
 
     dtype: a key of DTYPES. The files are memory-mapped, and each weight is converted and moved by itself.
     tokens: the most tokens it reads at once. Memory is checked for that before anything is loaded.
+    caches: bytes that the KV caches of a batch will take on the device, those of all models.
     spread: if the model is too large for the device, accelerate spreads it over all GPUs and the CPU's memory.
     """
     folder = find_model(name)
     config = read_config(folder)
     try:
-        device_map = choose_devices(folder, config, dtype, device, tokens, spread)
+        device_map = choose_devices(folder, config, dtype, device, tokens, spread, caches)
         size = config.get_text_config().vocab_size
         if size < len(tokenizer):
             raise UserError(
@@ -204,20 +206,21 @@ def load_model(
 
 
 def choose_devices(
-    folder: Path, config: PretrainedConfig, dtype: str, device: str, tokens: int, spread: bool
+    folder: Path, config: PretrainedConfig, dtype: str, device: str, tokens: int, spread: bool, caches: int
 ) -> str | dict[str, str]:
     """Where the weights go, as transformers' `device_map`. Raises UserError if memory is short."""
     weights, free = weight_bytes(folder, DTYPES[dtype]), available_memory(device)
     text = config.get_text_config()
-    needed = weights + working_bytes(text, min(tokens, context_of(text)))
+    needed = weights + working_bytes(text, min(tokens, context_of(text))) + caches
     spreads = spread and needed > free
     if spreads:
         free = sum(map(available_memory, all_devices()))
     if needed > free:
+        of_batch = f", with {gigabytes(caches)} for the KV caches of the batch," if caches else ""
         raise UserError(
-            f"{folder.name} needs about {gigabytes(needed)} in {dtype} and {device} has "
-            f"{gigabytes(free)} free{' with all others' if spreads else ''}; use a smaller dtype (--dtype "
-            "bfloat16) or a smaller model"
+            f"{folder.name} needs about {gigabytes(needed)} in {dtype}{of_batch} and {device} has "
+            f"{gigabytes(free)} free{' with all others' if spreads else ''}; use {'a smaller --batch, ' * bool(caches)}"
+            "a smaller dtype (--dtype bfloat16) or a smaller model"
         )
     return "auto" if spreads else {"": device}
 

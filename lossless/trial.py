@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -57,14 +58,21 @@ class BlockReader:
         self.vocabulary = model.vocabulary
 
     @torch.inference_mode()
-    def read(self, prompts: Texts, texts: Texts) -> None:
-        """Compute the logits that `score` gives, and keep them in the model's dtype."""
+    def read(self, prompts: Texts, texts: Texts, batch: int | None = None) -> None:
+        """Compute the logits that `score` gives, and keep them in the model's dtype. batch: texts at a time."""
+        self.unscored = []
+        batch = batch or len(texts)
+        for first in range(0, len(texts), batch):
+            self.unscored += self.logits(prompts[first : first + batch], texts[first : first + batch])
+
+    def logits(self, prompts: Texts, texts: Texts) -> list[tuple[int, Tensor, Sequence[int]]]:
+        """[(length of the prompt, logits of the tokens after it, these tokens), ...] of one batch."""
         rows = Rows(prompts, len(texts[0]), [self.cached])
         at, logits = rows.lengths[:, None], [self.cached.prefill(rows)[:, None]]
         for block in upload(texts, self.device)[:, :-1].split(self.width, 1):
             logits.append(self.cached.forward(block, at + torch.arange(block.shape[1], device=self.device)))
             at = at + block.shape[1]
-        self.unscored = list(zip(map(len, prompts), torch.cat(logits, 1).to(self.dtype), texts))
+        return list(zip(map(len, prompts), torch.cat(logits, 1).to(self.dtype), texts))
 
     def score(self, tokens: Tensor) -> Tensor:
         """Logits after each of `tokens[B, n]`, float32 `[B, n, V]`: those of the next B texts that were read, and 0
@@ -88,8 +96,9 @@ class Trial:
         settings = prepared.settings
         self.names, self.decoding = settings.measuring.groups["lossless"], settings.decoding
         self.sampling, self.max_len = settings.sampling.of("lossless"), settings.sampling.max_len_of("lossless")
-        self.rows, self.seed = settings.rows, settings.measuring.seed
-        self.batches = math.ceil(settings.tokens / (self.rows * self.max_len))  # of texts by each method
+        self.texts, self.seed = settings.texts_at_once, settings.measuring.seed  # texts that a method is given at once
+        self.rows, self.batch = settings.rows, settings.measuring.batch  # of these, decoded at a time; the flag
+        self.batches = math.ceil(settings.tokens / (self.texts * self.max_len))  # of texts by each method
         self.prompts = sum(prepared.prompts.values(), [])  # token ids, used in turn
         self.processes, self.device = prepared.processes, prepared.device
         self.loaded, self.models = models, cast(Models, dict(models))
@@ -98,7 +107,7 @@ class Trial:
         self.limit = limit_of(len(self.names) * len({"float32", named or "float32"}))
         width = self.decoding.gamma_of("fixed") + 1
         self.reader = None if dtype == "float32" else BlockReader(models["target"], width)
-        self.in_figure = min(math.ceil(SHOWN_TOKENS / self.max_len), self.batches * self.rows)  # texts
+        self.in_figure = min(math.ceil(SHOWN_TOKENS / self.max_len), self.batches * self.texts)  # texts
         self.shown: TrialConditions = {
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
@@ -106,6 +115,8 @@ class Trial:
             "dtype": dtype,
             "limit": self.limit,
         }
+        if self.batch is not None:
+            self.shown["batch"] = self.rows
 
     def choose(self, first: int, count: int) -> list[list[int]]:
         """The prompts of the texts numbered first, ..., first + count - 1."""
@@ -118,9 +129,11 @@ class Trial:
         """
         prompts = self.choose(first, count)
         generator = torch.Generator(self.device).manual_seed(self.seed + 1_000_003 * first)
-        texts, _ = sampler(prompts, max_len=self.max_len, sampling=scorer.sampling, generator=generator)
+        texts, _ = sampler(
+            prompts, max_len=self.max_len, sampling=scorer.sampling, generator=generator, batch=self.batch
+        )
         if self.reader:
-            self.reader.read(prompts, texts)
+            self.reader.read(prompts, texts, self.batch)
         return scorer.evidence(prompts, texts, first)
 
     def scorer(self, sampling: Sampling, order: str = "draft") -> TextScorer:
@@ -144,7 +157,7 @@ class Trial:
         def write(batch: tuple[str, int]) -> tuple[Evidence, float]:
             """One batch of texts by a method, and the seconds it took."""
             (name, number), start = batch, time.perf_counter()
-            evidence = self.write(samplers[name], scorers[name], number * self.rows, self.rows)
+            evidence = self.write(samplers[name], scorers[name], number * self.texts, self.texts)
             return evidence, time.perf_counter() - start
 
         batches = [(name, number) for name in samplers for number in range(self.batches)]
@@ -171,6 +184,7 @@ class Trial:
             name
             for name, mistake in MISTAKES.items()
             if ("self" in self.models if mistake.own_copy else isinstance(drafter, mistake.drafters))
+            and (self.rows < self.texts or not mistake.queue)
         ]
         if any(METHODS[name].guesses_tree(self.decoding) for name in self.names):
             names += TREE_MISTAKES
@@ -181,16 +195,16 @@ class Trial:
     def find_mistake(self, name: str) -> MistakeFigures:
         """The figures of a sampler with a planted mistake, tested on twice as many texts each time until a test
         fails."""
-        mistake, most = (MISTAKES | TREE_MISTAKES)[name], self.batches * self.rows  # texts
+        mistake, most = (MISTAKES | TREE_MISTAKES)[name], self.batches * self.texts
         tested = mistake.tested(self.sampling)
         drafter = (own_copy if mistake.own_copy else guesser)(self.models, self.decoding)
         gamma, threshold = self.decoding.gamma_of("fixed"), self.decoding.draft_threshold
         sampler = mistake.sampler(self.loaded["target"], drafter, gamma, tested, threshold)
         scorer = self.scorer(tested)
-        evidence = self.write(sampler, scorer, 0, min(FIRST, most))
+        evidence = self.write(sampler, scorer, 0, min(2 * self.rows if mistake.queue else FIRST, most))
         while not (tests := seen_by(evidence.figures(), self.limit)) and len(evidence.u) < most:
             written = len(evidence.u)
-            evidence += self.write(sampler, scorer, written, min(written, self.rows, most - written))
+            evidence += self.write(sampler, scorer, written, min(written, self.texts, most - written))
         figures, missing = evidence.figures(), self.in_figure - len(evidence.u)
         if missing > 0:
             evidence += self.write(sampler, scorer, len(evidence.u), missing)
@@ -206,15 +220,19 @@ class Trial:
     def compare_greedy(self) -> None:
         """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""
         sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        prompts, count = self.choose(0, self.rows), min(self.max_len, GREEDY_TOKENS)
-        plain, _ = regrSampling(prompts, self.loaded["target"], count, sampling)
+        prompts, count = self.choose(0, self.texts), min(self.max_len, GREEDY_TOKENS)
+        plain: list[list[int]] = []  # without a queue
+        for first in range(0, self.texts, self.rows):
+            plain += regrSampling(prompts[first : first + self.rows], self.loaded["target"], count, sampling)[0]
         scorer = TextScorer(self.loaded["target"], None, sampling)
         names = ["target", *(name for name in self.names if name != "target")]
-        samplers = build(names[1:], self.models, self.decoding)
+        samplers = build(names, self.models, self.decoding)
 
         def compare(name: str) -> GreedyFigures:
             """The figures of a method's texts."""
-            texts = plain if name == "target" else samplers[name](prompts, max_len=count, sampling=sampling)[0]
+            if name == "target" and self.rows == self.texts:
+                return greedy_figures(plain, plain, prompts, scorer)
+            texts, _ = samplers[name](prompts, max_len=count, sampling=sampling, batch=self.batch)
             return greedy_figures(texts, plain, prompts, scorer)
 
         done = followed(self.processes.mapped(compare, names), "greedy", len(names))

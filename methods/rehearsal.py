@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -34,10 +35,11 @@ def compile_samplers(
     models: Iterable[CachedModel],
     prompt: Sequence[int],
     sampling: Sampling = Sampling(),
-    rows: int = 1,
+    rows: int | Iterable[int] = 1,
     follow: Callable[[Any], Iterable[Any]] = iter,
 ) -> float | None:
-    """Make the graphs of the compiled ones of `models` that these samplers need for batches of `rows` rows.
+    """Make the graphs of the compiled ones of `models` that these samplers need for batches of `rows` rows, or of each
+    of these numbers of rows.
 
     prompt: token ids, of which some are used. follow, and the result: see `engine.compiling.make_graphs`. On a CPU
     nothing needs to be made.
@@ -47,12 +49,12 @@ def compile_samplers(
     short = list(dict.fromkeys(prompt))[:PROMPT]
 
     def rehearse() -> None:
-        for sampler in samplers:
+        for sampler, size in itertools.product(samplers, [rows] if isinstance(rows, int) else rows):
             rehearsal = Rehearsal(sampler)
             room = min(model.context for model in works) - len(short)
             generator = Generator(works[0].device).manual_seed(0)
             rehearsal.sampler(
-                [short] * rows,
+                [short] * size,
                 max_len=min(rehearsal.tokens, room),
                 sampling=sampling,
                 end_of_text=rehearsal.ends,

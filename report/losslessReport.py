@@ -253,7 +253,8 @@ def report(lines: Sequence[Line]) -> Iterator[RenderableType]:
 def sampled_table(lines: Sequence[LosslessLine]) -> Table:
     """The tests of the texts drawn in one dtype, one row for each method."""
     first = lines[0]
-    conditions = f"temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}"
+    batch = f"batch {first['batch']}, " if "batch" in first else ""
+    conditions = f"temperature {first['temperature']}, top_p {first['top_p']}, {batch}{first['dtype']}"
     return table_of(f"Drawn texts: {conditions}", SAMPLED_COLUMNS, lines)
 
 

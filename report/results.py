@@ -170,7 +170,8 @@ def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
         else:
             overlaps = of_kind(lines, OverlapLine)
             overlaps = [line for line in overlaps if (line["mode"], line["promptLen"]) == (mode, length)]
-            of_speed += speed_tables(run, timed, overlaps)
+            timed_queues = [q for q in of_kind(lines, QueueLine) if (q["mode"], q["promptLen"]) == (mode, length)]
+            of_speed += speed_tables(run, timed, overlaps, timed_queues)
     queues = [line for line in lines if line["kind"] in ("queue", "batch_costs") and line.get("mode") == "sweep"]
     for length in dict.fromkeys(line["promptLen"] for line in of_kind(queues, QueueLine)):
         of_speed += batch_tables([line for line in queues if line["promptLen"] == length])

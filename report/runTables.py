@@ -44,6 +44,7 @@ from report.tableFormat import (
     title_of,
 )
 
+Timed = Sequence[SpeedLine] | Sequence[QueueLine]
 Summary = dict[str, Any]  # the figures of one method, a row of `speed.summarize`
 Prediction = dict[str, Any]  # what `sweep.predict` returns
 
@@ -59,6 +60,7 @@ SHOWN = {
     "top_k": 0,
     "repetition_penalty": 1,
     "compile": False,
+    "batch": 1,
 }
 # What stands for what in the tables of speed: {title of a column: its entry in the legend}.
 LEGEND = {
@@ -134,16 +136,21 @@ def prompt_lengths(lines: Sequence[SpeedLine]) -> str:
 
 
 def speed_tables(
-    run: RunLine, lines: Sequence[SpeedLine], overlaps: Sequence[OverlapLine] = ()
+    run: RunLine, lines: Sequence[SpeedLine], overlaps: Sequence[OverlapLine] = (), queues: Sequence[QueueLine] = ()
 ) -> Iterator[RenderableType]:
-    """The methods of one mode and one prompt length, and how acceptance depends on the position."""
-    rows = ranked(summarize(lines)) if mode_of(lines[0]) == "compare" else summarize(lines)
+    """The methods of one mode and one prompt length, and how acceptance depends on the position. queues: of the
+    texts."""
+    rows, timed = summarize(lines, queues=queues), queues or lines
+    rows = ranked(rows) if mode_of(lines[0]) == "compare" else rows
     yield speed_table(run, lines, rows)
     if categories(lines):
         yield category_table(lines)
-    yield from map(Text, order_note(rows))
-    yield from map(Text, trees_beside_chains(lines, rows))
-    yield from map(Text, gain_without_cache(lines))
+        if queues:
+            yield Text("By category, the speed-up is that of single texts, from their rows of the batch.")
+    if not queues:  # Of queues, the pairs are few: the table shows what there is.
+        yield from map(Text, order_note(rows))
+    yield from map(Text, trees_beside_chains(timed, rows))
+    yield from map(Text, gain_without_cache(timed))
     if overlaps:
         yield theory_table(rows, {line["method"]: line for line in overlaps})
         note = "sum of min(p, q): the mean over contexts visited; so often one guess is accepted. " + OVERLAPS
@@ -229,26 +236,30 @@ def category_table(lines: Sequence[SpeedLine]) -> Table:
     return table
 
 
-def trees_beside_chains(lines: Sequence[SpeedLine], rows: Sequence[Summary]) -> Iterator[str]:
+def trees_beside_chains(lines: Timed, rows: Sequence[Summary]) -> Iterator[str]:
     """A sentence for each method that guesses trees: its speed over that of the method with the greatest speed-up among
     those that guess chains."""
     speed = {row["method"]: row["speedup"][0] for row in rows if row["method"] not in (*TREES, *ALONE)}
     for tree in [row["method"] for row in rows if row["method"] in TREES] if speed else []:
         fastest = max(speed, key=speed.__getitem__)
-        ratio, low, high = figures = interval(paired_ratios(lines, tree, fastest))
-        ends = f"({low:.3f}–{high:.3f})" if isinstance(figures, Range) else f"[{low:.3f}, {high:.3f}]"
-        yield f"{name_of(tree)} over {name_of(fastest)}, the fastest of the others: {ratio:.3f} {ends}, paired."
+        ratio = with_ends(paired_ratios(lines, tree, fastest))
+        yield f"{name_of(tree)} over {name_of(fastest)}, the fastest of the others: {ratio}, paired."
 
 
-def gain_without_cache(lines: Sequence[SpeedLine]) -> Iterator[str]:
+def gain_without_cache(lines: Timed) -> Iterator[str]:
     """A sentence with the figure that the course report gives: speculative over plain, both without a KV cache."""
     ratios = paired_ratios(lines, "speculativeNoCache", "noCache")
     if ratios:
-        ratio, low, high = interval(ratios)
         yield (
-            f"Both without a KV cache, as in the course report's code, speculative over plain: {ratio:.3f} "
-            f"[{low:.3f}, {high:.3f}] (paired)."
+            "Both without a KV cache, as in the course report's code, speculative over plain: "
+            f"{with_ends(ratios)} (paired)."
         )
+
+
+def with_ends(ratios: Sequence[float]) -> str:
+    """The median of some ratios, and its interval or range."""
+    ratio, low, high = figures = interval(ratios)
+    return f"{ratio:.3f} " + (f"({low:.3f}–{high:.3f})" if isinstance(figures, Range) else f"[{low:.3f}, {high:.3f}]")
 
 
 def theory_table(rows: Iterable[Summary], overlaps: Mapping[str, OverlapLine]) -> Table:
@@ -288,7 +299,13 @@ def speed_notes(lines: Sequence[SpeedLine], tables: Sequence[Table], pythia: boo
     """The text under the tables of speed. pythia: the models are those of the course report."""
     repeats = len({line["repeat"] for line in lines})
     times = "repeat" if repeats == 1 else "interleaved repeats"
-    return f"Medians over prompts and {repeats} {times}{notation(*cells(*tables))}. {legend(tables)}." + (
+    batch = (
+        "tokens/s and speed-up are of all prompts together, decoded as a queue; the other columns are of single texts. "
+        "TTFT: from the moment a text gets its row of the batch. "
+        if any("batch" in line for line in lines)
+        else ""
+    )
+    return f"Medians over prompts and {repeats} {times}{notation(*cells(*tables))}. {batch}{legend(tables)}." + (
         f"\nThe report measured a speed-up of {REPORTED_SPEEDUP} (without a KV cache)." if pythia else ""
     )
 

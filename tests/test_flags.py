@@ -151,6 +151,7 @@ TABLES = {
         "--window": Whole(2, more=["512"]),  # no more than the stride
         "--stride": Whole(1, more=["1024"]),
         "--repeats": COUNT,
+        "--batch": COUNT,
         "--tokens": COUNT,
         "--seed": SEED,
         "--out": OUT,

@@ -248,7 +248,7 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, 
     drawn, planted = ([m for m in lines if m["kind"] == kind] for kind in ("lossless", "power"))
     assert [(m["method"], m["dtype"]) for m in drawn] == [(name, "float32") for name in names]
     assert all(m["limit"] == limit_of(len(names)) and len(m["counts"]) == BINS for m in drawn)
-    assert [m["mistake"] for m in planted] == [*MISTAKES, *TREE_MISTAKES]
+    assert [m["mistake"] for m in planted] == [n for n in [*MISTAKES, *TREE_MISTAKES] if n != "predecessor's slots"]
     assert {m["tokens_shown"] for m in drawn + planted} == {60}
     assert all(sum(m["counts_shown"]) <= 60 == len(m["counts_shown"]) + 10 for m in drawn + planted)
     assert [(m["method"], m["dtype"]) for m in lines if m["kind"] == "greedy"] == [

@@ -383,7 +383,7 @@ def test_the_gain_without_a_kv_cache_is_said_as_the_report_says_it(tmp_path):
         for prompt in (0, 1)
     ]
     text = " ".join(write(tmp_path, run_line(), *lines).split())
-    assert "without a KV cache, as in the course report's code, speculative over plain: 2.250 [2.250, 2.250]" in text
+    assert "without a KV cache, as in the course report's code, speculative over plain: 2.250 (2.250–2.250)" in text
     (tmp_path / "plain").mkdir()
     assert "course report's code" not in write(tmp_path / "plain", run_line(), *lines[:4])
 

@@ -126,6 +126,17 @@ def test_drawn_texts_have_the_right_distribution(gpu, name, engine, monkeypatch)
     assert helpers.chi_square(texts, joint, FEW) > 1e-4
 
 
+@every(suite=[("fixed", "recorded")])
+def test_a_queue_is_that_of_the_cpu(gpu, name, engine):
+    """Rows that end make room, and the last text is computed alone, by the graphs for one row."""
+    cpu, made, prompts = models("cpu"), on_gpu(engine, name, [2, 1]), [*FIRST, *SECOND, [7]]
+    wanted = sampler(name, cpu)(prompts, max_len=10, sampling=GREEDY)[0]
+    assert sampler(name, made)(prompts, max_len=10, sampling=GREEDY, batch=2)[0] == wanted
+    if engine == "recorded" and METHODS[name].lossless:
+        shapes = {shape[0] for key in made["target"].captures for shape in key if isinstance(shape, tuple)}
+        assert shapes == {1, 2}
+
+
 ASKING = "additive", "draftConfidence", "costAware", "lookup", "lookupFirst", "cascade", "tree"
 
 
