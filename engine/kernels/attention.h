@@ -2,7 +2,7 @@
 #pragma once
 #include "numbers.h"
 
-constexpr int MANY = 12;         // Queries in one pass: the registers have no room for more.
+constexpr int MANY = 6;          // Queries in one pass. With more, the compiler takes longer than they save.
 constexpr long CHUNK = 12;       // From this many queries on it pays to pack the keys and values first.
 constexpr float NEVER = -1e30f;  // The score of a masked slot, one after the query's position.
 
@@ -327,23 +327,26 @@ static void attend_cell(const Attention<T>& a, const Span& span, long head, long
         const long before = all * pass / passes, many = all * (pass + 1) / passes - before;
         T queries[MANY][PARTS * 32], *out[MANY];
         int64_t at[MANY], ancestors[MANY], root = 0;
-        for (long k = 0; k < many; k++) {
-            long m = span.from + (before + k) / heads, place = a.place(m, head + (before + k) % heads);
+        // There is no code for five queries: the last one fills the pass up.
+        const long width = many == 5 ? MANY : many;
+        for (long k = 0; k < width; k++) {
+            long query = before + std::min(k, many - 1);
+            long m = span.from + query / heads, place = a.place(m, head + query % heads);
             std::copy_n(a.queries + place, a.D, queries[k]), std::fill(queries[k] + a.D, queries[k + 1], T(0));
             out[k] = a.out + place, at[k] = a.at[m];
             if (a.roots) root = a.roots[m], ancestors[k] = a.ancestors[m];
         }
-        const long reach = *std::max_element(at, at + many) + 1;
-        weights.resize(std::max(weights.size(), size_t(many * reach)));
+        const long reach = *std::max_element(at, at + width) + 1;
+        weights.resize(std::max(weights.size(), size_t(width * reach)));
         auto run = [&]<int N>(std::integral_constant<int, N>) {
             float total[N];
             weigh<T, PARTS, N>(queries, a.keys + cell, a.D, at, {root, a.roots ? ancestors : nullptr}, reach, a.scale,
                                weights.data(), total, a.values + cell);
             mix<T, PARTS, N>(a.values + cell, a.D, weights.data(), total, reach, out, a.keys + cell + a.capacity * a.D);
         };
-        [&]<size_t... N>(std::index_sequence<N...>) {
-            ((many == N + 1 ? run(std::integral_constant<int, N + 1>()) : void()), ...);
-        }(std::make_index_sequence<MANY>());
+        [&]<int... N>(std::integer_sequence<int, N...>) {
+            ((width == N ? run(std::integral_constant<int, N>()) : void()), ...);
+        }(std::integer_sequence<int, 1, 2, 3, 4, MANY>());
     }
 }
 
