@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 import torch
 from rich.console import Console
 from torch import Generator
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmark.contenders import SAMPLING, TREE, Contender, DrafterOf, contenders, copy_name, library_twin
 from benchmark.engines.engineProcess import short_reason
@@ -38,6 +38,7 @@ from benchmark.randomModels import VOCABULARY, random_model, weights_of
 from benchmark.records import BenchmarkRecord, TextLine
 from benchmark.stepTimes import LARGE, PROMPT, WIDTHS, step_times, tokens_of_rounds
 from benchmark.tables import tables
+from benchmark.throughput import measure_throughput, throughput_table
 from decoding.lengthRules import Fixed
 from decoding.rows import check_room
 from decoding.trees.shapes import FixedTree
@@ -192,6 +193,9 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
             variants["compiled"] = ready
             if isinstance(copy, CachedModel):
                 record["compile_seconds"].append(add_copy(ready, copy))
+    if options.batches:
+        run_batches(options, record, variants, library, models, prompts, device, dtype, drafter_of)
+        return
     found = contenders(options, variants, library, prompts[0], drafter_of)
     if isinstance(copy, UserError):
         found.left_out[f"{copy_name(options.draft_bits)}, compiled"] = short_reason(str(copy))
@@ -225,6 +229,50 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     )
     if processes.first:
         finish(cast(BenchmarkRecord, record | steps), options)
+
+
+def run_batches(
+    options: Options,
+    record: dict[str, Any],
+    variants: dict[str, dict[str, CachedModel]],
+    library: Mapping[str, PreTrainedModel],
+    models: Mapping[str, CachedModel],
+    prompts: list[list[int]],
+    device: str,
+    dtype: str,
+    drafter_of: DrafterOf,
+) -> None:
+    """Measure queues of texts, print them, write them."""
+    if "compiled" not in variants:
+        raise UserError("--batch times compiled models, and these are not; leave out --no-compile")
+    engines = [row for row in peer_rows(options, dtype, one_tokenizer=drafter_of is ModelDrafter) if row.batches]
+    peers: list[Peer] = []
+    if engines:
+        checker = text_checker(options, models, library, len(engines), drafter_of is ModelDrafter)
+        most = max(options.batches)
+        peers = start_peers(options, models, library, prompts, engines, checker, batch=most)
+    try:
+        lines = measure_throughput(options, variants, peers, prompts, device)
+    finally:
+        for peer in peers:
+            peer.close()
+    Console(width=WIDTH, markup=False, emoji=False, highlight=False).print(throughput_table(lines, options.max_len))
+    for peer in peers:
+        if peer.failed:
+            print(f"{peer.row.name}: {peer.failed}")
+    write_record(record | {"queues": lines, "peers": [peer.line() for peer in peers]}, options, "throughput")
+
+
+def write_record(record: Mapping[str, Any], options: Options, kind: str) -> str:
+    """Write a record as JSON. Returns its name: that of another target than the default one is in it."""
+    name = kind if options.target == default_pair()[0] else f"{kind}-{Path(options.target).name}"
+    try:
+        valid = json.loads(json.dumps(record), parse_constant=lambda _: None)  # JSON has no nan.
+        (options.out / f"{name}.json").write_text(json.dumps(valid, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the results cannot be written to {options.out} ({error.strerror or error})") from None
+    print(f"Written to {name}.json.")
+    return name
 
 
 def conditions(
@@ -326,14 +374,12 @@ def finish(record: BenchmarkRecord, options: Options) -> None:
     console = Console(width=WIDTH + (15 if record["texts"] else 0), markup=False, emoji=False, highlight=False)
     for piece in tables(record):
         console.print(piece)
-    name = "benchmark" if options.target == default_pair()[0] else f"benchmark-{Path(options.target).name}"
+    name = write_record(record, options, "benchmark")
     try:
         draw(record, options.out / "figures" / f"{name}.png")
-        valid = json.loads(json.dumps(record), parse_constant=lambda _: None)  # JSON has no nan.
-        (options.out / f"{name}.json").write_text(json.dumps(valid, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"the results cannot be written to {options.out} ({error.strerror or error})") from None
-    print(f"Written to {name}.json and figures/{name}.png.")
+        raise UserError(f"the figure cannot be written to {options.out} ({error.strerror or error})") from None
+    print(f"Drawn as figures/{name}.png.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

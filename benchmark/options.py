@@ -27,8 +27,9 @@ class Options:
 
     target, draft: names of models, or of shapes if `shapes`. dtype, device: None for the default.
     draft_bits: of the weights of the target's own copy; None: it does not guess. gamma_copy: its guesses in a round.
-    peers: names of the other engines to time. text_check: the rows of this process whose text is tested. texts: the
-        folder for the other engines' audited texts. flags: the flags themselves, for the record.
+    peers: names of the other engines to time. batches: how many texts are decoded at once; none: single texts.
+    text_check: the rows of this process whose text is tested. texts: the folder for the other engines' audited texts.
+    flags: the flags themselves, for the record.
     """
 
     target: str
@@ -46,6 +47,7 @@ class Options:
     out: Path
     compile: bool
     peers: tuple[str, ...]
+    batches: tuple[int, ...]
     text_check: str
     texts: Path | None
     flags: dict[str, object]
@@ -88,6 +90,8 @@ def parser() -> Parser:
     add("--text-check", choices=["all", "compiled", "none"], default="all", help=f"the rows of this process {checked}")
     engines = f"time other engines too; after `make bench-peers` all of {', '.join(ENGINES)}, or those named"
     add("--peers", type=text, nargs="?", const=",".join(ENGINES), metavar="ENGINE,...", help=engines)
+    many = "measure queues of texts that are decoded so many at a time instead of single texts, such as 1,8,32"
+    add("--batch", type=text, metavar="N,...", help=many)
     kept = "with --peers: write the sampled texts of each engine to FOLDER, for test.py --audit"
     add("--texts", type=path, metavar="FOLDER", help=kept)
     return flags
@@ -114,10 +118,20 @@ def parse(argv: Sequence[str]) -> Options:
         "gamma_copy": args.gammaCopy,
         "max_len": args.maxLen,
         "compile": not args.no_compile,
+        "batches": batches_of(args.batch),
         "peers": tuple(known_names(args.peers, ENGINES, "engine")),
         "flags": {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()},
     }
     return Options(**(named_alike | others))
+
+
+def batches_of(words: str | None) -> tuple[int, ...]:
+    """The numbers in a list with commas. Raises UserError for what is no number of texts."""
+    names = words.split(",") if words else []
+    for name in names:
+        if not (name.isascii() and name.isdigit() and 1 <= int(name) <= 1024):
+            raise UserError(f"--batch takes numbers of texts from 1 to 1024, such as 1,8,32; {name!r} is none")
+    return tuple(dict.fromkeys(map(int, names)))
 
 
 def known_names(words: str | None, known: Collection[str], what: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -29,6 +29,9 @@ from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import Sampling
 
+# queued(texts, batch, length, seed): the seconds to continue all texts by `length` tokens, `batch` at a time, and
+# their records.
+Queued = Callable[[Sequence[list[int]], int, int, int], tuple[float, Sequence[Record]]]
 BATCHES = (1, 2, 4, 8, 16, 32)
 GAMMAS = (1, 2, 3, 4, 6, 8)
 TEXTS = 2  # of a queue, for each row of its batch; FEWEST at least
@@ -47,15 +50,26 @@ def samplers(target: CachedModel, drafter: Drafter, verify: VerificationRule) ->
     return {"target": partial(regrSampling, target=target), **guessing}
 
 
+def queued(sampler: Sampler, sampling: Sampling, device: str) -> Queued:
+    """A sampler that is timed on queues. Each text has a generator of its own."""
+
+    def write(texts: Sequence[list[int]], batch: int, length: int, seed: int) -> tuple[float, Sequence[Record]]:
+        generators = [Generator().manual_seed(seed + text) for text in range(len(texts))]
+        with quiet(device):
+            start = time.perf_counter()
+            _, records = sampler(texts, max_len=length, sampling=sampling, generator=generators, batch=batch)
+            return time.perf_counter() - start, records
+
+    return write
+
+
 def queues(
-    methods: dict[str, Sampler],
+    methods: Mapping[str, Queued],
     prompts: Sequence[list[int]],
     batches: Sequence[int],
     repeats: int,
-    sampling: Sampling,
     max_len: int,
     seed: int,
-    device: str,
 ) -> Iterator[QueueFigures]:
     """Time each method on a queue of texts at each batch, interleaved. The texts have no end but `max_len`.
 
@@ -65,19 +79,11 @@ def queues(
     for batch in batches:
         count = max(FEWEST, TEXTS * batch)
         texts = list(itertools.islice(itertools.cycle(prompts), count))
-
-        def write(sampler: Sampler, repeat: int, length: int) -> tuple[float, Sequence[Record]]:
-            generators = [Generator().manual_seed(seed + 1_000_003 * repeat + text) for text in range(count)]
-            with quiet(device):
-                start = time.perf_counter()
-                _, records = sampler(texts, max_len=length, sampling=sampling, generator=generators, batch=batch)
-                return time.perf_counter() - start, records
-
-        for sampler in methods.values():
-            write(sampler, 0, min(WARM, max_len))
+        for write in methods.values():
+            write(texts, batch, min(WARM, max_len), seed)
         for repeat in range(repeats):
-            for name, sampler in methods.items():
-                seconds, records = write(sampler, repeat, max_len)
+            for name, write in methods.items():
+                seconds, records = write(texts, batch, max_len, seed + 1_000_003 * repeat)
                 yield queue_figures(name, repeat, batch, records, seconds)
 
 
@@ -103,13 +109,13 @@ def measure_batches(
     append: Append,
 ) -> None:
     """Measure the whole map, batch by batch."""
-    methods = samplers(target, drafter, verify)
+    methods = {name: queued(sampler, sampling, device) for name, sampler in samplers(target, drafter, verify).items()}
     with Bar("batches", len(BATCHES) * len(methods) * repeats) as bar:
         for batch in BATCHES:
             scoring, drafting = costs(batch, prompts, target, drafter, sampling, device)
             line = {"batch": batch, "scoring": scoring, "drafting": drafting}
             append(cast(BatchCostsLine, {"kind": "batch_costs", **conditions, **line}))
-            for queue in queues(methods, prompts, [batch], repeats, sampling, conditions["maxLen"], seed, device):
+            for queue in queues(methods, prompts, [batch], repeats, conditions["maxLen"], seed):
                 append({"kind": "queue", **conditions, **queue})
                 bar.update()
 
