@@ -449,6 +449,7 @@ def test_a_recorded_run_and_its_repetition(on_device, cli, flags, tmp_path, caps
 COMMANDS = {
     "ppl": ["--ppl"],
     "speed": ["--speed", "--compile"],
+    "batches": ["--compare", "block,lookup,tree", "--compile", "--batch", "2", "--sentences", "3", "--maxLen", "6"],
     "few guesses": ["--speed", "--compile", "--draftVocab", "100", "--repeats", "1"],
     "two devices": ["--speed", "--ppl", "--draftDevice", "cuda:1"],
     "all": ["--compare", "all", "--compile", "--maxLen", "6"],
@@ -461,6 +462,7 @@ COMMANDS = {
 KINDS = {
     "ppl": "ppl_text",
     "all": "speed",
+    "batches": "queue",
     "few guesses": "speed",
     "two devices": "ppl_text",
     "sweep": "costs",
