@@ -21,6 +21,7 @@ from decoding.rows import Record
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
 from experiments.lines import Append, BatchCostsLine, Conditions, Line, QueueFigures, QueueLine, of_kind
+from experiments.settings import BATCHES
 from experiments.speed import interval, queue_figures, quiet
 from experiments.sweep import scoring_costs
 from inputs.progress import Bar
@@ -32,7 +33,6 @@ from utils import Sampling
 # queued(texts, batch, length, seed): the seconds to continue all texts by `length` tokens, `batch` at a time, and
 # their records.
 Queued = Callable[[Sequence[list[int]], int, int, int], tuple[float, Sequence[Record]]]
-BATCHES = (1, 2, 4, 8, 16, 32)
 GAMMAS = (1, 2, 3, 4, 6, 8)
 TEXTS = 2  # of a queue, for each row of its batch; FEWEST at least
 FEWEST = 4

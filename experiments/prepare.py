@@ -150,7 +150,7 @@ class Prepared:
         """The models of what comes first."""
         timed = bool(self.settings.measuring.timed or self.settings.measuring.played)
         dtype, rows = self.dtype if timed else self.text_dtype, self.settings.rows
-        if self.settings.measuring.batch and self.slots:
+        if len(self.settings.sizes) > 1 and self.slots:
             print(f"The KV caches of {rows} texts take {gigabytes(sum(self.caches(dtype).values()))}.")
         models = self.load_as_timed(dtype)
         if self.made is not None:
@@ -414,8 +414,8 @@ def check_rooms(
 def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, str]:
     """The device, the draft's device, and the dtype of what is timed. Raises UserError for what cannot be used."""
     choice = settings.models
-    if settings.measuring.batch is not None and processes.count > 1:
-        raise UserError("--batch is for one process: start test.py without accelerate launch")
+    if len(settings.sizes) > 1 and processes.count > 1:
+        raise UserError("--batch and --sweep batch are for one process: start test.py without accelerate launch")
     if settings.measuring.played and processes.count > 1:
         raise UserError("--show and --html play one text, in one process: start test.py without accelerate launch")
     device = processes.own_device(choice.device)

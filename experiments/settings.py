@@ -22,6 +22,7 @@ ALL_MODES = (*MODES, "ppl", "audit", "show", "html")
 MAX_LEN = {"speedNew": 1000, "diversity": 45}
 REPEATS = {"compare": 2, "sweep": 2, "diversity": 20}
 FILTERS = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naive sampling has neither
+BATCHES = (1, 2, 4, 8, 16, 32)  # texts at a time in --sweep batch
 TOKENS, TEXTS = 100_000, 64  # of --lossless: tokens tested, and texts that a method is given at a time
 PLAYED = {"contrastive": "speculativeContrastive", "speedMulti": "cascade", "speedNew": "additive"}  # by --show, --html
 
@@ -155,6 +156,8 @@ class Settings:
     @property
     def rows(self) -> int:
         """Texts that are decoded at a time."""
+        if self.flags["sweep"] == "batch":
+            return max(BATCHES)
         if "lossless" not in self.measuring.groups:
             return self.measuring.batch or 1
         return min(self.measuring.batch or TEXTS, self.texts_at_once)
@@ -167,7 +170,8 @@ class Settings:
     @property
     def sizes(self) -> list[int]:
         """The numbers of rows that batches have. A queue ends in smaller batches: of half as many rows, and so on."""
-        return [self.rows >> i for i in range(self.rows.bit_length() if self.measuring.batch else 1)]
+        queues = self.measuring.batch or self.flags["sweep"] == "batch"
+        return [self.rows >> i for i in range(self.rows.bit_length() if queues else 1)]
 
     @property
     def tokens(self) -> int:
@@ -286,6 +290,8 @@ def check_together(settings: Settings) -> None:
         check_categories(settings)
     if settings.measuring.batch is not None:
         check_batch(settings)
+    if flags["sweep"] == "batch" and list(settings.measuring.groups) != ["sweep"]:
+        raise UserError("--sweep batch is a run of its own: leave out the other modes")
     if flags["sweep"] and (settings.sampling.max_len or 3) < 3:
         raise UserError("--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more")
     if played:

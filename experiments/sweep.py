@@ -91,15 +91,16 @@ def scoring_costs(
     device: str,
     repeats: int = 15,
     rows: int = 1,
-    gamma: int = max(GAMMAS),
+    gamma: int | None = None,
     drafts: Sequence[Model] = (),
 ) -> list[float]:
     """[v_1, v_2, ...]: the cost of one forward of the target over m tokens in each of `rows` rows, including their
-    distributions, in units of the cost for one token in each row. m is at most gamma + 1.
+    distributions, in units of the cost for one token in each row. m is at most gamma + 1; None: the longest of GAMMAS.
 
     After these, the cost of one forward of each of `drafts` over one token in each row.
     Medians of paired ratios; the widths are timed in turn. The paper assumes that all v are 1.
     """
+    gamma = gamma or max(GAMMAS)
     steps = [(target, width) for width in range(1, gamma + 2)] + [(model, 1) for model in drafts]
     start, tokens = len(prompt), torch.tensor([(prompt * (gamma + 1))[: gamma + 1]] * rows, device=device)
     for model in dict.fromkeys(model.cache_of or model for model, _ in steps):

@@ -101,7 +101,7 @@ def draw_heat_maps(panels: Mapping[str, Mapping[Any, Prediction]], label: str, p
 def reach_of(rows: Mapping[Any, Prediction]) -> float:
     """How far the speed-ups of some predictions are from 1 at most."""
     ratios = [row["speedup"][0] for prediction in rows.values() for row in prediction["rows"]]
-    return max(0.05, np.nanmax(np.abs(np.array(ratios) - 1)))
+    return np.nanmax(np.abs(np.array(ratios) - 1), initial=0.05)
 
 
 def draw_heat_map(

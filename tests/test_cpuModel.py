@@ -353,11 +353,11 @@ def test_what_cannot_be_read_is_refused_and_nothing_is_written():
             refused(RuntimeError, places=tree._replace(slots=torch.tensor([[0, 1], [3, position]])))
         refused(RuntimeError, right[[0, 1, 1]], at[[0, 1, 1]])  # the cache has two rows
         for first in -1, 1:
-            model.store.first = first
+            model.first_row = first
             refused(RuntimeError)
             with pytest.raises(RuntimeError, match="rows"):
                 model.move(at, at)
-        model.store.first = 0
+        model.first_row = 0
         for counts in torch.tensor([1]), torch.tensor([3, 0]), torch.tensor([0, -1]), torch.tensor([1.0, 1.0]):
             refused(RuntimeError, counts=counts)
         for counts in torch.tensor([1]), torch.tensor([1.0, 1.0]):
@@ -411,7 +411,7 @@ def ragged_forward(model, first, counts, width, places, generator, kept=None):
     for states in model.keys_values():
         for layer in states:
             layer.copy_(torch.randn(layer.shape, generator=generator))
-    model.store.first = first
+    model.first_row = first
     before = [layer.clone() for states in model.keys_values() for layer in states]
     starts = torch.randint(SLOTS - width, (rows,), generator=generator)
     if places is not None:
@@ -481,7 +481,7 @@ def test_rows_within_a_larger_cache_are_those_of_a_cache_of_their_own(kind, firs
     model.reserve(7, 90)
     for layer in sum(model.keys_values(), []):
         layer.fill_(3.0)  # A neighbour's slots are not to be read.
-    model.store.first = first
+    model.first_row = first
     ends = torch.tensor(lengths)[:, None] - 1
     wanted = eager.forward(prompts, block_at([0] * 3, 70)).gather(1, ends[:, :, None].expand(-1, -1, 61))
     near_enough(model.forward(prompts, block_at([0] * 3, 70), None, ends, torch.tensor(lengths)), wanted, 1e-5)
@@ -523,7 +523,7 @@ def test_a_neighbours_slots_are_seen():
     generator = draws()
     prompt, at = tokens_of(2, 9, generator), block_at([0, 0], 9)
     model.reserve(4, 40)
-    model.store.first = 1
+    model.first_row = 1
     model.forward(prompt, at)
     block, after = tokens_of(2, 2, generator), block_at([9, 9], 2)
     right = model.forward(block, after)
@@ -540,7 +540,7 @@ def test_ragged_draws_are_the_first_of_full_draws(sampling):
     results = []
     for first, given in (0, None), (2, torch.tensor(counts)):
         model.reserve(6 + first, 40)
-        model.store.first = first
+        model.first_row = first
         model.forward(prompts, block_at([0] * 4, 9))
         for layer in sum(model.keys_values(), []):
             layer[:, :, 9:] = 7.0
