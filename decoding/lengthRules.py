@@ -226,19 +226,22 @@ class CostAware(LengthRule):
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         """A guess that a drafter was asked for and did not make counts as one that was rejected."""
         seconds = time.perf_counter() - self.start
-        for i in range(self.longest):  # A position that is no longer tested falls back on the one before it, in time.
-            reached = [text for text, taken in accepted.items() if taken >= i and self.asked[text] > i]
-            passed = sum(accepted[text] > i for text in reached)
-            self.tested[i] = self.MEMORY * self.tested[i] + len(reached) / len(accepted)
-            self.passed[i] = self.MEMORY * self.passed[i] + passed / len(accepted)
-        for text, taken in accepted.items():
-            tested, passed_before = self.of_text.get(text, (0.0, 0.0))
+        # A position that is no longer tested falls back on the one before it, in time.
+        self.tested = [self.MEMORY * count for count in self.tested]
+        self.passed = [self.MEMORY * count for count in self.passed]
+        for text, taken in accepted.items() if self.kind[1] else ():
             more = min(taken + 1, self.asked[text])
-            self.of_text[text] = self.OF_TEXT * tested + more, self.OF_TEXT * passed_before + taken
+            for i in range(more):
+                self.tested[i] += 1 / len(accepted)
+            for i in range(taken):
+                self.passed[i] += 1 / len(accepted)
+            tested, passed = self.of_text.get(text, (0.0, 0.0))
+            self.of_text[text] = self.OF_TEXT * tested + more, self.OF_TEXT * passed + taken
         if self.kind == self.before:
             self.search.costs.learn(self.kind[1], seconds)
         self.before = self.kind
-        if self.search.rounds % 4 == 0:  # The search costs a hundredth of a round.
+        # The search costs a hundredth of a small model's round, and more with several rows.
+        if self.search.rounds % (4 if self.search.opening or len(self.live) == 1 else 16) == 0:
             self.search.best = max(self.lengths, key=self.rate)
 
     def rate(self, length: int) -> float:
