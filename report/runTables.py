@@ -15,7 +15,6 @@ from experiments.batchSweep import predict as predict_batches
 from experiments.categories import by_category, categories
 from experiments.diversity import FIGURES
 from experiments.lines import (
-    BatchCostsLine,
     CorpusPerplexityLine,
     CostsLine,
     DiversityLine,
@@ -343,7 +342,7 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
     return table
 
 
-def batch_tables(lines: Sequence[QueueLine | BatchCostsLine]) -> Iterator[RenderableType]:
+def batch_tables(lines: Sequence[Line]) -> Iterator[RenderableType]:
     """The map of `--sweep batch`: a row for each batch."""
     rows, first = predict_batches(lines), of_kind(lines, QueueLine)[0]
     gammas = dict.fromkeys(row["gamma"] for prediction in rows.values() for row in prediction["rows"])

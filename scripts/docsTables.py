@@ -16,6 +16,8 @@ from typing import Any, cast
 from rich.table import Table
 
 from benchmark.records import BenchmarkRecord
+from benchmark.throughput import throughput_table
+from experiments.batchSweep import predict as predict_batches
 from experiments.categories import by_category
 from experiments.diversity import FIGURES
 from experiments.lines import CostsLine, Line, RunLine, SpeedLine
@@ -28,6 +30,7 @@ from report.losslessReport import power_table, sampled_table, verdict
 from report.results import show
 from report.runTables import (
     Prediction,
+    batch_tables,
     category_table,
     diversity_table,
     order_note,
@@ -147,9 +150,68 @@ def compare(records: Records, words: Words) -> str:
     return f"{body}\n\n{timed(run, speed, body)}{notes}"
 
 
-def categories(records: Records, words: Words) -> str:
+CATEGORIES = "categories", "categories-SmolLM2"  # names of records
+# {name of a record of --sweep batch: what it measured}.
+MAPS = {
+    "batch-copy": "SmolLM2-135M, its own copy guesses",
+    "batch-lookup": "SmolLM2-135M, the text so far guesses",
+    "batch-bundled": "the bundled pair",
+}
+
+
+def batch_map(name: str, records: Records, words: Words) -> str:
+    """Speed by batch and gamma."""
+    run, lines = records.run(name)
+    printed, first = next(iter(batch_tables(lines))), of_kind(lines, "queue")[0]
+    assert isinstance(printed, Table)
+    titles = " | ".join(title_of(column.header) for column in printed.columns)
+    body = table(titles, cells_of(printed))
+    models = ", ".join(model["name"] for model in run["models"].values())
+    return (
+        f"{body}\n\n{models}; prompts of {first['promptLen']} tokens, texts of {first['maxLen']}, temperature "
+        f"{first['temperature']}, top_p {first['top_p']}, {first['dtype']}; `{command_of(run)}`; "
+        f"{run['machine']['processor']}, {run['machine']['threads']} threads; {run['time'][:10]}."
+    )
+
+
+def batch_shares(records: Records, words: Words) -> str:
+    """What many texts at once gain, and how near costAware comes to the best cell."""
+    rows = []
+    for name, what in MAPS.items():
+        found = predict_batches(records.run(name)[1])
+        auto = {
+            batch: next(row["throughput"][0] for row in of["rows"] if row["gamma"] == "costAware")
+            for batch, of in found.items()
+        }
+        plain = {batch: of["plain"][0] for batch, of in found.items()}
+        least, most = min(found), max(found)
+        shares = {
+            kind: min((of["controller"][kind][0], batch) for batch, of in found.items()) for kind in ("best", "plain")
+        }
+        worst = [f"{share:.2f} (batch {batch})" for share, batch in shares.values()]
+        grown = [f"{speed[most] / speed[least]:.1f}" for speed in (plain, auto)]
+        rows.append([what, f"{plain[least]:.0f}", f"{plain[most]:.0f}", *grown, *worst])
+    titles = (
+        "models | plain, batch 1, tokens/s | plain, batch 32 | gain of plain | gain of costAware | "
+        "costAware over the best cell, least | over plain, least"
+    )
+    return table(titles, rows)
+
+
+def throughput(records: Records, words: Words) -> str:
+    """Queues beside other engines."""
+    record = records.others()["throughput-SmolLM2-135M-Instruct"]
+    printed = throughput_table(record["queues"], record["flags"]["maxLen"])
+    batches = sorted({line["batch"] for line in record["queues"]})
+    titles = " | ".join(["", *(f"batch {batch}, tokens/s | over plain" for batch in batches)])
+    failed = [f"{peer['method']}: {peer['failed']}." for peer in record["peers"] if peer["failed"]]
+    made = f"`{command_of(record)}`; {record['machine']['processor']}; {record['time'][:10]}."
+    return "\n\n".join([table(titles, cells_of(printed)), " ".join([*failed, made])])
+
+
+def categories(name: str, records: Records, words: Words) -> str:
     """Speed by category of prompt."""
-    run, lines = records.run("categories")
+    run, lines = records.run(name)
     speed = of_kind(lines, "speed")
     methods = [f"`{row['method']}`" for rows in by_category(speed).values() for row in ranked(rows)]
     rows = [[first, method, *cells] for method, (first, _, *cells) in zip(methods, cells_of(category_table(speed)))]
@@ -314,6 +376,10 @@ BLOCKS: dict[str, Render] = {
     "chat": chat,
     "compare": compare,
     "sweep": sweep,
+    **{name: partial(batch_map, name) for name in MAPS},
+    "batch-shares": batch_shares,
+    "throughput": throughput,
+    **{name: partial(categories, name) for name in CATEGORIES},
     **{f"sweep-{name}": partial(sweep_figure, name) for name in ("alpha", "overlap", "c", "scoring", "range")},
     "diversity": diversity,
     "lossless-verdict": lossless_verdict,

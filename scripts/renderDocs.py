@@ -29,7 +29,7 @@ from PIL.PngImagePlugin import PngInfo
 from benchmark.figure import draw
 from inputs.commandLine import Parser, as_command
 from inputs.files import ROOT, replace_file
-from report.figures import draw_lossless, draw_sweep
+from report.figures import draw_batches, draw_categories, draw_lossless, draw_sweep
 from scripts import copySweep, docsBenchmark, docsCode, docsSources, docsTables
 from scripts.docsTables import CHINESE, Words, command_of, table
 from scripts.drawRounds import draw_rounds
@@ -41,7 +41,12 @@ BLOCK = re.compile(
     r"<!-- begin (?P<name>[a-zA-Z0-9.+-]+) -->(?P<content>(?:(?!<!-- (?:begin|end) ).)*?)<!-- end (?P=name) -->", re.S
 )
 FENCE = re.compile(r"^(```+|~~~+).*\n((?:.*\n)*?)\1[ ]*$", re.M)
-FIGURES = {"sweep": draw_sweep, "lossless": draw_lossless}  # of runs
+FIGURES = {  # of runs
+    "sweep": draw_sweep,
+    "lossless": draw_lossless,
+    **dict.fromkeys(docsTables.MAPS, draw_batches),
+    **dict.fromkeys(docsTables.CATEGORIES, draw_categories),
+}
 PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *BENCHMARKS, COPIES)} | {"figures/rounds.gif": "rounds"}
 DIGEST = "Record"  # the text field of a PNG file; a GIF file has one comment
 

@@ -272,7 +272,7 @@ def test_the_documentation_renders_a_record_by_category():
 
     titles, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in docsTables.categories(Kept(), {}).splitlines()
+        for line in docsTables.categories("categories", Kept(), {}).splitlines()
         if line.startswith("|")
     ]
     assert titles[:2] == ["category", "method"] and len(rows) == 6
