@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import operator
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
@@ -169,8 +167,8 @@ class CostAware(LengthRule):
     what it missed. Some pairs try a length beside the best one, so that a change is noticed. The estimates outlive a
     text: use one object for all texts. LENGTHS are few, as shapes that return often are faster.
 
-    Of several rows, a length is the mean. Each row has an alpha of its own, and the guesses that are made are those
-    with the greatest chances of being accepted: a row whose guesses fail guesses less.
+    Of several rows, each has an alpha of its own, and a row whose guesses fail guesses less: a guess is made if its
+    chance of being accepted, over its cost, reaches PRICE times the tokens per second of the batch.
     """
 
     LENGTHS = (0, 1, 2, 3, 4, 6, 10)
@@ -180,7 +178,8 @@ class CostAware(LengthRule):
     # A position with few tests borrows FAITH tests from the position before it; the first position borrows from alpha
     # = HOPE. Old tests lose weight, so a draft that was once unlucky is tried again. A text borrows from all texts.
     FAITH, HOPE = 4, 0.7
-    MOST = 2  # A row guesses at most so many times the mean: each further guess takes another step of the draft.
+    PRICE = 0.5  # A guess costs less than its share of the round: the draft makes the step for other rows all the same.
+    WHOLE = 0.8  # Rounds with a smaller share of the guesses do not teach what rounds of that length cost.
     GUESS = 0.25  # Expected cost of a guess beside plain decoding, until rounds were timed.
 
     def __init__(self, length: int = 10) -> None:
@@ -201,7 +200,7 @@ class CostAware(LengthRule):
         rows = 1 << (len(self.live) - 1).bit_length()
         self.search = self.search_for(rows)
         self.kind = rows, self.search.choose(self.rate)
-        plan = self.plan(self.kind[1])[0]
+        plan = self.plan(self.kind[1])
         self.asked = {text: min(plan[text], more - 1) for text, more in zip(self.rows.numbers, left) if more}
         return [plan.get(text, 0) for text in self.rows.numbers]
 
@@ -237,38 +236,41 @@ class CostAware(LengthRule):
                 self.passed[i] += 1 / len(accepted)
             tested, passed = self.of_text.get(text, (0.0, 0.0))
             self.of_text[text] = self.OF_TEXT * tested + more, self.OF_TEXT * passed + taken
-        if self.kind == self.before:
+        is_whole = sum(self.asked.values()) >= self.WHOLE * self.kind[1] * len(accepted)
+        if self.kind == self.before and is_whole:
             self.search.costs.learn(self.kind[1], seconds)
         self.before = self.kind
         # The search costs a hundredth of a small model's round, and more with several rows.
         if self.search.rounds % (4 if self.search.opening or len(self.live) == 1 else 16) == 0:
             self.search.best = max(self.lengths, key=self.rate)
 
-    def rate(self, length: int) -> float:
-        """Expected tokens per second of a row, in rounds of that length."""
-        return self.plan(length)[1] / self.search.costs.seconds(length)
-
-    def plan(self, length: int) -> tuple[dict[int, int], float]:
-        """A round with `length` guesses a row: {text: its guesses}, and the expected tokens of a row."""
-        most = length if len(self.live) == 1 else min(self.MOST * length, self.longest)
-        if not most:
-            return dict.fromkeys(self.live, 0), 1.0
-        alphas, alpha = [], self.HOPE
-        for tested, passed in zip(self.tested[:most], self.passed[:most]):
+    def alphas(self, length: int) -> list[float]:
+        """Estimates of alpha at the first `length` positions."""
+        found, alpha = [], self.HOPE
+        for tested, passed in zip(self.tested[:length], self.passed[:length]):
             alpha = (passed + self.FAITH * alpha) / (tested + self.FAITH)
-            alphas.append(alpha)
-        if len(self.live) == 1:
-            return {self.live[0]: length}, 1 + sum(itertools.accumulate(alphas, operator.mul))
+            found.append(alpha)
+        return found
+
+    def rate(self, length: int) -> float:
+        """Expected tokens per second of a row, in rounds where every row makes that many guesses."""
+        tokens = 1 + sum(itertools.accumulate(self.alphas(length), operator.mul))
+        return tokens / self.search.costs.seconds(length)
+
+    def plan(self, length: int) -> dict[int, int]:
+        """{text: its guesses} in a round: of `length` guesses those that are worth their time."""
+        if not length or len(self.live) == 1:
+            return dict.fromkeys(self.live, length)
+        seconds, alphas = self.search.costs.seconds, self.alphas(length)
+        price = self.PRICE * self.rate(length) * max(0.0, seconds(length) - seconds(0)) / length  # in tokens
         mean = (sum(self.passed) + self.FAITH * self.HOPE) / (sum(self.tested) + self.FAITH)
-        chances: list[tuple[float, int]] = []  # that a guess is accepted, and its text
+        guesses = {}
         for text in self.live:
             tested, passed = self.of_text.get(text, (0.0, 0.0))
             share = (passed + self.FAITH * mean) / (tested + self.FAITH) / mean  # of this text's alpha, in that of all
-            reach = itertools.accumulate((min(1.0, share * alpha) for alpha in alphas), operator.mul)
-            chances += [(chance, text) for chance in reach]
-        best = heapq.nlargest(length * len(self.live), chances)
-        counts = Counter(text for _, text in best)
-        return {text: counts[text] for text in self.live}, 1 + sum(chance for chance, _ in best) / len(self.live)
+            chances = itertools.accumulate((min(1.0, share * alpha) for alpha in alphas), operator.mul)
+            guesses[text] = sum(1 for chance in chances if chance >= price)
+        return guesses
 
 
 RULES: dict[str, Callable[..., LengthRule]] = {
