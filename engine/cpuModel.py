@@ -106,7 +106,11 @@ class CpuModel(CachedModel):
         seen: Tensor | None = None,
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What lies beyond a row's guesses is not computed, and p is 0 there."""
+        """What lies beyond a row's guesses is not computed, and p is 0 there. A block without guesses is a step of plain
+        decoding."""
+        if not q.shape[1] and seen is None:
+            drawn, p = self.draw(block, positions, u.T, sampling)
+            return p, torch.zeros_like(drawn[:, 0]), drawn[:, 0]
         if counts is None or seen is not None:
             return super().score_block(block, positions, q, u, sampling, verify, seen)
         first, guesses = block.shape[1] - q.shape[1], torch.tensor(counts)  # first: of the drafts
