@@ -106,8 +106,8 @@ class CpuModel(CachedModel):
         seen: Tensor | None = None,
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What lies beyond a row's guesses is not computed, and p is 0 there. A block without guesses is a step of plain
-        decoding."""
+        """What lies beyond a row's guesses is not computed, and p is 0 there. A block without guesses is a plain
+        step."""
         if not q.shape[1] and seen is None:
             drawn, p = self.draw(block, positions, u.T, sampling)
             return p, torch.zeros_like(drawn[:, 0]), drawn[:, 0]
