@@ -128,9 +128,9 @@ class Model(ABC):
     def first_token(self, rows: Rows, sampling: Sampling) -> None:
         """Prefill the fresh rows, draw the token after each prompt and commit it."""
         logits, seen = self.prefill(rows), rows.seen(self.vocabulary, sampling)
-        p = self.probabilities(logits, sampling, None if seen is None else seen[rows.fresh])
+        p = self.probabilities(logits, sampling, None if seen is None else rows.of_fresh(seen))
         u = rows.uniform([int(row in rows.fresh) for row in range(rows.size)])[:, 0]
-        rows.commit_first(self.pick(p, u[rows.fresh].to(p.device)))
+        rows.commit_first(self.pick(p, rows.of_fresh(u).to(p.device)))
 
     def draw(
         self,

@@ -221,7 +221,7 @@ class Rows:
             self.waiting += 1
         if self.fresh:
             prompts = self.padded_prompts(self.fresh)
-            self.sequence[self.fresh, : prompts.shape[1]] = prompts
+            self.sequence[upload(self.fresh, self.device), : prompts.shape[1]] = prompts
             self.lengths, self.going = self.state()
 
     def close_ranks(self) -> None:
@@ -255,6 +255,10 @@ class Rows:
         prompts = [self.prompts[self.numbers[row]] for row in rows]
         longest = max(map(len, prompts))
         return upload([prompt + [prompt[-1]] * (longest - len(prompt)) for prompt in prompts], self.device)
+
+    def of_fresh(self, x: Tensor) -> Tensor:
+        """The entries `[F, ...]` of `x[B, ...]` that belong to the fresh rows."""
+        return x if len(self.fresh) == self.size else x[upload(self.fresh, x.device)]
 
     def uniform(self, counts: Sequence[int], width: int | None = None, last: bool = False) -> Tensor:
         """Uniform numbers in [0, 1), float32 `[B, width]`, for a row as many as its entry of `counts`.
@@ -323,7 +327,8 @@ class Rows:
         """Add `token[F]` to the fresh rows, whose prompts were read."""
         values = token.tolist()
         now = time.perf_counter() - self.start
-        self.sequence[self.fresh, [len(self.texts[row]) for row in self.fresh]] = token
+        rows, ends = upload([self.fresh, [len(self.texts[row]) for row in self.fresh]], self.device)
+        self.sequence[rows, ends] = token
         for row, value in zip(self.fresh, values):
             self.grow(row, [value], 0, 0, now)
         self.lengths, self.going = self.state()

@@ -157,7 +157,7 @@ def draw_break_even(axes: Axes, rows: Mapping[Any, Prediction]) -> None:
         for x, cell in enumerate(line):
             if x + 1 < len(line) and cell != line[x + 1]:
                 axes.plot([x + 0.5, x + 0.5], [y - 0.5, y + 0.5], color=DARK, linewidth=2.5)
-            if y + 1 < len(faster) and cell != faster[y + 1][x]:
+            if y + 1 < len(faster) and x < len(faster[y + 1]) and cell != faster[y + 1][x]:
                 axes.plot([x - 0.5, x + 0.5], [y + 0.5, y + 0.5], color=DARK, linewidth=2.5)
 
 

@@ -81,7 +81,8 @@ def test_each_planted_mistake_is_found(target, name):
 
     def found(rows):
         prompts = PROMPTS * (rows // len(PROMPTS))
-        texts, _ = sampler(prompts, 100, sampling, None, torch.Generator().manual_seed(0))
+        batch = 4 if mistake.queue else None
+        texts, _ = sampler(prompts, 100, sampling, None, torch.Generator().manual_seed(0), batch=batch)
         return seen_by(judge.evidence(prompts, ragged(texts), sampling).figures(), judge.limit)
 
     assert found(8) or found(64)
@@ -162,8 +163,9 @@ def test_the_shape_of_a_histogram():
     rising = {"counts": list(range(BINS)), "impossible": 0}
     assert resembled(rising, NUCLEUS) == list(PATTERNS[False, "rising"])
     assert {*resembled(rising, COLD)} == {*PATTERNS[False, "rising"], *PATTERNS[True, "rising"]}
-    # What a shared cache makes of the target has no shape of its own.
-    without = {"one-sided top-p", *(name for name, mistake in MISTAKES.items() if mistake.own_copy)}
+    # What a wrong cache makes of the target has no shape of its own.
+    caches = {name for name, mistake in MISTAKES.items() if mistake.own_copy or mistake.queue}
+    without = {"one-sided top-p", *caches}
     assert {name for names in PATTERNS.values() for name in names} == {*MISTAKES} - without
 
 

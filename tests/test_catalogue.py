@@ -41,11 +41,17 @@ def lookup_first(*models, ngram=1):
 
 
 #  name: drafter of the smaller models, how many of them, draft-length rule, verification
+class GuessingAtFirst(CostAware):
+    """With several rows the rule begins without guesses. Here texts are too short for that."""
+
+    OPENING = (2, 4)
+
+
 METHODS = {
     "additive": (model, 1, lambda: Additive(1), token_rule),
     "draftConfidence": (model, 1, lambda: DraftConfidence(4, 0.4), token_rule),
     "targetConfidence": (model, 1, lambda: TargetConfidence(3, 0.4), token_rule),
-    "costAware": (model, 1, lambda: CostAware(4), token_rule),
+    "costAware": (model, 1, lambda: GuessingAtFirst(4), token_rule),
     "block": (model, 1, lambda: 3, block_rule),
     "block, draftConfidence": (model, 1, lambda: DraftConfidence(4, 0.4), block_rule),
     "lookup": (lookup, 1, lambda: 3, token_rule),

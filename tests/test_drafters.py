@@ -57,14 +57,14 @@ def test_lookup_guesses_where_it_was_right_so_far():
     )  # Nothing was learnt of the prompt.
     for token in [3, 1, 2, 3, 1, 2]:
         rows.commit_one(torch.tensor([token]))
-        guessed.append(len(drafter.find(rows, 5)[0]))
+        guessed.append(len(drafter.find(rows, [5])[0]))
     assert guessed == [1, 1, 2, 4, 5, 5]
     for token in [5, 4, 6, 7, 3, 1, 8, 1, 2, 9, 3, 1, 10, 2, 3, 11, 3, 1]:  # Each pair had another token after it.
         rows.commit_one(torch.tensor([token]))
         drafter.read(rows)
-    assert drafter.rates[0](2) < drafter.worth < drafter.rates[0](4) and drafter.find(rows, 5) == [[]]
+    assert drafter.rates[0](2) < drafter.worth < drafter.rates[0](4) and drafter.find(rows, [5]) == [[]]
     drafter.worth = 0
-    assert len(drafter.find(rows, 5)[0]) == 5
+    assert len(drafter.find(rows, [5])[0]) == 5
 
 
 def test_rows_without_a_guess_have_a_q_of_0_beside_those_with_one():

@@ -161,6 +161,7 @@ TABLES = {
         "--draft": Name(),
         "--draftBits": Choice(*map(str, BITS), "none"),
         "--gammaCopy": LENGTH,
+        "--batch": Name(["1", "1,8,32"], ["x", "0", "1,,2", "2000"]),
         "--shapes": Name(wrong=["x,y", "pythia-70m", "pythia-70m,", "pythia-70m,pythia-70m,pythia-70m"]),
         "--gamma": LENGTH,
         "--maxLen": Whole(1, 10_000),

@@ -477,5 +477,6 @@ def test_an_engine_that_does_not_install_is_left_out(tmp_path, monkeypatch, caps
 def test_torch_and_extras_are_no_requirements_of_an_environment(monkeypatch, capsys):
     listed = ["numpy", "torch==2.13.0+cpu", "torchvision", "tokenizers>=1; python_version > '3'", "av; extra == 'x'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: listed)
+    monkeypatch.setattr(sys, "argv", ["-c", "package"])
     exec(install.REQUIRED)
     assert capsys.readouterr().out.splitlines() == ["numpy", listed[3]]

@@ -228,7 +228,7 @@ def test_noise_in_the_guesses_slots_changes_no_text(shared, name, monkeypatch):
     def with_noise(step):
         def before(*inputs, **options):
             """The verifying forward begins: noise in all slots that the copy may have written."""
-            rows = next(x for x in inputs if hasattr(x, "prompt_lengths"))
+            rows = next(x for x in inputs if hasattr(x, "prompts"))
             for row, (length, ended) in enumerate(zip(map(len, rows.texts), rows.ended)):
                 for layer in target.cache.layers if not ended else ():
                     noisy.append(layer.keys[row, :, length - 1 :].normal_())
