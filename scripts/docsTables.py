@@ -16,7 +16,6 @@ from typing import Any, cast
 from rich.table import Table
 
 from benchmark.records import BenchmarkRecord
-from benchmark.throughput import throughput_table
 from experiments.batchSweep import predict as predict_batches
 from experiments.categories import by_category
 from experiments.diversity import FIGURES
@@ -198,17 +197,6 @@ def batch_shares(records: Records, words: Words) -> str:
     return table(titles, rows)
 
 
-def throughput(records: Records, words: Words) -> str:
-    """Queues beside other engines."""
-    record = records.others()["throughput-SmolLM2-135M-Instruct"]
-    printed = throughput_table(record["queues"], record["flags"]["maxLen"])
-    batches = sorted({line["batch"] for line in record["queues"]})
-    titles = " | ".join(["", *(f"batch {batch}, tokens/s | over plain" for batch in batches)])
-    failed = [f"{peer['method']}: {peer['failed']}." for peer in record["peers"] if peer["failed"]]
-    made = f"`{command_of(record)}`; {record['machine']['processor']}; {record['time'][:10]}."
-    return "\n\n".join([table(titles, cells_of(printed)), " ".join([*failed, made])])
-
-
 def categories(name: str, records: Records, words: Words) -> str:
     """Speed by category of prompt."""
     run, lines = records.run(name)
@@ -378,7 +366,6 @@ BLOCKS: dict[str, Render] = {
     "sweep": sweep,
     **{name: partial(batch_map, name) for name in MAPS},
     "batch-shares": batch_shares,
-    "throughput": throughput,
     **{name: partial(categories, name) for name in CATEGORIES},
     **{f"sweep-{name}": partial(sweep_figure, name) for name in ("alpha", "overlap", "c", "scoring", "range")},
     "diversity": diversity,
