@@ -169,18 +169,23 @@ def draw_categories(lines: Sequence[Line], path: Path) -> Path:
     methods = [row["method"] for row in groups[OVERALL] if row["method"] not in ALONE]
     figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4), dpi=120, layout="constrained")
     width, colours = 0.8 / max(1, len(methods)), plt.cm.Blues(np.linspace(0.3, 0.75, len(methods)))
+    top = 1.0
     for number, (method, colour) in enumerate(zip(methods, colours)):
         rows = [next((row for row in rows if row["method"] == method), None) for rows in groups.values()]
         middle, low, high = np.array([row["specBench"] if row else [np.nan] * 3 for row in rows]).T
         places = np.arange(len(groups)) + width * (number - (len(methods) - 1) / 2)
         axes.bar(places, middle, 0.9 * width, color=colour, label=name_of(method))
         axes.errorbar(places, middle, np.nan_to_num([middle - low, high - middle]), fmt="none", color=DARK, capsize=2)
+        top = np.nanmax(middle, initial=top)
+    axes.set_ylim(0, 1.6 * top)  # The range of a category with a text of a few tokens leaves the figure.
     axes.axhline(1, color=RED, linestyle="--", linewidth=1, label="plain decoding")
     names = [fill("overall" if name == OVERALL else visible(name, ""), 16) for name in groups]
     axes.set_xticks(range(len(groups)), names, parse_math=False)
     axes.set(ylabel="speed-up over plain decoding")
     bars = f"95 % intervals, or ranges of fewer than {FEW} questions"
-    axes.set_title(f"ratios of mean speeds over questions, as in Spec-Bench; {bars}", loc="left", fontsize=9)
+    axes.set_title(
+        f"ratios of mean speeds over questions, as in Spec-Bench; {bars}, cut at the top", loc="left", fontsize=9
+    )
     axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     axes.spines[["top", "right"]].set_visible(False)
     return save(figure, path)
