@@ -77,8 +77,9 @@ LEGEND = {
     "Spec-Bench's": "Spec-Bench's: the speed-up as Spec-Bench defines it, the ratio of two mean speeds over questions",
 }
 BATCH_NOTES = (
-    "A cell is a queue of texts, prefill included: medians over repeats. costAware chooses gamma itself, for each row "
-    "of the batch. the best: the fastest cell beside it, plain decoding included."
+    "batch: texts that are decoded at a time. A cell is a queue of texts, prefill included: medians over repeats. "
+    "plain tokens/s: throughput of plain decoding. gamma: guesses in a round. costAware: the rule chooses gamma "
+    "itself, for each row of the batch. its share of the best: of the fastest cell beside it, plain decoding included."
 )
 POSITIONS = 4  # of a round, whose acceptance a table by category shows
 OVERLAPS = (

@@ -307,7 +307,19 @@ def test_methods_are_in_the_order_of_their_speed_up_and_another_order_of_through
 
 # The tables of all modes, and those of the benchmark. What a title stands for is said below its table; these say it
 # themselves.
-PLAIN = {"", "texts", "tokens", "dtype", "what is wrong", "seen by", "prompt", "context", "measured", "text"}
+PLAIN = {
+    "category",
+    "",
+    "texts",
+    "tokens",
+    "dtype",
+    "what is wrong",
+    "seen by",
+    "prompt",
+    "context",
+    "measured",
+    "text",
+}
 PLAIN |= {
     "draft",
     "target",
