@@ -1,13 +1,10 @@
 """What users, disks, networks and models do to a run: one clear line, and nothing that was measured is lost."""
 
 import contextlib
-import gc
 import io
 import json
 import multiprocessing
 import os
-import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -17,7 +14,7 @@ import threading
 import helpers
 import pytest
 import torch
-from conftest import CONTEXT, END_OF_TEXT, PADDED, VOCABULARY, refused
+from conftest import CONTEXT, END_OF_TEXT, PADDED, ROOT, VOCABULARY, refused
 from huggingface_hub import constants
 from localHub import Repository
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -245,20 +242,34 @@ def wide_pair(pair_folder, tmp_path_factory):
     return ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--dtype", "float32"]
 
 
-class Memory:
-    """Memory of this process that may not grow by more than so many MB."""
+# A process that runs test.py and may grow by so many MB once the named function of test.py is called. It is a process
+# of its own: what earlier tests freed in this one would be room too.
+LIMITED = """
+import importlib.util, re, resource, sys
 
-    def __init__(self, room):
-        self.room, self.before = room, resource.getrlimit(resource.RLIMIT_AS)
+function, room = sys.argv[1], int(sys.argv[2]) << 20
+spec = importlib.util.spec_from_file_location("command_line", "test.py")
+test = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(test)
+called = getattr(test, function)
 
-    def __enter__(self):
-        gc.collect()  # what an earlier test left behind, freed only now, would be room too
-        with open("/proc/self/status") as status:
-            size = int(re.search(r"VmSize:\s+(\d+)", status.read())[1]) << 10
-        resource.setrlimit(resource.RLIMIT_AS, (size + (self.room << 20), self.before[1]))
+def limited(*arguments):
+    size = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (size + room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    return called(*arguments)
 
-    def __exit__(self, *_):
-        resource.setrlimit(resource.RLIMIT_AS, self.before)
+setattr(test, function, limited)
+sys.exit(test.main(sys.argv[3:]))
+"""
+
+
+def run_limited(function, room, arguments):
+    command = [sys.executable, "-c", LIMITED, function, str(room), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("test.py: error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done
 
 
 needs_proc = pytest.mark.skipif(
@@ -267,29 +278,19 @@ needs_proc = pytest.mark.skipif(
 
 
 @needs_proc
-def test_out_of_memory_at_load_is_one_line(cli, flags, wide_pair, tmp_path, capsys):
-    with Memory(8):
-        assert cli.main([*flags, *wide_pair, "--speed", "--out", str(tmp_path)]) == 2
-    one_line(capsys, "target does not fit into the memory of cpu", "smaller dtype or model")
+def test_out_of_memory_at_load_is_one_line(flags, wide_pair, tmp_path):
+    done = run_limited("run", 8, [*flags, *wide_pair, "--speed", "--out", tmp_path])
+    assert "target does not fit into the memory of cpu" in done.stderr and "smaller dtype or model" in done.stderr
     assert os.listdir(tmp_path) == []
 
 
 @needs_proc
-def test_out_of_memory_in_the_middle_keeps_and_shows_what_was_measured(
-    cli, flags, wide_pair, tmp_path, capsys, monkeypatch
-):
-    memory, perplexity = Memory(40), cli.measure_perplexity  # a window of 220 tokens asks for 88 MB at once
-
-    def full(*arguments):
-        with memory:
-            perplexity(*arguments)
-
-    monkeypatch.setattr(cli, "measure_perplexity", full)
-    arguments = [*flags, *wide_pair, "--maxLen", "2", "--window", "256", "--out", str(tmp_path)]
-    assert cli.main(arguments) == 2
-    captured = one_line(capsys, "out of memory; use smaller models", "--dtype", "--window", "What was measured is kept")
+def test_out_of_memory_in_the_middle_keeps_and_shows_what_was_measured(flags, wide_pair, tmp_path):
+    arguments = [*flags, *wide_pair, "--maxLen", "2", "--window", "256", "--out", tmp_path]
+    done = run_limited("measure_perplexity", 40, arguments)  # A window of 220 tokens asks for 88 MB at once.
+    assert "out of memory; use smaller models" in done.stderr and "What was measured is kept" in done.stderr
     assert [line["kind"] for line in lines_of(tmp_path) if line["kind"] != "ppl_text"] == ["run"] + ["speed"] * 6
-    for shown in captured.out, (tmp_path / "results.txt").read_text():
+    for shown in done.stdout, (tmp_path / "results.txt").read_text():
         assert ", not finished" in shown and "target alone" in shown
 
 
