@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from decoding.model import Model
-from decoding.rows import Callback, EndOfText, Generators, Record, Rows
+from decoding.record import Record
+from decoding.rows import Callback, EndOfText, Generators, Rows
 from utils import Sampling
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from decoding.drafter import Drafter
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
-from decoding.rows import Callback, EndOfText, Generators, Record, Rows
+from decoding.record import Record
+from decoding.rows import Callback, EndOfText, Generators, Rows
 from decoding.verification import VerificationRule, drawn_with, token_rule
 from utils import Sampling, not_finite
 

@@ -21,7 +21,7 @@ from benchmark.options import Options
 from decoding.drafter import Drafter
 from decoding.lengthRules import Fixed
 from decoding.model import Model
-from decoding.rows import Record
+from decoding.record import Record
 from decoding.trees.rules import TreeRule, first_passed, path_of, traversal_rule
 from decoding.trees.shapes import Acceptance, best_tree
 from decoding.trees.tree import Tree

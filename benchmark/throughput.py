@@ -13,7 +13,7 @@ from benchmark.engines.engineProcess import PeerError
 from benchmark.engines.peers import Peer
 from benchmark.options import Options
 from decoding.lengthRules import CostAware
-from decoding.rows import Record
+from decoding.record import Record
 from engine.cachedModel import CachedModel
 from experiments.batchSweep import FEWEST, TEXTS, Queued, queued, queues
 from experiments.lines import QueueFigures

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from decoding.drafter import Guesses, WrappedDrafter
 from decoding.model import Model
-from decoding.rows import EndOfText, Record, Rows
+from decoding.record import Record
+from decoding.rows import EndOfText, Rows
 from decoding.trees.guesses import TreeGuesses
 from decoding.trees.rules import after_child
 from decoding.trees.shapes import Acceptance

@@ -17,7 +17,7 @@ from torch import Generator
 
 from decoding.drafter import Drafter
 from decoding.lengthRules import CostAware, Fixed
-from decoding.rows import Record
+from decoding.record import Record
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
 from experiments.lines import Append, BatchCostsLine, Conditions, Line, QueueFigures, QueueLine, of_kind

@@ -20,7 +20,8 @@ import torch
 from scipy.stats import bootstrap
 from torch import Generator
 
-from decoding.rows import EndOfText, Record
+from decoding.record import Record
+from decoding.rows import EndOfText
 from experiments.lines import QueueFigures, TimedText
 
 Written = tuple[Sequence[Sequence[int]], Sequence[Record]]  # new tokens and records, one of each for each prompt

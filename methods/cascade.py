@@ -10,7 +10,8 @@ import specSampling
 from decoding.drafter import Drafter, Guesses, no_guesses
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
-from decoding.rows import Record, Rows
+from decoding.record import Record
+from decoding.rows import Rows
 from decoding.verification import VerificationRule, token_rule
 from methods.drafters import DrafterWithModel
 from utils import Sampling

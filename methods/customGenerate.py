@@ -30,7 +30,7 @@ from transformers.generation import (
 
 from decoding.drafter import Drafter
 from decoding.lengthRules import LengthRule
-from decoding.rows import Record
+from decoding.record import Record
 from decoding.verification import RULES, VerificationRule
 from engine.cachedModel import CachedModel
 from engine.quantised import BITS

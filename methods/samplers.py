@@ -11,7 +11,8 @@ from decoding.drafter import Drafter
 from decoding.lengthRules import RULES as LENGTH_RULES
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
-from decoding.rows import Callback, EndOfText, Generators, Record
+from decoding.record import Record
+from decoding.rows import Callback, EndOfText, Generators
 from decoding.trees.rules import TREE_RULES
 from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree

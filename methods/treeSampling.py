@@ -10,7 +10,8 @@ from torch import Tensor
 
 from decoding.lengthRules import Fixed
 from decoding.model import Model
-from decoding.rows import Callback, EndOfText, Generators, Record, Rows
+from decoding.record import Record
+from decoding.rows import Callback, EndOfText, Generators, Rows
 from decoding.trees.guesses import TreeGuesses
 from decoding.trees.rules import TreeRule, top_down_rule, traversal_rule
 from decoding.trees.shapes import FixedTree, TreeChoice

@@ -19,7 +19,7 @@ import matplotlib
 import torch
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
-from decoding.rows import Record
+from decoding.record import Record
 from experiments.runRecord import model_record, origin
 from experiments.speed import quiet
 from inputs.commandLine import Parser, as_command, number, path, text, visible, whole

@@ -9,7 +9,7 @@ import torch
 from test_specSampling import PROMPTS, near
 
 from decoding.lengthRules import DraftConfidence
-from decoding.rows import Record
+from decoding.record import Record
 from decoding.trees.rules import TREE_RULES
 from decoding.trees.shapes import TreeChoice
 from decoding.trees.shapes import expected as tokens_of

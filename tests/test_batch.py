@@ -11,7 +11,7 @@ from conftest import refused
 from test_queue import PROMPTS, TEXTS, models, written
 from test_speed import measurement
 
-from decoding.rows import Record
+from decoding.record import Record
 from engine.cachedModel import CachedModel, cache_bytes
 from experiments import prepare, settings
 from experiments.speed import WARM, ends_after, measure_queues, summarize

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_specSampling import PROMPTS, near
 
-from decoding.rows import Record
+from decoding.record import Record
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.rows import Record
+from decoding.record import Record
 from experiments.speed import WARM, Range, ends_after, interval, measure, paired_ratios, quiet, summarize
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling

@@ -9,7 +9,7 @@ from test_specSampling import PROMPTS
 from benchmark import throughput
 from benchmark.engines.engineProcess import PeerError
 from benchmark.options import parse
-from decoding.rows import Record
+from decoding.record import Record
 from report.tableFormat import cells
 
 

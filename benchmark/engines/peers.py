@@ -30,7 +30,7 @@ from benchmark.engines.engineProcess import (
 from benchmark.engines.textCheck import Figures, Float32Model, TextChecker
 from benchmark.options import Options
 from benchmark.records import PeerLine
-from decoding.rows import Record
+from decoding.record import Record
 from engine.cachedModel import CachedModel
 from inputs.auditTexts import write_texts
 from inputs.devices import available_memory
