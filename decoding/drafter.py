@@ -23,7 +23,8 @@ class Guesses:
     """The guesses of one round.
 
     drafts: int64 `[B, n]`.
-    q: float32 `[B, n, V]`, the distributions the drafts were drawn from. Where a row has no guess, q is 0.
+    q: float32 `[B, n, V]`, the distributions the drafts were drawn from. Where a row has no guess, q is 0. It is valid
+        until the drafter guesses again.
     limits: the most guesses that each row has, as far as the host knows; None: n.
     """
 
@@ -44,12 +45,12 @@ class Guesses:
 
     def limited(self, gammas: Sequence[int]) -> Guesses:
         """The same guesses, where row i keeps only the first `gammas[i]`: q is 0 beyond them."""
-        count = self.drafts.shape[1]
-        if min(gammas) >= count:
+        count, device = self.drafts.shape[1], self.drafts.device
+        before = list(self.limits or [count] * len(gammas))
+        limits = [min(pair) for pair in zip(gammas, before)]
+        if limits == before:
             return self
-        device = self.drafts.device
         kept = torch.arange(count, device=device) < upload(gammas, device)[:, None]
-        limits = [min(pair) for pair in zip(gammas, self.limits or [count] * len(gammas))]
         return Guesses(self.drafts, self.q * kept[..., None], limits)
 
 

@@ -41,7 +41,7 @@ class OverlapDrafter(WrappedDrafter):
         super().begin(rows)
 
     def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
-        drafts, q = guesses.drafts[0], guesses.q[0]
+        drafts, q = guesses.drafts[0], guesses.q[0].clone()
         self.rounds.append(RoundGuesses(drafts, q, [*((node,) for node in range(1, len(drafts) + 1)), ()]))
         return guesses
 

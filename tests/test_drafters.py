@@ -48,6 +48,19 @@ def test_tokens_that_may_be_replaced_are_followed_but_not_read():
     assert looked_up(LookupDrafter(61), [1, 2, 3, 9, 5], [7, 8, 7]) == []
 
 
+def test_q_of_looked_up_guesses_is_one_hot_in_every_round_though_its_memory_is_used_again():
+    rows, drafter = Rows([[1], [1], [1]], 40, [helpers.tiny()]), LookupDrafter(10)
+    for found in [[3, 4], [5], []], [[], [7], []], [[1, 1, 2], [2], [9, 9]]:  # narrower, then wider than before
+        guesses = drafter.guesses(rows, found)
+        wanted = torch.zeros(3, max(map(len, found)), 10)
+        for row, tokens in enumerate(found):
+            for i, token in enumerate(tokens):
+                wanted[row, i, token] = 1
+        assert torch.equal(guesses.q, wanted)
+        assert guesses.limited([3, 3, 3]) is guesses  # Nobody copies q where no guess is too many.
+        assert guesses.limited([1, 1, 1]).counts().tolist() == [min(1, len(tokens)) for tokens in found]
+
+
 def test_lookup_guesses_where_it_was_right_so_far():
     rows, drafter, guessed = Rows([[1, 2, 3, 1, 2]], 40, [helpers.tiny()]), LookupDrafter(61), []
     drafter.begin(rows)

@@ -376,10 +376,12 @@ at::Tensor Decoder::forward(const at::Tensor& tokens, const at::Tensor& position
             has_logits[b * wanted + k] = true;
         }
     }
+    const bool all = long(block.wanted.size()) == rows * wanted;
     auto logits = kept.defined() ? at::full({rows, wanted, vocabulary}, -INFINITY, at::kFloat)
-                                 : at::empty({rows, wanted, vocabulary}, at::kFloat);
+                  : all          ? at::empty({rows, wanted, vocabulary}, at::kFloat)
+                                 : untouched_zeros({rows, wanted, vocabulary});
     block.logits = (float*)logits.data_ptr();
-    for (long m = 0; m < rows * wanted; m++)
+    for (long m = 0; m < rows * wanted && kept.defined() && !all; m++)
         if (!has_logits[m]) std::fill_n(block.logits + m * vocabulary, vocabulary, 0.f);
     if (embedding.scalar_type() == at::kBFloat16) run<bf16>(block);
     else run<float>(block);
@@ -392,7 +394,8 @@ std::tuple<at::Tensor, at::Tensor> Decoder::draw(const at::Tensor& tokens, const
     const long rows = tokens.size(0), width = tokens.size(1), n = u.size(0);
     TORCH_CHECK(u.size(1) == rows && (!counts || (counts->scalar_type() == at::kLong && counts->numel() == rows)),
                 "u must be [n, rows], and there must be a count for each row");
-    auto drawn = at::zeros({rows, n}, tokens.options()), q = at::empty({rows, n, vocabulary}, at::kFloat);
+    auto drawn = at::zeros({rows, n}, tokens.options());
+    auto q = counts ? untouched_zeros({rows, n, vocabulary}) : at::empty({rows, n, vocabulary}, at::kFloat);
     auto each = counts ? counts->contiguous() : at::full({rows}, n, tokens.options());
     auto block = tokens, from = u.contiguous(), end = at::full({1}, width - 1, tokens.options());
     auto read = at::empty({rows}, tokens.options());  // Tokens of each row that the next forward reads.
@@ -401,7 +404,6 @@ std::tuple<at::Tensor, at::Tensor> Decoder::draw(const at::Tensor& tokens, const
         for (long row = 0; row < rows; row++) {
             const bool draws = data<int64_t>(each)[row] > i;
             if (draws) left.push_back(row);
-            else std::fill_n((float*)q.data_ptr() + (row * n + i) * vocabulary, vocabulary, 0.f);
             ((int64_t*)read.data_ptr())[row] = draws ? block.size(1) : 0;
         }
         if (left.empty()) continue;

@@ -5,11 +5,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <vector>
@@ -59,3 +61,13 @@ static inline void ask_for(const void* x, long size, const void* end, const void
 
 template <typename T>
 static const T* data(const at::Tensor& x) { return (const T*)x.const_data_ptr(); }
+
+// Zeros, float32, of which few will be written: the operating system gives large memory as pages of zeros, and a page
+// that nobody writes costs nothing.
+static inline at::Tensor untouched_zeros(at::IntArrayRef sizes) {
+    long count = 1;
+    for (long size : sizes) count *= size;
+    void* memory = std::calloc(std::max(count, 1l), sizeof(float));
+    TORCH_CHECK(memory, "out of memory: ", count * 4, " bytes");
+    return at::from_blob(memory, sizes, [](void* memory) { std::free(memory); }, at::kFloat);
+}

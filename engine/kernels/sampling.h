@@ -138,19 +138,16 @@ static at::Tensor probabilities(const at::Tensor& logits, const at::Tensor& sett
     TORCH_CHECK(!counts || (logits.dim() == 3 && counts->numel() == logits.size(0) && counts->scalar_type() == at::kLong),
                 "there must be a count for each row of logits");
     auto from = logits.contiguous(), computed = counts ? counts->contiguous() : at::Tensor();
-    auto probs = at::empty(logits.sizes(), logits.options());
+    auto probs = counts ? untouched_zeros(logits.sizes()) : at::empty(logits.sizes(), logits.options());
     long size = logits.size(-1), rows = logits.numel() / size;
-    std::vector<long> some, others;  // rows that are computed or not
-    for (long row = 0; row < rows; row++) {
-        bool is_computed = !counts || row % logits.size(1) < data<int64_t>(computed)[row / logits.size(1)];
-        (is_computed ? some : others).push_back(row);
-    }
+    std::vector<long> some;  // rows that are computed
+    for (long row = 0; row < rows; row++)
+        if (!counts || row % logits.size(1) < data<int64_t>(computed)[row / logits.size(1)]) some.push_back(row);
     together(rows > 1 && rows * size > 16384, [&](const Member& member) {
         static thread_local std::vector<float> room;
         auto p = [&](long row) { return (float*)probs.data_ptr() + row * size; };
         for (auto [i, last] = member.part(some.size()); i < last; i++)
             filter(data<float>(from) + some[i] * size, size, settings, p(some[i]), room);
-        for (auto [i, last] = member.part(others.size()); i < last; i++) std::fill_n(p(others[i]), size, 0.f);
     });
     return probs;
 }
