@@ -272,11 +272,15 @@ class CachedModel(Model):
         """From now on, its forwards write features beside the KV cache."""
         self.tap, self.keeps_features = tap, True
 
+    @property
+    def features(self) -> Tensor | None:
+        """The features that it reads or writes, `Store.features`."""
+        return (self.features_of or self).store.features
+
     def features_of_rows(self, count: int) -> Tensor:
         """The features of the first rows of a block, `[count, capacity + 1, d]`."""
-        features = (self.features_of or self).store.features
-        assert features is not None, "the model whose features these are must read a prompt first"
-        return features[self.first_row : self.first_row + count]
+        assert self.features is not None, "the model whose features these are must read a prompt first"
+        return self.features[self.first_row : self.first_row + count]
 
     def features_before(self, slots: Tensor, places: Places | None) -> Tensor:
         """The features `[B, n, d]` of the tokens before those in `slots[B, n]`: of the parents of a tree's nodes."""

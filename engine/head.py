@@ -170,8 +170,8 @@ def within(tokens: Tensor | None, vocabulary: int) -> bool:
     """Whether these are the ids of some tokens of a vocabulary, int64 `[N]`, or None."""
     if tokens is None:
         return True
-    in_range = tokens.dtype == torch.int64 and tokens.dim() == 1 and len(tokens) > 0
-    return in_range and 0 <= int(tokens.min()) and int(tokens.max()) < vocabulary
+    is_list = tokens.dtype == torch.int64 and tokens.dim() == 1 and len(tokens) > 0
+    return is_list and bool(((tokens >= 0) & (tokens < vocabulary)).all())
 
 
 def one_line(error: Exception) -> str:

@@ -20,8 +20,8 @@ class DrafterWithModel(Drafter):
 
     The model reads the last two committed tokens of each round. It has not seen the last one, and after full acceptance
     it has not read its own last guess either. Two tokens cost what one costs. A round without guesses leaves it one
-    token further behind. A model that shares the target's KV cache is never behind. One that reads the target's features
-    reads all tokens of the last round again: the target had not read them when they were guessed.
+    token further behind. A model that shares the target's KV cache is never behind. One that reads the target's
+    features reads all tokens of the last round again: the target had not read them when they were guessed.
     """
 
     def __init__(self, model: Model) -> None:
