@@ -23,7 +23,7 @@ from decoding.rows import upload
 from decoding.trees.rules import TreeRule
 from decoding.trees.tree import Places, Tree
 from decoding.verification import VerificationRule
-from engine.cachedModel import CachedModel, cache_shape
+from engine.cachedModel import CachedModel, Tap, cache_shape
 from engine.steps import Block, Draw, Growth, Nodes, Prompt, Shape, read_block, read_chunk
 from utils import Sampling
 
@@ -46,8 +46,9 @@ class CompiledModel(CachedModel, ABC):
         vocabulary: int | None = None,
         name: str = "model",
         cache_of: CachedModel | None = None,
+        features: Tap | CachedModel | None = None,
     ) -> None:
-        super().__init__(model, vocabulary, name, cache_of)
+        super().__init__(model, vocabulary, name, cache_of, features)
         self.heads = cache_shape(model.config.get_text_config())
         self.asked: set[Shape] | None = None  # In a rehearsal: the shapes asked for so far.
         self.inside = False  # Whether a graph is being made: then its steps are computed as they are.
@@ -72,9 +73,11 @@ class CompiledModel(CachedModel, ABC):
         for shape in asked:
             if isinstance(shape, (Draw, Growth)):
                 # The fewest that were asked for: what a draft missed besides is read by the graph of prefill. A model
-                # that decodes alone reads one token. It can as well read the one before it again.
+                # that decodes alone reads one token. It can as well read the one before it again. A head reads many
+                # tokens in nearly every round.
                 known, read = self.reads.get(shape.rows, 1), shape.read
-                self.reads[shape.rows] = max(known, read) if 1 in (known, read) else min(known, read)
+                most = self.reads_features or 1 in (known, read)
+                self.reads[shape.rows] = max(known, read) if most else min(known, read)
         made = list(dict.fromkeys(part for shape in sorted(asked, key=str) for part in self.parts(shape)))
         self.shapes |= set(made)
         for shape in made:

@@ -19,20 +19,23 @@ from engine.steps import Shape
 T = TypeVar("T")
 
 
-def compiled(model: CachedModel, cache_of: CachedModel | None = None) -> CachedModel:
+def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedModel:
     """The same model, computed by kernels on a CPU and by graphs on a GPU, which `make_graphs` makes. It shares the
     weights: on a CPU, its layers are packed for good (engine/decoderLayers.py). If that is not possible, one line says
     why, and the model stays as it is.
 
-    cache_of: for a model that shares the KV cache of another one, that one, compiled.
+    target: for a model that shares the KV cache of another one, or reads its features, that one, compiled.
     """
-    if is_compiled(model) or (cache_of is not None and not is_compiled(cache_of)):
+    if is_compiled(model) or (target is not None and not is_compiled(target)):
         return model
-    parts = model.model, model.vocabulary, model.name, cache_of
+    cache_of, features = (None, target or model.features_of) if model.reads_features else (target, model.tap)
+    parts = model.model, model.vocabulary, model.name, cache_of, features
     made = attempted(lambda: compiled_class(model)(*parts), model.name)
     if made is None:
         if cache_of is not None:
             model.cache_of, model.store = cache_of, cache_of.store
+        elif model.reads_features and target is not None:
+            model.features_of = target
         return model
     made.parameters = model.parameters  # Layers that another model has packed are no parameters any more.
     return made

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from decoding.trees.rules import TreeRule, top_down_rule, traversal_rule
 from decoding.trees.tree import Places, Tree
 from decoding.verification import Rule, VerificationRule, block_rule, token_rule
-from engine.cachedModel import CachedModel, SlotCache, Store
+from engine.cachedModel import CachedModel, Store, Tap
 from engine.decoderLayers import Description
 from engine.kernels import loader
 from utils import Sampling, penalised
@@ -31,12 +31,13 @@ class CpuModel(CachedModel):
         vocabulary: int | None = None,
         name: str = "model",
         cache_of: CachedModel | None = None,
+        features: Tap | CachedModel | None = None,
     ) -> None:
         loader.load()
-        self.description = Description(model, vocabulary or model.config.vocab_size)
-        super().__init__(model, vocabulary, name, cache_of)
+        super().__init__(model, vocabulary, name, cache_of, features)
+        self.description = Description(model, self.vocabulary, self.tap)
         self.decoder = self.description.pack()
-        self.bound: SlotCache | None = None
+        self.bound: tuple[object, ...] = (None, None)  # the memory that the decoder reads and writes
         # 16-bit layers give 16-bit keys. A 16-bit cache holds the same numbers in half the bytes.
         self.cache_dtype = self.dtype
 
@@ -48,10 +49,11 @@ class CpuModel(CachedModel):
             self.cache.early_initialization(*shape, self.cache_dtype, self.device)
 
     def kernels(self) -> Any:
-        """The `Decoder`, which reads and writes `self.cache`."""
-        if self.bound is not self.cache and self.cache is not None:
-            self.decoder.bind(*self.keys_values(), *self.description.angles(self.cache.capacity))
-            self.bound = self.cache
+        """The `Decoder`, which reads and writes `self.cache` and the features."""
+        features = self.features if self.keeps_features or self.reads_features else None
+        if self.cache is not None and (self.bound[0] is not self.cache or self.bound[1] is not features):
+            self.decoder.bind(*self.keys_values(), *self.description.angles(self.cache.capacity), features)
+            self.bound = self.cache, features
         return self.decoder
 
     def keys_values(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -120,6 +122,8 @@ class CpuModel(CachedModel):
 
     def score(self, tokens: Tensor) -> Tensor:
         """Through a KV cache of its own."""
+        if self.reads_features:
+            return super().score(tokens)
         before, self.store = self.store, Store()
         try:
             self.reserve(*tokens.shape)
@@ -130,6 +134,11 @@ class CpuModel(CachedModel):
     def move(self, source: Tensor, slots: Tensor) -> None:
         keys, values = self.keys_values()
         torch.ops.native.move(keys + values, source, slots, self.first_row)
+        if self.store.features is not None:
+            torch.ops.native.move([self.store.features[:, None]], source + 1, slots + 1, self.first_row)
+
+    def keep_features(self, tap: Tap) -> None:
+        raise TypeError(f"{self.name} is packed for the kernels; it can be given a head only before that")
 
     def probabilities(
         self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None, counts: Tensor | None = None

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from decoding.model import Model
 from decoding.trees.tree import Places
-from engine.cachedModel import SlotCache
 from engine.compiledModel import CompiledModel, Step
 from engine.steps import Move, Shape
 
@@ -30,7 +29,7 @@ class CudaModel(CompiledModel):
     def forget(self) -> None:
         super().forget()
         self.captures: dict[tuple[Any, ...], Capture] = {}
-        self.captured: SlotCache | None = None  # the cache that the captures read and write
+        self.captured: tuple[object, ...] = (None, None)  # the KV cache and features that the captures read and write
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Captured graphs live as long as their cache: a longer one is kept."""
@@ -43,14 +42,14 @@ class CudaModel(CompiledModel):
     def move(self, source: Tensor, slots: Tensor) -> None:
         if not self.ready(Move(*slots.shape)):
             return super().move(source, slots)
-        if self.captured is not self.cache or key_of(moved, (slots, slots)) not in self.captures:
+        if not self.is_current() or self.key_of(moved, (slots, slots)) not in self.captures:
             self.run(moved, slots, slots)  # A capture runs its work several times: this one is safe.
         self.run(moved, source, slots)
 
     def by_graph(self, step: Step, *inputs: Any) -> Any:
-        if self.cache is not self.captured:
-            self.captured, self.captures = self.cache, {}
-        key, tensors = key_of(step, inputs), list(flattened(inputs))
+        if not self.is_current():
+            self.captured, self.captures = (self.cache, self.features), {}
+        key, tensors = self.key_of(step, inputs), list(flattened(inputs))
         if key not in self.captures:
 
             def work(*copies: Tensor) -> Sequence[Tensor]:
@@ -64,6 +63,14 @@ class CudaModel(CompiledModel):
         again()
         found = [result.clone() for result in results]
         return found[0] if len(found) == 1 else tuple(found)
+
+    def is_current(self) -> bool:
+        """Whether the captures read and write what the model does now."""
+        return self.captured[0] is self.cache and self.captured[1] is self.features
+
+    def key_of(self, step: Step, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """`key_of`; a step that writes features is another one."""
+        return (*key_of(step, inputs), *["features"] * self.keeps_features)
 
 
 def moved(model: Model, source: Tensor, slots: Tensor) -> tuple[Tensor, ...]:

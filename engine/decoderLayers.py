@@ -17,6 +17,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.cachedModel import Tap
+from engine.head import HeadNetwork
 from engine.kernels.packedLinear import SIDE, can_be_packed, packed, packed_codes
 from engine.quantised import QuantisedLinear
 
@@ -129,10 +131,14 @@ def refuse(model: PreTrainedModel) -> None:
 
 
 class Description:
-    """The parts of a model, and its sizes. `pack` makes the `Decoder` and replaces the layers by packed ones."""
+    """The parts of a model, and its sizes. `pack` makes the `Decoder` and replaces the layers by packed ones.
 
-    def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
+    tap: what makes features of its hidden states, if it has one.
+    """
+
+    def __init__(self, model: PreTrainedModel, vocabulary: int, tap: Tap | None = None) -> None:
         refuse(model)
+        self.tap = tap
         config = self.config = model.config
         self.model, self.names, self.vocabulary = model, NAMES[config.model_type], vocabulary
         self.base = model.get_submodule(self.names.base)
@@ -171,8 +177,8 @@ class Description:
             return rows[0].unflatten(0, (self.heads, 3, self.width)).transpose(0, 1).flatten(0, 2)
         return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
-    def made(self, layers: Sequence[dict[str, Tensor]]) -> Any:
-        """The `Decoder` of these layers."""
+    def made(self, layers: Sequence[dict[str, Tensor]], tap: Tap | None = None) -> Any:
+        """The `Decoder` of these layers, with a tap."""
         config, names, head = self.config, self.names, self.model.get_output_embeddings()
         ends = {"embedding": self.base.get_submodule(names.embedding).weight.detach()}
         ends |= norm("last", last := self.base.get_submodule(names.last))
@@ -185,6 +191,12 @@ class Description:
         ends["head"] = head.packed
         if head.bias is not None:
             ends["head.bias"] = head.bias.detach()
+        if tap is not None:
+            ends |= {"taps": torch.tensor(tap.layers), "fuse": in_blocks([tap.fuse], lambda rows: rows[0])}
+        if isinstance(self.model, HeadNetwork):
+            ends["join"] = in_blocks([self.model.join], lambda rows: rows[0])
+            for name in "token_norm", "feature_norm":
+                ends |= norm(name, self.model.get_submodule(name))
         up, down = layers[0]["up"], layers[0]["down"]
         # In few bits, the inputs are a multiple of SIDE, and no row of `up` is padding.
         quantised = down.dtype == torch.uint8
@@ -209,18 +221,33 @@ class Description:
     @torch.inference_mode()
     def check(self, layers: nn.ModuleList) -> None:
         """Raise RuntimeError if the kernels do not compute what the model computes with its first and its last layer
-        alone. (Some models scale each layer by its number.)"""
+        alone: logits and features. (Some models scale each layer by its number.)"""
         tokens, ends = torch.arange(16)[None] % self.vocabulary, list(dict.fromkeys([layers[0], layers[-1]]))
-        decoder = self.made([self.parts(layer) for layer in ends])
+        tap = None
+        if self.tap is not None:
+            places = (min(layer, 1) if layer < len(layers) else len(ends) for layer in self.tap.layers)
+            tap = Tap(tuple(places), self.tap.fuse)
+        decoder = self.made([self.parts(layer) for layer in ends], tap)
         states = [[torch.zeros(1, self.groups, 16, self.width, dtype=self.model.dtype) for _ in ends] for _ in range(2)]
-        decoder.bind(*states, *self.angles(16))
+        features = torch.rand(1, 17, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        before = {"features": features[:, :16].to(self.model.dtype)} if isinstance(self.model, HeadNetwork) else {}
+        decoder.bind(*states, *self.angles(16), features)
         found = decoder.forward(tokens, torch.arange(16)[None], *[None] * 5, 0)
         setattr(self.base, self.names.layers, nn.ModuleList(ends))
         try:
-            wanted = self.model(input_ids=tokens, use_cache=False).logits[..., : self.vocabulary].float()
+            outputs = self.model(input_ids=tokens, **before, use_cache=False, output_hidden_states=bool(tap or before))
         finally:
             setattr(self.base, self.names.layers, layers)
+        wanted = outputs.logits[..., : self.vocabulary].float()
         found, wanted = (x.nan_to_num(neginf=0) for x in (found, wanted))  # A restricted head gives -inf.
+        self.compare(found, wanted, layers)
+        if tap is not None:
+            self.compare(features[:, 1:], tap(outputs.hidden_states).float(), layers)
+        if before:
+            self.compare(features[:, 16], outputs.hidden_states[-1][:, 15].float(), layers)
+
+    def compare(self, found: Tensor, wanted: Tensor, layers: nn.ModuleList) -> None:
+        """Raise RuntimeError if two results differ by more than rounding."""
         # With few bits, an input that lies between two numbers of int8 is rounded to the one or to the other.
         quantised = any(isinstance(part, QuantisedLinear) for part in layers.modules())
         tolerance = TOLERANCE[torch.bfloat16 if quantised else self.model.dtype]
@@ -235,7 +262,7 @@ class Description:
         for i, layer in enumerate(layers):
             if not isinstance(layer, PackedLayer):  # A model that shares its layers may have packed them already.
                 layers[i] = PackedLayer(self.parts(layer))
-        made, head = self.made([layer.parts for layer in layers]), self.model.get_output_embeddings()
+        made, head = self.made([layer.parts for layer in layers], self.tap), self.model.get_output_embeddings()
         if isinstance(head, QuantisedLinear):  # Nobody reads its codes any more.
             head.codes = head.scales = None
         return made

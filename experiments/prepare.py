@@ -212,7 +212,7 @@ class Prepared:
         for role in self.roles_of_copy:
             del models[role]
         sampling, gamma = self.settings.sampling.of("compare"), self.settings.decoding.gamma_of("fixed")
-        make = partial(compiled, cache_of=target) if compiles else lambda copy: copy
+        make = partial(compiled, target=target) if compiles else lambda copy: copy
         measured = list(followed(trials(target, made, sampling, gamma, make), "measuring copies", len(BITS)))
         best = max(measured, key=lambda trial: trial.gain)
         self.bits = self.processes.gathered(best.bits)[0]  # All processes use the same copy.

@@ -42,6 +42,13 @@ static void normalised(const Norm& norm, const float* x, Y* y, long size) {
             narrow((x[i] - mean) * factor * (weight ? wide(weight[i]) : 1) + (bias ? wide(bias[i]) : 0), y + i);
 }
 
+// The slot after that of a node's parent; of the root, its own. The highest bit of `ancestors` is the node itself.
+static int64_t after_parent(int64_t root, int64_t ancestors) {
+    auto highest = [](uint64_t x) { return 63 - __builtin_clzll(x); };
+    uint64_t above = ancestors ? ancestors & ((1ull << highest(ancestors)) - 1) : 0;
+    return above ? root + highest(above) + 1 : root;
+}
+
 static at::Tensor part_of(const Named& named, const std::string& name) {
     auto found = named.find(name);
     return found == named.end() ? at::Tensor() : found->value();
@@ -72,20 +79,30 @@ Decoder::Decoder(const c10::List<Named>& given, const Named& ends, const c10::Di
     embedding = part_of(ends, "embedding"), places = part_of(ends, "positions"), kept = part_of(ends, "kept");
     last = norm(ends, "last"), head = linear(ends, "head", hidden, kept.defined() ? kept.numel() : vocabulary);
     if (!kept.defined()) head.out = std::min<long>(vocabulary, head.packed.size(0) * SIDE);
+    taps = part_of(ends, "taps");
+    if (taps.defined()) fuse = linear(ends, "fuse", taps.numel() * hidden, hidden);
+    join = linear(ends, "join", 2 * hidden, hidden);
+    token_norm = norm(ends, "token_norm"), feature_norm = norm(ends, "feature_norm");
 }
 
 void Decoder::bind(std::vector<at::Tensor> new_keys, std::vector<at::Tensor> new_values, at::Tensor new_cos,
-                   at::Tensor new_sin) {
+                   at::Tensor new_sin, std::optional<at::Tensor> new_features) {
+    features = new_features.value_or(at::Tensor());
+    TORCH_CHECK(!features.defined() || (features.is_contiguous() && features.size(2) == hidden &&
+                                        features.scalar_type() == at::kFloat), "features are of another shape");
     keys = std::move(new_keys), values = std::move(new_values), cos = std::move(new_cos), sin = std::move(new_sin);
 }
 
 // The inputs and the result of a forward.
 struct Decoder::Block {
     // Of each token that is computed, those of a row side by side. rows: of the KV cache. roots, ancestors: of nodes.
-    std::vector<int64_t> tokens, positions, slots, rows, roots, ancestors;
-    // A token whose logits are computed: which one, how many others are before it, and its place in the result.
+    // before: where a head finds the feature before the token.
+    std::vector<int64_t> tokens, positions, slots, rows, roots, ancestors, before;
+    // A token whose logits are computed: which one, how many others are before it, and its place in the result. feature:
+    // where its last hidden state is written, or null.
     struct Wanted {
         long token, before, place;
+        float* feature;
     };
     std::vector<Wanted> wanted;  // in the order of tokens
     float* logits;               // [..., vocabulary]
@@ -95,7 +112,7 @@ struct Decoder::Block {
 template <typename T>
 struct Decoder::Room {
     std::vector<float> hidden, qkv;
-    std::vector<T> normed, queries, attended, inner, ends;
+    std::vector<T> normed, queries, attended, inner, ends, joined, tapped;
     std::vector<Span> spans;
     Packed<T> packed;
 
@@ -107,6 +124,8 @@ struct Decoder::Room {
         grow(qkv, tokens * model.layers[0].qkv.out), grow(inner, tokens * model.layers[0].down.in);
         grow(queries, tokens * model.heads * model.width), grow(attended, tokens * model.heads * model.width);
         grow(ends, wanted * model.hidden);
+        if (model.is_head() && tokens > FEW) grow(joined, tokens * 2 * model.hidden);
+        if (model.is_tapped()) grow(tapped, tokens * model.fuse.in);
     }
 };
 
@@ -120,6 +139,7 @@ struct Decoder::Pass {
     const Member& member;
     // The chunk: its first token, its tokens, and its part of `wanted`.
     long start = 0, tokens = 0, first_wanted = 0, last_wanted = 0;
+    const bool is_tapped = model.is_tapped();  // Then features of all tokens are written.
     Attention<T> attention = {room.spans};
 
     // Reads `count` tokens from the first one on into the KV cache.
@@ -139,12 +159,15 @@ struct Decoder::Pass {
         for (size_t l = 0; l < model.layers.size(); l++) {
             attention.keys = (T*)model.keys[l].data_ptr(), attention.values = (T*)model.values[l].data_ptr();
             bool is_last = l + 1 == model.layers.size();
-            layer(model.layers[l], is_last && needed < count);
+            tap(l);
+            layer(model.layers[l], is_last && needed < count && !is_tapped);
             prefetch(member, is_last ? model.head : model.layers[l + 1].qkv);
             member.wait();
         }
+        tap(model.layers.size());
         end();
         member.wait();
+        if (is_tapped) write_features();
     }
 
     // One layer. If only_wanted, it goes on with the wanted tokens alone once keys and values are placed.
@@ -176,7 +199,9 @@ struct Decoder::Pass {
     }
 
     // Where the token of wanted[k] is in the chunk once the others are dropped.
-    long local(long k) const { return block.wanted[k].before - block.wanted[first_wanted].before; }
+    long local(long k) const {
+        return is_tapped ? block.wanted[k].token - start : block.wanted[k].before - block.wanted[first_wanted].before;
+    }
 
     void find_spans() {
         ::find_spans(block.rows.data() + start, block.slots.data() + start, tokens, room.spans);
@@ -184,6 +209,7 @@ struct Decoder::Pass {
     }
 
     void embed() {
+        if (model.is_head()) return join();
         auto [first, last] = member.part(tokens);
         for (long m = first; m < last; m++) {
             const T* row = data<T>(model.embedding) + block.tokens[start + m] * model.hidden;
@@ -195,17 +221,63 @@ struct Decoder::Pass {
         }
     }
 
-    // All tokens, normalised. Of few tokens, each thread has its own copy.
-    const T* normed(const Norm& norm) {
+    // write(m, to) for all tokens m, which writes `size` numbers. Of few tokens, each thread has its own copy.
+    template <typename F>
+    const T* for_all(long size, std::vector<T>& shared, const F& write) {
         static thread_local std::vector<T> own;
         const bool few = tokens <= FEW;
-        if (few) own.resize(std::max(own.size(), size_t(tokens * model.hidden)));
-        T* to = few ? own.data() : room.normed.data();
+        if (few) own.resize(std::max(own.size(), size_t(tokens * size)));
+        T* to = few ? own.data() : shared.data();
         auto [first, last] = few ? Member::Part{0, tokens} : member.part(tokens);
-        for (long m = first; m < last; m++)
-            normalised<T>(norm, room.hidden.data() + m * model.hidden, to + m * model.hidden, model.hidden);
+        for (long m = first; m < last; m++) write(m, to + m * size);
         if (!few) member.wait();
         return to;
+    }
+
+    // All tokens, normalised.
+    const T* normed(const Norm& norm) {
+        return for_all(model.hidden, room.normed, [&](long m, T* to) {
+            normalised<T>(norm, room.hidden.data() + m * model.hidden, to, model.hidden);
+        });
+    }
+
+    // What a head's first layer reads: each token's embedding and the feature before it.
+    void join() {
+        static thread_local std::vector<float> embedded;
+        const long size = model.hidden;
+        embedded.resize(size);
+        const T* x = for_all(2 * size, room.joined, [&](long m, T* to) {
+            const T* row = data<T>(model.embedding) + block.tokens[start + m] * size;
+            for (long i = 0; i < size; i++) embedded[i] = wide(row[i]);
+            normalised<T>(model.token_norm, embedded.data(), to, size);
+            normalised<T>(model.feature_norm, model.feature(block.rows[start + m], block.before[start + m]), to + size, size);
+        });
+        multiply(member, x, model.join, tokens, false, [&](long b, long m, Sums* sums, long) {
+            std::memcpy(room.hidden.data() + m * size + b * SIDE, sums->of, std::min(SIDE, size - b * SIDE) * 4);
+        });
+    }
+
+    // Keeps the hidden states after `layers` layers, if they are tapped.
+    void tap(long layers) {
+        if (!is_tapped) return;
+        const long size = model.hidden;
+        auto [first, last] = member.part(tokens);
+        for (long k = 0; k < model.taps.numel(); k++) {
+            if (data<int64_t>(model.taps)[k] != layers) continue;
+            for (long m = first; m < last; m++) {
+                const float* x = room.hidden.data() + m * size;
+                T* to = room.tapped.data() + m * model.fuse.in + k * size;
+                if (layers == long(model.layers.size())) normalised<T>(model.last, x, to, size);
+                else for (long i = 0; i < size; i++) narrow(x[i], to + i);
+            }
+        }
+    }
+
+    void write_features() {
+        multiply(member, room.tapped.data(), model.fuse, tokens, false, [&](long b, long m, Sums* sums, long) {
+            float* to = model.feature(block.rows[start + m], block.slots[start + m] + 1);
+            std::memcpy(to + b * SIDE, sums->of, std::min(SIDE, model.hidden - b * SIDE) * 4);
+        });
     }
 
     void to_qkv(const Layer& layer) {
@@ -291,9 +363,12 @@ struct Decoder::Pass {
 
     // The last norm of the wanted tokens.
     void end() {
-        for (long k = first_wanted + member.number; k < last_wanted; k += member.of)
-            normalised<T>(model.last, room.hidden.data() + local(k) * model.hidden, room.ends.data() + k * model.hidden,
-                          model.hidden);
+        for (long k = first_wanted + member.number; k < last_wanted; k += member.of) {
+            T* to = room.ends.data() + k * model.hidden;
+            normalised<T>(model.last, room.hidden.data() + local(k) * model.hidden, to, model.hidden);
+            float* feature = block.wanted[k].feature;
+            for (long i = 0; feature && i < model.hidden; i++) feature[i] = wide(to[i]);
+        }
     }
 
     void logits() {
@@ -330,6 +405,14 @@ at::Tensor Decoder::forward(const at::Tensor& tokens, const at::Tensor& position
                             const std::optional<at::Tensor>& root, const std::optional<at::Tensor>& ancestors,
                             const std::optional<at::Tensor>& keep, const std::optional<at::Tensor>& counts,
                             int64_t first_row) {
+    return read(tokens, positions, slots, root, ancestors, keep, counts, first_row, !keep);
+}
+
+// guesses: whether the last token of each row, or every node, has no feature yet.
+at::Tensor Decoder::read(const at::Tensor& tokens, const at::Tensor& positions, const std::optional<at::Tensor>& slots,
+                         const std::optional<at::Tensor>& root, const std::optional<at::Tensor>& ancestors,
+                         const std::optional<at::Tensor>& keep, const std::optional<at::Tensor>& counts,
+                         int64_t first_row, bool guesses) {
     TORCH_CHECK(!keys.empty(), "there is no KV cache: call `reserve` first");
     auto contiguous = [](const std::optional<at::Tensor>& x) { return x ? x->contiguous() : at::Tensor(); };
     auto ids = tokens.contiguous(), at = positions.contiguous(), to = contiguous(slots), roots = contiguous(root);
@@ -341,6 +424,8 @@ at::Tensor Decoder::forward(const at::Tensor& tokens, const at::Tensor& position
     auto size = [&](const at::Tensor& x) { return x.dim() == 2 && x.size(0) == rows && x.size(1) == n; };
     TORCH_CHECK(0 <= first_row && first_row + rows <= keys[0].size(0) && size(at) && (!to.defined() || size(to)),
                 "the KV cache has ", keys[0].size(0), " rows; tokens, positions and slots must be [rows, n]");
+    TORCH_CHECK(features.defined() ? first_row + rows <= features.size(0) : !is_head(),
+                "there are no features of these rows: the target must read them first");
     TORCH_CHECK(!roots.defined() || (roots.numel() == rows && masks.numel() == n), "places are of another shape");
     TORCH_CHECK(!computed.defined() || computed.numel() == rows, "there must be a count for each row");
     TORCH_CHECK(!some.defined() || some.dim() == 1 || some.size(0) == rows, "there must be kept tokens for each row");
@@ -358,8 +443,11 @@ at::Tensor Decoder::forward(const at::Tensor& tokens, const at::Tensor& position
             TORCH_CHECK(0 <= position && (!rotary || position < cos.size(0)) &&
                             (!places.defined() || position + offset < places.size(0)), "there is no position ", position);
             block.tokens.push_back(token), block.positions.push_back(position), block.slots.push_back(slot[m]);
+            TORCH_CHECK(!features.defined() || slot[m] + 1 < features.size(1), "there is no feature of slot ", slot[m]);
             block.rows.push_back(first_row + b);
             if (roots.defined()) block.roots.push_back(numbers(roots)[b]), block.ancestors.push_back(numbers(masks)[i]);
+            if (is_head()) block.before.push_back(roots.defined() ? after_parent(numbers(roots)[b], numbers(masks)[i])
+                                                                  : slot[m]);
         }
         const int64_t* kept_here = some.defined() && some.dim() == 2 ? kept_tokens + b * wanted : kept_tokens;
         auto token = [&](long k) { return some.defined() ? kept_here[k] : k; };
@@ -372,7 +460,9 @@ at::Tensor Decoder::forward(const at::Tensor& tokens, const at::Tensor& position
             if (token(k) >= count) break;
             const auto* last = block.wanted.empty() ? nullptr : &block.wanted.back();
             long m = before + token(k);
-            block.wanted.push_back({m, last ? last->before + (m > last->token) : 0, b * wanted + k});
+            const bool writes = is_head() && guesses && (roots.defined() || token(k) == count - 1);
+            block.wanted.push_back({m, last ? last->before + (m > last->token) : 0, b * wanted + k,
+                                    writes ? feature(first_row + b, block.slots[m] + 1) : nullptr});
             has_logits[b * wanted + k] = true;
         }
     }
@@ -398,17 +488,17 @@ std::tuple<at::Tensor, at::Tensor> Decoder::draw(const at::Tensor& tokens, const
     auto q = counts ? untouched_zeros({rows, n, vocabulary}) : at::empty({rows, n, vocabulary}, at::kFloat);
     auto each = counts ? counts->contiguous() : at::full({rows}, n, tokens.options());
     auto block = tokens, from = u.contiguous(), end = at::full({1}, width - 1, tokens.options());
-    auto read = at::empty({rows}, tokens.options());  // Tokens of each row that the next forward reads.
+    auto counts_read = at::empty({rows}, tokens.options());  // Tokens of each row that the next forward reads.
     for (long i = 0; i < n; i++) {
         std::vector<long> left;  // Rows that draw.
         for (long row = 0; row < rows; row++) {
             const bool draws = data<int64_t>(each)[row] > i;
             if (draws) left.push_back(row);
-            ((int64_t*)read.data_ptr())[row] = draws ? block.size(1) : 0;
+            ((int64_t*)counts_read.data_ptr())[row] = draws ? block.size(1) : 0;
         }
         if (left.empty()) continue;
         long first = i == 0 ? 0 : width + i - 1;
-        auto logits = forward(block, positions.slice(1, first, width + i), {}, {}, {}, end, read, first_row);
+        auto logits = this->read(block, positions.slice(1, first, width + i), {}, {}, {}, end, counts_read, first_row, true);
         if (i == 0) block = at::zeros({rows, 1}, tokens.options()), end = at::zeros({1}, tokens.options());
         together(left.size() > 1, [&](const Member& member) {
             static thread_local std::vector<float> room;

@@ -1,0 +1,558 @@
+"""The head: features beside the KV cache, what it computes eagerly and by kernels, its folder, and its texts."""
+
+import copy
+import json
+from functools import partial
+
+import helpers
+import pytest
+import softwareCuda
+import torch
+from conftest import refused
+from test_specSampling import PROMPTS
+from transformers import LlamaConfig
+
+import specSampling as loop
+from decoding.lengthRules import DraftConfidence, Fixed
+from decoding.rows import Rows
+from decoding.trees.rules import traversal_rule
+from decoding.trees.tree import Places, Tree
+from decoding.verification import token_rule
+from engine import head as heads
+from engine.cachedModel import CachedModel, Tap
+from engine.compiledModel import CompiledModel
+from engine.compiling import compiled
+from engine.cpuModel import CpuModel
+from engine.head import HeadModel, HeadNetwork, load_head, save_head
+from methods import treeSampling as trees
+from methods.drafters import DrafterWithModel, ModelDrafter
+from methods.rehearsal import compile_samplers
+from methods.treeSampling import TreeDrafter, treeSampling
+from regrSampling import regrSampling
+from specSampling import specSampling
+from utils import GREEDY, Sampling
+
+FREE = Sampling(1.0, 0, 1.0)
+FEW = 9  # tokens in a vocabulary, so that guesses of random models are often accepted
+SHORT = [[5, 1, 2, 7], [3], [3, 3, 8, 1, 4, 0, 2, 6, 2], [5, 4]]
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE = {"hidden_size": 128, "intermediate_size": 300}
+
+
+def network_for(target, layers=(1, 0, 2), tokens=None, seed=3, **sizes):
+    """A random head whose guesses depend on all that it reads."""
+    config = SIZES | {"hidden_size": target.model.config.hidden_size} | sizes
+    vocabulary = target.model.config.vocab_size
+    torch.manual_seed(seed)
+    network = HeadNetwork.of(
+        LlamaConfig(vocab_size=vocabulary, num_hidden_layers=1, head={"layers": list(layers)}, **config), target, tokens
+    )
+    with torch.no_grad():
+        for weight in network.trained().values():
+            weight.normal_(std=weight.shape[-1] ** -0.5) if weight.dim() == 2 else weight.normal_(1.0, 0.3)
+    return network.to(target.dtype)
+
+
+def pair(family="gpt_neox", engine="eager", vocabulary=FEW, dtype=torch.float32, tokens=None, **sizes):
+    """(a target, its head)."""
+    target = helpers.tiny(family, vocabulary=vocabulary, context=512, sharpness=2.0, **sizes)
+    target = CachedModel(target.model.to(dtype), vocabulary, "target")
+    head = HeadModel(network_for(target, tokens=tokens), target)
+    if engine == "compiled":
+        target = compiled(target)
+        head = compiled(head, target)
+        assert type(target) is type(head) is CpuModel and head.features_of is target
+    assert head.reads_features and not target.reads_features
+    return target, head
+
+
+@pytest.fixture
+def engine(request):
+    """The engine that a test asks for; the kernels are built before."""
+    if request.param == "compiled":
+        request.getfixturevalue("kernels")
+    return request.param
+
+
+ENGINES = pytest.mark.parametrize("engine", ["eager", "compiled"], indirect=True)
+
+
+# What rounds leave behind, and what they guess.
+
+
+@torch.inference_mode()
+def true_features(source, text):
+    """The features of a text's tokens in one forward, with one of zeros before them, `[n + 1, d]`."""
+    states = source.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    return torch.cat([torch.zeros(1, states[0].shape[-1]), source.tap(states)[0]])
+
+
+@torch.inference_mode()
+def by_definition(source, text, guesses):
+    """The logits after the text, and after each guess but the last: the target has read all of the text but its last
+    token, and the head's own last hidden states stand for what follows. One whole forward for each guess."""
+    target, head = source
+    features, logits = true_features(target, text[:-1]), []
+    for i in range(len(guesses)):
+        tokens = torch.tensor([text + guesses[:i]])
+        states = head.model(tokens, features[None], output_hidden_states=True, use_cache=False)
+        features = torch.cat([features, states.hidden_states[-1][0, -1:]])
+        logits.append(states.logits[0, -1])
+    return torch.stack(logits)
+
+
+def rounds(target, drafter, sampling=FREE, tree=None, count=6):
+    """Rounds of a batch: (the texts before, the guesses, the rows after) of each."""
+    found = []
+    draft = drafter.grow if tree else drafter.draft
+
+    def watched(*given):
+        found.append(draft(*given))
+        return found[-1]
+
+    setattr(drafter, "grow" if tree else "draft", watched)
+    generator = torch.Generator().manual_seed(0)
+    rows = Rows(SHORT, 40, [target, *drafter.models], spare=tree.size if tree else 0, generator=generator)
+    drafter.begin(rows)
+    length = Fixed(3)
+    length.begin(rows)
+    with torch.inference_mode():
+        target.first_token(rows, sampling)
+        drafter.read_prompts(rows)
+        for _ in range(count):
+            before = copy.deepcopy(rows.texts)
+            if tree:
+                trees.advance(rows, target, drafter, tree, sampling, traversal_rule)
+            else:
+                loop.advance(rows, target, drafter, length, sampling, token_rule)
+            yield before, found[-1], rows
+
+
+def check_rounds(source, models, tree=None):
+    """Assert that guesses are drawn from what the design says, and that after each round the features of all tokens
+    that the target has read are those of one forward. source: the eager models. Returns how many guesses were
+    accepted."""
+    target, head = models
+    for before, guesses, rows in rounds(target, TreeDrafter(head), tree=tree):
+        for row, text in enumerate(before):
+            drafts = guesses.drafts[row].tolist()
+            # The first of some siblings is drawn from q itself.
+            paths = [[0, 1, 2]] if tree is None else []
+            for node in range(1, tree.size + 1) if tree else ():
+                if tree.ranks[node - 1] == 0:
+                    paths.append([n - 1 for n in tree.path(node)])
+            for path in paths:
+                q = torch.softmax(by_definition(source, text, [drafts[i] for i in path]), -1)
+                torch.testing.assert_close(guesses.q[row, path[-1]], q[-1], atol=2e-4, rtol=1e-3)
+                if tree is None:
+                    torch.testing.assert_close(guesses.q[row], q, atol=2e-4, rtol=1e-3)
+        for row, text in enumerate(rows.texts):
+            features = true_features(source[0], text[:-1])
+            torch.testing.assert_close(target.features[row, : len(text)], features, atol=2e-4, rtol=1e-3)
+    return sum(sum(record.accepted) for record in rows.records)
+
+
+@ENGINES
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("tree", [None, "2/1,1/1,0"])
+def test_guesses_and_features_are_those_of_the_design(family, tree, engine):
+    accepted = check_rounds(pair(family), pair(family, engine), Tree.of(tree) if tree else None)
+    assert accepted > 5  # The equalities above are worth something.
+
+
+def few_are_read(monkeypatch):
+    """Two tokens, as by a draft whose keys do not depend on the target."""
+    right = DrafterWithModel.unread
+    monkeypatch.setattr(DrafterWithModel, "unread", lambda self, guesses: right(self, 1))
+
+
+def features_move_with_a_gap(monkeypatch):
+    right = CachedModel.move
+
+    def move(self, source, slots):
+        right(self, source, slots)
+        if self.store.features is not None:
+            self.store.features[: len(source)].scatter_(1, (slots + 1)[..., None].expand(-1, -1, 32), 0.0)
+
+    monkeypatch.setattr(CachedModel, "move", move)
+
+
+def shifted(monkeypatch):
+    right = CachedModel.features_before
+    monkeypatch.setattr(
+        CachedModel, "features_before", lambda self, slots, places: right(self, (slots - 1).clamp(min=0), places)
+    )
+
+
+def every_feature_is_overwritten(monkeypatch):
+    """By the head, those of a prompt's end and of all tokens that it reads again."""
+    right = CachedModel.forward
+
+    def forward(self, tokens, positions, places=None, keep=None):
+        logits = right(self, tokens, positions, places)
+        return logits if keep is None else logits[:, keep]
+
+    monkeypatch.setattr(CachedModel, "forward", forward)
+
+
+@pytest.mark.parametrize(
+    "mistake, tree",
+    [
+        (few_are_read, None),
+        (features_move_with_a_gap, "2/1,1/1,0"),
+        (shifted, None),
+        (every_feature_is_overwritten, None),
+    ],
+)
+def test_a_mistake_with_features_is_caught(mistake, tree, monkeypatch):
+    source, models = pair(), pair()
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_rounds(source, models, Tree.of(tree) if tree else None)
+
+
+def test_parents_of_nodes():
+    tree, roots = Tree.of("3/2,1,0/1,2,0"), torch.tensor([4, 9])
+    slots = roots[:, None] + torch.arange(tree.size + 1)
+    places = Places(slots, slots, roots, torch.tensor(tree.ancestors))
+    assert places.parents.tolist() == [[root + parent for parent in (-1, *tree.parents)] for root in (4, 9)]
+    assert places.only([2, 5, 6]).parents[0].tolist() == [4 + tree.parents[node - 1] for node in (2, 5, 6)]
+    chain = Tree.chain(62)
+    slots = torch.arange(63)[None]
+    assert Places(slots, slots, torch.tensor([0]), torch.tensor(chain.ancestors)).parents[0].tolist() == [
+        *range(-1, 62)
+    ]
+
+
+# By kernels.
+
+
+@torch.inference_mode()
+def steps(target, head, first, length):
+    """What both models compute of four rows of a cache of six: a prompt of ragged rows, chains, nodes of trees."""
+    generator, vocabulary = torch.Generator().manual_seed(first), target.vocabulary
+    results = []
+    for model in target, head:
+        model.reserve(6, length + 60)
+        model.first_row = first
+    lengths = [length, 3, 1, 7]
+    prompts = torch.randint(vocabulary, (4, length), generator=generator)
+    results += [model.read_prompts(prompts, lengths) for model in (target, head)]
+    starts = torch.tensor(lengths)[:, None]
+
+    def true(more):
+        """The features of the prompts, and of the first `more` tokens after them."""
+        rows = target.features[first : first + 4]
+        return torch.cat([row[: end + more + 1] for row, end in zip(rows, lengths)])
+
+    results.append(true(0))
+    for width, count in (1, 3), (2, 1), (20, 2):
+        tokens = torch.randint(vocabulary, (4, width), generator=generator)
+        at = (starts - width + 1).clamp(min=0) + torch.arange(width + count - 1)
+        drawn, q = head.draw(tokens, at, torch.rand(count, 4, generator=generator), FREE)
+        results += [drawn, q]
+        block = torch.cat([tokens[:, -1:], drawn], 1)
+        results += [target.forward(block, starts + torch.arange(count + 1)), true(count + 1)]
+        results.append(head.forward(tokens, at[:, :width]))
+    tree = Tree.of("3/2,1,0/1,2,0")
+    slots = starts + torch.arange(tree.size + 1)
+    places = Places(starts + torch.tensor(tree.depths), slots, starts[:, 0], torch.tensor(tree.ancestors))
+    root = torch.randint(vocabulary, (4, 2), generator=generator)
+    u = torch.rand(4, tree.draws, generator=generator)
+    drafts, q = head.grow(tree, root, starts - 1 + torch.arange(2), places, u, FREE)
+    results += [drafts, q, target.forward(torch.cat([root[:, 1:], drafts], 1), places.positions, places)]
+    results.append(true(tree.size + 1))
+    for model in target, head:
+        if type(model) is CpuModel:  # The eager one moves the first rows of the cache.
+            model.move(starts + torch.tensor([[2, 5]]), starts + torch.tensor([[1, 2]]))
+        else:
+            keep = model.store
+            for layer in keep.cache.layers:
+                for kept in layer.keys, layer.values:
+                    moved = kept[first : first + 4].clone()
+                    for row, start in enumerate(starts[:, 0]):
+                        moved[row, :, start + 1 : start + 3] = moved[row, :, [start + 2, start + 5]]
+                    kept[first : first + 4] = moved
+            if keep.features is not None:
+                for row, start in enumerate(starts[:, 0]):
+                    old = keep.features[first + row].clone()
+                    keep.features[first + row, start + 2 : start + 4] = old[[start + 3, start + 6]]
+    results.append(true(3))
+    return [*results, head.forward(root, starts + 1 + torch.arange(2))]
+
+
+def check_steps(source, models, error=1e-4):
+    """Assert that two pairs of models compute the same."""
+    for first, length in (0, 40), (2, 11), (1, 300):
+        for found, wanted in zip(*(steps(*each, first, length) for each in (models, source))):
+            if not found.is_floating_point():
+                assert torch.equal(found, wanted)
+            else:
+                found, wanted = (x.nan_to_num(neginf=0) for x in (found, wanted))
+                assert (found - wanted).norm() <= error * wanted.norm()
+
+
+KINDS = {
+    "gpt_neox": {},
+    "llama": {"family": "llama"},
+    "opt": {"family": "opt"},
+    "few tokens": {"tokens": torch.arange(0, 61, 2)},
+    "wide": {"family": "llama", **WIDE},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_compute_what_the_eager_models_do(kernels, kind):
+    check_steps(*(pair(engine=engine, vocabulary=61, **KINDS[kind]) for engine in ("eager", "compiled")))
+
+
+def test_any_number_of_threads_computes_the_same(kernels):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        check_steps(*(pair(engine=engine, vocabulary=61, **KINDS["wide"]) for engine in ("eager", "compiled")))
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_in_bfloat16_features_and_logits_are_as_near_as_rounding_allows(kernels, family):
+    eager, models = (pair(family, engine, 61, torch.bfloat16) for engine in ("eager", "compiled"))
+    prompts = torch.randint(61, (2, 30), generator=torch.Generator().manual_seed(0))
+    found = []
+    for target, head in eager, models:
+        for model in target, head:
+            model.reserve(2, 40)
+        at = torch.arange(30).expand(2, -1)
+        logits = [model.forward(prompts, at) for model in (target, head)]
+        found.append([*logits, target.features[:, :31]])
+    for ours, eagers in zip(found[1], found[0]):
+        assert ours.dtype == torch.float32 and (ours - eagers).norm() < 0.1 * eagers.norm()
+    assert models[0].features.dtype == torch.float32
+
+
+def in_other_norms(self, tokens, features):
+    embedded = self.model.embed_tokens(tokens)
+    return self.join(torch.cat([self.feature_norm(embedded), self.token_norm(features)], -1))
+
+
+WRONG = {
+    "other norms": (HeadNetwork, "inputs", in_other_norms),
+    "other layers": (Tap, "__call__", lambda self, states: self.fuse(torch.cat([states[0]] * len(self.layers), -1))),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_description_checks_taps_and_heads(kernels, mistake, monkeypatch, capsys):
+    kind, name, wrong = WRONG[mistake]
+    target = helpers.tiny()
+    head = HeadModel(network_for(target), target)
+    monkeypatch.setattr(kind, name, wrong)
+    made = compiled(target)
+    if mistake == "other norms":
+        assert type(made) is CpuModel and compiled(head, made) is head and head.features_of is made
+    else:
+        assert made is target
+    assert "something that the kernels do not" in capsys.readouterr().err
+
+
+def test_a_decoder_refuses_what_has_no_feature(kernels):
+    target, head = pair(engine="compiled")
+    head.reserve(2, 20)
+    with pytest.raises(RuntimeError, match="the target must read"):
+        head.forward(torch.tensor([[1]]), torch.tensor([[0]]))
+    target.reserve(1, 10)
+    for tokens, at in (torch.tensor([[1], [1]]), torch.tensor([[0], [0]])), (torch.tensor([[1]]), torch.tensor([[10]])):
+        with pytest.raises(RuntimeError, match="feature"):
+            head.forward(tokens, at)
+    for model in pair(engine="compiled"):
+        if not model.reads_features:
+            with pytest.raises(TypeError, match="packed"):
+                model.keep_features(model.tap)
+
+
+# Texts.
+
+
+SAMPLERS = {
+    "chains": lambda t, h: partial(specSampling, target=t, drafter=ModelDrafter(h), gamma=4),
+    "while sure": lambda t, h: partial(specSampling, target=t, drafter=ModelDrafter(h), gamma=DraftConfidence(5, 0.3)),
+    "trees": lambda t, h: partial(treeSampling, target=t, drafter=TreeDrafter(h), tree=Tree.of("3/2,1,0")),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_texts_are_those_of_eager_models_and_greedy_ones_the_targets(kernels, family, name):
+    """In a batch and in a queue, with a penalty and without."""
+    source, models = pair(family), pair(family, "compiled")
+    for sampling in GREEDY, FREE, Sampling(0.9, 0, 0.9, 1.3):
+        for prompts, batch in (SHORT[:1], None), (SHORT * 2, 3):
+            wanted, found = (
+                SAMPLERS[name](*each)(
+                    prompts,
+                    max_len=30,
+                    sampling=sampling,
+                    batch=batch,
+                    generator=[torch.Generator().manual_seed(i) for i in range(len(prompts))],
+                )
+                for each in (source, models)
+            )
+            assert found[0] == wanted[0]
+            assert [record.accepted for record in found[1]] == [record.accepted for record in wanted[1]]
+            if sampling is GREEDY:
+                assert found[0] == regrSampling(prompts, models[0], 30, GREEDY)[0]
+
+
+def check_neighbours(target, head):
+    """Assert that a queue's texts are the same at every batch size."""
+
+    def write(batch):
+        generators = [torch.Generator().manual_seed(i) for i in range(12)]
+        ends = lambda text, token: token == text % 5  # noqa: E731 - rows end at different times
+        options = {"max_len": 25, "sampling": FREE, "end_of_text": ends, "generator": generators, "batch": batch}
+        return specSampling(SHORT * 3, target, ModelDrafter(head), gamma=3, **options)[0]
+
+    assert write(1) == write(4) == write(None)
+
+
+@ENGINES
+def test_a_text_does_not_depend_on_its_neighbours(engine):
+    check_neighbours(*pair(engine=engine))
+
+
+def test_a_row_that_leaves_its_features_is_caught(monkeypatch):
+    monkeypatch.setattr(CachedModel, "copy_row", lambda self, source, row: self.cache.copy_row(source, row))
+    with pytest.raises(AssertionError):
+        check_neighbours(*pair())
+
+
+def test_shifted_features_change_the_guesses_and_no_greedy_text(monkeypatch):
+    target, head = pair(vocabulary=61)
+    wanted = regrSampling(PROMPTS, target, 40, GREEDY)[0]
+
+    def guesses():
+        return torch.cat([each.drafts for _, each, _ in rounds(target, ModelDrafter(head), GREEDY, count=4)])
+
+    before = guesses()
+    shifted(monkeypatch)
+    assert not torch.equal(guesses(), before)
+    assert specSampling(PROMPTS, target, ModelDrafter(head), 40, 4, GREEDY)[0] == wanted
+
+
+@ENGINES
+def test_features_are_written_only_where_a_head_reads_them(engine):
+    target, head = pair(engine=engine)
+    specSampling(SHORT, target, ModelDrafter(head), 5, 2, GREEDY)
+    target.features.fill_(7.0)
+    wanted = regrSampling(SHORT, target, 10, GREEDY)[0]
+    assert (target.features == 7).all()
+    target.features[:, 0] = 0
+    assert specSampling(SHORT, target, ModelDrafter(head), 10, 2, GREEDY)[0] == wanted
+    assert (target.features[:, 1:3] != 7).all()
+
+
+def test_a_head_scores_no_text_without_its_cache(kernels):
+    for engine in "eager", "compiled":
+        with pytest.raises(TypeError, match="without its KV cache"):
+            pair(engine=engine)[1].score(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize("name", ["chains", "trees"])
+def test_on_a_gpu_its_steps_are_captured(name):
+    """Greedy texts in two caches, and plain decoding in between, which writes no features."""
+    source, texts = pair(), []
+    wanted = [SAMPLERS[name](*source)(prompts, max_len=12, sampling=GREEDY) for prompts in (SHORT[:2], SHORT[2:])]
+    with softwareCuda.machine(1):
+        target = CachedModel(source[0].model.to("cuda"), FEW, "target")
+        head = HeadModel(source[1].model.to("cuda"), target)
+        target = compiled(target)
+        head = compiled(head, target)
+        assert isinstance(target, CompiledModel) and isinstance(head, CompiledModel)
+        sampler = SAMPLERS[name](target, head)
+        assert compile_samplers([sampler], [target, head], range(FEW), GREEDY, 2) is not None
+        for prompts in SHORT[:2], SHORT[2:], SHORT[:2]:
+            texts.append(sampler(prompts, max_len=12, sampling=GREEDY))
+            assert regrSampling(prompts, target, 12, GREEDY)[0] == texts[-1][0]
+        assert head.used and target.used
+    for (text, records), (right, right_records) in zip(texts, [*wanted, wanted[0]]):
+        assert text == right
+        assert [record.accepted for record in records] == [record.accepted for record in right_records]
+
+
+# Its folder.
+
+
+def test_a_head_is_read_from_the_folder_it_was_written_to(tmp_path):
+    target, head = pair(vocabulary=61, tokens=torch.tensor([7, 3, 60]))
+    save_head(head.model, tmp_path / "a" / "head", "v1", {"steps": 5})
+    loaded = load_head(tmp_path / "a" / "head", target, "v1")
+    about = json.loads((tmp_path / "a" / "head" / "config.json").read_text())
+    assert about["head"] == {"steps": 5, "target": "v1", "layers": [1, 0, 2], "tokens": 3} and about["vocab_size"] == 61
+    assert sorted(file.name for file in (tmp_path / "a" / "head").iterdir()) == ["config.json", "model.safetensors"]
+    for name, weight in head.model.trained().items():
+        assert torch.equal(loaded.model.trained()[name], weight.bfloat16().float())
+    assert loaded.name == "head" and loaded.vocabulary == 61 and loaded.dtype == torch.float32
+    assert loaded.model.get_output_embeddings().tokens.tolist() == [7, 3, 60]
+    assert loaded.model.get_input_embeddings() is target.model.get_input_embeddings()
+    assert target.tap.fuse is loaded.model.fuse
+    wanted = regrSampling(PROMPTS, target, 20, GREEDY)[0]
+    assert specSampling(PROMPTS, target, ModelDrafter(loaded), 20, 3, GREEDY)[0] == wanted
+
+
+def test_the_whole_output_layer_is_the_targets_own(tmp_path):
+    target, head = pair(vocabulary=61)
+    save_head(head.model, tmp_path, "v1", {})
+    loaded = load_head(tmp_path, target, "v1").model
+    assert loaded.get_output_embeddings() is target.model.get_output_embeddings()
+
+
+def edit(folder, head=None, **changes):
+    about = json.loads((folder / "config.json").read_text())
+    about["head"] |= head or {}
+    (folder / "config.json").write_text(json.dumps(about | changes))
+
+
+def without(folder, name):
+    weights = heads.load_file(folder / "model.safetensors")
+    del weights[name]
+    heads.save_file(weights, folder / "model.safetensors")
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+BROKEN = {
+    "another target": (lambda folder: edit(folder, head={"target": "v0"}), "it is that of v0, and the target is v1"),
+    "another vocabulary": (lambda folder: edit(folder, vocab_size=60), "60 tokens"),
+    "another width": (lambda folder: edit(folder, hidden_size=64), "a width of 64"),
+    "other layers": (lambda folder: edit(folder, head={"layers": [0, 1, 3]}), "layers"),
+    "fewer layers": (lambda folder: edit(folder, head={"layers": [0, 1]}), "fuse.weight is missing, left over"),
+    "no heads": (lambda folder: edit(folder, num_attention_heads=0), "holds no head"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "cannot be read"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot be read"),
+    "a cut config": (lambda folder: cut(folder / "config.json", 50), "cannot be read"),
+    "cut weights": (lambda folder: cut(folder / "model.safetensors", 2000), "cannot be read"),
+    "no head": (lambda folder: (folder / "config.json").write_text("{}"), "cannot be read"),
+    "a missing weight": (lambda folder: without(folder, "join.weight"), "join.weight is missing, left over"),
+    "missing tokens": (lambda folder: without(folder, "tokens"), "does not have the tokens"),
+    "fewer tokens": (lambda folder: edit(folder, head={"tokens": 2}), "does not have the tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_refused_in_one_line(tmp_path, name):
+    target, head = pair(vocabulary=61, tokens=torch.tensor([7, 3, 60]))
+    save_head(head.model, tmp_path, "v1", {})
+    load_head(tmp_path, target, "v1")
+    breaks, reason = BROKEN[name]
+    breaks(tmp_path)
+    with refused(reason):
+        load_head(tmp_path, target, "v1")
+
+
+def test_a_target_of_another_width_is_refused():
+    with refused("a width of 32"):
+        HeadModel(network_for(helpers.tiny()), helpers.tiny(hidden_size=64))
