@@ -54,6 +54,8 @@ class RestrictedModel(CachedModel):
         model = copy.copy(draft.model)  # The modules are shared, but not the dictionary of their names.
         model._modules = dict(draft.model._modules)
         whole = draft.model.get_output_embeddings()
+        if isinstance(whole, RestrictedHead):
+            raise UserError(f"{draft.name} guesses {len(whole.tokens)} tokens as it is; leave out --draftVocab")
         self.tokens = tokens.to(draft.device)
         model.set_output_embeddings(RestrictedHead(whole, self.tokens))
         if draft.model.get_output_embeddings() is not whole:
@@ -62,7 +64,8 @@ class RestrictedModel(CachedModel):
                 f"the output layer of {draft.name} cannot be cut to some tokens; leave out --draftVocab, or name a "
                 "draft that has the target's tokenizer"
             )
-        super().__init__(model, draft.vocabulary, f"{draft.name} ({len(tokens)} tokens)", draft.cache_of)
+        name = f"{draft.name} ({len(tokens)} tokens)"
+        super().__init__(model, draft.vocabulary, name, draft.cache_of, draft.features_of)
 
 
 _COPIES: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()

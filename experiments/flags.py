@@ -145,8 +145,8 @@ FLAGS = {
             text,
             "The small model that guesses, named as --target. If it has another tokenizer, it guesses the tokens that "
             "both have. Or self: the target's own copy with weights of few bits, which shares the target's KV cache. "
-            "Or lookup: no model, the guesses come from the text so far. Default: pythia-70m or the bundled draft, as "
-            "for --target.",
+            "Or head: the trained head of --head. Or lookup: no model, the guesses come from the text so far. Default: "
+            "pythia-70m or the bundled draft, as for --target.",
             metavar="MODEL",
         ),
         "--mid": flag(
@@ -154,6 +154,13 @@ FLAGS = {
             "The model between the two, which a cascade needs, or self, as for --draft. Default: if neither --target "
             "nor --draft is given, pythia-410m or the bundled mid model; else none.",
             metavar="MODEL",
+        ),
+        "--head": flag(
+            text,
+            "A head that was trained for the target (scripts/trainHead.py), a folder: one decoder layer that guesses "
+            "from the target's hidden states. It is the draft if no other is named. Default: for the bundled target "
+            "the bundled head, else none.",
+            metavar="FOLDER",
         ),
         "--draftBits": choice(
             (*map(str, BITS), "auto"),

@@ -20,6 +20,7 @@ from downloadModel import is_hub_id, on_first_use
 from engine.cachedModel import CachedModel, cache_bytes
 from engine.compiling import compiled, is_compiled
 from engine.copies import Copies, weights_of
+from engine.head import load_head
 from engine.quantised import BITS, GROUP
 from engine.sharedWeights import RestrictedModel
 from experiments import diversity
@@ -29,7 +30,7 @@ from experiments.settings import Settings
 from inputs.auditTexts import AuditText, read_texts
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
-from inputs.models import DTYPES, Outline, find_model, load_model, outline, read_config
+from inputs.models import DTYPES, Outline, find_model, load_model, model_version, outline, read_config
 from inputs.progress import followed
 from inputs.prompts import (
     Question,
@@ -54,7 +55,7 @@ COVERED = 0.5  # Where fewer of the text's tokens can be guessed, guessing hardl
 SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits
 ROUNDING, MULTIPLYING = 40, 12  # bytes for each weight of the largest layer while that is done to it, in float32
 ANSWERS = "answers"  # to earlier turns: a mode with the default sampling and length
-LoadedModels = dict[str, CachedModel]  # {role: model}; roles: target, draft, mid, restricted
+LoadedModels = dict[str, CachedModel]  # {role: model}; those of `methods.samplers.Models`
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Prepared:
     tokens: the most tokens that are read at once. slots: of the KV cache of the largest batch; 0 if that is one text,
         whose slots count with its tokens. frequent: the tokens that a restricted draft guesses.
     roles_of_copy: the roles that the target's copy has. bits: of its weights; None: not measured yet.
+    roles_of_head: the roles that the trained head has. head: its folder.
     translation: to the draft's tokenizer, if that is another one. Then it guesses only the tokens that both have.
     audited: the texts of --audit.
     """
@@ -98,6 +100,8 @@ class Prepared:
     audited: list[AuditText] = field(default_factory=list)
     questions: list[Question] = field(default_factory=list)
     slots: int = 0
+    roles_of_head: frozenset[str] = frozenset()
+    head: Path = Path()
     made: Copies | None = field(default=None, init=False)  # of the target that was loaded last
 
     def ends(self, row: int, token: int) -> bool:
@@ -116,6 +120,9 @@ class Prepared:
             bits = [self.bits] if self.bits else list(BITS)
             self.made = self.processes.in_turn(lambda: make_copies(models["target"], bits))
             models |= dict.fromkeys(self.roles_of_copy, self.made.of(bits[0], models["target"]))
+        if self.roles_of_head:
+            head = load_head(self.head, models["target"], model_version(self.folders["target"]))
+            models |= dict.fromkeys(self.roles_of_head, head)
         if self.frequent is not None:
             models["restricted"] = RestrictedModel(models["draft"], self.frequent)
         if self.translation is not None:
@@ -320,6 +327,8 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         audited,
         questions,
         slots if settings.rows > 1 else 0,
+        heads := roles_of_head(settings),
+        find_model(settings.models.head or "") if heads else Path(),
     )
     print(end=prepared.idle)
     if translation is not None and not audited:
@@ -490,6 +499,7 @@ def scored_texts(
 def roles_of(settings: Settings) -> set[str]:
     """The models that are needed."""
     needed = {role for name in settings.measuring.names for role in METHODS[name].needs}
+    needed = {"draft" if role == "draft model" else role for role in needed}
     return needed | ({"target"} if settings.decoding.lookup else {"target", "draft"})
 
 
@@ -501,9 +511,16 @@ def roles_of_copy(settings: Settings) -> frozenset[str]:
     return frozenset(copies | {"self"} if copies else ())
 
 
+def roles_of_head(settings: Settings) -> frozenset[str]:
+    """Which of them are the trained head; "head" is one if there is any."""
+    roles = roles_of(settings) & ({"head", "draft"} if settings.models.draft == "head" else {"head"})
+    return frozenset(roles | {"head"} if roles else ())
+
+
 def find_models(settings: Settings) -> dict[str, Path]:
     """{role: folder} of the models that are needed; those named by a hub id are downloaded."""
-    choice, methods, needed = settings.models, settings.measuring.names, roles_of(settings) - roles_of_copy(settings)
+    choice, methods = settings.models, settings.measuring.names
+    needed = roles_of(settings) - roles_of_copy(settings) - roles_of_head(settings)
     names: dict[str, str] = {role: getattr(choice, role) for role in ("target", "draft", "mid") if role in needed}
     in_order = sorted(dict.fromkeys(names.values()), key=is_hub_id)  # A wrong name is found before a large download.
     by_name = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
@@ -519,7 +536,9 @@ def compile_models(models: LoadedModels, settings: Settings, prompt: Sequence[in
     start = time.perf_counter()
     once = {id(model): model for model in models.values()}  # A copy of the target may have several roles.
     target = compiled(models["target"])
-    made_once = {key: compiled(model, target if model.cache_of else None) for key, model in once.items()}
+    made_once = {
+        key: compiled(model, target if model.cache_of or model.features_of else None) for key, model in once.items()
+    }
     made: LoadedModels = {role: made_once[id(model)] for role, model in models.items()}
     if make_all_graphs(made, settings, prompt) is not None:
         print(f"Compiled in {time.perf_counter() - start:.1f} s.")

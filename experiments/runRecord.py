@@ -42,6 +42,8 @@ def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) ->
         copy = model_record(models["self"].name, version, models["target"])
         roles = prepared.roles_of_copy - {"self"} or {"self"}
         versions |= {role: copy.copy() for role in sorted(roles)}
+    for role in sorted(prepared.roles_of_head):
+        versions[role] = model_record(prepared.head.name, model_version(prepared.head), models[role])
     if prepared.settings.models.draft_device and "draft" in versions:
         versions["draft"]["device"] = prepared.draft_device
         versions["draft"]["processor"] = machine(prepared.draft_device)["processor"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.flags import read_flags
-from inputs.models import default_mid, default_pair
+from inputs.models import default_head, default_mid, default_pair
 from methods.catalogue import METHODS, check_roles, choose, choose_lossless, in_mode
 from methods.samplers import Decoding, tree_choice
 from utils import Sampling, UserError
@@ -66,12 +66,14 @@ class Measuring:
 @dataclass(frozen=True)
 class ModelChoice:
     """Which models, and how they are loaded. draft "lookup": the text so far guesses; draft or mid "self": the target's
-    copy, with `draft_bits` bits. None: the default; for draft_device the target's device, for draft_bits the fastest.
+    copy, with `draft_bits` bits; draft "head": the trained head. None: the default; for draft_device the target's
+    device, for draft_bits the fastest; no mid, no head.
     """
 
     target: str
     draft: str
     mid: str | None
+    head: str | None
     draft_bits: int | None
     draft_vocab: int | None
     dtype: str | None
@@ -83,7 +85,14 @@ class ModelChoice:
     @property
     def roles(self) -> set[str]:
         """The models there are beside the target. Its copy can always be made."""
-        return {"self"} | ({"draft"} if self.draft != "lookup" else set()) | ({"mid"} if self.mid else set())
+        there = {
+            "self": True,
+            "draft": self.draft != "lookup",
+            "draft model": self.draft not in ("lookup", "head"),
+            "mid": self.mid,
+            "head": self.head,
+        }
+        return {role for role, is_there in there.items() if is_there}
 
 
 @dataclass(frozen=True)
@@ -240,7 +249,7 @@ def methods_of(args: argparse.Namespace, roles: set[str]) -> tuple[dict[str, lis
         elif mode == "lossless" and args.lossless is not None:
             groups[mode] = choose_lossless(args.lossless, roles)
         elif getattr(args, mode):
-            groups[mode] = [name for name in in_mode(mode) if name != "draft" or "draft" in roles]
+            groups[mode] = [name for name in in_mode(mode) if name != "draft" or "draft model" in roles]
             check_roles(groups[mode], roles)
     return groups, None
 
@@ -249,6 +258,8 @@ def name_models(args: argparse.Namespace) -> None:
     """Fill in the models that were not named."""
     if args.mid and not args.draft:
         raise UserError("--mid stands between the target and a draft: name that too, with --draft")
+    if args.head and not args.draft:
+        args.draft = "head"
     pair = default_pair()
     if args.audit and args.draft is None:
         args.draft = "lookup"  # No draft model is needed.
@@ -260,13 +271,14 @@ def name_models(args: argparse.Namespace) -> None:
         )
         args.mid = default_mid(pair)
     args.target, args.draft = args.target or pair[0], args.draft or pair[1]
+    args.head = args.head or default_head(args.target)
 
 
 def check_modes(args: argparse.Namespace) -> None:
     """Settle what is measured if no flag says so. Raises UserError for modes that exclude each other."""
     if not any(getattr(args, mode) for mode in ALL_MODES):  # The default is both, but for one that is switched off.
         args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
-        if args.draft == "lookup" or args.draftVocab or args.prompts:
+        if args.draft in ("lookup", "head") or (args.head and not args.draft) or args.draftVocab or args.prompts:
             args.ppl = 0
     if not any(getattr(args, mode) for mode in ALL_MODES):
         raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
@@ -316,6 +328,7 @@ def check_together(settings: Settings) -> None:
     if settings.models.draft_vocab:
         check_draft_vocabulary(settings)
     check_copy(settings)
+    check_head(settings)
 
 
 def check_categories(settings: Settings) -> None:
@@ -341,7 +354,7 @@ def check_copy(settings: Settings) -> None:
     choice, names = settings.models, settings.measuring.names
     if choice.draft_bits and "self" not in (choice.draft, choice.mid, *names):
         raise UserError("--draftBits is for the target's own copy; add --draft self or leave it out")
-    if choice.target in ("self", "lookup"):
+    if choice.target in ("self", "lookup", "head"):
         raise UserError(f"--target {choice.target}: the target is a model; name it")
     if choice.draft != "self":
         return
@@ -356,6 +369,21 @@ def check_copy(settings: Settings) -> None:
             "contrastive decoding (in --contrastive, --diversity, --compare all) needs another model than the target; "
             "leave it out, or name another --draft"
         )
+
+
+def check_head(settings: Settings) -> None:
+    """Raise UserError for what a trained head cannot do."""
+    choice = settings.models
+    if choice.mid == "head":
+        raise UserError("--mid head: a head reads what the target has read, and scores no guesses; name another model")
+    if choice.draft != "head":
+        return
+    if not choice.head:
+        raise UserError("--draft head needs a trained head; name its folder with --head")
+    if choice.draft_device:
+        raise UserError("--draft head reads the target's features, on the target's device; leave out --draftDevice")
+    if settings.measuring.ppl:
+        raise UserError("--draft head has no perplexity: it reads no text by itself; leave out --ppl")
 
 
 def check_tree(settings: Settings) -> None:

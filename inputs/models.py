@@ -101,6 +101,12 @@ def default_mid(pair: tuple[str, str]) -> str | None:
     return name if any((parent / name).is_dir() for parent in with_installed(files.MODELS)) else None
 
 
+def default_head(target: str) -> str | None:
+    """The head that is bundled for a target, or None."""
+    name = "bundled-head" if target == "bundled-target" else None
+    return name if name and any((parent / name).is_dir() for parent in with_installed(files.MODELS)) else None
+
+
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
     """Bytes that a model's weights take in `dtype`. Reads only the headers of the files. Raises UserError if a file is
     shorter than its header says."""

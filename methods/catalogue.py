@@ -21,6 +21,7 @@ from methods.samplers import (
     draft_model,
     follows_no_clock,
     has_fixed_shape,
+    head,
     lookup,
     lookup_first,
     own_copy,
@@ -37,7 +38,7 @@ class Method:
 
     name: what flags and records call it. title: one line of help.
     make: f(models, decoding, wrap) -> sampler; wrap: wraps the drafter, to watch it.
-    needs: roles it needs beside the target.
+    needs: roles it needs beside the target. "draft model" is a draft that can read a text by itself.
     lossless: its text is distributed as the target's. seeded: f(decoding) -> whether the seed fixes its tokens.
     baseline: what others are compared with; "all" methods of --lossless leave it out.
     guesses: whether it guesses tokens for the target to verify.
@@ -68,7 +69,7 @@ CATALOGUE = (
         "draft",
         "the draft alone",
         alone("draft"),
-        needs=("draft",),
+        needs=("draft model",),
         guesses=False,
         modes=("speed", "speedNew", "speedMulti", "sweep"),
         in_all=False,
@@ -145,6 +146,14 @@ CATALOGUE = (
         guesser="self",
     ),
     Method(
+        "head",
+        "guesses from the target's features, by a trained head (--head)",
+        speculative("fixed", None, head),
+        needs=("head",),
+        lossless=True,
+        guesser="head",
+    ),
+    Method(
         "cascade",
         "the draft guesses for the mid model, both for the target",
         cascade,
@@ -165,7 +174,7 @@ CATALOGUE = (
         "speculativeNoCache",
         "gamma guesses each round, both models without a KV cache, as in the course report's code",
         without_cache(speculative("fixed", "token", draft_model)),
-        needs=("draft",),
+        needs=("draft model",),
         lossless=True,
         baseline=True,
     ),
@@ -173,7 +182,7 @@ CATALOGUE = (
         "contrastive",
         "contrastive decoding",
         contrastive(False),
-        needs=("draft",),
+        needs=("draft model",),
         guesses=False,
         contrasts=True,
         modes=("contrastive", "diversity"),
@@ -182,7 +191,7 @@ CATALOGUE = (
         "speculativeContrastive",
         "contrastive decoding with guesses",
         contrastive(True),
-        needs=("draft",),
+        needs=("draft model",),
         contrasts=True,
         seeded=follows_no_clock,
         modes=("contrastive", "diversity"),
@@ -245,7 +254,8 @@ def check_roles(names: Iterable[str], roles: Iterable[str]) -> None:
     for name in names:
         for role in METHODS[name].needs:
             if role not in roles:
-                raise UserError(f"{name} needs a {role} model beside the target; name one with --{role}")
+                what, flag = (role, "draft") if role == "draft model" else (f"{role} model", role)
+                raise UserError(f"{name} needs a {what} beside the target; name one with --{flag}")
 
 
 def repeatable(name: str, decoding: Decoding) -> bool:

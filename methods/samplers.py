@@ -83,7 +83,7 @@ class Sampler(Protocol):
     ) -> tuple[list[list[int]], list[Record]]: ...
 
 
-Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted, self (the target's copy)
+Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted, self (the target's copy), head
 Wrap = Callable[[Any], Any]  # a drafter of any kind -> the same, watched
 Maker = Callable[[Models, Decoding, Wrap], Sampler]
 
@@ -148,6 +148,11 @@ def draft_model(models: Models, decoding: Decoding) -> Drafter:
 def own_copy(models: Models, decoding: Decoding) -> Drafter:
     """The target's copy in few bits."""
     return ModelDrafter(models["self"], decoding.draft_temperature, decoding.draft_top_p)
+
+
+def head(models: Models, decoding: Decoding) -> Drafter:
+    """The trained head."""
+    return ModelDrafter(models["head"], decoding.draft_temperature, decoding.draft_top_p)
 
 
 def lookup(models: Models, decoding: Decoding) -> LookupDrafter:
