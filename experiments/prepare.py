@@ -283,7 +283,8 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         check_passages(corpora, texts.dataset, texts.sentence_limit)
     named = read_prompts(texts.prompt, texts.prompt_file)
     questions = [] if texts.prompts is None else read_questions(texts.prompts)
-    folders = processes.in_turn(lambda: find_models(settings))
+    folders, heads = processes.in_turn(lambda: find_models(settings)), roles_of_head(settings)
+    head = find_model(settings.models.head or "") if heads else Path()
     tokenizer = load_tokenizer(folders["target"])
     ends = end_tokens(folders["target"], tokenizer)
     settings, translation = with_translation(settings, folders, tokenizer)
@@ -327,8 +328,8 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         audited,
         questions,
         slots if settings.rows > 1 else 0,
-        heads := roles_of_head(settings),
-        find_model(settings.models.head or "") if heads else Path(),
+        heads,
+        head,
     )
     print(end=prepared.idle)
     if translation is not None and not audited:

@@ -111,6 +111,7 @@ TABLES = {
         "--target": Name(),
         "--draft": Name(),
         "--mid": Name(),
+        "--head": Name(),
         "--draftBits": Choice(*map(str, BITS), "auto"),
         "--offline": Switch,
         "--dtype": Choice(*DTYPES),
@@ -355,6 +356,15 @@ CLASHES = """
 --draft self --compare all
 --draft self --show --contrastive
 --draft self --speedMulti
+--draft head
+--target head
+--head h --draft head --mid head
+--head h --draftDevice cpu
+--head h --ppl
+--head h --contrastive
+--head h --compare contrastive
+--head h --compare speculativeNoCache
+--head h --diversity
 --target self
 --target self --draft self
 --target lookup
