@@ -42,7 +42,13 @@ def options(tmp_path):
     return parse(["--batch", "1,3", "--maxLen", "8", "--repeats", "2", "--out", str(tmp_path)])
 
 
-def test_own_rows_and_other_engines_stand_in_one_table(options):
+def test_own_rows_and_other_engines_stand_in_one_table(options, monkeypatch):
+    asked = []
+
+    def compile_samplers(samplers, models, prompt, rows, follow):
+        asked.append((len(samplers), rows))
+
+    monkeypatch.setattr(throughput, "compile_samplers", compile_samplers)
     target, peer = helpers.tiny(), FakePeer()
     lines = throughput.measure_throughput(options, {"compiled": {"target": target}}, [peer], PROMPTS, "cpu")
     found = {(line["method"], line["batch"], line["repeat"]) for line in lines}
@@ -50,6 +56,7 @@ def test_own_rows_and_other_engines_stand_in_one_table(options):
     # It failed in its second timed queue, and it cannot decode three texts at once.
     assert ("other", 1, 1) not in found and ("other", 3, 0) not in found and peer.failed == "it is gone"
     assert len(cells(throughput.throughput_table(lines, 8))) > 3
+    assert asked == [(2, (1, 3))]  # Each batch has graphs of its own.
 
 
 def test_the_table_divides_by_plain_decoding_of_the_same_batch_and_turn():
@@ -116,12 +123,3 @@ def test_a_cell_of_the_map_has_the_acceptance_of_its_name(alpha):
         accepted = sum(kept for _, kept in rounds)
         rejected = sum(kept < drafted for drafted, kept in rounds)
         assert accepted / (accepted + rejected) == pytest.approx(alpha, abs=0.06)
-
-
-def test_graphs_are_made_for_each_batch(options, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        throughput, "compile_samplers", lambda *given, rows, follow: asked.append((list(given[0]), rows))
-    )
-    throughput.measure_throughput(options, {"compiled": {"target": helpers.tiny()}}, [], PROMPTS, "cpu")
-    assert [(len(samplers), rows) for samplers, rows in asked] == [(2, (1, 3))]
