@@ -41,9 +41,10 @@ WARM = 24  # tokens of each text in an untimed queue before
 
 
 def samplers(
-    target: CachedModel, drafter: Drafter, verify: VerificationRule, gammas: Sequence[int] = GAMMAS
+    target: CachedModel, drafter: Drafter, verify: VerificationRule, gammas: Sequence[int] = ()
 ) -> dict[str, Sampler]:
-    """{"target": plain decoding, "gamma 1": ..., "costAware": ...}."""
+    """{"target": plain decoding, "gamma 1": ..., "costAware": ...}. gammas: none for GAMMAS."""
+    gammas = gammas or GAMMAS
     rules = {f"gamma {gamma}": Fixed(gamma) for gamma in gammas} | {"costAware": CostAware(max(gammas))}
     guessing = {
         name: partial(specSampling, target=target, drafter=drafter, gamma=rule, verify=verify)
