@@ -93,7 +93,7 @@ def draw_heat_maps(
 ) -> Path:
     """Draw a heat map for each of `panels`, {title: {row: prediction}}, in the same colours. break_even: a line runs
     where speculative and plain decoding are equally fast. Returns the path."""
-    height = 1.8 + 0.4 * max(len(rows) for rows in panels.values())
+    height = max(3.2, 1.8 + 0.4 * max(len(rows) for rows in panels.values()))  # room for the label of the rows
     figure, grid = plt.subplots(1, len(panels), figsize=(12, height), dpi=120, squeeze=False, layout="constrained")
     reach = max(reach_of(rows) for rows in panels.values())
     for axes, (title, rows) in zip(grid[0], panels.items()):
