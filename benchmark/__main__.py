@@ -8,37 +8,36 @@ A process tests the text of every row, and measures everything in turn (A B C A 
 processes (`accelerate launch -m benchmark`) each times the texts of its own prompts, and process 0 measures the rest
 while the others wait. Figures are medians with 95 % bootstrap intervals, of few values with their range, and ratios are
 paired turn by turn. Results are written to benchmark.json and figures/benchmark.png, of
-another target or shape to benchmark-TARGET.json and figures/benchmark-TARGET.png.
+another target or shape to benchmark-TARGET.json and figures/benchmark-TARGET.png. With --batch the name begins with
+throughput, and throughput.py says what is measured.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from rich.console import Console
 from torch import Generator
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from benchmark.contenders import SAMPLING, TREE, Contender, DrafterOf, contenders, copy_name, library_twin
+from benchmark.contenders import SAMPLING, TREE, Contender, DrafterOf, as_timed, contenders, copy_name, library_twin
 from benchmark.engines.engineProcess import short_reason
 from benchmark.engines.peers import Peer, peer_rows, start_peers, text_checker
 from benchmark.engines.textCheck import Figures, TextChecker
 from benchmark.figure import draw
 from benchmark.options import Options, parse
 from benchmark.randomModels import VOCABULARY, random_model, weights_of
-from benchmark.records import BenchmarkRecord, TextLine
+from benchmark.records import BenchmarkRecord, TextLine, write_record
 from benchmark.stepTimes import LARGE, PROMPT, WIDTHS, step_times, tokens_of_rounds
 from benchmark.tables import tables
-from benchmark.throughput import measure_throughput, throughput_table
+from benchmark.throughput import MAP_PROMPT, run_batches
 from decoding.lengthRules import Fixed
 from decoding.rows import check_room
 from decoding.trees.shapes import FixedTree
@@ -49,11 +48,11 @@ from engine.quantised import GROUP
 from engine.sharedWeights import RestrictedModel, sharing_copy
 from experiments.processes import Processes, together
 from experiments.runRecord import devices, model_record, origin
-from experiments.speed import Timed, TimedText, digest, measure
+from experiments.speed import TimedText, digest, measure
 from inputs.commandLine import as_command
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
-from inputs.models import DTYPES, default_pair, find_model, load_model, model_version, outline
+from inputs.models import DTYPES, find_model, load_model, model_version, outline
 from inputs.progress import Bar, followed
 from inputs.texts import load_corpora
 from inputs.tokenizers import load_tokenizer
@@ -96,7 +95,8 @@ def load_random(options: Options, dtype: str, device: str, max_len: int) -> Load
         for role, name in options.names.items()
     }
     generator = torch.Generator().manual_seed(options.seed)
-    prompts = torch.randint(VOCABULARY, (options.prompts, PROMPT), generator=generator).tolist()
+    length = MAP_PROMPT if options.is_map else PROMPT
+    prompts = torch.randint(VOCABULARY, (options.prompts, length), generator=generator).tolist()
     check_room(prompts, max_len, list(models.values()))
     return models, prompts, ModelDrafter
 
@@ -124,8 +124,9 @@ def sample_prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[
 
 
 def has_copy(options: Options, device: str) -> bool:
-    """Whether the target's own copy guesses too. On a GPU there are no kernels for its weights."""
-    return options.compile and options.draft_bits is not None and device == "cpu"
+    """Whether the target's own copy guesses too. On a GPU there are no kernels for its weights; in a map the draft
+    guesses."""
+    return options.compile and options.draft_bits is not None and device == "cpu" and not options.is_map
 
 
 def own_copy(target: CachedModel, bits: int, shapes: bool, processes: Processes) -> CachedModel | UserError:
@@ -175,8 +176,8 @@ def add_copy(pair: dict[str, CachedModel], copy: CachedModel) -> float:
 
 def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     """Load, measure, print, write. Processes other than the first write nothing."""
-    if options.peers and processes.count > 1:
-        raise UserError("--peers is for one process: start it without accelerate launch")
+    if (options.peers or options.batches) and processes.count > 1:
+        raise UserError("--peers and --batch are for one process: start it without accelerate launch")
     device = processes.own_device(options.device)
     if options.peers and device != "cpu":
         raise UserError("--peers needs --device cpu: the other engines run on the CPU here")
@@ -194,7 +195,7 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
             if isinstance(copy, CachedModel):
                 record["compile_seconds"].append(add_copy(ready, copy))
     if options.batches:
-        run_batches(options, record, variants, library, models, prompts, device, dtype, drafter_of)
+        run_batches(options, record, variants, library, prompts, device, drafter_of)
         return
     found = contenders(options, variants, library, prompts[0], drafter_of)
     if isinstance(copy, UserError):
@@ -229,50 +230,6 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     )
     if processes.first:
         finish(cast(BenchmarkRecord, record | steps), options)
-
-
-def run_batches(
-    options: Options,
-    record: dict[str, Any],
-    variants: dict[str, dict[str, CachedModel]],
-    library: Mapping[str, PreTrainedModel],
-    models: Mapping[str, CachedModel],
-    prompts: list[list[int]],
-    device: str,
-    dtype: str,
-    drafter_of: DrafterOf,
-) -> None:
-    """Measure queues of texts, print them, write them."""
-    if "compiled" not in variants:
-        raise UserError("--batch times compiled models, and these are not; leave out --no-compile")
-    engines = [row for row in peer_rows(options, dtype, one_tokenizer=drafter_of is ModelDrafter) if row.batches]
-    peers: list[Peer] = []
-    if engines:
-        checker = text_checker(options, models, library, len(engines), drafter_of is ModelDrafter)
-        most = max(options.batches)
-        peers = start_peers(options, models, library, prompts, engines, checker, batch=most)
-    try:
-        lines = measure_throughput(options, variants, peers, prompts, device)
-    finally:
-        for peer in peers:
-            peer.close()
-    Console(width=WIDTH, markup=False, emoji=False, highlight=False).print(throughput_table(lines, options.max_len))
-    for peer in peers:
-        if peer.failed:
-            print(f"{peer.row.name}: {peer.failed}")
-    write_record(record | {"queues": lines, "peers": [peer.line() for peer in peers]}, options, "throughput")
-
-
-def write_record(record: Mapping[str, Any], options: Options, kind: str) -> str:
-    """Write a record as JSON. Returns its name: that of another target than the default one is in it."""
-    name = kind if options.target == default_pair()[0] else f"{kind}-{Path(options.target).name}"
-    try:
-        valid = json.loads(json.dumps(record), parse_constant=lambda _: None)  # JSON has no nan.
-        (options.out / f"{name}.json").write_text(json.dumps(valid, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the results cannot be written to {options.out} ({error.strerror or error})") from None
-    print(f"Written to {name}.json.")
-    return name
 
 
 def conditions(
@@ -341,11 +298,6 @@ def check_texts(
     return dict(zip(rows, followed(processes.mapped(check, list(rows)), "texts", len(rows))))
 
 
-def as_timed(row: Contender, max_len: int) -> Timed:
-    """A row as `measure` takes it."""
-    return lambda prompt, generator, first=None: row(prompt, generator, max_len, SAMPLING, first)
-
-
 def speed(
     options: Options,
     rows: Mapping[str, Contender],
@@ -374,12 +326,7 @@ def finish(record: BenchmarkRecord, options: Options) -> None:
     console = Console(width=WIDTH + (15 if record["texts"] else 0), markup=False, emoji=False, highlight=False)
     for piece in tables(record):
         console.print(piece)
-    name = write_record(record, options, "benchmark")
-    try:
-        draw(record, options.out / "figures" / f"{name}.png")
-    except OSError as error:
-        raise UserError(f"the figure cannot be written to {options.out} ({error.strerror or error})") from None
-    print(f"Drawn as figures/{name}.png.")
+    write_record(record, options, "benchmark", draw)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

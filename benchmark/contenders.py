@@ -29,7 +29,7 @@ from decoding.verification import VerificationRule, block_rule, token_rule
 from engine.cachedModel import CachedModel
 from engine.sharedWeights import sharing_copy
 from engine.uncachedModel import UncachedModel
-from experiments.speed import ends_after
+from experiments.speed import Timed, ends_after
 from methods import customGenerate
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
@@ -141,6 +141,11 @@ def as_contender(sample: Callable[..., Generated], **parts: object) -> Contender
         return sample([prompt], max_len=max_len, sampling=sampling, end_of_text=ends, generator=generator, **parts)
 
     return write
+
+
+def as_timed(row: Contender, max_len: int) -> Timed:
+    """A row as `experiments.speed.measure` takes it."""
+    return lambda prompt, generator, first=None: row(prompt, generator, max_len, SAMPLING, first)
 
 
 def rules(synthetic_acceptance: bool, target: Model) -> dict[str, VerificationRule]:

@@ -57,6 +57,11 @@ class Options:
         """{role: name of the model}."""
         return {"target": self.target, "draft": self.draft}
 
+    @property
+    def is_map(self) -> bool:
+        """Whether the map of batch and gamma is measured: queues of texts of models with random weights."""
+        return self.shapes and bool(self.batches)
+
 
 def parser() -> Parser:
     """The parser of the benchmark's flags."""
@@ -90,7 +95,10 @@ def parser() -> Parser:
     add("--text-check", choices=["all", "compiled", "none"], default="all", help=f"the rows of this process {checked}")
     engines = f"time other engines too; after `make bench-peers` all of {', '.join(ENGINES)}, or those named"
     add("--peers", type=text, nargs="?", const=",".join(ENGINES), metavar="ENGINE,...", help=engines)
-    many = "measure queues of texts that are decoded so many at a time instead of single texts, such as 1,8,32"
+    many = (
+        "measure queues of texts that are decoded so many at a time instead of single texts, such as 1,8,32; with "
+        "--shapes over gamma too"
+    )
     add("--batch", type=text, metavar="N,...", help=many)
     kept = "with --peers: write the sampled texts of each engine to FOLDER, for test.py --audit"
     add("--texts", type=path, metavar="FOLDER", help=kept)
@@ -105,6 +113,8 @@ def parse(argv: Sequence[str]) -> Options:
             setattr(args, flag, value)
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
+    if args.shapes and args.batch and args.peers:
+        raise UserError("--shapes with --batch measures this project's rows; leave out --peers")
     if args.texts and not args.peers:
         raise UserError("--texts are those of other engines; give --peers too")
     if args.texts and not os.path.isdir(args.texts):

@@ -6,11 +6,19 @@ bits, compiled alone), and `seconds` has one number a turn. Older records have n
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
 
 from typing_extensions import NotRequired
 
+from benchmark.options import Options
 from experiments.speed import Interval, TimedText
+from inputs.models import default_pair
+from utils import UserError
+
+Written = TypeVar("Written")
 
 OWN_COPY = ", own copy"  # the end of the variant of a round in which the target's own copy guesses
 
@@ -125,3 +133,21 @@ class Prediction(TypedDict):
     scoring: float
     theory: float
     measured: Interval
+
+
+def write_record(
+    record: Written, options: Options, kind: str, draw: Callable[[Written, Path], object] | None = None
+) -> None:
+    """Write a record as JSON, and its figure. The name of another target than the default one is in theirs."""
+    name = kind if options.target == default_pair()[0] else f"{kind}-{Path(options.target).name}"
+    what = "results"
+    try:
+        valid = json.loads(json.dumps(record), parse_constant=lambda _: None)  # JSON has no nan.
+        (options.out / f"{name}.json").write_text(json.dumps(valid, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(f"Written to {name}.json.")
+        what = "figure"
+        if draw:
+            draw(record, options.out / "figures" / f"{name}.png")
+            print(f"Drawn as figures/{name}.png.")
+    except OSError as error:
+        raise UserError(f"the {what} cannot be written to {options.out} ({error.strerror or error})") from None

@@ -1,45 +1,141 @@
-"""Tokens per second of many texts at once, beside other engines: `python -m benchmark --batch 1,8,32`."""
+"""Tokens per second of many texts at once.
+
+    python -m benchmark --batch 1,8,32                                      trained models, beside other engines
+    python -m benchmark --shapes pythia-2.8b,pythia-70m --batch 1,8,32      the map of batch and gamma at these shapes
+
+Results are written to throughput.json, of another target or shape to throughput-TARGET.json. The map is that of
+`test.py --sweep batch`, at synthetic acceptance; figures/throughput-TARGET.png is its picture.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
-from benchmark.contenders import SAMPLING, copy_name
+from benchmark.contenders import ALPHAS, SAMPLING, DrafterOf, copy_name, synthetic
 from benchmark.engines.engineProcess import PeerError
-from benchmark.engines.peers import Peer
+from benchmark.engines.peers import Peer, peer_rows, start_peers, text_checker
 from benchmark.options import Options
+from benchmark.records import write_record
 from decoding.lengthRules import CostAware
 from decoding.record import Record
+from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
-from experiments.batchSweep import FEWEST, TEXTS, Queued, queued, queues
-from experiments.lines import QueueFigures
+from experiments.batchSweep import FEWEST, TEXTS, Queued, predict, queued, queues, samplers
+from experiments.lines import QueueFigures, QueueLine
 from experiments.speed import interval
-from inputs.progress import Bar
+from inputs.progress import Bar, followed
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
+from methods.rehearsal import compile_samplers
+from methods.samplers import Sampler
 from regrSampling import regrSampling
-from report.tableFormat import grid, span
+from report.figures import draw_batch_maps
+from report.runTables import BATCH_NOTES, batch_tables
+from report.tableFormat import WIDTH, grid, span
 from specSampling import specSampling
+from utils import UserError
 
 PLAIN = "plain, compiled"
+# Of the map: acceptance, guesses, tokens of a prompt. A small draft reaches an acceptance of about 0.6 at temperature
+# 1, a larger one 0.8 in greedy decoding (arXiv 2211.17192, table 2: T5-small 0.62, T5-base 0.80). Prompts are short,
+# because a queue's time includes them.
+MAP_ALPHAS, MAP_GAMMAS, MAP_PROMPT = ALPHAS[1:], (1, 2, 4, 8), 8
+MAP_NOTES = "synthetic: each guess is accepted with this probability, by a coin. "
 
 
-def own_rows(variants: Mapping[str, dict[str, CachedModel]], options: Options, device: str) -> dict[str, Queued]:
+def run_batches(
+    options: Options,
+    record: dict[str, Any],
+    variants: Mapping[str, dict[str, CachedModel]],
+    library: Mapping[str, PreTrainedModel],
+    prompts: list[list[int]],
+    device: str,
+    drafter_of: DrafterOf,
+) -> None:
+    """Measure queues of texts, print them, write them."""
+    if "compiled" not in variants:
+        raise UserError("--batch times compiled models, and these are not; leave out --no-compile")
+    one_tokenizer = drafter_of is ModelDrafter
+    engines = [row for row in peer_rows(options, record["dtype"], one_tokenizer) if row.batches]
+    peers: list[Peer] = []
+    if engines:
+        models, most = variants["eager"], max(options.batches)
+        checker = text_checker(options, models, library, len(engines), one_tokenizer)
+        peers = start_peers(options, models, library, prompts, engines, checker, batch=most)
+    try:
+        lines = measure_throughput(options, variants, peers, prompts, device)
+    finally:
+        for peer in peers:
+            peer.close()
+    console = Console(width=WIDTH, markup=False, emoji=False, highlight=False)
+    if options.is_map:
+        conditions = {"dtype": record["dtype"], "promptLen": len(prompts[0]), "maxLen": options.max_len, "gamma": None}
+        conditions |= {"kind": "queue", "temperature": SAMPLING.temperature, "top_p": SAMPLING.top_p}
+        cells = [cast(QueueLine, conditions | line) for line in lines]
+        for acceptance, table in map_tables(cells).items():
+            console.print(f"{acceptance}:", table)
+        console.print(MAP_NOTES + BATCH_NOTES)
+        write_record(record | {"queues": cells}, options, "throughput", draw_map)
+        return
+    console.print(throughput_table(lines, options.max_len))
+    for peer in peers:
+        if peer.failed:
+            print(f"{peer.row.name}: {peer.failed}")
+    write_record(record | {"queues": lines, "peers": [peer.line() for peer in peers]}, options, "throughput")
+
+
+def own_samplers(models: Mapping[str, CachedModel], options: Options) -> dict[str, Sampler]:
     """Plain decoding, and speculative decoding with as many guesses as pay; compiled."""
-    models = variants["compiled"]
+    if options.is_map:
+        return map_samplers(models["target"], models["draft"])
     target, vocabulary = models["target"], models["target"].vocabulary
     drafters: dict[str, Any] = {"lookup": LookupDrafter(vocabulary)}
     if "copy" in models:
         drafters[copy_name(options.draft_bits)] = ModelDrafter(models["copy"])
-    samplers: dict[str, Any] = {PLAIN: partial(regrSampling, target=target)}
+    rows: dict[str, Sampler] = {PLAIN: partial(regrSampling, target=target)}
     for name, drafter in drafters.items():
         sampler = partial(specSampling, target=target, drafter=drafter, gamma=CostAware(options.gamma_copy))
-        samplers[f"{name}, as many guesses as pay, compiled"] = sampler
-    return {name: queued(sampler, SAMPLING, device) for name, sampler in samplers.items()}
+        rows[f"{name}, as many guesses as pay, compiled"] = sampler
+    return rows
+
+
+def map_samplers(target: CachedModel, draft: CachedModel) -> dict[str, Sampler]:
+    """The cells of a map: {"target": plain decoding, "synthetic 0.6, gamma 1" ..., "synthetic 0.6, costAware" ...}."""
+    drafter, rule = ModelDrafter(draft), target.rule(token_rule)
+    rows: dict[str, Sampler] = {}
+    for alpha in MAP_ALPHAS:
+        cells = samplers(target, drafter, synthetic(alpha, rule), MAP_GAMMAS)
+        rows["target"] = cells.pop("target")
+        rows |= {f"synthetic {alpha}, {name}": sampler for name, sampler in cells.items()}
+    return rows
+
+
+def maps(cells: Sequence[QueueLine]) -> dict[str, list[QueueLine]]:
+    """{"synthetic 0.6": the cells at this acceptance, and plain decoding}, as `test.py --sweep batch` writes them."""
+    found: dict[str, list[QueueLine]] = {}
+    plain = [cell for cell in cells if cell["method"] == "target"]
+    for cell in cells:
+        acceptance, _, method = cell["method"].rpartition(", ")
+        if acceptance:
+            found.setdefault(acceptance, [*plain]).append(cell | {"method": method})
+    return found
+
+
+def map_tables(cells: Sequence[QueueLine]) -> dict[str, Table]:
+    """{acceptance: its map}."""
+    return {acceptance: cast(Table, next(iter(batch_tables(lines)))) for acceptance, lines in maps(cells).items()}
+
+
+def draw_map(record: Mapping[str, Any], path: Path) -> Path:
+    """Draw the maps of a record beside each other. Returns the path."""
+    return draw_batch_maps({acceptance: predict(lines) for acceptance, lines in maps(record["queues"]).items()}, path)
 
 
 def peer_row(peer: Peer) -> Queued:
@@ -65,10 +161,20 @@ def measure_throughput(
     device: str,
 ) -> list[QueueFigures]:
     """All rows at all batches, interleaved."""
-    rows = own_rows(variants, options, device) | {peer.row.name: peer_row(peer) for peer in peers if not peer.failed}
-    lines = []
+    models = variants["compiled"]
+    own = own_samplers(models, options)
+    compile_samplers(
+        own.values(),
+        models.values(),
+        prompts[0],
+        rows=options.batches,
+        follow=lambda graphs: followed(graphs, "compiling", len(graphs)),
+    )
+    rows = {name: queued(sampler, SAMPLING, device) for name, sampler in own.items()}
+    rows |= {peer.row.name: peer_row(peer) for peer in peers if not peer.failed}
+    lines, texts = [], 1 if options.is_map else TEXTS
     with Bar("batches", len(rows) * len(options.batches) * options.repeats) as bar:
-        for line in queues(rows, prompts, options.batches, options.repeats, options.max_len, options.seed):
+        for line in queues(rows, prompts, options.batches, options.repeats, options.max_len, options.seed, texts):
             bar.update()
             if line["seconds"] == line["seconds"]:
                 lines.append(line)

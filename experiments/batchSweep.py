@@ -40,9 +40,12 @@ REPEATS = 9  # of each step whose cost is measured; the first two do not count
 WARM = 24  # tokens of each text in an untimed queue before
 
 
-def samplers(target: CachedModel, drafter: Drafter, verify: VerificationRule) -> dict[str, Sampler]:
-    """{"target": plain decoding, "gamma 1": ..., "costAware": ...}."""
-    rules = {f"gamma {gamma}": Fixed(gamma) for gamma in GAMMAS} | {"costAware": CostAware(max(GAMMAS))}
+def samplers(
+    target: CachedModel, drafter: Drafter, verify: VerificationRule, gammas: Sequence[int] = ()
+) -> dict[str, Sampler]:
+    """{"target": plain decoding, "gamma 1": ..., "costAware": ...}. gammas: none for GAMMAS."""
+    gammas = gammas or GAMMAS
+    rules = {f"gamma {gamma}": Fixed(gamma) for gamma in gammas} | {"costAware": CostAware(max(gammas))}
     guessing = {
         name: partial(specSampling, target=target, drafter=drafter, gamma=rule, verify=verify)
         for name, rule in rules.items()
@@ -70,14 +73,16 @@ def queues(
     repeats: int,
     max_len: int,
     seed: int,
+    texts_a_row: int = TEXTS,
 ) -> Iterator[QueueFigures]:
     """Time each method on a queue of texts at each batch, interleaved. The texts have no end but `max_len`.
 
+    texts_a_row: texts of a queue for each row of its batch; it has FEWEST at least.
     The prompts are used in turn, each text with a seed of its own. Before its first timed queue, a method writes the
     beginning of one: costAware learns there what rounds cost.
     """
     for batch in batches:
-        count = max(FEWEST, TEXTS * batch)
+        count = max(FEWEST, texts_a_row * batch)
         texts = list(itertools.islice(itertools.cycle(prompts), count))
         for write in methods.values():
             write(texts, batch, min(WARM, max_len), seed)

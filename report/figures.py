@@ -18,7 +18,7 @@ from experiments.sweep import predict
 from inputs.commandLine import visible
 from lossless.evidence import BINS
 from report.runTables import ALONE, Prediction, mode_of, swept
-from report.tableFormat import name_of
+from report.tableFormat import median, name_of
 from utils import UserError
 
 matplotlib.use("Agg")
@@ -88,12 +88,18 @@ def draw_over_gamma(axes: Axes, costs: Sequence[CostsLine], predictions: Sequenc
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw_heat_maps(panels: Mapping[str, Mapping[Any, Prediction]], label: str, path: Path) -> Path:
-    """Draw a heat map for each of `panels`, {title: {row: prediction}}, in the same colours. Returns the path."""
-    figure, grid = plt.subplots(1, len(panels), figsize=(12, 3.2), dpi=120, squeeze=False, layout="constrained")
+def draw_heat_maps(
+    panels: Mapping[str, Mapping[Any, Prediction]], label: str, path: Path, break_even: bool = False
+) -> Path:
+    """Draw a heat map for each of `panels`, {title: {row: prediction}}, in the same colours. break_even: a line runs
+    where speculative and plain decoding are equally fast. Returns the path."""
+    height = max(3.2, 1.8 + 0.4 * max(len(rows) for rows in panels.values()))  # room for the label of the rows
+    figure, grid = plt.subplots(1, len(panels), figsize=(12, height), dpi=120, squeeze=False, layout="constrained")
     reach = max(reach_of(rows) for rows in panels.values())
     for axes, (title, rows) in zip(grid[0], panels.items()):
         draw_heat_map(figure, axes, rows, label, reach)
+        if break_even:
+            draw_break_even(axes, rows)
         axes.set_title(f"{title}: {axes.get_title(loc='left')}", loc="left", fontsize=9)
     return save(figure, path)
 
@@ -133,21 +139,22 @@ def draw_heat_map(
 
 
 def draw_batches(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the map of `--sweep batch`: the speed-up by batch and gamma, measured and by theory. A line runs where
-    speculative and plain decoding are equally fast. Returns the path."""
+    """Draw the map of `--sweep batch`: the speed-up by batch and gamma, measured and by theory. Returns the path."""
     rows = predict_batches(lines)
     theory = {
         batch: prediction | {"rows": [row | {"speedup": (row["theory"],)} for row in prediction["rows"]]}
         for batch, prediction in rows.items()
     }
-    figure, grid = plt.subplots(1, 2, figsize=(12, 4.2), dpi=120, layout="constrained")
-    reach = max(map(reach_of, (rows, theory)))
-    for axes, panel, what in zip(grid, (rows, theory), ("measured, prefill included", "theory, decode steps alone")):
-        labels = {f"{batch} ({rows[batch]['plain'][0]:.0f})": prediction for batch, prediction in panel.items()}
-        draw_heat_map(figure, axes, labels, "batch (tokens/s of plain decoding)", reach)
-        draw_break_even(axes, panel)
-        axes.set_title(f"speed-up over plain decoding of the same batch: {what}", loc="left", fontsize=9)
-    return save(figure, path)
+    return draw_batch_maps({"measured, prefill included": rows, "theory, decode steps alone": theory}, path)
+
+
+def draw_batch_maps(panels: Mapping[str, Mapping[int, Prediction]], path: Path) -> Path:
+    """Draw maps of batch and gamma, {title: what `batchSweep.predict` gives}. Returns the path."""
+    labelled = {
+        title: {f"{batch} ({median(prediction['plain'])})": prediction for batch, prediction in rows.items()}
+        for title, rows in panels.items()
+    }
+    return draw_heat_maps(labelled, "batch (tokens/s of plain decoding)", path, break_even=True)
 
 
 def draw_break_even(axes: Axes, rows: Mapping[Any, Prediction]) -> None:

@@ -363,7 +363,7 @@ def batch_tables(lines: Sequence[Line]) -> Iterator[RenderableType]:
     for batch, prediction in rows.items():
         cell = {row["gamma"]: f"{row['speedup'][0]:.2f}" for row in prediction["rows"]}
         chosen = [cell.get(gamma, "") for gamma in (*fixed, "costAware")]
-        table.add_row(str(batch), f"{prediction['plain'][0]:.0f}", *chosen, span(prediction["controller"]["best"]))
+        table.add_row(str(batch), median(prediction["plain"]), *chosen, span(prediction["controller"]["best"]))
     yield table
     yield Text(BATCH_NOTES)
 

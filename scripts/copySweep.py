@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from benchmark.__main__ import as_timed, sample_prompts
-from benchmark.contenders import SAMPLING, Contender, as_contender
+from benchmark.__main__ import sample_prompts
+from benchmark.contenders import SAMPLING, Contender, as_contender, as_timed
 from decoding.rows import check_room
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled

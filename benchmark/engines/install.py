@@ -93,7 +93,8 @@ def make_environment(requirement: str, folder: Path) -> None:
     python = str(folder / "bin" / "python")
     pip = [python, *PIP[1:], "install"]
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
-    (site / "project.pth").write_text(f"{os.path.realpath(sysconfig.get_path('purelib'))}\n")
+    # Relative, so that both may move together.
+    (site / "project.pth").write_text(os.path.relpath(sysconfig.get_path("purelib"), site) + "\n")
     run([*pip, "--no-deps", requirement])
     listed = folder / "requirements.txt"
     listed.write_text(run([python, "-c", REQUIRED, requirement.split("==")[0]]))

@@ -31,7 +31,7 @@ from benchmark.engines.textCheck import Figures, Float32Model, TextChecker
 from benchmark.options import Options
 from benchmark.records import PeerLine
 from decoding.record import Record
-from engine.cachedModel import CachedModel
+from engine.cachedModel import CachedModel, cache_bytes
 from inputs.auditTexts import write_texts
 from inputs.devices import available_memory
 from inputs.files import gigabytes
@@ -125,12 +125,14 @@ class Source:
     """A model to convert: its folder of safetensors, where converted models go, its size.
 
     folder: a function, because the weights of a model that exists only in memory are written when they are needed.
+    slot: bytes of a token's keys and values.
     """
 
     folder: Callable[[], Path]
     converted: Path
     parameters: int
     vocabulary: int
+    slot: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ class Peer:
             models["draft"] = sources[row.draft], COPY if row.draft == "target" else row.stored
         folders = {role: str(convert(row.module, *model, start_process)) for role, model in models.items()}
         needed = SPACE * sum(source.parameters * stored for source, stored in models.values())
+        needed += sources["target"].slot * context * self.batch
         check_free("loading", needed, min(free, available_memory("cpu")), "of memory")
         request = LoadRequest(
             folders["target"],
@@ -310,14 +313,15 @@ def convert(module: str, source: Source, stored: float, start_process: StartProc
 def source_of(options: Options, role: str, model: CachedModel, library: PreTrainedModel) -> Source:
     """A model of this run, as the engines convert it."""
     name, size = options.names[role], model.parameters
+    slot = cache_bytes(model.model.config.get_text_config(), 1, model.dtype)
     if not options.shapes:
         folder = find_model(name)
         converted = MODELS / f"{folder.name}-{model_version(name).replace(':', '-')}"
-        return Source(lambda: folder, converted, size, model.vocabulary)
+        return Source(lambda: folder, converted, size, model.vocabulary, slot)
     converted = MODELS / f"{name}-random-{str(model.dtype).removeprefix('torch.')}-{options.seed}"
     disk = SPACE * size * model.dtype.itemsize
     save = partial(write_once, converted / "source", library.save_pretrained, "writing the weights", disk)
-    return Source(save, converted, size, model.vocabulary)
+    return Source(save, converted, size, model.vocabulary, slot)
 
 
 def reference(options: Options, role: str, model: CachedModel, library: PreTrainedModel) -> Float32Model:
