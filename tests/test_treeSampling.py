@@ -56,7 +56,7 @@ def sharp(count=2, vocabulary=4):
     return target, near(target, noise=0.5)
 
 
-def p_value(shape="2,1", rule=traversal_rule, sampling=FREE, length=4, draws=DRAWS // 3, seed=0):
+def p_value(shape="2,1", rule=traversal_rule, sampling=FREE, length=4, draws=DRAWS // 2, seed=0):
     """The chi-square p-value of texts of a few rounds, each drawn in a row of its own; the rows are ragged."""
     target, draft = sharp()
     wanted, texts = {}, {}
