@@ -160,10 +160,11 @@ runpy.run_module("specdec", run_name="__main__")
 
 
 def test_the_command_works_from_another_folder_and_writes_there_alone(site, tmp_path):
-    """As the command `specdec` with a wrong flag, then as `python -m specdec`: one process, which imports torch once."""
+    """As `specdec` with a wrong flag, then as `python -m specdec`: in one process, which imports torch once."""
+    flags = ["--speed", "--maxLen", "4", "--sentences", "1", "--repeats", "1"]
     before = sorted(site.rglob("*"))
     done = subprocess.run(
-        [sys.executable, "-c", TWICE, *"--speed --maxLen 4 --sentences 1 --repeats 1".split()],
+        [sys.executable, "-c", TWICE, *flags],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
