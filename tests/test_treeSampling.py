@@ -93,9 +93,10 @@ def test_texts_have_the_targets_distribution(rule, shape, sampling):
 def scores(pair, shape="3,2"):
     """The target's scores of a tree of guesses, and those of each path read as a text of its own."""
     tree, rows = Tree.of(shape), Rows(PROMPTS, 8, pair, spare=9)
-    pair[0].first_token(rows, GREEDY)
     drafter = TreeDrafter(pair[1])
     drafter.begin(rows)
+    pair[0].first_token(rows, GREEDY)
+    drafter.read_prompts(rows)
     guesses = drafter.grow(rows, tree, FREE)
     block = torch.cat([rows.last(1)[0], guesses.drafts], 1)
     found = pair[0].forward(block, guesses.places.positions, guesses.places)
