@@ -1,4 +1,5 @@
 # `make run`: from a fresh clone to results.txt. `make test`: the test suite. `make check`: style, types and tests.
+# `make coverage`: the suite, and which lines it runs: it takes about half as long again.
 # `make test-cuda`: the GPU's code on a software CUDA device and a software mps, every method and mode.
 # `make bench`: the benchmark. `make bench-peers`: the same beside other engines, which it installs into .peers/ first
 # (minutes; llama.cpp is compiled). `make docs`: renders the figures in README.md and docs/ from their records.
@@ -8,13 +9,16 @@
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test test-cuda style check bench bench-peers report docs clean
+.PHONY: run test coverage test-cuda style check bench bench-peers report docs clean
 
 run: .venv/installed
 	$(VENV) test.py
 
 test: .venv/installed
-	$(VENV) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --cov=.
+	$(VENV) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(COVER)
+
+coverage: COVER = --cov=.
+coverage: test
 
 test-cuda: .venv/installed
 	FULL=1 $(VENV) -m pytest tests/test_softwareCuda.py

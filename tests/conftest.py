@@ -1,5 +1,6 @@
 """What several test files share: a pair of tiny models on disk, a short text, and the command line as a module."""
 
+import gc
 import importlib.util
 import math
 import os
@@ -41,6 +42,18 @@ def with_ctrl_c():
 def refused(*words):
     """`pytest.raises` for a UserError of one line in which all `words` appear."""
     return pytest.raises(UserError, check=lambda e: "\n" not in str(e) and all(word in str(e) for word in words))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap():
+    """What the process has imported and collected so far is of no interest to garbage collections: a full one visits
+    all objects of torch and transformers, half a second, and `experiments.speed.quiet` asks for one before each timed
+    stretch. For the same reason nothing is unfrozen between tests."""
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")

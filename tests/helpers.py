@@ -28,7 +28,7 @@ from engine.compiledModel import CompiledModel
 from utils import probabilities, seen_after
 
 FULL = bool(os.environ.get("FULL"))  # FULL=1 in the environment asks for what takes minutes
-DRAWS = 200_000 if FULL else 60_000  # of a distribution test
+DRAWS = 200_000 if FULL else 20_000  # of a distribution test
 
 FAMILIES = {
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {"intermediate_size": 64}),

@@ -46,7 +46,7 @@ def mids_own(mid, prompts):
 
 
 @pytest.mark.parametrize("name", [name for name in choose_lossless("all", ("draft", "mid", "self")) if name != "fixed"])
-def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_50_prompts_of_100_tokens(
+def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_13_prompts_of_100_tokens(
     pair, mid, prompts, request, name
 ):
     """The target is the model of 4 layers, which costs a quarter of the one of 12. Only a cascade needs all three."""
@@ -56,8 +56,8 @@ def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_50_prompts
     else:
         models, wanted = {"target": mid, "draft": draft, "self": rounded_copy(mid, 4)}, "mids_own"
     sampler = build([name], models, Decoding())[name]
-    count = 5 if "nocache" in name.lower() else 50  # Without a KV cache each forward reads everything again.
-    assert sampler(prompts[:count], max_len=100, sampling=GREEDY)[0] == request.getfixturevalue(wanted)[:count]
+    some = slice(None, None, 10 if "nocache" in name.lower() else 4)  # Without a KV cache a forward reads all again.
+    assert sampler(prompts[some], max_len=100, sampling=GREEDY)[0] == request.getfixturevalue(wanted)[some]
 
 
 def by_transformers(model, prompts):

@@ -236,7 +236,7 @@ def test_many_texts_of_one_prompt_are_distributed_as_the_targets(verify):
     arguments = FREE | {"eos_token_id": [3, 4], "top_k": 4, "temperature": 0.9, "max_new_tokens": 4}
     custom = speculative(guesser.model, 3, verify)
     texts = model.model.generate(
-        torch.tensor([[1, 2]]), **arguments, num_return_sequences=helpers.DRAWS // 6, custom_generate=custom
+        torch.tensor([[1, 2]]), **arguments, num_return_sequences=helpers.DRAWS // 2, custom_generate=custom
     )[:, 2:]
     joint = helpers.joint_distribution(model, [1, 2], 4, Sampling(0.9, 4, 1.0)).clone()
     for step in range(3):  # What follows an end of text is padding.
@@ -373,7 +373,7 @@ def test_drawn_texts_of_the_copy_are_distributed_as_the_models():
     texts = model.model.generate(
         torch.tensor([[1, 2]]),
         **FREE | {"max_new_tokens": 3},
-        num_return_sequences=helpers.DRAWS // 6,
+        num_return_sequences=helpers.DRAWS // 2,
         custom_generate=speculative(gamma=2),
     )[:, 2:]
     joint = helpers.joint_distribution(model, [1, 2], 3, Sampling(1.0, 0, 1.0))

@@ -244,8 +244,8 @@ def p_value(kind=OtherTokenizerDrafter, restricted=True, rows=500, length=20):
     return chi2.sf(((counts - wanted) ** 2 / wanted)[often].sum().item(), 3 * int(often.sum()))
 
 
-def test_200_000_drawn_tokens_are_distributed_as_the_targets():
-    assert p_value(rows=10_000) > 1e-4
+def test_40_000_drawn_tokens_are_distributed_as_the_targets():
+    assert p_value(rows=2_000) > 1e-4
 
 
 @pytest.mark.parametrize("mistake", [{"kind": SumBelowOne}, {"kind": OtherIds}, {"restricted": False}])

@@ -151,17 +151,28 @@ def test_the_wheel_has_all_modules_and_data_and_nothing_that_hides_a_library(sit
     assert "specdec = specdec.__main__:main" in (site / about / "entry_points.txt").read_text()
 
 
-def test_the_command_works_from_another_folder_and_writes_there_alone(site, tmp_path):
-    def run(*arguments):
-        command = [sys.executable, "-m", "specdec", *arguments]
-        environment = os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+TWICE = """
+import runpy, sys
+from specdec.__main__ import main
+print("exit code", main(["--gamma", "x"]), file=sys.stderr)
+runpy.run_module("specdec", run_name="__main__")
+"""
 
+
+def test_the_command_works_from_another_folder_and_writes_there_alone(site, tmp_path):
+    """As `specdec` with a wrong flag, then as `python -m specdec`: in one process, which imports torch once."""
+    flags = ["--speed", "--maxLen", "4", "--sentences", "1", "--repeats", "1"]
     before = sorted(site.rglob("*"))
-    done = run(*["--speed", "--maxLen", "4", "--sentences", "1", "--repeats", "1"])
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, *flags],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
+    wrong, code = done.stderr.splitlines()[:2]
+    assert wrong.startswith("specdec: error: ") and code == "exit code 2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.jsonl", "results.txt"]
     assert "target: bundled-target" in (tmp_path / "results.txt").read_text()
-    wrong = run("--gamma", "x")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("specdec: error: ")
     assert sorted(site.rglob("*")) == before

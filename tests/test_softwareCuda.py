@@ -34,7 +34,7 @@ from methods.samplers import Decoding
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling
 
-DRAWS = 20_000
+DRAWS = 20_000 if FULL else 5_000
 FREE = Sampling(1.0, 0, 1.0)
 PENALISED = Sampling(0.0, 0, 1.0, 1.3)
 DECODING = Decoding(gamma=3, gamma1=2, gamma2=3, contrastive_temperature=0.0)

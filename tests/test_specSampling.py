@@ -165,7 +165,7 @@ def test_nothing_is_guessed_past_a_rows_end(pair):
 
 
 def test_drawn_texts_are_distributed_as_the_targets():
-    """With the random numbers of a run instead of every outcome: 60,000 draws, or 200,000 with FULL=1."""
+    """With the random numbers of a run instead of every outcome: 20,000 draws, or 200,000 with FULL=1."""
     (target, draft), prefixes = small(2, 6), [[1, 2, 3], [4]]
     tokens, _ = specSampling(
         prefixes * (DRAWS // 2), target, ModelDrafter(draft), 4, 3, FREE, None, torch.Generator().manual_seed(0)

@@ -56,7 +56,7 @@ def sharp(count=2, vocabulary=4):
     return target, near(target, noise=0.5)
 
 
-def p_value(shape="2,1", rule=traversal_rule, sampling=FREE, length=4, draws=DRAWS // 3, seed=0):
+def p_value(shape="2,1", rule=traversal_rule, sampling=FREE, length=4, draws=DRAWS // 2, seed=0):
     """The chi-square p-value of texts of a few rounds, each drawn in a row of its own; the rows are ragged."""
     target, draft = sharp()
     wanted, texts = {}, {}
@@ -93,9 +93,10 @@ def test_texts_have_the_targets_distribution(rule, shape, sampling):
 def scores(pair, shape="3,2"):
     """The target's scores of a tree of guesses, and those of each path read as a text of its own."""
     tree, rows = Tree.of(shape), Rows(PROMPTS, 8, pair, spare=9)
-    pair[0].first_token(rows, GREEDY)
     drafter = TreeDrafter(pair[1])
     drafter.begin(rows)
+    pair[0].first_token(rows, GREEDY)
+    drafter.read_prompts(rows)
     guesses = drafter.grow(rows, tree, FREE)
     block = torch.cat([rows.last(1)[0], guesses.drafts], 1)
     found = pair[0].forward(block, guesses.places.positions, guesses.places)
