@@ -94,8 +94,9 @@ class HeadModel(CachedModel):
             raise UserError(f"{name} has a width of {network.config.hidden_size}, and {target.name} of {width}")
         if not layers or not all(isinstance(layer, int) and 0 <= layer <= depth for layer in layers):
             raise UserError(f"{name} reads the layers {layers}, and {target.name} has 0 to {depth}")
-        if target.is_spread or network.device != target.device:
-            raise UserError(f"{name} must be on the device of {target.name}, which must be one")
+        weight = network.join.weight
+        if target.is_spread or (weight.device, weight.dtype) != (target.device, target.dtype):
+            raise UserError(f"{name} must be on the device of {target.name}, which must be one, and have its dtype")
         target.keep_features(Tap(tuple(layers), network.fuse))
         super().__init__(network, target.vocabulary, name, features=target)
 

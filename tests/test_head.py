@@ -246,9 +246,10 @@ def steps(target, head, first, length):
         return torch.cat([row[: end + more + 1] for row, end in zip(rows, lengths)])
 
     results.append(true(0))
-    for width, count in (1, 3), (2, 1), (20, 2):
-        tokens = torch.randint(vocabulary, (4, width), generator=generator)
-        at = (starts - width + 1).clamp(min=0) + torch.arange(width + count - 1)
+    texts = torch.cat([prompts, prompts[:, :1]], 1).scatter(1, starts, torch.tensor([[1], [2], [3], [4]]))
+    for width, count in (1, 3), (2, 1), (20, 2):  # A row that is too short repeats its first token.
+        at = (starts - width + 1 + torch.arange(width + count - 1)).clamp(min=0)
+        tokens = texts.gather(1, at[:, :width])
         drawn, q = head.draw(tokens, at, torch.rand(count, 4, generator=generator), FREE)
         results += [drawn, q]
         block = torch.cat([tokens[:, -1:], drawn], 1)
@@ -262,21 +263,15 @@ def steps(target, head, first, length):
     drafts, q = head.grow(tree, root, starts - 1 + torch.arange(2), places, u, FREE)
     results += [drafts, q, target.forward(torch.cat([root[:, 1:], drafts], 1), places.positions, places)]
     results.append(true(tree.size + 1))
+    source, slots = starts + torch.tensor([2, 5]), starts + torch.tensor([1, 2])
     for model in target, head:
-        if type(model) is CpuModel:  # The eager one moves the first rows of the cache.
-            model.move(starts + torch.tensor([[2, 5]]), starts + torch.tensor([[1, 2]]))
-        else:
-            keep = model.store
-            for layer in keep.cache.layers:
-                for kept in layer.keys, layer.values:
-                    moved = kept[first : first + 4].clone()
-                    for row, start in enumerate(starts[:, 0]):
-                        moved[row, :, start + 1 : start + 3] = moved[row, :, [start + 2, start + 5]]
-                    kept[first : first + 4] = moved
-            if keep.features is not None:
-                for row, start in enumerate(starts[:, 0]):
-                    old = keep.features[first + row].clone()
-                    keep.features[first + row, start + 2 : start + 4] = old[[start + 3, start + 6]]
+        if type(model) is CpuModel:
+            model.move(source, slots)
+        else:  # It moves all rows of the cache: in the others, slot 0 to itself.
+            of_all = (
+                torch.zeros(6, 2, dtype=torch.long).index_copy(0, torch.arange(4) + first, x) for x in (source, slots)
+            )
+            model.move(*of_all)
     results.append(true(3))
     return [*results, head.forward(root, starts + 1 + torch.arange(2))]
 
@@ -553,6 +548,9 @@ def test_a_broken_folder_is_refused_in_one_line(tmp_path, name):
         load_head(tmp_path, target, "v1")
 
 
-def test_a_target_of_another_width_is_refused():
+def test_a_target_of_another_width_or_dtype_is_refused():
+    target = helpers.tiny()
+    with refused("have its dtype"):
+        HeadModel(network_for(target), CachedModel(target.model.bfloat16()))
     with refused("a width of 32"):
         HeadModel(network_for(helpers.tiny()), helpers.tiny(hidden_size=64))
