@@ -10,14 +10,16 @@ from typing import Any, cast
 
 from benchmark import tables as printed
 from benchmark.contenders import COPY_ALPHAS
+from benchmark.engines.textCheck import verdict
 from benchmark.figure import PARTS, round_shares
 from benchmark.records import BenchmarkRecord
+from benchmark.throughput import throughput_table
 from engine.quantised import BITS, GROUP
 from experiments.speed import Interval, interval, paired_ratios, summarize
-from report.tableFormat import median, notation
+from report.tableFormat import median, notation, title_of
 from scripts.copySweep import HEAD_GAMMA, by_bits, predictions
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
-from scripts.keepRecord import BENCHMARKS, COPIES, Records
+from scripts.keepRecord import BENCHMARKS, COPIES, QUEUES, Records
 from utils import UserError
 
 PAIR, SHAPES, REAL = BENCHMARKS
@@ -394,6 +396,16 @@ def with_copies_source(body: str, record: Mapping[str, Any]) -> str:
     )
 
 
+def throughput(records: Records, words: Words) -> str:
+    """Queues of texts beside those of another engine, and what the tests say of its texts."""
+    record = records.file(QUEUES)
+    queues = throughput_table(record["queues"], record["flags"]["maxLen"])
+    texts = {peer["method"]: peer["failed"] or verdict(peer["lossless"]) for peer in record["peers"]}
+    rows = [[method, *cells, texts.get(method, "")] for method, *cells in cells_of(queues)]
+    body = table(" | ".join([*(title_of(column.header) for column in queues.columns), "text"]), rows)
+    return f"{body}\n\n{queues.title}. {source(cast(BenchmarkRecord, record), record['dtype'])}"
+
+
 BLOCKS: dict[str, Render] = {
     "kinds": partial(of_first, PAIR, kinds),
     "scoring": partial(of_first, PAIR, scoring),
@@ -409,6 +421,7 @@ BLOCKS: dict[str, Render] = {
     "real-scoring": partial(of_first, REAL, forwards_of_target),
     "real-prefill": partial(of_first, REAL, prefill),
     "pythia-theory": partial(of_first, SHAPES, theory),
+    "throughput": throughput,
     "self-draft-bits": copy_bits,
     "self-draft-gamma": copy_gammas,
     "self-draft-head": copy_heads,
