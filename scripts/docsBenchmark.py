@@ -13,13 +13,14 @@ from benchmark.contenders import COPY_ALPHAS
 from benchmark.engines.textCheck import verdict
 from benchmark.figure import PARTS, round_shares
 from benchmark.records import BenchmarkRecord
-from benchmark.throughput import throughput_table
+from benchmark.throughput import map_tables, throughput_table
 from engine.quantised import BITS, GROUP
+from experiments.batchSweep import FEWEST
 from experiments.speed import Interval, interval, paired_ratios, summarize
 from report.tableFormat import median, notation, title_of
 from scripts.copySweep import HEAD_GAMMA, by_bits, predictions
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
-from scripts.keepRecord import BENCHMARKS, COPIES, QUEUES, Records
+from scripts.keepRecord import BENCHMARKS, COPIES, MAP, QUEUES, Records
 from utils import UserError
 
 PAIR, SHAPES, REAL = BENCHMARKS
@@ -406,6 +407,20 @@ def throughput(records: Records, words: Words) -> str:
     return f"{body}\n\n{queues.title}. {source(cast(BenchmarkRecord, record), record['dtype'])}"
 
 
+def throughput_map(records: Records, words: Words) -> str:
+    """Speed by batch and gamma at each synthetic acceptance."""
+    record, rows, titles = records.file(MAP), [], []
+    for acceptance, printed_map in map_tables(record["queues"]).items():
+        titles = ["guesses accepted", *(title_of(column.header) for column in printed_map.columns)]
+        rows += [[acceptance, *cells] for cells in cells_of(printed_map)]
+    first = record["queues"][0]
+    queues = (
+        f"Queues of as many texts as the batch, {FEWEST} at least: prompts of {first['promptLen']} tokens, texts of "
+        f"{first['maxLen']}, temperature {first['temperature']}, top_p {first['top_p']}. "
+    )
+    return with_source(table(" | ".join(titles), rows), cast(BenchmarkRecord, record), queues)
+
+
 BLOCKS: dict[str, Render] = {
     "kinds": partial(of_first, PAIR, kinds),
     "scoring": partial(of_first, PAIR, scoring),
@@ -422,6 +437,7 @@ BLOCKS: dict[str, Render] = {
     "real-prefill": partial(of_first, REAL, prefill),
     "pythia-theory": partial(of_first, SHAPES, theory),
     "throughput": throughput,
+    "throughput-map": throughput_map,
     "self-draft-bits": copy_bits,
     "self-draft-gamma": copy_gammas,
     "self-draft-head": copy_heads,

@@ -36,7 +36,8 @@ PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 # Files that `python -m benchmark` writes: of the bundled pair, of Pythia's shapes, of a real model.
 BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b", "benchmark-SmolLM2-135M-Instruct")
 COPIES = "selfDraft-SmolLM2-135M-Instruct"  # what `python -m scripts.copySweep` writes
-QUEUES = "throughput-SmolLM2-135M-Instruct"  # what `python -m benchmark --batch` writes
+# What `python -m benchmark --batch` writes: beside vLLM, and as a map with --shapes.
+QUEUES, MAP = "throughput-SmolLM2-135M-Instruct", "throughput-pythia-2.8b"
 
 
 class Records:

@@ -27,13 +27,14 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from benchmark.figure import draw
+from benchmark.throughput import draw_map
 from inputs.commandLine import Parser, as_command
 from inputs.files import ROOT, replace_file
 from report.figures import draw_batches, draw_categories, draw_lossless, draw_sweep
 from scripts import copySweep, docsBenchmark, docsCode, docsSources, docsTables
 from scripts.docsTables import CHINESE, Words, command_of, table
 from scripts.drawRounds import draw_rounds
-from scripts.keepRecord import BENCHMARKS, COPIES, Records
+from scripts.keepRecord import BENCHMARKS, COPIES, MAP, Records
 from utils import UserError
 
 MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.+-]+) -->")
@@ -47,7 +48,9 @@ FIGURES = {  # of runs
     **dict.fromkeys(docsTables.MAPS, draw_batches),
     **dict.fromkeys(docsTables.CATEGORIES, draw_categories),
 }
-PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *BENCHMARKS, COPIES)} | {"figures/rounds.gif": "rounds"}
+PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *BENCHMARKS, COPIES, MAP)} | {
+    "figures/rounds.gif": "rounds"
+}
 DIGEST = "Record"  # the text field of a PNG file; a GIF file has one comment
 
 
@@ -176,6 +179,8 @@ def redraw(picture: str, records: Records) -> bool:
         return True
     if name == COPIES:
         copySweep.draw(records.file(name), path)
+    elif name == MAP:
+        draw_map(records.file(name), path)
     elif name in BENCHMARKS:
         draw(records.benchmark(name), path)
     else:
