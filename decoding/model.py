@@ -33,11 +33,14 @@ class Model(ABC):
     cache_of: the model whose KV cache it reads and writes; None: it has its own. A draft that shares the target's cache
         finds the committed tokens there, read by the target. What it writes for its guesses, the target overwrites when
         it scores them.
+    features_of: the model whose features of the tokens it reads; None: it reads none. A token has a feature once that
+        model has read it. So what it guessed in a round, it reads again when the round is over.
     first_row: the row of the KV cache that belongs to the first row of a block; the others follow. A cache may have
         more rows than a block.
     """
 
     cache_of: Model | None = None
+    features_of: Model | None = None
     first_row: int = 0
 
     name: str
@@ -45,6 +48,11 @@ class Model(ABC):
     context: int
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether it reads another model's features."""
+        return self.features_of is not None
 
     @abstractmethod
     def forward(

@@ -10,6 +10,7 @@ the one for float32 when one token attends to many. So there the cache is float3
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from decoding.model import Model
+from decoding.rows import Rows
 from decoding.trees.tree import Places
 
 ATTENTION = "sdpa_in_cache_dtype"  # its name in transformers
@@ -135,13 +137,33 @@ def context_of(config: PretrainedConfig) -> int:
     return getattr(config, "max_position_embeddings", None) or 1 << 30
 
 
+@dataclass(frozen=True)
+class Tap:
+    """What makes a feature `[d]` of a token: `fuse` of its hidden states, side by side, after some of a model's layers.
+
+    layers: counted as transformers' `hidden_states` (0: embeddings, the last one: after the last norm).
+    """
+
+    layers: tuple[int, ...]
+    fuse: nn.Linear
+
+    def __call__(self, hidden_states: Sequence[Tensor]) -> Tensor:
+        return self.fuse(torch.cat([hidden_states[layer] for layer in self.layers], -1))
+
+
 @dataclass
 class Store:
     """Where a model finds its KV cache, and so do the models that share it. cache: None until a prompt is read. slots:
-    their numbers, int64 `[capacity]`."""
+    their numbers, int64 `[capacity]`.
+
+    features: float32 `[rows, capacity + 1, d]` of a model with a tap. That of the token in slot s is at s + 1; before
+        the first token it is 0. They follow the keys and values of their tokens. In any dtype they are few bytes beside
+        the KV cache of all layers; in float32 nothing is rounded between the model that writes and the one that reads.
+    """
 
     cache: SlotCache | None = None
     slots: Tensor = field(default_factory=lambda: torch.empty(0))
+    features: Tensor | None = None
 
 
 class CachedModel(Model):
@@ -151,9 +173,11 @@ class CachedModel(Model):
         Qwen2). Its attention is set to that of engine/cachedModel.py.
     vocabulary: logits are cut to this many entries, the tokenizer's size: sizes of one family pad it differently.
     cache_of: see `Model`. That model has the same layers, and reserves the cache.
+    features: what makes features of its hidden states; or, for a head, the model whose features it reads (head.py).
     """
 
     cache_of: CachedModel | None
+    features_of: CachedModel | None
     store: Store
 
     def __init__(
@@ -162,6 +186,7 @@ class CachedModel(Model):
         vocabulary: int | None = None,
         name: str = "model",
         cache_of: CachedModel | None = None,
+        features: Tap | CachedModel | None = None,
     ) -> None:
         self.model = model.eval()
         self.vocabulary = vocabulary or model.config.vocab_size
@@ -174,6 +199,9 @@ class CachedModel(Model):
         self.parameters = sum(p.numel() for p in model.parameters())
         self.cache_of = cache_of
         self.store = Store() if cache_of is None else cache_of.store
+        self.tap = features if isinstance(features, Tap) else None
+        self.features_of = features if isinstance(features, CachedModel) else None
+        self.keeps_features = self.tap is not None  # Whether its forwards write features.
         self.cache_dtype = cache_dtype(model)
         # On a CPU, attention costs as much as it reads, so it reads only slots that some row has reached. On a GPU it
         # costs little beside the weights, and finding the highest position would be a host sync.
@@ -200,6 +228,15 @@ class CachedModel(Model):
         if self.cache is None or (self.rows, self.cache.capacity) != (rows, capacity):
             self.store.cache = SlotCache(self.model.config.num_hidden_layers, rows, capacity, self.cache_dtype)
             self.store.slots = torch.arange(capacity, device=self.device)
+            self.store.features = None
+        if self.tap is not None and self.store.features is None:
+            d = self.tap.fuse.out_features
+            self.store.features = torch.zeros(rows, capacity + 1, d, device=self.device)
+
+    def prefill(self, rows: Rows) -> Tensor:
+        """Features are written only if a model of these rows reads them."""
+        self.keeps_features = self.tap is not None and any(model.reads_features for model in rows.models)
+        return super().prefill(rows)
 
     @torch.inference_mode()
     def forward(
@@ -210,27 +247,65 @@ class CachedModel(Model):
         reach = int(slots.max()) + 1 if self.reads_filled else self.cache.capacity
         mask = self.store.slots[:reach] <= positions[..., None] if places is None else places.mask(reach)
         self.cache.address(slots, reach, self.first_row)
-        logits = self.model(
+        before = {} if self.features_of is None else {"features": self.features_before(slots, places)}
+        outputs = self.model(
             input_ids=tokens,
+            **before,
             position_ids=positions,
             attention_mask=mask[:, None],
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=0 if keep is None else keep,
-        ).logits
+            output_hidden_states=self.keeps_features or self.reads_features,
+        )
+        if self.keeps_features and self.tap is not None:
+            self.write_features(self.tap(outputs.hidden_states), slots)
+        elif self.reads_features and keep is None:
+            # Its own last hidden state stands for the feature of a token that the other model has not read: the last
+            # one of a block, or a node. If only some logits are asked for, the block is a text that was read before.
+            last = slice(-1 if places is None else 0, None)
+            self.write_features(outputs.hidden_states[-1][:, last], slots[:, last])
         self.forwards += 1
-        return logits[..., : self.vocabulary].float()
+        return outputs.logits[..., : self.vocabulary].float()
+
+    def keep_features(self, tap: Tap) -> None:
+        """From now on, its forwards write features beside the KV cache."""
+        self.tap, self.keeps_features = tap, True
+
+    def features_of_rows(self, count: int) -> Tensor:
+        """The features of the first rows of a block, `[count, capacity + 1, d]`."""
+        features = (self.features_of or self).store.features
+        assert features is not None, "the model whose features these are must read a prompt first"
+        return features[self.first_row : self.first_row + count]
+
+    def features_before(self, slots: Tensor, places: Places | None) -> Tensor:
+        """The features `[B, n, d]` of the tokens before those in `slots[B, n]`: of the parents of a tree's nodes."""
+        at = slots if places is None else places.parents + 1
+        features = self.features_of_rows(len(slots))
+        return features.gather(1, at[..., None].expand(-1, -1, features.shape[-1])).to(self.dtype)
+
+    def write_features(self, features: Tensor, slots: Tensor) -> None:
+        """Write `features[B, n, d]` of the tokens in `slots[B, n]`."""
+        self.features_of_rows(len(slots)).scatter_(1, (slots + 1)[..., None].expand_as(features), features.float())
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         assert self.cache is not None, "call `reserve` first"
         self.cache.move(source, slots)
+        if self.store.features is not None:
+            features = self.store.features[: len(source)]
+            read, written = ((x + 1)[..., None].expand(-1, -1, features.shape[-1]) for x in (source, slots))
+            features.scatter_(1, written, features.gather(1, read))
 
     def copy_row(self, source: int, row: int) -> None:
         assert self.cache is not None, "call `reserve` first"
         self.cache.copy_row(source, row)
+        if self.store.features is not None:
+            self.store.features[row] = self.store.features[source]
 
     @torch.inference_mode()
     def score(self, tokens: Tensor) -> Tensor:
         """The logits are on the device of `tokens`."""
+        if self.reads_features:
+            return super().score(tokens)  # raises: the other model would have to read the text first
         logits = self.model(input_ids=tokens.to(self.device), use_cache=False).logits[..., : self.vocabulary].float()
         return logits.to(tokens.device)

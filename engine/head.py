@@ -1,12 +1,27 @@
 """`HeadNetwork`: one decoder layer that guesses from the target's own features (EAGLE, Li et al., arXiv 2401.15077;
-EAGLE-3, arXiv 2503.01840)."""
+EAGLE-3, arXiv 2503.01840). `HeadModel`: the draft model that it makes for a target."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from engine.cachedModel import CachedModel, Tap
+from engine.sharedWeights import RestrictedHead
+from utils import UserError
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+OF_TARGET = ("model.embed_tokens.", "lm_head.")  # weights that are not trained
 
 
 class HeadNetwork(LlamaForCausalLM):
@@ -14,7 +29,7 @@ class HeadNetwork(LlamaForCausalLM):
 
     A feature `[d]` is made by `fuse` from the hidden states of some of the target's layers. Where the target has not
     read a token yet, the network's own last hidden state stands for the feature. The token embedding is the target's,
-    and so is the output layer, or those of its rows that `config.head["tokens"]` names: neither is trained.
+    and so is the output layer, or some of its rows (`RestrictedHead`): neither is trained.
 
     config.head: "layers", whose hidden states make a feature, counted as transformers' `hidden_states` (0: embeddings,
         the last one: after the last norm).
@@ -31,3 +46,134 @@ class HeadNetwork(LlamaForCausalLM):
         """What the layer reads, `[B, n, d]`, of int64 `tokens[B, n]` and the features before them `[B, n, d]`."""
         embedded = self.model.embed_tokens(tokens)
         return self.join(torch.cat([self.token_norm(embedded), self.feature_norm(features)], -1))
+
+    def forward(
+        self, input_ids: Tensor | None = None, features: Tensor | None = None, **options: Any
+    ) -> CausalLMOutputWithPast:
+        """`LlamaForCausalLM.forward` of tokens and the features before them, or of `inputs_embeds`."""
+        if input_ids is not None and features is not None:
+            options["inputs_embeds"] = self.inputs(input_ids, features)
+        return super().forward(**options)
+
+    @classmethod
+    def of(cls, config: LlamaConfig, target: CachedModel, tokens: Tensor | None = None) -> HeadNetwork:
+        """A network whose embedding and output layer are the target's. Its other weights are random.
+
+        tokens: int64 `[N]`, those that the output layer is cut to; None: all.
+        """
+        vocabulary, config.vocab_size = config.vocab_size, 1  # Neither is allocated: they are replaced.
+        config.pad_token_id = None
+        network, config.vocab_size = cls(config), vocabulary
+        network.vocab_size = network.model.vocab_size = vocabulary
+        network.set_input_embeddings(target.model.get_input_embeddings())
+        whole = target.model.get_output_embeddings()
+        network.set_output_embeddings(whole if tokens is None else RestrictedHead(whole, tokens.to(target.device)))
+        return network
+
+    def trained(self) -> dict[str, Tensor]:
+        """{name: weight} of what is trained."""
+        return {name: x for name, x in self.state_dict().items() if not name.startswith(OF_TARGET)}
+
+
+class HeadModel(CachedModel):
+    """A draft that reads the features of `features_of`, its target, and has a KV cache of one layer.
+
+    Positions instead of rollback, for features too. The target writes the features of all tokens that it reads beside
+    its KV cache. The network reads the one before each token, and writes its own last hidden state for the last token
+    of a block, or for every node: their features are not known yet. When the target scores the guesses, it overwrites
+    them. A wrong feature costs acceptance, and no more: q is what a guess was drawn from.
+
+    Making one gives the target its tap; that of an earlier head is replaced. Make it before the target is compiled.
+    Raises UserError if the network cannot read this target's features.
+    """
+
+    def __init__(self, network: HeadNetwork, target: CachedModel, name: str = "head") -> None:
+        layers, width = network.config.head["layers"], embedding_of(target).shape[1]
+        depth = target.model.config.num_hidden_layers
+        if network.config.hidden_size != width:
+            raise UserError(f"{name} has a width of {network.config.hidden_size}, and {target.name} of {width}")
+        if not layers or not all(isinstance(layer, int) and 0 <= layer <= depth for layer in layers):
+            raise UserError(f"{name} reads the layers {layers}, and {target.name} has 0 to {depth}")
+        if target.is_spread or network.device != target.device:
+            raise UserError(f"{name} must be on the device of {target.name}, which must be one")
+        target.keep_features(Tap(tuple(layers), network.fuse))
+        super().__init__(network, target.vocabulary, name, features=target)
+
+
+def save_head(network: HeadNetwork, folder: Path, target: str, record: Mapping[str, Any]) -> None:
+    """Write a trained network to a folder, which `load_head` reads: CONFIG and WEIGHTS, in bfloat16.
+
+    target: the version of the target's weights (`inputs.models.model_version`). record: what else config.json is to say
+    of the training, under "head".
+    """
+    output, weights = network.get_output_embeddings(), network.trained()
+    tokens = output.tokens if isinstance(output, RestrictedHead) else None
+    weights = {name: x.detach().to("cpu", torch.bfloat16).contiguous() for name, x in weights.items()}
+    if tokens is not None:
+        weights["tokens"] = tokens.cpu()
+    about = {
+        "target": target,
+        "layers": network.config.head["layers"],
+        "tokens": None if tokens is None else len(tokens),
+    }
+    config = network.config.to_dict() | {"vocab_size": network.vocab_size, "head": {**record, **about}}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / f"{WEIGHTS}.new")
+    (folder / f"{CONFIG}.new").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in WEIGHTS, CONFIG:  # They appear when they are complete.
+        os.replace(folder / f"{name}.new", folder / name)
+
+
+def load_head(folder: Path, target: CachedModel, version: str) -> HeadModel:
+    """The head in a folder that `save_head` wrote, for `target`.
+
+    version: of the target's weights (`inputs.models.model_version`). Raises UserError if the head is another target's,
+    or if the folder does not hold a whole head.
+    """
+
+    def refuse(reason: str) -> UserError:
+        return UserError(f"{folder} holds no head for {target.name}: {reason}; train one, or name another")
+
+    try:
+        config = LlamaConfig(**json.loads((folder / CONFIG).read_text(encoding="utf-8")))
+        trained_for, layers, count = (config.head[key] for key in ("target", "layers", "tokens"))
+        weights = load_file(folder / WEIGHTS)
+    except Exception as error:  # A broken folder can raise nearly anything.
+        raise refuse(f"it cannot be read ({one_line(error)})") from None
+    if trained_for != version:
+        raise refuse(f"it is that of {trained_for}, and the target is {version}")
+    if (found := [config.vocab_size, config.hidden_size]) != (wanted := list(embedding_of(target).shape)):
+        raise refuse("it has {} tokens and a width of {}, and the target {} and {}".format(*found, *wanted))
+    tokens = weights.pop("tokens", None)
+    if (None if tokens is None else len(tokens)) != count or not within(tokens, target.vocabulary):
+        raise refuse(f"{WEIGHTS} does not have the tokens that {CONFIG} says")
+    try:
+        network = HeadNetwork.of(config, target, tokens)
+    except Exception as error:
+        raise refuse(f"{CONFIG} describes no network ({one_line(error)})") from None
+    shapes, found_shapes = ({name: x.shape for name, x in part.items()} for part in (network.trained(), weights))
+    if wrong := sorted(name for name, _ in shapes.items() ^ found_shapes.items()):
+        raise refuse(f"{wrong[0]} is missing, left over or of another shape in {WEIGHTS}")
+    network.load_state_dict(weights, strict=False)
+    network.to(target.device).requires_grad_(False)
+    for weight in network.parameters():  # The rotary embeddings stay in float32.
+        weight.data = weight.data.to(target.dtype)
+    return HeadModel(network, target, folder.name)
+
+
+def embedding_of(target: CachedModel) -> Tensor:
+    """The weight of a model's token embedding."""
+    return target.model.get_input_embeddings().weight
+
+
+def within(tokens: Tensor | None, vocabulary: int) -> bool:
+    """Whether these are the ids of some tokens of a vocabulary, int64 `[N]`, or None."""
+    if tokens is None:
+        return True
+    in_range = tokens.dtype == torch.int64 and tokens.dim() == 1 and len(tokens) > 0
+    return in_range and 0 <= int(tokens.min()) and int(tokens.max()) < vocabulary
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -84,7 +84,7 @@ class CascadeDrafter(DrafterWithModel):
             self.behind += 1
             return no_guesses(rows, self.model.vocabulary)
         self.drafter.rewind(self.behind)
-        self.inner.follow(rows, gammas, self.unread())
+        self.inner.follow(rows, gammas, self.unread(most))
         q = torch.zeros(rows.size, most + 1, self.model.vocabulary, device=rows.device)  # one to spare
         while not all(self.inner.ended):
             first = self.inner.lengths - rows.lengths

@@ -20,7 +20,8 @@ class DrafterWithModel(Drafter):
 
     The model reads the last two committed tokens of each round. It has not seen the last one, and after full acceptance
     it has not read its own last guess either. Two tokens cost what one costs. A round without guesses leaves it one
-    token further behind. A model that shares the target's KV cache is never behind.
+    token further behind. A model that shares the target's KV cache is never behind. One that reads the target's features
+    reads all tokens of the last round again: the target had not read them when they were guessed.
     """
 
     def __init__(self, model: Model) -> None:
@@ -37,9 +38,10 @@ class DrafterWithModel(Drafter):
     def rewind(self, count: int) -> None:
         self.behind += count
 
-    def unread(self) -> int:
-        """A round begins: how many tokens before the last one the model has to read."""
-        unread, self.behind = self.behind, 1
+    def unread(self, guesses: int) -> int:
+        """A round begins, of which at most that many guesses are accepted: how many tokens before the last one the
+        model has to read."""
+        unread, self.behind = self.behind, guesses if self.model.reads_features else 1
         return unread if self.model.cache_of is None else 0
 
 
@@ -61,7 +63,7 @@ class ModelDrafter(DrafterWithModel):
             self.behind += 1
             return no_guesses(rows, self.model.vocabulary)
         model, draft_sampling = self.model, sampling.but(self.temperature, self.top_p)
-        tokens, positions = (x.to(model.device) for x in rows.last(1 + self.unread(), max(gammas) - 1))
+        tokens, positions = (x.to(model.device) for x in rows.last(1 + self.unread(max(gammas)), max(gammas) - 1))
         seen, going = rows.seen(model.vocabulary, sampling), rows.going.to(model.device)
         seen = None if seen is None else seen.to(model.device)
         stop = length.stop if length else None

@@ -32,7 +32,7 @@ class TreeDrafter(ModelDrafter):
         model = self.model
         places, seen = Places.of(rows, tree), rows.seen(model.vocabulary, sampling)
         u = rows.uniform([tree.draws] * rows.size).to(model.device)
-        tokens, positions = (x.to(model.device) for x in rows.last(1 + self.unread()))
+        tokens, positions = (x.to(model.device) for x in rows.last(1 + self.unread(tree.depth)))
         drafts, q = model.grow(
             tree,
             tokens,

@@ -170,6 +170,14 @@ class Places(NamedTuple):
         root = rows.lengths - 1
         return cls((root[:, None] + depths).clamp_(max=rows.capacity - 1), root[:, None] + order, root, ancestors)
 
+    @property
+    def parents(self) -> Tensor:
+        """The slot of each node's parent, int64 `[B, m]`; for the root, the slot before its own."""
+        number = torch.arange(MOST + 1, device=self.root.device)
+        attended = self.ancestors[:, None] >> number & 1  # [m, MOST + 1]; the last one is the node itself
+        node = (attended * number).amax(1, keepdim=True)
+        return self.root[:, None] - 1 + (attended * (number < node) * (number + 1)).amax(1)
+
     def only(self, nodes: Sequence[int]) -> Places:
         """Those of some nodes."""
         return Places(
