@@ -58,6 +58,7 @@ FINISH = 0.25  # share of the training, its last, whose loss is the share of gue
 FEATURE = 1.0  # weight of the feature loss beside the cross-entropy, with --featureLoss
 MUON_RATE, ADAM_RATE = 0.01, 2e-3  # highest learning rates, for matrices and for all else
 CLIP = 1.0  # the longest gradient
+EDGE = 1e-3  # a logit that is less by so little is in the nucleus too: it is computed again, and rounded otherwise
 KEEP = 120.0  # seconds between two checkpoints
 MEASURED = 20  # measurements in a training
 SEEDS = 1 << 20  # a step's windows are drawn from the seed `--seed * SEEDS + step`
@@ -254,7 +255,7 @@ class Labels(NamedTuple):
         target's tokens: if the output layer is cut, they do not sum to 1."""
         logits = output(last)
         whole, kept, least = sums.split(1, -1)
-        p = (logits / SAMPLING.temperature - kept).exp().masked_fill_(logits < least, 0.0)
+        p = (logits / SAMPLING.temperature - kept).exp().masked_fill_(logits < least - EDGE, 0.0)
         return cls(logits, (logits - whole).exp(), p)
 
 
