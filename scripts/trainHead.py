@@ -56,7 +56,7 @@ GAMMA = 4  # guesses of a round, and steps of the training-time test
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
 FINISH = 0.25  # share of the training, its last, whose loss is the share of guesses that the target rejects
 FEATURE = 1.0  # weight of the feature loss beside the cross-entropy, with --featureLoss
-MUON_RATE, ADAM_RATE = 0.01, 2e-3  # highest learning rates, for matrices and for all else
+MUON_RATE, ADAM_RATE = 0.02, 4e-3  # highest learning rates, for matrices and for all else
 CLIP = 1.0  # the longest gradient
 EDGE = 1e-3  # a logit that is less by so little is in the nucleus too: it is computed again, and rounded otherwise
 KEEP = 120.0  # seconds between two checkpoints
@@ -394,22 +394,36 @@ def rounds(overlap: np.ndarray, ratio: np.ndarray, drawn: Sequence[bool]) -> tup
 # Training
 
 
+class Workplace(NamedTuple):
+    """What all trainings of a command share: the flags, the parts of `prepare`, the target, the version of its weights,
+    and the tokens that end its texts."""
+
+    args: Namespace
+    parts: list[dict[str, Tensor]]
+    target: CachedModel
+    version: str
+    ends: frozenset[int]
+
+    @classmethod
+    def of(cls, args: Namespace) -> Workplace:
+        """Make the texts, then load the target."""
+        tokenizer, parts = load_tokenizer(args.folder), prepare(args)
+        target = load_model(args.folder, tokenizer, pick_dtype(args.device), args.device)
+        target.model.requires_grad_(False)
+        return cls(args, parts, target, model_version(args.folder), end_tokens(args.folder, tokenizer))
+
+
 class Trainer:
-    """Trains one network, and keeps what it needs to go on.
+    """Trains one network, and keeps what it needs to go on in the folder `out`."""
 
-    parts: of `prepare`. model: the target. vocabulary: tokens it knows. tokens: those that the head guesses.
-    """
-
-    def __init__(
-        self, recipe: Recipe, out: Path, parts: Sequence[dict[str, Tensor]], target: CachedModel, args: Namespace
-    ) -> None:
+    def __init__(self, recipe: Recipe, out: Path, place: Workplace) -> None:
+        args, parts, target, version, ends = place
         torch.manual_seed(args.seed)
-        self.recipe, self.out, self.args = recipe, out, args
+        self.recipe, self.out, self.args, self.version = recipe, out, args, version
         self.device = target.device
         self.autocast = target.dtype if target.dtype != torch.float16 else torch.bfloat16
-        tokens = guessed_tokens(parts, target.vocabulary, args.draftVocab, args.ends)
+        tokens = guessed_tokens(parts, target.vocabulary, args.draftVocab, ends)
         self.output = OutputLayer.of(target.model, tokens)
-        target.model.requires_grad_(False)
         self.network = new_network(recipe, target, tokens if args.draftVocab else None).to(self.device)
         begin_near_target(self.network, parts[0], self.output.weight.shape[1])
         self.optimizers = optimizers_of(self.network)
@@ -518,7 +532,7 @@ class Trainer:
         os.replace(self.out / ".training.pt", self.out / "training.pt")
         replace_file(self.out / "training.jsonl", "".join(json.dumps(line) + "\n" for line in self.history))
         if isinstance(self.network, HeadNetwork):
-            save_head(self.network, self.out, self.args.version, self.record())
+            save_head(self.network, self.out, self.version, self.record())
 
     def record(self) -> dict[str, Any]:
         """What a head's config.json says of its training."""
@@ -650,22 +664,19 @@ def add_flags(parser: Parser) -> None:
 
 def run(args: Namespace) -> None:
     """Make the texts, then train the head, or the variants of the ablation."""
-    tokenizer = load_tokenizer(args.folder)
-    args.ends, args.version = end_tokens(args.folder, tokenizer), model_version(args.folder)
-    parts = prepare(args)
-    target = load_model(args.folder, tokenizer, pick_dtype(args.device), args.device)
+    place = Workplace.of(args)
     if not args.ablation:
         recipe = Recipe(args.kind, args.layers, args.unroll, args.featureLoss)
-        quality = Trainer(recipe, args.out, parts, target, args).train()
+        quality = Trainer(recipe, args.out, place).train()
         print(f"{args.out}: {described(quality)}")
         return
     results = {}
     for name, recipe in VARIANTS.items():
-        trainer = Trainer(recipe, args.out / name, parts, target, args)
+        trainer = Trainer(recipe, args.out / name, place)
         quality = trainer.train()
         results[name] = {"recipe": asdict(recipe), "tokens": trainer.step * BATCH, **quality._asdict()}
         print(f"{name:>12}: {described(quality)}", flush=True)
-    record = {"target": args.version, "seed": args.seed, "hours": args.hours, "steps": args.steps, "variants": results}
+    record = {"target": place.version, "seed": args.seed, "hours": args.hours, "steps": args.steps, "variants": results}
     replace_file(args.out / "ablation.json", json.dumps(record, indent=1) + "\n")
 
 

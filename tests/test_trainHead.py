@@ -1,4 +1,4 @@
-"""Training a head: its chain is what decoding does, its losses and figures are right, and it goes on where it stopped."""
+"""Training a head: its chain is what decoding computes, its figures are right, and it goes on where it stopped."""
 
 import json
 import math
@@ -33,18 +33,22 @@ from scripts.trainHead import (
     shifted,
 )
 from specSampling import specSampling
-from utils import Sampling, probabilities
+from utils import probabilities
 
 SAMPLE = DATASETS / "sample" / "articles.raw"
+
+
+def make_small(monkeypatch):
+    for name, value in {"TEXTS": 6, "HELD_OUT": 3, "TOGETHER": 4, "LENGTH": 96, "PROMPT": (4, 12)}.items():
+        monkeypatch.setattr(headTexts, name, value)
+    for name, value in {"BATCH": 128, "LENGTHS": (32, 64), "MEASURED": 1}.items():
+        monkeypatch.setattr(trainHead, name, value)
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Little text, short rows, and a measurement at the end alone."""
-    for name, value in {"TEXTS": 6, "HELD_OUT": 3, "TOGETHER": 4, "LENGTH": 96, "PROMPT": (4, 12)}.items():
-        monkeypatch.setattr(headTexts, name, value)
-    for name, value in {"BATCH": 128, "LENGTHS": (32, 64), "MEASURED": 1}.items():
-        monkeypatch.setattr(trainHead, name, value)
+    make_small(monkeypatch)
 
 
 def train(target, out, *flags):
@@ -65,7 +69,7 @@ def network(target):
     """An untrained head of it."""
     torch.manual_seed(1)
     head = new_network(Recipe(), target, None)
-    for name, weight in head.parameters_of_training().items():
+    for weight in head.parameters_of_training().values():
         torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3 if weight.ndim == 2 else 0.1)
     return head
 
@@ -160,7 +164,6 @@ def test_labels_are_the_distributions_that_the_target_draws_from(target):
     tokens = torch.randint(1, 61, (1, 30), generator=torch.Generator().manual_seed(0))
     batch, output = a_batch(target, tokens, torch.bfloat16)
     logits = output(batch.last[0])
-    torch.testing.assert_close(logits, target.score(tokens)[0], atol=0.1, rtol=0.1)
     few = torch.tensor([1, 5, 8, 30, 44])
     for some, places in (output, slice(None)), (OutputLayer.of(target.model, few), few):
         labels = Labels.of(some, batch.last[0], batch.sums[0])
@@ -189,21 +192,20 @@ def test_the_figures_are_those_of_decoding(target, network):
     """The share of guesses that pass and the tokens of a round, from texts that the target drew, and from speculative
     decoding with the same head."""
     target.context = 10**6
-    few = Sampling(0.85, 0, 0.9)
     generator = torch.Generator().manual_seed(0)
-    texts, _ = regrSampling([[3]] * 60, target, 60, few, generator=generator)
+    texts, _ = regrSampling([[3]] * 60, target, 60, generator=generator)
     batches = []
     for text in texts:
         batch, output = a_batch(target, torch.tensor([[3, *text]]), torch.bfloat16)
         batches.append(batch._replace(drawn=torch.arange(61)[None] > 0))
     quality = measure(network, output, batches, torch.float32)
     head = HeadModel(network, target)
-    _, records = specSampling([[3]] * 60, target, ModelDrafter(head), GAMMA, 60, few, generator=generator)
+    _, records = specSampling([[3]] * 60, target, ModelDrafter(head), 60, GAMMA, generator=generator)
     tested, passed = np.array([record.acceptance_by_position for record in records]).sum(0).T
     for found, share, count in zip(quality.acceptance, passed / tested, tested):
         assert abs(found - share) < 4 * math.sqrt(0.25 / count) + 0.01
     tokens = np.mean([record.tokens_per_round for record in records])
-    assert quality.tokens_per_round == pytest.approx(tokens, rel=0.1)
+    assert quality.tokens_per_round == pytest.approx(tokens, rel=0.05)
 
 
 def test_rounds_are_those_of_each_way_to_decode():
@@ -213,7 +215,7 @@ def test_rounds_are_those_of_each_way_to_decode():
     drawn = [False] * 3 + [True] * 11
     tested, passed = rounds(ratio, ratio, drawn)
     counts = np.zeros((2, 2))
-    for _ in range(20_000):
+    for _ in range(4_000):
         s = 3
         while s < n - 1:
             whole, j = s + 3 < n, 0
@@ -223,7 +225,7 @@ def test_rounds_are_those_of_each_way_to_decode():
             if j < 2:
                 counts[0, j] += whole
             s += j + 1
-    assert np.allclose(counts / 20_000, [tested, passed], atol=0.02)
+    assert np.allclose(counts / 4_000, [tested, passed], atol=0.05)
 
 
 def test_what_is_not_guessed_never_passes(target):
@@ -234,7 +236,7 @@ def test_what_is_not_guessed_never_passes(target):
     assert (ratio[:, following % 3 != 0] == 0).all() and (overlap <= 1).all()
 
 
-def test_a_short_training_makes_a_head_that_loads_and_guesses_better(pair_folder, tmp_path, small, capsys):
+def test_a_short_training_makes_a_head_that_loads(pair_folder, tmp_path, small, capsys):
     out = tmp_path / "head"
     assert train(pair_folder / "target", out, "--steps", 30, "--draftVocab", 100) == 0
     assert "tokens a round" in capsys.readouterr().out
@@ -242,6 +244,141 @@ def test_a_short_training_makes_a_head_that_loads_and_guesses_better(pair_folder
     target = load_model(pair_folder / "target", tokenizer, "float32", "cpu")
     head = load_head(out, target, model_version(pair_folder / "target"))
     assert head.model.config.head["tokens"] == 100
-    assert head.parameters < target.parameters
     lines = [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 30 and len(lines[-1]["acceptance"]) == GAMMA
+
+
+@pytest.fixture(scope="module")
+def made(pair_folder, tmp_path_factory):
+    """The options and the parts of a small training."""
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch)
+        folder = tmp_path_factory.mktemp("head")
+        words = [pair_folder / "target", folder, "--texts", SAMPLE, "--written", 300, "--device", "cpu", "--steps", 12]
+        args = trainHead.parse([str(word) for word in words])
+        return trainHead.Workplace.of(args)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(finish=0.5), Recipe(layers="last", feature_loss=True), Recipe("medusa")])
+def test_an_interrupted_training_ends_with_the_same_weights(made, small, monkeypatch, tmp_path, recipe):
+    whole, first, second = (trainHead.Trainer(recipe, tmp_path / name, made) for name in ("whole", "cut", "cut"))
+    whole.train()
+    step = trainHead.Trainer.one_step
+
+    def interrupted(self):
+        if self.step == 7:
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(trainHead, "KEEP", 0.0)
+    monkeypatch.setattr(trainHead.Trainer, "one_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    monkeypatch.setattr(trainHead.Trainer, "one_step", step)
+    second.train()
+    assert second.step == 12 and [line["step"] for line in second.history] == [12]
+    for one, two in zip(whole.network.parameters(), second.network.parameters()):
+        assert torch.equal(one, two)
+    with refused("other flags"):
+        trainHead.Trainer(replace(recipe, unroll=2), tmp_path / "cut", made).train()
+
+
+def test_the_loss_goes_down_but_not_with_features_of_another_place(made, small, monkeypatch, tmp_path):
+    """A head that reads each feature one token too late learns less, and one with the right features guesses worse if
+    it is given those."""
+    made = made._replace(args=SimpleNamespace(**vars(made.args) | {"steps": 60}))
+    trainer = trainHead.Trainer(Recipe(finish=0.0), tmp_path / "head", made)
+    trainer.one_step()
+    before = trainer.losses[0]
+    right = trainer.train()
+    assert np.mean(trainer.losses[-10:]) < before - 0.3
+    late = [text._replace(before=shifted(text.before, 1)) for text in trainer.held_out]
+    assert measure(trainer.network, trainer.output, late, torch.float32).alpha < right.alpha - 0.02
+
+
+def test_parts_that_are_there_are_not_made_again(made, small, monkeypatch):
+    monkeypatch.setattr(headTexts, "Writer", None)
+    parts = headTexts.prepare(made.args)
+    assert [len(part["tokens"]) for part in parts] == [len(part["tokens"]) for part in made.parts]
+    assert sum(len(part["tokens"]) for part in parts[1:]) >= 300
+    with refused("another target or seed"):
+        headTexts.prepare(SimpleNamespace(**vars(made.args) | {"seed": 1}))
+
+
+def test_texts_are_what_the_target_writes_after_passages(made):
+    part = made.parts[0]
+    tokenizer = load_tokenizer(made.args.folder)
+    first = part["text"] == 0
+    begins = tokenizer.decode(part["tokens"][first & ~part["drawn"]])
+    assert " ".join(begins.split()) in " ".join(SAMPLE.read_text().split())
+    assert 4 <= int((first & ~part["drawn"]).sum()) <= 12
+    target = made.target.model.base_model(part["tokens"][first][None].long(), output_hidden_states=True)
+    torch.testing.assert_close(part["states"][first, -32:].float(), target.hidden_states[-1][0], atol=0.05, rtol=0.02)
+
+
+class Answers:
+    """A target that says the same in every turn."""
+
+    def __init__(self, ends):
+        self.ends = ends
+
+    def __call__(self, prompts, target, most, *others, **options):
+        return [[7, 8, self.ends] for _ in prompts], None
+
+
+def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, monkeypatch):
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|endoftext|>{% endfor %}"
+    (model_folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    writer = headTexts.Writer(model_folder, "cpu", ["word " * 99] * 30, [], 0)
+    monkeypatch.setattr(headTexts, "regrSampling", Answers(0))
+    monkeypatch.setattr(headTexts, "TURN", 4)
+    writer.write(1, 0)
+    texts = writer.conversations(2, trainHead.SAMPLING)
+    first, after_user, after_model = chat_pieces(writer.tokenizer)
+    assert writer.tokenizer.decode(after_user) == "<|endoftext|><assistant>"
+    turn = [*first, 7, 8, *after_user, 7, 8, *after_model, 7, 8, *after_user, 7, 8, 0]
+    assert [text.tokens for text in texts] == [turn, turn]
+    assert sum(texts[0].drawn) == 5 and texts[0].drawn[-3:] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--texts", "nowhere"], "no such file"),
+        (["--prompts", "sample"], "measured on"),
+        (["--kind", "medusa", "--unroll", "1"], "--kind head"),
+        (["--steps", "0"], "--steps"),
+        (["--draftVocab", "301", "--steps", "1"], "more than the 300"),
+    ],
+)
+def test_wrong_flags_are_one_line(pair_folder, tmp_path, small, capsys, flags, words):
+    assert train(pair_folder / "target", tmp_path / "head", *flags) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("trainHead: error:") and words in said
+
+
+def test_a_target_that_is_none_and_too_few_texts_are_one_line(pair_folder, text_file, tmp_path, capsys):
+    for target, texts, words in ("nowhere", SAMPLE, "no model folder"), (pair_folder / "target", text_file, "passages"):
+        assert train(target, tmp_path / "head", "--texts", texts) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_disk_without_room_is_one_line(pair_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(headTexts, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert train(pair_folder / "target", tmp_path / "head") == 2
+    assert "lower --written" in capsys.readouterr().err
+
+
+def test_a_target_that_scales_its_logits_is_refused(model_folder, monkeypatch):
+    score = headTexts.CachedModel.score
+    monkeypatch.setattr(headTexts.CachedModel, "score", lambda self, tokens: score(self, tokens) / 4)
+    with refused("changes its logits"):
+        headTexts.Reader(model_folder, "cpu")
+
+
+def test_the_ablation_trains_every_variant(pair_folder, tmp_path, small, capsys):
+    out = tmp_path / "all"
+    assert train(pair_folder / "target", out, "--steps", 2, "--ablation") == 0
+    record = json.loads((out / "ablation.json").read_text())
+    assert list(record["variants"]) == list(trainHead.VARIANTS)
+    assert capsys.readouterr().out.count("tokens a round") == len(trainHead.VARIANTS)
