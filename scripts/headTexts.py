@@ -48,8 +48,9 @@ PROMPT = 16, 256  # tokens of a passage that the target continues, from and to
 TEXTS = 128  # texts in a part, which is kept or made again as a whole
 TOGETHER = 64  # texts that are written at a time: the others of a part wait until one ends
 READ = 4  # texts that are read at a time
-PLAIN = Sampling(1.0, 0, 1.0)  # the model's own distribution: users' turns are written so
-PLAIN_SHARE = 0.2  # of the other texts are, too: the head must also guess for flags that are not the default ones
+PLAIN = Sampling(1.0, 0, 1.0)  # the model's own distribution
+PLAIN_SHARE = 0.2  # of the texts are drawn from it: the head must also guess for flags that are not the default ones
+USER = Sampling(0.9, 0, 0.95)  # how users' turns are drawn: of many kinds, but not nonsense
 CHATS = 0.7  # share of a chat model's texts that are conversations; the others continue passages
 TURN = 160  # tokens of a user's turn at most
 TURNS = 2  # of the user and of the model in a conversation, if there is room
@@ -142,7 +143,7 @@ class Writer:
             else:
                 room = self.length - TURN - TURN // 2
                 texts = [text for text in texts if len(text.tokens) < room]
-                texts = [self.without_end(text) for text in self.continued(texts, PLAIN, TURN)]
+                texts = [self.without_end(text) for text in self.continued(texts, USER, TURN)]
             texts = [text.then(after_user) for text in texts]
             texts = self.continued(texts, sampling, self.length // TURNS)
         return texts
@@ -239,7 +240,7 @@ class Reader:
             for tokens, rows in zip(block, self.hidden_states(padded)):
                 states.append(rows[: len(tokens)].to(torch.bfloat16).cpu())
                 last = rows[: len(tokens), -self.output.weight.shape[1] :]
-                sums += [sums_of(self.output, few).cpu() for few in last.split(AT_A_TIME)]
+                sums += [sums_of(self.output, few).cpu() for few in last.split(at_a_time(self.device))]
                 bar.update(len(tokens))
         return {
             "tokens": torch.cat([torch.tensor(text.tokens, dtype=torch.int32) for text in texts]),
@@ -250,13 +251,20 @@ class Reader:
         }
 
 
+def at_a_time(device: torch.device) -> int:
+    """How many distributions are computed at a time: on a CPU, those that its cache holds."""
+    return AT_A_TIME if device.type == "cpu" else 32 * AT_A_TIME
+
+
 def sums_of(output: OutputLayer, last: Tensor) -> Tensor:
     """The `sums` of last hidden states `[..., d]`, `[..., 3]`."""
     logits = output(last.to(torch.bfloat16))  # as they are kept
-    nucleus = probabilities(logits, SAMPLING) > 0
-    kept = logits.masked_fill(~nucleus, -math.inf)
-    least = logits.masked_fill(~nucleus, math.inf).amin(-1)
-    return torch.stack([logits.logsumexp(-1), (kept / SAMPLING.temperature).logsumexp(-1), least], -1)
+    p = probabilities(logits, SAMPLING)
+    most, in_nucleus = logits.amax(-1), p.masked_fill(p == 0, math.inf)
+    kept = most / SAMPLING.temperature - p.amax(-1).log()  # as p(x) = exp(l(x) / temperature - kept)
+    least = logits.gather(-1, in_nucleus.argmin(-1, keepdim=True))[..., 0]
+    whole = most + (logits - most[..., None]).exp_().sum(-1).log()
+    return torch.stack([whole, kept, least], -1)
 
 
 def prepare(args: Namespace) -> list[dict[str, Tensor]]:

@@ -42,8 +42,8 @@ from inputs.models import find_model, load_model, model_version
 from inputs.progress import Bar
 from inputs.prompts import find_prompts
 from inputs.tokenizers import end_tokens, load_tokenizer
-from scripts.headTexts import LAYERS, WRITTEN, OutputLayer, prepare, tapped
-from scripts.training import AT_A_TIME, DIVERGENCE, KEPT, SAMPLING, WARM_UP, acceptance_gradient, divergence_gradient
+from scripts.headTexts import LAYERS, WRITTEN, OutputLayer, at_a_time, prepare, tapped
+from scripts.training import DIVERGENCE, KEPT, SAMPLING, WARM_UP, acceptance_gradient, divergence_gradient
 from utils import UserError, probabilities
 
 # The network
@@ -54,11 +54,11 @@ BATCH = 2048  # tokens in a step
 LENGTHS = (256,) * 7 + (1024,)  # row lengths of the steps, in turn: long rows teach to look far back, and cost more
 GAMMA = 4  # guesses of a round, and steps of the training-time test
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
-FINISH = 0.25  # share of the training, its last, whose loss is the share of guesses that the target rejects
+FINISH = 0.3  # share of the training, its last, whose loss is the share of guesses that the target rejects
 FEATURE = 1.0  # weight of the feature loss beside the cross-entropy, with --featureLoss
 MUON_RATE, ADAM_RATE = 0.02, 4e-3  # highest learning rates, for matrices and for all else
 CLIP = 1.0  # the longest gradient
-EDGE = 1e-3  # a logit that is less by so little is in the nucleus too: it is computed again, and rounded otherwise
+EDGE = 1e-5  # a logit that is less by so little is in the nucleus too: it is computed again, and rounded otherwise
 KEEP = 120.0  # seconds between two checkpoints
 MEASURED = 20  # measurements in a training
 SEEDS = 1 << 20  # a step's windows are drawn from the seed `--seed * SEEDS + step`
@@ -280,17 +280,17 @@ class ChainLoss(torch.autograd.Function):
 
         The loss is the cross-entropy to the target's distribution. finishing: it is that of `RejectionLoss`.
         """
-        gradient, total = torch.empty_like(hidden), 0.0
-        for at in range(0, len(last), AT_A_TIME):
-            part = slice(at, at + AT_A_TIME)
+        gradient, total, count = torch.empty_like(hidden), hidden.new_zeros(()), at_a_time(hidden.device)
+        for at in range(0, len(last), count):
+            part = slice(at, at + count)
             labels = Labels.of(output, last[part], sums[part])
             for step in range(len(hidden)):
                 loss, descent = (rejection if finishing else cross_entropy)(output(hidden[step, part]), labels)
                 share = weights[step, part, None]
-                total += float((loss * share).sum())
+                total += (loss * share).sum()
                 gradient[step, part] = ((descent * share).to(output.weight.dtype) @ output.weight).to(hidden.dtype)
         ctx.save_for_backward(gradient)
-        return hidden.new_tensor(total, dtype=torch.float32)
+        return total
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -329,24 +329,24 @@ class Quality(NamedTuple):
 @torch.inference_mode()
 def measure(network: Network, output: OutputLayer, texts: Sequence[Batch], autocast: torch.dtype) -> Quality:
     """The quality on texts (batches of one) that the target drew: what decoding would give, up to chance."""
-    tested, passed = np.zeros(GAMMA), np.zeros(GAMMA)
+    tested, passed, count = np.zeros(GAMMA), np.zeros(GAMMA), at_a_time(output.weight.device)
     for batch in texts:
         with torch.autocast(batch.tokens.device.type, autocast, autocast != torch.float32):
             hidden = network.chain(batch, GAMMA)[:, 0].float()
         parts = [
             chances(output, *few)
             for few in zip(
-                hidden.split(AT_A_TIME, 1),
-                batch.last[0].split(AT_A_TIME),
-                batch.sums[0].split(AT_A_TIME),
-                F.pad(batch.tokens[0, 1:], (0, 1)).split(AT_A_TIME),
+                hidden.split(count, 1),
+                batch.last[0].split(count),
+                batch.sums[0].split(count),
+                F.pad(batch.tokens[0, 1:], (0, 1)).split(count),
             )
         ]
         overlap, ratio = (torch.cat(x, 1).cpu().double().numpy() for x in zip(*parts))
         counts = rounds(overlap, ratio, batch.drawn[0].tolist())
         tested, passed = tested + counts[0], passed + counts[1]
     tested = np.maximum(tested, 1e-9)
-    return Quality((passed / tested).tolist(), passed.sum() / tested.sum(), 1 + passed.sum() / tested[0])
+    return Quality((passed / tested).tolist(), float(passed.sum() / tested.sum()), float(1 + passed.sum() / tested[0]))
 
 
 def chances(
@@ -443,13 +443,13 @@ class Trainer:
         """Train to the end, and return the quality then."""
         self.go_on()
         kept = began = time.monotonic()
-        with Bar(f"{self.out.name}: tokens", None) as bar:
+        with Bar(f"{self.out.name} is trained", 100, " %") as bar:
             while self.share < 1:
                 before = self.share
                 self.one_step()
                 now = time.monotonic()
                 self.seconds, began = self.seconds + now - began, now
-                bar.update(BATCH)
+                bar.update(int(100 * min(1.0, self.share)) - bar.done)
                 if int(before * MEASURED) != int(self.share * MEASURED):
                     self.note()
                     began = time.monotonic()  # Measuring is no part of the training.

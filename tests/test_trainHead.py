@@ -2,11 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import helpers
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from transformers import LlamaConfig
 
 from engine.head import HeadModel, load_head
@@ -16,7 +19,7 @@ from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from scripts import headTexts, trainHead
-from scripts.headTexts import OutputLayer
+from scripts.headTexts import OutputLayer, chat_pieces
 from scripts.trainHead import (
     GAMMA,
     Batch,
@@ -86,10 +89,23 @@ def a_batch(target, tokens, kept_as=torch.float32):
     return Batch(tokens, zeros, zeros == 0, shifted(states, 1), states[..., -32:], sums), output
 
 
-def test_the_chain_is_what_decoding_computes(target, network):
-    """At each place, a `HeadModel` reads the text so far and guesses the tokens that the text goes on with."""
+@pytest.mark.parametrize("late", [False, True])
+def test_the_chain_is_what_decoding_computes(target, network, late):
+    """At each place, a `HeadModel` reads the text so far and guesses the tokens that the text goes on with.
+
+    late: a planted mistake, each feature is read one token too late.
+    """
     tokens = torch.randint(1, 61, (1, 12), generator=torch.Generator().manual_seed(0))
     batch, output = a_batch(target, tokens)
+    if late:
+        batch = batch._replace(before=shifted(batch.before, 1))
+        with pytest.raises(AssertionError, match="not close"):
+            check_chain(target, network, tokens, batch, output)
+    else:
+        check_chain(target, network, tokens, batch, output)
+
+
+def check_chain(target, network, tokens, batch, output):
     with torch.no_grad():
         expected = output(network.chain(batch, GAMMA))[:, 0]
     head = HeadModel(network, target)
@@ -283,17 +299,13 @@ def test_an_interrupted_training_ends_with_the_same_weights(made, small, monkeyp
         trainHead.Trainer(replace(recipe, unroll=2), tmp_path / "cut", made).train()
 
 
-def test_the_loss_goes_down_but_not_with_features_of_another_place(made, small, monkeypatch, tmp_path):
-    """A head that reads each feature one token too late learns less, and one with the right features guesses worse if
-    it is given those."""
+def test_the_loss_goes_down(made, small, tmp_path):
     made = made._replace(args=SimpleNamespace(**vars(made.args) | {"steps": 60}))
     trainer = trainHead.Trainer(Recipe(finish=0.0), tmp_path / "head", made)
     trainer.one_step()
     before = trainer.losses[0]
-    right = trainer.train()
+    trainer.train()
     assert np.mean(trainer.losses[-10:]) < before - 0.3
-    late = [text._replace(before=shifted(text.before, 1)) for text in trainer.held_out]
-    assert measure(trainer.network, trainer.output, late, torch.float32).alpha < right.alpha - 0.02
 
 
 def test_parts_that_are_there_are_not_made_again(made, small, monkeypatch):
@@ -312,8 +324,10 @@ def test_texts_are_what_the_target_writes_after_passages(made):
     begins = tokenizer.decode(part["tokens"][first & ~part["drawn"]])
     assert " ".join(begins.split()) in " ".join(SAMPLE.read_text().split())
     assert 4 <= int((first & ~part["drawn"]).sum()) <= 12
-    target = made.target.model.base_model(part["tokens"][first][None].long(), output_hidden_states=True)
-    torch.testing.assert_close(part["states"][first, -32:].float(), target.hidden_states[-1][0], atol=0.05, rtol=0.02)
+    read = made.target.model.base_model(part["tokens"][first][None].long(), output_hidden_states=True)
+    torch.testing.assert_close(
+        part["states"][first, -32:].float(), read.hidden_states[-1][0].float(), atol=0.05, rtol=0.02
+    )
 
 
 class Answers:
