@@ -131,22 +131,22 @@ class Writer:
         they are questions that were given by flag."""
         if not count:
             return []
-        assert self.pieces is not None
+        assert self.pieces is not None, "a model without a chat template has no conversations"
         first, after_user, after_model = self.pieces
-        texts = [Text([], []).then(first) for _ in range(count)]
+        texts, ended = [Text([], []).then(first) for _ in range(count)], []
         for turn in range(TURNS):
             if turn:
-                texts = [self.without_end(text).then(after_model) for text in texts]
+                room = self.length - 2 * TURN
+                ended += [text for text in texts if len(text.tokens) >= room]
+                texts = [self.without_end(text).then(after_model) for text in texts if len(text.tokens) < room]
             if self.questions and not turn:
-                given = encode(self.rng.choices(self.questions, k=count), self.tokenizer)
-                texts = [text.then(question) for text, question in zip(texts, given)]
+                questions = encode(self.rng.choices(self.questions, k=count), self.tokenizer)
+                texts = [text.then(question[: self.length // 2]) for text, question in zip(texts, questions)]
             else:
-                room = self.length - TURN - TURN // 2
-                texts = [text for text in texts if len(text.tokens) < room]
                 texts = [self.without_end(text) for text in self.continued(texts, USER, TURN)]
             texts = [text.then(after_user) for text in texts]
             texts = self.continued(texts, sampling, self.length // TURNS)
-        return texts
+        return ended + texts
 
     def without_end(self, text: Text) -> Text:
         """The text without the token that ended it, if one did: the template's next piece has it."""
