@@ -238,7 +238,10 @@ def soft_nucleus(probs: Tensor) -> tuple[Tensor, Tensor]:
 
     If the first token outside is very improbable, the edge is WIDEST times the probability of the last one inside.
     """
-    ordered = torch.from_numpy(np.sort(probs.cpu().numpy(), axis=-1)).flip(-1).to(probs.device)
+    if probs.device.type == "cpu":
+        ordered = torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)
+    else:
+        ordered = probs.sort(-1, descending=True).values
     inside = least_kept(ordered, SAMPLING.top_p)
     outside = probs.masked_fill(probs >= inside, 0.0).amax(-1, keepdim=True)
     edge = torch.maximum((inside * outside).sqrt(), WIDEST * inside)

@@ -170,6 +170,7 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "drawRounds": "security",
     "fullSize": "downloadModel",
     "training": "trainBundled",
+    "headTexts": "trainHead",
     "treeTokens": "treeSampling",
     "packGenerate": "customGenerate",
     "test": "cli",

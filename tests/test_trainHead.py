@@ -1,0 +1,398 @@
+"""Training a head: its chain is what decoding computes, its figures are right, and it goes on where it stopped."""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import helpers
+import numpy as np
+import pytest
+import torch
+from conftest import refused
+from transformers import LlamaConfig
+
+from engine.head import HeadModel, load_head
+from inputs.files import DATASETS
+from inputs.models import load_model, model_version
+from inputs.tokenizers import load_tokenizer
+from methods.drafters import ModelDrafter
+from regrSampling import regrSampling
+from scripts import headTexts, trainHead
+from scripts.headTexts import OutputLayer, chat_pieces
+from scripts.trainHead import (
+    GAMMA,
+    Batch,
+    ChainLoss,
+    Labels,
+    Recipe,
+    TrainedHead,
+    batch_of,
+    chain_weights,
+    chances,
+    measure,
+    new_network,
+    rounds,
+    shifted,
+)
+from specSampling import specSampling
+from utils import probabilities
+
+SAMPLE = DATASETS / "sample" / "articles.raw"
+
+
+def make_small(monkeypatch):
+    for name, value in {"TEXTS": 6, "HELD_OUT": 3, "TOGETHER": 4, "LENGTH": 96, "PROMPT": (4, 12)}.items():
+        monkeypatch.setattr(headTexts, name, value)
+    for name, value in {"BATCH": 128, "LENGTHS": (32, 64), "MEASURED": 1}.items():
+        monkeypatch.setattr(trainHead, name, value)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Little text, short rows, and a measurement at the end alone."""
+    make_small(monkeypatch)
+
+
+def train(target, out, *flags):
+    command = [target, out, "--texts", SAMPLE, "--written", 300, "--device", "cpu", *flags]
+    return trainHead.main([str(word) for word in command])
+
+
+@pytest.fixture
+def target():
+    """A random target. Its distributions are so flat that a head which has learnt nothing often guesses right."""
+    made = helpers.tiny(layers=3, sharpness=1.0)
+    made.model.requires_grad_(False)
+    return made
+
+
+@pytest.fixture
+def network(target):
+    """An untrained head of it."""
+    torch.manual_seed(1)
+    head = new_network(Recipe(), target, None)
+    for weight in head.parameters_of_training().values():
+        torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3 if weight.ndim == 2 else 0.1)
+    return head
+
+
+def a_batch(target, tokens, kept_as=torch.float32):
+    """The batch of int64 `tokens[B, n]`, read by the target, and its output layer. All are of one text."""
+    layers = headTexts.tapped(target.model.config, "three")
+    with torch.no_grad():
+        read = target.model.base_model(tokens, use_cache=False, output_hidden_states=True).hidden_states
+    states = torch.cat([read[layer] for layer in layers], -1).to(kept_as).float()
+    output = OutputLayer.of(target.model, torch.arange(target.vocabulary))
+    sums = headTexts.sums_of(output, states[..., -32:])
+    zeros = torch.zeros_like(tokens)
+    return Batch(tokens, zeros, zeros == 0, shifted(states, 1), states[..., -32:], sums), output
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_chain_is_what_decoding_computes(target, network, late):
+    """At each place, a `HeadModel` reads the text so far and guesses the tokens that the text goes on with.
+
+    late: a planted mistake, each feature is read one token too late.
+    """
+    tokens = torch.randint(1, 61, (1, 12), generator=torch.Generator().manual_seed(0))
+    batch, output = a_batch(target, tokens)
+    if late:
+        batch = batch._replace(before=shifted(batch.before, 1))
+        with pytest.raises(AssertionError, match="not close"):
+            check_chain(target, network, tokens, batch, output)
+    else:
+        check_chain(target, network, tokens, batch, output)
+
+
+def check_chain(target, network, tokens, batch, output):
+    with torch.no_grad():
+        expected = output(network.chain(batch, GAMMA))[:, 0]
+    head = HeadModel(network, target)
+    for last in range(1, 12 - GAMMA):  # the last committed token's place: its feature is not known
+        target.reserve(1, 16), head.reserve(1, 16)
+        place = torch.arange(12)[None]
+        target.forward(tokens[:, :last], place[:, :last])
+        logits = head.forward(tokens[:, : last + 1], place[:, : last + 1])[0, -1]
+        for step in range(GAMMA):
+            torch.testing.assert_close(logits, expected[step, last + step], atol=1e-4, rtol=1e-4)
+            at = slice(last + step + 1, last + step + 2)
+            logits = head.forward(tokens[:, at], place[:, at])[0, -1]
+
+
+def naive_attention(layer, inputs, angles, texts):
+    """The attention of the last step, `[n, d]`, one query after the other. inputs: `[n, d]` of each step so far."""
+    cos, sin = (x[0] for x in angles)
+
+    def rotated(x, t):
+        half = x.shape[-1] // 2
+        return x * cos[t] + torch.cat([-x[..., half:], x[..., :half]], -1) * sin[t]
+
+    def heads(project, x):
+        return project(x).view(-1, layer.head_dim)
+
+    n, j, out = len(inputs[0]), len(inputs), []
+    groups = layer.q_proj.out_features // layer.k_proj.out_features
+    for t in range(n):
+        seen = [(0, s) for s in range(t - j + 2) if texts[s] == texts[t]]
+        seen += [(i - 1, t - j + i) for i in range(2, j + 1) if t - j + i >= 0]
+        q = rotated(heads(layer.q_proj, inputs[-1][t]), t)
+        k = torch.stack([rotated(heads(layer.k_proj, inputs[i][s]), s) for i, s in seen]).repeat_interleave(groups, 1)
+        v = torch.stack([heads(layer.v_proj, inputs[i][s]) for i, s in seen]).repeat_interleave(groups, 1)
+        weights = ((q * k).sum(-1) * layer.scaling).softmax(0)
+        out.append(layer.o_proj((weights[..., None] * v).sum(0).flatten()))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_attention_of_each_step_is_that_of_a_loop(groups):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4 // groups, "num_hidden_layers": 1}
+    head = TrainedHead(LlamaConfig(vocab_size=9, head={"layers": [1]}, **sizes)).double()
+    layer = head.model.layers[0].self_attn
+    texts = torch.tensor([[0] * 5 + [1] * 6])
+    inputs = torch.randn(GAMMA, 1, 11, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    angles = head.model.rotary_emb(inputs[0], torch.arange(11)[None])
+    cache, weights = trainHead.KeysValues(texts), chain_weights(texts, GAMMA)
+    for step in range(GAMMA):
+        found = trainHead.attention(layer, inputs[step], angles, cache)[0]
+        expected = naive_attention(layer, inputs[: step + 1, 0], angles, texts[0])
+        there = weights[step, 0] > 0
+        assert there.sum() == 11 - 2 * step
+        torch.testing.assert_close(found[there], expected[there])
+
+
+def test_a_window_knows_where_texts_begin():
+    part = {
+        "tokens": torch.arange(10, dtype=torch.int32),
+        "text": torch.tensor([0] * 4 + [1] * 6, dtype=torch.int32),
+        "drawn": torch.ones(10, dtype=torch.bool),
+        "states": torch.arange(1.0, 21.0).view(10, 2),
+        "sums": torch.zeros(10, 3),
+    }
+    batch = batch_of([(part, 0, 5), (part, 2, 5), (part, 5, 5)], 1, torch.device("cpu"))
+    assert batch.tokens.tolist() == [[0, 1, 2, 3, 4], [2, 3, 4, 5, 6], [5, 6, 7, 8, 9]]
+    assert batch.before[..., 0].tolist() == [[0, 1, 3, 5, 0], [3, 5, 0, 9, 11], [9, 11, 13, 15, 17]]
+    assert batch.last[..., 0].tolist() == [[2, 4, 6, 8, 10], [6, 8, 10, 12, 14], [12, 14, 16, 18, 20]]
+    assert chain_weights(batch.text, 3)[:, 1].tolist() == [[1, 1, 1, 1, 1], [0, 1, 0, 1, 1], [0, 0, 0, 0, 1]]
+
+
+def test_labels_are_the_distributions_that_the_target_draws_from(target):
+    tokens = torch.randint(1, 61, (1, 30), generator=torch.Generator().manual_seed(0))
+    batch, output = a_batch(target, tokens, torch.bfloat16)
+    logits = output(batch.last[0])
+    few = torch.tensor([1, 5, 8, 30, 44])
+    for some, places in (output, slice(None)), (OutputLayer.of(target.model, few), few):
+        labels = Labels.of(some, batch.last[0], batch.sums[0])
+        torch.testing.assert_close(labels.plain, logits.softmax(-1)[:, places], atol=1e-5, rtol=1e-4)
+        expected = probabilities(logits, trainHead.SAMPLING)[:, places]
+        torch.testing.assert_close(labels.p, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [61, 20])
+def test_the_gradient_of_the_cross_entropy_is_autograds(target, count):
+    generator = torch.Generator().manual_seed(0)
+    batch, _ = a_batch(target, torch.randint(1, 61, (1, 80), generator=generator), torch.bfloat16)
+    output = OutputLayer.of(target.model, torch.arange(count))
+    hidden, weights = torch.randn(2, 80, 32, generator=generator), torch.rand(2, 80, generator=generator)
+    one, two = (hidden.clone().requires_grad_() for _ in range(2))
+    loss = ChainLoss.apply(one, batch.last[0], batch.sums[0], weights, output, False)
+    loss.backward()
+    p = Labels.of(output, batch.last[0], batch.sums[0]).plain
+    expected = -((p * output(two).log_softmax(-1)).sum(-1) * weights).sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(one.grad, two.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_the_figures_are_those_of_decoding(target, network):
+    """The share of guesses that pass and the tokens of a round, from texts that the target drew, and from speculative
+    decoding with the same head."""
+    target.context = 10**6
+    generator = torch.Generator().manual_seed(0)
+    texts, _ = regrSampling([[3]] * 60, target, 60, generator=generator)
+    batches = []
+    for text in texts:
+        batch, output = a_batch(target, torch.tensor([[3, *text]]), torch.bfloat16)
+        batches.append(batch._replace(drawn=torch.arange(61)[None] > 0))
+    quality = measure(network, output, batches, torch.float32)
+    head = HeadModel(network, target)
+    _, records = specSampling([[3]] * 60, target, ModelDrafter(head), 60, GAMMA, generator=generator)
+    tested, passed = np.array([record.acceptance_by_position for record in records]).sum(0).T
+    for found, share, count in zip(quality.acceptance, passed / tested, tested):
+        assert abs(found - share) < 4 * math.sqrt(0.25 / count) + 0.01
+    tokens = np.mean([record.tokens_per_round for record in records])
+    assert quality.tokens_per_round == pytest.approx(tokens, rel=0.05)
+
+
+def test_rounds_are_those_of_each_way_to_decode():
+    """Against drawing which guesses pass."""
+    rng = np.random.default_rng(0)
+    ratio, n = rng.random((2, 14)), 14
+    drawn = [False] * 3 + [True] * 11
+    tested, passed = rounds(ratio, ratio, drawn)
+    counts = np.zeros((2, 2))
+    for _ in range(4_000):
+        s = 3
+        while s < n - 1:
+            whole, j = s + 3 < n, 0
+            while j < 2 and s + j < n and rng.random() < ratio[j, s + j]:
+                counts[:, j] += whole
+                j += 1
+            if j < 2:
+                counts[0, j] += whole
+            s += j + 1
+    assert np.allclose(counts / 4_000, [tested, passed], atol=0.05)
+
+
+def test_what_is_not_guessed_never_passes(target):
+    batch, _ = a_batch(target, torch.randint(1, 61, (1, 30), generator=torch.Generator().manual_seed(0)))
+    some = OutputLayer.of(target.model, torch.arange(0, 60, 3))
+    following = torch.arange(1, 31)
+    overlap, ratio = chances(some, torch.randn(2, 30, 32), batch.last[0], batch.sums[0], following)
+    assert (ratio[:, following % 3 != 0] == 0).all() and (overlap <= 1).all()
+
+
+def test_a_short_training_makes_a_head_that_loads(pair_folder, tmp_path, small, capsys):
+    out = tmp_path / "head"
+    assert train(pair_folder / "target", out, "--steps", 30, "--draftVocab", 100) == 0
+    assert "tokens a round" in capsys.readouterr().out
+    tokenizer = load_tokenizer(pair_folder / "target")
+    target = load_model(pair_folder / "target", tokenizer, "float32", "cpu")
+    head = load_head(out, target, model_version(pair_folder / "target"))
+    assert head.model.config.head["tokens"] == 100
+    lines = [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 30 and len(lines[-1]["acceptance"]) == GAMMA
+
+
+@pytest.fixture(scope="module")
+def made(pair_folder, tmp_path_factory):
+    """The options and the parts of a small training."""
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch)
+        folder = tmp_path_factory.mktemp("head")
+        words = [pair_folder / "target", folder, "--texts", SAMPLE, "--written", 300, "--device", "cpu", "--steps", 12]
+        args = trainHead.parse([str(word) for word in words])
+        return trainHead.Workplace.of(args)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(finish=0.5), Recipe(layers="last", feature_loss=True), Recipe("medusa")])
+def test_an_interrupted_training_ends_with_the_same_weights(made, small, monkeypatch, tmp_path, recipe):
+    whole, first, second = (trainHead.Trainer(recipe, tmp_path / name, made) for name in ("whole", "cut", "cut"))
+    whole.train()
+    step = trainHead.Trainer.one_step
+
+    def interrupted(self):
+        if self.step == 7:
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(trainHead, "KEEP", 0.0)
+    monkeypatch.setattr(trainHead.Trainer, "one_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    monkeypatch.setattr(trainHead.Trainer, "one_step", step)
+    second.train()
+    assert second.step == 12 and [line["step"] for line in second.history] == [12]
+    for one, two in zip(whole.network.parameters(), second.network.parameters()):
+        assert torch.equal(one, two)
+    with refused("other flags"):
+        trainHead.Trainer(replace(recipe, unroll=2), tmp_path / "cut", made).train()
+
+
+def test_the_loss_goes_down(made, small, tmp_path):
+    made = made._replace(args=SimpleNamespace(**vars(made.args) | {"steps": 60}))
+    trainer = trainHead.Trainer(Recipe(finish=0.0), tmp_path / "head", made)
+    trainer.one_step()
+    before = trainer.losses[0]
+    trainer.train()
+    assert np.mean(trainer.losses[-10:]) < before - 0.3
+
+
+def test_parts_that_are_there_are_not_made_again(made, small, monkeypatch):
+    monkeypatch.setattr(headTexts, "Writer", None)
+    parts = headTexts.prepare(made.args)
+    assert [len(part["tokens"]) for part in parts] == [len(part["tokens"]) for part in made.parts]
+    assert sum(len(part["tokens"]) for part in parts[1:]) >= 300
+    with refused("another target or seed"):
+        headTexts.prepare(SimpleNamespace(**vars(made.args) | {"seed": 1}))
+
+
+def test_texts_are_what_the_target_writes_after_passages(made):
+    part = made.parts[0]
+    tokenizer = load_tokenizer(made.args.folder)
+    first = part["text"] == 0
+    begins = tokenizer.decode(part["tokens"][first & ~part["drawn"]])
+    assert " ".join(begins.split()) in " ".join(SAMPLE.read_text().split())
+    assert 4 <= int((first & ~part["drawn"]).sum()) <= 12
+    read = made.target.model.base_model(part["tokens"][first][None].long(), output_hidden_states=True)
+    torch.testing.assert_close(
+        part["states"][first, -32:].float(), read.hidden_states[-1][0].float(), atol=0.05, rtol=0.02
+    )
+
+
+class Answers:
+    """A target that says the same in every turn."""
+
+    def __init__(self, ends):
+        self.ends = ends
+
+    def __call__(self, prompts, target, most, *others, **options):
+        return [[7, 8, self.ends] for _ in prompts], None
+
+
+def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, monkeypatch):
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|endoftext|>{% endfor %}"
+    (model_folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    writer = headTexts.Writer(model_folder, "cpu", ["word " * 99] * 30, [], 0)
+    monkeypatch.setattr(headTexts, "regrSampling", Answers(0))
+    monkeypatch.setattr(headTexts, "TURN", 4)
+    writer.write(1, 0)
+    texts = writer.conversations(2, trainHead.SAMPLING)
+    first, after_user, after_model = chat_pieces(writer.tokenizer)
+    assert writer.tokenizer.decode(after_user) == "<|endoftext|><assistant>"
+    turn = [*first, 7, 8, *after_user, 7, 8, *after_model, 7, 8, *after_user, 7, 8, 0]
+    assert [text.tokens for text in texts] == [turn, turn]
+    assert sum(texts[0].drawn) == 5 and texts[0].drawn[-3:] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--texts", "nowhere"], "no such file"),
+        (["--prompts", "sample"], "measured on"),
+        (["--kind", "medusa", "--unroll", "1"], "--kind head"),
+        (["--steps", "0"], "--steps"),
+        (["--draftVocab", "301", "--steps", "1"], "more than the 300"),
+    ],
+)
+def test_wrong_flags_are_one_line(pair_folder, tmp_path, small, capsys, flags, words):
+    assert train(pair_folder / "target", tmp_path / "head", *flags) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("trainHead: error:") and words in said
+
+
+def test_a_target_that_is_none_and_too_few_texts_are_one_line(pair_folder, text_file, tmp_path, capsys):
+    for target, texts, words in ("nowhere", SAMPLE, "no model folder"), (pair_folder / "target", text_file, "passages"):
+        assert train(target, tmp_path / "head", "--texts", texts) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_disk_without_room_is_one_line(pair_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(headTexts, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert train(pair_folder / "target", tmp_path / "head") == 2
+    assert "lower --written" in capsys.readouterr().err
+
+
+def test_a_target_that_scales_its_logits_is_refused(model_folder, monkeypatch):
+    score = headTexts.CachedModel.score
+    monkeypatch.setattr(headTexts.CachedModel, "score", lambda self, tokens: score(self, tokens) / 4)
+    with refused("changes its logits"):
+        headTexts.Reader(model_folder, "cpu")
+
+
+def test_the_ablation_trains_every_variant(pair_folder, tmp_path, small, capsys):
+    out = tmp_path / "all"
+    assert train(pair_folder / "target", out, "--steps", 2, "--ablation") == 0
+    record = json.loads((out / "ablation.json").read_text())
+    assert list(record["variants"]) == list(trainHead.VARIANTS)
+    assert capsys.readouterr().out.count("tokens a round") == len(trainHead.VARIANTS)
