@@ -24,6 +24,7 @@ from utils import UserError
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.colors import LogNorm, Normalize  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 BLUE, RED, GREY, DARK = "#bfd3f2", "#c0392b", "#777777", "#2c3e50"
@@ -120,7 +121,9 @@ def draw_heat_map(
     for ratio, prediction in zip(ratios, rows.values()):
         for row in prediction["rows"]:
             ratio[gammas.index(row["gamma"])] = row["speedup"][0]
-    image = axes.imshow(ratios, cmap="RdBu", vmin=1 - reach, vmax=1 + reach, aspect="auto", origin="lower")
+    # No speed-up is below 0, so where they go far beyond 2, half the speed lies opposite twice the speed.
+    norm = LogNorm(1 / (1 + reach), 1 + reach) if reach > 1 else Normalize(1 - reach, 1 + reach)
+    image = axes.imshow(ratios, cmap="RdBu", norm=norm, aspect="auto", origin="lower")
     for (y, x), ratio in np.ndenumerate(ratios):
         if ratio == ratio:
             colour = "white" if abs(ratio - 1) > 0.6 * reach else "black"
