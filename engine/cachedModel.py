@@ -309,7 +309,23 @@ class CachedModel(Model):
     @torch.inference_mode()
     def score(self, tokens: Tensor) -> Tensor:
         """The logits are on the device of `tokens`."""
-        if self.reads_features:
-            return super().score(tokens)  # raises: the other model would have to read the text first
+        if self.features_of is not None:
+            return self.score_after(self.features_of, tokens)
         logits = self.model(input_ids=tokens.to(self.device), use_cache=False).logits[..., : self.vocabulary].float()
         return logits.to(tokens.device)
+
+    def score_after(self, other: CachedModel, tokens: Tensor) -> Tensor:
+        """`score` for a model that reads the features of `other`, which reads the text first. Both use KV caches of
+        their own."""
+        models = other, self
+        before = [(model.store, model.keeps_features) for model in models]
+        text, positions = tokens.to(self.device), torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+        try:
+            for model in models:
+                model.store, model.keeps_features = Store(), model.tap is not None
+                model.reserve(*text.shape)
+                logits = model.forward(text, positions)
+            return logits.to(tokens.device)
+        finally:
+            for model, (store, keeps_features) in zip(models, before):
+                model.store, model.keeps_features = store, keeps_features

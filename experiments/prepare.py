@@ -73,7 +73,6 @@ class Prepared:
     tokens: the most tokens that are read at once. slots: of the KV cache of the largest batch; 0 if that is one text,
         whose slots count with its tokens. frequent: the tokens that a restricted draft guesses.
     roles_of_copy: the roles that the target's copy has. bits: of its weights; None: not measured yet.
-    roles_of_head: the roles that the trained head has. head: its folder.
     translation: to the draft's tokenizer, if that is another one. Then it guesses only the tokens that both have.
     audited: the texts of --audit.
     """
@@ -100,9 +99,17 @@ class Prepared:
     audited: list[AuditText] = field(default_factory=list)
     questions: list[Question] = field(default_factory=list)
     slots: int = 0
-    roles_of_head: frozenset[str] = frozenset()
-    head: Path = Path()
     made: Copies | None = field(default=None, init=False)  # of the target that was loaded last
+
+    @property
+    def roles_of_head(self) -> set[str]:
+        """The roles that the trained head has."""
+        return roles_of_head(self.settings)
+
+    @property
+    def head(self) -> Path:
+        """The folder of the trained head."""
+        return find_model(self.settings.models.head or "")
 
     def ends(self, row: int, token: int) -> bool:
         """Whether a text ends at this token: the `end_of_text` of `Rows`."""
@@ -283,8 +290,7 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         check_passages(corpora, texts.dataset, texts.sentence_limit)
     named = read_prompts(texts.prompt, texts.prompt_file)
     questions = [] if texts.prompts is None else read_questions(texts.prompts)
-    folders, heads = processes.in_turn(lambda: find_models(settings)), roles_of_head(settings)
-    head = find_model(settings.models.head or "") if heads else Path()
+    folders = processes.in_turn(lambda: find_models(settings))
     tokenizer = load_tokenizer(folders["target"])
     ends = end_tokens(folders["target"], tokenizer)
     settings, translation = with_translation(settings, folders, tokenizer)
@@ -328,8 +334,6 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
         audited,
         questions,
         slots if settings.rows > 1 else 0,
-        heads,
-        head,
     )
     print(end=prepared.idle)
     if translation is not None and not audited:
@@ -512,10 +516,10 @@ def roles_of_copy(settings: Settings) -> frozenset[str]:
     return frozenset(copies | {"self"} if copies else ())
 
 
-def roles_of_head(settings: Settings) -> frozenset[str]:
+def roles_of_head(settings: Settings) -> set[str]:
     """Which of them are the trained head; "head" is one if there is any."""
     roles = roles_of(settings) & ({"head", "draft"} if settings.models.draft == "head" else {"head"})
-    return frozenset(roles | {"head"} if roles else ())
+    return roles | {"head"} if roles else roles
 
 
 def find_models(settings: Settings) -> dict[str, Path]:
@@ -524,6 +528,8 @@ def find_models(settings: Settings) -> dict[str, Path]:
     needed = roles_of(settings) - roles_of_copy(settings) - roles_of_head(settings)
     names: dict[str, str] = {role: getattr(choice, role) for role in ("target", "draft", "mid") if role in needed}
     in_order = sorted(dict.fromkeys(names.values()), key=is_hub_id)  # A wrong name is found before a large download.
+    if roles_of_head(settings):
+        find_model(choice.head or "")
     by_name = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
     folders = {role: by_name[name] for role, name in names.items()}
     if any(METHODS[name].contrasts for name in methods) and folders["target"] == folders.get("draft"):

@@ -184,7 +184,8 @@ class FlawedModel(CachedModel):
     """A model with a mistake in how it runs: the weights and the KV cache of `model`."""
 
     def __init__(self, model: CachedModel) -> None:
-        super().__init__(model.model, model.vocabulary, model.name, model.cache_of)
+        features = model.features_of or model.tap
+        super().__init__(model.model, model.vocabulary, model.name, model.cache_of, features)
         self.store = model.store
 
 

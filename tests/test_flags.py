@@ -359,12 +359,12 @@ CLASHES = """
 --draft head
 --target head
 --head h --draft head --mid head
---head h --draftDevice cpu
---head h --ppl
---head h --contrastive
---head h --compare contrastive
---head h --compare speculativeNoCache
---head h --diversity
+--head h --draft head --draftDevice cpu
+--head h --draft head --ppl
+--head h --draft head --contrastive
+--head h --draft head --compare contrastive
+--head h --draft head --compare speculativeNoCache
+--head h --draft head --diversity
 --target self
 --target self --draft self
 --target lookup

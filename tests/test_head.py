@@ -446,10 +446,24 @@ def test_features_are_written_only_where_a_head_reads_them(engine):
     assert (target.features[:, 1:3] != 7).all()
 
 
-def test_a_head_scores_no_text_without_its_cache(kernels):
-    for engine in "eager", "compiled":
-        with pytest.raises(TypeError, match="without its KV cache"):
-            pair(engine=engine)[1].score(torch.tensor([[1, 2]]))
+@ENGINES
+@torch.inference_mode()
+def test_a_text_is_scored_as_it_is_read_token_by_token(engine):
+    target, head = pair(engine=engine)
+    specSampling(SHORT, target, ModelDrafter(head), 10, 2, GREEDY)
+    kept = target.features.clone()
+    text, positions = torch.tensor([[5, 1, 2, 4, 3], [1, 4, 4, 3, 0]]), torch.arange(5).expand(2, -1)
+    scored = head.score(text)
+    assert torch.equal(target.features, kept)  # Nothing of the texts that are decoded has changed.
+    target.keeps_features = True
+    for model in target, head:
+        model.reserve(2, 6)
+    for at in range(5):
+        for model in target, head:
+            logits = model.forward(text[:, at : at + 1], positions[:, at : at + 1])
+        torch.testing.assert_close(logits[:, 0], scored[:, at], rtol=1e-4, atol=1e-4)
+        # The target had read the token already: what the head wrote for it is overwritten.
+        target.forward(text[:, at : at + 1], positions[:, at : at + 1])
 
 
 @pytest.mark.parametrize("name", ["chains", "trees"])

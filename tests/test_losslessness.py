@@ -233,8 +233,8 @@ def outcome(cli, flags, folder, *more):
 def test_all_is_every_lossless_method_whose_models_are_there():
     every = {name for name, method in METHODS.items() if method.lossless} - {"target", "noCache", "speculativeNoCache"}
     assert {"speculative", "topDown"} < every
-    assert set(choose_lossless("all", {"draft", "mid", "self"})) == every
-    assert set(choose_lossless("all", {"draft", "self"})) == every - {"cascade"}
+    assert set(choose_lossless("all", {"draft", "mid", "self", "head"})) == every
+    assert set(choose_lossless("all", {"draft", "self"})) == every - {"cascade", "head"}
     assert set(choose_lossless("all", set())) == {name for name in every if not METHODS[name].needs}
     help = " ".join(parser().format_help().split())
     assert "all stands for every one of them whose models are there, except target" in help
