@@ -213,7 +213,7 @@ def test_activations_of_large_numbers(name, family, monkeypatch):
 made, angles = Description.made, Description.angles
 MISTAKES = {
     "arranged": lambda self, name, rows: torch.cat(list(rows)),
-    "made": lambda self, layers: made(self, layers[::-1]),
+    "made": lambda self, layers, tap=None: made(self, layers[::-1], tap),
     "angles": lambda self, capacity: tuple(x.roll(1, 0) for x in angles(self, capacity)),
 }
 
@@ -259,7 +259,7 @@ def test_a_wrong_step_is_seen(mistake, monkeypatch):
     else:
         right = model.kernels
         monkeypatch.setattr(
-            model, "kernels", lambda: model.decoder if model.bound and model.bound.capacity == 70 else right()
+            model, "kernels", lambda: model.decoder if model.bound[0] and model.bound[0].capacity == 70 else right()
         )
     with pytest.raises(AssertionError):
         check(eager, model)
@@ -527,7 +527,7 @@ def test_a_neighbours_slots_are_seen():
     model.forward(prompt, at)
     block, after = tokens_of(2, 2, generator), block_at([9, 9], 2)
     right = model.forward(block, after)
-    model.decoder.bind(*neighbours(), *model.description.angles(40))
+    model.decoder.bind(*neighbours(), *model.description.angles(40), None)
     assert not torch.allclose(model.forward(block, after), right, atol=1e-2)
 
 
@@ -686,7 +686,7 @@ def test_a_wrong_text_is_seen(models):
     m = SimpleNamespace(**vars(right))
     for role, samplings in ("draft", [FREE]), ("target", [GREEDY, FREE]):
         wrong = vars(m)[role] = copy.copy(getattr(right, role))
-        wrong.store, wrong.bound, wrong.draw = Store(), None, partial(Model.draw, wrong)
+        wrong.store, wrong.bound, wrong.draw = Store(), (None, None), partial(Model.draw, wrong)
         wrong.decoder = Wrong(wrong.description.pack(), WRONG_STEPS["a token"])
         for sampling in samplings:
             one, other = (
