@@ -268,7 +268,8 @@ def sums_of(output: OutputLayer, last: Tensor) -> Tensor:
 
 
 def prepare(args: Namespace) -> list[dict[str, Tensor]]:
-    """The parts of `args.data`, memory-mapped. Those that are missing are made first. Part 0 is held out."""
+    """The parts of `args.data`, memory-mapped. Those that are missing are made first. Part 0 is held out. A part holds
+    what `Reader.read` returns, and how many seconds it took to make it."""
     about = {"target": model_version(args.folder), "length": LENGTH, "sampling": asdict(SAMPLING), "seed": args.seed}
     description = args.data / "texts.json"
     args.data.mkdir(parents=True, exist_ok=True)
@@ -293,7 +294,7 @@ def prepare(args: Namespace) -> list[dict[str, Tensor]]:
                 read = time.monotonic()
                 made = reader.read(texts, bar)
                 tokens, now = len(made["tokens"]), time.monotonic()
-                save(file, made)
+                save(file, made | {"seconds": torch.tensor(now - written)})
                 print(
                     f"part {len(parts)}: {tokens:,} tokens, written at {tokens / (read - written):,.0f} tokens/s, "
                     f"read at {tokens / (now - read):,.0f} tokens/s",

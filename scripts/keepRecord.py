@@ -21,6 +21,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -127,7 +128,8 @@ def without_places(record: Mapping[str, Any]) -> dict[str, Any]:
         words = shlex.split(kept["command"])
         while place := next((word for word in words if word in PLACES), None):
             at = words.index(place)
-            del words[at : at + 2]
+            values = takewhile(lambda word: not word.startswith("--"), words[at + 1 :])
+            del words[at : at + 1 + len(list(values))]
         kept["command"] = shlex.join(word for word in words if word.split("=")[0] not in PLACES)
     return kept
 

@@ -171,6 +171,8 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "fullSize": "downloadModel",
     "training": "trainBundled",
     "headTexts": "trainHead",
+    "headNetworks": "trainHead",
+    "headLosses": "trainHead",
     "treeTokens": "treeSampling",
     "packGenerate": "customGenerate",
     "test": "cli",

@@ -18,23 +18,10 @@ from inputs.models import load_model, model_version
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
-from scripts import headTexts, trainHead
+from scripts import headNetworks, headTexts, trainHead
+from scripts.headLosses import ChainLoss, Labels, chances, measure, rounds
+from scripts.headNetworks import GAMMA, Batch, Recipe, TrainedHead, batch_of, chain_weights, new_network, shifted
 from scripts.headTexts import OutputLayer, chat_pieces
-from scripts.trainHead import (
-    GAMMA,
-    Batch,
-    ChainLoss,
-    Labels,
-    Recipe,
-    TrainedHead,
-    batch_of,
-    chain_weights,
-    chances,
-    measure,
-    new_network,
-    rounds,
-    shifted,
-)
 from specSampling import specSampling
 from utils import probabilities
 
@@ -152,9 +139,9 @@ def test_the_attention_of_each_step_is_that_of_a_loop(groups):
     texts = torch.tensor([[0] * 5 + [1] * 6])
     inputs = torch.randn(GAMMA, 1, 11, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     angles = head.model.rotary_emb(inputs[0], torch.arange(11)[None])
-    cache, weights = trainHead.KeysValues(texts), chain_weights(texts, GAMMA)
+    cache, weights = headNetworks.KeysValues(texts), chain_weights(texts, GAMMA)
     for step in range(GAMMA):
-        found = trainHead.attention(layer, inputs[step], angles, cache)[0]
+        found = headNetworks.attention(layer, inputs[step], angles, cache)[0]
         expected = naive_attention(layer, inputs[: step + 1, 0], angles, texts[0])
         there = weights[step, 0] > 0
         assert there.sum() == 11 - 2 * step
@@ -184,7 +171,7 @@ def test_labels_are_the_distributions_that_the_target_draws_from(target):
     for some, places in (output, slice(None)), (OutputLayer.of(target.model, few), few):
         labels = Labels.of(some, batch.last[0], batch.sums[0])
         torch.testing.assert_close(labels.plain, logits.softmax(-1)[:, places], atol=1e-5, rtol=1e-4)
-        expected = probabilities(logits, trainHead.SAMPLING)[:, places]
+        expected = probabilities(logits, headTexts.SAMPLING)[:, places]
         torch.testing.assert_close(labels.p, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -260,8 +247,11 @@ def test_a_short_training_makes_a_head_that_loads(pair_folder, tmp_path, small, 
     target = load_model(pair_folder / "target", tokenizer, "float32", "cpu")
     head = load_head(out, target, model_version(pair_folder / "target"))
     assert head.model.config.head["tokens"] == 100
-    lines = [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
-    assert lines[-1]["step"] == 30 and len(lines[-1]["acceptance"]) == GAMMA
+    record = json.loads((out / "head-target.json").read_text())
+    last = record["variants"]["head"]["history"][-1]
+    assert last["step"] == 30 and len(last["acceptance"]) == GAMMA and record["written"]["tokens"] >= 300
+    assert record["command"].startswith("target head --") and "articles.raw" in record["command"]
+    assert str(tmp_path) not in json.dumps(record) and str(SAMPLE) not in json.dumps(record)
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +337,7 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
     monkeypatch.setattr(headTexts, "regrSampling", Answers(0))
     monkeypatch.setattr(headTexts, "TURN", 4)
     writer.write(1, 0)
-    texts = writer.conversations(2, trainHead.SAMPLING)
+    texts = writer.conversations(2, headTexts.SAMPLING)
     first, after_user, after_model = chat_pieces(writer.tokenizer)
     assert writer.tokenizer.decode(after_user) == "<|endoftext|><assistant>"
     turn = [*first, 7, 8, *after_user, 7, 8, *after_model, 7, 8, *after_user, 7, 8, 0]
@@ -393,6 +383,6 @@ def test_a_target_that_scales_its_logits_is_refused(model_folder, monkeypatch):
 def test_the_ablation_trains_every_variant(pair_folder, tmp_path, small, capsys):
     out = tmp_path / "all"
     assert train(pair_folder / "target", out, "--steps", 2, "--ablation") == 0
-    record = json.loads((out / "ablation.json").read_text())
+    record = json.loads((out / "ablation-target.json").read_text())
     assert list(record["variants"]) == list(trainHead.VARIANTS)
     assert capsys.readouterr().out.count("tokens a round") == len(trainHead.VARIANTS)

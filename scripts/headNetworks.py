@@ -1,0 +1,192 @@
+"""The networks that `scripts.trainHead` trains: a head, and Medusa's heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from engine.cachedModel import CachedModel
+from engine.head import HeadNetwork, embedding_of
+from scripts.headTexts import tapped
+from utils import UserError
+
+MLP = 2  # width of the MLP, as a multiple of the head's
+GAMMA = 4  # guesses of a round, and steps of the training-time test
+FINISH = 0.3  # share of the training, its last, whose loss is the share of guesses that the target rejects
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how: one variant of an ablation.
+
+    kind: "head", or "medusa". layers: a key of LAYERS. unroll: steps of the training-time test; 1 trains on true
+    features alone. feature_loss: also learn the target's last hidden states (EAGLE, arXiv 2401.15077, section 4.2).
+    finish: share of the training on acceptance, its last.
+    """
+
+    kind: str = "head"
+    layers: str = "three"
+    unroll: int = GAMMA
+    feature_loss: bool = False
+    finish: float = FINISH
+
+
+class Batch(NamedTuple):
+    """Windows of the texts. tokens: int64 `[B, n]`. text: which text each is of, `[B, n]`. drawn: `[B, n]`, whether
+    each was drawn with SAMPLING. before: the hidden states of the token before each, `[B, n, layers * d]`, 0 at the
+    beginning of a text. last: the last hidden states of each `[B, n, d]`. sums: `[B, n, 3]`, see `Reader.read`."""
+
+    tokens: Tensor
+    text: Tensor
+    drawn: Tensor
+    before: Tensor
+    last: Tensor
+    sums: Tensor
+
+
+def batch_of(windows: Sequence[tuple[dict[str, Tensor], int, int]], d: int, device: torch.device) -> Batch:
+    """The windows (part, first token, length) of the texts. d: numbers in a hidden state."""
+    rows = []
+    for part, start, length in windows:
+        at = slice(start, start + length)
+        text, states = part["text"][at], part["states"][at]
+        first = text[:1] if start == 0 else part["text"][start - 1 : start]
+        earlier = torch.zeros_like(states[:1]) if start == 0 else part["states"][start - 1 : start]
+        begins = text != torch.cat([first, text[:-1]])
+        before = torch.cat([earlier, states[:-1]]).masked_fill(begins[:, None], 0.0)
+        rows.append((part["tokens"][at].long(), text, part["drawn"][at], before, states[:, -d:], part["sums"][at]))
+    return Batch(*(torch.stack(parts).to(device) for parts in zip(*rows)))
+
+
+def shifted(x: Tensor, by: int) -> Tensor:
+    """`x[..., n, d]` with row t - by at place t, and zeros before: `shifted(x, 1)` is what stood one token before."""
+    return F.pad(x, (0, 0, by, 0))[..., : x.shape[-2], :] if by else x
+
+
+class Network(nn.Module):
+    """What is trained: it guesses GAMMA tokens in a row."""
+
+    def chain(self, batch: Batch, steps: int) -> Tensor:
+        """The last hidden states, from which the output layer guesses, in each step of a chain: `[steps, B, n, d]`.
+
+        In step j, that at position t is for the j-th guess after the true features of the tokens up to t - j. What is
+        guessed is the token t + 1; the tokens guessed before it are those of the text. So the first j - 1 positions of
+        a text have no step j (`chain_weights`).
+        """
+        raise NotImplementedError
+
+    def parameters_of_training(self) -> dict[str, nn.Parameter]:
+        """{name: weight} of what is trained."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+
+class TrainedHead(HeadNetwork, Network):
+    """`HeadNetwork` with the training-time test of EAGLE-3: a chain whose first step reads true features. Step j reads
+    at position t the hidden state that step j - 1 gave at t - 1."""
+
+    def chain(self, batch: Batch, steps: int) -> Tensor:
+        layer, cache = self.model.layers[0], KeysValues(batch.text)
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
+        features = self.fuse(batch.before[..., -self.fuse.in_features :].float())
+        angles = self.model.rotary_emb(features, positions)
+        hidden = []
+        for _ in range(steps):
+            x = self.inputs(batch.tokens, features)
+            x = x + attention(layer.self_attn, layer.input_layernorm(x), angles, cache)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            hidden.append(self.model.norm(x))
+            features = shifted(hidden[-1], 1)
+        return torch.stack(hidden)
+
+
+class KeysValues:
+    """Keys and values of the steps so far, each `[B, heads, n, width]`. text: int32 `[B, n]`; a token sees its own
+    text alone."""
+
+    def __init__(self, text: Tensor) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        place = torch.arange(text.shape[1], device=text.device)
+        self.distance = place[:, None] - place  # of the key at s from the query at t, [n, n]
+        self.same_text = text[:, None, :, None] == text[:, None, None, :]
+
+
+def attention(layer: nn.Module, x: Tensor, angles: tuple[Tensor, Tensor], cache: KeysValues) -> Tensor:
+    """The attention of one step j over `x[B, n, d]`. Its keys and values are added to the cache.
+
+    What the query at position t sees is what is in the KV cache in decoding, at the j-th guess:
+    - the keys of step 1 up to position t - j + 1, the last token before whose place the true feature is known,
+    - the key of step i at position t - j + i, for i = 2 ... j: one of each earlier guess, and its own.
+    """
+    heads = (*x.shape[:2], -1, layer.head_dim)
+    q, k, v = (project(x).view(heads).transpose(1, 2) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = apply_rotary_pos_emb(q, k, *angles)
+    groups = q.shape[1] // k.shape[1]
+    cache.keys.append(k.repeat_interleave(groups, 1))
+    cache.values.append(v.repeat_interleave(groups, 1))
+    j = len(cache.keys)
+    hidden_from_it = ~(cache.same_text & (cache.distance >= j - 1))
+    scores = [(q @ cache.keys[0].mT).masked_fill(hidden_from_it, -math.inf)]  # [B, heads, n, n]
+    for i in range(2, j + 1):
+        scores.append((q * shifted(cache.keys[i - 1], j - i)).sum(-1, keepdim=True))  # [B, heads, n, 1]
+    weights = (torch.cat(scores, -1).float() * layer.scaling).softmax(-1).to(v.dtype)
+    n = x.shape[1]
+    seen = weights[..., :n] @ cache.values[0]
+    for i in range(2, j + 1):
+        seen = seen + weights[..., n + i - 2, None] * shifted(cache.values[i - 1], j - i)
+    return layer.o_proj(seen.transpose(1, 2).flatten(2))
+
+
+class MedusaHeads(Network):
+    """Medusa's heads (Cai et al., arXiv 2401.10774): each guesses the token at its own distance from the target's last
+    hidden state alone, with a residual block before the target's output layer. In step j, that of the token t - j is
+    read at position t."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(d, d) for _ in range(GAMMA))
+        for block in self.blocks:
+            nn.init.zeros_(block.weight)  # Each head begins as the target's own guess of the next token.
+            nn.init.zeros_(block.bias)
+
+    def chain(self, batch: Batch, steps: int) -> Tensor:
+        before = batch.before[..., -self.blocks[0].in_features :].float()
+        seen = [shifted(before, by) for by in range(steps)]
+        return torch.stack([x + F.silu(block(x)) for block, x in zip(self.blocks, seen)])
+
+
+def chain_weights(text: Tensor, steps: int) -> Tensor:
+    """1.0 where a chain of j steps ends in a text at the j-th of them, else 0.0, `[steps, B, n]`: not where it began
+    before the text, or before the window."""
+    earlier = [F.pad(text, (j, 0), value=-1)[:, : text.shape[1]] for j in range(steps)]
+    return torch.stack([(there == text).float() for there in earlier])
+
+
+def new_network(recipe: Recipe, target: CachedModel, tokens: Tensor | None) -> Network:
+    """An untrained network. tokens: those that the output layer is cut to, or None."""
+    of_target = target.model.config.get_text_config()
+    d, heads = of_target.hidden_size, of_target.num_attention_heads
+    if recipe.kind == "medusa":
+        return MedusaHeads(d)
+    if embedding_of(target).shape[1] != d:
+        raise UserError(f"{target.name} has embeddings of another width than its layers; no head is trained for it")
+    config = LlamaConfig(
+        vocab_size=len(embedding_of(target)),
+        hidden_size=d,
+        intermediate_size=MLP * d,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(of_target, "num_key_value_heads", None) or heads,
+        max_position_embeddings=target.context,
+        tie_word_embeddings=False,
+        head={"layers": tapped(of_target, recipe.layers)},
+    )
+    return TrainedHead.of(config, target, tokens)
