@@ -125,11 +125,11 @@ def save_head(network: HeadNetwork, folder: Path, target: str, record: Mapping[s
         os.replace(folder / f"{name}.new", folder / name)
 
 
-def load_head(folder: Path, target: CachedModel, version: str) -> HeadModel:
+def load_head(folder: Path, target: CachedModel, version: str | None = None) -> HeadModel:
     """The head in a folder that `save_head` wrote, for `target`.
 
-    version: of the target's weights (`inputs.models.model_version`). Raises UserError if the head is another target's,
-    or if the folder does not hold a whole head.
+    version: of the target's weights (`inputs.models.model_version`); None: it is not known. Raises UserError if the
+    head is another target's, or if the folder does not hold a whole head.
     """
 
     def refuse(reason: str) -> UserError:
@@ -141,7 +141,7 @@ def load_head(folder: Path, target: CachedModel, version: str) -> HeadModel:
         weights = load_file(folder / WEIGHTS)
     except Exception as error:  # A broken folder can raise nearly anything.
         raise refuse(f"it cannot be read ({one_line(error)})") from None
-    if trained_for != version:
+    if version is not None and trained_for != version:
         raise refuse(f"it is that of {trained_for}, and the target is {version}")
     if (found := [config.vocab_size, config.hidden_size]) != (wanted := list(embedding_of(target).shape)):
         raise refuse("it has {} tokens and a width of {}, and the target {} and {}".format(*found, *wanted))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -33,6 +34,7 @@ from decoding.lengthRules import LengthRule
 from decoding.record import Record
 from decoding.verification import RULES, VerificationRule
 from engine.cachedModel import CachedModel
+from engine.head import load_head
 from engine.quantised import BITS
 from engine.sharedWeights import kept_copy
 from methods.drafters import ModelDrafter
@@ -53,7 +55,7 @@ _COPIES: WeakKeyDictionary[PreTrainedModel, dict[int, PreTrainedModel]] = WeakKe
 
 
 def speculative(
-    draft: PreTrainedModel | None = None,
+    draft: PreTrainedModel | str | Path | None = None,
     gamma: int | LengthRule = 4,
     verify: str = "token",
     vocabulary: int | None = None,
@@ -62,7 +64,9 @@ def speculative(
     """Speculative sampling, as a `custom_generate` for `model.generate`.
 
     draft: a smaller model with the same tokenizer, on the same device. Neither model is changed. None: the model's own
-        copy, whose weights have `bits` bits (selfDraft.py); it is made at the first call.
+        copy, whose weights have `bits` bits (selfDraft.py); it is made at the first call. A folder: that of a head
+        which was trained for the model (scripts/trainHead.py). It is read at each call. Whether the model's weights
+        are those that it was trained for is not known here: if they are not, its guesses fail.
     gamma: tokens to guess in a round, or a rule that chooses (decoding/lengthRules.py).
     verify: "token" or "block" (decoding/verification.py).
     vocabulary: the tokenizer's size, to which the logits are cut. Needed if the models pad their vocabularies to
@@ -72,8 +76,8 @@ def speculative(
     repeatable. It is not the text that `generate` alone draws with that seed, but it has the same distribution.
     Raises ValueError, here or in `generate`, for what cannot be honoured.
     """
-    if not isinstance(draft, (PreTrainedModel, NoneType)):
-        raise ValueError(f"the draft must be a transformers model, not a {type(draft).__name__}")
+    if not (Path(draft).is_dir() if isinstance(draft, (str, Path)) else isinstance(draft, (PreTrainedModel, NoneType))):
+        raise ValueError(f"the draft must be a transformers model or a head's folder, not {draft!r:.60}")
     if verify not in RULES:
         raise ValueError(f"verify must be one of {', '.join(RULES)}, not {verify!r}")
     if isinstance(gamma, int) and gamma < 1:
@@ -87,7 +91,7 @@ def speculative(
 class Speculative:
     """What `speculative` returns: the decoding loop, called by `generate` with what it prepared."""
 
-    draft: PreTrainedModel | None
+    draft: PreTrainedModel | str | Path | None
     gamma: int | LengthRule
     verify: VerificationRule
     vocabulary: int | None
@@ -95,6 +99,8 @@ class Speculative:
 
     def drafter(self, target: CachedModel) -> Drafter:
         """What guesses for the target. A copy of the target is made once."""
+        if isinstance(self.draft, (str, Path)):
+            return ModelDrafter(load_head(Path(self.draft), target))
         if self.draft is not None:
             return ModelDrafter(CachedModel(kept_copy(self.draft), self.vocabulary, "the draft"))
         copies = _COPIES.setdefault(target.model, {})
@@ -119,7 +125,9 @@ class Speculative:
         prompts, padding = unpadded(input_ids, inputs)
         sampling = as_sampling(logits_processor, padding, generation_config.do_sample)
         stop = Stop(input_ids, stopping_criteria, generation_config)
-        check_models(model, self.draft or model, stop.max_length, self.vocabulary)
+        check_models(
+            model, self.draft if isinstance(self.draft, PreTrainedModel) else model, stop.max_length, self.vocabulary
+        )
         if streamer is not None and len(prompts) > 1:
             refuse(f"a streamer for a batch of {len(prompts)} rows")
 

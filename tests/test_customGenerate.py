@@ -15,6 +15,7 @@ from conftest import ROOT
 from localHub import Repository
 from mistakes import always_accept
 from outcomes import largest_error, small
+from test_head import network_for
 from test_specSampling import near
 from transformers import (
     AttentionInterface,
@@ -35,8 +36,9 @@ from transformers import (
 
 from decoding.lengthRules import DraftConfidence
 from decoding.verification import RULES
-from engine.cachedModel import ATTENTION, sdpa_in_cache_dtype
+from engine.cachedModel import ATTENTION, CachedModel, sdpa_in_cache_dtype
 from engine.copies import Copies
+from engine.head import save_head
 from engine.sharedWeights import kept_copy
 from methods import customGenerate
 from methods.customGenerate import as_sampling, speculative, unpadded
@@ -391,6 +393,22 @@ def test_what_has_no_copy_is_refused():
     assert "\n" not in str(refused.value)
 
 
+# A trained head.
+
+
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_a_heads_folder_may_be_the_draft(family, tmp_path):
+    model = tiny(family, seed=9)
+    save_head(network_for(CachedModel(tiny(family, seed=9))), tmp_path, "a version", {})
+    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 20}
+    ours = model.generate(**arguments, custom_generate=speculative(tmp_path), return_dict_in_generate=True)
+    assert ours.sequences.tolist() == model.generate(**arguments).tolist()
+    assert all(sum(record.drafted) > 0 for record in ours.records)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="holds no head for the model"):
+        model.generate(**arguments, custom_generate=speculative(str(tmp_path)))
+
+
 # Streamers.
 
 
@@ -486,7 +504,7 @@ def test_other_refusals(target, draft):
 
     refused("gamma must be 1 or more", gamma=0)
     refused("verify must be one of token, block, not 'blocks'", verify="blocks")
-    refused("the draft must be a transformers model, not a str", assistant="gpt2")
+    refused("a transformers model or a head's folder, not 'gpt2'", assistant="gpt2")
     refused(r"vocabulary must lie in \[1, 61\]", vocabulary=62)
     refused("assistant_model beside the draft", arguments={"assistant_model": draft})
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
