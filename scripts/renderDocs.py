@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from benchmark.throughput import draw_map
 from inputs.commandLine import Parser, as_command
 from inputs.files import ROOT, replace_file
 from report.figures import draw_batches, draw_categories, draw_lossless, draw_sweep
-from scripts import copySweep, docsBenchmark, docsCode, docsSources, docsTables
+from scripts import copySweep, docsBenchmark, docsCode, docsHeads, docsSources, docsTables
 from scripts.docsTables import CHINESE, Words, command_of, table
 from scripts.drawRounds import draw_rounds
 from scripts.keepRecord import BENCHMARKS, COPIES, MAP, Records
@@ -48,9 +48,13 @@ FIGURES = {  # of runs
     **dict.fromkeys(docsTables.MAPS, draw_batches),
     **dict.fromkeys(docsTables.CATEGORIES, draw_categories),
 }
-PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *BENCHMARKS, COPIES, MAP)} | {
-    "figures/rounds.gif": "rounds"
+FILES: dict[str, Callable[[Any, Path], object]] = {  # of records of one file
+    **dict.fromkeys(BENCHMARKS, draw),
+    COPIES: copySweep.draw,
+    MAP: draw_map,
+    **dict.fromkeys(docsHeads.CURVES, docsHeads.draw),
 }
+PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *FILES)} | {"figures/rounds.gif": "rounds"}
 DIGEST = "Record"  # the text field of a PNG file; a GIF file has one comment
 
 
@@ -72,7 +76,8 @@ def records_table(records: Records, words: Words) -> str:
     return table("name | record | made by | machine | on", rows)
 
 
-BLOCKS = docsTables.BLOCKS | docsBenchmark.BLOCKS | docsCode.BLOCKS | docsSources.BLOCKS | {"records": records_table}
+BLOCKS = docsTables.BLOCKS | docsBenchmark.BLOCKS | docsCode.BLOCKS | docsHeads.BLOCKS | docsSources.BLOCKS
+BLOCKS |= {"records": records_table}
 
 
 class Fault(NamedTuple):
@@ -177,12 +182,8 @@ def redraw(picture: str, records: Records) -> bool:
     if path.suffix == ".gif":
         draw_rounds(records.file(name), path, digest)
         return True
-    if name == COPIES:
-        copySweep.draw(records.file(name), path)
-    elif name == MAP:
-        draw_map(records.file(name), path)
-    elif name in BENCHMARKS:
-        draw(records.benchmark(name), path)
+    if name in FILES:
+        FILES[name](records.file(name), path)
     else:
         FIGURES[name](records.run(name)[1], path)
     info = PngInfo()

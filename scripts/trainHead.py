@@ -330,7 +330,8 @@ def run(args: Namespace, argv: Sequence[str]) -> None:
     recipes = {args.out / name: variant for name, variant in VARIANTS.items()} if args.ablation else {args.out: recipe}
     trained = {}
     for out, recipe in recipes.items():
-        trained[out.name] = trainer = Trainer(recipe, out, place)
+        name = out.name if args.ablation else recipe.kind
+        trained[name] = trainer = Trainer(recipe, out, place)
         print(f"{out.name:>12}: {described(trainer.train())}", flush=True)
     name = f"{'ablation' if args.ablation else 'head'}-{args.folder.name}.json"
     replace_file(args.out / name, json.dumps(record_of(place, trained, argv), ensure_ascii=False) + "\n")
@@ -358,7 +359,7 @@ def record_of(place: Workplace, trained: Mapping[str, Trainer], argv: Sequence[s
         flag: Path(x).name if isinstance(x, str | Path) else x for flag, x in vars(args).items() if flag != "texts"
     }
     record = {"program": "-m scripts.trainHead", **origin(words, flags, args.device, models)}
-    return record | {"written": written, "variants": variants}
+    return record | {"dtype": pick_dtype(args.device), "written": written, "variants": variants}
 
 
 def described(quality: Quality) -> str:

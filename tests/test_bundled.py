@@ -1,11 +1,15 @@
 """The pair that comes with the project, end to end."""
 
+import json
+
 import pytest
 import torch
+from test_head import shifted
 
 import PPL
 from engine.copies import rounded_copy
-from inputs.models import DTYPES, load_model
+from engine.head import CONFIG, WEIGHTS, load_head
+from inputs.models import DTYPES, find_model, load_model, model_version
 from inputs.texts import load_corpora
 from inputs.tokenizers import load_tokenizer
 from methods.catalogue import build, choose_lossless
@@ -85,6 +89,36 @@ def test_greedy_output_equals_plain_and_transformers_on_50_prompts_of_100_tokens
     spec, records = specSampling(prompts, target, ModelDrafter(draft), 100, 4, GREEDY)
     assert spec == plain == by_transformers(target.model, prompts)
     assert 0.2 < sum(r.alpha for r in records) / 50 < 1  # a draft worth its name, and rejections among the rounds
+
+
+@pytest.fixture(scope="module")
+def head(pair):
+    return load_head(find_model("bundled-head"), pair[1], model_version("bundled-target"))
+
+
+def test_greedy_output_of_the_head_is_plain_decodings_on_50_prompts_of_100_tokens(pair, head, prompts, plain):
+    spec, records = specSampling(prompts, pair[1], ModelDrafter(head), 100, 4, GREEDY)
+    assert spec == plain
+    assert 0.5 < sum(r.alpha for r in records) / 50 < 1
+
+
+def test_features_of_the_wrong_position_cost_acceptance_and_change_no_text(pair, head, prompts, plain, monkeypatch):
+    def accepted():
+        spec, records = specSampling(prompts[::5], pair[1], ModelDrafter(head), 100, 4, GREEDY)
+        assert spec == plain[::5]
+        return sum(sum(r.accepted) for r in records) / sum(sum(r.drafted) for r in records)
+
+    right = accepted()
+    shifted(monkeypatch)
+    assert accepted() < 0.7 * right
+
+
+def test_the_head_is_small_and_was_trained_for_this_target():
+    folder = find_model("bundled-head")
+    assert {file.name for file in folder.iterdir()} == {CONFIG, WEIGHTS}
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 2e6
+    about = json.loads((folder / CONFIG).read_text())["head"]
+    assert about["target"] == model_version("bundled-target") and about["measured"][-1]["alpha"] > 0.78
 
 
 @pytest.fixture(scope="module")
