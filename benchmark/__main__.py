@@ -44,6 +44,7 @@ from decoding.trees.shapes import FixedTree
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled
 from engine.copies import rounded_copy
+from engine.head import load_head
 from engine.quantised import GROUP
 from engine.sharedWeights import RestrictedModel, sharing_copy
 from experiments.processes import Processes, together
@@ -143,11 +144,17 @@ def own_copy(target: CachedModel, bits: int, shapes: bool, processes: Processes)
 
 
 def compiled_pair(
-    models: dict[str, CachedModel], gamma: int, prompt: list[int], drafter_of: DrafterOf
+    options: Options, models: dict[str, CachedModel], prompt: list[int], drafter_of: DrafterOf
 ) -> tuple[dict[str, CachedModel], list[float | None]]:
-    """The same models once more, compiled, and the seconds it took; None where it failed."""
-    start = time.perf_counter()
-    pair = {role: compiled(CachedModel(sharing_copy(m.model), m.vocabulary, m.name)) for role, m in models.items()}
+    """The same models once more, compiled, with the trained head if there is one; and the seconds it took, None where
+    it failed."""
+    start, gamma = time.perf_counter(), options.gamma
+    twins = {role: CachedModel(sharing_copy(m.model), m.vocabulary, m.name) for role, m in models.items()}
+    if options.head:  # It gives the target its tap, before that is compiled.
+        head = load_head(find_model(options.head), twins["target"], model_version(options.target))
+    pair = {role: compiled(twin) for role, twin in twins.items()}
+    if options.head:
+        pair["head"] = compiled(head, pair["target"])
     target, drafter = pair["target"], drafter_of(pair["draft"])
     rows: list[Any] = [
         partial(regrSampling, target=target),
@@ -157,6 +164,9 @@ def compiled_pair(
     if drafter_of is ModelDrafter:  # A draft with another tokenizer cannot read the target's tokens.
         rows.append(partial(regrSampling, target=pair["draft"]))
         rows.append(partial(treeSampling, target=target, drafter=TreeDrafter(pair["draft"]), tree=FixedTree(TREE)))
+
+    if options.head:
+        rows.append(partial(specSampling, target=target, drafter=ModelDrafter(pair["head"]), gamma=Fixed(gamma)))
 
     def follow(graphs: Sequence[T]) -> Iterable[T]:
         return followed(graphs, "compiling", len(graphs))
@@ -189,9 +199,11 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     if has_copy(options, device):  # Before compiling, which packs layers.
         copy = own_copy(models["target"], cast(int, options.draft_bits), options.shapes, processes)
     if options.compile:
-        ready, record["compile_seconds"] = compiled_pair(models, options.gamma, prompts[0], drafter_of)
+        ready, record["compile_seconds"] = compiled_pair(options, models, prompts[0], drafter_of)
         if None not in record["compile_seconds"]:  # Otherwise a line has said why.
             variants["compiled"] = ready
+            if options.head:
+                record["models"]["head"] = model_record(ready["head"].name, model_version(options.head), ready["head"])
             if isinstance(copy, CachedModel):
                 record["compile_seconds"].append(add_copy(ready, copy))
     if options.batches:
@@ -223,6 +235,8 @@ def run(options: Options, argv: Sequence[str], processes: Processes) -> None:
     record["peers"] = [peer.line() for peer in peers]
     record["texts"] = texts | {name: text_line(why) for name, why in found.left_out.items()}
     record["texts"] |= {peer.row.name: text_line(peer.failed, peer.greedy, peer.lossless) for peer in peers}
+    for pair in variants.values():  # A head reads no text by itself.
+        pair.pop("head", None)
     # One item: process 0 measures it, and the others wait.
     (steps,) = processes.mapped(
         lambda seed: step_times(variants, prompts[0], options.gamma, options.gamma_copy, device, seed, drafter_of),

@@ -60,6 +60,7 @@ COMPILING: dict[str, Any] = {}  # how the library compiles its forward: argument
 SAMPLING = Sampling()  # of all rows
 ALPHAS = (0.4, 0.6, 0.8)  # of synthetic acceptance
 COPY_ALPHAS = (0.9, 0.93, 0.95)  # likewise, of guesses of the target's own copy
+HEAD_ROWS = {"speculative": "trained head", "block verification": "trained head, block verification"}
 INNER = 2  # tokens that the draft guesses for the copy in a round of theirs
 TREE = best_tree(8, Acceptance().table(4, 4))  # of the rows with a tree: 8 guesses, 4 levels
 # Synthetic acceptance of the 1st, 2nd ... child, if those before it were rejected. On the bundled pair the later ones
@@ -113,6 +114,10 @@ def contenders(
         for name, tree_rule in tree_rules(options.shapes, target).items() if drafter_of is ModelDrafter else ():
             found.rows[f"{name}, {variant}"] = as_contender(
                 treeSampling, target=target, drafter=TreeDrafter(draft), tree=TREE, verify=tree_rule
+            )
+        for name, rule in rules(False, target).items() if "head" in models else ():
+            found.rows[f"{HEAD_ROWS[name]}, {variant}"] = as_contender(
+                specSampling, target=target, drafter=ModelDrafter(models["head"]), gamma=gamma, verify=rule
             )
         if "copy" in models:
             rows = rows_of_copy(options, models, drafter_of is ModelDrafter)

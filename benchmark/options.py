@@ -13,7 +13,7 @@ from benchmark.randomModels import SHAPES
 from engine.quantised import BITS
 from inputs.commandLine import Parser, path, text, whole
 from inputs.files import ROOT
-from inputs.models import DTYPES, default_pair
+from inputs.models import DTYPES, default_head, default_pair, find_model
 from utils import UserError
 
 # Texts so long that the first token is under a tenth of the time.
@@ -25,7 +25,8 @@ SHAPE_DEFAULTS = {"maxLen": 64, "prompts": 2, "repeats": 2}  # with --shapes
 class Options:
     """What the flags say.
 
-    target, draft: names of models, or of shapes if `shapes`. dtype, device: None for the default.
+    target, draft: names of models, or of shapes if `shapes`. head: of a trained head, which guesses in compiled rows;
+        None: there is none. dtype, device: None for the default.
     draft_bits: of the weights of the target's own copy; None: it does not guess. gamma_copy: its guesses in a round.
     peers: names of the other engines to time. batches: how many texts are decoded at once; none: single texts.
     text_check: the rows of this process whose text is tested. texts: the folder for the other engines' audited texts.
@@ -34,6 +35,7 @@ class Options:
 
     target: str
     draft: str
+    head: str | None
     shapes: bool
     gamma: int
     draft_bits: int | None
@@ -75,6 +77,7 @@ def parser() -> Parser:
     add = flags.add_argument
     add("--target", type=text, metavar="MODEL", help="the large model (default: as test.py)")
     add("--draft", type=text, metavar="MODEL", help="the small model")
+    add("--head", type=text, metavar="FOLDER", help="a head that was trained for the target (the bundled one)")
     shapes = "random weights in two of these shapes instead: " + ", ".join(SHAPES)
     add("--shapes", type=text, metavar="TARGET,DRAFT", help=shapes)
     add("--gamma", type=whole(1, 1000), default=4, metavar="N", help="tokens guessed in a round (4)")
@@ -119,7 +122,13 @@ def parse(argv: Sequence[str]) -> Options:
         raise UserError("--texts are those of other engines; give --peers too")
     if args.texts and not os.path.isdir(args.texts):
         raise UserError(f"--texts {args.texts} is not a folder")
+    if args.head and (args.shapes or args.no_compile):
+        raise UserError("--head guesses in compiled rows of a trained target; leave out --shapes and --no-compile")
     args.target, args.draft = models_of(args)
+    if not args.shapes and not args.no_compile:
+        args.head = args.head or default_head(args.target)
+    if args.head:
+        find_model(args.head)
     flags = vars(args)
     named_alike = {field.name: flags[field.name] for field in fields(Options) if field.name in flags}
     others = {

@@ -97,6 +97,8 @@ def own_samplers(models: Mapping[str, CachedModel], options: Options) -> dict[st
         return map_samplers(models["target"], models["draft"])
     target, vocabulary = models["target"], models["target"].vocabulary
     drafters: dict[str, Any] = {"lookup": LookupDrafter(vocabulary)}
+    if "head" in models:
+        drafters["trained head"] = ModelDrafter(models["head"])
     if "copy" in models:
         drafters[copy_name(options.draft_bits)] = ModelDrafter(models["copy"])
     rows: dict[str, Sampler] = {PLAIN: partial(regrSampling, target=target)}

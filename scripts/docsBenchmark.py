@@ -85,9 +85,9 @@ def ratio_figure(method: str, baseline: str, records: Records, words: Words) -> 
 
 
 def best_rows(record: BenchmarkRecord) -> dict[str, str]:
-    """{row: what it is called} of the fastest row of each kind: this project's plain, with guesses, and with those of
-    the target's own copy, each other engine's without guesses and with them, with weights in 16 bits and quantised,
-    `generate` and what it offers."""
+    """{row: what it is called} of the fastest row of each kind: this project's plain, with guesses, with those of the
+    target's own copy and of a trained head, each other engine's without guesses and with them, with weights in 16 bits
+    and quantised, `generate` and what it offers."""
     variant, speeds = fastest(record), throughputs(record)
     own = [f"{method}{variant}" for method in OWN] + [name for name in speeds if re.match(f"tree of.*{variant}", name)]
     chosen = best_of(record, own)
@@ -99,6 +99,9 @@ def best_rows(record: BenchmarkRecord) -> dict[str, str]:
     if copies:
         chosen = best_of(record, copies)
         rows[chosen] = copy_called(chosen.removesuffix(variant)) + variant
+    heads = [name for name in speeds if name.startswith("trained head") and name.endswith(variant)]
+    if heads:
+        rows[best_of(record, heads)] = best_of(record, heads)
     if f"prompt lookup{variant}" in speeds:
         rows[f"prompt lookup{variant}"] = f"prompt lookup{variant}"
     engines: dict[tuple[str, bool, bool], list[str]] = {}

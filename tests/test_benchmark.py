@@ -7,10 +7,11 @@ import pytest
 import torch
 from conftest import ROOT
 from mistakes import always_accept
+from test_head import network_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import __main__ as benchmark
-from benchmark import contenders, randomModels, stepTimes, tables
+from benchmark import contenders, randomModels, stepTimes, tables, throughput
 from benchmark.engines import textCheck
 from benchmark.figure import draw_speed, plt, round_shares
 from benchmark.options import parse
@@ -18,9 +19,13 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compiled
 from engine.copies import rounded_copy
 from engine.cpuModel import CpuModel
+from engine.head import save_head
 from experiments.processes import ALONE
 from experiments.speed import summarize
-from utils import UserError, draw
+from inputs.models import load_model, model_version
+from inputs.tokenizers import load_tokenizer
+from methods.drafters import ModelDrafter
+from utils import GREEDY, UserError, draw
 
 ROWS = [
     "plain, eager",
@@ -301,6 +306,9 @@ def test_the_synthetic_rule_accepts_at_its_rate(alpha):
         "--peers nobody",
         "--draftBits 3",
         "--gammaCopy 0",
+        "--head nowhere",
+        "--head bundled-head --no-compile",
+        "--head bundled-head --shapes pythia-70m,pythia-70m",
     ],
 )
 def test_a_wrong_flag_is_one_line(wrong, tmp_path, monkeypatch, capsys):
@@ -366,6 +374,23 @@ def test_only_compiled_rows_call_kernels(variants, flags):
         called[name] = calls.count > 0
     assert len(called) == (17 if flags else 22)
     assert called == {name: name.endswith("compiled") and "transformers" not in name for name in called}
+
+
+def test_a_trained_head_guesses_in_compiled_rows(kernels, pair_folder, tmp_path, monkeypatch):
+    names, tokenizer = [str(pair_folder / role) for role in ("target", "draft")], load_tokenizer(pair_folder / "target")
+    models = {role: load_model(name, tokenizer, "float32", "cpu") for role, name in zip(("target", "draft"), names)}
+    save_head(network_for(models["target"]), tmp_path, model_version(names[0]), {})
+    options = parse(["--target", names[0], "--draft", names[1], "--maxLen", "9", "--head", str(tmp_path)])
+    ready, _ = benchmark.compiled_pair(options, models, [5, 9, 2], ModelDrafter)
+    library = {role: contenders.library_twin(model.model) for role, model in models.items()}
+    found = contenders.contenders(options, {"eager": models, "compiled": ready}, library, [5, 9, 2]).rows
+    assert [name for name in found if "head" in name] == [
+        "trained head, compiled",
+        "trained head, block verification, compiled",
+    ]
+    texts = {name: found[name]([5, 9, 2], torch.Generator(), 9, GREEDY)[0] for name in found if "compiled" in name[-9:]}
+    assert texts["trained head, compiled"] == texts["plain, compiled"]
+    assert "trained head, as many guesses as pay, compiled" in throughput.own_samplers(ready, options)
 
 
 def test_only_compiled_parts_call_kernels(variants):

@@ -17,7 +17,7 @@ import downloadData
 import downloadModel
 from benchmark.__main__ import main as benchmark
 from inputs.files import ROOT
-from scripts import auditPower, courseReport, drawRounds, keepRecord, renderDocs, trainBundled
+from scripts import auditPower, courseReport, drawRounds, keepRecord, renderDocs, trainBundled, trainHead
 from scripts.docsBenchmark import BLOCKS, REAL, side_by_side
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -457,6 +457,7 @@ def test_every_flag_that_is_named_exists(cli):
         downloadModel.main,
         downloadData.main,
         trainBundled.main,
+        trainHead.main,
         drawRounds.main,
         renderDocs.main,
         keepRecord.main,
