@@ -274,11 +274,12 @@ def texts_of(part: dict[str, Tensor], output: OutputLayer, device: torch.device)
         yield batch_of([(part, start, length)], output.weight.shape[1], device)
 
 
-# The variants of an ablation: the whole recipe, and what it is without each of its parts. The last but one is EAGLE's.
+# The variants of an ablation: the whole recipe, and the same with one part changed. The last but one is EAGLE's.
 VARIANTS = {
     "head": Recipe(),
     "last-layer": Recipe(layers="last"),
     "one-step": Recipe(unroll=1),
+    "feature-loss": Recipe(feature_loss=True),
     "no-finish": Recipe(finish=0.0),
     "eagle-1": Recipe(layers="last", unroll=1, feature_loss=True, finish=0.0),
     "medusa": Recipe(kind="medusa"),
