@@ -94,10 +94,11 @@ def draw(record: Mapping[str, Any], path: Path) -> Path:
             [count / 1e6 for count in tokens], shares, "-" if whole else "--",
             label=name, linewidth=2.2 if whole else 1.2, color="#2c3e50" if whole else plt.cm.plasma(number / 6),
         )  # fmt: skip
-        axes.annotate(f"{shares[-1]:.3f}", (tokens[-1] / 1e6, shares[-1]), fontsize=8 if whole else 0)
+        if whole:
+            axes.annotate(f"{shares[-1]:.3f}", (tokens[-1] / 1e6, shares[-1]), fontsize=8)
     axes.set(xlabel="tokens of training, millions", ylabel="share of tested guesses that pass")
     axes.set_title(f"{record['models']['target']['name']}, text that is held out", loc="left", fontsize=9)
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     axes.spines[["top", "right"]].set_visible(False)
     return save(figure, path)
 
