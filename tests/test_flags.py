@@ -160,6 +160,7 @@ TABLES = {
     "benchmark": {
         "--target": Name(),
         "--draft": Name(),
+        "--head": Name(["bundled-head"], ["nowhere"]),
         "--draftBits": Choice(*map(str, BITS), "none"),
         "--gammaCopy": LENGTH,
         "--batch": Name(["1", "1,8,32"], ["x", "0", "1,,2", "2000"]),

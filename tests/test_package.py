@@ -146,7 +146,7 @@ def test_the_wheel_has_all_modules_and_data_and_nothing_that_hides_a_library(sit
         if name.startswith(("models/", "datasets/")):
             assert (site / "specdec" / name).exists(), name
     downloads = {path.name for path in (site / "specdec" / "models").iterdir()}
-    assert downloads == {"README.md", "bundled-draft", "bundled-mid", "bundled-target"}
+    assert downloads == {"README.md", "bundled-draft", "bundled-head", "bundled-mid", "bundled-target"}
     assert (site / "specdec" / "__main__.py").read_text() == (ROOT / "test.py").read_text()
     assert "specdec = specdec.__main__:main" in (site / about / "entry_points.txt").read_text()
 
