@@ -372,8 +372,10 @@ def check_copy(settings: Settings) -> None:
 
 
 def check_head(settings: Settings) -> None:
-    """Raise UserError for what a trained head cannot do."""
+    """Raise UserError for what a trained head cannot do, or has no use for."""
     choice = settings.models
+    if choice.head != default_head(choice.target) and "head" not in (choice.draft, *settings.measuring.names):
+        raise UserError("--head is for the method head and for --draft head; add one of them or leave it out")
     if choice.mid == "head":
         raise UserError("--mid head: a head reads what the target has read, and scores no guesses; name another model")
     if choice.draft != "head":

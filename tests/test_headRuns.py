@@ -104,3 +104,18 @@ def test_what_is_no_head_for_the_target_is_one_line(cli, flags, pair_folder, hea
         one_line(capsys, "holds no head for target", reason)
     assert run_of(cli, flags, tmp_path, "--head", str(tmp_path / "nowhere"), "--compare", "head") == (2, [])
     one_line(capsys, "no model folder", "nowhere")
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        ("--draft draft --speed", "--head is for the method head and for --draft head"),
+        ("--draft head --mid head --speed", "--mid head: a head reads"),
+        ("--draft head --speed --draftDevice cpu", "leave out --draftDevice"),
+        ("--draft head --ppl", "--draft head has no perplexity"),
+    ],
+)
+def test_what_a_head_cannot_do_is_one_line(cli, flags, pair_folder, head_folder, tmp_path, capsys, words, reason):
+    given = [str(pair_folder / "draft") if word == "draft" else word for word in words.split()]
+    assert run_of(cli, flags, tmp_path, "--head", str(head_folder), *given) == (2, [])
+    one_line(capsys, reason)
