@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,9 +72,10 @@ def shifted(x: Tensor, by: int) -> Tensor:
     return F.pad(x, (0, 0, by, 0))[..., : x.shape[-2], :] if by else x
 
 
-class Network(nn.Module):
+class Network(nn.Module, ABC):
     """What is trained: it guesses GAMMA tokens in a row."""
 
+    @abstractmethod
     def chain(self, batch: Batch, steps: int) -> Tensor:
         """The last hidden states, from which the output layer guesses, in each step of a chain: `[steps, B, n, d]`.
 
@@ -81,7 +83,6 @@ class Network(nn.Module):
         guessed is the token t + 1; the tokens guessed before it are those of the text. So the first j - 1 positions of
         a text have no step j (`chain_weights`).
         """
-        raise NotImplementedError
 
     def parameters_of_training(self) -> dict[str, nn.Parameter]:
         """{name: weight} of what is trained."""
