@@ -38,6 +38,11 @@ def hours(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.0f} min"
 
 
+def trained(measured: Mapping[str, Any]) -> str:
+    """How long a training was at a measurement."""
+    return f"{measured['tokens']:,} tokens, {hours(measured['seconds'])}"
+
+
 def heads(records: Records, words: Words) -> str:
     """What each head cost to train, and how good it is on text that is held out."""
     rows, sources = [], []
@@ -45,11 +50,10 @@ def heads(records: Records, words: Words) -> str:
         (variant,), written = record["variants"].values(), record["written"]
         last = last_of(variant)
         texts = f"{written['tokens']:,} tokens, {hours(written['seconds'])}"
-        training = f"{last['tokens']:,} tokens, {hours(last['seconds'])}"
         quality = by_position(last), f"{last['alpha']:.3f}", f"{last['tokens_per_round']:.2f}"
         target = record["models"]["target"]["name"]
         rows.append(
-            [target, f"{variant['parameters']:,}", texts, training, gigabytes(last["memory"]).strip(), *quality]
+            [target, f"{variant['parameters']:,}", texts, trained(last), gigabytes(last["memory"]).strip(), *quality]
         )
         sources.append(source(cast(BenchmarkRecord, record), record["dtype"]))
     titles = "target | weights | texts written and read | training | memory | acceptance by position | of all"
@@ -65,15 +69,23 @@ def ablation(records: Records, words: Words) -> str:
         parts = [
             f"`{name}`",
             {"three": "three", "last": "the last"}[recipe["layers"]] if of_head else "the last",
-            str(recipe["unroll"]) if of_head else "",
+            steps_of(recipe) if of_head else "",
             ("yes" if recipe["feature_loss"] else "no") if of_head else "",
             "yes" if recipe["finish"] else "no",
         ]
-        rows.append([*parts, by_position(last), f"{last['alpha']:.3f}", f"{last['tokens_per_round']:.2f}"])
-    titles = "variant | layers of the feature | steps | feature loss | finished on acceptance | acceptance by position"
-    each = f"{last['tokens']:,} tokens of training each, of {record['written']['tokens']:,} that the target wrote. "
+        quality = by_position(last), f"{last['alpha']:.3f}", f"{last['tokens_per_round']:.2f}"
+        rows.append([*parts, trained(last), *quality])
+    titles = "variant | layers of the feature | steps | feature loss | finished on acceptance | training"
+    titles += " | acceptance by position"
+    each = f"Trained on {record['written']['tokens']:,} tokens that the target wrote. "
     origin = source(cast(BenchmarkRecord, record), record["dtype"])
     return f"{table(f'{titles} | of all | tokens a round', rows)}\n\n{each}{origin}"
+
+
+def steps_of(recipe: Mapping[str, Any]) -> str:
+    """Steps of a head's chains: at first, and then."""
+    then = str(recipe["unroll"])
+    return f"1, then {then}" if recipe.get("single") and then != "1" else then
 
 
 def draw(record: Mapping[str, Any], path: Path) -> Path:

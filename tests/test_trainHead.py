@@ -298,6 +298,19 @@ def test_the_loss_goes_down(made, small, tmp_path):
     assert np.mean(trainer.losses[-10:]) < before - 0.3
 
 
+@pytest.mark.parametrize(
+    "recipe, steps",
+    [(Recipe(), [1] * 6 + [4] * 6), (Recipe(single=0.0, unroll=2), [2] * 12), (Recipe("medusa"), [4] * 12)],
+)
+def test_chains_are_single_steps_at_first(made, small, monkeypatch, tmp_path, recipe, steps):
+    trainer, seen = trainHead.Trainer(recipe, tmp_path / "head", made), []
+    chain = trainer.network.chain
+    monkeypatch.setattr(trainer.network, "chain", lambda batch, steps: seen.append(steps) or chain(batch, steps))
+    for _ in range(12):
+        trainer.one_step()
+    assert seen == steps
+
+
 def test_parts_that_are_there_are_not_made_again(made, small, monkeypatch):
     monkeypatch.setattr(headTexts, "Writer", None)
     parts = headTexts.prepare(made.args)
