@@ -167,6 +167,7 @@ def compiled_pair(
 
     if options.head:
         rows.append(partial(specSampling, target=target, drafter=ModelDrafter(pair["head"]), gamma=Fixed(gamma)))
+        rows.append(partial(treeSampling, target=target, drafter=TreeDrafter(pair["head"]), tree=FixedTree(TREE)))
 
     def follow(graphs: Sequence[T]) -> Iterable[T]:
         return followed(graphs, "compiling", len(graphs))

@@ -60,7 +60,6 @@ COMPILING: dict[str, Any] = {}  # how the library compiles its forward: argument
 SAMPLING = Sampling()  # of all rows
 ALPHAS = (0.4, 0.6, 0.8)  # of synthetic acceptance
 COPY_ALPHAS = (0.9, 0.93, 0.95)  # likewise, of guesses of the target's own copy
-HEAD_ROWS = {"speculative": "trained head", "block verification": "trained head, block verification"}
 INNER = 2  # tokens that the draft guesses for the copy in a round of theirs
 TREE = best_tree(8, Acceptance().table(4, 4))  # of the rows with a tree: 8 guesses, 4 levels
 # Synthetic acceptance of the 1st, 2nd ... child, if those before it were rejected. On the bundled pair the later ones
@@ -115,10 +114,8 @@ def contenders(
             found.rows[f"{name}, {variant}"] = as_contender(
                 treeSampling, target=target, drafter=TreeDrafter(draft), tree=TREE, verify=tree_rule
             )
-        for name, rule in rules(False, target).items() if "head" in models else ():
-            found.rows[f"{HEAD_ROWS[name]}, {variant}"] = as_contender(
-                specSampling, target=target, drafter=ModelDrafter(models["head"]), gamma=gamma, verify=rule
-            )
+        if "head" in models:
+            found.rows |= {f"{name}, {variant}": row for name, row in rows_of_head(models, gamma).items()}
         if "copy" in models:
             rows = rows_of_copy(options, models, drafter_of is ModelDrafter)
             found.rows |= {f"{name}, {variant}": row for name, row in rows.items()}
@@ -167,6 +164,20 @@ def tree_rules(synthetic_acceptance: bool, target: Model) -> dict[str, TreeRule]
         rule = target.rule(traversal_rule)
         return {f"tree, synthetic {SIBLINGS[0]}": synthetic_tree(SIBLINGS, rule)}
     return {f"tree of {TREE.size}": traversal_rule}
+
+
+def rows_of_head(models: dict[str, CachedModel], gamma: int) -> dict[str, Contender]:
+    """{name: sampler} of the rows in which a trained head guesses."""
+    target, head = models["target"], models["head"]
+    chains = {"": token_rule, ", block verification": block_rule}
+    rows = {
+        f"trained head{name}": as_contender(
+            specSampling, target=target, drafter=ModelDrafter(head), gamma=gamma, verify=rule
+        )
+        for name, rule in chains.items()
+    }
+    tree = as_contender(treeSampling, target=target, drafter=TreeDrafter(head), tree=TREE, verify=traversal_rule)
+    return rows | {f"trained head, tree of {TREE.size}": tree}
 
 
 def rows_of_copy(options: Options, models: dict[str, CachedModel], one_tokenizer: bool) -> dict[str, Contender]:
