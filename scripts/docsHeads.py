@@ -17,7 +17,7 @@ from report.runTables import ranked, speed_table
 from scripts.docsTables import Render, Words, cells_of, of_kind, source, table, timed
 from scripts.keepRecord import Records
 
-HEADS, ABLATION = ("head-bundled-target",), "ablation-bundled-target"  # names of records
+HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"  # names of records
 CURVES = *HEADS, ABLATION
 SPEED = "head", "head-tree"  # runs beside the draft model, and with the head as the draft of other methods
 GAMMA = 4  # positions in a table

@@ -149,7 +149,7 @@ def compare(records: Records, words: Words) -> str:
     return f"{body}\n\n{timed(run, speed, body)}{notes}"
 
 
-CATEGORIES = "categories", "categories-SmolLM2"  # names of records
+CATEGORIES = "categories", "categories-SmolLM2", "categories-head"  # names of records
 # {name of a record of --sweep batch: what it measured}.
 MAPS = {
     "batch-copy": "SmolLM2-135M, its own copy guesses",
