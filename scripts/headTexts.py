@@ -1,8 +1,9 @@
 """What a head is trained on: texts that its target writes, and the target's hidden states for them.
 
 Texts are written as users let the target write. It continues passages of books or articles. A chat model also writes
-conversations: both the user's turns and the answers (Magpie, Xu et al., arXiv 2406.08464). Then the target reads them.
-What it has computed is kept on disk, in parts that are made once.
+conversations: both the user's turns and the answers (Magpie, Xu et al., arXiv 2406.08464). Half of these begin with a
+task about a passage instead. Then the target reads all. What it has computed is kept on disk, in parts that are made
+once.
 """
 
 from __future__ import annotations
@@ -54,6 +55,26 @@ USER = Sampling(0.9, 0, 0.95)  # how users' turns are drawn: of many kinds, but 
 CHATS = 0.7  # share of a chat model's texts that are conversations; the others continue passages
 TURN = 160  # tokens of a user's turn at most
 TURNS = 2  # of the user and of the model in a conversation, if there is room
+ANSWER = 256  # tokens of an answer at most: a small model's longer ones repeat themselves
+TASKS = 0.5  # share of conversations that begin with a task about a passage: the target's own questions are much alike
+INSTRUCTIONS = (
+    "Summarize the following text.",
+    "Summarize the text below in one sentence.",
+    "What happens in the following passage, and why?",
+    "Who is mentioned in this text, and what do they do?",
+    "Explain the text below to a child.",
+    "Rewrite the following text in plain words.",
+    "List five facts from this text.",
+    "Write a question that the text below answers, and then answer it.",
+    "Continue this story.",
+    "Is the following passage fiction? Explain how you know.",
+    "Translate the first sentence of the text into German.",
+    "Translate the first sentence of the text into French.",
+    "Use the following context to say where and when it takes place.",
+    "Write a short poem about the scene below.",
+    "What would you ask the author of this text?",
+    "Correct the mistakes in the following text, if there are any.",
+)
 HELD_OUT = 32  # texts that are not trained on: the first part
 PASSAGE = 200  # characters of a passage at least
 FEWEST = 20  # passages without which no head is trained
@@ -99,16 +120,16 @@ class Writer:
         texts = []
         for sampling, number_of_texts in (SAMPLING, count - plain), (PLAIN, plain):
             chats = round(CHATS * number_of_texts) if self.pieces else 0
-            texts += self.conversations(chats, sampling)
-            starts = [Text([], []).then(self.prompt(part == 0)) for _ in range(number_of_texts - chats)]
+            texts += self.conversations(chats, sampling, part == 0)
+            starts = [Text([], []).then(self.beginning(part == 0)) for _ in range(number_of_texts - chats)]
             texts += self.continued(starts, sampling, self.length)
         return texts
 
-    def prompt(self, held_out: bool) -> list[int]:
-        """Token ids of the beginning of a passage."""
+    def beginning(self, held_out: bool, task: str = "") -> list[int]:
+        """Token ids of the beginning of a passage, after a task."""
         length = min(self.rng.randint(*PROMPT), self.length // 2)
         passage = self.rng.choice(self.passages[held_out])[: CHARACTERS * length]
-        return encode([passage], self.tokenizer)[0][:length]
+        return encode([task + passage], self.tokenizer)[0][:length]
 
     def continued(self, texts: Sequence[Text], sampling: Sampling, most: int) -> list[Text]:
         """The texts, each with what the target draws after it: until it ends, or `most` tokens."""
@@ -126,9 +147,9 @@ class Writer:
         )
         return [text.then(tokens, sampling == SAMPLING) for text, tokens in zip(texts, new)]
 
-    def conversations(self, count: int, sampling: Sampling) -> list[Text]:
-        """Conversations of TURNS turns. The target writes the users' turns too, after the template's beginning, or
-        they are questions that were given by flag."""
+    def conversations(self, count: int, sampling: Sampling, held_out: bool) -> list[Text]:
+        """Conversations of TURNS turns. The target writes the users' turns too, after the template's beginning. But
+        the first ones are questions that were given by flag, or some of them tasks about a passage."""
         if not count:
             return []
         assert self.pieces is not None, "a model without a chat template has no conversations"
@@ -136,17 +157,22 @@ class Writer:
         texts, ended = [Text([], []).then(first) for _ in range(count)], []
         for turn in range(TURNS):
             if turn:
-                room = self.length - 2 * TURN
+                room = self.length - TURN - ANSWER
                 ended += [text for text in texts if len(text.tokens) >= room]
                 texts = [self.without_end(text).then(after_model) for text in texts if len(text.tokens) < room]
-            if self.questions and not turn:
-                questions = encode(self.rng.choices(self.questions, k=count), self.tokenizer)
-                texts = [text.then(question[: self.length // 2]) for text, question in zip(texts, questions)]
-            else:
-                texts = [self.without_end(text) for text in self.continued(texts, USER, TURN)]
+            given = self.first_turns(count, held_out) if not turn else []
+            asked = [text.then(question[: self.length // 2]) for text, question in zip(texts, given)]
+            texts = asked + [self.without_end(text) for text in self.continued(texts[len(given) :], USER, TURN)]
             texts = [text.then(after_user) for text in texts]
-            texts = self.continued(texts, sampling, self.length // TURNS)
+            texts = self.continued(texts, sampling, ANSWER)
         return ended + texts
+
+    def first_turns(self, count: int, held_out: bool) -> list[list[int]]:
+        """Token ids of the users' first turns that the target does not write, at most `count`."""
+        if self.questions:
+            return encode(self.rng.choices(self.questions, k=count), self.tokenizer)
+        tasks = self.rng.choices(INSTRUCTIONS, k=round(TASKS * count))
+        return [self.beginning(held_out, f"{task}\n\n") for task in tasks]
 
     def without_end(self, text: Text) -> Text:
         """The text without the token that ended it, if one did: the template's next piece has it."""

@@ -349,13 +349,21 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
     writer = headTexts.Writer(model_folder, "cpu", ["word " * 99] * 30, [], 0)
     monkeypatch.setattr(headTexts, "regrSampling", Answers(0))
     monkeypatch.setattr(headTexts, "TURN", 4)
+    monkeypatch.setattr(headTexts, "ANSWER", 8)
     writer.write(1, 0)
-    texts = writer.conversations(2, headTexts.SAMPLING)
+    texts = writer.conversations(2, headTexts.SAMPLING, False)
     first, after_user, after_model = chat_pieces(writer.tokenizer)
     assert writer.tokenizer.decode(after_user) == "<|endoftext|><assistant>"
-    turn = [*first, 7, 8, *after_user, 7, 8, *after_model, 7, 8, *after_user, 7, 8, 0]
-    assert [text.tokens for text in texts] == [turn, turn]
-    assert sum(texts[0].drawn) == 5 and texts[0].drawn[-3:] == [True] * 3
+    turns = [*first, 7, 8, *after_user, 7, 8, *after_model, 7, 8, *after_user, 7, 8, 0]
+    assert texts[1].tokens == turns
+    assert sum(texts[1].drawn) == 5 and texts[1].drawn[-3:] == [True] * 3
+    task = texts[0].tokens[len(first) : -(len(turns) - len(first) - 2)]
+    assert any(words.startswith(writer.tokenizer.decode(task)[:9]) for words in headTexts.INSTRUCTIONS)
+    assert texts[0].tokens == [*first, *task, *turns[len(first) + 2 :]]
+    assert sum(texts[0].drawn) == 5
+    writer.questions = ["word"]
+    given = [text.tokens for text in writer.conversations(2, headTexts.SAMPLING, False)]
+    assert given == [[*first, *writer.tokenizer("word")["input_ids"], *turns[len(first) + 2 :]]] * 2
 
 
 @pytest.mark.parametrize(
