@@ -69,7 +69,7 @@ def ablation(records: Records, words: Words) -> str:
         parts = [
             f"`{name}`",
             {"three": "three", "last": "the last"}[recipe["layers"]] if of_head else "the last",
-            steps_of(recipe) if of_head else "",
+            str(recipe["unroll"]) if of_head else "",
             ("yes" if recipe["feature_loss"] else "no") if of_head else "",
             "yes" if recipe["finish"] else "no",
         ]
@@ -80,12 +80,6 @@ def ablation(records: Records, words: Words) -> str:
     each = f"Trained on {record['written']['tokens']:,} tokens that the target wrote. "
     origin = source(cast(BenchmarkRecord, record), record["dtype"])
     return f"{table(f'{titles} | of all | tokens a round', rows)}\n\n{each}{origin}"
-
-
-def steps_of(recipe: Mapping[str, Any]) -> str:
-    """Steps of a head's chains: at first, and then."""
-    then = str(recipe["unroll"])
-    return f"1, then {then}" if recipe.get("single") and then != "1" else then
 
 
 def draw(record: Mapping[str, Any], path: Path) -> Path:

@@ -21,8 +21,7 @@ from utils import UserError
 
 MLP = 2  # width of the MLP, as a multiple of the head's
 GAMMA = 4  # guesses of a round, and steps of the training-time test
-SINGLE = 0.5  # share of the training, its first, with chains of one step: a step then costs less than half
-FINISH = 0.15  # share of the training, its last, whose loss is the share of guesses that the target rejects
+FINISH = 0.3  # share of the training, its last, whose loss is the share of guesses that the target rejects
 
 
 @dataclass(frozen=True)
@@ -31,21 +30,14 @@ class Recipe:
 
     kind: "head", or "medusa". layers: a key of LAYERS. unroll: steps of the training-time test; 1 trains on true
     features alone. feature_loss: also learn the target's last hidden states (EAGLE, arXiv 2401.15077, section 4.2).
-    single: share of the training with one step, its first. finish: share of the training on acceptance, its last.
+    finish: share of the training on acceptance, its last.
     """
 
     kind: str = "head"
     layers: str = "three"
     unroll: int = GAMMA
     feature_loss: bool = False
-    single: float = SINGLE
     finish: float = FINISH
-
-    def steps(self, share: float) -> int:
-        """Steps of a chain where `share` of the training is done."""
-        if self.kind == "medusa":
-            return GAMMA
-        return 1 if share < self.single else self.unroll
 
 
 class Batch(NamedTuple):

@@ -1,9 +1,9 @@
 """What a head is trained on: texts that its target writes, and the target's hidden states for them.
 
 Texts are written as users let the target write. It continues passages of books or articles. A chat model also writes
-conversations: both the user's turns and the answers (Magpie, Xu et al., arXiv 2406.08464). Half of these begin with a
-task about a passage instead. Then the target reads all. What it has computed is kept on disk, in parts that are made
-once.
+conversations: both the user's turns and the answers (Magpie, Xu et al., arXiv 2406.08464). Most of these begin with a
+task about a passage instead, or with the first words of a question, because the questions that a small model asks by
+itself are much alike. Then the target reads all. What it has computed is kept on disk, in parts that are made once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CHATS = 0.7  # share of a chat model's texts that are conversations; the others 
 TURN = 160  # tokens of a user's turn at most
 TURNS = 2  # of the user and of the model in a conversation, if there is room
 ANSWER = 256  # tokens of an answer at most: a small model's longer ones repeat themselves
-TASKS = 0.5  # share of conversations that begin with a task about a passage: the target's own questions are much alike
+TASKS = 0.4  # share of conversations that begin with a task about a passage
 INSTRUCTIONS = (
     "Summarize the following text.",
     "Summarize the text below in one sentence.",
@@ -75,6 +75,17 @@ INSTRUCTIONS = (
     "What would you ask the author of this text?",
     "Correct the mistakes in the following text, if there are any.",
 )
+STARTED = 0.6  # share of the users' turns which the target writes whose first words are given: its own are much alike
+STARTS = (
+    "How do I", "How does", "How many", "How much does", "How would you", "Why do", "Why is", "Why did", "When did",
+    "Where can I", "Who was", "Which is better,", "What is the", "What are the", "What happens when", "What would",
+    "What should I", "Can you explain", "Can you help me", "Could you write", "Is it true that", "Tell me about",
+    "Explain how", "Describe", "Compare", "List", "Give me", "Write a letter", "Write a story", "Write a poem about",
+    "Write a Python function", "Write an email", "Suggest", "Imagine that you", "You are a", "I have", "I want to",
+    "I am planning", "My friend", "My", "We", "Two", "Three", "A", "A shop sells", "A car", "If", "Suppose", "Find",
+    "Calculate", "Solve", "Translate", "Translate this sentence into", "Summarize", "Classify", "Correct this:",
+    "In the year", "According to", "Please", "Here is",
+)  # fmt: skip
 HELD_OUT = 32  # texts that are not trained on: the first part
 PASSAGE = 200  # characters of a passage at least
 FEWEST = 20  # passages without which no head is trained
@@ -129,7 +140,7 @@ class Writer:
         """Token ids of the beginning of a passage, after a task."""
         length = min(self.rng.randint(*PROMPT), self.length // 2)
         passage = self.rng.choice(self.passages[held_out])[: CHARACTERS * length]
-        return encode([task + passage], self.tokenizer)[0][:length]
+        return (self.encoded(task + passage) if task else encode([passage], self.tokenizer)[0])[:length]
 
     def continued(self, texts: Sequence[Text], sampling: Sampling, most: int) -> list[Text]:
         """The texts, each with what the target draws after it: until it ends, or `most` tokens."""
@@ -162,7 +173,8 @@ class Writer:
                 texts = [self.without_end(text).then(after_model) for text in texts if len(text.tokens) < room]
             given = self.first_turns(count, held_out) if not turn else []
             asked = [text.then(question[: self.length // 2]) for text, question in zip(texts, given)]
-            texts = asked + [self.without_end(text) for text in self.continued(texts[len(given) :], USER, TURN)]
+            begun = [text.then(self.start()) for text in texts[len(given) :]]
+            texts = asked + [self.without_end(text) for text in self.continued(begun, USER, TURN)]
             texts = [text.then(after_user) for text in texts]
             texts = self.continued(texts, sampling, ANSWER)
         return ended + texts
@@ -170,9 +182,17 @@ class Writer:
     def first_turns(self, count: int, held_out: bool) -> list[list[int]]:
         """Token ids of the users' first turns that the target does not write, at most `count`."""
         if self.questions:
-            return encode(self.rng.choices(self.questions, k=count), self.tokenizer)
+            return [self.encoded(question) for question in self.rng.choices(self.questions, k=count)]
         tasks = self.rng.choices(INSTRUCTIONS, k=round(TASKS * count))
         return [self.beginning(held_out, f"{task}\n\n") for task in tasks]
+
+    def start(self) -> list[int]:
+        """Token ids of the first words of a user's turn, or none."""
+        return self.encoded(self.rng.choice(STARTS)) if self.rng.random() < STARTED else []
+
+    def encoded(self, words: str) -> list[int]:
+        """Token ids of words in the middle of a text."""
+        return self.tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
 
     def without_end(self, text: Text) -> Text:
         """The text without the token that ended it, if one did: the template's next piece has it."""

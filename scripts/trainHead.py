@@ -133,7 +133,7 @@ class Trainer:
         rng = np.random.default_rng(self.args.seed * SEEDS + self.step)
         batch = batch_of(windows(self.parts, length, BATCH // length, rng), self.output.weight.shape[1], self.device)
         finishing = self.share >= 1 - self.recipe.finish
-        steps = self.recipe.steps(self.share)
+        steps = GAMMA if self.recipe.kind == "medusa" else self.recipe.unroll
         with torch.autocast(self.device.type, self.autocast, self.autocast != torch.float32):
             hidden = self.network.chain(batch, steps)
         weights = chain_weights(batch.text, steps)
@@ -278,7 +278,6 @@ def texts_of(part: dict[str, Tensor], output: OutputLayer, device: torch.device)
 VARIANTS = {
     "head": Recipe(),
     "last-layer": Recipe(layers="last"),
-    "four-steps": Recipe(single=0.0),
     "one-step": Recipe(unroll=1),
     "feature-loss": Recipe(feature_loss=True),
     "no-finish": Recipe(finish=0.0),

@@ -298,19 +298,6 @@ def test_the_loss_goes_down(made, small, tmp_path):
     assert np.mean(trainer.losses[-10:]) < before - 0.3
 
 
-@pytest.mark.parametrize(
-    "recipe, steps",
-    [(Recipe(), [1] * 6 + [4] * 6), (Recipe(single=0.0, unroll=2), [2] * 12), (Recipe("medusa"), [4] * 12)],
-)
-def test_chains_are_single_steps_at_first(made, small, monkeypatch, tmp_path, recipe, steps):
-    trainer, seen = trainHead.Trainer(recipe, tmp_path / "head", made), []
-    chain = trainer.network.chain
-    monkeypatch.setattr(trainer.network, "chain", lambda batch, steps: seen.append(steps) or chain(batch, steps))
-    for _ in range(12):
-        trainer.one_step()
-    assert seen == steps
-
-
 def test_parts_that_are_there_are_not_made_again(made, small, monkeypatch):
     monkeypatch.setattr(headTexts, "Writer", None)
     parts = headTexts.prepare(made.args)
@@ -350,6 +337,7 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
     monkeypatch.setattr(headTexts, "regrSampling", Answers(0))
     monkeypatch.setattr(headTexts, "TURN", 4)
     monkeypatch.setattr(headTexts, "ANSWER", 8)
+    monkeypatch.setattr(headTexts, "STARTED", 0.0)
     writer.write(1, 0)
     texts = writer.conversations(2, headTexts.SAMPLING, False)
     first, after_user, after_model = chat_pieces(writer.tokenizer)
@@ -364,6 +352,9 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
     writer.questions = ["word"]
     given = [text.tokens for text in writer.conversations(2, headTexts.SAMPLING, False)]
     assert given == [[*first, *writer.tokenizer("word")["input_ids"], *turns[len(first) + 2 :]]] * 2
+    monkeypatch.setattr(headTexts, "STARTED", 1.0)
+    whole = writer.tokenizer.decode(writer.conversations(2, headTexts.SAMPLING, False)[0].tokens)
+    assert any(writer.tokenizer.decode(after_model) + words in whole for words in headTexts.STARTS)
 
 
 @pytest.mark.parametrize(
