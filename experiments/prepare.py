@@ -504,7 +504,7 @@ def scored_texts(
 def roles_of(settings: Settings) -> set[str]:
     """The models that are needed."""
     needed = {role for name in settings.measuring.names for role in METHODS[name].needs}
-    needed = {"draft" if role == "draft model" else role for role in needed}
+    needed = {role.removeprefix("whole ").removesuffix(" model") for role in needed}
     return needed | ({"target"} if settings.decoding.lookup else {"target", "draft"})
 
 

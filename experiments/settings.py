@@ -89,6 +89,7 @@ class ModelChoice:
             "self": True,
             "draft": self.draft != "lookup",
             "draft model": self.draft not in ("lookup", "head"),
+            "whole draft model": self.draft not in ("lookup", "head", "self") and not self.draft_vocab,
             "mid": self.mid,
             "head": self.head,
         }
@@ -364,11 +365,6 @@ def check_copy(settings: Settings) -> None:
         raise UserError("--draft self guesses for the target; for three levels give --mid self and another draft")
     if choice.draft_vocab:
         raise UserError("--draft self has the target's output layer; leave out --draftVocab")
-    if any(METHODS[name].contrasts for name in names):
-        raise UserError(
-            "contrastive decoding (in --contrastive, --diversity, --compare all) needs another model than the target; "
-            "leave it out, or name another --draft"
-        )
 
 
 def check_head(settings: Settings) -> None:
@@ -414,9 +410,4 @@ def check_draft_vocabulary(settings: Settings) -> None:
         raise UserError(
             "a draft restricted by --draftVocab has no perplexity: it gives most tokens none; leave out "
             "--ppl or --draftVocab"
-        )
-    if any(METHODS[name].contrasts for name in settings.measuring.names):
-        raise UserError(
-            "contrastive decoding (in --contrastive, --diversity, --compare all) needs a draft that knows "
-            "every token; leave it or --draftVocab out"
         )

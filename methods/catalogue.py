@@ -38,7 +38,8 @@ class Method:
 
     name: what flags and records call it. title: one line of help.
     make: f(models, decoding, wrap) -> sampler; wrap: wraps the drafter, to watch it.
-    needs: roles it needs beside the target. "draft model" is a draft that can read a text by itself.
+    needs: roles it needs beside the target. "draft model" is a draft that can read a text by itself, and "whole draft
+        model" one that is another model than the target and knows every token.
     lossless: its text is distributed as the target's. seeded: f(decoding) -> whether the seed fixes its tokens.
     baseline: what others are compared with; "all" methods of --lossless leave it out.
     guesses: whether it guesses tokens for the target to verify.
@@ -182,7 +183,7 @@ CATALOGUE = (
         "contrastive",
         "contrastive decoding",
         contrastive(False),
-        needs=("draft model",),
+        needs=("whole draft model",),
         guesses=False,
         contrasts=True,
         modes=("contrastive", "diversity"),
@@ -191,13 +192,18 @@ CATALOGUE = (
         "speculativeContrastive",
         "contrastive decoding with guesses",
         contrastive(True),
-        needs=("draft model",),
+        needs=("whole draft model",),
         contrasts=True,
         seeded=follows_no_clock,
         modes=("contrastive", "diversity"),
     ),
 )
 METHODS = {method.name: method for method in CATALOGUE}
+MISSING = {  # what to say where a role is missing
+    "draft model": "a draft model beside the target; name one with --draft",
+    "whole draft model": "another model beside the target, one that knows every token; name it with --draft, and leave "
+    "out --draftVocab",
+}
 
 
 def in_mode(mode: str) -> list[str]:
@@ -254,8 +260,8 @@ def check_roles(names: Iterable[str], roles: Iterable[str]) -> None:
     for name in names:
         for role in METHODS[name].needs:
             if role not in roles:
-                what, flag = (role, "draft") if role == "draft model" else (f"{role} model", role)
-                raise UserError(f"{name} needs a {what} beside the target; name one with --{flag}")
+                other = f"a {role} model beside the target; name one with --{role}"
+                raise UserError(f"{name} needs {MISSING.get(role, other)}")
 
 
 def repeatable(name: str, decoding: Decoding) -> bool:

@@ -23,7 +23,7 @@ from methods.catalogue import METHODS, choose, choose_lossless, in_mode
 from playback.play import Screen
 from utils import UserError
 
-ROLES = {"draft", "draft model", "mid", "self"}
+ROLES = {"draft", "draft model", "whole draft model", "mid", "self"}
 EVERY, LOSSLESS = set(choose("all", ROLES)), choose_lossless("all", ROLES)  # methods
 KINDS = {"speed": ["speed"], "ppl": ["ppl_corpus", "ppl_text"]}
 

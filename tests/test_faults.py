@@ -493,7 +493,7 @@ def test_a_context_that_is_exactly_full_is_enough_for_every_method(cli, flags, p
     arguments = [*flags, "--compare", "all", "--mid", str(pair_folder / "draft"), "--prompt", prompt]
     assert cli.main([*arguments, "--maxLen", str(new), "--temperature", "0", "--out", str(tmp_path)]) == 0
     measured = [m for m in lines_of(tmp_path) if m["kind"] == "speed"]
-    roles = {"draft", "draft model", "mid", "self"}
+    roles = {"draft", "draft model", "whole draft model", "mid", "self"}
     assert {m["prompt_tokens"] for m in measured} == {CONTEXT - new} and len(measured) == len(choose("all", roles))
     hashes = {m["method"]: m["sha256"] for m in measured}
     assert {hashes[name] for name in choose_lossless("all", roles) if name in hashes} == {hashes["target"]}

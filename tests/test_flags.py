@@ -354,7 +354,7 @@ CLASHES = """
 --draft self --draftVocab 9
 --draft self --contrastive
 --draft self --diversity
---draft self --compare all
+--draft self --compare contrastive
 --draft self --show --contrastive
 --draft self --speedMulti
 --draft head

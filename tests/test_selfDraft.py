@@ -416,7 +416,7 @@ def run_of(cli, flags, out, *words):
         "--draft self --draftBits 4 --ppl",
         "--draft self --draftBits 4 --speed --ppl",
         "--draft self --draftBits 4 --sweep",
-        "--draft self --draftBits 4 --compare self,block,tree,speculativeNoCache",
+        "--draft self --draftBits 4 --compare all",
         "--compare self --draftBits 8",
         "--draft lookup --compare self",
         "--draftVocab 40 --compare self,fixed --draftBits 4",
