@@ -42,10 +42,13 @@ class HeadNetwork(LlamaForCausalLM):
         self.join = nn.Linear(2 * d, d, bias=False)
         self.token_norm, self.feature_norm = LlamaRMSNorm(d, eps), LlamaRMSNorm(d, eps)
 
+    def joined(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """What `join` reads, `[B, n, 2 * d]`, of int64 `tokens[B, n]` and the features before them `[B, n, d]`."""
+        return torch.cat([self.token_norm(self.model.embed_tokens(tokens)), self.feature_norm(features)], -1)
+
     def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """What the layer reads, `[B, n, d]`, of int64 `tokens[B, n]` and the features before them `[B, n, d]`."""
-        embedded = self.model.embed_tokens(tokens)
-        return self.join(torch.cat([self.token_norm(embedded), self.feature_norm(features)], -1))
+        """What the layer reads, `[B, n, d]`, of the same."""
+        return self.join(self.joined(tokens, features))
 
     def forward(
         self, input_ids: Tensor | None = None, features: Tensor | None = None, **options: Any

@@ -12,16 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
 from engine.cachedModel import CachedModel
 from engine.head import HeadNetwork, embedding_of
 from scripts.headTexts import tapped
 from utils import UserError
 
-MLP = 2  # width of the MLP, as a multiple of the head's
+MLP = 2  # width of the MLP, as a multiple of the head's, where it is not that of the target's last layer
+LAYER = (  # what a head's config has from its target's, if it begins as the target's last layer
+    "intermediate_size", "rms_norm_eps", "rope_parameters", "head_dim", "hidden_act", "attention_bias", "mlp_bias",
+)  # fmt: skip
 GAMMA = 4  # guesses of a round, and steps of the training-time test
-FINISH = 0.3  # share of the training, its last, whose loss is the share of guesses that the target rejects
+FINISH = 0.15  # share of the training, its last, whose loss is the share of guesses that the target rejects
+RIDGE = 1e-3  # of the mean square of what is read, added in the fit of a head's beginning
 
 
 @dataclass(frozen=True)
@@ -179,15 +183,55 @@ def new_network(recipe: Recipe, target: CachedModel, tokens: Tensor | None) -> N
         return MedusaHeads(d)
     if embedding_of(target).shape[1] != d:
         raise UserError(f"{target.name} has embeddings of another width than its layers; no head is trained for it")
+    of_layer = {name: getattr(of_target, name) for name in LAYER} if llama_layers(target) else {}
     config = LlamaConfig(
         vocab_size=len(embedding_of(target)),
         hidden_size=d,
-        intermediate_size=MLP * d,
         num_hidden_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=getattr(of_target, "num_key_value_heads", None) or heads,
         max_position_embeddings=target.context,
         tie_word_embeddings=False,
         head={"layers": tapped(of_target, recipe.layers)},
+        **{"intermediate_size": MLP * d, **of_layer},
     )
     return TrainedHead.of(config, target, tokens)
+
+
+def llama_layers(target: CachedModel) -> list[nn.Module]:
+    """The target's layers, if they are of the kind that a head has, else none."""
+    return [module for module in target.model.modules() if isinstance(module, LlamaDecoderLayer)]
+
+
+@torch.no_grad()
+def begin_near_target(network: TrainedHead, target: CachedModel, texts: Sequence[Batch]) -> None:
+    """Let a head begin as a copy of the target's last layer, which reads the best linear guess of what it reads there.
+
+    The feature is the target's last hidden state, and `join` is fitted by least squares. The norm after the layer is
+    the target's too. If the target's layers are of another kind than the head's, the head's layer begins as one that
+    changes nothing, and `join` is fitted to what the last norm reads.
+
+    texts: batches of one text each, from its beginning. A token counts by the inverse size of what is fitted, because
+    some, such as the first one of a text, have huge hidden states.
+    """
+    d, layer, norm = network.config.hidden_size, network.model.layers[0], network.model.norm
+    network.fuse.weight.zero_()[:, -d:].fill_diagonal_(1.0)
+    copied = llama_layers(target)
+    if copied:
+        layer.load_state_dict(copied[-1].state_dict())
+        norm.load_state_dict(target.model.base_model.norm.state_dict())
+    else:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        norm.weight.copy_(torch.cat([text.last[0].float() for text in texts]).square().mean(0).sqrt())
+    products = torch.zeros(3 * d, 3 * d, dtype=torch.float64, device=norm.weight.device)
+    for text in texts:
+        read = network.joined(text.tokens, network.fuse(text.before[..., -network.fuse.in_features :].float()))
+        if copied:
+            states = target.model.base_model(text.tokens, use_cache=False, output_hidden_states=True).hidden_states
+        wanted = states[-2].float() if copied else text.last.float() / norm.weight
+        pairs = torch.cat([read, wanted], -1) / wanted.square().mean(-1, keepdim=True).sqrt()
+        products += pairs[0].double().mT @ pairs[0].double()
+    squares, cross = products[: 2 * d, : 2 * d], products[: 2 * d, 2 * d :]
+    squares.diagonal().add_(RIDGE * squares.diagonal().mean())
+    network.join.weight.copy_(torch.linalg.solve(squares, cross).mT)

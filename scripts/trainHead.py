@@ -43,7 +43,17 @@ from inputs.progress import Bar
 from inputs.prompts import find_prompts
 from inputs.tokenizers import end_tokens, load_tokenizer
 from scripts.headLosses import ChainLoss, Quality, measure
-from scripts.headNetworks import GAMMA, Batch, Network, Recipe, batch_of, chain_weights, new_network
+from scripts.headNetworks import (
+    GAMMA,
+    Batch,
+    Network,
+    Recipe,
+    TrainedHead,
+    batch_of,
+    begin_near_target,
+    chain_weights,
+    new_network,
+)
 from scripts.headTexts import LAYERS, WRITTEN, OutputLayer, prepare
 from scripts.training import WARM_UP
 from utils import UserError
@@ -53,6 +63,7 @@ LENGTHS = (256,) * 7 + (1024,)  # row lengths of the steps, in turn: long rows t
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
 FEATURE = 1.0  # weight of the feature loss beside the cross-entropy, with --featureLoss
 MUON_RATE, ADAM_RATE = 0.02, 4e-3  # highest learning rates, for matrices and for all else
+FITTED = 4  # one text in so many of a part is read for the beginning of a head
 CLIP = 1.0  # the longest gradient
 KEEP = 120.0  # seconds between two checkpoints
 MEASURED = 20  # measurements in a training
@@ -90,7 +101,8 @@ class Trainer:
         tokens = guessed_tokens(parts, target.vocabulary, args.draftVocab, ends)
         self.output = OutputLayer.of(target.model, tokens)
         self.network = new_network(recipe, target, tokens if args.draftVocab else None).to(self.device)
-        begin_near_target(self.network, parts[0], self.output.weight.shape[1])
+        if isinstance(self.network, TrainedHead):
+            begin_near_target(self.network, target, list(texts_of(parts[1], self.output, self.device))[::FITTED])
         self.optimizers = optimizers_of(self.network)
         self.held_out, self.parts = list(texts_of(parts[0], self.output, self.device)), parts[1:]
         self.step, self.seconds = 0, 0.0
@@ -234,13 +246,6 @@ def guessed_tokens(
     counts = sum(torch.bincount(part["tokens"].long(), minlength=vocabulary) for part in parts[1:])
     counts[[token for token in ends if token < vocabulary]] = counts.sum() + 1
     return counts.argsort(descending=True, stable=True)[:count].sort().values
-
-
-def begin_near_target(network: Network, part: dict[str, Tensor], d: int) -> None:
-    """Give the head's last norm the size that the target's last hidden states have in each place."""
-    if isinstance(network, HeadNetwork):
-        with torch.no_grad():
-            network.model.norm.weight.copy_(part["states"][:, -d:].float().square().mean(0).sqrt())
 
 
 def optimizers_of(network: Network) -> list[torch.optim.Optimizer]:

@@ -20,7 +20,17 @@ from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from scripts import headNetworks, headTexts, trainHead
 from scripts.headLosses import ChainLoss, Labels, chances, measure, rounds
-from scripts.headNetworks import GAMMA, Batch, Recipe, TrainedHead, batch_of, chain_weights, new_network, shifted
+from scripts.headNetworks import (
+    GAMMA,
+    Batch,
+    Recipe,
+    TrainedHead,
+    batch_of,
+    begin_near_target,
+    chain_weights,
+    new_network,
+    shifted,
+)
 from scripts.headTexts import OutputLayer, chat_pieces
 from specSampling import specSampling
 from utils import probabilities
@@ -398,3 +408,24 @@ def test_the_ablation_trains_every_variant(pair_folder, tmp_path, small, capsys)
     record = json.loads((out / "ablation-target.json").read_text())
     assert list(record["variants"]) == list(trainHead.VARIANTS)
     assert capsys.readouterr().out.count("tokens a round") == len(trainHead.VARIANTS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_a_head_begins_near_its_target(family):
+    """Its first hidden states are nearer to the target's last ones than those of a random head, and than those of one
+    that was fitted to other tokens."""
+    target = helpers.tiny(family, layers=3, initializer_range=0.02)
+    target.model.requires_grad_(False)
+    tokens = torch.randint(1, 61, (9, 100), generator=torch.Generator().manual_seed(0))
+    *texts, new = (a_batch(target, row[None])[0] for row in tokens)
+
+    def away(begun):
+        network = new_network(Recipe(), target, None)
+        if begun is not None:
+            begin_near_target(network, target, begun)
+        with torch.no_grad():
+            return (network.chain(new, 1)[0] - new.last).square().mean() / new.last.square().mean()
+
+    wrong = [text._replace(tokens=text.tokens.roll(1)) for text in texts]
+
+    assert away(texts) < 0.2 * min(away(None), away(wrong))
