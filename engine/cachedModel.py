@@ -156,6 +156,7 @@ class Store:
     """Where a model finds its KV cache, and so do the models that share it. cache: None until a prompt is read. slots:
     their numbers, int64 `[capacity]`.
 
+    tap: what makes features of the tokens that are read, if there are any. keeps: whether they are written.
     features: float32 `[rows, capacity + 1, d]` of a model with a tap. That of the token in slot s is at s + 1; before
         the first token it is 0. They follow the keys and values of their tokens. In any dtype they are few bytes beside
         the KV cache of all layers; in float32 nothing is rounded between the model that writes and the one that reads.
@@ -164,6 +165,8 @@ class Store:
     cache: SlotCache | None = None
     slots: Tensor = field(default_factory=lambda: torch.empty(0))
     features: Tensor | None = None
+    tap: Tap | None = None
+    keeps: bool = True
 
 
 class CachedModel(Model):
@@ -199,9 +202,9 @@ class CachedModel(Model):
         self.parameters = sum(p.numel() for p in model.parameters())
         self.cache_of = cache_of
         self.store = Store() if cache_of is None else cache_of.store
-        self.tap = features if isinstance(features, Tap) else None
+        if isinstance(features, Tap):
+            self.store.tap = features
         self.features_of = features if isinstance(features, CachedModel) else None
-        self.keeps_features = self.tap is not None  # Whether its forwards write features.
         self.cache_dtype = cache_dtype(model)
         # On a CPU, attention costs as much as it reads, so it reads only slots that some row has reached. On a GPU it
         # costs little beside the weights, and finding the highest position would be a host sync.
@@ -211,6 +214,16 @@ class CachedModel(Model):
     def cache(self) -> SlotCache | None:
         """Its KV cache."""
         return self.store.cache
+
+    @property
+    def tap(self) -> Tap | None:
+        """What makes features of its hidden states."""
+        return self.store.tap
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether its forwards write features."""
+        return self.store.tap is not None and self.store.keeps
 
     @property
     def is_spread(self) -> bool:
@@ -235,7 +248,7 @@ class CachedModel(Model):
 
     def prefill(self, rows: Rows) -> Tensor:
         """Features are written only if a model of these rows reads them."""
-        self.keeps_features = self.tap is not None and any(model.reads_features for model in rows.models)
+        self.store.keeps = any(model.reads_features for model in rows.models)
         return super().prefill(rows)
 
     @torch.inference_mode()
@@ -270,7 +283,7 @@ class CachedModel(Model):
 
     def keep_features(self, tap: Tap) -> None:
         """From now on, its forwards write features beside the KV cache."""
-        self.tap, self.keeps_features = tap, True
+        self.store.tap = tap
 
     @property
     def features(self) -> Tensor | None:
@@ -318,14 +331,14 @@ class CachedModel(Model):
         """`score` for a model that reads the features of `other`, which reads the text first. Both use KV caches of
         their own."""
         models = other, self
-        before = [(model.store, model.keeps_features) for model in models]
+        before = [model.store for model in models]
         text, positions = tokens.to(self.device), torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
         try:
             for model in models:
-                model.store, model.keeps_features = Store(), model.tap is not None
+                model.store = Store(tap=model.tap)
                 model.reserve(*text.shape)
                 logits = model.forward(text, positions)
             return logits.to(tokens.device)
         finally:
-            for model, (store, keeps_features) in zip(models, before):
-                model.store, model.keeps_features = store, keeps_features
+            for model, store in zip(models, before):
+                model.store = store

@@ -22,9 +22,11 @@ from engine import head as heads
 from engine.cachedModel import CachedModel, Tap
 from engine.compiledModel import CompiledModel
 from engine.compiling import compiled
+from engine.copies import rounded_copy
 from engine.cpuModel import CpuModel
 from engine.head import HeadModel, HeadNetwork, load_head, save_head
 from methods import treeSampling as trees
+from methods.cascade import CascadeDrafter
 from methods.drafters import DrafterWithModel, ModelDrafter
 from methods.rehearsal import compile_samplers
 from methods.treeSampling import TreeDrafter, treeSampling
@@ -455,7 +457,7 @@ def test_a_text_is_scored_as_it_is_read_token_by_token(engine):
     text, positions = torch.tensor([[5, 1, 2, 4, 3], [1, 4, 4, 3, 0]]), torch.arange(5).expand(2, -1)
     scored = head.score(text)
     assert torch.equal(target.features, kept)  # Nothing of the texts that are decoded has changed.
-    target.keeps_features = True
+    target.store.keeps = True
     for model in target, head:
         model.reserve(2, 6)
     for at in range(5):
@@ -464,6 +466,30 @@ def test_a_text_is_scored_as_it_is_read_token_by_token(engine):
         torch.testing.assert_close(logits[:, 0], scored[:, at], rtol=1e-4, atol=1e-4)
         # The target had read the token already: what the head wrote for it is overwritten.
         target.forward(text[:, at : at + 1], positions[:, at : at + 1])
+
+
+@ENGINES
+@torch.inference_mode()
+def test_a_copy_that_scores_a_heads_guesses_writes_their_features(engine):
+    """Three levels. The copy's features are near the target's, and written only where a head reads them."""
+    target, head = pair("llama")
+    made = rounded_copy(target, 8)
+    if engine == "compiled":
+        target = compiled(target)
+        made, head = compiled(made, target), compiled(head, target)
+        assert type(made) is type(head) is CpuModel
+    three = CascadeDrafter(made, ModelDrafter(head), Fixed(2))
+    wanted = regrSampling(SHORT, target, 20, GREEDY)[0]
+    text, positions = torch.tensor([[5, 1, 2, 4]]), torch.arange(4)[None]
+    for drafter, writes in (three, True), (ModelDrafter(made), False):
+        assert specSampling(SHORT, target, drafter, 20, 4, GREEDY)[0] == wanted
+        target.store.keeps = True
+        target.forward(text, positions)
+        target.store.keeps = writes
+        of_target = target.features[0, 1:5].clone()
+        made.forward(text, positions)
+        change = (target.features[0, 1:5] - of_target).norm() / of_target.norm()
+        assert (0 < change < 0.1) if writes else change == 0
 
 
 @pytest.mark.parametrize("name", ["chains", "trees"])
