@@ -120,18 +120,23 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def without_places(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without the folders of the machine it was made on."""
+    """A record without the folders of the machine it was made on. Of a path from the root, the last name is left."""
     kept = {key: value for key, value in record.items() if key != "folder"}
     if "flags" in kept:
-        kept["flags"] = {key: value for key, value in kept["flags"].items() if f"--{key}" not in PLACES}
+        kept["flags"] = {key: last_name(value) for key, value in kept["flags"].items() if f"--{key}" not in PLACES}
     if "command" in kept:
         words = shlex.split(kept["command"])
         while place := next((word for word in words if word in PLACES), None):
             at = words.index(place)
             values = takewhile(lambda word: not word.startswith("--"), words[at + 1 :])
             del words[at : at + 1 + len(list(values))]
-        kept["command"] = shlex.join(word for word in words if word.split("=")[0] not in PLACES)
+        kept["command"] = shlex.join(last_name(word) for word in words if word.split("=")[0] not in PLACES)
     return kept
+
+
+def last_name(value: Any) -> Any:
+    """The last name of a path from the root; anything else as it is."""
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def choose_run(store: Results, name: str) -> Run:

@@ -22,8 +22,8 @@ def copy(tmp_path):
 def test_a_run_is_kept_in_place_of_the_one_before(copy, tmp_path, capsys):
     records = renderDocs.Records(copy)
     run, lines = records.run("first")
-    again = run | {"run": "feedbeef", "folder": "/elsewhere", "command": "--out /elsewhere --seed 0"}
-    again["flags"] = run["flags"] | {"out": "/elsewhere"}
+    again = run | {"run": "feedbeef", "folder": "/elsewhere", "command": "--out /elsewhere --head /elsewhere/my-head"}
+    again["flags"] = run["flags"] | {"out": "/elsewhere", "head": "/elsewhere/my-head"}
     store = Results(tmp_path)
     store.append(**again)
     for line in lines:
@@ -33,7 +33,8 @@ def test_a_run_is_kept_in_place_of_the_one_before(copy, tmp_path, capsys):
     assert after.index == records.index | {"first": "feedbeef"}
     assert set(after.runs) == set(after.index.values())
     kept, own = after.run("first")
-    assert kept["command"] == "--seed 0" and "folder" not in kept and "out" not in kept["flags"]
+    assert kept["command"] == "--head my-head" and kept["flags"]["head"] == "my-head"
+    assert "folder" not in kept and "out" not in kept["flags"]
     assert [line | {"run": run["run"]} for line in own] == lines
     assert "elsewhere" not in read(copy / "docs/records/results.jsonl") + read(copy / "results.txt")
     shown_runs = re.findall(r"^Run (\w+) of", read(copy / "results.txt"), re.M)
