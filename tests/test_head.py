@@ -483,6 +483,7 @@ def test_a_copy_that_scores_a_heads_guesses_writes_their_features(engine):
     text, positions = torch.tensor([[5, 1, 2, 4]]), torch.arange(4)[None]
     for drafter, writes in (three, True), (ModelDrafter(made), False):
         assert specSampling(SHORT, target, drafter, 20, 4, GREEDY)[0] == wanted
+        assert target.keeps_features == made.keeps_features == writes
         target.store.keeps = True
         target.forward(text, positions)
         target.store.keeps = writes

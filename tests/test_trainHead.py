@@ -427,5 +427,4 @@ def test_a_head_begins_near_its_target(family):
             return (network.chain(new, 1)[0] - new.last).square().mean() / new.last.square().mean()
 
     wrong = [text._replace(tokens=text.tokens.roll(1)) for text in texts]
-
     assert away(texts) < 0.2 * min(away(None), away(wrong))
