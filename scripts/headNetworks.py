@@ -24,6 +24,7 @@ LAYER = (  # what a head's config has from its target's, if it begins as the tar
     "intermediate_size", "rms_norm_eps", "rope_parameters", "head_dim", "hidden_act", "attention_bias", "mlp_bias",
 )  # fmt: skip
 GAMMA = 4  # guesses of a round, and steps of the training-time test
+OPENING = 0.6  # share of the training, its first, on true features alone, which is several times faster
 FINISH = 0.15  # share of the training, its last, whose loss is the share of guesses that the target rejects
 RIDGE = 1e-3  # of the mean square of what is read, added in the fit of a head's beginning
 
@@ -34,14 +35,21 @@ class Recipe:
 
     kind: "head", or "medusa". layers: a key of LAYERS. unroll: steps of the training-time test; 1 trains on true
     features alone. feature_loss: also learn the target's last hidden states (EAGLE, arXiv 2401.15077, section 4.2).
-    finish: share of the training on acceptance, its last.
+    opening: share of the training, its first, with one step. finish: share of the training on acceptance, its last.
     """
 
     kind: str = "head"
     layers: str = "three"
     unroll: int = GAMMA
     feature_loss: bool = False
+    opening: float = OPENING
     finish: float = FINISH
+
+    def steps(self, share: float) -> int:
+        """Steps of a chain when so much of the training is done, from 0 to 1."""
+        if self.kind == "medusa":
+            return GAMMA
+        return 1 if share < self.opening else self.unroll
 
 
 class Batch(NamedTuple):

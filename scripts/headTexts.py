@@ -55,7 +55,7 @@ USER = Sampling(0.9, 0, 0.95)  # how users' turns are drawn: of many kinds, but 
 CHATS = 0.7  # share of a chat model's texts that are conversations; the others continue passages
 TURN = 160  # tokens of a user's turn at most
 TURNS = 2  # of the user and of the model in a conversation, if there is room
-ANSWER = 256  # tokens of an answer at most: a small model's longer ones repeat themselves
+ANSWER = 256  # tokens that a chat model writes at a time at most: a small one's longer texts repeat themselves
 TASKS = 0.4  # share of conversations that begin with a task about a passage
 INSTRUCTIONS = (
     "Summarize the following text.",
@@ -133,7 +133,7 @@ class Writer:
             chats = round(CHATS * number_of_texts) if self.pieces else 0
             texts += self.conversations(chats, sampling, part == 0)
             starts = [Text([], []).then(self.beginning(part == 0)) for _ in range(number_of_texts - chats)]
-            texts += self.continued(starts, sampling, self.length)
+            texts += self.continued(starts, sampling, ANSWER if self.pieces else self.length)
         return texts
 
     def beginning(self, held_out: bool, task: str = "") -> list[int]:

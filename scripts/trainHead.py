@@ -58,7 +58,7 @@ from scripts.headTexts import LAYERS, WRITTEN, OutputLayer, prepare
 from scripts.training import WARM_UP
 from utils import UserError
 
-BATCH = 2048  # tokens in a step
+BATCH = 1024  # tokens in a step
 LENGTHS = (256,) * 7 + (1024,)  # row lengths of the steps, in turn: long rows teach to look far back, and cost more
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
 FEATURE = 1.0  # weight of the feature loss beside the cross-entropy, with --featureLoss
@@ -145,7 +145,7 @@ class Trainer:
         rng = np.random.default_rng(self.args.seed * SEEDS + self.step)
         batch = batch_of(windows(self.parts, length, BATCH // length, rng), self.output.weight.shape[1], self.device)
         finishing = self.share >= 1 - self.recipe.finish
-        steps = GAMMA if self.recipe.kind == "medusa" else self.recipe.unroll
+        steps = self.recipe.steps(self.share)
         with torch.autocast(self.device.type, self.autocast, self.autocast != torch.float32):
             hidden = self.network.chain(batch, steps)
         weights = chain_weights(batch.text, steps)
@@ -284,6 +284,7 @@ VARIANTS = {
     "head": Recipe(),
     "last-layer": Recipe(layers="last"),
     "one-step": Recipe(unroll=1),
+    "no-opening": Recipe(opening=0.0),
     "feature-loss": Recipe(feature_loss=True),
     "no-finish": Recipe(finish=0.0),
     "eagle-1": Recipe(layers="last", unroll=1, feature_loss=True, finish=0.0),

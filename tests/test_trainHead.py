@@ -299,6 +299,16 @@ def test_an_interrupted_training_ends_with_the_same_weights(made, small, monkeyp
         trainHead.Trainer(replace(recipe, unroll=2), tmp_path / "cut", made).train()
 
 
+def test_a_training_begins_on_true_features_alone(made, small, monkeypatch, tmp_path):
+    trainer, steps = trainHead.Trainer(Recipe(opening=0.5), tmp_path / "head", made), []
+    chain = trainer.network.chain
+    monkeypatch.setattr(trainer.network, "chain", lambda batch, count: steps.append(count) or chain(batch, count))
+    for _ in range(12):
+        trainer.one_step()
+    assert steps == [1] * 6 + [GAMMA] * 6
+    assert Recipe("medusa").steps(0.0) == GAMMA
+
+
 def test_the_loss_goes_down(made, small, tmp_path):
     made = made._replace(args=SimpleNamespace(**vars(made.args) | {"steps": 60}))
     trainer = trainHead.Trainer(Recipe(finish=0.0), tmp_path / "head", made)
