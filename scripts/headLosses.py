@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from scripts.headNetworks import GAMMA, Batch, Network
-from scripts.headTexts import OutputLayer, at_a_time
+from scripts.headStates import OutputLayer, at_a_time
 from scripts.training import DIVERGENCE, KEPT, SAMPLING, acceptance_gradient, divergence_gradient
 from utils import probabilities
 

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_ro
 
 from engine.cachedModel import CachedModel
 from engine.head import HeadNetwork, embedding_of
-from scripts.headTexts import tapped
+from scripts.headStates import tapped
 from utils import UserError
 
 MLP = 2  # width of the MLP, as a multiple of the head's, where it is not that of the target's last layer

@@ -54,7 +54,7 @@ from scripts.headNetworks import (
     chain_weights,
     new_network,
 )
-from scripts.headTexts import LAYERS, WRITTEN, OutputLayer, prepare
+from scripts.headStates import LAYERS, WRITTEN, OutputLayer, prepare
 from scripts.training import WARM_UP
 from utils import UserError
 

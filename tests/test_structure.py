@@ -171,6 +171,7 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "fullSize": "downloadModel",
     "training": "trainBundled",
     "headTexts": "trainHead",
+    "headStates": "trainHead",
     "headNetworks": "trainHead",
     "headLosses": "trainHead",
     "treeTokens": "treeSampling",

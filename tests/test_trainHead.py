@@ -18,7 +18,7 @@ from inputs.models import load_model, model_version
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
-from scripts import headNetworks, headTexts, trainHead
+from scripts import headNetworks, headStates, headTexts, trainHead
 from scripts.headLosses import ChainLoss, Labels, chances, measure, rounds
 from scripts.headNetworks import (
     GAMMA,
@@ -31,7 +31,8 @@ from scripts.headNetworks import (
     new_network,
     shifted,
 )
-from scripts.headTexts import OutputLayer, chat_pieces
+from scripts.headStates import OutputLayer
+from scripts.headTexts import chat_pieces
 from specSampling import specSampling
 from utils import probabilities
 
@@ -39,8 +40,10 @@ SAMPLE = DATASETS / "sample" / "articles.raw"
 
 
 def make_small(monkeypatch):
-    for name, value in {"TEXTS": 6, "HELD_OUT": 3, "TOGETHER": 4, "LENGTH": 96, "PROMPT": (4, 12)}.items():
+    for name, value in {"TOGETHER": 4, "LENGTH": 96, "PROMPT": (4, 12)}.items():
         monkeypatch.setattr(headTexts, name, value)
+    for name, value in {"TEXTS": 6, "HELD_OUT": 3, "LENGTH": 96}.items():
+        monkeypatch.setattr(headStates, name, value)
     for name, value in {"BATCH": 128, "LENGTHS": (32, 64), "MEASURED": 1}.items():
         monkeypatch.setattr(trainHead, name, value)
 
@@ -76,12 +79,12 @@ def network(target):
 
 def a_batch(target, tokens, kept_as=torch.float32):
     """The batch of int64 `tokens[B, n]`, read by the target, and its output layer. All are of one text."""
-    layers = headTexts.tapped(target.model.config, "three")
+    layers = headStates.tapped(target.model.config, "three")
     with torch.no_grad():
         read = target.model.base_model(tokens, use_cache=False, output_hidden_states=True).hidden_states
     states = torch.cat([read[layer] for layer in layers], -1).to(kept_as).float()
     output = OutputLayer.of(target.model, torch.arange(target.vocabulary))
-    sums = headTexts.sums_of(output, states[..., -32:])
+    sums = headStates.sums_of(output, states[..., -32:])
     zeros = torch.zeros_like(tokens)
     return Batch(tokens, zeros, zeros == 0, shifted(states, 1), states[..., -32:], sums), output
 
@@ -181,7 +184,7 @@ def test_labels_are_the_distributions_that_the_target_draws_from(target):
     for some, places in (output, slice(None)), (OutputLayer.of(target.model, few), few):
         labels = Labels.of(some, batch.last[0], batch.sums[0])
         torch.testing.assert_close(labels.plain, logits.softmax(-1)[:, places], atol=1e-5, rtol=1e-4)
-        expected = probabilities(logits, headTexts.SAMPLING)[:, places]
+        expected = probabilities(logits, headStates.SAMPLING)[:, places]
         torch.testing.assert_close(labels.p, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -319,12 +322,12 @@ def test_the_loss_goes_down(made, small, tmp_path):
 
 
 def test_parts_that_are_there_are_not_made_again(made, small, monkeypatch):
-    monkeypatch.setattr(headTexts, "Writer", None)
-    parts = headTexts.prepare(made.args)
+    monkeypatch.setattr(headStates, "Writer", None)
+    parts = headStates.prepare(made.args)
     assert [len(part["tokens"]) for part in parts] == [len(part["tokens"]) for part in made.parts]
     assert sum(len(part["tokens"]) for part in parts[1:]) >= 300
     with refused("another target or seed"):
-        headTexts.prepare(SimpleNamespace(**vars(made.args) | {"seed": 1}))
+        headStates.prepare(SimpleNamespace(**vars(made.args) | {"seed": 1}))
 
 
 def test_texts_are_what_the_target_writes_after_passages(made):
@@ -400,16 +403,16 @@ def test_a_target_that_is_none_and_too_few_texts_are_one_line(pair_folder, text_
 
 
 def test_a_disk_without_room_is_one_line(pair_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(headTexts, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(headStates, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert train(pair_folder / "target", tmp_path / "head") == 2
     assert "lower --written" in capsys.readouterr().err
 
 
 def test_a_target_that_scales_its_logits_is_refused(model_folder, monkeypatch):
-    score = headTexts.CachedModel.score
-    monkeypatch.setattr(headTexts.CachedModel, "score", lambda self, tokens: score(self, tokens) / 4)
+    score = headStates.CachedModel.score
+    monkeypatch.setattr(headStates.CachedModel, "score", lambda self, tokens: score(self, tokens) / 4)
     with refused("changes its logits"):
-        headTexts.Reader(model_folder, "cpu")
+        headStates.Reader(model_folder, "cpu")
 
 
 def test_the_ablation_trains_every_variant(pair_folder, tmp_path, small, capsys):
