@@ -33,9 +33,12 @@ RIDGE = 1e-3  # of the mean square of what is read, added in the fit of a head's
 class Recipe:
     """What is trained, and how: one variant of an ablation.
 
-    kind: "head", or "medusa". layers: a key of LAYERS. unroll: steps of the training-time test; 1 trains on true
-    features alone. feature_loss: also learn the target's last hidden states (EAGLE, arXiv 2401.15077, section 4.2).
-    opening: share of the training, its first, with one step. finish: share of the training on acceptance, its last.
+    kind: "head", or "medusa".
+    layers: a key of LAYERS, the target's layers whose hidden states make a feature.
+    unroll: steps of the training-time test. With 1, the head is trained on true features alone.
+    feature_loss: the head also learns the target's last hidden states (EAGLE, arXiv 2401.15077, section 4.2).
+    opening: the first share of the training, which has one step.
+    finish: the last share of the training, whose loss is that of acceptance.
     """
 
     kind: str = "head"

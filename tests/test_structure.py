@@ -1,6 +1,7 @@
 """The layout: which names the root has, which folders there are, and that imports between them go one way."""
 
 import ast
+import functools
 import re
 import shutil
 from pathlib import Path
@@ -44,6 +45,12 @@ def sources(root):
     return sorted([*root.glob("*.py"), *(file for folder in FOLDERS for file in root.glob(f"{folder}/**/*.py"))])
 
 
+@functools.cache
+def parsed(source):
+    """The syntax tree of a file's source, parsed once for all tests."""
+    return ast.parse(source)
+
+
 def place(file, root):
     """The folder or root module that a file belongs to."""
     first = file.relative_to(root).parts[0]
@@ -52,7 +59,7 @@ def place(file, root):
 
 def imported(file):
     """First names of what a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -79,8 +86,8 @@ def test_the_root_has_the_owners_names_and_no_other_code():
 @pytest.mark.parametrize("folder", sorted(FOLDERS))
 def test_each_folder_says_what_lives_in_it(folder):
     for file in (ROOT / folder).glob("**/__init__.py"):
-        said = ast.get_docstring(ast.parse(file.read_text()))
-        assert said and "\n\n" not in said and len(ast.parse(file.read_text()).body) == 1
+        said = ast.get_docstring(parsed(file.read_text()))
+        assert said and "\n\n" not in said and len(parsed(file.read_text()).body) == 1
 
 
 def test_imports_go_one_way():
@@ -118,7 +125,7 @@ def test_no_function_is_long():
     long = [
         f"{file.relative_to(ROOT)}: {node.name}"
         for file in sources(ROOT)
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(parsed(file.read_text()))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and node.end_lineno - node.lineno + 1 > LONGEST
         and not re.fullmatch(TABLES, node.name)
