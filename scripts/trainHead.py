@@ -63,6 +63,7 @@ LENGTHS = (256,) * 7 + (1024,)  # row lengths of the steps, in turn: long rows t
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
 FEATURE = 1.0  # weight of the feature loss beside the cross-entropy, with --featureLoss
 MUON_RATE, ADAM_RATE = 0.02, 4e-3  # highest learning rates, for matrices and for all else
+WEIGHT_DECAY = 0.1  # of matrices: with few texts, a head else learns them by heart
 FITTED = 4  # one text in so many of a part is read for the beginning of a head
 CLIP = 1.0  # the longest gradient
 KEEP = 120.0  # seconds between two checkpoints
@@ -253,7 +254,7 @@ def optimizers_of(network: Network) -> list[torch.optim.Optimizer]:
     trained = network.parameters_of_training().values()
     matrices, others = ([p for p in trained if (p.ndim == 2) == is_matrix] for is_matrix in (True, False))
     return [
-        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0, adjust_lr_fn="original"),
+        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY, adjust_lr_fn="original"),
         torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
