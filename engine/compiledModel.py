@@ -23,7 +23,8 @@ from decoding.rows import upload
 from decoding.trees.rules import TreeRule
 from decoding.trees.tree import Places, Tree
 from decoding.verification import VerificationRule
-from engine.cachedModel import CachedModel, Tap, cache_shape
+from engine.cachedModel import CachedModel, Tap
+from engine.kvCache import cache_shape
 from engine.steps import Block, Draw, Growth, Nodes, Prompt, Shape, read_block, read_chunk
 from utils import Sampling
 

@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.rows import check_room
 from downloadModel import is_hub_id, on_first_use
-from engine.cachedModel import CachedModel, cache_bytes
+from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled
 from engine.copies import Copies, weights_of
 from engine.head import load_head
+from engine.kvCache import cache_bytes
 from engine.quantised import BITS, GROUP
 from engine.sharedWeights import RestrictedModel
 from experiments import diversity

@@ -12,7 +12,8 @@ from test_queue import PROMPTS, TEXTS, models, written
 from test_speed import measurement
 
 from decoding.record import Record
-from engine.cachedModel import CachedModel, cache_bytes
+from engine.cachedModel import CachedModel
+from engine.kvCache import cache_bytes
 from experiments import prepare, settings
 from experiments.speed import WARM, ends_after, measure_queues, summarize
 from inputs import models as loading

@@ -36,9 +36,10 @@ from transformers import (
 
 from decoding.lengthRules import DraftConfidence
 from decoding.verification import RULES
-from engine.cachedModel import ATTENTION, CachedModel, sdpa_in_cache_dtype
+from engine.cachedModel import CachedModel
 from engine.copies import Copies
 from engine.head import save_head
+from engine.kvCache import ATTENTION, sdpa_in_cache_dtype
 from engine.sharedWeights import kept_copy
 from methods import customGenerate
 from methods.customGenerate import as_sampling, speculative, unpadded

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from engine import cachedModel as kvCache
-from engine.cachedModel import CachedModel, SlotCache
+from engine.cachedModel import CachedModel
+from engine.kvCache import SlotCache
 
 
 def test_states_go_to_the_slots_named_and_older_ones_stay():

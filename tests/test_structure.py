@@ -97,7 +97,7 @@ def test_imports_go_one_way():
 @pytest.mark.parametrize(
     "file, line",
     [
-        ("decoding/rows.py", "from engine.cachedModel import SlotCache"),
+        ("decoding/rows.py", "from engine.kvCache import SlotCache"),
         ("engine/cachedModel.py", "def f():\n    import methods.catalogue"),
         ("utils.py", "import decoding.rows"),
         ("specSampling.py", "from engine import compiling"),

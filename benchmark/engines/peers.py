@@ -31,7 +31,8 @@ from benchmark.engines.textCheck import Figures, Float32Model, TextChecker
 from benchmark.options import Options
 from benchmark.records import PeerLine
 from decoding.record import Record
-from engine.cachedModel import CachedModel, cache_bytes
+from engine.cachedModel import CachedModel
+from engine.kvCache import cache_bytes
 from inputs.auditTexts import write_texts
 from inputs.devices import available_memory
 from inputs.files import gigabytes
