@@ -19,7 +19,7 @@ from engine.head import HeadNetwork, embedding_of
 from scripts.headStates import tapped
 from utils import UserError
 
-MLP = 2  # width of the MLP, as a multiple of the head's, where it is not that of the target's last layer
+MLP = 4  # width of the MLP, as a multiple of the head's, where it is not that of the target's last layer
 LAYER = (  # what a head's config has from its target's, if it begins as the target's last layer
     "intermediate_size", "rms_norm_eps", "rope_parameters", "head_dim", "hidden_act", "attention_bias", "mlp_bias",
 )  # fmt: skip

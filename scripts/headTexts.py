@@ -98,9 +98,9 @@ class Writer:
         self.ends = end_tokens(folder, self.tokenizer)
         self.questions, self.seed = questions, seed
         self.pieces = chat_pieces(self.tokenizer) if self.tokenizer.chat_template else None
-        passages = random.Random(seed).sample(passages, len(passages))
-        cut = max(1, len(passages) // 10)
-        self.passages = {True: passages[:cut], False: passages[cut:]}  # {held out: passages}
+        different = list(dict.fromkeys(passages))  # A text of --texts that counts several times has each so often.
+        kept = set(random.Random(seed).sample(different, max(1, len(different) // 10)))
+        self.passages = {held_out: [p for p in passages if (p in kept) == held_out] for held_out in (True, False)}
 
     def write(self, part: int, count: int) -> list[Text]:
         """The texts of a part. Part 0 is held out: its passages are in no other part, and all is drawn with
@@ -200,8 +200,9 @@ def prompts_of(args: Namespace) -> tuple[list[str], list[str]]:
     """The passages of --texts, and the first turns of --prompts."""
     corpora = [Corpus(str(name), read_texts(name)) for name in args.texts] if args.texts else load_corpora("sample")
     passages = [p for corpus in corpora for p in corpus.passages(PASSAGE, CHARACTERS * PROMPT[1])]
-    if len(passages) < FEWEST:
+    different = len(set(passages))
+    if different < FEWEST:
         raise UserError(
-            f"the --texts hold {len(passages)} passages of {PASSAGE} characters, and a head needs {FEWEST}; give more"
+            f"the --texts hold {different} passages of {PASSAGE} characters, and a head needs {FEWEST}; give more"
         )
     return passages, [q.turns[0] for q in read_questions(args.prompts)] if args.prompts else []

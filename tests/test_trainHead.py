@@ -343,6 +343,15 @@ def test_texts_are_what_the_target_writes_after_passages(made):
     )
 
 
+PASSAGES = [f"{i} " + "word " * 99 for i in range(30)]
+
+
+def test_a_passage_that_counts_twice_is_held_out_with_its_copy(model_folder):
+    passages = headTexts.Writer(model_folder, "cpu", PASSAGES * 2, [], 0).passages
+    assert not set(passages[True]) & set(passages[False])
+    assert sorted(passages[True] + passages[False]) == sorted(PASSAGES * 2) and len(passages[True]) == 6
+
+
 class Answers:
     """A target that says the same in every turn."""
 
@@ -356,7 +365,7 @@ class Answers:
 def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, monkeypatch):
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|endoftext|>{% endfor %}"
     (model_folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}<assistant>{% endif %}")
-    writer = headTexts.Writer(model_folder, "cpu", ["word " * 99] * 30, [], 0)
+    writer = headTexts.Writer(model_folder, "cpu", PASSAGES, [], 0)
     monkeypatch.setattr(headTexts, "regrSampling", Answers(0))
     monkeypatch.setattr(headTexts, "TURN", 4)
     monkeypatch.setattr(headTexts, "ANSWER", 8)
