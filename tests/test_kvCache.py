@@ -4,7 +4,7 @@ import helpers
 import pytest
 import torch
 
-from engine import cachedModel as kvCache
+from engine import kvCache
 from engine.cachedModel import CachedModel
 from engine.kvCache import SlotCache
 

@@ -313,7 +313,7 @@ def test_a_training_begins_on_true_features_alone(made, small, monkeypatch, tmp_
 
 
 def test_the_loss_goes_down(made, small, tmp_path):
-    made = made._replace(args=SimpleNamespace(**vars(made.args) | {"steps": 60}))
+    made = made._replace(args=SimpleNamespace(**vars(made.args) | {"steps": 100}))
     trainer = trainHead.Trainer(Recipe(finish=0.0), tmp_path / "head", made)
     trainer.one_step()
     before = trainer.losses[0]
