@@ -96,9 +96,10 @@ def draw(record: Mapping[str, Any], path: Path) -> Path:
     for number, (name, points) in enumerate(lines.items()):
         tokens, shares = zip(*points)
         whole = number == 0
+        colour = "#2c3e50" if whole else plt.cm.plasma(0.95 * number / len(lines))
         axes.plot(
             [count / 1e6 for count in tokens], shares, "-" if whole else "--",
-            label=name, linewidth=2.2 if whole else 1.2, color="#2c3e50" if whole else plt.cm.plasma(0.95 * number / len(lines)),
+            label=name, linewidth=2.2 if whole else 1.2, color=colour,
         )  # fmt: skip
         if whole:
             axes.annotate(f"{shares[-1]:.3f}", (tokens[-1] / 1e6, shares[-1]), fontsize=8)
