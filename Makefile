@@ -1,6 +1,7 @@
 # `make run`: from a fresh clone to results.txt. `make test`: the test suite. `make check`: style, types and tests.
 # `make coverage`: the suite, and which lines it runs: it takes about half as long again.
 # `make test-cuda`: the GPU's code on a software CUDA device and a software mps, every method and mode.
+# `make test-zoo`: every kind of model that transformers has, made tiny: decoded right, or refused; docs/models.md says which.
 # `make bench`: the benchmark. `make bench-peers`: the same beside other engines, which it installs into .peers/ first
 # (minutes; llama.cpp is compiled). `make docs`: renders the figures in README.md and docs/ from their records.
 # `make report`: the course report's whole protocol, downloads included, and one page out: courseReport/report.md. For
@@ -9,7 +10,7 @@
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test coverage test-cuda style check bench bench-peers report docs clean
+.PHONY: run test coverage test-cuda test-zoo style check bench bench-peers report docs clean
 
 run: .venv/installed
 	$(VENV) test.py
@@ -22,6 +23,10 @@ coverage: test
 
 test-cuda: .venv/installed
 	FULL=1 $(VENV) -m pytest tests/test_softwareCuda.py
+
+test-zoo: .venv/installed
+	PYTHONPATH=. $(VENV) tests/zoo.py
+	$(VENV) -m scripts.renderDocs
 
 style: .venv/installed
 	$(VENV) -m ruff check

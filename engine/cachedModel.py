@@ -12,12 +12,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 from decoding.model import Model
 from decoding.rows import Rows
 from decoding.trees.tree import Places
-from engine.kvCache import ATTENTION, SlotCache, cache_dtype
+from engine.gate import TOLERANCE, is_altered, reads_trees, trees_of
+from engine.kvCache import Block, SlotCache, cache_dtype, reading, set_attention
+from utils import UserError
 
 
 def context_of(config: PretrainedConfig) -> int:
-    """Tokens that a model of this config can read."""
-    return getattr(config, "max_position_embeddings", None) or 1 << 30
+    """Tokens that a model of this config can read. Beyond its original length, the rotary embeddings of the kind
+    "longrope" depend on the longest text of a batch: texts end there."""
+    lengths = [getattr(config, "max_position_embeddings", None) or 1 << 30]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if each.get("rope_type") == "longrope":
+            lengths.append(each["original_max_position_embeddings"])
+    return min(length for length in lengths if length > 0)
 
 
 @dataclass(frozen=True)
@@ -55,12 +63,18 @@ class Store:
 class CachedModel(Model):
     """A causal language model whose KV cache is addressed by position. Its steps are computed eagerly.
 
-    model: any transformers causal LM that takes a 4-D mask and explicit positions (tested: GPT-NeoX, Llama, GPT-2, OPT,
-        Qwen2). Its attention is set to that of engine/kvCache.py.
+    model: a transformers causal language model. Its attention is set to that of engine/kvCache.py.
     vocabulary: logits are cut to this many entries, the tokenizer's size: sizes of one family pad it differently.
     cache_of: see `Model`. That model has the same layers, and reserves the cache.
     features: what makes features of its hidden states; or, for a head, the model whose features it reads (head.py).
+    reads_trees: whether it reads trees of guesses. Where alibi counts slots as positions, it does not.
+
+    Raises UserError if models of its kind are not decoded right (gate.py).
     """
+
+    passes_gate = True
+    reads_trees: bool
+    stays_eager = False  # whether it cannot be compiled, as was said
 
     cache_of: CachedModel | None
     features_of: CachedModel | None
@@ -75,12 +89,16 @@ class CachedModel(Model):
         features: Tap | CachedModel | None = None,
     ) -> None:
         self.model = model.eval()
-        self.vocabulary = vocabulary or model.config.vocab_size
+        config = model.config.get_text_config(decoder=True)
+        self.vocabulary = vocabulary or config.vocab_size
         self.name = name
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        model.set_attn_implementation(ATTENTION)
-        self.context = context_of(model.config)
+        set_attention(model)
+        # RoBERTa and its kin number positions from the id that pads.
+        padding = getattr(getattr(model.base_model, "embeddings", None), "padding_idx", None)
+        self.first_position = 0 if padding is None else padding + 1
+        self.context = context_of(config) - self.first_position
         self.forwards = 0  # eager forwards so far
         self.parameters = sum(p.numel() for p in model.parameters())
         self.cache_of = cache_of
@@ -88,6 +106,9 @@ class CachedModel(Model):
         if isinstance(features, Tap):
             self.store.tap = features
         self.features_of = features if isinstance(features, CachedModel) else None
+        self.reads_trees = cache_of.reads_trees if cache_of else True
+        if self.passes_gate and cache_of is None and self.features_of is None:
+            self.reads_trees = admitted(model)
         self.cache_dtype = cache_dtype(model)
         # On a CPU, attention costs as much as it reads, so it reads only slots that some row has reached. On a GPU it
         # costs little beside the weights, and finding the highest position would be a host sync.
@@ -122,7 +143,9 @@ class CachedModel(Model):
         """A cache of that shape is used again as it is: what an earlier text left in it is masked like any other stale
         slot."""
         if self.cache is None or (self.rows, self.cache.capacity) != (rows, capacity):
-            self.store.cache = SlotCache(self.model.config.num_hidden_layers, rows, capacity, self.cache_dtype)
+            self.store.cache = SlotCache(
+                self.model.config.get_text_config(decoder=True).num_hidden_layers, rows, capacity, self.cache_dtype
+            )
             self.store.slots = torch.arange(capacity, device=self.device)
             self.store.features = None
         if self.tap is not None and self.store.features is None:
@@ -139,21 +162,23 @@ class CachedModel(Model):
         self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
         assert self.cache is not None, "call `reserve` first"
+        if places is not None and not self.reads_trees:
+            raise UserError(f"{self.name} reads no trees of guesses; use a method without a tree")
         slots = positions if places is None else places.slots
         reach = int(slots.max()) + 1 if self.reads_filled else self.cache.capacity
-        mask = self.store.slots[:reach] <= positions[..., None] if places is None else places.mask(reach)
+        seen = self.store.slots[:reach] <= positions[..., None] if places is None else places.mask(reach)
         self.cache.address(slots, reach, self.first_row)
         before = {} if self.features_of is None else {"features": self.features_before(slots, places)}
-        outputs = self.model(
-            input_ids=tokens,
-            **before,
-            position_ids=positions,
-            attention_mask=mask[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=0 if keep is None else keep,
-            output_hidden_states=self.keeps_features or self.reads_features,
-        )
+        with reading(Block(positions, seen, places)):
+            outputs = self.model(
+                input_ids=tokens,
+                **before,
+                position_ids=positions + self.first_position if self.first_position else positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=0 if keep is None else keep,
+                output_hidden_states=self.keeps_features or self.reads_features,
+            )
         if self.keeps_features and self.tap is not None:
             self.write_features(self.tap(outputs.hidden_states), slots)
         elif self.reads_features and keep is None:
@@ -225,3 +250,23 @@ class CachedModel(Model):
         finally:
             for model, store in zip(models, before):
                 model.store = store
+
+
+class Ungated(CachedModel):
+    """A model that the gate itself looks at."""
+
+    passes_gate = False
+
+
+def admitted(model: PreTrainedModel) -> bool:
+    """Whether a model reads trees of guesses too. Raises UserError if models of its kind are not decoded right."""
+    trees = reads_trees(model.config, type(model), Ungated)
+    if trees is None or is_altered(model):  # What a twin does not show, the model itself does.
+        trees = trees_of(model, model.config, Ungated, TOLERANCE.get(model.dtype, 0.1))
+    return trees
+
+
+def check_kind(config: PretrainedConfig, kind: type[PreTrainedModel]) -> None:
+    """Raise UserError if models of class `kind` with this configuration are not decoded right, as far as that can be
+    known before they are loaded."""
+    reads_trees(config, kind, Ungated)

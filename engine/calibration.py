@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.decoderLayers import NAMES
+from engine.decoderLayers import names_of
 from engine.rounding import PASSES, compensated, damped, dequantised
 
 RIDGE = 0.5  # share of a hessian's mean diagonal: how little a weight moves to make up for what was rounded before it
@@ -102,7 +102,7 @@ def calibrated(
     tokens: [rows, n], text that the model wrote itself. done: what an earlier run yielded, {name: (codes, scales)}:
     it is neither computed nor yielded again. passes: of `compensated`; each takes longer than the rest of it.
     """
-    names, done = NAMES[model.config.model_type], done or {}
+    names, done = names_of(model), done or {}
     layers: Any = model.get_submodule(where := f"{names.base}.{names.layers}")
     texts = [begun(model, layers[0], rows) for rows in tokens.split(ROWS)]
     for i, layer in enumerate(layers):

@@ -50,7 +50,6 @@ class CompiledModel(CachedModel, ABC):
         features: Tap | CachedModel | None = None,
     ) -> None:
         super().__init__(model, vocabulary, name, cache_of, features)
-        self.heads = cache_shape(model.config.get_text_config())
         self.asked: set[Shape] | None = None  # In a rehearsal: the shapes asked for so far.
         self.inside = False  # Whether a graph is being made: then its steps are computed as they are.
         self.used = 0
@@ -60,7 +59,11 @@ class CompiledModel(CachedModel, ABC):
         """The memory is allocated at once: a graph may be the first to write to it."""
         super().reserve(rows, capacity)
         if self.cache is not None and not self.cache.allocated:
-            self.cache.early_initialization(rows, *self.heads, self.cache_dtype, self.device)
+            if self.reads_features:  # There are none yet.
+                self.cache.early_initialization(rows, *cache_shape(self.model.config), self.cache_dtype, self.device)
+            else:
+                zero = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
+                self.eagerly(CachedModel.forward, zero, zero)
 
     def forget(self) -> None:
         """Compute all steps eagerly."""

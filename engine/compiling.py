@@ -26,12 +26,13 @@ def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedMod
 
     target: for a model that shares the KV cache of another one, or reads its features, that one, compiled.
     """
-    if is_compiled(model) or (target is not None and not is_compiled(target)):
+    if is_compiled(model) or model.stays_eager or (target is not None and not is_compiled(target)):
         return model
     cache_of, features = (None, target or model.features_of) if model.reads_features else (target, model.tap)
     parts = model.model, model.vocabulary, model.name, cache_of, features
     made = attempted(lambda: compiled_class(model)(*parts), model.name)
     if made is None:
+        model.stays_eager = True  # It is said once.
         if cache_of is not None:
             model.cache_of, model.store = cache_of, cache_of.store
         elif model.reads_features and target is not None:

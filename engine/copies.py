@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.cachedModel import CachedModel
 from engine.calibration import calibrated, weight_of
-from engine.decoderLayers import NAMES
+from engine.decoderLayers import names_of
 from engine.kernels.loader import cache_folder
 from engine.quantised import GROUP, Codes, quantised_copy
 from engine.rounding import PASSES, rounded
@@ -115,9 +115,7 @@ def rounded_copy(model: CachedModel, bits: int, group: int = GROUP, head: int | 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """{name: weight `[out, in]`} of the linear layers in the decoder's layers, in their order, and of the output layer.
     Raises RuntimeError if nothing is known of a model of this kind."""
-    if (kind := model.config.model_type) not in NAMES:
-        raise RuntimeError(f"nothing is known of the layers of {kind}, only of {', '.join(NAMES)}")
-    names, head = NAMES[kind], model.get_output_embeddings()
+    names, head = names_of(model), model.get_output_embeddings()
     inside = f"{names.base}.{names.layers}."
     return {
         name: weight_of(module)

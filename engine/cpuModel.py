@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from decoding.trees.rules import TreeRule, top_down_rule, traversal_rule
 from decoding.trees.tree import Places, Tree
 from decoding.verification import Rule, VerificationRule, block_rule, token_rule
 from engine.cachedModel import CachedModel, Store, Tap
-from engine.decoderLayers import Description
+from engine.decoderLayers import Description, window_of
 from engine.kernels import loader
 from utils import Sampling, penalised
 
@@ -38,6 +39,13 @@ class CpuModel(CachedModel):
         self.description = Description(model, self.vocabulary, self.tap)
         self.decoder = self.description.pack()
         self.bound: tuple[object, ...] = (None, None)  # the memory that the decoder reads and writes
+        if (window := window_of(model.config)) and window < self.context:
+            print(
+                f"{self.name} is compiled for texts of up to {window} tokens, its attention's window; eager, it reads "
+                f"{self.context}",
+                file=sys.stderr,
+            )
+            self.context = window
         # 16-bit layers give 16-bit keys. A 16-bit cache holds the same numbers in half the bytes.
         self.cache_dtype = self.dtype
 

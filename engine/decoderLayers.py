@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.cachedModel import Tap
+from engine.cachedModel import Tap, context_of
+from engine.gate import is_altered
 from engine.head import HeadNetwork
 from engine.kernels.packedLinear import SIDE, can_be_packed, packed, packed_codes
 from engine.quantised import QuantisedLinear
+from engine.smallTwin import CONTEXT, small_twin
 
 ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_fast": 1, "gelu_pytorch_tanh": 1, "relu": 2, "silu": 3, "swish": 3}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of logits, relative; both round in other places
 WIDEST = 256  # numbers in a head (attention.h)
-UNSUPPORTED_ROPE = ("dynamic", "longrope")  # Their angles depend on the length of the text.
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ class Names:
 
 
 LLAMA = Names("model")
-NAMES = {  # by transformers' `model_type`
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": LLAMA,
-    "qwen3": Names("model", query="self_attn.q_norm", key="self_attn.k_norm"),
-    "gpt_neox": Names(
+NAMES = {  # by the name of the class in transformers: models of other types may be Llamas too
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": LLAMA,
+    "Qwen3ForCausalLM": Names("model", query="self_attn.q_norm", key="self_attn.k_norm"),
+    "GPTNeoXForCausalLM": Names(
         "gpt_neox",
         embedding="embed_in",
         last="final_layer_norm",
@@ -65,7 +66,7 @@ NAMES = {  # by transformers' `model_type`
         down="mlp.dense_4h_to_h",
         by_head=True,
     ),
-    "gpt2": Names(
+    "GPT2LMHeadModel": Names(
         "transformer",
         layers="h",
         embedding="wte",
@@ -78,7 +79,7 @@ NAMES = {  # by transformers' `model_type`
         up=("mlp.c_fc",),
         down="mlp.c_proj",
     ),
-    "opt": Names(
+    "OPTForCausalLM": Names(
         "model.decoder",
         positions="embed_positions",
         last="final_layer_norm",
@@ -90,6 +91,9 @@ NAMES = {  # by transformers' `model_type`
         offset=2,
     ),
 }
+
+
+_AGREE: set[str] = set()  # configurations whose small twins the kernels compute
 
 
 class PackedLayer(nn.Module):
@@ -105,29 +109,23 @@ class PackedLayer(nn.Module):
         raise RuntimeError("this model is packed for the kernels; its layers cannot be called one by one")
 
 
-def refuse(model: PreTrainedModel) -> None:
-    """Raise RuntimeError, with the reason, if there are no kernels for what this model computes."""
+def names_of(model: PreTrainedModel) -> Names:
+    """Where a model has its parts. Raises RuntimeError, with the reason, if that is not known."""
     config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    reasons = {
-        f"there are no kernels for {config.model_type}; there are for {', '.join(NAMES)}": config.model_type
-        not in NAMES,
-        f"there are no kernels for {model.dtype}": model.dtype not in (torch.float32, torch.bfloat16),
-        f"its rotary embeddings are {rope.get('rope_type')}": rope.get("rope_type") in UNSUPPORTED_ROPE,
-        "its attention has a window": window is not None and window < config.max_position_embeddings,
-        "its norms come after its layers": not getattr(config, "do_layer_norm_before", True)
-        or getattr(config, "_remove_final_layer_norm", False),
-        "its embeddings are narrower than its layers": getattr(config, "word_embed_proj_dim", 0)
-        not in (0, config.hidden_size),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise RuntimeError(reason)
-    if (activation := activation_of(config)) not in ACTIVATIONS:
-        raise RuntimeError(f"there are no kernels for the activation {activation}")
-    if (width := width_of(config)) > WIDEST or width % 2:
-        raise RuntimeError(f"there are no kernels for heads of {width} numbers")
+    names = next((NAMES[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in NAMES), None)
+    if names is None:
+        raise RuntimeError(f"nothing is known of the layers of {config.model_type}, only of {', '.join(NAMES)}")
+    if not getattr(config, "do_layer_norm_before", True) or getattr(config, "_remove_final_layer_norm", False):
+        raise RuntimeError("its norms come after its layers")
+    if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
+        raise RuntimeError("its embeddings are narrower than its layers")
+    return names
+
+
+def window_of(config: PretrainedConfig) -> int | None:
+    """The shortest window of a model's layers, in tokens; None if all attend to the whole text."""
+    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    return getattr(config, "sliding_window", None) if windowed else None
 
 
 class Description:
@@ -137,20 +135,31 @@ class Description:
     """
 
     def __init__(self, model: PreTrainedModel, vocabulary: int, tap: Tap | None = None) -> None:
-        refuse(model)
-        self.tap = tap
+        self.tap, self.model, self.names, self.vocabulary = tap, model, names_of(model), vocabulary
         config = self.config = model.config
-        self.model, self.names, self.vocabulary = model, NAMES[config.model_type], vocabulary
+        if is_altered(model):
+            raise RuntimeError("hooks or replaced forwards change what it computes")
         self.base = model.get_submodule(self.names.base)
         self.heads: int = config.num_attention_heads
         self.groups: int = getattr(config, "num_key_value_heads", None) or self.heads
-        self.width = width_of(config)
+        self.width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        activations = ("hidden_act", "activation_function")
+        self.activation: str = next(getattr(config, name) for name in activations if hasattr(config, name))
+        for what, has_kernels in {
+            f"{model.dtype}": model.dtype in (torch.float32, torch.bfloat16),
+            f"the activation {self.activation}": self.activation in ACTIVATIONS,
+            f"heads of {self.width} numbers": self.width <= WIDEST and self.width % 2 == 0,
+        }.items():
+            if not has_kernels:
+                raise RuntimeError(f"there are no kernels for {what}")
 
     def angles(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary embeddings, float32 `[capacity, r]`; r is 0 if there are none."""
+        """Cosines and sines of the rotary embeddings, float32 `[capacity, r]`; r is 0 if there are none. Slots beyond
+        the context are those of a tree's nodes, whose positions are smaller."""
         if not hasattr(self.base, "rotary_emb"):
             return torch.zeros(capacity, 0), torch.zeros(capacity, 0)
-        both = self.base.rotary_emb(torch.zeros(0), torch.arange(capacity)[None])
+        positions = torch.arange(capacity).clamp_(max=context_of(self.config) - 1)
+        both = self.base.rotary_emb(torch.zeros(0), positions[None])
         cos, sin = (x[0, :, : x.shape[-1] // 2].contiguous() for x in both)
         return cos, sin
 
@@ -210,7 +219,7 @@ class Description:
             "inner": inner,
             "vocabulary": self.vocabulary,
             "offset": names.offset,
-            "activation": ACTIVATIONS[activation_of(config)],
+            "activation": ACTIVATIONS[self.activation],
             "parallel": int(getattr(config, "use_parallel_residual", False)),
             "gated": int(len(names.up) == 2),
             "rms": int(not isinstance(last, nn.LayerNorm)),
@@ -218,22 +227,37 @@ class Description:
         eps = getattr(last, "eps", None) or last.variance_epsilon
         return torch.classes.native.Decoder(list(layers), ends, sizes, {"eps": eps, "scale": self.width**-0.5})
 
-    @torch.inference_mode()
     def check(self, layers: nn.ModuleList) -> None:
-        """Raise RuntimeError if the kernels do not compute what the model computes with its first and its last layer
-        alone: logits and features. (Some models scale each layer by its number.)"""
-        tokens, ends = torch.arange(16)[None] % self.vocabulary, list(dict.fromkeys([layers[0], layers[-1]]))
+        """Raise RuntimeError if the kernels do not compute what the model computes: first a small twin in float32, from
+        the first position to the last, where every difference but rounding is seen; then the model itself with three
+        of its layers. (Some models scale each layer by its number.)"""
+        key = f"{type(self.model)} {self.config.to_json_string(use_diff=False)}"
+        if key not in _AGREE and not isinstance(self.model, HeadNetwork):
+            twin = small_twin(self.config, type(self.model))
+            of_twin = Description(twin, 96)
+            of_twin.check_layers(list(getattr(of_twin.base, self.names.layers)), CONTEXT)
+            _AGREE.add(key)
+        self.check_layers(list(dict.fromkeys([layers[0], layers[len(layers) // 2], layers[-1]])), 64)
+
+    @torch.inference_mode()
+    def check_layers(self, some: list[nn.Module], count: int) -> None:
+        """Raise RuntimeError if the kernels do not compute what the model computes with some of its layers alone, when
+        it reads `count` tokens: logits and features."""
+        layers = getattr(self.base, self.names.layers)
+        count = min(count, context_of(self.config), window_of(self.config) or count)
+        tokens, positions = torch.arange(count)[None] % self.vocabulary, torch.arange(count)[None]
         tap = None
         if self.tap is not None:
-            places = (min(layer, 1) if layer < len(layers) else len(ends) for layer in self.tap.layers)
+            places = (min(layer, 1) if layer < len(layers) else len(some) for layer in self.tap.layers)
             tap = Tap(tuple(places), self.tap.fuse)
-        decoder = self.made([self.parts(layer) for layer in ends], tap)
-        states = [[torch.zeros(1, self.groups, 16, self.width, dtype=self.model.dtype) for _ in ends] for _ in range(2)]
-        features = torch.rand(1, 17, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
-        before = {"features": features[:, :16].to(self.model.dtype)} if isinstance(self.model, HeadNetwork) else {}
-        decoder.bind(*states, *self.angles(16), features)
-        found = decoder.forward(tokens, torch.arange(16)[None], *[None] * 5, 0)
-        setattr(self.base, self.names.layers, nn.ModuleList(ends))
+        decoder = self.made([self.parts(layer) for layer in some], tap)
+        shape, dtype = (1, self.groups, count, self.width), self.model.dtype
+        states = [[torch.zeros(shape, dtype=dtype) for _ in some] for _ in range(2)]
+        features = torch.rand(1, count + 1, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        before = {"features": features[:, :count].to(dtype)} if isinstance(self.model, HeadNetwork) else {}
+        decoder.bind(*states, *self.angles(count), features)
+        found = decoder.forward(tokens, positions, *[None] * 5, 0)
+        setattr(self.base, self.names.layers, nn.ModuleList(some))
         try:
             outputs = self.model(input_ids=tokens, **before, use_cache=False, output_hidden_states=bool(tap or before))
         finally:
@@ -244,7 +268,7 @@ class Description:
         if tap is not None:
             self.compare(features[:, 1:], tap(outputs.hidden_states).float(), layers)
         if before:
-            self.compare(features[:, 16], outputs.hidden_states[-1][:, 15].float(), layers)
+            self.compare(features[:, count], outputs.hidden_states[-1][:, count - 1].float(), layers)
 
     def compare(self, found: Tensor, wanted: Tensor, layers: nn.ModuleList) -> None:
         """Raise RuntimeError if two results differ by more than rounding."""
@@ -266,16 +290,6 @@ class Description:
         if isinstance(head, QuantisedLinear):  # Nobody reads its codes any more.
             head.codes = head.scales = None
         return made
-
-
-def width_of(config: Any) -> int:
-    """Numbers in a query, a key or a value of one head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def activation_of(config: Any) -> str:
-    """The name of the MLP's activation."""
-    return next(getattr(config, name) for name in ("hidden_act", "activation_function") if hasattr(config, name))
 
 
 def norm(name: str, module: nn.Module) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from itertools import zip_longest
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -68,27 +68,33 @@ class RestrictedModel(CachedModel):
         super().__init__(model, draft.vocabulary, name, draft.cache_of, draft.features_of)
 
 
-_COPIES: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()
+# {model: (its copy, what the copy shared when it was made)}
+_COPIES: WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[Any]]] = WeakKeyDictionary()
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A second model that shares the weights. What is set or replaced in one of the two does not change the other."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in weights(model)})
+    """A second model that shares the weights and the hooks. What is set or replaced in one of the two does not change
+    the other."""
+    return copy.deepcopy(model, {id(part): part for part in shared_parts(model)})
 
 
 def kept_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The sharing copy that is kept for `model` as long as the model lives.
 
-    It is made anew if a weight of the model is another tensor than it was, as after `resize_token_embeddings`. A weight
-    that changes in place, as in training, changes in both.
+    It is made anew if a weight or a hook is another than it was, as after `resize_token_embeddings`, or if a module's
+    `forward` was replaced. A weight that changes in place, as in training, changes in both.
     """
-    kept = _COPIES.get(model)
-    if kept is None or any(a is not b for a, b in zip_longest(weights(model), weights(kept))):
-        kept = _COPIES[model] = sharing_copy(model)
+    parts = [*shared_parts(model), *(vars(module).get("forward") for module in model.modules())]
+    kept, before = _COPIES.get(model, (None, []))
+    if kept is None or len(parts) != len(before) or any(a is not b for a, b in zip(parts, before)):
+        kept = sharing_copy(model)
+        _COPIES[model] = kept, parts
     return kept
 
 
-def weights(model: PreTrainedModel) -> Iterator[Tensor]:
-    """The parameters and buffers."""
+def shared_parts(model: PreTrainedModel) -> Iterator[Any]:
+    """The parameters, the buffers and the hooks."""
     yield from model.parameters()
     yield from model.buffers()
+    for module in model.modules():
+        yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())

@@ -37,11 +37,13 @@ class Machine(TypedDict):
 
 
 class ModelRecord(TypedDict):
-    """A model of a run. version: identifies its weights. device, processor: of a draft that has a device of its own."""
+    """A model of a run. version: identifies its weights. compiled: whether it was, and did not stay eager; the oldest
+    records have no such field. device, processor: of a draft that has a device of its own."""
 
     name: str
     version: str
     parameters: int
+    compiled: NotRequired[bool]
     device: NotRequired[str]
     processor: NotRequired[str]
 

@@ -18,6 +18,8 @@ import torch
 import transformers
 
 from engine.cachedModel import CachedModel
+from engine.compiledModel import CompiledModel
+from engine.compiling import is_compiled
 from experiments.lines import Machine, ModelRecord, Origin, ProcessRecord, RunLine
 from experiments.prepare import LoadedModels, Prepared
 from experiments.processes import Processes
@@ -39,7 +41,8 @@ def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) ->
     }
     if prepared.made and prepared.bits:  # The codes follow from the weights and from a text that the target wrote.
         version = f"{versions['target']['version']}, {prepared.made.version(prepared.bits)}"
-        copy = model_record(models["self"].name, version, models["target"])
+        copy = model_record(models["self"].name, version, models["self"])
+        copy["parameters"] = models["target"].parameters
         roles = prepared.roles_of_copy - {"self"} or {"self"}
         versions |= {role: copy.copy() for role in sorted(roles)}
     for role in sorted(prepared.roles_of_head):
@@ -141,4 +144,5 @@ def processor_name() -> str:
 
 def model_record(name: str, version: str, model: CachedModel) -> ModelRecord:
     """A model in a record. version: what identifies its weights (`inputs.models.model_version`)."""
-    return {"name": name, "version": version, "parameters": model.parameters}
+    compiled = is_compiled(model) and (not isinstance(model, CompiledModel) or bool(model.shapes))
+    return {"name": name, "version": version, "parameters": model.parameters, "compiled": compiled}

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,16 @@ from typing import Any
 import torch
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
-from engine.cachedModel import CachedModel, context_of
+from engine.cachedModel import CachedModel, check_kind, context_of
 from inputs import files
 from inputs.commandLine import one_line, visible
 from inputs.devices import all_devices, available_memory
@@ -179,6 +186,12 @@ def load_model(
     """
     folder = find_model(name)
     config = read_config(folder)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"{folder} holds a model of the kind {config.model_type}, which is no causal language model of "
+            "transformers; name another model"
+        )
+    check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     try:
         device_map = choose_devices(folder, config, dtype, device, tokens, spread, caches)
         size = config.get_text_config().vocab_size
@@ -208,7 +221,15 @@ def load_model(
             ) from None
         raise not_loadable(folder, error) from None
     check_weights(folder, info)
-    return CachedModel(model, len(tokenizer), visible(folder.name, ""))
+    loaded = CachedModel(model, len(tokenizer), visible(folder.name, ""))
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
+    if loaded.context + loaded.first_position < positions:
+        print(
+            f"{loaded.name} is decoded up to {loaded.context} tokens, not {positions}: beyond, its rotary embeddings "
+            "(longrope) depend on the longest text of a batch",
+            file=sys.stderr,
+        )
+    return loaded
 
 
 def choose_devices(

@@ -125,9 +125,7 @@ class Speculative:
         prompts, padding = unpadded(input_ids, inputs)
         sampling = as_sampling(logits_processor, padding, generation_config.do_sample)
         stop = Stop(input_ids, stopping_criteria, generation_config)
-        check_models(
-            model, self.draft if isinstance(self.draft, PreTrainedModel) else model, stop.max_length, self.vocabulary
-        )
+        check_models(model, self.draft if isinstance(self.draft, PreTrainedModel) else model, self.vocabulary)
         if streamer is not None and len(prompts) > 1:
             refuse(f"a streamer for a batch of {len(prompts)} rows")
 
@@ -268,21 +266,11 @@ def as_sampling(processors: Iterable[Any], padding: Tensor, do_sample: bool) -> 
         raise ValueError(str(error)) from None
 
 
-def check_models(model: PreTrainedModel, draft: PreTrainedModel, length: int, vocabulary: int | None) -> None:
-    """Refuse models that do not fit together, or that this project cannot run on texts of `length` tokens."""
+def check_models(model: PreTrainedModel, draft: PreTrainedModel, vocabulary: int | None) -> None:
+    """Refuse models that do not fit together."""
     for role, decoder in (("model", model), ("draft", draft)):
-        config = decoder.config.get_text_config()
-        if (
-            decoder.config.is_encoder_decoder
-            or "position_ids" not in inspect.signature(type(decoder).forward).parameters
-        ):
-            refuse(f"a {role} of type {type(decoder).__name__}: it must be a decoder that takes position_ids")
         if getattr(decoder, "peft_config", None):
             refuse(f"a {role} with adapters: merge them into its weights first")
-        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-        window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
-        if kinds - {"full_attention", "sliding_attention"} or (window and window < length):
-            refuse(f"a {role} with layers that do not attend to the whole text")
     if model.device != draft.device:
         refuse(f"a draft on {draft.device} for a model on {model.device}")
     sizes = [decoder.config.get_text_config().vocab_size for decoder in (model, draft)]

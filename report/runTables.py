@@ -123,6 +123,12 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     first: Mapping[str, Any] = lines[0]
     flags = run["flags"]
     values = {name: first.get(name, flags.get(name, default)) for name, default in SHOWN.items()}
+    ran = {role: model["compiled"] for role, model in run["models"].items() if "compiled" in model}
+    if values["compile"] and ran and not all(ran.values()):  # What ran, not what was asked for.
+        eager = ", ".join(role for role, is_compiled in ran.items() if not is_compiled)
+        values["compile"] = (
+            f"but for {eager}, which stayed eager" if any(ran.values()) else "asked for, but all stayed eager"
+        )
     shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
     return (
         f"{len({line['prompt'] for line in lines})} prompts of {prompt_lengths(lines)} tokens, {shown}{first['dtype']}"

@@ -21,7 +21,7 @@ from tokenizerKinds import KINDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from engine import copies
+from engine import copies, gate
 from engine.kernels import loader
 from inputs import files, progress
 from inputs.files import DATASETS
@@ -91,6 +91,7 @@ def small_copies(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("copies")
         patch.setattr(copies, "cache_folder", lambda: folder)
+        patch.setattr(gate, "cache_folder", lambda: folder)
         for name, value in {"ROWS": 2, "LENGTH": 24, "HELD_OUT": (2, 12), "TIMINGS": 1}.items():
             patch.setattr(selfDraft, name, value)
         yield folder

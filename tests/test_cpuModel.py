@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import helpers
 import pytest
 import torch
+from conftest import refused
 from test_otherTokenizer import TEXTS
 from test_otherTokenizer import pair as other_pair
 from test_specSampling import PROMPTS, near
@@ -21,6 +22,7 @@ from decoding.rows import uniform
 from decoding.trees.rules import TREE_RULES
 from decoding.trees.tree import Places, Tree
 from decoding.verification import block_rule, token_rule
+from engine import decoderLayers
 from engine.cachedModel import CachedModel, Store
 from engine.compiling import compiled, is_compiled
 from engine.cpuModel import CpuModel
@@ -781,15 +783,20 @@ def with_hook(model, layer):
     model.model.layers[layer].mlp.register_forward_hook(lambda module, given, output: output * 1.1)
 
 
+ALTERED = "hooks or replaced forwards change what it computes"
+
+
+class Everything(set):
+    """A set that has everything."""
+
+    def __contains__(self, one):
+        return True
+
+
 UNLIKE = "its layers compute something that the kernels do not"
 REFUSED = {
     "float64": (lambda: changed(lambda model: model.double()), "no kernels for torch.float64"),
-    "an architecture": (lambda: helpers.tiny("gemma"), "no kernels for gemma; there are for llama, "),
-    "rope": (
-        lambda: helpers.tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
-        "its rotary embeddings are dynamic",
-    ),
-    "a window": (lambda: helpers.tiny("mistral", sliding_window=16), "its attention has a window"),
+    "an architecture": (lambda: helpers.tiny("gemma"), "nothing is known of the layers of gemma, only of Llama"),
     "norms": (lambda: helpers.tiny("opt", do_layer_norm_before=False), "its norms come after its layers"),
     "no last norm": (lambda: helpers.tiny("opt", _remove_final_layer_norm=True), "its norms come after its layers"),
     "narrow embeddings": (lambda: helpers.tiny("opt", word_embed_proj_dim=16), "its embeddings are narrower"),
@@ -798,10 +805,10 @@ REFUSED = {
     "odd heads": (lambda: helpers.tiny("gpt2", hidden_size=20), "no kernels for heads of 5 numbers"),
     "a scale": (lambda: helpers.tiny("gpt2", scale_attn_weights=False), UNLIKE),
     "a scale of each layer": (lambda: helpers.tiny("gpt2", scale_attn_by_inverse_layer_idx=True), UNLIKE),
-    "a hook": (lambda: changed(lambda model: with_hook(model, 0)), UNLIKE),
-    "a hook in the last layer": (lambda: changed(lambda model: with_hook(model, -1)), UNLIKE),
+    "a hook": (lambda: changed(lambda model: with_hook(model, 0)), ALTERED),
+    "a hook in the last layer": (lambda: changed(lambda model: with_hook(model, -1)), ALTERED),
     "a function": (lambda: changed(lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.ReLU())), UNLIKE),
-    "a norm": (lambda: changed(lambda model: setattr(model.model.norm, "forward", lambda x: x)), UNLIKE),
+    "a norm": (lambda: changed(lambda model: setattr(model.model.norm, "forward", lambda x: x)), ALTERED),
 }
 
 
@@ -819,7 +826,57 @@ def test_what_the_kernels_do_not_compute_stays_eager_and_one_line_says_why(name,
 
 def test_a_window_as_long_as_the_context_is_none():
     for kind, sizes in ("mistral", {}), ("qwen2", {"use_sliding_window": True}), ("qwen2", {"sliding_window": 16}):
-        assert is_compiled(compiled(helpers.tiny(kind, **{"sliding_window": 128, **sizes})))
+        model = compiled(helpers.tiny(kind, **{"sliding_window": 128, **sizes}))
+        assert is_compiled(model) and model.context == 128
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+def test_a_text_of_a_compiled_model_ends_at_its_window(kind, capsys):
+    how = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
+    eager = helpers.tiny(kind, **how)
+    model = compiled(helpers.tiny(kind, **how))
+    assert is_compiled(model) and "is compiled for texts of up to 32 tokens" in capsys.readouterr().err
+    assert regrSampling([[5, 9]], model, 30, GREEDY)[0] == regrSampling([[5, 9]], eager, 30, GREEDY)[0]
+    with refused("exceed the context"):
+        regrSampling([[5, 9]], model, 31, GREEDY)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+
+
+@pytest.mark.parametrize("rope", [LONG, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}], ids=str)
+def test_rotary_embeddings_that_depend_on_the_length_are_read_up_to_the_original_one(rope):
+    """The slots of a tree's nodes may lie beyond it."""
+    eager, model = (helpers.tiny("llama", rope_parameters=dict(rope)) for _ in range(2))
+    model = compiled(model)
+    assert is_compiled(model) and model.context == eager.context == rope.get("original_max_position_embeddings", 128)
+    capacity = model.context + 9
+    tokens, positions = torch.randint(0, 61, (1, model.context)), torch.arange(model.context)[None]
+    wanted = eager.score(tokens)
+    for each in (eager, model):
+        each.reserve(1, capacity)
+        torch.testing.assert_close(each.forward(tokens, positions), wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_a_llama_of_another_type_is_compiled_as_what_it_is():
+    class Renamed(type(helpers.tiny("llama").model.config)):
+        model_type = "internlm3"
+
+    model = helpers.tiny("llama")
+    model.model.config.__class__ = Renamed
+    assert is_compiled(compiled(model))
+
+
+def test_the_self_check_sees_what_rounding_to_16_bits_hides(monkeypatch):
+    """Scores that are scaled in each layer differ by a few hundredths, as bfloat16 rounds."""
+    model = helpers.tiny("gpt2", scale_attn_by_inverse_layer_idx=True, layers=4)
+    model.model.to(torch.bfloat16)
+    tight = CachedModel(model.model, model.vocabulary, model.name)
+    assert compiled(tight) is tight
+    monkeypatch.setattr(decoderLayers, "_AGREE", Everything())
+    monkeypatch.setitem(decoderLayers.TOLERANCE, torch.bfloat16, 0.5)
+    assert is_compiled(compiled(tight))
 
 
 def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, capsys):

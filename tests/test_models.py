@@ -97,7 +97,6 @@ def test_truncated_weights_are_refused(model_folder, kept):
         b"{}",
         b"\xff\xfe\0",
         b'{"model_type": "none"}',
-        b'{"model_type": "vit"}',
         b'{"model_type": "gpt_neox", "hidden_size": "x"}',
     ],
 )
@@ -105,6 +104,24 @@ def test_a_garbled_config_is_refused(model_folder, content):
     tokenizer = load_tokenizer(model_folder)
     (model_folder / "config.json").write_bytes(content)
     with refused(str(model_folder), "download"):
+        load(model_folder, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ({"model_type": "vit"}, "is no causal language model"),
+        ({"model_type": "bart"}, "the kind bart are not decoded here: it is an encoder with a decoder"),
+        ({"model_type": "bert"}, "its tokens attend to those after them, as is_decoder is false"),
+        ({"model_type": "mamba"}, "keep a state that positions cannot address"),
+        ({"model_type": "jamba"}, "keep a state that positions cannot address"),
+    ],
+)
+def test_another_kind_of_model_is_refused_before_its_weights_are_read(model_folder, content, words):
+    tokenizer = load_tokenizer(model_folder)
+    (model_folder / "config.json").write_text(json.dumps(content))
+    (model_folder / "model.safetensors").write_bytes(b"none")
+    with refused(words):
         load(model_folder, tokenizer)
 
 

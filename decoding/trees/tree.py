@@ -166,9 +166,14 @@ class Places(NamedTuple):
     def of(cls, rows: Rows, tree: Tree) -> Places:
         """All nodes of `tree`, the root first. Positions are clamped as in `Rows.positions`; slots need
         `Rows.spare`."""
-        depths, order, ancestors = numbers(tree, rows.device)
-        root = rows.lengths - 1
-        return cls((root[:, None] + depths).clamp_(max=rows.capacity - 1), root[:, None] + order, root, ancestors)
+        places = cls.at(rows.lengths - 1, tree)
+        return places._replace(positions=places.positions.clamp_(max=rows.capacity - 1))
+
+    @classmethod
+    def at(cls, root: Tensor, tree: Tree) -> Places:
+        """All nodes of `tree`, the root first, which is at the positions `root`, int64 `[B]`."""
+        depths, order, ancestors = numbers(tree, root.device)
+        return cls(root[:, None] + depths, root[:, None] + order, root, ancestors)
 
     @property
     def parents(self) -> Tensor:
@@ -193,6 +198,15 @@ class Places(NamedTuple):
         after = torch.arange(reach, device=self.root.device) - self.root[:, None]  # [B, reach]; the root's slot is 0
         is_ancestor = (self.ancestors[:, None] >> after.clamp(0, MOST)[:, None]) & 1 > 0
         return (after <= 0)[:, None] | (is_ancestor & (after <= MOST)[:, None])
+
+    def key_positions(self, reach: int) -> Tensor:
+        """The positions of what each node attends to in the first `reach` slots: int64 `[B, m, reach]`. That of an
+        ancestor is the root's and its depth, the number of its own ancestors."""
+        slots = torch.arange(reach, device=self.root.device)
+        after = (slots - self.root[:, None]).clamp(0, MOST)
+        above = self.ancestors[:, None] >> torch.arange(MOST + 1, device=self.root.device) & 1
+        depths = (above.cumsum(1) - above)[:, after].movedim(0, 1)
+        return torch.where(slots <= self.root[:, None, None], slots, self.root[:, None, None] + depths)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,225 @@
+"""The gate: models of a kind are decoded right here, or refused in one line. Which of the two is found by computing.
+
+A small twin of the model (smallTwin.py) reads a ragged batch over the slots of a KV cache: prompts, blocks of any
+width, wrong guesses that are rolled back, siblings of a tree. Its logits must be those of its own forward without a
+cache. Reasons are looked for only after that failed, for the line that the user reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+
+from decoding.model import Model
+from decoding.trees.tree import Places, Tree
+from engine.kernels.loader import cache_folder
+from engine.kvCache import Block
+from engine.smallTwin import small_twin
+from utils import UserError
+
+TOLERANCE = {torch.float32: 1e-3}  # of logits, relative; in 16 bits, rounding alone gives a few hundredths
+LENGTHS = (56, 23)  # tokens of the two rows: beyond the windows of a small twin, within its original context
+TREE = Tree((0, 0, 1, 1, 2))
+NOT_KEPT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id"}
+BLOCKS, BRANCHES, PREFIX = "blocks", "a tree", "a prefix"  # what was compared
+
+Wrap = Callable[[PreTrainedModel], Model]  # a model as the samplers see it, without asking the gate
+
+
+def reads_trees(config: PretrainedConfig, kind: type[PreTrainedModel], wrap: Wrap) -> bool | None:
+    """Whether models of class `kind` with this configuration read trees of guesses too. None: a small twin cannot be
+    made, so that only a model itself can tell. Raises UserError if they are not decoded right.
+
+    What was found right is kept beside the built kernels, under a hash of the configuration, the class, and the
+    versions of the code. A later process computes nothing.
+    """
+    key = key_of(config, kind, wrap)
+    known = kept_verdicts()
+    if key not in known:
+        try:
+            twin = small_twin(config, kind)
+        except Exception as error:  # A class that makes no small model can raise nearly anything.
+            if reason := known_reason(config, kind):
+                raise refusal(config, reason) from error
+            return None
+        known[key] = trees_of(twin, config, wrap, TOLERANCE[torch.float32])
+        if kind.__module__.startswith("transformers."):
+            keep(key, known[key])
+    return known[key]
+
+
+def trees_of(model: PreTrainedModel, config: PretrainedConfig, wrap: Wrap, tolerance: float) -> bool:
+    """Whether this model reads trees of guesses too. Raises UserError if it does not decode right."""
+    try:
+        errors = errors_of(model, wrap)
+    except Exception as error:  # A model that takes no such cache can raise nearly anything.
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = known_reason(config, type(model)) or f"it does not run with a KV cache of slots ({words[:160]})"
+        raise refusal(config, reason) from error
+    wrong = [what for what, error in errors.items() if not error < tolerance]
+    if set(wrong) - {BRANCHES}:
+        computed = f"its logits are off by {errors[wrong[0]]:.0%} where it reads {wrong[0]}"
+        if PREFIX in wrong:
+            not_decoder = ", as is_decoder is false" if getattr(config, "is_decoder", None) is False else ""
+            computed = f"its tokens attend to those after them{not_decoder}"
+        raise refusal(config, known_reason(config, type(model)) or computed)
+    return not wrong
+
+
+def refusal(config: PretrainedConfig, reason: str) -> UserError:
+    """The UserError for a kind of model that is not decoded right."""
+    return UserError(
+        f"models of the kind {config.model_type} are not decoded here: {reason}; name a model whose layers attend to "
+        "positions, such as Llama, GPT-NeoX or Qwen"
+    )
+
+
+def known_reason(config: PretrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    """Why models of this kind cannot be decoded over slots, if their configuration or their class says it."""
+    try:
+        text = config.get_text_config(decoder=True)
+    except ValueError:
+        return "it has several models inside"
+    names = ("layer_types", "layers_block_type", "block_types")
+    kinds = {layer for name in names for layer in getattr(text, name, None) or []}
+    states = sorted(
+        kinds - {*LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, "attention", "mlp", "moe"} | kinds & {"linear_attention"}
+    )
+    if states or kind._is_stateful:
+        which = f"its layers of the kind {states[0]}" if states else "its layers"
+        return f"{which} keep a state that positions cannot address"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder with a decoder"
+    if "position_ids" not in inspect.signature(kind.forward).parameters:
+        return "its forward takes no position_ids"
+    return None
+
+
+@torch.inference_mode()
+def errors_of(model: PreTrainedModel, wrap: Wrap) -> dict[str, float]:
+    """{what was read: the largest relative error of its logits}. Right are those of its own forward without a cache."""
+    config, device = model.config.get_text_config(decoder=True), model.device
+    generator = torch.Generator().manual_seed(0)
+    length = max(LENGTHS) + TREE.size
+    first = 3 if config.vocab_size > 9 else 0  # Small ids may be that of padding.
+    texts = torch.randint(first, config.vocab_size, (2, length), generator=generator).to(device)
+    errors: dict[str, float] = {}
+
+    def alone(tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens, use_cache=False).logits.float()
+
+    def compare(what: str, got: Tensor, wanted: Tensor) -> None:
+        error = float(((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).nan_to_num(nan=torch.inf).max())
+        errors[what] = max(errors.get(what, 0.0), error)
+
+    right = [alone(text[None, :end])[0] for text, end in zip(texts, LENGTHS)]
+    compare(PREFIX, alone(texts[:1, :30])[0], right[0][:30])
+    leaves = [node for node, children in enumerate(TREE.children) if not children]
+    branches = [
+        [alone(branch(text, end, leaf)[None])[0, end - 1 :] for leaf in leaves] for text, end in zip(texts, LENGTHS)
+    ]
+    cached = wrap(model)
+    cached.reserve(2, length + 1)
+
+    def read(starts: list[int], width: int, rejected: bool = False) -> None:
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        tokens = texts.gather(1, positions)
+        logits = cached.forward((tokens + 1) % config.vocab_size if rejected else tokens, positions)
+        for row, start in enumerate(starts if not rejected else []):
+            count = min(width, LENGTHS[row] - start)
+            compare(BLOCKS, logits[row, :count], right[row][start : start + count])
+
+    read([0, 0], 30)
+    starts = [30, 9]  # The second prompt is shorter: what was read beyond its end is stale.
+    for width in (5, 3, 1, 4, 9):
+        read(starts, width, rejected=True)
+        read(starts, width - width // 3)
+        starts = [start + width - width // 3 for start in starts]
+    read([starts[0], LENGTHS[1] - 1], LENGTHS[0] - starts[0])
+    places = Places.at(torch.tensor(LENGTHS, device=device) - 1, TREE)
+    nodes = torch.stack([text[end - 1 : end + TREE.size] for text, end in zip(texts, LENGTHS)])
+    logits = cached.forward(nodes, places.positions, places)
+    for row, wanted in enumerate(branches):
+        for leaf, of_branch in zip(leaves, wanted):
+            compare(BRANCHES, logits[row, [0, *TREE.path(leaf)]], of_branch)
+    return errors
+
+
+def branch(text: Tensor, end: int, leaf: int) -> Tensor:
+    """The first `end` tokens of a text, and the tokens of a tree's nodes down to a leaf: those that follow in it."""
+    return torch.cat([text[:end], text[[end - 1 + node for node in TREE.path(leaf)]]])
+
+
+def is_altered(model: nn.Module) -> bool:
+    """Whether hooks or replaced forwards change what the class computes. Those of accelerate do not: they move layers
+    between devices."""
+    return any(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
+        for module in model.modules()
+    )
+
+
+# What was found right, from one process to the next.
+
+
+def key_of(config: PretrainedConfig, kind: type[PreTrainedModel], wrap: Wrap) -> str:
+    """What a verdict depends on, as a hash: the configuration and its class, the libraries, the code that reads over
+    slots."""
+    settings = {name: value for name, value in config.to_dict().items() if name not in NOT_KEPT}
+    parts = [settings, f"{kind.__module__}.{kind.__qualname__}", torch.__version__, transformers.__version__]
+    text = json.dumps([*parts, digest_of_code(wrap)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def digest_of_code(wrap: Wrap) -> str:
+    """A digest of the modules that read over slots, and of those that check it."""
+    modules = [sys.modules[part.__module__] for part in (wrap, Block, Places, small_twin, key_of)]
+    return hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
+
+
+def file_of_verdicts() -> Path:
+    """The file of verdicts, a JSON list `[key, reads trees]` a line."""
+    return cache_folder() / "decodedRight.jsonl"
+
+
+@functools.cache
+def kept_verdicts() -> dict[str, bool]:
+    """{key: whether models of that kind read trees}, of the kinds that were found right. Lines that are not whole are
+    passed over."""
+    verdicts: dict[str, bool] = {}
+    try:
+        lines = file_of_verdicts().read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return verdicts
+    for line in lines:
+        try:
+            key, trees = json.loads(line)
+        except (ValueError, TypeError):
+            continue
+        if isinstance(key, str) and isinstance(trees, bool):
+            verdicts[key] = trees
+    return verdicts
+
+
+def keep(key: str, trees: bool) -> None:
+    """Keep a verdict, if its folder can be written."""
+    try:
+        file_of_verdicts().parent.mkdir(parents=True, exist_ok=True)
+        with open(file_of_verdicts(), "a", encoding="utf-8") as file:
+            file.write(json.dumps([key, trees]) + "\n")
+    except OSError:
+        return

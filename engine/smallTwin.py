@@ -1,0 +1,130 @@
+"""`small_twin`: a model of the same class and configuration as another, of a few layers and thousands of weights.
+
+Which tokens a layer attends to, where positions go, what a cache keeps: all of this is code of a model's class, chosen
+by its configuration. It does not depend on the weights. So whether a model is decoded right can be seen from a twin
+with random weights, in milliseconds and before the model's own weights are loaded. Its windows are small too: a few
+dozen tokens go beyond them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from types import NoneType
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+WINDOW = 16  # tokens, where a configuration has a window or chunks of any size
+CONTEXT = 128  # tokens that the twin can read; where rotary embeddings are stretched, half of them without that
+LAYERS = 8  # the most, if fewer do not have a layer of each kind among them
+WEIGHTS = 1 << 26  # the most; more are a sign of sizes that are not known here
+
+# What configurations call their sizes, and the twin's; below, the most that it has. The first that matches counts.
+EXACT = {
+    r".*vocab(_size.*)?": 96,
+    r"original_max_position_embeddings": CONTEXT // 2,
+    r".*(max_position|positions|n_ctx|max_seq|max_length|seq_length|context_length).*": CONTEXT,
+}
+SIZES = {
+    r"rotary_dim|laurel_rank": 8,
+    r".*qk_head_dim": 32,
+    r".*(head_dim|head_size|kv_channels|dim_head|d_head|rank|per_layer_input).*|query_pre_attn_scalar": 16,
+    r".*(layer|pattern|interval|period|every|kernel|stride|type|cycles).*|seed": 1 << 62,  # no sizes
+    r".*(window|chunk|local_attention).*|index_topk|block_size": WINDOW,
+    r".*group.*": 1,
+    r".*(experts_per_tok|top_?k|moe_k).*": 2,
+    r".*(experts?|expert_num|heads?|heads_per_layer)": 4,
+    r".*(intermediate|ffn|dff|dim_ff|d_ff|inner|feed_forward|mlp|emb|hidden|d_model|width).*|dim": 64,
+}
+COUNTS_LAYERS = r"(num_hidden|n|num|decoder|num_decoder|encoder|num_encoder)_layers?"
+
+
+def small_twin(config: PretrainedConfig, kind: type[PreTrainedModel]) -> PreTrainedModel:
+    """The twin of a model of class `kind`, float32 on the CPU. Raises whatever transformers raises if the class makes
+    no model of these sizes, and ValueError if it is not small."""
+    small = copy.deepcopy(config if isinstance(config, kind.config_class) else config.get_text_config(decoder=True))
+    for part in parts(small):
+        shrink(part)
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in kind._from_config(copy.deepcopy(small)).parameters())
+    if count > WEIGHTS:
+        raise ValueError(f"its twin has {count} weights")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = kind._from_config(small, dtype=torch.float32).eval()
+        for weight in model.parameters():  # So large that a token which is read by mistake changes the logits.
+            noise = torch.randn_like(weight)
+            weight.copy_(noise / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else weight + noise / 4)
+    return model
+
+
+def parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """A configuration and those inside it."""
+    inside = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    return [config, *(part for each in inside for part in parts(each))]
+
+
+def shrink(config: PretrainedConfig) -> None:
+    """Make the sizes of one configuration small, in place, and keep its first layers, some of each kind."""
+    values = {
+        k: value for k, value in vars(config).items() if not isinstance(value, (NoneType, bool, PretrainedConfig))
+    }
+    depth = max((value for name, value in values.items() if re.fullmatch(COUNTS_LAYERS, name)), default=0)
+    per_layer = {name for name, value in values.items() if isinstance(value, list) and len(value) == depth > 0}
+    kinds = list(zip(*(values[name] for name in per_layer if len(set(map(str, values[name]))) <= 4)))
+    last_new = max((i for i, kind in enumerate(kinds) if kind not in kinds[:i]), default=0)
+    layers = min(depth, max(2, last_new + 1), LAYERS)
+    if shared := values.pop("num_kv_shared_layers", 0):  # So many of the last layers read the keys of earlier ones.
+        layers = min(2 * layers, depth)
+        config.num_kv_shared_layers = min(shared, layers // 2)
+    heads = next((values[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in values), 0)
+    for name, value in values.items():
+        small: Any
+        if name in per_layer:
+            small = [size_of(name, entry, heads) for entry in value[:layers]]
+        elif re.fullmatch(COUNTS_LAYERS, name):
+            small = min(value, layers)
+        elif name.endswith("_token_id"):
+            small = value % 3 if isinstance(value, int) and value > 2 else value
+        else:
+            small = small_rope(value) if name == "rope_parameters" else size_of(name, value, heads)
+        if small != value:
+            setattr(config, name, small)
+    if spec := values.get("_heterogeneity_spec"):  # what some layers have otherwise
+        spec.per_layer_overrides = {
+            layer: {name: size_of(name, value, heads) for name, value in other.items()}
+            for layer, other in spec.per_layer_overrides.items()
+            if layer < layers
+        }
+
+
+def size_of(name: str, value: Any, heads: int) -> Any:
+    """The small value of a field of that name. heads: of queries; those of keys are as many, or 1, or between."""
+    if isinstance(value, (list, tuple)) and value and all(isinstance(entry, int) for entry in value):
+        return type(value)(size_of(name, entry, heads) for entry in value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if re.fullmatch(r".*(key_value|kv|query)_(heads|groups)", name):
+        return 1 if value == 1 else 4 if value == heads else 2
+    if name == "first_k_dense_replace":
+        return min(value, 1)
+    for pattern, exact in EXACT.items():
+        if re.fullmatch(pattern, name) and value > 0:
+            return exact
+    return min(value, next((most for pattern, most in SIZES.items() if re.fullmatch(pattern, name)), value))
+
+
+def small_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of rotary embeddings for small heads, and for a context of a few dozen tokens."""
+    small: dict[str, Any] = {
+        name: small_rope(value) if isinstance(value, dict) else value for name, value in rope.items()
+    }
+    small |= {name: small[name][:8] for name in ("short_factor", "long_factor") if name in small}
+    if "original_max_position_embeddings" in small:
+        small["original_max_position_embeddings"] = CONTEXT // 2
+    if "mrope_section" in small:
+        small["mrope_section"] = [2, 3, 3]
+    return small

@@ -1,0 +1,191 @@
+"""The gate: kinds of models that are decoded right, those that are refused, and mistakes that it must see."""
+
+import json
+
+import helpers
+import pytest
+import torch
+import zoo
+from conftest import refused
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MistralConfig, MistralForCausalLM
+
+from decoding.trees.tree import Places
+from engine import cachedModel, gate, kvCache
+from engine.cachedModel import CachedModel, Ungated, check_kind, context_of
+from engine.smallTwin import small_twin
+from regrSampling import regrSampling
+from utils import GREEDY
+
+RIGHT = [
+    "gemma3_text",
+    "gemma2",
+    "gpt_oss",
+    "phi3",
+    "starcoder2",
+    "llama4_text",
+    "gptj",
+    "falcon",
+    "roberta",
+    "deepseek_v3",
+]
+REFUSED = {
+    "bart": "its forward takes no position_ids",
+    "gpt_neo": "its logits are off by",
+    "mamba": "keep a state that positions cannot address",
+    "rwkv": "its layers keep a state",
+    "jamba": "its layers of the kind",
+    "doge": "its tokens attend to those after them",
+}
+
+
+def kind_of(name):
+    config = zoo.config_of(CONFIG_MAPPING[name])
+    return config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_kind_is_decoded_as_its_own_forward_says_beyond_its_window_too(name):
+    assert zoo.verdict(CONFIG_MAPPING[name]) == ("right", "")
+
+
+def test_where_alibi_counts_slots_trees_alone_are_refused():
+    assert zoo.verdict(CONFIG_MAPPING["bloom"]) == ("right", "no trees")
+    model = CachedModel(small_twin(*kind_of("bloom")), name="bloom")
+    model.reserve(1, 9)
+    with refused("bloom reads no trees"):
+        model.forward(torch.tensor([[5]]), torch.tensor([[0]]), Places.at(torch.tensor([0]), gate.TREE))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_kind_is_refused_in_one_line_that_names_it_and_the_reason(name):
+    with refused(f"the kind {name} are not decoded here: ", REFUSED[name]):
+        check_kind(*kind_of(name))
+
+
+def windowed(**how):
+    return small_twin(MistralConfig(**{"sliding_window": 4096} | how), MistralForCausalLM)
+
+
+def test_windows_of_a_twin_are_small_and_its_context_is_not():
+    config = windowed().config
+    assert config.sliding_window == 16 and config.max_position_embeddings == context_of(config) == 128
+
+
+MISTAKES = {  # what is replaced, and by what
+    "a mask without windows": (kvCache.Block, "mask", lambda block, kind: block.seen[:, None]),
+    "a mask that shows a stale slot": (
+        cachedModel,
+        "Block",
+        lambda positions, seen, places: kvCache.Block(positions, seen | seen.roll(1, -1), places),
+    ),
+    "slots for positions in a tree": (
+        Places,
+        "key_positions",
+        lambda places, reach: torch.arange(reach).expand(len(places.root), len(places.ancestors), -1) + 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_seen(name, monkeypatch):
+    right = gate.errors_of(windowed(), Ungated)
+    assert max(right.values()) < 1e-5
+    where, what, wrong = MISTAKES[name]
+    monkeypatch.setattr(where, what, wrong)
+    assert max(gate.errors_of(windowed(), Ungated).values()) > 1e-2
+
+
+def test_wrong_positions_and_a_state_that_survives_a_rollback_are_seen():
+    class Shifted(Ungated):
+        def forward(self, tokens, positions, *more):
+            return super().forward(tokens, positions + (positions > 20), *more)
+
+    class Stateful(Ungated):
+        total = 0.0
+
+        def forward(self, tokens, *more):
+            self.total = 0.9 * self.total + 0.01 * tokens.float().sum()
+            return super().forward(tokens, *more) + self.total * torch.arange(self.vocabulary)
+
+    for kind in Shifted, Stateful:
+        assert gate.errors_of(windowed(), kind)[gate.BLOCKS] > 1e-2
+
+
+def test_what_a_hook_does_with_the_end_of_a_block_is_refused_and_what_it_does_with_each_token_is_not():
+    model = helpers.tiny(seed=31).model
+    hook = model.gpt_neox.layers[1].register_forward_hook(lambda module, given, output: output + torch.arange(32) / 9)
+    steered = CachedModel(model)
+    assert steered.score(torch.tensor([[5, 9]])) is not None
+    hook.remove()
+
+    def last_alone(module, given, output):
+        output = output.clone()
+        output[:, -1] += torch.arange(32) / 9
+        return output
+
+    model.gpt_neox.layers[1].register_forward_hook(last_alone)
+    with refused("are not decoded here"):
+        CachedModel(model)
+
+
+# What is kept from one process to the next.
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(gate, "cache_folder", lambda: tmp_path / "new")
+    gate.kept_verdicts.cache_clear()
+    yield tmp_path / "new" / "decodedRight.jsonl"
+    gate.kept_verdicts.cache_clear()
+
+
+def test_a_kind_is_computed_once_for_a_configuration(kept, monkeypatch):
+    config, count = MistralConfig(), []
+    computed = gate.errors_of
+    monkeypatch.setattr(gate, "errors_of", lambda *given: count.append(1) or computed(*given))
+    for _ in range(2):
+        check_kind(config, MistralForCausalLM)
+    gate.kept_verdicts.cache_clear()  # as in a new process
+    check_kind(config, MistralForCausalLM)
+    config.name_or_path = "elsewhere"
+    check_kind(config, MistralForCausalLM)
+    assert len(count) == 1 and len(kept.read_text().splitlines()) == 1
+    check_kind(MistralConfig(sliding_window=8), MistralForCausalLM)
+    assert len(count) == 2
+
+
+def test_a_line_that_was_cut_short_is_computed_again(kept):
+    check_kind(MistralConfig(), MistralForCausalLM)
+    key, trees = json.loads(kept.read_text())
+    for line in (f'["{key}"', f'["{key}", 1]', "[]", "{}", "\0"):
+        kept.write_text(line + "\n")
+        gate.kept_verdicts.cache_clear()
+        assert gate.kept_verdicts() == {}
+        check_kind(MistralConfig(), MistralForCausalLM)
+        assert gate.kept_verdicts() == {key: trees}
+
+
+def test_where_nothing_can_be_kept_it_is_computed_each_time(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(gate, "cache_folder", lambda: tmp_path / "file")
+    gate.kept_verdicts.cache_clear()
+    check_kind(MistralConfig(), MistralForCausalLM)
+    gate.kept_verdicts.cache_clear()
+
+
+def test_longrope_ends_a_text_at_its_original_length():
+    rope = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model = helpers.tiny("llama", rope_parameters=rope)
+    assert model.context == 32
+    with refused("exceed the context"):
+        regrSampling([[5, 9]], model, 31, GREEDY)
+
+
+# Random configurations of the kinds that are compiled: see test_cpuModel.py.
+
+
+@pytest.mark.skipif(not helpers.FULL, reason="FULL=1 asks for every kind of transformers: minutes")
+@pytest.mark.parametrize("config", MODEL_FOR_CAUSAL_LM_MAPPING, ids=lambda config: config.model_type)
+def test_every_kind_is_right_or_refused(config):
+    assert zoo.verdict(config)[0] in ("right", "refused", "unmade")
