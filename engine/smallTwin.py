@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 WINDOW = 16  # tokens, where a configuration has a window or chunks of any size
 CONTEXT = 128  # tokens that the twin can read; where rotary embeddings are stretched, half of them without that
+HEADS, HEAD = 4, 16  # heads of queries, and numbers in each
 LAYERS = 8  # the most, if fewer do not have a layer of each kind among them
 WEIGHTS = 1 << 26  # the most; more are a sign of sizes that are not known here
 
@@ -27,17 +28,20 @@ EXACT = {
     r".*vocab(_size.*)?": 96,
     r"original_max_position_embeddings": CONTEXT // 2,
     r".*(max_position|positions|n_ctx|max_seq|max_length|seq_length|context_length).*": CONTEXT,
+    r".*qk_head_dim": 2 * HEAD,
+    r".*(head_dim|head_size|kv_channels|dim_head|d_head)": HEAD,
+    r".*heads?|heads_per_layer": HEADS,
+    r"hidden_size|d_model|n_embd|dim|.*embedding_size|word_embed_proj_dim|embed_dim": HEADS * HEAD,
 }
 SIZES = {
     r"rotary_dim|laurel_rank": 8,
-    r".*qk_head_dim": 32,
-    r".*(head_dim|head_size|kv_channels|dim_head|d_head|rank|per_layer_input).*|query_pre_attn_scalar": 16,
+    r".*(rank|per_layer_input).*|query_pre_attn_scalar": HEAD,
     r".*(layer|pattern|interval|period|every|kernel|stride|type|cycles).*|seed": 1 << 62,  # no sizes
     r".*(window|chunk|local_attention).*|index_topk|block_size": WINDOW,
     r".*group.*": 1,
     r".*(experts_per_tok|top_?k|moe_k).*": 2,
-    r".*(experts?|expert_num|heads?|heads_per_layer)": 4,
-    r".*(intermediate|ffn|dff|dim_ff|d_ff|inner|feed_forward|mlp|emb|hidden|d_model|width).*|dim": 64,
+    r".*(experts?|expert_num)": 4,
+    r".*(intermediate|ffn|dff|dim_ff|d_ff|inner|feed_forward|mlp|emb|hidden|width).*": HEADS * HEAD,
 }
 COUNTS_LAYERS = r"(num_hidden|n|num|decoder|num_decoder|encoder|num_encoder)_layers?"
 
@@ -81,6 +85,7 @@ def shrink(config: PretrainedConfig) -> None:
         layers = min(2 * layers, depth)
         config.num_kv_shared_layers = min(shared, layers // 2)
     heads = next((values[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in values), 0)
+    width = values.get("head_dim") or values.get("hidden_size", 0) // (heads or 1) or HEAD
     for name, value in values.items():
         small: Any
         if name in per_layer:
@@ -90,7 +95,7 @@ def shrink(config: PretrainedConfig) -> None:
         elif name.endswith("_token_id"):
             small = value % 3 if isinstance(value, int) and value > 2 else value
         else:
-            small = small_rope(value) if name == "rope_parameters" else size_of(name, value, heads)
+            small = small_rope(value, width) if name == "rope_parameters" else size_of(name, value, heads)
         if small != value:
             setattr(config, name, small)
     if spec := values.get("_heterogeneity_spec"):  # what some layers have otherwise
@@ -108,7 +113,7 @@ def size_of(name: str, value: Any, heads: int) -> Any:
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if re.fullmatch(r".*(key_value|kv|query)_(heads|groups)", name):
-        return 1 if value == 1 else 4 if value == heads else 2
+        return HEADS if value == heads else 1 if value == 1 else HEADS // 2
     if name == "first_k_dense_replace":
         return min(value, 1)
     for pattern, exact in EXACT.items():
@@ -117,12 +122,14 @@ def size_of(name: str, value: Any, heads: int) -> Any:
     return min(value, next((most for pattern, most in SIZES.items() if re.fullmatch(pattern, name)), value))
 
 
-def small_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of rotary embeddings for small heads, and for a context of a few dozen tokens."""
+def small_rope(rope: dict[str, Any], width: int) -> dict[str, Any]:
+    """Parameters of rotary embeddings for small heads, and for a context of a few dozen tokens. width: numbers in a
+    head as it was."""
     small: dict[str, Any] = {
-        name: small_rope(value) if isinstance(value, dict) else value for name, value in rope.items()
+        name: small_rope(value, width) if isinstance(value, dict) else value for name, value in rope.items()
     }
-    small |= {name: small[name][:8] for name in ("short_factor", "long_factor") if name in small}
+    for name in {"short_factor", "long_factor"} & small.keys():  # one for each pair of numbers that are rotated
+        small[name] = (small[name] * HEAD)[: len(small[name]) * HEAD // width]
     if "original_max_position_embeddings" in small:
         small["original_max_position_embeddings"] = CONTEXT // 2
     if "mrope_section" in small:
