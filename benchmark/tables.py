@@ -107,12 +107,16 @@ def longest_prefill(lines: Sequence[TimedText]) -> tuple[str, float]:
 
 
 def texts_of(record: BenchmarkRecord) -> dict[str, str]:
-    """{row: what is known of its text}. Old records have texts of other engines alone."""
+    """{row: what is known of its text}. Quantised weights are another model, whatever the tests say. Old records have
+    texts of other engines alone."""
     timed = {line["method"] for line in record["speed"]}
+    quantised = {peer["method"] for peer in record["peers"] if peer["quantised"]}
     lines: dict[str, Any] = {peer["method"]: peer for peer in record.get("peers", ())}
     said = {}
     for row, line in record.get("texts", lines).items():
         said[row] = verdict(line["lossless"])
+        if row in quantised:
+            said[row] = f"another model{said[row].removeprefix('not ').removeprefix('lossless')}"
         if line["failed"]:
             said[row] = f"{'wrong' if row in timed else 'left out'}: {line['failed']}"
     return said
