@@ -49,7 +49,7 @@ def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
     if texts_of(record):
         yield Text(
             "text: whether a row's sampled text is distributed as the target's own, computed in float32, by the tests "
-            "of test.py --lossless, and which of them told."
+            "of test.py --lossless, and which of them told. Quantised weights are another model."
         )
         yield from (Text(f"{method}: {words}") for method, words in texts_of(record).items() if " " in words)
     if record["flags"]["shapes"]:

@@ -14,8 +14,8 @@ class Reported(NamedTuple):
     """A figure of speed in the course report.
 
     role: which decoding it is of. words: what it is. field: its name in `speed.summarize`, in units of 1 / scale.
-    best, typical: as printed for the two groups of runs, but for TTFT, which is printed in seconds. The report calls the first the best of several runs of one
-    configuration, and not representative, and the second typical.
+    best, typical: of its two groups of runs, as printed (TTFT: in seconds). Of one configuration, group one is the best
+    of several runs, which the report calls not representative, and group two is typical.
     """
 
     role: str

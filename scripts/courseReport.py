@@ -173,12 +173,13 @@ def page(plan: Plan, store: Results) -> str:
 
 def differences(runs: Sequence[RunLine]) -> list[str]:
     """What is not the same in all runs. A step that was measured before keeps its record."""
-    made_by: dict[str, list[object]] = {
-        "code": [run.get("code") for run in runs],
-        "machine": [run["machine"] for run in runs],
-        "weights": [[run["models"][role]["version"] for role in ("target", "draft")] for run in runs],
+    models = {(model["name"], model["version"]) for run in runs for model in run["models"].values()}
+    differ = {
+        "code": any(run.get("code") != runs[0].get("code") for run in runs),
+        "machine": any(run["machine"] != runs[0]["machine"] for run in runs),
+        "weights": len(models) != len(dict(models)),  # two versions of one name
     }
-    return [name for name, values in made_by.items() if any(value != values[0] for value in values)]
+    return [name for name, differs in differ.items() if differs]
 
 
 def beside(runs: Sequence[tuple[Step, Run | None]]) -> Iterator[str]:

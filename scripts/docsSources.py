@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from experiments.diversity import FIGURES
-from experiments.lines import TextPerplexityLine, TimedText
+from experiments.lines import Run, TextPerplexityLine, TimedText
 from experiments.speed import summarize
 from report.runTables import swept, text_table
 from report.sources import ARTICLE, POST, POST_ACCEPTED, REPORT, REPORT_SPEED, SPEED_UP, Reported
@@ -78,10 +78,17 @@ def say_in(words: Words) -> Callable[[str], str]:
     return lambda english: words.get(english, english)
 
 
+def one_experiment(records: Records) -> dict[str, Run]:
+    """The runs of the bundled pair beside the report: with a KV cache, without, and compiled. Raises UserError if they
+    are not one experiment."""
+    runs = {name: records.run(name) for name in ("first", "compare", "head")}
+    refuse_mixed({name: run for name, (run, _) in runs.items()})
+    return runs
+
+
 def report(records: Records, words: Words) -> str:
     """The course report beside the bundled pair, and in a table of its own beside random weights of Pythia's shapes."""
-    runs = {name: records.run(name) for name in ("compare", "first", "head")}
-    refuse_mixed({name: run for name, (run, _) in runs.items()})
+    runs = one_experiment(records)
     speed = {name: of_kind(lines, "speed") for name, (_, lines) in runs.items()}
     shapes = records.benchmark(SHAPES)
     columns = (
@@ -109,18 +116,18 @@ def report(records: Records, words: Words) -> str:
 
 def report_short(records: Records, words: Words) -> str:
     """The README's table: the course report's main figures beside those of the bundled pair."""
-    say, rows = say_in(words), []
+    say, runs, rows = say_in(words), one_experiment(records), []
     for what, name, methods in (
         ("speed-up, no KV cache, eager", "compare", NO_CACHE),
         ("speed-up, KV cache, eager", "first", CACHED),
         ("speed-up, KV cache, compiled", "head", COMPILED),
     ):
-        run, lines = records.run(name)
+        run, lines = runs[name]
         figures = {row["method"]: row for row in summarize(of_kind(lines, "speed"), methods["target"])}
         printed = say("{typical} typical, {best} best").format_map(SPEED_UP._asdict()) if methods is NO_CACHE else ""
         measured = beside(SPEED_UP, figures, Column("", [], methods))
         rows.append([say(what), printed, *measured, f"`{command_of(run)}`"])
-    run, lines = records.run("first")
+    run, lines = runs["first"]
     here, there = cells_of(text_table(of_kind(lines, "ppl_text")[:1], True))
     for what, ours, theirs in zip(("draft", "target", "speculative", "relative difference"), here[3:], there[3:]):
         name = "relative difference of the last two" if what == "relative difference" else f"perplexity, {what}"
