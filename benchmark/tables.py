@@ -114,9 +114,7 @@ def texts_of(record: BenchmarkRecord) -> dict[str, str]:
     lines: dict[str, Any] = {peer["method"]: peer for peer in record.get("peers", ())}
     said = {}
     for row, line in record.get("texts", lines).items():
-        said[row] = verdict(line["lossless"])
-        if row in quantised:
-            said[row] = f"another model{said[row].removeprefix('not ').removeprefix('lossless')}"
+        said[row] = "another model" if row in quantised else verdict(line["lossless"])
         if line["failed"]:
             said[row] = f"{'wrong' if row in timed else 'left out'}: {line['failed']}"
     return said

@@ -306,9 +306,7 @@ def speed_notes(lines: Sequence[SpeedLine], tables: Sequence[Table], pythia: boo
         else ""
     )
     return f"Medians over prompts and {repeats} {times}{notation(*cells(*tables))}. {batch}{legend(tables)}." + (
-        f"\nThe report measured a speed-up of {SPEED_UP.typical}, at best {SPEED_UP.best}, without a KV cache."
-        if pythia
-        else ""
+        f"\nThe report's speed-up, without a KV cache: {SPEED_UP.typical}, at best {SPEED_UP.best}." if pythia else ""
     )
 
 

@@ -50,13 +50,15 @@ REPORT_TEXTS = 10  # in the report's results.txt; their means are REPORT
 REPORT_DTYPE, REPORT_PROMPTS = "float16", ("Computer Science is", "He redid the main theme")
 REPORT_PASSAGES = "--sentenceLimit", "100", "--sentences", "20"
 
-# Clay's post: SmolLM2-1.7B-Instruct with SmolLM2-135M-Instruct, gamma 5. Each run timed plain decoding too.
-# ACCEPTED: of the drafted tokens.
+# Clay's post: SmolLM2-1.7B-Instruct with SmolLM2-135M-Instruct, gamma 5. Each variant's run timed plain decoding too.
+POST_FIGURES = (
+    *("plain decoding: tokens/s", "speculative decoding: tokens/s", "speed-up", "tokens of a round"),
+    *("accepted, of the drafted tokens", "alpha: accepted, of the tested guesses"),
+)
 POST = {
-    "fixed": {"plain": "28.07", "tokens/s": "34.82", "speed-up": "1.24"},
-    "targetConfidence": {"plain": "27.92", "tokens/s": "46.42", "speed-up": "1.66"},
+    "fixed": ("28.07", "34.82", "1.24", "", "0.34 - 0.55", ""),
+    "targetConfidence": ("27.92", "46.42", "1.66", "", "0.34 - 0.55", ""),
 }
-POST_ACCEPTED = "0.34 - 0.55"
 
 # R. Gadgil's article: GPT-2 large with GPT-2, texts of 50 tokens after the prompts of `experiments.diversity`. The
 # entropies of n-grams for n = 1, 2, 3, and distinct-1 and -2.

@@ -48,7 +48,7 @@ OUT, PAGE = Path("courseReport"), "report.md"
 SPEED = "Speed with and without a KV cache"
 NOTES = """\
 - The report's two groups of runs have one configuration. Group one has the best of several runs, "not
-  representative" in its words; group two is typical, and the ratios divide by it.
+  representative" in its words; group two is typical.
 - Times are those of two machines, and of two pairs of models unless these are Pythia-2.8b and -70m. No tolerance is
   given for them. total/n: the whole time over the number of tokens. The report's TTFT is a separate call without
   warm-up, for speculative decoding one of 4 tokens or more. Here it is the time to the first token.
@@ -190,9 +190,9 @@ def beside(runs: Sequence[tuple[Step, Run | None]]) -> Iterator[str]:
         for title in (SPEED, f"{SPEED}, compiled")
     )
     columns = (
-        Column("here, no KV cache, eager", eager, NO_CACHE, ratio=True),
-        Column("here, KV cache, eager", eager, CACHED, ratio=True),
-        Column("here, KV cache, compiled", compiled, CACHED, ratio=True),
+        Column("here, no KV cache, eager", eager, NO_CACHE),
+        Column("here, KV cache, eager", eager, CACHED),
+        Column("here, KV cache, compiled", compiled, CACHED),
     )
     yield f"**Speed**\n\n{speeds_beside(columns, {})}"
     if texts := [line for _, lines in found for line in of_kind(lines, TextPerplexityLine)]:

@@ -146,14 +146,7 @@ def best(name: str, records: Records, words: Words) -> str:
         times = (cell(figures[method][time], 1e3, median) for time in ("ttft", "tpot"))
         of_plain = ratio(record, method, f"plain{variant}")
         rows.append([say(called), cell(figures[method]["throughput"]), *times, of_plain, say(lossless)])
-    titles = (
-        "decoding",
-        "tokens/s",
-        "TTFT, ms",
-        "TPOT, ms",
-        f"of our plain{variant}",
-        "difference from the target's text",
-    )
+    titles = "decoding", "tokens/s", "TTFT, ms", "TPOT, ms", f"of our plain{variant}", SEEN_TITLE
     return f"{table(' | '.join(map(say, titles)), rows)}\n\n{source(record, record['dtype'], words)}"
 
 

@@ -4,13 +4,13 @@ article."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments.diversity import FIGURES
 from experiments.lines import Run, TextPerplexityLine, TimedText
 from experiments.speed import summarize
 from report.runTables import swept, text_table
-from report.sources import ARTICLE, POST, POST_ACCEPTED, REPORT, REPORT_SPEED, SPEED_UP, Reported
+from report.sources import ARTICLE, POST, POST_FIGURES, REPORT, REPORT_SPEED, SPEED_UP
 from report.tableFormat import give_or_take, median
 from scripts.docsBenchmark import SHAPES, refuse_mixed
 from scripts.docsTables import Render, Words, cell, cells_of, command_of, of_kind, source, table
@@ -23,43 +23,30 @@ COMPILED = CACHED | {"speculative": "fixed"}
 
 
 class Column(NamedTuple):
-    """Measured figures beside the course report's.
-
-    lines: timed texts. methods: which row is which. ratio: whether they are divided by the report's typical ones in
-    another column.
-    """
+    """Measured figures beside the course report's. lines: timed texts. methods: which row is which."""
 
     title: str
     lines: Sequence[TimedText]
     methods: Methods
-    ratio: bool = False
 
 
 def speeds_beside(columns: Sequence[Column], words: Words) -> str:
     """The speeds of the course report, a column for each of `columns` beside them. A figure that was not measured is an
     empty cell."""
     say = say_in(words)
-    titles = [say("figure"), say("the report, group one: best of several runs"), say("group two: typical")]
-    cells: list[list[list[str]]] = []
+    titles = "figure", "the report, group one: best of several runs", "group two: typical", *(c.title for c in columns)
+    body = [[f"{say(f.role)}{say(': ')}{say(f.words)}", f.best, f.typical] for f in REPORT_SPEED]
     for column in columns:
-        titles += [say(column.title), *([say("of the report's typical")] if column.ratio else [])]
-        rows = {row["method"]: row for row in summarize(column.lines, column.methods["target"])}
-        cells.append([beside(figure, rows, column) for figure in REPORT_SPEED])
-    body = [
-        [f"{say(figure.role)}{say(': ')}{say(figure.words)}", figure.best, figure.typical]
-        + [text for texts in row for text in texts]
-        for figure, *row in zip(REPORT_SPEED, *cells)
-    ]
-    return table(" | ".join(titles), body)
+        for row, figure in zip(body, beside(column)):
+            row.append(figure)
+    return table(" | ".join(map(say, titles)), body)
 
 
-def beside(figure: Reported, rows: dict[str, dict[str, Any]], column: Column) -> list[str]:
-    """What was measured, and if the column has ratios, that to the report's typical value. rows: {method: its
-    figures}."""
-    row = rows.get(column.methods.get(figure.role, ""))
-    shown = cell(row[figure.field], figure.scale) if row else ""
-    ratio = f"{row[figure.field][0] * figure.scale / float(figure.typical):.3g}" if row and shown else ""
-    return [shown, *([ratio] if column.ratio else [])]
+def beside(column: Column) -> list[str]:
+    """What was measured of each figure of `REPORT_SPEED`."""
+    rows = {row["method"]: row for row in summarize(column.lines, column.methods["target"])}
+    found = [(rows.get(column.methods.get(figure.role, "")), figure) for figure in REPORT_SPEED]
+    return [cell(row[figure.field], figure.scale) if row else "" for row, figure in found]
 
 
 def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool, words: Words) -> str:
@@ -123,10 +110,9 @@ def report_short(records: Records, words: Words) -> str:
         ("speed-up, KV cache, compiled", "head", COMPILED),
     ):
         run, lines = runs[name]
-        figures = {row["method"]: row for row in summarize(of_kind(lines, "speed"), methods["target"])}
         printed = say("{typical} typical, {best} best").format_map(SPEED_UP._asdict()) if methods is NO_CACHE else ""
-        measured = beside(SPEED_UP, figures, Column("", [], methods))
-        rows.append([say(what), printed, *measured, f"`{command_of(run)}`"])
+        measured = beside(Column(what, of_kind(lines, "speed"), methods))[-1]
+        rows.append([say(what), printed, measured, f"`{command_of(run)}`"])
     run, lines = runs["first"]
     here, there = cells_of(text_table(of_kind(lines, "ppl_text")[:1], True))
     for what, ours, theirs in zip(("draft", "target", "speculative", "relative difference"), here[3:], there[3:]):
@@ -140,18 +126,13 @@ def post(records: Records, words: Words) -> str:
     say, (run, lines) = say_in(words), records.run("compare")
     speed = of_kind(lines, "speed")
     rows = {row["method"]: row for row in summarize(speed)}
-    shown: dict[str, Callable[[str], list[str]]] = {
-        "plain decoding: tokens/s": lambda name: [POST[name]["plain"], cell(rows["target"]["throughput"])],
-        "speculative decoding: tokens/s": lambda name: [POST[name]["tokens/s"], cell(rows[name]["throughput"])],
-        "speed-up": lambda name: [POST[name]["speed-up"], cell(rows[name]["speedup"])],
-        "tokens of a round": lambda name: ["", cell(rows[name]["tokens_per_round"], show=median)],
-        "accepted, of the drafted tokens": lambda name: [
-            POST_ACCEPTED,
-            f"{rows[name]['accepted'] / rows[name]['drafted']:.2f}",
-        ],
-        "alpha: accepted, of the tested guesses": lambda name: ["", f"{rows[name]['alpha']:.2f}"],
-    }
-    body = [[say(what), *(figure for name in POST for figure in figures(name))] for what, figures in shown.items()]
+    columns = []
+    for name, printed in POST.items():
+        row = rows[name]
+        measured = cell(rows["target"]["throughput"]), cell(row["throughput"]), cell(row["speedup"])
+        tokens, share = cell(row["tokens_per_round"], show=median), row["accepted"] / row["drafted"]
+        columns += [printed, (*measured, tokens, f"{share:.2f}", f"{row['alpha']:.2f}")]
+    body = list(zip(map(say, POST_FIGURES), *columns))
     titles = [f"`{name}`{say(', ')}{say(where)}" for name in POST for where in ("the post", "here")]
     return f"{table(' | '.join([say('figure'), *titles]), body)}\n\n{source(run, speed[0]['dtype'], words)}"
 
