@@ -49,7 +49,7 @@ def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
     if texts_of(record):
         yield Text(
             "text: whether a row's sampled text is distributed as the target's own, computed in float32, by the tests "
-            "of test.py --lossless, and which of them told."
+            "of test.py --lossless, and which of them told. Quantised weights are another model."
         )
         yield from (Text(f"{method}: {words}") for method, words in texts_of(record).items() if " " in words)
     if record["flags"]["shapes"]:
@@ -107,12 +107,14 @@ def longest_prefill(lines: Sequence[TimedText]) -> tuple[str, float]:
 
 
 def texts_of(record: BenchmarkRecord) -> dict[str, str]:
-    """{row: what is known of its text}. Old records have texts of other engines alone."""
+    """{row: what is known of its text}. Quantised weights are another model, whatever the tests say. Old records have
+    texts of other engines alone."""
     timed = {line["method"] for line in record["speed"]}
+    quantised = {peer["method"] for peer in record["peers"] if peer["quantised"]}
     lines: dict[str, Any] = {peer["method"]: peer for peer in record.get("peers", ())}
     said = {}
     for row, line in record.get("texts", lines).items():
-        said[row] = verdict(line["lossless"])
+        said[row] = "another model" if row in quantised else verdict(line["lossless"])
         if line["failed"]:
             said[row] = f"{'wrong' if row in timed else 'left out'}: {line['failed']}"
     return said

@@ -28,7 +28,7 @@ from experiments.lines import (
 )
 from experiments.speed import FEW, Range, interval, paired_ratios, summarize
 from experiments.sweep import predict
-from report.sources import ARTICLE, REPORT, REPORTED_SPEEDUP
+from report.sources import ARTICLE, REPORT, REPORT_TEXTS, SPEED_UP
 from report.tableFormat import (
     cells,
     give_or_take,
@@ -312,7 +312,7 @@ def speed_notes(lines: Sequence[SpeedLine], tables: Sequence[Table], pythia: boo
         else ""
     )
     return f"Medians over prompts and {repeats} {times}{notation(*cells(*tables))}. {batch}{legend(tables)}." + (
-        f"\nThe report measured a speed-up of {REPORTED_SPEEDUP} (without a KV cache)." if pythia else ""
+        f"\nThe report's speed-up, without a KV cache: {SPEED_UP.typical}, at best {SPEED_UP.best}." if pythia else ""
     )
 
 
@@ -411,7 +411,7 @@ def text_table(lines: Sequence[TextPerplexityLine], pythia: bool) -> Table:
     for line in lines:
         table.add_row(plain(line["corpus"]), str(line["texts"]), f"{line['tokens']:,}", *perplexities(line["ppl"]))
     if pythia:
-        table.add_row("the report (WikiText-2)", "", "", *perplexities(REPORT))
+        table.add_row("the report (WikiText-2)", str(REPORT_TEXTS), "", *perplexities(REPORT))
     return table
 
 

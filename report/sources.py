@@ -13,33 +13,52 @@ from experiments.lines import RunLine
 class Reported(NamedTuple):
     """A figure of speed in the course report.
 
-    words: what it is. plain: of plain decoding, else of speculative decoding. field: its name in `speed.summarize`, in
-    units of 1 / scale. values: as printed; two where the two groups of runs differ.
+    role: which decoding it is of. words: what it is. field: its name in `speed.summarize`, in units of 1 / scale.
+    best, typical: of its two groups of runs, as printed (TTFT: in seconds). Of one configuration, group one is the best
+    of several runs, which the report calls not representative, and group two is typical.
     """
 
+    role: str
     words: str
-    plain: bool
     field: str
     scale: float
-    values: tuple[str, ...]
+    best: str
+    typical: str
 
 
-# The course report: Pythia-2.8b with Pythia-70m. It is not said whose the second TTFT is, nor what sets the two groups
-# apart.
+TTFT, TOTAL, RATE = ("TTFT, ms", "ttft", 1e3), ("total/n, ms", "report_tpot", 1e3), ("tokens/s", "throughput", 1.0)
+
+# The course report: Pythia-2.8b with Pythia-70m, 200 new tokens after one prompt. The speed-ups are the ratios of its
+# tokens/s.
 REPORT_SPEED = (
-    Reported("plain decoding: TTFT, ms", True, "ttft", 1e3, ("1406.1",)),
-    Reported("plain decoding: total/n, ms", True, "report_tpot", 1e3, ("267.03",)),
-    Reported("plain decoding: tokens/s", True, "throughput", 1.0, ("3.74",)),
-    Reported("speculative decoding: TTFT, ms (inferred)", False, "ttft", 1e3, ("957.0",)),
-    Reported("speculative decoding: total/n, ms", False, "report_tpot", 1e3, ("107.19", "148.75")),
-    Reported("speculative decoding: tokens/s", False, "throughput", 1.0, ("9.33", "6.72")),
-    Reported("speed-up", False, "speedup", 1.0, ("2.49", "1.80")),
+    Reported("draft", *TTFT, "445.8", "462.9"),
+    Reported("draft", *TOTAL, "8.9753", "8.7781"),
+    Reported("draft", *RATE, "111.4168", "113.9199"),
+    Reported("target", *TTFT, "1406.1", "1546.9"),
+    Reported("target", *TOTAL, "267.0314", "268.5069"),
+    Reported("target", *RATE, "3.7449", "3.7243"),
+    Reported("speculative", *TTFT, "957.0", "363.6"),
+    Reported("speculative", *TOTAL, "107.1935", "148.7493"),
+    Reported("speculative", *RATE, "9.3289", "6.7227"),
+    Reported("speculative", "speed-up", "speedup", 1.0, "2.49", "1.80"),
 )
-REPORTED_SPEEDUP = "1.8 - 2.5"
+SPEED_UP = REPORT_SPEED[-1]
 REPORT = {"draft": 84.372630, "target": 17.141058, "speculative": 17.141059}  # perplexities on WikiText-2
+REPORT_TEXTS = 10  # in the report's results.txt; their means are REPORT
+# The setting of the report's code: the dtype of the speeds; the prompts of the table, and of what was added later; the
+# texts of the perplexities, 20 in the code as published.
+REPORT_DTYPE, REPORT_PROMPTS = "float16", ("Computer Science is", "He redid the main theme")
+REPORT_PASSAGES = "--sentenceLimit", "100", "--sentences", "20"
 
-# Clay's post: SmolLM2-1.7B-Instruct with SmolLM2-135M-Instruct. accepted: of the drafted tokens.
-POST = {"plain": "34.82", "tokens/s": "46.42", "speed-up": "1.24 - 1.66", "accepted": "0.34 - 0.55"}
+# Clay's post: SmolLM2-1.7B-Instruct with SmolLM2-135M-Instruct, gamma 5. Each variant's run timed plain decoding too.
+POST_FIGURES = (
+    *("plain decoding: tokens/s", "speculative decoding: tokens/s", "speed-up", "tokens of a round"),
+    *("accepted, of the drafted tokens", "alpha: accepted, of the tested guesses"),
+)
+POST = {
+    "fixed": ("28.07", "34.82", "1.24", "", "0.34 - 0.55", ""),
+    "targetConfidence": ("27.92", "46.42", "1.66", "", "0.34 - 0.55", ""),
+}
 
 # R. Gadgil's article: GPT-2 large with GPT-2, texts of 50 tokens after the prompts of `experiments.diversity`. The
 # entropies of n-grams for n = 1, 2, 3, and distinct-1 and -2.

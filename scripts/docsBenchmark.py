@@ -42,6 +42,8 @@ NAMES = {
 OWN = {"speculative": "speculative", "block verification": "speculative, block verification"}
 OWN["synthetic 0.6"] = "speculative, 60 % of guesses accepted (synthetic)"
 OWN["prompt lookup"] = "prompt lookup"
+SEEN_TITLE = "difference from the target's text"
+SEEN = {"lossless": "none found", "not lossless": "found", "": "not tested"}  # what the tests say of a row's text
 SIDE_BY_SIDE = "side-by-side"  # a block "side-by-side+A+B" joins the records A and B
 
 
@@ -130,9 +132,9 @@ def best(name: str, records: Records, words: Words) -> str:
 
     def say(english: str) -> str:
         base = english.removesuffix(variant)
-        parts = [words.get(part) for part in base.split(", ")]
-        known = words.get(", ", ", ").join(map(str, parts)) if all(parts) else base
-        return words.get(base, known) + (words.get(variant, variant) if base != english else "")
+        parts = [words.get(part, part) for part in base.split(", ")]
+        known = words.get(base, words.get(", ", ", ").join(parts))
+        return known + (words.get(variant, variant) if base != english else "")
 
     record = records.benchmark(name)
     variant, texts = fastest(record), printed.texts_of(record)
@@ -140,11 +142,11 @@ def best(name: str, records: Records, words: Words) -> str:
     rows = []
     for method, called in best_rows(record).items():
         text = texts.get(method, "").split(":")[0]
-        lossless = {"lossless": "yes", "not lossless": "no", "": "not tested"}.get(text, text)
+        lossless = SEEN.get(text, text)
         times = (cell(figures[method][time], 1e3, median) for time in ("ttft", "tpot"))
         of_plain = ratio(record, method, f"plain{variant}")
         rows.append([say(called), cell(figures[method]["throughput"]), *times, of_plain, say(lossless)])
-    titles = "decoding", "tokens/s", "TTFT, ms", "TPOT, ms", f"of our plain{variant}", "lossless"
+    titles = "decoding", "tokens/s", "TTFT, ms", "TPOT, ms", f"of our plain{variant}", SEEN_TITLE
     return f"{table(' | '.join(map(say, titles)), rows)}\n\n{source(record, record['dtype'], words)}"
 
 

@@ -4,59 +4,49 @@ article."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments.diversity import FIGURES
-from experiments.lines import TextPerplexityLine, TimedText
+from experiments.lines import Run, TextPerplexityLine, TimedText
 from experiments.speed import summarize
-from report.runTables import text_table
-from report.sources import ARTICLE, POST, REPORT, REPORT_SPEED, Reported
-from report.tableFormat import give_or_take
+from report.runTables import swept, text_table
+from report.sources import ARTICLE, POST, POST_FIGURES, REPORT, REPORT_SPEED, SPEED_UP
+from report.tableFormat import give_or_take, median
 from scripts.docsBenchmark import SHAPES, refuse_mixed
 from scripts.docsTables import Render, Words, cell, cells_of, command_of, of_kind, source, table
 from scripts.keepRecord import Records
 
-NO_CACHE = "noCache", "speculativeNoCache"  # plain and speculative decoding without a KV cache
-CACHED = "target", "speculative"
-MISSING = "not in this record"
+Methods = dict[str, str]  # {role in the report: the method that has it here}
+NO_CACHE: Methods = {"target": "noCache", "speculative": "speculativeNoCache"}
+CACHED: Methods = {"draft": "draft", "target": "target", "speculative": "speculative"}
+COMPILED = CACHED | {"speculative": "fixed"}
 
 
 class Column(NamedTuple):
-    """Measured figures beside the course report's.
-
-    lines: timed texts. methods: which are plain and which speculative decoding. ratio: whether they are divided by the
-    report's in another column.
-    """
+    """Measured figures beside the course report's. lines: timed texts. methods: which row is which."""
 
     title: str
     lines: Sequence[TimedText]
-    methods: tuple[str, str]
-    ratio: bool = False
+    methods: Methods
 
 
 def speeds_beside(columns: Sequence[Column], words: Words) -> str:
-    """The speeds of the course report, a column for each of `columns` beside them."""
+    """The speeds of the course report, a column for each of `columns` beside them. A figure that was not measured is an
+    empty cell."""
     say = say_in(words)
-    titles = [say("figure"), say("the report")]
-    cells: list[list[list[str]]] = []
+    titles = "figure", "the report, group one: best of several runs", "group two: typical", *(c.title for c in columns)
+    body = [[f"{say(f.role)}{say(': ')}{say(f.words)}", f.best, f.typical] for f in REPORT_SPEED]
     for column in columns:
-        titles += [say(column.title), *([say("of the report")] if column.ratio else [])]
-        rows = {row["method"]: row for row in summarize(column.lines, column.methods[0])}
-        cells.append([beside(figure, rows, column, say(MISSING)) for figure in REPORT_SPEED])
-    body = [
-        [say(figure.words), "; ".join(figure.values), *(text for texts in row for text in texts)]
-        for figure, *row in zip(REPORT_SPEED, *cells)
-    ]
-    return table(" | ".join(titles), body)
+        for row, figure in zip(body, beside(column)):
+            row.append(figure)
+    return table(" | ".join(map(say, titles)), body)
 
 
-def beside(figure: Reported, rows: dict[str, dict[str, Any]], column: Column, missing: str) -> list[str]:
-    """What was measured, and if the column has ratios, those to the report's values. rows: {method: its figures}."""
-    row = rows.get(column.methods[not figure.plain])
-    measured = row[figure.field] if row else (float("nan"),) * 3
-    ratios = "; ".join(f"{measured[0] * figure.scale / float(value):.3g}" for value in figure.values)
-    shown = cell(measured, figure.scale)
-    return [shown or missing, *([ratios if shown else ""] if column.ratio else [])]
+def beside(column: Column) -> list[str]:
+    """What was measured of each figure of `REPORT_SPEED`."""
+    rows = {row["method"]: row for row in summarize(column.lines, column.methods["target"])}
+    found = [(rows.get(column.methods.get(figure.role, "")), figure) for figure in REPORT_SPEED]
+    return [cell(row[figure.field], figure.scale) if row else "" for row, figure in found]
 
 
 def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool, words: Words) -> str:
@@ -75,22 +65,37 @@ def say_in(words: Words) -> Callable[[str], str]:
     return lambda english: words.get(english, english)
 
 
+def one_experiment(records: Records) -> dict[str, Run]:
+    """The runs of the bundled pair beside the report: with a KV cache, without, and compiled. Raises UserError if they
+    are not one experiment."""
+    runs = {name: records.run(name) for name in ("first", "compare", "head")}
+    refuse_mixed({name: run for name, (run, _) in runs.items()})
+    return runs
+
+
 def report(records: Records, words: Words) -> str:
     """The course report beside the bundled pair, and in a table of its own beside random weights of Pythia's shapes."""
-    (first, lines), (compare, compared) = records.run("first"), records.run("compare")
-    refuse_mixed({"first": first, "compare": compare})
-    shapes, speed, without = records.benchmark(SHAPES), of_kind(lines, "speed"), of_kind(compared, "speed")
-    columns = Column("bundled pair, no KV cache", without, NO_CACHE), Column("bundled pair, KV cache", speed, CACHED)
-    random_weights = Column(
-        "Pythia's shapes, random weights, KV cache; speculative: 60 % of guesses accepted (synthetic)",
-        shapes["speed"],
-        ("plain, eager", "synthetic 0.6, eager"),
+    runs = one_experiment(records)
+    speed = {name: of_kind(lines, "speed") for name, (_, lines) in runs.items()}
+    shapes = records.benchmark(SHAPES)
+    columns = (
+        Column("bundled pair, no KV cache, eager", speed["compare"], NO_CACHE),
+        Column("bundled pair, KV cache, eager", speed["first"], CACHED),
+        Column("bundled pair, KV cache, compiled", speed["head"], COMPILED),
     )
+    random_weights = [
+        Column(
+            f"Pythia's shapes, random weights, KV cache, {variant}; 60 % of guesses accepted (synthetic)",
+            shapes["speed"],
+            {"target": f"plain, {variant}", "speculative": f"synthetic 0.6, {variant}"},
+        )
+        for variant in ("eager", "compiled")
+    ]
     pieces = [
         speeds_beside(columns, words),
-        perplexities_beside(of_kind(lines, "ppl_text"), False, words),
-        f"{source(compare, without[0]['dtype'], words)} {source(first, speed[0]['dtype'], words)}",
-        speeds_beside([random_weights], words),
+        " ".join(source(run, speed[name][0]["dtype"], words) for name, (run, _) in runs.items()),
+        perplexities_beside(of_kind(runs["first"][1], "ppl_text"), False, words),
+        speeds_beside(random_weights, words),
         source(shapes, shapes["dtype"], words),
     ]
     return "\n\n".join(pieces)
@@ -98,18 +103,17 @@ def report(records: Records, words: Words) -> str:
 
 def report_short(records: Records, words: Words) -> str:
     """The README's table: the course report's main figures beside those of the bundled pair."""
-    say, (run, lines), (other, compared) = say_in(words), records.run("first"), records.run("compare")
-    refuse_mixed({"first": run, "compare": other})
-    speedup = next(figure for figure in REPORT_SPEED if figure.field == "speedup")
-    rows = []
-    for what, record, timed, methods in (
-        ("speed-up, no KV cache", other, compared, NO_CACHE),
-        ("speed-up, KV cache", run, lines, CACHED),
+    say, runs, rows = say_in(words), one_experiment(records), []
+    for what, name, methods in (
+        ("speed-up, no KV cache, eager", "compare", NO_CACHE),
+        ("speed-up, KV cache, eager", "first", CACHED),
+        ("speed-up, KV cache, compiled", "head", COMPILED),
     ):
-        column = Column("", of_kind(timed, "speed"), methods)
-        figures = {row["method"]: row for row in summarize(column.lines, methods[0])}
-        printed = "; ".join(speedup.values) if methods is NO_CACHE else ""
-        rows.append([say(what), printed, *beside(speedup, figures, column, say(MISSING)), f"`{command_of(record)}`"])
+        run, lines = runs[name]
+        printed = say("{typical} typical, {best} best").format_map(SPEED_UP._asdict()) if methods is NO_CACHE else ""
+        measured = beside(Column(what, of_kind(lines, "speed"), methods))[-1]
+        rows.append([say(what), printed, measured, f"`{command_of(run)}`"])
+    run, lines = runs["first"]
     here, there = cells_of(text_table(of_kind(lines, "ppl_text")[:1], True))
     for what, ours, theirs in zip(("draft", "target", "speculative", "relative difference"), here[3:], there[3:]):
         name = "relative difference of the last two" if what == "relative difference" else f"perplexity, {what}"
@@ -118,25 +122,19 @@ def report_short(records: Records, words: Words) -> str:
 
 
 def post(records: Records, words: Words) -> str:
-    """Clay's figures of SmolLM2 beside those of the same draft-length rule on the bundled pair."""
+    """Clay's figures of SmolLM2 beside those of the same draft-length rules on the bundled pair."""
     say, (run, lines) = say_in(words), records.run("compare")
     speed = of_kind(lines, "speed")
     rows = {row["method"]: row for row in summarize(speed)}
-    names = [name for name in ("targetConfidence", "fixed") if name in rows]
-    chosen = [rows[name] for name in names]
-    body = [
-        [say("plain decoding: tokens/s"), POST["plain"], *(cell(rows["target"]["throughput"]) for _ in names)],
-        [say("speculative decoding: tokens/s"), POST["tokens/s"], *(cell(row["throughput"]) for row in chosen)],
-        [say("speed-up"), POST["speed-up"], *(cell(row["speedup"]) for row in chosen)],
-        [
-            say("accepted, of the drafted tokens"),
-            POST["accepted"],
-            *(f"{row['accepted'] / row['drafted']:.2f}" for row in chosen),
-        ],
-        [say("alpha: accepted, of the tested guesses"), "", *(f"{row['alpha']:.2f}" for row in chosen)],
-    ]
-    titles = " | ".join([say("figure"), say("the post"), *(f"{say('here')}, `{name}`" for name in names)])
-    return f"{table(titles, body)}\n\n{source(run, speed[0]['dtype'], words)}"
+    columns = []
+    for name, printed in POST.items():
+        row = rows[name]
+        measured = cell(rows["target"]["throughput"]), cell(row["throughput"]), cell(row["speedup"])
+        tokens, share = cell(row["tokens_per_round"], show=median), row["accepted"] / row["drafted"]
+        columns += [printed, (*measured, tokens, f"{share:.2f}", f"{row['alpha']:.2f}")]
+    body = list(zip(map(say, POST_FIGURES), *columns))
+    titles = [f"`{name}`{say(', ')}{say(where)}" for name in POST for where in ("the post", "here")]
+    return f"{table(' | '.join([say('figure'), *titles]), body)}\n\n{source(run, speed[0]['dtype'], words)}"
 
 
 def article(records: Records, words: Words) -> str:
@@ -148,11 +146,25 @@ def article(records: Records, words: Words) -> str:
         row = [say(figure.replace("_", " "))]
         for method, printed in ARTICLE.items():
             here = give_or_take([text[figure] for text in measured[method]["each"]]) if method in measured else ""
-            row += [f"{printed[index]:.4g}", here.replace("\n", " ") or say(MISSING)]
+            row += [f"{printed[index]:.4g}", here.replace("\n", " ")]
         body.append(row)
-    titles = [f"{say(method)}, {say(where)}" for method in ARTICLE for where in ("the article", "here")]
+    titles = [f"{say(method)}{say(', ')}{say(where)}" for method in ARTICLE for where in ("the article", "here")]
     dtype = next(iter(measured.values()))["dtype"]
     return f"{table(' | '.join([say('figure'), *titles]), body)}\n\n{source(run, dtype, words)}"
+
+
+def article_times(records: Records, words: Words) -> str:
+    """The run time over the number of guesses, as the article draws it: at the temperature nearest to its own."""
+    say, (run, lines) = say_in(words), records.run("sweep")
+    speed = swept(lines, max(of_kind(lines, "costs"), key=lambda cost: cost["temperature"]))
+    rows = [
+        [say("plain") if row["method"] == "target" else row["method"].removeprefix("gamma ")]
+        + [cell(row["tpot"], 1e3), cell(row["speedup"])]
+        for row in summarize(speed)
+        if row["method"] != "draft"
+    ]
+    titles = " | ".join(map(say, ("n_tokens", "TPOT, ms", "speed-up")))
+    return f"{table(titles, rows)}\n\n{source(run, speed[0]['dtype'], words)}"
 
 
 BLOCKS: dict[str, Render] = {
@@ -160,4 +172,5 @@ BLOCKS: dict[str, Render] = {
     "reproduction-short": report_short,
     "reproduction-post": post,
     "reproduction-article": article,
+    "reproduction-article-times": article_times,
 }

@@ -90,6 +90,7 @@ def source(record: RunLine | BenchmarkRecord, dtype: str, words: Words | None = 
     unit = " thread" if threads == 1 else " threads"
     place = say(", ", ", ").join([machine["processor"], f"{threads}{say(unit, unit)}", record["device"]])
     models = say(", between names", ", ").join(model["name"] for model in record["models"].values())
+    models = re.sub(r" in (\d) bits", say(" in N bits", r" in \1 bits"), models)
     parts = f"`{command_of(record)}`", place, models, dtype, f"torch {machine['torch']}", record["time"][:10]
     return say("; ", "; ").join(parts) + say(".", ".")
 
@@ -333,8 +334,10 @@ def takes(records: Records, words: Words) -> str:
         "7 GB on the disk."
     )
     machine = record["machine"]
-    place = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {record['time'][:10]}."
-    return f"{table(say(titles, titles), rows)}\n\n{say(note, note)} `python -m scripts.firstRun`; {place}"
+    threads = f"{machine['threads']}{say(' threads', ' threads')}"
+    place = say(", ", ", ").join([machine["processor"], threads, f"torch {machine['torch']}", record["time"][:10]])
+    made = f"`{command_of(record)}`{say('; ', '; ')}{place}{say('.', '.')}"
+    return f"{table(say(titles, titles), rows)}\n\n{say(note, note)} {made}"
 
 
 def audit_power(records: Records, words: Words) -> str:

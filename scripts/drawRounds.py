@@ -1,7 +1,7 @@
-"""Draw figures/rounds.gif: plain and speculative decoding of one text side by side, at the speed at which they ran.
+"""Draw figures/rounds.gif: one prompt continued by plain and by speculative decoding, at the speed at which they ran.
 
 python -m scripts.drawRounds              draws the record docs/records/rounds.json
-python -m scripts.drawRounds --measure    decodes the text anew, writes the record and draws it
+python -m scripts.drawRounds --measure    decodes the texts anew, writes the record and draws it
 """
 
 from __future__ import annotations

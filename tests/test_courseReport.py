@@ -12,15 +12,16 @@ from localHub import Repository
 import datasets
 import downloadModel
 from experiments.runRecord import origin
+from experiments.settings import parse
 from inputs import files
 from report.results import Results
-from report.sources import REPORT, REPORT_SPEED
+from report.sources import REPORT, REPORT_PROMPTS, REPORT_SPEED
 from scripts import courseReport
-from scripts.docsSources import CACHED, MISSING, NO_CACHE, Column, speeds_beside
+from scripts.docsSources import CACHED, NO_CACHE, Column, speeds_beside
 
 TARGET, MID, DRAFT = (f"EleutherAI/pythia-{size}" for size in ("2.8b", "410m", "70m"))
-SMALL = "--sentences 1 --sentenceLimit 60 --promptLen 12 --maxLen 6 --repeats 1 --window 64 --stride 32 --device cpu"
-STEPS = 13
+SMALL = "--sentences 1 --sentenceLimit 100 --maxLen 6 --repeats 1 --device cpu"
+STEPS = 9
 
 
 def parquet(texts):
@@ -39,10 +40,10 @@ def served(hub, models_folder, pair_folder, tmp_path, monkeypatch):
         hub.models[name] = Repository({file.name: file for file in (pair_folder / folder).iterdir()})
     lines = [
         " = Harbour = \n",
-        *(f" The lamp was lit and the tide was out in year {i} of the harbour . \n" for i in range(9)),
+        *(" The lamp was lit and the tide was out in the harbour ." * 8 + f" {year} \n" for year in range(9)),
     ]
     hub.datasets["Salesforce/wikitext"] = Repository({"wikitext-2-raw-v1/test-00000-of-00001.parquet": parquet(lines)})
-    books = [f"Nobody in harbour {i} had heard the bell, though the lamp was lit.\n\n" * 5 for i in range(3)]
+    books = [f"Nobody in harbour {i} had heard the bell, though the lamp was lit.\n" * 5 for i in range(3)]
     hub.datasets["emozilla/pg19"] = Repository({"data/test-00000-of-00001.parquet": parquet(books)})
     return hub
 
@@ -72,21 +73,20 @@ def test_the_whole_protocol_downloads_measures_and_writes_one_page(served, cli, 
     assert (
         "Not measured" not in page and "Not one experiment" not in page and "pythia-2.8b" in page and "torch 2" in page
     )
-    wiki, books, perplexity = tables_of(page, "Beside the report's figures")
-    printed = [row[1] for row in wiki[2:]]
-    assert printed == [row[1] for row in books[2:]] == ["; ".join(figure.values) for figure in REPORT_SPEED]
-    assert wiki != books  # each data set's own times
-    cached = wiki[0].index("here, KV cache")
-    value, ratios = (wiki[3][column] for column in (cached, cached + 1))  # total/n of the target
-    assert float(ratios) == pytest.approx(float(value.split()[0]) / 267.03, rel=0.02)
+    speeds, perplexity = tables_of(page, "Beside the report's figures")
+    assert [row[1:3] for row in speeds[2:]] == [[figure.best, figure.typical] for figure in REPORT_SPEED]
+    by_name = {row[0]: dict(zip(speeds[0], row)) for row in speeds[2:]}
+    assert (
+        not by_name["draft: tokens/s"]["here, no KV cache, eager"]
+        and by_name["target: tokens/s"]["here, no KV cache, eager"]
+    )
+    assert all(row["here, KV cache, eager"] and row["here, KV cache, compiled"] for row in by_name.values())
     assert [row[0] for row in perplexity[2:]] == ["wikitext", "pg19", "the report (WikiText-2)"]
     assert float(perplexity[2][-1]) == pytest.approx(
         float(perplexity[2][4].replace(",", "")) / REPORT["target"], abs=1e-3
     )
     assert perplexity[3][-1] == "" and perplexity[4][-1] == "1"  # the report has no figure for PG-19
-    for title in ("Speed, and perplexity per text and corpus", "With and without a KV cache", "Contrastive decoding"):
-        for data in "wikitext", "pg19":
-            assert tables_of(page, f"{title}: {data}"), title
+    assert all(tables_of(page, f"Perplexity: {data}") for data in ("wikitext", "pg19"))
     pictures = re.findall(r"!\[.*\]\((figures/.*png)\)", page)
     assert len(pictures) == 2 and all((folder / picture).exists() for picture in pictures)  # of the sweep, of the tests
     before, calls[:] = served.requests.copy(), []
@@ -169,14 +169,15 @@ def timed(method, throughput):
     return {"method": method, "prompt": 0, "repeat": 0, "throughput": throughput, **figures, **counts}
 
 
-def test_speeds_stand_beside_the_reports_and_missing_rows_say_so():
-    lines = [timed("noCache", 3.74), timed("speculativeNoCache", 9.35)]
-    columns = [Column("here", lines, NO_CACHE, ratio=True), Column("cached", lines, CACHED)]
-    by_name = dict(zip((figure.words for figure in REPORT_SPEED), rows_of(speeds_beside(columns, {}))))
-    assert by_name["plain decoding: tokens/s"] == ["3.74", "3.74", "1", MISSING]
-    assert by_name["speed-up"] == ["2.49; 1.80", "2.50", "1; 1.39", MISSING]
-    assert by_name["plain decoding: total/n, ms"] == ["267.03", "267", "1", MISSING]
-    assert all(cells[1:] == [MISSING, ""] for cells in rows_of(speeds_beside([Column("here", [], NO_CACHE, True)], {})))
+def test_speeds_stand_beside_the_reports_and_a_missing_row_is_empty():
+    lines = [timed("noCache", 3.7243), timed("speculativeNoCache", 9.35)]
+    columns = [Column("here", lines, NO_CACHE), Column("cached", lines, CACHED)]
+    names = [f"{figure.role}: {figure.words}" for figure in REPORT_SPEED]
+    by_name = dict(zip(names, rows_of(speeds_beside(columns, {}))))
+    assert by_name["target: tokens/s"] == ["3.7449", "3.7243", "3.72", ""]
+    assert by_name["speculative: speed-up"] == ["2.49", "1.80", "2.51", ""]
+    assert by_name["target: total/n, ms"] == ["267.0314", "268.5069", "269", ""]
+    assert by_name["draft: tokens/s"] == ["111.4168", "113.9199", "", ""]
 
 
 def rows_of(table):
@@ -190,3 +191,21 @@ def test_the_default_models_are_the_reports():
         downloadModel.PYTHIA
     )
     assert courseReport.read([TARGET, "b/c", "--out", str(ROOT / "docs")]).mid is None
+
+
+def test_the_default_setting_is_that_of_the_reports_code(monkeypatch):
+    plan = courseReport.read(["--out", str(ROOT / "docs"), "--flags", "--device cpu"])
+    on_cpu = {step.title: step.command for step in courseReport.steps(plan)}
+    monkeypatch.setattr(courseReport, "pick_device", lambda name: "cuda")
+    on_gpu = {step.title: step.command for step in courseReport.steps(plan)}
+    timed_steps = [title for title in on_cpu if on_gpu[title] != on_cpu[title]]
+    assert timed_steps[:2] == [courseReport.SPEED, f"{courseReport.SPEED}, compiled"] and len(timed_steps) == 4
+    for title, prompt in zip(timed_steps, [REPORT_PROMPTS[0]] * 2 + [REPORT_PROMPTS[1]] * 2):
+        settings = parse(on_gpu[title])
+        assert (settings.texts.prompt, settings.models.dtype) == (prompt, "float16")
+        assert (settings.sampling.of("speed").temperature, settings.sampling.of("speed").top_p) == (0.85, 0.9)
+    additive, cascade = (parse(on_gpu[title]) for title in timed_steps[2:])
+    assert additive.models.draft == MID and additive.sampling.max_len_of("speedNew") == 1000
+    assert cascade.models.draft == DRAFT and cascade.sampling.max_len_of("speedMulti") == 500
+    texts = parse(on_gpu["Perplexity: wikitext"]).texts
+    assert (texts.sentence_limit, texts.sentences, texts.dataset) == (100, 20, "wikitext")

@@ -116,7 +116,7 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
         "llama.cpp, float16": "lossless",
         "llama.cpp, float16, speculative": "left out: out of memory",
         "llama.cpp, float16, its 4-bit copy drafts": "lossless",
-        "llama.cpp, int8 (quantised)": "lossless",
+        "llama.cpp, int8 (quantised)": "another model",
         "CTranslate2, float32": "left out: not timed: ",
         "CTranslate2, int8 (quantised)": "left out: not timed: ",
         "vLLM, float32": "lossless",
