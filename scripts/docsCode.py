@@ -133,4 +133,28 @@ def flags(records: Records, words: Words) -> str:
     return "\n\n".join(pieces)
 
 
-BLOCKS: dict[str, Render] = {"layout": layout, "graph": graph, "folders": folders, "methods": methods, "flags": flags}
+def kinds(records: Records, words: Words) -> str:
+    """What each kind of model that transformers has is here: right, or refused, and why."""
+    record = records.file("kinds")
+    groups: dict[str, list[str]] = {}
+    for kind, (verdict, why) in record["kinds"].items():
+        reason = re.sub(r"^.* are not decoded here: |; name a model whose .*$| \(.*\)$", "", why)
+        reason = re.sub("of the kind [a-z_]+ keep", "keep", reason) if verdict == "refused" else why and f": {why}"
+        groups.setdefault(f"refused: {reason}" if verdict == "refused" else f"{verdict}{reason}", []).append(
+            f"`{kind}`"
+        )
+    order = sorted(
+        groups, key=lambda name: (not name.startswith("right"), name.startswith("unmade"), -len(groups[name]))
+    )
+    rows = [[name.replace("|", "\\|"), str(len(groups[name])), ", ".join(groups[name])] for name in order]
+    return table("verdict | kinds | transformers' names of them", rows)
+
+
+BLOCKS: dict[str, Render] = {
+    "kinds": kinds,
+    "layout": layout,
+    "graph": graph,
+    "folders": folders,
+    "methods": methods,
+    "flags": flags,
+}

@@ -2,6 +2,7 @@
 arguments, or a ValueError that names what is not honoured."""
 
 import ast
+import copy
 import gc
 import re
 import sys
@@ -11,6 +12,7 @@ import weakref
 import helpers
 import pytest
 import torch
+import zoo
 from conftest import ROOT
 from localHub import Repository
 from mistakes import always_accept
@@ -18,6 +20,8 @@ from outcomes import largest_error, small
 from test_head import network_for
 from test_specSampling import near
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -39,6 +43,7 @@ from engine.cachedModel import CachedModel
 from engine.copies import Copies
 from engine.head import save_head
 from engine.sharedWeights import kept_copy
+from engine.smallTwin import small_twin
 from methods import customGenerate
 from methods.customGenerate import as_sampling, speculative, unpadded
 from scripts import packGenerate
@@ -323,6 +328,53 @@ def test_calls_at_the_same_time_do_not_disturb_each_other(target, draft):
     for row in range(3):
         alone = target.generate(**batch([ROWS[row]]), **GREEDY, max_new_tokens=30)
         assert results[row].tolist() == alone.tolist()
+
+
+@pytest.mark.parametrize("kind", ["gptj", "codegen", "xglm", "falcon", "gemma2", "mistral"])
+def test_models_of_any_kind_that_the_gate_lets_in(kind):
+    config = zoo.config_of(CONFIG_MAPPING[kind])
+    model = small_twin(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    noisy = copy.deepcopy(model)
+    with torch.no_grad():
+        noisy.get_output_embeddings().weight.add_(torch.randn(96, 64) / 40)
+    arguments = GREEDY | {"max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None}
+    inputs = {"input_ids": torch.arange(3, 40)[None] % 96}
+    ours = model.generate(**inputs, **arguments, custom_generate=speculative(noisy))
+    assert ours.tolist() == model.generate(**inputs, **arguments).tolist()
+
+
+def test_hooks_and_replaced_forwards_are_followed_or_refused(draft):
+    model, arguments = tiny(seed=6), batch(ROWS) | GREEDY | {"max_new_tokens": 12}
+
+    def both():
+        return model.generate(**arguments, custom_generate=speculative(draft)).tolist(), model.generate(
+            **arguments
+        ).tolist()
+
+    class Steering:
+        """A vector that is added to each token's hidden state; it may change between two calls."""
+
+        vector = torch.linspace(-2, 2, 32)
+
+        def add(self, module, given, output):
+            return output + self.vector
+
+    steering, plain_text = Steering(), both()[1]
+    hook = model.gpt_neox.layers[0].register_forward_hook(steering.add)
+    ours, alone = both()
+    assert ours == alone != plain_text
+    steering.vector = -steering.vector
+    changed, alone = both()
+    assert changed == alone != ours
+    hook.remove()
+    assert both() == (plain_text, plain_text)
+    layer = model.gpt_neox.layers[1].mlp
+    layer.forward = lambda x: 0.5 * type(layer).forward(layer, x)
+    ours, alone = both()
+    assert ours == alone != plain_text
+    layer.forward = lambda x: x.flip(1)
+    with pytest.raises(ValueError, match="are not decoded here"):
+        both()
 
 
 # The model's own copy.
