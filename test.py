@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from experiments import rerun
-from experiments.flags import PROGRAM
 from experiments.lines import Append, Line, Run, RunLine
 from experiments.measure import measure_diversity, measure_perplexity, measure_speed
 from experiments.prepare import LoadedModels, Prepared, prepare
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     kept = "What was measured is kept in results.txt."
     smaller = "use smaller models, a smaller --dtype, --maxLen or --window"
-    return together(lambda work: as_command(PROGRAM, work, kept, smaller), lambda processes: work(words, processes))
+    return together(lambda work: as_command("test.py", work, kept, smaller), lambda processes: work(words, processes))
 
 
 def work(argv: Sequence[str], processes: Processes) -> int:

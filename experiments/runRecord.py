@@ -22,10 +22,10 @@ from experiments.lines import Machine, ModelRecord, Origin, ProcessRecord, RunLi
 from experiments.prepare import LoadedModels, Prepared
 from experiments.processes import Processes
 from experiments.speed import digest
+from inputs import files
 from inputs.models import model_version
 from utils import UserError
 
-CODE = Path(__file__).resolve().parents[1]  # An installed package has another `files.ROOT`.
 # The source that decides what is written, how fast, and how it is measured. Reports and figures are not among it.
 SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "benchmark")
@@ -108,10 +108,10 @@ def origin(argv: Sequence[str], flags: Mapping[str, object], device: str, models
 @functools.cache
 def code_version() -> str:
     """A digest of the source in Python and C++: two records with the same one were made by the same code."""
-    files = [CODE / f"{name}.py" for name in SOURCE]
+    sources = [files.ROOT / f"{name}.py" for name in SOURCE]
     for folder in FOLDERS:
-        files += [file for file in (CODE / folder).rglob("*") if file.suffix in (".py", ".cpp", ".h")]
-    content = [(file.relative_to(CODE).as_posix(), file.read_bytes()) for file in sorted(files)]
+        sources += [file for file in (files.ROOT / folder).rglob("*") if file.suffix in (".py", ".cpp", ".h")]
+    content = [(file.relative_to(files.ROOT).as_posix(), file.read_bytes()) for file in sorted(sources)]
     return "sha256:" + hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 

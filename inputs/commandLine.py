@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from utils import UserError, out_of_memory
 
-VERSION = "0.1.0"  # of the project; pyproject.toml reads it here
+VERSION = "0.1.0"  # of the project
 
 
 class Parser(argparse.ArgumentParser):

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from inputs import files
 from inputs.commandLine import one_line
-from inputs.files import with_installed
 from inputs.texts import Corpus, read
 from utils import UserError
 
@@ -81,13 +80,13 @@ def find_prompts(name: str) -> Path:
     """The file of `--prompts`. Raises UserError if there is none."""
     if name not in SETS:
         return Path(os.path.expanduser(name))
-    found = [parent / SETS[name] for parent in with_installed(files.DATASETS) if (parent / SETS[name]).is_file()]
-    if not found:
+    file = files.DATASETS / SETS[name]
+    if not file.is_file():
         raise UserError(
             f"--prompts {name}: there is no datasets/{SETS[name]}; get it with downloadData.py ({name}), or use "
             "--prompts sample"
         )
-    return found[0]
+    return file
 
 
 def question_of(number: int, line: str) -> Question:

@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT
 
 from experiments import runRecord
+from inputs import files
 
 
 def test_it_names_the_processor_and_the_versions():
@@ -30,7 +31,7 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
     for name in runRecord.SOURCE:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     here = runRecord.code_version()
-    monkeypatch.setattr(runRecord, "CODE", tmp_path)
+    monkeypatch.setattr(files, "ROOT", tmp_path)
 
     def there():
         runRecord.code_version.cache_clear()
