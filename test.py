@@ -8,6 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from inputs import starting
+
+if __name__ == "__main__":  # Before the imports that take seconds.
+    sys.exit(starting.run(__file__, "experiments.flags"))
+
 from experiments import rerun
 from experiments.lines import Append, Line, Run, RunLine
 from experiments.measure import measure_diversity, measure_perplexity, measure_speed
@@ -111,7 +116,3 @@ def measure(prepared: Prepared, models: LoadedModels, append: Append, picture: C
         measure_diversity(prepared, models, append)
     if measuring.ppl:
         measure_perplexity(prepared, models, append)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 import numpy

@@ -15,7 +15,6 @@ from filelock import FileLock, Timeout
 from inputs.commandLine import one_line
 from utils import UserError
 
-
 ROOT = Path(__file__).resolve().parent.parent
 # Use these two as `files.MODELS` and `files.DATASETS`, so that a test can replace them in one place.
 MODELS = ROOT / "models"
