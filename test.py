@@ -53,7 +53,7 @@ def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes)
     folder = os.path.abspath(store.lines.parent)
     if os.path.isdir(earlier.get("folder", "")):
         os.chdir(earlier["folder"])  # Relative paths among its flags start there.
-    prepared = prepare(parse(rerun.arguments(earlier, folder)), processes)
+    prepared = prepare(parse(rerun.arguments(earlier, folder), again=True), processes)
     record, new = run(prepared, argv, earlier)
     if not processes.first:
         return 0

@@ -286,7 +286,7 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     texts = settings.texts
     device, draft_device, dtype = where_to_run(settings, processes)
     corpora = []
-    if settings.measuring.ppl or (texts.from_corpora and continues(settings)):
+    if settings.measuring.ppl or settings.prompts_from_corpora:
         corpora = load_corpora(texts.dataset, texts.books)
         check_passages(corpora, texts.dataset, texts.sentence_limit)
     named = read_prompts(texts.prompt, texts.prompt_file)
