@@ -72,6 +72,7 @@ def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None)
         return record, []
     for sentence in rerun.changes(earlier, record) if earlier else ():
         print(sentence)
+    store.lines.parent.mkdir(parents=True, exist_ok=True)
     store.append(**record)
     name = record["run"]
 

@@ -379,7 +379,8 @@ FLAGS = {
         "--seed": flag(whole(0, (1 << 62) - 1), "The seed of every random choice.", 0),
         "--out": flag(
             path,
-            "The folder of results.txt, results.jsonl and figures/. Default: the project's folder.",
+            "The folder of results.txt, results.jsonl and figures/, which is made if it is not there. Default: the "
+            "project's folder.",
             metavar="FOLDER",
             default=ROOT,
         ),
@@ -416,7 +417,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     check_prompts(args)
     if args.audit and not os.path.isfile(args.audit):
         raise UserError(f"--audit {args.audit} is not a file")
-    if not os.path.isdir(args.out):
+    if os.path.exists(args.out) and not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
     return args
 

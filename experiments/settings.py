@@ -304,7 +304,9 @@ def check_modes(args: argparse.Namespace) -> None:
 def check_together(settings: Settings) -> None:
     """Raise UserError for flags that are right by themselves but not together."""
     flags, played = settings.flags, settings.measuring.played
-    if not played and not os.access(settings.output.folder, os.W_OK):
+    folder = settings.output.folder.absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not played and not (there.is_dir() and os.access(there, os.W_OK)):
         raise UserError(f"{settings.output.folder} is a folder that you may not write to; name another with --out")
     if len(settings.texts.questions) > 1 and not played:
         raise UserError("a conversation is played, not measured: add --show or --html, or give one --question")

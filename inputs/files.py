@@ -2,7 +2,6 @@
 line each."""
 
 import errno
-import hashlib
 import os
 import shutil
 import tempfile
@@ -59,10 +58,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Keep other processes from writing `folder` meanwhile. Makes the folder it is in. Raises UserError if another
     process holds the lock."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    lock = folder.resolve().with_name(f".{folder.name}.lock")
     try:
-        with FileLock(Path(tempfile.gettempdir()) / f"download-{name}.lock", timeout=0):
-            yield
+        with FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
     except Timeout:
         raise UserError(f"another process is writing {folder}; wait for it") from None
 

@@ -88,6 +88,11 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} cannot be read ({one_line(error)}); download it again") from None
 
 
+def holds_head(folder: Path) -> bool:
+    """Whether a folder holds a trained head (engine/head.py), not a model."""
+    return "head" in read_json(folder / "config.json")
+
+
 def default_pair() -> tuple[str, str]:
     """(target, draft) if none is named: Pythia if both were downloaded, else the bundled pair."""
     pythia = ("pythia-2.8b", "pythia-70m")

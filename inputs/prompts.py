@@ -153,21 +153,16 @@ def encode_chat(
 
 
 def choose_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    corpora: Sequence[Corpus],
-    lengths: Sequence[int],
-    context: int,
-    least: int,
-    count: int,
+    tokenizer: PreTrainedTokenizerBase, corpora: Sequence[Corpus], lengths: Sequence[int], least: int, count: int
 ) -> dict[int, list[list[int]]]:
     """Token ids of `count` prompts for each length, {length: prompts}.
 
-    A prompt is the text from the start of a passage on, cut to the length (or to `context`). Passages of at least
+    A prompt is the text from the start of a passage on, cut to the length. Passages of at least
     `least` characters are taken from each corpus in turn. If too few texts go on for that long, the longest others are
     added.
     """
     prompts = {}
-    for length in sorted({min(length, context) for length in lengths}):
+    for length in sorted(set(lengths)):
         passages = (corpus.passages(least, CHARACTERS * length) for corpus in corpora)
         texts = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*passages)))
         long: list[list[int]] = []

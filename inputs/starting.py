@@ -72,6 +72,10 @@ def is_library(name: str) -> bool:
 def run(script: str, flags: str) -> int:
     """Run `main` of the script (its file) and return the exit code. flags: the module whose `read_flags` reads them."""
     name = os.path.basename(script)
+    for variable in "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT":
+        if not os.environ.get(variable, "1").isdecimal():
+            print(f"{name}: error: {variable} must be a whole number of seconds", file=sys.stderr)
+            return 2
     try:
         if code := answered(name, flags):
             return code

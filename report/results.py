@@ -53,7 +53,7 @@ from report.runTables import (
     text_table,
 )
 from report.sources import is_the_reports
-from report.tableFormat import WIDTH, plain
+from report.tableFormat import WIDTH, counted, plain
 from utils import UserError
 
 
@@ -64,9 +64,11 @@ def locked(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         with suppress(OSError):
             status = folder.stat()
-            # Not in the folder: a lock stays as an empty file.
+            # Not in the folder: the lock of a process that was killed stays as an empty file.
             name = f"results-{status.st_dev}-{status.st_ino}.lock"
-            stack.enter_context(FileLock(Path(tempfile.gettempdir()) / name))
+            lock = Path(tempfile.gettempdir()) / name
+            stack.enter_context(FileLock(lock))
+            stack.callback(lock.unlink, missing_ok=True)
         yield
 
 
@@ -204,7 +206,7 @@ def heading(run: RunLine, finished: bool) -> Iterator[RenderableType]:
         size = f"{model['parameters'] / 1e6:,.1f} M parameters"
         yield plain(f"{role}: {model['name']}, {size}, {model['version']}{where}")
     yield plain(
-        f"{machine['processor']}, {machine['threads']} threads, {run['device']}; torch {machine['torch']}, "
+        f"{machine['processor']}, {counted(machine['threads'], 'thread')}, {run['device']}; torch {machine['torch']}, "
         f"transformers {machine['transformers']}; seed {run['flags']['seed']}"
     )
     if processes := run.get("processes"):

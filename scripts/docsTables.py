@@ -169,7 +169,7 @@ def batch_map(name: str, records: Records, words: Words) -> str:
     return (
         f"{body}\n\n{models}; prompts of {first['promptLen']} tokens, texts of {first['maxLen']}, temperature "
         f"{first['temperature']}, top_p {first['top_p']}, {first['dtype']}; `{command_of(run)}`; "
-        f"{run['machine']['processor']}, {run['machine']['threads']} threads; {run['time'][:10]}."
+        f"{run['machine']['processor']}, {counted(run['machine']['threads'], 'thread')}; {run['time'][:10]}."
     )
 
 
@@ -333,7 +333,7 @@ def takes(records: Records, words: Words) -> str:
         "7 GB on the disk."
     )
     machine = record["machine"]
-    place = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {record['time'][:10]}."
+    place = f"{machine['processor']}, {counted(machine['threads'], 'thread')}, torch {machine['torch']}, {record['time'][:10]}."
     return f"{table(say(titles, titles), rows)}\n\n{say(note, note)} `python -m scripts.firstRun`; {place}"
 
 
