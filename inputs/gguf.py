@@ -244,7 +244,7 @@ def read_tokenizer(folder: Path, about: dict[str, Any]) -> PreTrainedTokenizerBa
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     elif splits != (expected := SPLITS_OF.get(about["general.architecture"], splits)):
-        print(f"the tokenizer cuts texts into words by the rules {visible(str(splits), '')}, and models of this kind by "
+        print(f"the tokenizer cuts texts into words by the rules {visible(str(splits), '')}, and such models by "
               f"{expected}: a text may get other tokens than the model was trained with")  # fmt: skip
     elif kind == "gpt2" and splits not in GPT2_SPLITS | GGUF_PRE_TOKENIZER_SPLITS.keys():
         print(f"the tokenizer cuts texts into words by rules ({visible(str(splits), '')}) that are read as GPT-2's: a "

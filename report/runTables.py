@@ -125,7 +125,8 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     flags = run["flags"]
     values = {name: first.get(name, flags.get(name, default)) for name, default in SHOWN.items()}
     shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
-    return f"{counted(len({line['prompt'] for line in lines}), 'prompt')} of {prompt_lengths(lines)} tokens, {shown}{first['dtype']}"
+    prompts = counted(len({line["prompt"] for line in lines}), "prompt")
+    return f"{prompts} of {prompt_lengths(lines)} tokens, {shown}{first['dtype']}"
 
 
 def prompt_lengths(lines: Sequence[SpeedLine]) -> str:

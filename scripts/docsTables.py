@@ -40,7 +40,7 @@ from report.runTables import (
     swept,
     theory_table,
 )
-from report.tableFormat import notation, span, title_of
+from report.tableFormat import counted, notation, span, title_of
 from scripts.keepRecord import Records
 from utils import Sampling, UserError
 
@@ -332,8 +332,8 @@ def takes(records: Records, words: Words) -> str:
         "With empty caches; `torch` without CUDA lay there already: some 0.2 GB more. With CUDA it is some 3 GB, and "
         "7 GB on the disk."
     )
-    machine = record["machine"]
-    place = f"{machine['processor']}, {counted(machine['threads'], 'thread')}, torch {machine['torch']}, {record['time'][:10]}."
+    machine, date = record["machine"], record["time"][:10]
+    place = f"{machine['processor']}, {counted(machine['threads'], 'thread')}, torch {machine['torch']}, {date}."
     return f"{table(say(titles, titles), rows)}\n\n{say(note, note)} `python -m scripts.firstRun`; {place}"
 
 

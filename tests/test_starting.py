@@ -53,3 +53,9 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
     time.sleep(1)
     process.send_signal(2)
     assert process.communicate(timeout=60)[1].strip() == "Interrupted." and process.returncode == 130
+
+
+def test_a_wrong_variable_is_one_line(monkeypatch):
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "abc")
+    done = run("downloadModel.py", "--list")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "HF_HUB_DOWNLOAD_TIMEOUT" in done.stderr
