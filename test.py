@@ -18,7 +18,7 @@ from experiments.lines import Append, Line, Run, RunLine
 from experiments.measure import measure_diversity, measure_perplexity, measure_speed
 from experiments.prepare import LoadedModels, Prepared, prepare
 from experiments.processes import Processes, together
-from experiments.runRecord import run_record
+from experiments.runRecord import run_record, strained
 from experiments.settings import parse
 from inputs.commandLine import as_command
 from lossless.audit import audit
@@ -72,6 +72,7 @@ def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None)
         return record, []
     for sentence in rerun.changes(earlier, record) if earlier else ():
         print(sentence)
+    print(end="".join(f"{sentence}\n" for sentence in strained(record)))
     store.lines.parent.mkdir(parents=True, exist_ok=True)
     store.append(**record)
     name = record["run"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ Follow = Callable[[Iterable[Any], str, int], Iterable[Any]]  # follow(work, titl
 
 CALIBRATED = (4, 5)  # bits with which calibration pays; with more, rounding each weight by itself is enough
 LARGE = 1 << 30  # Weights of a model for which the passes of `compensated` take too long.
+LONG = 50_000_000  # Weights from which on the work is announced.
+TOLD = "Rounding the {millions:,.0f} M weights of {name}, once: this takes about a second for each million of them."
 METHOD = b"compensated, fitted"  # how codes are found: those of another method are not taken from the disk
 
 
@@ -61,12 +64,15 @@ class Copies:
         except OSError:  # A home that cannot be written: nothing is kept.
             self.temporary = tempfile.TemporaryDirectory(prefix="copies-")
             self.folder = Path(self.temporary.name)
-        tokens: list[Tensor] = []
+        self.told, tokens = False, list[Tensor]()
         for count in bits:
             (self.folder / str(count)).mkdir(parents=True, exist_ok=True)
             work: Iterator[tuple[str, Tensor, Tensor]]
             done = {name: found for name in weights if (found := self.whole(count, name))}
             if len(done) < len(weights):
+                if not self.told and self.weights > LONG:
+                    print(TOLD.format(name=self.name, millions=self.weights / 1e6), file=sys.stderr)
+                    self.told = True
                 if count in CALIBRATED:
                     tokens = tokens or [text()]
                     passes = PASSES if sum(map(torch.numel, weights.values())) < LARGE else 0

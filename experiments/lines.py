@@ -55,13 +55,15 @@ class ProcessRecord(TypedDict):
 
 
 class Origin(TypedDict):
-    """Where measurements come from. flags: {name: value}. code: the digest of the source. models: {role: model}."""
+    """Where measurements come from. flags: {name: value}. code: the digest of the source. load: of the machine, as it
+    began. models: {role: model}."""
 
     time: str
     command: str
     flags: dict[str, Any]
     device: str
     code: NotRequired[str]
+    load: NotRequired[float]
     machine: Machine
     models: dict[str, ModelRecord]
     processes: NotRequired[list[ProcessRecord]]

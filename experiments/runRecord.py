@@ -8,7 +8,7 @@ import shlex
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -27,6 +27,7 @@ from utils import UserError
 
 # The source that decides what is written, how fast, and how it is measured. Reports and figures are not among it.
 SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
+BUSY = 0.5  # load beyond the cores that is no sign of other programs
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "benchmark")
 
 
@@ -99,9 +100,23 @@ def origin(argv: Sequence[str], flags: Mapping[str, object], device: str, models
         "flags": dict(flags),
         "device": device,
         "code": code_version(),
+        "load": os.getloadavg()[0],
         "machine": machine(device),
         "models": dict(models),
     }
+
+
+def strained(run: RunLine, lines: Iterable[Mapping[str, Any]] = ()) -> Iterator[str]:
+    """A line for each sign that other programs took the processor while something was measured."""
+    load, cores = run.get("load", 0.0), run["machine"]["cores"] or 1
+    if load > cores + BUSY:
+        yield f"The machine was busy as the run began (a load of {load:.1f}, and {cores} cores): times are too long."
+    times: dict[str, list[float]] = {}
+    for line in lines:
+        if line["kind"] == "speed" and line["tpot"]:
+            times.setdefault(line["method"], []).append(line["tpot"])
+    if unsteady := [method for method, values in times.items() if max(values) > 10 * min(values)]:
+        yield f"Times per token vary more than tenfold ({', '.join(unsteady)}): was the machine busy? Measure again."
 
 
 @functools.cache

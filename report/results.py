@@ -37,6 +37,7 @@ from experiments.lines import (
     TextPerplexityLine,
     of_kind,
 )
+from experiments.runRecord import strained
 from inputs.commandLine import visible
 from inputs.files import replace_file
 from report import losslessReport
@@ -162,6 +163,7 @@ def show(run: RunLine, lines: Sequence[Line], **options: Any) -> None:
 def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
     """Everything shown of a run, as rich renderables. lines: its measurements."""
     yield from heading(run, finished=bool(of_kind(lines, EndLine)))
+    yield from map(plain, strained(run, lines))
     pythia = is_the_reports(run)
     speed = of_kind(lines, SpeedLine)
     of_speed: list[RenderableType] = []
