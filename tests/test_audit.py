@@ -6,6 +6,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
+from conftest import prompted
 from test_specSampling import PROMPTS, error, near
 
 from engine.copies import rounded_copy
@@ -313,7 +314,7 @@ def test_a_file_that_cannot_be_used_is_one_line(cli, pair_folder, tmp_path, caps
 
 def test_a_file_that_is_not_there_is_one_line(cli, pair_folder, tmp_path, capsys):
     flags = ["--target", str(pair_folder / "target"), "--out", str(tmp_path)]
-    assert cli.main(["--audit", str(tmp_path / "nowhere"), *flags]) == 2
+    assert cli.main(["--audit", str(tmp_path / "nowhere"), *prompted(flags)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
