@@ -310,10 +310,6 @@ def check_together(settings: Settings) -> None:
         raise UserError(f"{settings.output.folder} is a folder that you may not write to; name another with --out")
     if len(settings.texts.questions) > 1 and not played:
         raise UserError("a conversation is played, not measured: add --show or --html, or give one --question")
-    if settings.texts.prompts is not None:
-        check_categories(settings)
-    if settings.measuring.batch is not None:
-        check_batch(settings)
     if flags["sweep"] == "batch" and list(settings.measuring.groups) != ["sweep"]:
         raise UserError("--sweep batch is a run of its own: leave out the other modes")
     if flags["sweep"] and (settings.sampling.max_len or 3) < 3:
@@ -343,10 +339,13 @@ def check_together(settings: Settings) -> None:
 EFFECTS: dict[str, tuple[str, Callable[[Settings], Any]]] = {
     "tokens": ("--lossless", lambda settings: "lossless" in settings.measuring.groups),
     "writtenIn": ("--audit", lambda settings: settings.measuring.audit),
-    "prompts": ("modes that measure speed", lambda settings: settings.measuring.timed),
+    "prompts": (
+        "modes that measure speed, and not --diversity",
+        lambda settings: settings.measuring.timed and not settings.flags["diversity"],
+    ),
     "batch": (
-        "modes that measure speed and for --lossless",
-        lambda settings: {*settings.measuring.timed, "lossless"} & settings.measuring.groups.keys(),
+        "modes that measure speed, except --sweep, and for --lossless",
+        lambda settings: settings.measuring.groups.keys() & {*TIMED, "lossless"} and not settings.flags["sweep"],
     ),
     "draftBits": (
         "the target's own copy (--draft self)",
@@ -390,20 +389,6 @@ def fields_read(settings: Settings) -> set[str]:
     read.discard("gamma")  # A sweep has its own numbers of guesses.
     build(settings.measuring.names, models, decoding)
     return read
-
-
-def check_categories(settings: Settings) -> None:
-    """Raise UserError if prompts with categories are not, or not only, for modes that measure speed."""
-    others = [mode for mode in ("lossless", "audit", "show", "html", "diversity") if settings.flags[mode]]
-    if others:
-        raise UserError(f"--prompts is for modes that measure speed; leave it or --{others[0]} out")
-
-
-def check_batch(settings: Settings) -> None:
-    """Raise UserError if --batch is given to what decodes one text at a time, or decodes nothing."""
-    for mode in "show", "html", "audit", "sweep":
-        if settings.flags[mode]:
-            raise UserError(f"--batch is for modes that measure speed and for --lossless; leave it or --{mode} out")
 
 
 def check_copy(settings: Settings) -> None:

@@ -186,8 +186,8 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
             for place in line["places"]
         )
         yield f"{what}{f' (the first {LISTED} of {count:,})' if count > LISTED else ''}: {listed}."
-    if count := line.get("after_end"):
-        yield f"{counted(count, 'text')} with a token that ends a text, and more after it: the engine went on."
+    if after_end := line.get("after_end"):
+        yield f"{counted(after_end, 'text')} with a token that ends a text, and more after it: the engine went on."
     rejected = not audit_verdict(line)[0]
     if line["kind"] == "audit" and line.get("alike", 1) < line["limit"]:
         yield (

@@ -339,7 +339,7 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
     table, target = grid("Speed over gamma: " + conditions(run, lines), columns), prediction["plain"]
     table.add_row("plain", median(target["seconds"]), span(target["throughput"]), "1")
     for row in prediction["rows"]:
-        table.add_row(*(cell(row) for cell in columns.values()))
+        table.add_row(*(cell(row).replace("nan", "-") for cell in columns.values()))
     return table
 
 

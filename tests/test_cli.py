@@ -50,7 +50,7 @@ BAD = [
     "--draft nowhere",
     "--draft .",
     "--device gpu",
-    "--out nowhere",
+    "--out /dev/null/nowhere",
     "--sentenceLimit 100000",
     pytest.param("--device cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")),
 ]

@@ -413,16 +413,8 @@ def test_what_overflows_in_float16_is_told_and_what_came_before_kept(cli, flags,
     assert cli.main([*speed, "--dtype", "float32"]) == 0
     (tmp_path / "text.txt").write_text("The bell rang, and Ω was cut into its side in letters a hand high.")
     capsys.readouterr()
-    assert (
-        cli.main(
-            [
-                *arguments,
-                *["--ppl", "--sentenceLimit", "60", "--dtype", "float16", "--dataset"],
-                str(tmp_path / "text.txt"),
-            ]
-        )
-        == 2
-    )
+    arguments += ["--ppl", "--sentenceLimit", "60", "--dataset", str(tmp_path / "text.txt")]
+    assert cli.main([*arguments, "--dtype", "float16"]) == 2
     one_line(capsys, "large gives logits that are not finite in float16", "use --dtype float32")
 
 
