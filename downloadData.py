@@ -9,6 +9,7 @@ python downloadData.py --list                         what is there
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import re
@@ -22,10 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from inputs import starting
+
+if __name__ == "__main__":  # Before the imports that take seconds.
+    sys.exit(starting.run(__file__, "downloadData"))
+
 from huggingface_hub import constants
 
 from inputs import files
-from inputs.commandLine import Parser, as_command, one_line, script_parser, text, whole
+from inputs.commandLine import as_command, one_line, script_parser, text, whole
 from inputs.files import file_errors, gigabytes, lock_folder, replace_folder
 from inputs.hub import check_disk, fetch, hub_errors, list_repository, missing_bytes
 from inputs.manifest import (
@@ -322,7 +328,7 @@ def show_data_sets() -> None:
     print_folders(files.DATASETS, origin, ("no record", ""))
 
 
-def command_line() -> Parser:
+def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = script_parser("downloadData.py", __doc__)
     parser.add_argument(
         "names",
@@ -337,12 +343,12 @@ def command_line() -> Parser:
     )
     parser.add_argument("--offline", action="store_true", help="only verify what is there")
     parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
-    return parser
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
-        args = command_line().parse_args(argv)
+        args = read_flags(argv)
         names = args.names or ["wikitext", "pg19"]
         if args.source and len(args.names) != 1:
             raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
@@ -361,7 +367,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             download_specbench(offline)
 
     return as_command("downloadData.py", work, "What came is kept; run this again to go on.")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

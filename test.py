@@ -8,13 +8,17 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from inputs import starting
+
+if __name__ == "__main__":  # Before the imports that take seconds.
+    sys.exit(starting.run(__file__, "experiments.flags"))
+
 from experiments import rerun
-from experiments.flags import PROGRAM
 from experiments.lines import Append, Line, Run, RunLine
 from experiments.measure import measure_diversity, measure_perplexity, measure_speed
 from experiments.prepare import LoadedModels, Prepared, prepare
 from experiments.processes import Processes, together
-from experiments.runRecord import run_record
+from experiments.runRecord import run_record, strained
 from experiments.settings import parse
 from inputs.commandLine import as_command
 from lossless.audit import audit
@@ -29,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     kept = "What was measured is kept in results.txt."
     smaller = "use smaller models, a smaller --dtype, --maxLen or --window"
-    return together(lambda work: as_command(PROGRAM, work, kept, smaller), lambda processes: work(words, processes))
+    return together(lambda work: as_command("test.py", work, kept, smaller), lambda processes: work(words, processes))
 
 
 def work(argv: Sequence[str], processes: Processes) -> int:
@@ -49,7 +53,7 @@ def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes)
     folder = os.path.abspath(store.lines.parent)
     if os.path.isdir(earlier.get("folder", "")):
         os.chdir(earlier["folder"])  # Relative paths among its flags start there.
-    prepared = prepare(parse(rerun.arguments(earlier, folder)), processes)
+    prepared = prepare(parse(rerun.arguments(earlier, folder), again=True), processes)
     record, new = run(prepared, argv, earlier)
     if not processes.first:
         return 0
@@ -68,6 +72,8 @@ def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None)
         return record, []
     for sentence in rerun.changes(earlier, record) if earlier else ():
         print(sentence)
+    print(end="".join(f"{sentence}\n" for sentence in strained(record)))
+    store.lines.parent.mkdir(parents=True, exist_ok=True)
     store.append(**record)
     name = record["run"]
 
@@ -112,7 +118,3 @@ def measure(prepared: Prepared, models: LoadedModels, append: Append, picture: C
         measure_diversity(prepared, models, append)
     if measuring.ppl:
         measure_perplexity(prepared, models, append)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

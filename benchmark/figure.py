@@ -12,7 +12,7 @@ import matplotlib
 from benchmark.records import BenchmarkRecord
 from benchmark.tables import gamma_of, texts_of
 from experiments.speed import Range, interval, summarize
-from report.tableFormat import median
+from report.tableFormat import counted, median
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
@@ -67,7 +67,7 @@ def draw(record: BenchmarkRecord, path: Path) -> None:
     shapes = " (shapes; random weights, synthetic acceptance)" if flags["shapes"] else ""
     figure.suptitle(
         f"{flags['target']} with {flags['draft']}{shapes}, {record['dtype']}, {machine['processor']}, "
-        f"{machine['threads']} threads",
+        f"{counted(machine['threads'], 'thread')}",
         x=0.01,
         ha="left",
         fontsize=10,

@@ -17,7 +17,7 @@ from benchmark.stepTimes import LARGE, PROMPT
 from experiments import theory
 from experiments.speed import Interval, TimedText, interval, paired_ratios, summarize
 from inputs.files import gigabytes
-from report.tableFormat import cells, grid, median, notation, plain, span
+from report.tableFormat import cells, counted, grid, median, notation, plain, span
 
 STEP_NOTES = (
     "MB: bytes that a forward must read. of one: over the time of one token. of the target's one: over that of the "
@@ -74,7 +74,7 @@ def heading(record: BenchmarkRecord) -> str:
     return (
         f"{flags['target']} and {flags['draft']}"
         + (", random weights" if flags["shapes"] else "")
-        + f", {record['dtype']}; {machine['processor']}, {machine['threads']} threads, {record['device']}; "
+        + f", {record['dtype']}; {machine['processor']}, {counted(machine['threads'], 'thread')}, {record['device']}; "
         f"torch {machine['torch']}, transformers {machine['transformers']}"
     )
 
@@ -160,7 +160,7 @@ def speed_table(record: BenchmarkRecord) -> Table:
         if words.startswith("left out"):
             rows.append([row_name, *[""] * (len(columns) - 2), "left out"])
     title = (
-        f"Tokens per second: {flags['prompts']} prompts of {PROMPT} tokens, maxLen {flags['maxLen']}, "
+        f"Tokens per second: {counted(flags['prompts'], 'prompt')} of {PROMPT} tokens, maxLen {flags['maxLen']}, "
         f"{gammas(record)}, temperature {SAMPLING.temperature}, top_p {SAMPLING.top_p}"
     )
     return table_of(title, columns, rows)

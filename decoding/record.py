@@ -11,7 +11,8 @@ class Record:
 
     times: seconds from the call to the moment each round's tokens were on the host.
     committed: tokens each round added; their sum is the length of the output.
-    drafted, accepted: tokens guessed in each round, and how many of them verification accepted.
+    drafted, accepted: tokens guessed in each round, and how many of them verification accepted; without guesses after
+        the end of the text.
     begun: seconds from the call to the moment the text got its row of the batch.
     """
 

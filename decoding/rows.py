@@ -312,9 +312,11 @@ class Rows:
         self.tokens[number] += tokens
         self.texts[row] += tokens
         self.ended[row] = len(self.tokens[number]) == self.max_len or end is not None
+        if accepted >= len(tokens):  # The text ends at a guess. Those after it are no part of it.
+            drafted = accepted = len(tokens)
         self.records[number].add(now, len(tokens), drafted, accepted)
         if self.callback:
-            self.callback(number, tokens, min(accepted, len(tokens)))
+            self.callback(number, tokens, accepted)
 
     def ends(self, number: int, token: int) -> bool:
         """Whether that text ends at this token."""

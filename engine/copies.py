@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,6 +29,8 @@ Follow = Callable[[Iterable[Any], str, int], Iterable[Any]]  # follow(work, titl
 
 CALIBRATED = (4, 5)  # bits with which calibration pays; with more, rounding each weight by itself is enough
 LARGE = 1 << 30  # Weights of a model for which the passes of `compensated` take too long.
+LONG = 50_000_000  # Weights from which on the work is announced.
+TOLD = "Rounding the {millions:,.0f} M weights of {name}, once: this takes about a second for each million of them."
 METHOD = b"compensated, fitted"  # how codes are found: those of another method are not taken from the disk
 
 
@@ -53,12 +58,21 @@ class Copies:
             raise RuntimeError(f"it has layers of {uneven[0]} inputs, which is no multiple of {GROUP}")
         self.weights = sum(weight.numel() for weight in weights.values())
         self.names, self.folder = list(weights), cache_folder() / f"copies-{hash_of(weights)}"
-        tokens: list[Tensor] = []
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError:  # A home that cannot be written: nothing is kept.
+            self.temporary = tempfile.TemporaryDirectory(prefix="copies-")
+            self.folder = Path(self.temporary.name)
+        self.told, tokens = False, list[Tensor]()
         for count in bits:
             (self.folder / str(count)).mkdir(parents=True, exist_ok=True)
             work: Iterator[tuple[str, Tensor, Tensor]]
-            done = {name: self.read(count, name)[:2] for name in weights if self.file(count, name).exists()}
+            done = {name: found for name in weights if (found := self.whole(count, name))}
             if len(done) < len(weights):
+                if not self.told and self.weights > LONG:
+                    print(TOLD.format(name=self.name, millions=self.weights / 1e6), file=sys.stderr)
+                    self.told = True
                 if count in CALIBRATED:
                     tokens = tokens or [text()]
                     passes = PASSES if sum(map(torch.numel, weights.values())) < LARGE else 0
@@ -93,6 +107,13 @@ class Copies:
 
     def read(self, bits: int, name: str) -> Codes:
         return Codes(**load_file(self.file(bits, name)), bits=bits)
+
+    def whole(self, bits: int, name: str) -> tuple[Tensor, Tensor] | None:
+        """The codes and scales of a weight, if they are on disk; what was cut short there is made again."""
+        try:
+            return self.read(bits, name)[:2]
+        except (OSError, SafetensorError, TypeError):
+            return None
 
     def write(self, name: str, codes: Codes) -> None:
         """The file appears when it is complete."""

@@ -12,13 +12,12 @@ from decoding.trees.rules import TREE_RULES
 from decoding.verification import RULES as VERIFICATIONS
 from engine.quantised import BITS
 from inputs.commandLine import VERSION, Parser, number, path, text, whole
-from inputs.files import INSTALLED, ROOT
+from inputs.files import ROOT
 from inputs.models import DTYPES
 from methods.catalogue import METHODS, lossless_methods
 from methods.samplers import Decoding
 from utils import Sampling, UserError
 
-PROGRAM = "specdec" if INSTALLED else "test.py"
 Options = dict[str, Any]  # what `add_argument` takes by keyword
 
 
@@ -380,8 +379,8 @@ FLAGS = {
         "--seed": flag(whole(0, (1 << 62) - 1), "The seed of every random choice.", 0),
         "--out": flag(
             path,
-            "The folder of results.txt, results.jsonl and figures/. Default: the project's folder; for an installed "
-            "specdec, the current folder.",
+            "The folder of results.txt, results.jsonl and figures/, which is made if it is not there. Default: the "
+            "project's folder.",
             metavar="FOLDER",
             default=ROOT,
         ),
@@ -392,7 +391,7 @@ FLAGS = {
 def parser() -> Parser:
     """The parser of `test.py`."""
     result = Parser(
-        prog=PROGRAM,
+        prog="test.py",
         allow_abbrev=False,
         description="Speculative decoding, measured: speed (TTFT, TPOT, throughput), perplexity, and every decoding "
         "method side by side. Results go to results.txt. README.md explains how to read them.",
@@ -418,7 +417,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     check_prompts(args)
     if args.audit and not os.path.isfile(args.audit):
         raise UserError(f"--audit {args.audit} is not a file")
-    if not os.path.isdir(args.out):
+    if os.path.exists(args.out) and not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
     return args
 

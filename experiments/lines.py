@@ -57,13 +57,15 @@ class ProcessRecord(TypedDict):
 
 
 class Origin(TypedDict):
-    """Where measurements come from. flags: {name: value}. code: the digest of the source. models: {role: model}."""
+    """Where measurements come from. flags: {name: value}. code: the digest of the source. load: of the machine, as it
+    began. models: {role: model}."""
 
     time: str
     command: str
     flags: dict[str, Any]
     device: str
     code: NotRequired[str]
+    load: NotRequired[float]
     machine: Machine
     models: dict[str, ModelRecord]
     processes: NotRequired[list[ProcessRecord]]
@@ -339,7 +341,8 @@ class AuditFigures(EvidenceFigures):
 
     unit: the unit roundoff of the arithmetic that wrote them. limit: the p-value below which a test rejects them.
     order: of the vocabulary, "q / p" or "p". seen_by: the tests that reject them. places: of impossible tokens. fits:
-    other settings under which no test rejects them. resembles: planted mistakes with such a pattern.
+    other settings under which no test rejects them. resembles: planted mistakes with such a pattern. alike:
+    the p-value of `lossless.audit.alike`.
     """
 
     temperature: float
@@ -351,6 +354,7 @@ class AuditFigures(EvidenceFigures):
     order: str
     seen_by: list[str]
     places: list[Place]
+    alike: NotRequired[float]
     power: Power
     fits: list[dict[str, float]]
     resembles: list[str]
@@ -373,12 +377,14 @@ class GreedyAuditFigures(TypedDict):
 
 class AuditSource(TypedDict):
     """What is audited. sha256: the digest of all prompts and texts. written_in: the dtype of the engine; dtype: the
-    target's here. retokenised: texts without token ids. pieces: {token: its text}, of the places."""
+    target's here. after_end: texts with more after a token that ends a text. retokenised: texts without token ids.
+    pieces: {token: its text}, of the places."""
 
     file: str
     sha256: str
     dtype: str
     written_in: str
+    after_end: NotRequired[int]
     retokenised: int
     pieces: dict[str, str]
 

@@ -31,7 +31,7 @@ from experiments.settings import Settings
 from inputs.auditTexts import AuditText, read_texts
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
-from inputs.models import DTYPES, Outline, find_model, load_model, model_version, outline, read_config
+from inputs.models import DTYPES, Outline, find_model, holds_head, load_model, model_version, outline, read_config
 from inputs.progress import followed
 from inputs.prompts import (
     Question,
@@ -286,7 +286,7 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     texts = settings.texts
     device, draft_device, dtype = where_to_run(settings, processes)
     corpora = []
-    if settings.measuring.ppl or (texts.from_corpora and continues(settings)):
+    if settings.measuring.ppl or settings.prompts_from_corpora:
         corpora = load_corpora(texts.dataset, texts.books)
         check_passages(corpora, texts.dataset, texts.sentence_limit)
     named = read_prompts(texts.prompt, texts.prompt_file)
@@ -299,7 +299,7 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     outlines = [outline(folder, tokenizer) for folder in folders.values()]
     shortest = min(outlines, key=lambda model: model.context)
     context = shortest.context
-    prompts, article = choose_texts(settings, named, questions, corpora, tokenizer, context)
+    prompts, article = choose_texts(settings, named, questions, corpora, tokenizer)
     check_queues(settings, prompts)
     longest = with_longest_answers(settings, prompts, questions)
     check_questions(settings, questions, longest, outlines)
@@ -381,7 +381,6 @@ def choose_texts(
     questions: list[Question],
     corpora: list[Corpus],
     tokenizer: PreTrainedTokenizerBase,
-    context: int,
 ) -> tuple[dict[int, list[list[int]]], list[list[int]]]:
     """The prompts by length, and those of --diversity, as token ids. named: prompts that a flag names. questions: those
     of --prompts, each turn of which is a prompt, after the shortest answers."""
@@ -400,7 +399,7 @@ def choose_texts(
         return {max(map(len, rows)): rows} if continues(settings) else {}, rows if diverse else []
     if continues(settings):
         lengths, limit = texts.prompt_lengths, texts.sentence_limit
-        prompts = choose_prompts(tokenizer, corpora, lengths, context, limit, texts.sentences)
+        prompts = choose_prompts(tokenizer, corpora, lengths, limit, texts.sentences)
     return prompts, encode(diversity.PROMPTS, tokenizer) if diverse else []
 
 
@@ -529,9 +528,12 @@ def find_models(settings: Settings) -> dict[str, Path]:
     needed = roles_of(settings) - roles_of_copy(settings) - roles_of_head(settings)
     names: dict[str, str] = {role: getattr(choice, role) for role in ("target", "draft", "mid") if role in needed}
     in_order = sorted(dict.fromkeys(names.values()), key=is_hub_id)  # A wrong name is found before a large download.
-    if roles_of_head(settings):
-        find_model(choice.head or "")
+    if roles_of_head(settings) and not holds_head(find_model(choice.head or "")):
+        raise UserError(f"--head {choice.head} is a model, and no trained head; scripts/trainHead.py trains one")
     by_name = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
+    for name, folder in by_name.items():
+        if holds_head(folder):
+            raise UserError(f"{name} is a trained head, and no model; give it as --head {name} --draft head")
     folders = {role: by_name[name] for role, name in names.items()}
     if any(METHODS[name].contrasts for name in methods) and folders["target"] == folders.get("draft"):
         raise UserError("contrastive decoding needs two models: --target and --draft are the same")

@@ -8,9 +8,8 @@ import shlex
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -24,12 +23,13 @@ from experiments.lines import Machine, ModelRecord, Origin, ProcessRecord, RunLi
 from experiments.prepare import LoadedModels, Prepared
 from experiments.processes import Processes
 from experiments.speed import digest
+from inputs import files
 from inputs.models import model_version
 from utils import UserError
 
-CODE = Path(__file__).resolve().parents[1]  # An installed package has another `files.ROOT`.
 # The source that decides what is written, how fast, and how it is measured. Reports and figures are not among it.
 SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
+BUSY = 0.5  # load beyond the cores that is no sign of other programs
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "benchmark")
 
 
@@ -103,18 +103,32 @@ def origin(argv: Sequence[str], flags: Mapping[str, object], device: str, models
         "flags": dict(flags),
         "device": device,
         "code": code_version(),
+        "load": os.getloadavg()[0],
         "machine": machine(device),
         "models": dict(models),
     }
 
 
+def strained(run: RunLine, lines: Iterable[Mapping[str, Any]] = ()) -> Iterator[str]:
+    """A line for each sign that other programs took the processor while something was measured."""
+    load, cores = run.get("load", 0.0), run["machine"]["cores"] or 1
+    if load > cores + BUSY:
+        yield f"The machine was busy as the run began (a load of {load:.1f}, and {cores} cores): times are too long."
+    times: dict[str, list[float]] = {}
+    for line in lines:
+        if line["kind"] == "speed" and line["tpot"]:
+            times.setdefault(line["method"], []).append(line["tpot"])
+    if unsteady := [method for method, values in times.items() if max(values) > 10 * min(values)]:
+        yield f"Times per token vary more than tenfold ({', '.join(unsteady)}): was the machine busy? Measure again."
+
+
 @functools.cache
 def code_version() -> str:
     """A digest of the source in Python and C++: two records with the same one were made by the same code."""
-    files = [CODE / f"{name}.py" for name in SOURCE]
+    sources = [files.ROOT / f"{name}.py" for name in SOURCE]
     for folder in FOLDERS:
-        files += [file for file in (CODE / folder).rglob("*") if file.suffix in (".py", ".cpp", ".h")]
-    content = [(file.relative_to(CODE).as_posix(), file.read_bytes()) for file in sorted(files)]
+        sources += [file for file in (files.ROOT / folder).rglob("*") if file.suffix in (".py", ".cpp", ".h")]
+    content = [(file.relative_to(files.ROOT).as_posix(), file.read_bytes()) for file in sorted(sources)]
     return "sha256:" + hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 

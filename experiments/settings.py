@@ -4,14 +4,15 @@ anything is loaded."""
 import argparse
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.flags import read_flags
 from inputs.models import default_head, default_mid, default_pair
-from methods.catalogue import METHODS, check_roles, choose, choose_lossless, in_mode
+from inputs.starting import Something
+from methods.catalogue import build, check_roles, choose, choose_lossless, in_mode
 from methods.samplers import Decoding, tree_choice
 from utils import Sampling, UserError
 
@@ -173,6 +174,11 @@ class Settings:
         return min(self.measuring.batch or TEXTS, self.texts_at_once)
 
     @property
+    def prompts_from_corpora(self) -> bool:
+        """Whether texts of the data set are continued. --diversity has prompts of its own."""
+        return self.texts.from_corpora and bool(set(self.measuring.modes) - {"diversity"})
+
+    @property
     def texts_at_once(self) -> int:
         """Texts that a method of `--lossless` is given at a time."""
         return min(TEXTS, -(-self.tokens // self.sampling.max_len_of("lossless")))
@@ -194,8 +200,9 @@ class Settings:
         return self.decoding.gamma_of("fixed", self.decoding.lookup) if shared else self.decoding.gamma
 
 
-def parse(argv: Sequence[str]) -> Settings:
-    """The settings that the flags `argv` say. Raises UserError for what cannot be right."""
+def parse(argv: Sequence[str], again: bool = False) -> Settings:
+    """The settings that the flags `argv` say. Raises UserError for what cannot be right. again: the flags are those of
+    a record, which names all."""
     args = read_flags(argv)
     args.promptLen = sorted(set(args.promptLen))
     args.temperature = args.temperature and list(dict.fromkeys(args.temperature))
@@ -206,12 +213,18 @@ def parse(argv: Sequence[str]) -> Settings:
     settings = typed(args)
     if not args.rerun:
         check_together(settings)
+        check_effects(settings, [] if again else [word.split("=")[0][2:] for word in argv if word.startswith("--")])
     return settings
 
 
+def field_of(flag: str) -> str:
+    """The field that a flag sets, such as `draft_length` for draftLength."""
+    return re.sub("[A-Z]", r"_\g<0>", flag).lower()
+
+
 def typed(args: argparse.Namespace) -> Settings:
-    """The flags, sorted into settings. A flag sets the field of its name: --draftLength sets `draft_length`."""
-    values = {re.sub("[A-Z]", r"_\g<0>", name).lower(): value for name, value in vars(args).items()}
+    """The flags, sorted into settings."""
+    values = {field_of(name): value for name, value in vars(args).items()}
     values |= {
         "ppl": bool(args.ppl),
         "written_in": args.writtenIn or "bfloat16",
@@ -283,26 +296,20 @@ def check_modes(args: argparse.Namespace) -> None:
             args.ppl = 0
     if not any(getattr(args, mode) for mode in ALL_MODES):
         raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
-    if args.lossless is None and args.tokens:
-        raise UserError("--tokens is a flag of --lossless; give both or neither")
     for own in "lossless", "audit":
         if getattr(args, own) is not None and any(getattr(args, mode) for mode in ALL_MODES if mode != own):
             raise UserError(f"--{own} is a run of its own: leave out the other things to do")
-    if args.audit is None and args.writtenIn:
-        raise UserError("--writtenIn is a flag of --audit; give both or neither")
 
 
 def check_together(settings: Settings) -> None:
     """Raise UserError for flags that are right by themselves but not together."""
     flags, played = settings.flags, settings.measuring.played
-    if not played and not os.access(settings.output.folder, os.W_OK):
+    folder = settings.output.folder.absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not played and not (there.is_dir() and os.access(there, os.W_OK)):
         raise UserError(f"{settings.output.folder} is a folder that you may not write to; name another with --out")
     if len(settings.texts.questions) > 1 and not played:
         raise UserError("a conversation is played, not measured: add --show or --html, or give one --question")
-    if settings.texts.prompts is not None:
-        check_categories(settings)
-    if settings.measuring.batch is not None:
-        check_batch(settings)
     if flags["sweep"] == "batch" and list(settings.measuring.groups) != ["sweep"]:
         raise UserError("--sweep batch is a run of its own: leave out the other modes")
     if flags["sweep"] and (settings.sampling.max_len or 3) < 3:
@@ -320,10 +327,6 @@ def check_together(settings: Settings) -> None:
         raise UserError("--draftDevice auto: a draft is on one device; name it")
     if decoding.tree is not None:
         check_tree(settings)
-    if decoding.lookup and (decoding.draft_temperature, decoding.draft_top_p) != (None, None):
-        raise UserError("--draft lookup draws nothing; leave out --draftTemperature and --draftTop_p")
-    if decoding.lookup and decoding.lookup_first:
-        raise UserError("--lookupFirst is for a draft model that guesses too; leave it out, or name one with --draft")
     if decoding.lookup and settings.measuring.ppl:
         raise UserError("--draft lookup has no perplexity: it is no model; leave out --ppl")
     if settings.models.draft_vocab:
@@ -332,29 +335,65 @@ def check_together(settings: Settings) -> None:
     check_head(settings)
 
 
-def check_categories(settings: Settings) -> None:
-    """Raise UserError if prompts with categories are not, or not only, for modes that measure speed."""
-    others = [mode for mode in ("lossless", "audit", "show", "html", "diversity") if settings.flags[mode]]
-    if others:
-        raise UserError(f"--prompts is for modes that measure speed; leave it or --{others[0]} out")
-    if not settings.measuring.timed:
-        raise UserError("--prompts is for modes that measure speed; add one of them, such as --compare all")
+# {flag: (what it is for, whether the settings ask for that)}. Of how to guess, the methods say it: `fields_read`.
+EFFECTS: dict[str, tuple[str, Callable[[Settings], Any]]] = {
+    "tokens": ("--lossless", lambda settings: "lossless" in settings.measuring.groups),
+    "writtenIn": ("--audit", lambda settings: settings.measuring.audit),
+    "prompts": (
+        "modes that measure speed, and not --diversity",
+        lambda settings: settings.measuring.timed and not settings.flags["diversity"],
+    ),
+    "batch": (
+        "modes that measure speed, except --sweep, and for --lossless",
+        lambda settings: settings.measuring.groups.keys() & {*TIMED, "lossless"} and not settings.flags["sweep"],
+    ),
+    "draftBits": (
+        "the target's own copy (--draft self)",
+        lambda settings: "self" in (settings.models.draft, settings.models.mid, *settings.measuring.names),
+    ),
+    "promptLen": ("prompts from the data set", lambda settings: settings.prompts_from_corpora),
+    **dict.fromkeys(
+        ("dataset", "books", "sentences", "sentenceLimit"),
+        ("texts from the data set", lambda settings: settings.prompts_from_corpora or settings.measuring.ppl),
+    ),
+}
 
 
-def check_batch(settings: Settings) -> None:
-    """Raise UserError if --batch is given to what decodes one text at a time, or decodes nothing."""
-    for mode in "show", "html", "audit", "sweep":
-        if settings.flags[mode]:
-            raise UserError(f"--batch is for modes that measure speed and for --lossless; leave it or --{mode} out")
-    if not settings.measuring.timed and "lossless" not in settings.measuring.groups:
-        raise UserError("--batch is for modes that measure speed and for --lossless; add one of them, such as --speed")
+def check_effects(settings: Settings, given: Sequence[str]) -> None:
+    """Raise UserError if one of the flags that are `given` changes nothing."""
+    parts, read = {field.name for field in fields(Decoding)}, fields_read(settings)
+    for flag in given:
+        purpose, is_asked_for = EFFECTS.get(flag, ("", lambda settings: True))
+        if not is_asked_for(settings):
+            raise UserError(f"--{flag} is for {purpose}, and this run has none; leave it out, or add that")
+        if (field := field_of(flag)) in parts and field not in read:
+            raise UserError(f"--{flag} changes nothing here: no method that is measured reads it; leave it out")
+
+
+def fields_read(settings: Settings) -> set[str]:
+    """The fields of `Decoding` that the methods read as they are made, of models that are stand-ins."""
+    read = set()
+
+    class Watched(Decoding):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    class StandIn(Something):
+        vocabulary = context = 1
+        device = "cpu"
+
+    models: Any = dict.fromkeys(("target", *settings.models.roles), StandIn)
+    decoding = Watched(**vars(settings.decoding))
+    build(["fixed"] if "sweep" in settings.measuring.groups else [], models, decoding)
+    read.discard("gamma")  # A sweep has its own numbers of guesses.
+    build(settings.measuring.names, models, decoding)
+    return read
 
 
 def check_copy(settings: Settings) -> None:
     """Raise UserError for what the target's own copy cannot do, or has no use for."""
-    choice, names = settings.models, settings.measuring.names
-    if choice.draft_bits and "self" not in (choice.draft, choice.mid, *names):
-        raise UserError("--draftBits is for the target's own copy; add --draft self or leave it out")
+    choice = settings.models
     if choice.target in ("self", "lookup", "head"):
         raise UserError(f"--target {choice.target}: the target is a model; name it")
     if choice.draft != "self":
@@ -396,10 +435,6 @@ def check_tree(settings: Settings) -> None:
         raise UserError("--sweep is over gamma, the length of a chain; leave out --tree, or --compare trees")
     if settings.measuring.played:
         raise UserError("--show and --html play chains of guesses; leave out --tree")
-    guessing = [method for name, method in METHODS.items() if name in settings.measuring.names and method.lossless]
-    chains = [m for m in guessing if m.guesses and not m.guesses_tree(settings.decoding)]
-    if (flags["draftLength"] != "fixed" or flags["gamma"]) and not chains:
-        raise UserError("--tree says how many tokens to guess; leave out --gamma and --draftLength")
 
 
 def check_draft_vocabulary(settings: Settings) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from utils import UserError, out_of_memory
 
-VERSION = "0.1.0"  # of the project; pyproject.toml reads it here
+VERSION = "0.1.0"  # of the project
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,6 +22,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=allow_abbrev, **options)
 
     def error(self, message: str) -> NoReturn:
+        if flag := re.match(r"argument (--\w+): expected", message):
+            message += f"; a value that begins with - is given as {flag[1]}=VALUE"
         raise UserError(message)
 
 
@@ -85,8 +87,8 @@ def one_line(error: BaseException) -> str:
 def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: str = "use smaller models") -> int:
     """Run `work()` as a command and return the exit code.
 
-    The code is what `work` returns, or 0; 2 after one line that says what stopped it; 130 after Ctrl-C; 1 if nobody
-    reads the output any longer. An error that is a bug is raised.
+    The code is what `work` returns, or 0; 2 after one line that says what stopped it; 130 after Ctrl-C; 141, as a
+    shell calls it, if nobody reads the output any longer. An error that is a bug is raised.
     kept: says what is not lost. smaller: what to do when memory is full.
     """
     for stream in sys.stdout, sys.stderr:  # A character that the screen cannot show must not stop the script.
@@ -103,7 +105,7 @@ def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: 
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more as it exits.
-        return 1
+        return 141
     except Exception as error:
         if out_of_memory(error):
             message = f"out of memory; {smaller}, or close other programs. {kept}"

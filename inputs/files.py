@@ -2,7 +2,6 @@
 line each."""
 
 import errno
-import hashlib
 import os
 import shutil
 import tempfile
@@ -15,27 +14,10 @@ from filelock import FileLock, Timeout
 from inputs.commandLine import one_line
 from utils import UserError
 
-
-def find_folders(code: Path) -> tuple[Path, Path | None]:
-    """(the project's folder, the folder of the data installed with the code), for code that lies in `code`.
-
-    In a clone, the project's folder is the clone, and it holds the data too: there is no other folder. For an installed
-    package, it is the current folder: downloads and results go there, and never into site-packages.
-    """
-    installed = code / "specdec"  # pyproject.toml puts the data there.
-    return (Path.cwd(), installed) if (installed / "models").is_dir() else (code, None)
-
-
-ROOT, INSTALLED = find_folders(Path(__file__).resolve().parent.parent)
+ROOT = Path(__file__).resolve().parent.parent
 # Use these two as `files.MODELS` and `files.DATASETS`, so that a test can replace them in one place.
 MODELS = ROOT / "models"
 DATASETS = ROOT / "datasets"
-
-
-def with_installed(folder: Path) -> list[Path]:
-    """Where to look for what lies in `folder`, `files.MODELS` or `files.DATASETS`: there, then in the installed folder
-    of that name."""
-    return [folder, *([INSTALLED / folder.name] if INSTALLED else [])]
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -76,10 +58,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Keep other processes from writing `folder` meanwhile. Makes the folder it is in. Raises UserError if another
     process holds the lock."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    lock = folder.resolve().with_name(f".{folder.name}.lock")
     try:
-        with FileLock(Path(tempfile.gettempdir()) / f"download-{name}.lock", timeout=0):
-            yield
+        with FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
     except Timeout:
         raise UserError(f"another process is writing {folder}; wait for it") from None
 

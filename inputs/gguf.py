@@ -56,6 +56,10 @@ REQUIRED = (
 )  # fmt: skip
 GPT2_SPLITS = {"gpt-2", "mpt", "olmo", "jais", "trillion"}  # Tokenizers that cut a text into words as GPT-2's does.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>")
+END_OF_TEXT = "<|endoftext|>"
+SPLITS_OF = {"qwen2": "qwen2", "qwen3": "qwen2"}  # {architecture: the rules that its tokenizers cut texts by}
+# What the supported architectures do not compute. A window as long as the context is none.
+REFUSED = ("attention.scale", "logit_scale", "attention.sliding_window", "rope.scaling.factor", "rope.scale_linear")
 PACKAGE = r"[A-Za-z0-9][\w.-]*(==[\w.+!-]+)?"
 NAME = "model.gguf"
 
@@ -208,9 +212,16 @@ def read_config(folder: Path, reader: Any, about: dict[str, Any]) -> PretrainedC
     config = AutoConfig.from_pretrained(folder, gguf_file=NAME, local_files_only=True)
     size = config.hidden_size // config.num_attention_heads
     config.head_dim = size = int(about.get(f"{architecture}.attention.key_length", size))
+    harmless = {"rope.scaling.factor": (1,), "attention.sliding_window": (0, about[f"{architecture}.context_length"])}
+    for key in REFUSED:  # A factor without a type is a linear one.
+        value = about.get(f"{architecture}.{key}")
+        none = key == "rope.scaling.factor" and about.get(f"{architecture}.rope.scaling.type") == "none"
+        if value is not None and value not in harmless.get(key, ()) and not none:
+            raise UserError(
+                f"the GGUF file has {architecture}.{key} ({value}), which is not supported; name another file"
+            )
     if (
         about.get(f"{architecture}.rope.scaling.type", "none") != "none"
-        or f"{architecture}.rope.scale_linear" in about
         or about.get(f"{architecture}.rope.dimension_count", size) != size
         or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)  # Llama 3.1 and its successors
     ):
@@ -232,6 +243,9 @@ def read_tokenizer(folder: Path, about: dict[str, Any]) -> PreTrainedTokenizerBa
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+    elif splits != (expected := SPLITS_OF.get(about["general.architecture"], splits)):
+        print(f"the tokenizer cuts texts into words by the rules {visible(str(splits), '')}, and such models by "
+              f"{expected}: a text may get other tokens than the model was trained with")  # fmt: skip
     elif kind == "gpt2" and splits not in GPT2_SPLITS | GGUF_PRE_TOKENIZER_SPLITS.keys():
         print(f"the tokenizer cuts texts into words by rules ({visible(str(splits), '')}) that are read as GPT-2's: a "
               "text may get other tokens than in llama.cpp")  # fmt: skip
@@ -245,6 +259,8 @@ def generation_config(
     template writes one."""
     ids = [about.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ids += [tokenizer.get_vocab().get(token) for token in END_OF_TURN if token in (tokenizer.chat_template or "")]
+    if set(END_OF_TURN) & set(tokenizer.convert_ids_to_tokens([int(i) for i in ids if i is not None])):
+        ids.append(tokenizer.get_vocab().get(END_OF_TEXT))  # Such models end texts that are no chats with it.
     ends = list(dict.fromkeys(int(index) for index in ids if index is not None))
     return GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=ends or None, pad_token_id=config.pad_token_id

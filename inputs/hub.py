@@ -8,10 +8,14 @@ rest, and the file gets its name when its hash is right.
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import HfApi, constants, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -28,9 +32,13 @@ from huggingface_hub.utils import build_hf_headers, logging
 from inputs.commandLine import one_line
 from inputs.files import file_error, gigabytes
 from inputs.manifest import HubFile, is_whole, stays_inside
+from inputs.progress import Bar
 from utils import UserError
 
+T = TypeVar("T")
+
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
+PATIENCE = 300  # seconds that a busy hub may ask to wait
 SPARE = 64 << 20  # bytes that must stay free on a disk
 
 logging.set_verbosity_error()  # The warnings that matter are UserErrors here.
@@ -48,9 +56,8 @@ def list_repository(repo: str, revision: str = "main", kind: str = "model") -> t
     kind: 'model' or 'dataset'.
     """
     with hub_errors(repo, revision):
-        info = HfApi().repo_info(
-            repo, revision=revision, repo_type=kind, files_metadata=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
-        )
+        options = {"revision": revision, "repo_type": kind, "files_metadata": True}
+        info = patiently(lambda: HfApi().repo_info(repo, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, **options))
     files = {}
     for entry in info.siblings or []:
         if not stays_inside(entry.rfilename):
@@ -66,6 +73,21 @@ def list_repository(repo: str, revision: str = "main", kind: str = "model") -> t
         digest = f"sha256:{entry.lfs.sha256}" if entry.lfs else f"git:{entry.blob_id}"
         files[entry.rfilename] = HubFile(entry.rfilename, entry.size, digest)
     return info.sha, files
+
+
+def patiently(request: Callable[[], T]) -> T:
+    """`request()`, again after a pause if the hub answers that it is busy and says for how long, at most three
+    times."""
+    for left in reversed(range(4)):
+        try:
+            return request()
+        except HfHubHTTPError as error:
+            status, pause = error.response.status_code, error.response.headers.get("Retry-After", "")
+            if status not in (429, 500, 502, 503, 504) or not pause.isdecimal() or int(pause) > PATIENCE or not left:
+                raise
+            print(f"{constants.ENDPOINT} answered {status}; trying again in {pause} s", file=sys.stderr, flush=True)
+            time.sleep(int(pause))
+    raise AssertionError
 
 
 def missing_bytes(folder: Path, file: HubFile) -> int:
@@ -108,7 +130,10 @@ def fetch(repo: str, commit: str, file: HubFile, folder: Path, kind: str = "mode
 
 def append_missing(url: str, part: Path, file: HubFile) -> None:
     """Append the bytes that `part` lacks. A connection that breaks is made again as long as each one brings bytes."""
-    options = {
+    # Without a terminal the library shows nothing.
+    bar = None if sys.stderr.isatty() else Bar(file.path, file.size, " bytes")
+    options: dict[str, Any] = {
+        "_tqdm_bar": bar,
         "headers": build_hf_headers() | {"Accept-Encoding": "identity"},
         "expected_size": file.size,
         "displayed_filename": file.path,
@@ -121,7 +146,7 @@ def append_missing(url: str, part: Path, file: HubFile) -> None:
             start = stream.tell()
             try:
                 # A hub redirects requests for large files, each time to another address.
-                http_get(url, stream, resume_size=start, **options)
+                patiently(lambda: http_get(url, stream, resume_size=stream.tell(), **options))
                 return
             except HfHubHTTPError:
                 raise
@@ -134,6 +159,15 @@ def append_missing(url: str, part: Path, file: HubFile) -> None:
 def hub_errors(repo: str, revision: str) -> Iterator[None]:
     """Raise what can go wrong between this machine and a hub as a UserError."""
     host = constants.ENDPOINT
+    proxies = getproxies()
+    proxy = proxies.get(urlsplit(host).scheme) or proxies.get("all")
+    through = (
+        f" through the proxy {proxy.rpartition('@')[2]}"
+        if proxy and not proxy_bypass(urlsplit(host).hostname or "")
+        else ""
+    )
+    if not host:
+        raise UserError("HF_ENDPOINT is empty: unset it, or name a mirror (it begins with https://)")
     try:
         yield
     except OfflineModeIsEnabled:
@@ -145,13 +179,18 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         raise UserError(refused_request(error, repo, revision)) from None
     except HTTPError as error:
         raise UserError(
-            f"no connection to {other_host(error) or host} ({type(error).__name__}); check the network, or "
+            f"no connection to {other_host(error) or host}{through} ({type(error).__name__}); check the network, or "
             "name a mirror in HF_ENDPOINT (it begins with https://). What came is kept: the next run goes "
             "on from there. With --offline only what is here is used."
         ) from None
     except OSError as error:
         raise file_error(error) from None
+    except ImportError:
+        remedy = "install it (.venv/bin/python -m pip install socksio), or name another proxy"
+        raise UserError(f"to reach {host}{through} takes the package socksio; {remedy}") from None
     except (ValueError, KeyError, TypeError) as error:
+        if "proxy" in str(error):
+            raise UserError(f"a proxy cannot be used ({one_line(error)}); name one of http:// or socks5://") from None
         raise UserError(
             f"what {host} answered for {repo} is not what a hub answers ({type(error).__name__}: "
             f"{one_line(error)}); check HF_ENDPOINT, HF_TOKEN and the network"

@@ -30,7 +30,7 @@ from engine.cachedModel import CachedModel, check_kind, context_of
 from inputs import files
 from inputs.commandLine import one_line, visible
 from inputs.devices import all_devices, available_memory
-from inputs.files import gigabytes, with_installed
+from inputs.files import gigabytes
 from inputs.manifest import MANIFEST, UNFINISHED, read_manifest
 from utils import UserError, out_of_memory
 
@@ -43,14 +43,13 @@ logging.disable_progress_bar()
 
 def find_model(name: str | Path) -> Path:
     """The folder of a model, named by a folder under `models/` or by any path. Raises UserError if it is none."""
-    parents = with_installed(files.MODELS)
-    for folder in (*(parent / name for parent in parents), Path(os.path.abspath(os.path.expanduser(name)))):
-        if os.path.isdir(folder) and folder not in parents:  # `models/` itself is found for "."
+    for folder in files.MODELS / name, Path(os.path.abspath(os.path.expanduser(name))):
+        if os.path.isdir(folder) and folder != files.MODELS:  # `models/` itself is found for "."
             break
     else:
         if os.path.isdir(files.MODELS / f"{name}{UNFINISHED}"):
             raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
-        names = sorted({path.name for parent in parents for path in parent.glob("*") if path.is_dir()})
+        names = sorted(path.name for path in files.MODELS.glob("*") if path.is_dir())
         raise UserError(
             f"no model folder {str(name)!r}, neither under {files.MODELS.name}/ nor as a path; "
             f"there are: {', '.join(names) or 'none'}. downloadModel.py gets models; a hub id is "
@@ -96,6 +95,11 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} cannot be read ({one_line(error)}); download it again") from None
 
 
+def holds_head(folder: Path) -> bool:
+    """Whether a folder holds a trained head (engine/head.py), not a model."""
+    return "head" in read_json(folder / "config.json")
+
+
 def default_pair() -> tuple[str, str]:
     """(target, draft) if none is named: Pythia if both were downloaded, else the bundled pair."""
     pythia = ("pythia-2.8b", "pythia-70m")
@@ -105,13 +109,13 @@ def default_pair() -> tuple[str, str]:
 def default_mid(pair: tuple[str, str]) -> str | None:
     """The model between the two of `default_pair`, or None if it is not there."""
     name = "pythia-410m" if pair[0].startswith("pythia") else "bundled-mid"
-    return name if any((parent / name).is_dir() for parent in with_installed(files.MODELS)) else None
+    return name if (files.MODELS / name).is_dir() else None
 
 
 def default_head(target: str) -> str | None:
     """The head that is bundled for a target, or None."""
     name = "bundled-head" if target == "bundled-target" else None
-    return name if name and any((parent / name).is_dir() for parent in with_installed(files.MODELS)) else None
+    return name if name and (files.MODELS / name).is_dir() else None
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from inputs import files
 from inputs.commandLine import one_line
-from inputs.files import with_installed
 from inputs.texts import Corpus, read
 from utils import UserError
 
@@ -81,13 +80,13 @@ def find_prompts(name: str) -> Path:
     """The file of `--prompts`. Raises UserError if there is none."""
     if name not in SETS:
         return Path(os.path.expanduser(name))
-    found = [parent / SETS[name] for parent in with_installed(files.DATASETS) if (parent / SETS[name]).is_file()]
-    if not found:
+    file = files.DATASETS / SETS[name]
+    if not file.is_file():
         raise UserError(
             f"--prompts {name}: there is no datasets/{SETS[name]}; get it with downloadData.py ({name}), or use "
             "--prompts sample"
         )
-    return found[0]
+    return file
 
 
 def question_of(number: int, line: str) -> Question:
@@ -154,21 +153,16 @@ def encode_chat(
 
 
 def choose_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    corpora: Sequence[Corpus],
-    lengths: Sequence[int],
-    context: int,
-    least: int,
-    count: int,
+    tokenizer: PreTrainedTokenizerBase, corpora: Sequence[Corpus], lengths: Sequence[int], least: int, count: int
 ) -> dict[int, list[list[int]]]:
     """Token ids of `count` prompts for each length, {length: prompts}.
 
-    A prompt is the text from the start of a passage on, cut to the length (or to `context`). Passages of at least
+    A prompt is the text from the start of a passage on, cut to the length. Passages of at least
     `least` characters are taken from each corpus in turn. If too few texts go on for that long, the longest others are
     added.
     """
     prompts = {}
-    for length in sorted({min(length, context) for length in lengths}):
+    for length in sorted(set(lengths)):
         passages = (corpus.passages(least, CHARACTERS * length) for corpus in corpora)
         texts = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*passages)))
         long: list[list[int]] = []

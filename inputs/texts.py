@@ -9,7 +9,6 @@ from pathlib import Path
 
 from inputs import files
 from inputs.commandLine import one_line
-from inputs.files import with_installed
 from inputs.manifest import MANIFEST
 from utils import UserError
 
@@ -78,8 +77,8 @@ def find_texts(name: str) -> Path:
     """The file or folder of a data set. Raises UserError if there is none."""
     if name in FOLDERS or os.path.isfile(files.DATASETS / name / MANIFEST):
         folder = FOLDERS.get(name, name)
-        path = next((parent / folder for parent in with_installed(files.DATASETS) if (parent / folder).exists()), None)
-        if path is None:
+        path = files.DATASETS / folder
+        if not path.exists():
             raise UserError(
                 f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "
                 f"({name}), or use --dataset sample"

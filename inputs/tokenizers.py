@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -27,7 +28,18 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         ) from None
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # What transformers makes of no files.
         raise UserError(f"{folder} has no tokenizer files; download its tokenizer.json")
+    end_with_the_text(tokenizer)
     return tokenizer
+
+
+def end_with_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Keep a tokenizer from adding a token after a text: that would end it before it is continued."""
+    plain, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    if tokenizer.is_fast and whole[-len(plain) :] != plain:
+        first = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        added = list(zip(tokenizer.convert_ids_to_tokens(whole[:first]), whole[:first]))
+        single = [*(token for token, _ in added), "$A"]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=added)
 
 
 def check_tokenizers(

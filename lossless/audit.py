@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from scipy.stats import kstwo, norm
+from scipy.stats import chi2, kstwo, norm
 from torch import Tensor
 
 from experiments.lines import Append, AuditFigures, EvidenceFigures, GreedyAuditFigures, Line, Place, Power
@@ -81,6 +81,7 @@ class Auditor:
             "order": "p" if self.order is None else "q / p",
             "seen_by": tests,
             "places": places(np.argwhere(evidence.impossible == 1), texts, lines),
+            "alike": alike(evidence.u),
             "power": power_of(evidence, self.limit),
             "fits": settings,
             "resembles": resembled(figures, sampling) if tests and not settings and self.order is not None else [],
@@ -138,6 +139,15 @@ def places(found: Any, texts: Texts, lines: Sequence[int]) -> list[Place]:
         {"line": lines[row] if lines else int(row) + 1, "position": int(at) + 1, "token": int(texts[row][at])}
         for row, at in found[:LISTED]
     ]
+
+
+def alike(u: np.ndarray) -> float:
+    """The p-value of "the numbers u at one position of the texts are independent". u: as in `Evidence`. Texts that were
+    drawn with one seed share their random numbers: the mean of u at a position then varies too much."""
+    counts = (~np.isnan(u)).sum(0)
+    kept = counts > 1
+    means = np.nanmean(u[:, kept], 0)
+    return float(chi2.sf((12 * counts[kept] * (means - 0.5) ** 2).sum(), kept.sum())) if kept.any() else 1.0
 
 
 def power_of(evidence: Evidence, limit: float) -> Power:
@@ -214,6 +224,7 @@ def audit(prepared: Prepared, models: LoadedModels, append: Append) -> None:
         "sha256": digest(rows),
         "dtype": prepared.text_dtype,
         "written_in": written_in,
+        "after_end": sum(bool(prepared.end_tokens & set(text.tokens[:-1])) for text in texts),
         "retokenised": sum(text.was_text for text in texts),
         "pieces": {str(token): decoded([token], prepared.tokenizer) for token in named},
     }

@@ -13,7 +13,7 @@ from experiments.lines import AuditLine, EndLine, GreedyAuditLine, GreedyLine, L
 from lossless.audit import LISTED, RETOKENISED, SEEN
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
 from lossless.plantedMistakes import MISTAKES
-from report.tableFormat import Columns, name_of, plain, table_of
+from report.tableFormat import Columns, counted, name_of, plain, table_of
 
 
 def perplexity_cell(perplexity: float | None) -> str:
@@ -186,8 +186,15 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
             for place in line["places"]
         )
         yield f"{what}{f' (the first {LISTED} of {count:,})' if count > LISTED else ''}: {listed}."
+    if after_end := line.get("after_end"):
+        yield f"{counted(after_end, 'text')} with a token that ends a text, and more after it: the engine went on."
     rejected = not audit_verdict(line)[0]
-    if line["kind"] == "audit" and rejected:
+    if line["kind"] == "audit" and line.get("alike", 1) < line["limit"]:
+        yield (
+            f"The random numbers at one position of the texts are alike (p = {line['alike']:.1g}): were all drawn with "
+            "one seed? Give each text a seed of its own, or none; texts that share theirs cannot be tested together."
+        )
+    elif line["kind"] == "audit" and rejected:
         yield from causes(line)
     if line["retokenised"]:
         yield (

@@ -37,6 +37,7 @@ from experiments.lines import (
     TextPerplexityLine,
     of_kind,
 )
+from experiments.runRecord import strained
 from inputs.commandLine import visible
 from inputs.files import replace_file
 from report import losslessReport
@@ -53,7 +54,7 @@ from report.runTables import (
     text_table,
 )
 from report.sources import is_the_reports
-from report.tableFormat import WIDTH, plain
+from report.tableFormat import WIDTH, counted, plain
 from utils import UserError
 
 
@@ -64,9 +65,11 @@ def locked(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         with suppress(OSError):
             status = folder.stat()
-            # Not in the folder: a lock stays as an empty file.
+            # Not in the folder: the lock of a process that was killed stays as an empty file.
             name = f"results-{status.st_dev}-{status.st_ino}.lock"
-            stack.enter_context(FileLock(Path(tempfile.gettempdir()) / name))
+            lock = Path(tempfile.gettempdir()) / name
+            stack.enter_context(FileLock(lock))
+            stack.callback(lock.unlink, missing_ok=True)
         yield
 
 
@@ -160,6 +163,7 @@ def show(run: RunLine, lines: Sequence[Line], **options: Any) -> None:
 def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
     """Everything shown of a run, as rich renderables. lines: its measurements."""
     yield from heading(run, finished=bool(of_kind(lines, EndLine)))
+    yield from map(plain, strained(run, lines))
     pythia = is_the_reports(run)
     speed = of_kind(lines, SpeedLine)
     of_speed: list[RenderableType] = []
@@ -204,7 +208,7 @@ def heading(run: RunLine, finished: bool) -> Iterator[RenderableType]:
         size = f"{model['parameters'] / 1e6:,.1f} M parameters"
         yield plain(f"{role}: {model['name']}, {size}, {model['version']}{where}")
     yield plain(
-        f"{machine['processor']}, {machine['threads']} threads, {run['device']}; torch {machine['torch']}, "
+        f"{machine['processor']}, {counted(machine['threads'], 'thread')}, {run['device']}; torch {machine['torch']}, "
         f"transformers {machine['transformers']}; seed {run['flags']['seed']}"
     )
     if processes := run.get("processes"):

@@ -31,6 +31,7 @@ from experiments.sweep import predict
 from report.sources import ARTICLE, REPORT, REPORT_TEXTS, SPEED_UP
 from report.tableFormat import (
     cells,
+    counted,
     give_or_take,
     grid,
     median,
@@ -130,9 +131,8 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
             f"but for {eager}, which stayed eager" if any(ran.values()) else "asked for, but all stayed eager"
         )
     shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
-    return (
-        f"{len({line['prompt'] for line in lines})} prompts of {prompt_lengths(lines)} tokens, {shown}{first['dtype']}"
-    )
+    prompts = counted(len({line["prompt"] for line in lines}), "prompt")
+    return f"{prompts} of {prompt_lengths(lines)} tokens, {shown}{first['dtype']}"
 
 
 def prompt_lengths(lines: Sequence[SpeedLine]) -> str:
@@ -345,7 +345,7 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
     table, target = grid("Speed over gamma: " + conditions(run, lines), columns), prediction["plain"]
     table.add_row("plain", median(target["seconds"]), span(target["throughput"]), "1")
     for row in prediction["rows"]:
-        table.add_row(*(cell(row) for cell in columns.values()))
+        table.add_row(*(cell(row).replace("nan", "-") for cell in columns.values()))
     return table
 
 
@@ -377,9 +377,9 @@ def batch_tables(lines: Sequence[Line]) -> Iterator[RenderableType]:
 def sweep_notes(cost: CostsLine, prediction: Prediction) -> str:
     """The text under a table of speed over gamma."""
     scoring = ", ".join(f"{v:.2f}" for v in cost["scoring"])
-    overlap = float("nan") if cost["alpha"] is None else cost["alpha"]
+    shown = "-" if cost["alpha"] is None else f"{cost['alpha']:.3f}"
     return (
-        f"alpha: {prediction['alpha']:.3f} by counting, {overlap:.3f} as the mean of the sum of min(p, q). c: "
+        f"alpha: {prediction['alpha']:.3f} by counting, {shown} as the mean of the sum of min(p, q). c: "
         f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: expected "
         "tokens per round / (gamma c + the cost of scoring gamma + 1 tokens), where c is the time of a draft step over "
         "that of a plain step. the paper's: the same with a cost of 1; "
@@ -391,7 +391,7 @@ def diversity_table(lines: Sequence[DiversityLine]) -> Table:
     """One row for each method, and below them the article's figures."""
     first = lines[0]
     table = grid(
-        f"Diversity: {first['prompts']} prompts, maxLen {first['maxLen']}, "
+        f"Diversity: {counted(first['prompts'], 'prompt')}, maxLen {first['maxLen']}, "
         f"temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}",
         ["", "texts", *DIVERSITY_TITLES],
     )

@@ -115,7 +115,7 @@ def work(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     tokenizer = load_tokenizer("bundled-target")
     models = {role: load_model(f"bundled-{role}", tokenizer, "float32", "cpu") for role in ("target", "draft")}
-    prompts = choose_prompts(tokenizer, load_corpora("sample"), [PROMPT], 1024, 500, ROWS)[PROMPT]
+    prompts = choose_prompts(tokenizer, load_corpora("sample"), [PROMPT], 500, ROWS)[PROMPT]
     versions = {
         role: model_record(model.name, model_version(find_model(model.name)), model) for role, model in models.items()
     }

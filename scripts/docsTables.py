@@ -40,7 +40,7 @@ from report.runTables import (
     swept,
     theory_table,
 )
-from report.tableFormat import notation, span, title_of
+from report.tableFormat import counted, notation, span, title_of
 from scripts.keepRecord import Records
 from utils import Sampling, UserError
 
@@ -170,7 +170,7 @@ def batch_map(name: str, records: Records, words: Words) -> str:
     return (
         f"{body}\n\n{models}; prompts of {first['promptLen']} tokens, texts of {first['maxLen']}, temperature "
         f"{first['temperature']}, top_p {first['top_p']}, {first['dtype']}; `{command_of(run)}`; "
-        f"{run['machine']['processor']}, {run['machine']['threads']} threads; {run['time'][:10]}."
+        f"{run['machine']['processor']}, {counted(run['machine']['threads'], 'thread')}; {run['time'][:10]}."
     )
 
 

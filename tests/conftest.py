@@ -39,6 +39,12 @@ def with_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def prompted(flags):
+    """The flags without those that choose texts of the data set: for a run that has its prompts from elsewhere."""
+    texts = "--dataset", "--sentences", "--sentenceLimit", "--promptLen"
+    return [word for pair in zip(flags[::2], flags[1::2]) if pair[0] not in texts for word in pair]
+
+
 def refused(*words):
     """`pytest.raises` for a UserError of one line in which all `words` appear."""
     return pytest.raises(UserError, check=lambda e: "\n" not in str(e) and all(word in str(e) for word in words))

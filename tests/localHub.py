@@ -79,7 +79,8 @@ class LocalHub:
     replace: {path: bytes sent in place of the right content}. ranges: whether a part of a file can be requested.
     elsewhere: another `LocalHub`, to which large files are redirected, as the real hub does.
     answer, file_answer: (status, content) that answers every API call, or every request for a file, in place of the
-        truth. down: everything is answered 503. slow: seconds before each answer.
+        truth. down: everything is answered 503. busy: the statuses of
+        the first answers, which ask to come again at once. slow: seconds before each answer.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,7 @@ class LocalHub:
         self.cut_after: int | None = None
         self.cut: set[str] = set()
         self.replace: dict[str, bytes] = {}
+        self.busy: list[int] = []
         self.ranges, self.down, self.slow = True, False, 0.0
         self.elsewhere: LocalHub | None = None
         self.answer: tuple[int, object] | None = None
@@ -145,6 +147,8 @@ class Answer(BaseHTTPRequestHandler):
         self.hub.requests.append(f"{self.command} {self.path}")
         self.hub.authorization.append(self.headers.get("Authorization"))
         time.sleep(self.hub.slow)
+        if self.hub.busy:
+            return self.reply(self.hub.busy.pop(0), {"error": "busy"}, **{"Retry-After": "0"})
         if self.hub.down:
             return self.reply(503, {"error": "down"})
         if self.hub.answer is not None and path.startswith("/api/"):

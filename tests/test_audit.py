@@ -6,13 +6,14 @@ import helpers
 import numpy as np
 import pytest
 import torch
+from conftest import prompted
 from test_specSampling import PROMPTS, error, near
 
 from engine.copies import rounded_copy
 from inputs.auditTexts import read_texts, write_texts
 from inputs.models import load_model, outline
 from inputs.tokenizers import load_tokenizer
-from lossless.audit import PATTERNS, RETOKENISED, Auditor, others, power_of, resembled, shape_of
+from lossless.audit import PATTERNS, RETOKENISED, Auditor, alike, others, power_of, resembled, shape_of
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES, one_hot_rule, shared_noise
 from lossless.scorer import TextScorer
@@ -313,5 +314,27 @@ def test_a_file_that_cannot_be_used_is_one_line(cli, pair_folder, tmp_path, caps
 
 def test_a_file_that_is_not_there_is_one_line(cli, pair_folder, tmp_path, capsys):
     flags = ["--target", str(pair_folder / "target"), "--out", str(tmp_path)]
-    assert cli.main(["--audit", str(tmp_path / "nowhere"), *flags]) == 2
+    assert cli.main(["--audit", str(tmp_path / "nowhere"), *prompted(flags)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_texts_of_one_seed_are_noticed(target):
+    """Inverse sampling in the order of ids: the uniform numbers are equal, and the contexts are not."""
+    prompts = [[1 + number % 60, 2 + number % 50] for number in range(64)]
+    generators = [torch.Generator().manual_seed(5) for _ in prompts]
+    shared = regrSampling(prompts, target, 60, NUCLEUS, generator=generators)[0]
+    own = regrSampling(prompts, target, 60, NUCLEUS, generator=torch.Generator().manual_seed(5))[0]
+    auditor = Auditor(target, None, UNIT)
+    assert (
+        auditor.drawn(prompts, shared, NUCLEUS)["alike"] < 1e-6 < 0.01 < auditor.drawn(prompts, own, NUCLEUS)["alike"]
+    )
+
+
+def test_equal_numbers_at_a_position_are_alike_and_independent_ones_are_not():
+    random = np.random.default_rng(0)
+    u = random.random((40, 200))
+    u[5:, 150:] = np.nan
+    assert alike(u) > 0.01 and alike(np.broadcast_to(random.random(200), (40, 200))) < 1e-9
+    assert alike(u[:1]) == 1.0  # One text has nothing to be like.
+    p = [alike(random.random((30, 50))) for _ in range(400)]
+    assert abs(np.mean(np.array(p) < 0.05) - 0.05) < 0.04

@@ -133,10 +133,10 @@ def test_a_run_in_batches_can_be_repeated(cli, runs, capsys):
     ("arguments", "words"),
     [
         (["--batch", "0"], ["--batch"]),
-        (["--batch", "2", "--show"], ["--show"]),
-        (["--batch", "2", "--html", "page.html"], ["--html"]),
+        (["--batch", "2", "--show"], ["--batch is for modes"]),
+        (["--batch", "2", "--html", "page.html"], ["--batch is for modes"]),
         (["--batch", "2", "--sweep"], ["--sweep"]),
-        (["--batch", "2", "--ppl"], ["add one of them"]),
+        (["--batch", "2", "--ppl"], ["--batch is for modes"]),
         (["--batch", "3", "--speed"], ["--batch 3 needs at least 3 prompts, and there are 2; raise --sentences"]),
         (["--batch", "3", "--speed", "--prompt", "a b"], ["there are 1; give more"]),
     ],

@@ -11,7 +11,7 @@ from io import StringIO
 
 import pytest
 import torch
-from conftest import CONTEXT, refused
+from conftest import CONTEXT, prompted, refused
 from downloads import assert_error
 from test_cli import CHAT, hashes, lines_of
 from test_results import run_line, speed_line
@@ -85,7 +85,7 @@ def test_a_line_that_cannot_be_used_is_one_line_before_anything_is_loaded(
     for name in "find_models", "load_tokenizer":
         monkeypatch.setattr(f"experiments.prepare.{name}", lambda *_: pytest.fail("reached"))
     file = written(tmp_path, *STORY, WRONG[words])
-    assert cli.main([*flags, "--speed", "--prompts", file, "--out", str(tmp_path)]) == 2
+    assert cli.main([*prompted(flags), "--speed", "--prompts", file, "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and words in said and f"{file}, line 5: " in said
     assert not (tmp_path / "results.jsonl").exists()
@@ -123,7 +123,7 @@ def test_turns_without_a_chat_template_are_paragraphs_after_the_answers(pair_fol
 def arguments(flags, tmp_path):
     """Flags of a comparison on STORY. The context is large enough for its turns."""
     file = written(tmp_path, *STORY)
-    return [*flags, "--compare", "block,lookup", "--prompts", file, "--maxLen", "9", "--dtype", "float32"]
+    return [*prompted(flags), "--compare", "block,lookup", "--prompts", file, "--maxLen", "9", "--dtype", "float32"]
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -159,14 +159,14 @@ def test_every_method_continues_the_same_turns_after_the_targets_answers(
 
 def test_the_default_measures_speed_alone(cli, flags, arguments, tmp_path):
     file = arguments[arguments.index("--prompts") + 1]
-    assert cli.main([*flags, "--prompts", file, "--out", str(tmp_path)]) == 0
+    assert cli.main([*prompted(flags), "--prompts", file, "--out", str(tmp_path)]) == 0
     assert {line["kind"] for line in lines_of(tmp_path)} == {"run", "speed", "figure", "end"}
 
 
 def test_a_prompt_that_does_not_fit_is_named_before_a_model_is_loaded(cli, flags, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("experiments.prepare.load_model", lambda *_: pytest.fail("reached"))
     long = {"prompt": "word " * CONTEXT, "category": "article"}
-    given = [*flags, "--speed", "--out", str(tmp_path), "--prompts"]
+    given = [*prompted(flags), "--speed", "--out", str(tmp_path), "--prompts"]
     assert cli.main([*given, written(tmp_path, *STORY, long)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "line 5: " in said and f"({CONTEXT} tokens)" in said

@@ -12,7 +12,7 @@ import helpers
 import pytest
 import tokenizerKinds
 import torch
-from conftest import CONTEXT, ROOT, with_ctrl_c
+from conftest import CONTEXT, ROOT, prompted, with_ctrl_c
 from localHub import Repository
 
 from experiments import settings, sweep
@@ -50,7 +50,7 @@ BAD = [
     "--draft nowhere",
     "--draft .",
     "--device gpu",
-    "--out nowhere",
+    "--out /dev/null/nowhere",
     "--sentenceLimit 100000",
     pytest.param("--device cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")),
 ]
@@ -114,7 +114,18 @@ def test_each_mode_writes_its_kinds_of_lines(cli, flags, tmp_path, capsys, mode,
 def test_a_run_records_what_it_was_made_with(cli, flags, tmp_path, pair_folder):
     assert (
         cli.main(
-            [*flags, "--speed", "--seed", "3", "--dtype", "float32", "--prompt", "Once, a bell", "--out", str(tmp_path)]
+            [
+                *prompted(flags),
+                "--speed",
+                "--seed",
+                "3",
+                "--dtype",
+                "float32",
+                "--prompt",
+                "Once, a bell",
+                "--out",
+                str(tmp_path),
+            ]
         )
         == 0
     )
@@ -166,20 +177,7 @@ def test_greedy_speculative_tokens_are_the_targets(cli, flags, tmp_path):
 def test_a_prompt_is_continued_without_any_data_set(cli, flags, tmp_path):
     """And may have characters that end a line in Unicode, but not in a file of JSON lines."""
     assert (
-        cli.main(
-            [
-                *flags,
-                "--dataset",
-                "nowhere",
-                "--speed",
-                "--prompt",
-                "Two\u2028lines, \x85 and a bell",
-                "--promptLen",
-                "3",
-                "--out",
-                str(tmp_path),
-            ]
-        )
+        cli.main([*prompted(flags), "--speed", "--prompt", "Two\u2028lines, \x85 and a bell", "--out", str(tmp_path)])
         == 0
     )
     measurements = [line for line in lines_of(tmp_path) if line["kind"] == "speed"]
@@ -430,6 +428,7 @@ def test_an_unknown_method_is_told_the_known_ones(cli, flags, capsys):
 
 
 def test_an_empty_prompt_file_is_one_line(cli, flags, tmp_path, capsys):
+    flags = prompted(flags)
     (tmp_path / "empty.txt").write_text(" \n\n")
     assert cli.main([*flags, "--speed", "--promptFile", str(tmp_path / "empty.txt"), "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and os.listdir(tmp_path) == ["empty.txt"]
@@ -516,7 +515,7 @@ def test_the_sweep_writes_its_figure_and_names_it(cli, flags, tmp_path, monkeypa
 
 def test_diversity_of_the_articles_prompts_or_of_a_files(cli, flags, tmp_path):
     (tmp_path / "prompts.txt").write_text("The bell\n\nThe lamp was\n")
-    arguments = [*flags, "--diversity", "--repeats", "3", "--out", str(tmp_path)]
+    arguments = [*prompted(flags), "--diversity", "--repeats", "3", "--out", str(tmp_path)]
     assert cli.main(arguments) == cli.main([*arguments, "--promptFile", str(tmp_path / "prompts.txt")]) == 0
     for prompts in 5, 2:
         lines = [m for m in lines_of(tmp_path) if m["kind"] == "diversity" and m["prompts"] == prompts]
@@ -541,7 +540,7 @@ def test_a_question_is_asked_by_the_chat_template(cli, flags, pair_folder, tmp_p
     assert (
         cli.main(
             [
-                *flags,
+                *prompted(flags),
                 "--speed",
                 "--target",
                 str(folder),
@@ -573,7 +572,7 @@ def chat(cli, flags, model_folder, tmp_path):
     def play(*words, ends=0):
         (model_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         file = tmp_path / "chat.json"
-        code = cli.main([*flags, "--target", str(model_folder), "--show", "--html", str(file), *words])
+        code = cli.main([*prompted(flags), "--target", str(model_folder), "--show", "--html", str(file), *words])
         return code, json.loads(file.read_text())
 
     return play
@@ -653,9 +652,7 @@ def test_ctrl_c_ends_a_text_with_what_was_shown(chat, monkeypatch, capsys):
 @pytest.mark.parametrize("mode", [[], ["--speedNew"], ["--contrastive"], ["--draft", "lookup"]])
 def test_a_text_is_shown_as_it_is_decoded_and_as_a_page(cli, flags, tmp_path, capsys, mode):
     page = tmp_path / "page.html"
-    assert (
-        cli.main([*flags, *mode, "--prompt", "The <bell>", "--show", "--html", str(page), "--out", str(tmp_path)]) == 0
-    )
+    assert cli.main([*prompted(flags), *mode, "--prompt", "The <bell>", "--show", "--html", str(page)]) == 0
     out = capsys.readouterr().out
     assert "The <bell>" in out and str(page.name) in out.replace("\n", "")
     assert "The &lt;bell&gt;" in page.read_text() and os.listdir(tmp_path) == ["page.html"]

@@ -3,8 +3,9 @@
 import os
 
 import pytest
+from conftest import refused
 
-from inputs.files import replace_file
+from inputs.files import lock_folder, replace_file
 
 
 def test_a_file_gets_new_content_and_usual_permissions(tmp_path):
@@ -37,4 +38,12 @@ def test_in_a_folder_that_is_not_there_nothing_is_made(tmp_path):
 def test_text_that_is_no_unicode_leaves_nothing(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         replace_file(tmp_path / "text.txt", "\udcff")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_leaves_no_file(tmp_path):
+    with lock_folder(tmp_path / "model"):
+        assert os.listdir(tmp_path) == [".model.lock"]
+        with refused("another process is writing"), lock_folder(tmp_path / "model"):
+            pass
     assert os.listdir(tmp_path) == []

@@ -155,7 +155,7 @@ TABLES = {
         "--batch": COUNT,
         "--tokens": COUNT,
         "--seed": SEED,
-        "--out": OUT,
+        "--out": Name(["new", "new/er"], ["", __file__, "/dev/null", "/dev/null/new", "x" * 5000]),
     },
     "benchmark": {
         "--target": Name(),

@@ -212,6 +212,32 @@ def test_unknown_rules_of_words_are_said(written, models_folder, tmp_path, capsy
     assert "(new\\x1b[31m) that are read as GPT-2's" in capsys.readouterr().out
 
 
+def test_keys_that_change_nothing_are_taken(written, models_folder, tmp_path):
+    harmless = {"rope.scaling.type": "none", "rope.scaling.factor": 4.0, "attention.sliding_window": 64}
+    file = written(tmp_path / "tiny.gguf", {f"llama.{key}": value for key, value in harmless.items()})
+    assert download("tiny", "--gguf", str(file)) == 0
+
+
+def test_rules_of_words_of_another_architecture_are_said(written, models_folder, tmp_path, capsys):
+    about = {"general.architecture": "qwen2", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"}
+    tokenizer = byte_level(VOCABULARY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(converter.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+        converter.read_tokenizer(tmp_path, about)
+        assert "llama-bpe, and such models by qwen2" in capsys.readouterr().out
+        converter.read_tokenizer(tmp_path, about | {"tokenizer.ggml.pre": "qwen2"})
+        assert capsys.readouterr().out == ""
+
+
+def test_a_chat_models_text_ends_at_the_end_of_a_text_too():
+    tokenizer = byte_level(VOCABULARY, end="<|endoftext|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    text, turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    for eos, ends in (turn, [turn, text]), (text, [text]):
+        about = {"tokenizer.ggml.eos_token_id": eos}
+        assert converter.generation_config(LlamaConfig(), tokenizer, about).eos_token_id == ends
+
+
 def test_tied_embeddings_and_several_kinds(written, models_folder, tmp_path, capsys):
     assert download("tiny", "--gguf", str(written(tmp_path / "tiny.gguf", tensors={"output": lambda _: None}))) == 0
     copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
@@ -240,6 +266,10 @@ REFUSED = {
     "another architecture": ({"architecture": "gpt2"}, ("'gpt2'", "llama", "qwen2")),
     "no number of heads": ({"metadata": {"llama.attention.head_count": None}}, ("llama.attention.head_count",)),
     "scaled embeddings": ({"metadata": {"llama.rope.scaling.type": "linear"}}, ("rotary embeddings",)),
+    "a factor without a type": ({"metadata": {"llama.rope.scaling.factor": 4.0}}, ("rope.scaling.factor (4.0)",)),
+    "a window": ({"metadata": {"llama.attention.sliding_window": 16}}, ("attention.sliding_window (16)",)),
+    "another scale of attention": ({"metadata": {"llama.attention.scale": 0.5}}, ("attention.scale (0.5)",)),
+    "scaled logits": ({"metadata": {"llama.logit_scale": 0.1}}, ("logit_scale (0.1",)),
     "heads rotated in part": ({"metadata": {"llama.rope.dimension_count": 8}}, ("rotary embeddings",)),
     "no tokens": ({"metadata": {"tokenizer.ggml.tokens": None}}, ("tokenizer", "cannot be read")),
     "no merges": ({"metadata": {"tokenizer.ggml.merges": None}}, ("tokenizer", "cannot be read")),

@@ -8,10 +8,13 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, with_ctrl_c
+from conftest import ROOT, refused, with_ctrl_c
 from downloads import NAME, SUBPROCESS, WEIGHTS, assert_error, download, limit_disk, matches
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 from localHub import LocalHub, Repository
+
+from inputs import progress
+from inputs.hub import hub_errors
 
 
 def test_a_download_cut_at_half_goes_on_where_it_stopped(hub, pythia, capsys):
@@ -93,6 +96,51 @@ def test_what_a_hub_refuses_is_one_line(hub, pythia, capsys):
     hub.down = True
     assert_error(capsys, "answered 503", "HF_ENDPOINT")
     assert not pythia.exists()
+
+
+def test_a_busy_hub_that_says_for_how_long_is_asked_again(hub, pythia, capsys):
+    hub.busy = [503, 500, 429]
+    assert download(NAME) == 0 and capsys.readouterr().err.count("trying again in 0 s") >= 2
+    hub.busy = [503] * 9
+    (pythia / "config.json").unlink()
+    assert download(NAME) == 2 and "error: " in (said := capsys.readouterr().err) and said.count("trying again") == 3
+    assert len(hub.busy) == 5  # three pauses
+
+
+@pytest.mark.parametrize(
+    "name, proxy, words",
+    [
+        ("ALL_PROXY", "socks://127.0.0.1:9", ["a proxy cannot be used", "socks://127.0.0.1:9"]),
+        ("HTTPS_PROXY", "http://me:secret@127.0.0.1:9", ["no connection", "through the proxy 127.0.0.1:9"]),
+    ],
+)
+def test_a_proxy_that_cannot_be_used_is_named(models_folder, capsys, monkeypatch, name, proxy, words):
+    monkeypatch.setenv(name, proxy)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
+    close_session()  # It keeps the proxies of the environment that it was made in.
+    try:
+        assert_error(capsys, *words)
+    finally:
+        monkeypatch.undo()
+        close_session()
+
+
+def test_a_proxy_that_needs_another_package_says_which():
+    with refused("socks5://127.0.0.1:9", "socksio"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+        with hub_errors(NAME, "main"):
+            raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed.")
+
+
+def test_an_empty_endpoint_is_named(models_folder, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "")
+    assert_error(capsys, "HF_ENDPOINT is empty")
+
+
+def test_without_a_terminal_a_download_says_how_far_it_is(hub, pythia, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "PAUSE", 0)
+    assert download(NAME) == 0
+    assert f"model.safetensors: {WEIGHTS:,} bytes of {WEIGHTS:,}" in capsys.readouterr().err
 
 
 def test_large_files_may_lie_elsewhere_and_the_token_does_not_go_there(hub, pythia, capsys, monkeypatch):

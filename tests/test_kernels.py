@@ -4,6 +4,7 @@ linear layers and attention see test_multiply.py, for whole models test_cpuModel
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -243,3 +244,24 @@ def test_what_a_compiler_has_of_openmp(monkeypatch):
     monkeypatch.setattr(loader, "openmp_of_torch", lambda: ["/lib/libomp.dylib"])
     monkeypatch.setattr(loader, "accepts", lambda _, flags, text="": bool(flags))
     assert "-fopenmp" in loader.torch_flags("clang")
+
+
+def test_a_library_that_was_cut_short_is_built_again(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "kernels.so"
+    built = []
+
+    def compile_to(command, **options):
+        if "-shared" in command:
+            Path(command[command.index("-o") + 1]).write_bytes(b"library" * 99)
+            built.append(command)
+        return subprocess.CompletedProcess(command, 0, b"", b"")
+
+    monkeypatch.setattr(subprocess, "run", compile_to)
+    loader.build("g++", [], path)
+    assert loader.is_whole(path) and len(built) == 1
+    path.write_bytes(path.read_bytes()[:100])
+    assert not loader.is_whole(path)
+    loader.build("g++", [], path)
+    assert loader.is_whole(path)
+    path.with_suffix(".sha256").unlink()
+    assert not loader.is_whole(path)

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from conftest import prompted
 from hypothesis import given
 from hypothesis import settings as drawing
 from hypothesis import strategies as st
@@ -136,7 +137,9 @@ def test_a_changed_prompt_is_the_reason_and_paths_are_relative_to_where_the_run_
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "here" / "prompts.txt").write_text("The bell\n")
-    assert cli.main([*flags, "--compare", "fixed", "--promptFile", "prompts.txt", "--out", str(tmp_path)]) == 0
+    assert (
+        cli.main([*prompted(flags), "--compare", "fixed", "--promptFile", "prompts.txt", "--out", str(tmp_path)]) == 0
+    )
     monkeypatch.chdir(tmp_path / "there")
     assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0
     (tmp_path / "here" / "prompts.txt").write_text("The lamp\n")

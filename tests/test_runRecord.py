@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT
 
 from experiments import runRecord
+from inputs import files
 
 
 def test_it_names_the_processor_and_the_versions():
@@ -30,7 +31,7 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
     for name in runRecord.SOURCE:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     here = runRecord.code_version()
-    monkeypatch.setattr(runRecord, "CODE", tmp_path)
+    monkeypatch.setattr(files, "ROOT", tmp_path)
 
     def there():
         runRecord.code_version.cache_clear()
@@ -45,3 +46,14 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
         assert there() != here
     finally:
         runRecord.code_version.cache_clear()
+
+
+def test_a_busy_machine_is_said():
+    run = {"machine": {"cores": 2}, "load": 2.4}
+    texts = [{"kind": "speed", "method": "target", "tpot": seconds} for seconds in (0.01, 0.02, 0.09, None)]
+    assert list(runRecord.strained(run, texts)) == [] == list(runRecord.strained({"machine": {"cores": None}}))
+    (busy,) = runRecord.strained(run | {"load": 4.2}, texts)
+    assert "a load of 4.2, and 2 cores" in busy
+    (unsteady,) = runRecord.strained(run, [*texts, texts[0] | {"tpot": 0.2}])
+    assert "more than tenfold (target)" in unsteady
+    assert runRecord.origin([], {}, "cpu", {})["load"] >= 0

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, refused
+from conftest import ROOT, prompted, refused
 from localHub import Repository
 
 import downloadData
@@ -125,7 +125,16 @@ def test_a_config_cannot_ask_for_code_of_the_hub(model_folder, key):
 )
 def test_a_chat_template_that_fails_or_breaks_out_is_one_line(cli, flags, model_folder, tmp_path, capsys, template):
     (model_folder / "chat_template.jinja").write_text(template)
-    arguments = [*flags, "--speed", "--target", str(model_folder), "--question", "why?", "--out", str(tmp_path)]
+    arguments = [
+        *prompted(flags),
+        "--speed",
+        "--target",
+        str(model_folder),
+        "--question",
+        "why?",
+        "--out",
+        str(tmp_path),
+    ]
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "the chat template of" in error and "--prompt" in error

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from functools import partial
+from pathlib import Path
 
 import helpers
 import pytest
@@ -552,3 +553,30 @@ def test_what_a_copy_takes_is_said(bits, packed, monkeypatch):
     size = f"{count * each / 1e3:.1f} KB, {count / target.parameters * each / 4:.0%} of its weights."
     said = prepare.about_copy(target, rounded_copy(target, bits), count, bits)
     assert said == f"The target drafts for itself: its copy in {bits} bits takes {size}"
+
+
+def test_codes_that_were_cut_short_are_made_again():
+    target = helpers.tiny(seed=1)
+    first = copies_of(target, [8])
+    file = first.file(8, first.names[0])
+    before = file.read_bytes()
+    for damaged in before[:100], b"", before[: len(before) // 2]:
+        file.write_bytes(damaged)
+        assert copies_of(target, [8]).version(8) and file.read_bytes() == before
+
+
+def test_a_home_that_cannot_be_written_keeps_nothing(monkeypatch):
+    monkeypatch.setattr(engineCopies, "cache_folder", lambda: Path("/dev/null/home"))
+    copies = copies_of(helpers.tiny(seed=1), [8])
+    assert copies.folder.is_dir() and copies.codes(8).keys() == set(copies.names)
+    folder = copies.folder
+    copies.temporary.cleanup()
+    assert not folder.exists()
+
+
+def test_long_work_is_announced(monkeypatch, capsys):
+    monkeypatch.setattr(engineCopies, "LONG", 0)
+    copies_of(helpers.tiny(seed=2), [6, 8])
+    assert capsys.readouterr().err.count("once: this takes") == 1
+    copies_of(helpers.tiny(seed=2), [6, 8])
+    assert capsys.readouterr().err == ""

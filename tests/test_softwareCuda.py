@@ -13,6 +13,7 @@ import helpers
 import pytest
 import softwareCuda
 import torch
+from conftest import prompted
 from helpers import FULL
 
 import PPL
@@ -431,7 +432,8 @@ def test_memory_that_was_freed_after_a_capture_is_caught(gpu):
 @pytest.fixture
 def on_device(gpu, cli, flags, tmp_path):
     """f(flags) -> exit code of test.py on the software device."""
-    return lambda *more: cli.main([*flags, "--out", str(tmp_path), "--device", "cuda", "--dtype", "float32", *more])
+    device = ["--out", str(tmp_path), "--device", "cuda", "--dtype", "float32"]
+    return lambda *more: cli.main([*(prompted(flags) if "--prompt" in more else flags), *device, *more])
 
 
 def lines_of(folder):
@@ -591,6 +593,7 @@ MPS_COMMANDS = {
 
 @pytest.mark.parametrize("command", MPS_COMMANDS if FULL else ["speed"])
 def test_every_mode_runs_on_mps(apple, cli, flags, tmp_path, capsys, command):
+    flags = prompted(flags) if "--prompt" in MPS_COMMANDS[command] else flags
     assert cli.main([*flags, "--out", str(tmp_path), "--device", "mps", *MPS_COMMANDS[command]]) == 0
     if command == "speed":
         assert "not on mps" in capsys.readouterr().err

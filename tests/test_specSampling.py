@@ -225,3 +225,20 @@ def test_the_same_seed_gives_the_same_tokens(pair):
         ]
 
     assert run(3) == run(3) != run(4)
+
+
+def test_guesses_after_the_end_of_a_text_do_not_count():
+    """All guesses are accepted, and the second token ends the text."""
+    target = helpers.tiny(seed=3)
+    (whole,), _ = specSampling(PROMPTS[:1], target, ModelDrafter(target), 30, gamma=4, sampling=GREEDY)
+    place = next(i for i in range(1, 20) if whole[i] not in whole[:i] and i % 5 in (2, 3))
+    seen = []
+    (text,), (record,) = specSampling(
+        PROMPTS[:1], target, ModelDrafter(target), 30, gamma=4, sampling=GREEDY, end_of_text=whole[place],
+        callback=lambda text, tokens, guessed: seen.append((len(tokens), guessed)),
+    )  # fmt: skip
+    assert text == whole[: place + 1] and record.alpha == 1
+    last = record.committed[-1]
+    assert last < 5 and (record.drafted[-1], record.accepted[-1], seen[-1]) == (last, last, (last, last))
+    tested = sum(tested for tested, _ in record.acceptance_by_position)
+    assert tested == sum(record.committed[1:]) - (len(record.committed) - 2)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from inputs.commandLine import VERSION
+
 ROOT_FILES = {"downloadData", "downloadModel", "utils", "regrSampling", "specSampling", "PPL", "test"}
 FOLDERS = {
     "decoding",
@@ -88,6 +90,24 @@ def test_each_folder_says_what_lives_in_it(folder):
     for file in (ROOT / folder).glob("**/__init__.py"):
         said = ast.get_docstring(parsed(file.read_text()))
         assert said and "\n\n" not in said and len(parsed(file.read_text()).body) == 1
+
+
+def fields(file):
+    """{field: value} of the top level of a YAML file."""
+    return dict(re.findall(r'^([\w-]+): *"?([^"\n]*)', (ROOT / file).read_text(), re.M))
+
+
+def test_one_version_and_one_licence_are_named_everywhere():
+    cited = fields("CITATION.cff")
+    assert cited["version"] == VERSION and cited["license"] == fields("models/README.md")["license"].upper()
+    assert f"\n## {VERSION} - {cited['date-released']}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert (ROOT / "LICENSE").read_text().startswith(f"{cited['license']} License\n")
+
+
+def test_it_is_a_clone_that_runs_and_no_package_that_is_installed():
+    """Installed, its modules would be libraries named `utils` and `report`."""
+    assert not re.search(r"^\[(project|build-system)", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert not [name for name in ("setup.py", "setup.cfg") if (ROOT / name).exists()]
 
 
 def test_imports_go_one_way():

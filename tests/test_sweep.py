@@ -1,5 +1,7 @@
 """What the sweep hands to theory, against values computed another way."""
 
+import math
+
 import helpers
 import pytest
 import torch
@@ -10,6 +12,8 @@ from decoding.verification import token_rule
 from experiments import sweep, theory
 from experiments.acceptance import expected
 from methods.drafters import ModelDrafter
+from report.runTables import sweep_table
+from report.tableFormat import cells
 from specSampling import specSampling
 from utils import Sampling, probabilities
 
@@ -80,3 +84,13 @@ def test_texts_of_a_single_token_and_a_run_that_was_stopped_have_a_table_too(mon
     assert found["alpha"] != found["alpha"] and found["c"] != found["c"] and found["best"] == 0
     assert [row["gamma"] for row in found["rows"]] == [1]
     assert sweep.predict(lines[:2], {"scoring": [1.0, 1.1, 1.3]})["rows"] == []
+
+
+def test_what_was_not_measured_is_a_dash():
+    row = {"gamma": 1, "theory": math.nan, "paper": math.nan, "alpha": math.nan, "expected": math.nan}
+    nothing = [math.nan] * 3
+    row |= dict.fromkeys(("seconds", "throughput", "speedup", "tokens_per_round"), nothing)
+    plain = {"seconds": [1.0] * 3, "throughput": [1.0] * 3}
+    lines = [measurement("target", 0) | {"dtype": "float32", "prompt_tokens": 3}]
+    table = sweep_table({"flags": {}}, lines, {"plain": plain, "rows": [row]})
+    assert cells(table)[1] == "1" and "nan" not in "".join(cells(table)) and cells(table).count("-") == 8

@@ -116,3 +116,8 @@ def test_books_limits_the_documents_of_a_folder(tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"Book {name}.")
     assert load_corpora(str(tmp_path), books=2)[0].documents == ["Book a.", "Book b."]
     assert len(load_corpora(str(tmp_path))[0].documents) == 3
+
+
+def test_the_note_beside_the_sample_texts_is_not_read():
+    assert (files.DATASETS / "sample" / "README.md").exists()
+    assert [corpus.name for corpus in load_corpora("sample")] == ["articles.raw", "narrative.txt"]

@@ -3,9 +3,11 @@
 import json
 
 import pytest
-from conftest import VOCABULARY, refused
+from conftest import END_OF_TEXT, VOCABULARY, refused
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from inputs.prompts import encode, tokenize
 from inputs.texts import load_corpora
 from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
 
@@ -75,3 +77,17 @@ def test_the_most_frequent_tokens_of_the_sample_texts(pair_folder):
     assert most_frequent(3, tokenizer, [rare, 0, VOCABULARY + 5]).tolist() == sorted([0, ranked[1], rare])
     with refused("--draftVocab 301", "300"):
         most_frequent(301, tokenizer, [])
+
+
+@pytest.mark.parametrize("before", [[], [END_OF_TEXT]])
+def test_a_token_added_after_a_text_is_left_out(model_folder, before):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    plain = tokenizer("The lamp")["input_ids"]
+    end = (END_OF_TEXT, tokenizer.eos_token_id)
+    single = [*before, "$A", END_OF_TEXT]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[end])
+    tokenizer.save_pretrained(model_folder)
+    assert PreTrainedTokenizerFast.from_pretrained(model_folder)("The lamp")["input_ids"][-1] == end[1]
+    loaded = load_tokenizer(model_folder)
+    assert loaded("The lamp")["input_ids"] == [end[1]] * len(before) + plain
+    assert encode(["The lamp"], loaded) == tokenize(["The lamp"], loaded, 99) == [[end[1]] * len(before) + plain]

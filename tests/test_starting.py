@@ -1,0 +1,61 @@
+"""The start of the root's scripts: what needs no library is answered without one, and what goes wrong is one line."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, with_ctrl_c
+
+from inputs.commandLine import VERSION
+
+
+def run(*argv):
+    """The process of a script, in the project's folder."""
+    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (("test.py", "--gama", "3"), "unrecognized arguments: --gama 3"),
+        (("test.py", "--gamma", "x"), "argument --gamma: must be a whole number"),
+        (("test.py", "--verification", "x"), "argument --verification: invalid choice: 'x' (choose from "),
+        (("downloadModel.py", "--lst"), "unrecognized arguments: --lst"),
+        (("downloadData.py", "--books", "0"), "argument --books: must be a whole number"),
+    ],
+)
+def test_a_wrong_flag_is_told_before_a_library_is_imported(argv, said):
+    start = time.monotonic()
+    done = run(*argv)
+    assert done.returncode == 2 and done.stderr.startswith(f"{argv[0]}: error: {said}"), done.stderr
+    assert done.stderr.count("\n") == 1 and time.monotonic() - start < 4
+
+
+def test_version_and_help_need_no_library():
+    assert run("test.py", "--version").stdout == f"{VERSION}\n"
+    shown = run("-X", "importtime", "test.py", "--help")
+    assert shown.returncode == 0 and "--lossless" in shown.stdout and "block verification" in shown.stdout
+    assert "decoding.verification" in shown.stderr and "torch._C" not in shown.stderr  # The stand-ins have no parts.
+
+
+@pytest.mark.parametrize("script", ["test.py", "downloadModel.py", "downloadData.py"])
+def test_a_missing_library_is_one_line(script):
+    """-S hides what is installed; the standard library is there."""
+    done = run("-S", script)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{script}: error: the module" in done.stderr and ".venv/bin/python" in done.stderr
+
+
+def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
+    command = [sys.executable, "test.py", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=with_ctrl_c)
+    time.sleep(1)
+    process.send_signal(2)
+    assert process.communicate(timeout=60)[1].strip() == "Interrupted." and process.returncode == 130
+
+
+def test_a_wrong_variable_is_one_line(monkeypatch):
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "abc")
+    done = run("downloadModel.py", "--list")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "HF_HUB_DOWNLOAD_TIMEOUT" in done.stderr
