@@ -24,7 +24,10 @@ from inputs.auditTexts import decoded
 from inputs.models import DTYPES
 from inputs.progress import followed
 from lossless.evidence import Evidence, limit_of, seen_by
+from lossless.plantedMistakes import MISTAKES
+from lossless.replay import guesses_along
 from lossless.scorer import Texts, TextScorer
+from methods.catalogue import build
 from utils import Sampling
 
 ROWS = 64  # texts that are shared out at a time
@@ -34,14 +37,6 @@ LISTED = 20  # tokens that are listed with their places
 RETOKENISED = 0.02
 FITTED = 6400  # tokens at most that are tested for other settings
 CLEAR = 3.0  # standard deviations by which the shape of a histogram differs from a flat one
-# {(some token is impossible, shape of the histogram of u): planted mistakes}
-PATTERNS = {
-    (True, "rising"): ("always accept", "late rejection", "stale slot", "bonus from q"),
-    (True, "both ends"): ("shifted by one", "inverted"),
-    (False, "rising"): ("replace from p", "q before the filters", "dropped guess"),
-    (False, "falling"): ("half handed over", "shared noise"),
-    (False, "both ends"): ("wrong temperature", "shared noise"),
-}
 SEEN = 0.9  # The power is that of departures that are seen with this probability.
 
 
@@ -50,8 +45,9 @@ class Auditor:
     """Judges texts.
 
     target, order: as in `TextScorer`. unit: the unit roundoff of the arithmetic that wrote the texts. limit: the
-    p-value below which a test rejects them: it rejects an exact sampler's text with a probability of at most 4 limits.
-    tolerated: the share of impossible tokens that is no reason to reject.
+    p-value below which a test rejects them: each rejects an exact sampler's text with that probability. tolerated: the
+    share of impossible tokens that is no reason to reject. guessing: the method that guesses along the texts, a partial
+    function as in `guesses_along`; None: no guesses are known.
     """
 
     target: Any
@@ -61,6 +57,7 @@ class Auditor:
     limit: float = limit_of(1)
     processes: Processes = ALONE
     tolerated: float = 0.0
+    guessing: Any = None
 
     def drawn(self, prompts: Texts, texts: Texts, sampling: Sampling, lines: Sequence[int] = ()) -> AuditFigures:
         """The figures of texts that are drawn with `sampling`, and what they show. lines: the name of each text, as in
@@ -120,7 +117,10 @@ class Auditor:
 
         def score(first: int) -> Evidence:
             scorer = TextScorer(self.target, self.order, sampling, self.seed + first, self.unit)
-            return scorer.evidence(prompts[first : first + ROWS], texts[first : first + ROWS])
+            rows = prompts[first : first + ROWS], texts[first : first + ROWS]
+            generator = torch.Generator(self.target.device).manual_seed(self.seed + first)
+            guesses = self.guessing and guesses_along(self.guessing, *rows, sampling, generator=generator)
+            return scorer.evidence(*rows, guesses=guesses)
 
         parts = list(self.mapped(score, len(texts)))
         return sum(parts[1:], parts[0])
@@ -187,9 +187,8 @@ def resembled(figures: EvidenceFigures, sampling: Sampling) -> list[str]:
     shape, filtered = shape_of(figures["counts"]), sampling.top_p < 1 or sampling.top_k > 0
     return [
         name
-        for (impossible, of_shape), names in PATTERNS.items()
-        if of_shape == shape and (impossible == (figures["impossible"] > 0) or not filtered)
-        for name in names
+        for name, mistake in MISTAKES.items()
+        if shape in mistake.shapes and (mistake.impossible == (figures["impossible"] > 0) or not filtered)
     ]
 
 
@@ -201,7 +200,13 @@ def audit(prepared: Prepared, models: LoadedModels, append: Append) -> None:
     unit = torch.finfo(DTYPES[written_in]).eps / 2
     tolerated = RETOKENISED if any(text.was_text for text in texts) else 0.0
     auditor = Auditor(
-        models["target"], order, unit, settings.measuring.seed, processes=prepared.processes, tolerated=tolerated
+        models["target"],
+        order,
+        unit,
+        settings.measuring.seed,
+        processes=prepared.processes,
+        tolerated=tolerated,
+        guessing=build(["speculative"], dict(models), settings.decoding)["speculative"],
     )
     rows = [text.prompt for text in texts], [text.tokens for text in texts]
     sampling, lines = settings.sampling.of("audit"), [text.line for text in texts]

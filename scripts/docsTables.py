@@ -300,7 +300,7 @@ def lossless_mistakes(records: Records, words: Words) -> str:
     """The planted mistakes, and after how many tokens each is caught."""
     run, lines = records.run("lossless")
     rows = cells_of(power_table(of_kind(lines, "power")))
-    body = table("planted mistake | what is wrong | seen in | seen after tokens | by", rows)
+    body = table("planted mistake | planted in | what is wrong | seen in | seen after tokens | by", rows)
     return f"{body}\n\n{source(run, of_kind(lines, 'lossless')[0]['dtype'])}"
 
 
