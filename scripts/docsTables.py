@@ -268,11 +268,11 @@ def lossless_tests(records: Records, words: Words) -> str:
     """The tests of drawn texts, a row for each method."""
     run, lines = records.run("lossless")
     sampled = of_kind(lines, "lossless")
-    columns = f"tokens | {BINS} bins p | K-S p | serial p |  p | surprise z | PPL of text | PPL expected | impossible"
+    columns = f"tokens | {BINS} bins p | K-S p | serial p |  p | surprise z | guesses p | PPL of text | PPL expected | impossible"
     printed = cells_of(sampled_table(sampled), columns)
     titles = (
         f"method | dtype | tokens | u in {BINS} bins: p | u, Kolmogorov-Smirnov: p | neighbours of u: p | "
-        "surprise: p | surprise: z | perplexity of the text | expected | impossible tokens"
+        "surprise: p | surprise: z | guesses: p | perplexity of the text | expected | impossible tokens"
     )
     dtypes = " and ".join(dict.fromkeys(m["dtype"] for m in sampled))
     return (
