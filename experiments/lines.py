@@ -234,15 +234,12 @@ class CorpusPerplexityLine(TypedDict):
 
 
 class GuessFigures(TypedDict):
-    """Tokens beside guesses that are independent of them. tested: guesses that the token may be or not. hits: tokens
-    that are the guess; expected: so many by the target's distribution. z: of the difference; z_by_place: at each place
-    of a round, or of each sibling in a tree, in order."""
+    """hits: tokens that are the guess. expected: so many by the target's distribution. z: of the difference, of all and
+    at each place of a round, or of each sibling in a tree."""
 
-    tested: int
     hits: int
     expected: float
-    z: float
-    z_by_place: list[float]
+    z: list[float]
 
 
 class EvidenceFigures(TypedDict):

@@ -24,7 +24,6 @@ from inputs.auditTexts import decoded
 from inputs.models import DTYPES
 from inputs.progress import followed
 from lossless.evidence import Evidence, limit_of, seen_by
-from lossless.plantedMistakes import MISTAKES
 from lossless.replay import guesses_along
 from lossless.scorer import Texts, TextScorer
 from methods.catalogue import build
@@ -37,6 +36,14 @@ LISTED = 20  # tokens that are listed with their places
 RETOKENISED = 0.02
 FITTED = 6400  # tokens at most that are tested for other settings
 CLEAR = 3.0  # standard deviations by which the shape of a histogram differs from a flat one
+# {(some token is impossible, shape of the histogram of u): planted mistakes}
+PATTERNS = {
+    (True, "rising"): ("always accept", "late rejection", "stale slot", "bonus from q"),
+    (True, "both ends"): ("shifted by one", "inverted"),
+    (False, "rising"): ("replace from p", "q before the filters", "dropped guess"),
+    (False, "falling"): ("half handed over", "shared noise"),
+    (False, "both ends"): ("wrong temperature", "shared noise"),
+}
 SEEN = 0.9  # The power is that of departures that are seen with this probability.
 
 
@@ -187,8 +194,9 @@ def resembled(figures: EvidenceFigures, sampling: Sampling) -> list[str]:
     shape, filtered = shape_of(figures["counts"]), sampling.top_p < 1 or sampling.top_k > 0
     return [
         name
-        for name, mistake in MISTAKES.items()
-        if shape in mistake.shapes and (mistake.impossible == (figures["impossible"] > 0) or not filtered)
+        for (impossible, of_shape), names in PATTERNS.items()
+        if of_shape == shape and (impossible == (figures["impossible"] > 0) or not filtered)
+        for name in names
     ]
 
 

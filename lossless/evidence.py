@@ -109,17 +109,11 @@ class Evidence:
         the number of these (Bonferroni)."""
         assert self.hits is not None and self.chances is not None
         varies = (self.chances > 0) & (self.chances < 1)  # Where p(x) is 0 or 1, the token says nothing.
-        places = [varies & (np.arange(varies.shape[2]) == place) for place in range(varies.shape[2])]
-        groups = [where for where in (varies, *places) if where.any()]
-        tested = [(self.hits[where], self.chances[where]) for where in groups]
+        groups = [varies, *(varies & (np.arange(varies.shape[2]) == place) for place in range(varies.shape[2]))]
+        tested = [(self.hits[where], self.chances[where]) for where in groups if where.any()]
         z = [z_score((hits - p).sum(), (p * (1 - p)).sum()) for hits, p in tested]
-        figures: GuessFigures = {
-            "tested": int(varies.sum()),
-            "hits": int(self.hits[varies].sum()),
-            "expected": float(self.chances[varies].sum()),
-            "z": z[0] if z else 0.0,
-            "z_by_place": z[1:],
-        }
+        expected = float(self.chances[varies].sum())
+        figures: GuessFigures = {"hits": int(self.hits[varies].sum()), "expected": expected, "z": z}
         return figures, min([1.0, *(len(tested) * hits_p_value(hits, p) for hits, p in tested)])
 
     def neighbours(self) -> float:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from decoding.drafter import Drafter, Guesses, WrappedDrafter
 from decoding.rows import Rows
-from decoding.trees.guesses import TreeGuesses
 from decoding.trees.rules import in_postorder, judge, traversal_rule
 from decoding.trees.tree import Places, Tree
 from decoding.verification import token_rule
@@ -140,6 +139,11 @@ def wrong_temperature(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[
     return judged_by(hotter / hotter.sum(-1, keepdim=True), q, p, q, drafts, u)
 
 
+def understated(rule: Callable[..., T], p: Tensor, q: Tensor, *rest: Any) -> T:
+    """Any rule, for chains or trees, whose drafter says SAID q for q: where a guess was certain, SAID."""
+    return rule(p, SAID * q, *rest)
+
+
 # Verification rules for trees. Arguments and results are those of decoding/trees/rules.py.
 
 
@@ -202,7 +206,6 @@ class KeepingTarget(FlawedModel):
         """Which of the slots `positions[B, n]` keep their content: bool `[B, n]`."""
 
     def prefill(self, rows: Rows) -> Tensor:
-        """As `CachedModel.prefill`."""
         fresh, self.highest = rows.fresh, self.highest[: rows.batch]
         if len(self.highest) < rows.batch or rows.waiting <= rows.batch:
             self.highest = torch.zeros(rows.batch, 1, dtype=torch.long, device=self.device)
@@ -213,7 +216,6 @@ class KeepingTarget(FlawedModel):
         return logits
 
     def copy_row(self, source: int, row: int) -> None:
-        """As `CachedModel.copy_row`."""
         super().copy_row(source, row)
         self.highest[row] = self.highest[source]
 
@@ -256,12 +258,10 @@ class PredecessorTarget(FlawedModel):
     """A target whose rows keep the text before: of a prompt that takes the row over, only the last token is read."""
 
     def prefill(self, rows: Rows) -> Tensor:
-        """As `CachedModel.prefill`."""
         self.takes_over = rows.waiting > rows.batch
         return super().prefill(rows)
 
     def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
-        """As `CachedModel.read_prompts`."""
         if not self.takes_over:
             return super().read_prompts(prompts, lengths)
         last = torch.tensor(lengths, device=self.device)[:, None] - 1
@@ -293,7 +293,6 @@ class OneSidedTarget(FlawedModel):
     """A target without top-p, whatever the draft guesses with."""
 
     def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-        """As `Model.probabilities`."""
         return super().probabilities(logits, replace(sampling, top_p=1.0), seen)
 
 
@@ -301,12 +300,10 @@ class UnfilteredDraft(FlawedModel):
     """A draft that draws with temperature, top-k and top-p, and hands over the distributions from before them."""
 
     def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-        """As `Model.probabilities`."""
         self.unfiltered.append(logits.softmax(-1))
         return super().probabilities(logits, sampling, seen)
 
     def draw(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """As `Model.draw`."""
         self.unfiltered: list[Tensor] = []
         drafts, _ = super().draw(*args)
         return drafts, torch.stack(self.unfiltered, 1)
@@ -333,23 +330,6 @@ def unfiltered(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafte
     return ModelDrafter(UnfilteredDraft(drafter.model), drafter.temperature, drafter.top_p)
 
 
-class Understating(WrappedDrafter):
-    """Hands over a part of q for q: where a guess was certain, SAID. `methods.lookup` is mistaken so if it hands over
-    how often its guesses are right."""
-
-    def __init__(self, drafter: Drafter, sampling: Sampling, threshold: float) -> None:
-        super().__init__(drafter)
-
-    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
-        return replace(guesses, q=SAID * guesses.q)
-
-    def grow(self, rows: Rows, tree: Tree, sampling: Sampling) -> TreeGuesses:
-        """As `TreeDrafter.grow`."""
-        assert isinstance(self.drafter, TreeDrafter)
-        guesses = self.drafter.grow(rows, tree, sampling)
-        return replace(guesses, q=SAID * guesses.q)
-
-
 def cold_drafter(drafter: Drafter, sampling: Sampling, threshold: float) -> TreeDrafter:
     """Guesses trees at a lower temperature."""
     assert isinstance(drafter, TreeDrafter)
@@ -369,11 +349,9 @@ class Mistake:
         threshold). tree: the shape of the guesses of a round.
     tested: f(sampling of the flags), the sampling that is tested.
     seen_in: the public code that makes or made it.
-    shapes, impossible: of the histogram of u of its texts on the bundled pair (`lossless.audit.shape_of`), and whether
-        some tokens are impossible: `--audit` names it where it finds the same. shapes (): it never does.
     loops, drafters: of other methods it is no mistake, or it cannot be made. own_copy: the target's own copy must
         guess. queue: the texts must outnumber the rows of the batch.
-    everywhere: it is planted in every method that is tested, not only in the first that it can be made of.
+    everywhere: it is `understated`, and planted in every method that is tested, not only in the first that it fits.
     """
 
     what: str
@@ -383,8 +361,6 @@ class Mistake:
     tested: Callable[[Sampling], Sampling] = unchanged
     tree: Tree | None = None
     seen_in: str = ""
-    shapes: tuple[str, ...] = ()
-    impossible: bool = False
     loops: tuple[Callable[..., Any], ...] = (specSampling,)
     drafters: type[Drafter] | tuple[type[Drafter], ...] = Drafter
     own_copy: bool = False
@@ -393,89 +369,64 @@ class Mistake:
 
     def fits(self, sampler: Any) -> bool:
         """Whether it can be planted in a sampler."""
-        if getattr(sampler, "func", None) not in self.loops:
+        drafter = sampler.keywords.get("drafter")
+        if sampler.func not in self.loops or not isinstance(drafter, self.drafters):
             return False
-        drafter = sampler.keywords["drafter"]
-        shares = any(model.cache_of is not None for model in drafter.models)
-        return isinstance(drafter, self.drafters) and (shares or not self.own_copy)
+        return not self.own_copy or any(model.cache_of is not None for model in drafter.models)
 
     def planted(self, sampler: Any, sampling: Sampling, threshold: float) -> Any:
         """`sampler`, a partial function of one of `loops`, with this mistake in it. sampling: that is tested.
         threshold: --draftThreshold."""
         parts = sampler.keywords
         drafter = self.drafter(parts["drafter"], sampling, threshold)
-        named = {"verify": self.verify, "tree": self.tree}
-        changed = {name: part for name, part in named.items() if part is not None}
-        return partial(sampler, target=self.target(parts["target"]), drafter=drafter, **changed)
+        verify = partial(understated, parts["verify"]) if self.everywhere else self.verify or parts["verify"]
+        tree = {"tree": self.tree} if self.tree else {}
+        return partial(sampler, target=self.target(parts["target"]), drafter=drafter, verify=verify, **tree)
 
 
 MISTAKES = {
-    "always accept": Mistake("every guess is accepted", always_accept, shapes=("rising",), impossible=True),
+    "always accept": Mistake("every guess is accepted", always_accept),
     "inverted": Mistake(
         "a guess is rejected with probability min(1, p / q), not accepted with it",
         inverted,
         seen_in="R. Gadgil, Towards Data Science 2024",
-        shapes=("both ends",),
-        impossible=True,
     ),
     "replace from p": Mistake(
-        "a rejected guess is replaced from p, not from the residual",
-        replace_from_p,
-        seen_in="Clay's blog on SmolLM2",
-        shapes=("rising",),
+        "a rejected guess is replaced from p, not from the residual", replace_from_p, seen_in="Clay's blog on SmolLM2"
     ),
     "shared noise": Mistake(
         "the noise that drew a rejected guess draws its replacement too",
         shared_noise,
         seen_in="vllm 54282",
         drafters=ModelDrafter,
-        shapes=("falling", "both ends"),
     ),
     "half handed over": Mistake(
-        "acceptance takes q(x) for 1, the residual takes q as it is",
-        half_handed_over,
-        drafters=ModelDrafter,
-        shapes=("falling",),
+        "acceptance takes q(x) for 1, the residual takes q as it is", half_handed_over, drafters=ModelDrafter
     ),
     "q before the filters": Mistake(
         "guesses are drawn after temperature and top-p, and q is from before them",
         drafter=unfiltered,
         seen_in="transformers 47932",
         drafters=ModelDrafter,
-        shapes=("rising",),
     ),
     "late rejection": Mistake(
         "a rejected guess is dropped, and the token drawn after it takes its place",
         late_rejection,
         seen_in="openvino.genai 4190",
-        shapes=("rising",),
-        impossible=True,
     ),
-    "shifted by one": Mistake(
-        "p of the place before is compared with q", p_shifted, shapes=("both ends",), impossible=True
-    ),
-    "bonus from q": Mistake(
-        "the token after the last guess is the draft's", bonus_from_q, shapes=("rising",), impossible=True
-    ),
+    "shifted by one": Mistake("p of the place before is compared with q", p_shifted),
+    "bonus from q": Mistake("the token after the last guess is the draft's", bonus_from_q),
     "one-sided top-p": Mistake(
         "top-p for the draft, none for the target",
         target=OneSidedTarget,
         tested=lambda sampling: sampling if sampling.top_p < 1 else replace(sampling, top_p=0.9),
     ),
-    "wrong temperature": Mistake(
-        f"guesses are accepted at {HEAT} times the temperature", wrong_temperature, shapes=("both ends",)
-    ),
-    "stale slot": Mistake(
-        "the cache keeps a rejected guess for its replacement",
-        target=StaleSlotTarget,
-        shapes=("rising",),
-        impossible=True,
-    ),
+    "wrong temperature": Mistake(f"guesses are accepted at {HEAT} times the temperature", wrong_temperature),
+    "stale slot": Mistake("the cache keeps a rejected guess for its replacement", target=StaleSlotTarget),
     "dropped guess": Mistake(
         "a guess below --draftThreshold is dropped, not verified",
         drafter=UnsureDropped,
         drafters=(ModelDrafter, OtherTokenizerDrafter, LookupFirst),
-        shapes=("rising",),
     ),
     "predecessor's slots": Mistake(
         "a text that takes over a row of the batch attends to what the text before it left there",
@@ -487,9 +438,7 @@ MISTAKES = {
         target=DraftKeysTarget,
         own_copy=True,
     ),
-    "understated q": Mistake(
-        f"the drafter says {SAID:g} q for q", drafter=Understating, loops=(specSampling, treeSampling), everywhere=True
-    ),
+    "understated q": Mistake(f"the drafter says {SAID:g} q for q", loops=(specSampling, treeSampling), everywhere=True),
 }
 tree_mistake = partial(Mistake, verify=traversal_rule, tree=SHAPE, loops=(treeSampling,))
 TREE_MISTAKES = {

@@ -25,8 +25,7 @@ PLACES = 8  # Places in a round, or siblings, that are told apart; those beyond 
 
 
 class FollowingTarget:
-    """A target that writes `texts`. It reads what `target` reads, so that a drafter that shares its cache or its
-    features finds them.
+    """A target that reads as `target` does, and writes `texts`.
 
     guesses: int64 `[texts, tokens of the longest, PLACES]`, what was guessed for each token, -1 where nothing was. A
     guess of a chain stands at its place in the round, one of a tree at its place among its siblings.
@@ -40,20 +39,17 @@ class FollowingTarget:
         return getattr(self.target, name)
 
     def first_token(self, rows: Rows, sampling: Sampling) -> None:
-        """As `Model.first_token`, with the texts' first tokens."""
         self.rows = rows
         self.target.prefill(rows)
         rows.commit_first(upload([self.texts[rows.numbers[row]][0] for row in rows.fresh], rows.device))
 
     def draw(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """As `Model.draw` of one token, with the texts' next tokens."""
         tokens, q = self.target.draw(*args)
         return self.follow(tokens[:, :0], q[:, :0], None)[1][:, None], q
 
     def score_and_verify(
         self, rows: Rows, guesses: Guesses, u: Tensor, sampling: Sampling, verify: VerificationRule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Model.score_and_verify`, with a rule that accepts what the texts say."""
         p, _, _ = self.target.score_and_verify(rows, guesses, u, sampling, verify)
         path, token = self.follow(guesses.drafts, guesses.of_drafts(), None)
         return p, (path > 0).sum(1), token
@@ -61,7 +57,6 @@ class FollowingTarget:
     def score_tree(
         self, tree: Tree, block: Tensor, places: Any, q: Tensor, *args: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `Model.score_tree`, with a rule that accepts what the texts say."""
         p = self.target.score_tree(tree, block, places, q, *args)[0]
         drafts = block[:, 1:]
         path, token = self.follow(drafts, q.gather(-1, drafts[..., None])[..., 0], tree)

@@ -99,18 +99,14 @@ class TextScorer:
         if lost.any():
             impossible[lost] = ~self.cut_by_rounding(logits[lost], x[lost], None if seen is None else seen[lost])
         u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
-        fields: tuple[Tensor, ...] = (u, -log.gather(-1, x)[..., 0], entropy, variance, impossible.float())
+        fields = [u, -log.gather(-1, x)[..., 0], entropy, variance, impossible.float()]
         if batch.guesses is not None:
-            none = (batch.guesses < 0) | lost[..., None]
-            chances = p.gather(-1, batch.guesses.clamp(min=0))
-            fields += tuple(field.masked_fill(none, torch.nan) for field in ((batch.guesses == x).float(), chances))
-        unwritten = ~batch.written[..., None]
-        return Evidence(
-            *(
-                field.masked_fill(unwritten if field.ndim > 2 else unwritten[..., 0], torch.nan).cpu().double().numpy()
-                for field in fields
-            )
-        )
+            none, chances = (batch.guesses < 0) | lost[..., None], p.gather(-1, batch.guesses.clamp(min=0))
+            fields += [field.masked_fill(none, torch.nan) for field in ((batch.guesses == x).float(), chances)]
+        arrays = [field.cpu().double().numpy() for field in fields]
+        for array in arrays:
+            array[~batch.written.cpu().numpy()] = np.nan
+        return Evidence(*arrays)
 
     def batch(self, prompts: Texts, texts: Texts, guesses: np.ndarray | None = None) -> Batch:
         """The `Batch` of these texts."""

@@ -134,12 +134,9 @@ def power_clauses(lines: Sequence[Line]) -> Iterator[str]:
         missed = [" in ".join(filter(None, (m["mistake"], m.get("method")))) for m in power if not m["seen_by"]]
         most = max(line["tokens"] for line in power)
         counts = Counter(name_of(line.get("method", "")) for line in power)
-        planted = [f"{count} in {method}" for method, count in counts.items() if count > 1]
-        single = [method for method, count in counts.items() if count == 1]
-        if single:
-            planted.append(f"1 in {single[0]}" if len(single) == 1 else f"1 in each of {len(single)} other methods")
+        planted = ", ".join(f"{count} in {method}" for method, count in counts.items())
         yield (
-            f"with so many tokens each planted mistake is seen, within {most:,} tokens: {', '.join(planted)}"
+            f"with so many tokens each planted mistake is seen, within {most:,} tokens: {planted}"
             if not missed
             else f"but {', '.join(missed)} would not be seen with {most:,} tokens: give more --tokens"
         )

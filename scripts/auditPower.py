@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from experiments.runRecord import model_record, origin
 from inputs.commandLine import as_command, path, script_parser, whole
@@ -48,7 +49,8 @@ Pair = dict[str, CachedModel]
 
 def speculative(models: Pair) -> Any:
     """Speculative sampling of the pair."""
-    return partial(specSampling, target=models["target"], drafter=ModelDrafter(models["draft"]), gamma=GAMMA)
+    drafter = ModelDrafter(models["draft"])
+    return partial(specSampling, target=models["target"], drafter=drafter, gamma=GAMMA, verify=token_rule)
 
 
 def auditors(models: Pair) -> dict[str, Auditor]:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from test_specSampling import PROMPTS, error, near
 
+from decoding.verification import token_rule
 from engine.copies import rounded_copy
 from inputs.auditTexts import read_texts, write_texts
 from inputs.models import load_model, outline
 from inputs.tokenizers import load_tokenizer
-from lossless.audit import RETOKENISED, Auditor, others, power_of, resembled, shape_of
+from lossless.audit import PATTERNS, RETOKENISED, Auditor, others, power_of, resembled, shape_of
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES, one_hot_rule, shared_noise
 from lossless.scorer import TextScorer
@@ -78,7 +79,7 @@ def test_each_planted_mistake_is_found(target, name):
     draft, mistake = near(target, noise=0.5 if name == "shared noise" else 0.2), MISTAKES[name]
     draft = rounded_copy(target, 4) if mistake.own_copy else draft
     sampling = mistake.tested(COLD)
-    sampler = partial(specSampling, target=target, drafter=ModelDrafter(draft), gamma=4)
+    sampler = partial(specSampling, target=target, drafter=ModelDrafter(draft), gamma=4, verify=token_rule)
     sampler, judge = mistake.planted(sampler, sampling, 0.4), Auditor(target, draft, UNIT)
 
     def found(rows):
@@ -164,8 +165,9 @@ def test_the_shape_of_a_histogram():
     assert shape(lambda x: 1 + (2 * x - 1) ** 2) == "both ends" and shape(lambda x: 2 - (2 * x - 1) ** 2) == "middle"
     assert shape_of([0] * BINS) == "flat"
     rising = {"counts": list(range(BINS)), "impossible": 0}
-    assert resembled(rising, NUCLEUS) == ["replace from p", "q before the filters", "dropped guess"]
-    assert {*resembled(rising, COLD)} == {name for name, mistake in MISTAKES.items() if "rising" in mistake.shapes}
+    assert resembled(rising, NUCLEUS) == list(PATTERNS[False, "rising"])
+    assert {*resembled(rising, COLD)} == {*PATTERNS[False, "rising"], *PATTERNS[True, "rising"]}
+    assert {name for names in PATTERNS.values() for name in names} <= {*MISTAKES}
 
 
 @pytest.mark.parametrize("kind", ["surprise", "variation"])
