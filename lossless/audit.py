@@ -207,15 +207,10 @@ def audit(prepared: Prepared, models: LoadedModels, append: Append) -> None:
     order = None if prepared.translation is not None else models.get("draft")
     unit = torch.finfo(DTYPES[written_in]).eps / 2
     tolerated = RETOKENISED if any(text.was_text for text in texts) else 0.0
-    auditor = Auditor(
-        models["target"],
-        order,
-        unit,
-        settings.measuring.seed,
-        processes=prepared.processes,
-        tolerated=tolerated,
-        guessing=build(["speculative"], dict(models), settings.decoding)["speculative"],
-    )
+    # A draft with a tokenizer of its own may have no room for the texts.
+    guessing = None if prepared.translation else build(["speculative"], dict(models), settings.decoding)["speculative"]
+    seed, processes = settings.measuring.seed, prepared.processes
+    auditor = Auditor(models["target"], order, unit, seed, limit_of(1), processes, tolerated, guessing)
     rows = [text.prompt for text in texts], [text.tokens for text in texts]
     sampling, lines = settings.sampling.of("audit"), [text.line for text in texts]
     judge = auditor.drawn if sampling.temperature else auditor.greedy

@@ -138,9 +138,8 @@ def z_score(total: float, variance: float) -> float:
 def hits_p_value(hits: np.ndarray, p: np.ndarray) -> float:
     """The two-sided p-value of the number of hits, each of which comes with its probability of `p`.
 
-    The normal law of the z-score is wrong in the tails if few hits are expected. The signed root of the deviance is
-    right there too: sup over s of s S - K(s) for S hits, where K(s) = sum log(1 - p + p e^s) is the cumulant generating
-    function (Barndorff-Nielsen and Cox 1979).
+    Where few hits are expected, z has no normal tails. The signed root of 2 sup_s (s hits - sum log(1 - p + p e^s)) has
+    (Barndorff-Nielsen and Cox 1979).
     """
     total = hits.sum()
     found = minimize_scalar(lambda s: np.log1p(p * np.expm1(s)).sum() - s * total, bounds=(-30, 30), method="bounded")

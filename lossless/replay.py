@@ -90,8 +90,8 @@ def guesses_along(
 ) -> np.ndarray:
     """`FollowingTarget.guesses` of a method along `texts`, which follow `prompts`.
 
-    sampler: a partial function of `specSampling` or `treeSampling`, that wrote none of them. options: its other
-    arguments. What it has learnt of them must not choose where it guesses.
+    sampler: a partial function of `specSampling` or `treeSampling`, that wrote none of them: what it has learnt of them
+    must not choose where it guesses. options: its other arguments.
     """
     target = FollowingTarget(sampler.keywords["target"], texts)
     counts = [itertools.count(1) for _ in texts]
@@ -100,5 +100,7 @@ def guesses_along(
         """Whether this is the last token of that text."""
         return next(counts[number]) == len(texts[number])
 
-    sampler(prompts, target=target, max_len=max(map(len, texts)), sampling=sampling, end_of_text=ends, **options)
+    context = min(model.context for model in (sampler.keywords["target"], *sampler.keywords["drafter"].models))
+    most = min(max(map(len, texts)), context - max(map(len, prompts)))  # What is beyond has no guesses.
+    sampler(prompts, target=target, max_len=most, sampling=sampling, end_of_text=ends, **options)
     return target.guesses

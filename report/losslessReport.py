@@ -97,7 +97,7 @@ def sampled_failures(lines: Sequence[Line]) -> Iterator[str]:
             yield f"{name_of(line['method'])} fails in {line['dtype']} by {tests}{about_guesses(line)}"
 
 
-def about_guesses(line: LosslessLine | AuditLine) -> str:
+def about_guesses(line: LosslessLine) -> str:
     """How many tokens are the guess, if the test of guesses rejects the texts."""
     if line["p"].get("guesses", 1.0) >= line["limit"]:
         return ""
@@ -172,8 +172,7 @@ def audit_verdict(line: AuditLine | GreedyAuditLine) -> tuple[bool, str]:
         return False, f"Not the target's: {line['beyond']:,} of {texts} are not its argmax ({rounding}){drawn}."
     settings = settings_of(line)
     if tests := [TESTS[test] for test in line["seen_by"]]:
-        by = " and ".join(tests) + about_guesses(line)
-        return False, f"Not the target's at {settings}: {texts} are rejected by {by}."
+        return False, f"Not the target's at {settings}: {texts} are rejected by {' and '.join(tests)}."
     p, limit = min(line["p"].values()), line["limit"]
     return True, (
         f"No test rejects the text: {texts} cannot be told from the target's own at {settings} (the least of "

@@ -266,7 +266,11 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, 
     drawn, planted = ([m for m in lines if m["kind"] == kind] for kind in ("lossless", "power"))
     assert [(m["method"], m["dtype"]) for m in drawn] == [(name, "float32") for name in names]
     assert all(m["limit"] == limit_of(len(names)) and len(m["counts"]) == BINS for m in drawn)
-    assert [m["mistake"] for m in planted] == [n for n in [*MISTAKES, *TREE_MISTAKES] if n != "predecessor's slots"]
+    mistakes = list(dict.fromkeys(m["mistake"] for m in planted))
+    assert mistakes == [name for name in [*MISTAKES, *TREE_MISTAKES] if name != "predecessor's slots"]
+    assert [m["method"] for m in planted if m["mistake"] == "understated q"] == names
+    assert len(planted) == len(mistakes) + len(names) - 1
+    assert all("guesses" in m["p"] for m in drawn + planted)
     assert {m["tokens_shown"] for m in drawn + planted} == {60}
     assert all(sum(m["counts_shown"]) <= 60 == len(m["counts_shown"]) + 10 for m in drawn + planted)
     assert [(m["method"], m["dtype"]) for m in lines if m["kind"] == "greedy"] == [
@@ -312,7 +316,7 @@ class Repeater(Drafter):
         return Guesses(drafts, self.said * torch.nn.functional.one_hot(drafts, 61).float())
 
 
-def guessed(sampler, guessing, sampling, rows=32, target=None, order=None, seed=0):
+def guessed(sampler, guessing, sampling, rows=32, target=None, order=None, seed=1):
     """The figures of texts by a sampler, with the guesses of another one."""
     prompts = PROMPTS * (rows // len(PROMPTS))
     options = {"sampling": sampling, "generator": torch.Generator().manual_seed(seed)}
