@@ -89,14 +89,10 @@ class Drafter(ABC):
 
 
 class WrappedDrafter(Drafter):
-    """The guesses of another drafter, which a subclass may look at or change in `changed`.
+    """The guesses of another drafter, which a subclass may look at or change in `changed`."""
 
-    sampling: what the other drafter is told; None: what this one is told.
-    """
-
-    def __init__(self, drafter: Drafter, sampling: Sampling | None = None) -> None:
-        self.drafter, self.sampling = drafter, sampling
-        self.models, self.varies = drafter.models, drafter.varies
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.models, self.varies = drafter, drafter.models, drafter.varies
 
     def begin(self, rows: Rows) -> None:
         self.drafter.begin(rows)
@@ -108,7 +104,7 @@ class WrappedDrafter(Drafter):
         self.drafter.rewind(count)
 
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
-        return self.changed(self.drafter.draft(rows, gammas, self.sampling or sampling, length), rows, max(gammas))
+        return self.changed(self.drafter.draft(rows, gammas, sampling, length), rows, max(gammas))
 
     @abstractmethod
     def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:

@@ -21,6 +21,10 @@ from utils import UserError, check_share
 class LengthRule(ABC):
     """How many tokens to guess in each round.
 
+    RULES names the rules. The first sentence of a rule's docstring is its help. Of a rule's parameters, `length` is
+    gamma, with the default that --gamma has for it; the others have the names and values of fields of
+    `methods.samplers.Decoding`.
+
     A rule may look at committed tokens, past rounds and guesses already drawn. A guess once drawn is always submitted
     to verification. This keeps every rule lossless.
 
@@ -53,7 +57,7 @@ class LengthRule(ABC):
 
 
 class Fixed(LengthRule):
-    """Always `length` tokens."""
+    """Always gamma tokens."""
 
     def __init__(self, length: int = 4) -> None:
         if length < 1:
@@ -68,7 +72,7 @@ class Fixed(LengthRule):
 
 
 class Additive(Fixed):
-    """One token more after a round accepted in full, else half as many, but at least `length` (the report's rule)."""
+    """One token more after a round accepted in full, else half as many, but at least gamma (the report's rule)."""
 
     def __init__(self, length: int = 4) -> None:
         super().__init__(length)
@@ -83,24 +87,24 @@ class Additive(Fixed):
 
 
 class DraftConfidence(Fixed):
-    """Guess on while the draft is confident, at most `length` tokens: stop after a token that the draft gave a
-    probability below `threshold`. That token is submitted like the others; dropping it would bias the text."""
+    """At most gamma tokens, until the draft is unsure: stop after a token that it gave a probability below
+    --draftThreshold. That token is submitted like the others; dropping it would bias the text."""
 
-    def __init__(self, length: int = 10, threshold: float = 0.4) -> None:
+    def __init__(self, length: int = 10, draft_threshold: float = 0.4) -> None:
         super().__init__(length)
-        self.threshold = check_share("threshold", threshold)
+        self.threshold = check_share("threshold", draft_threshold)
 
     def stop(self, q_x: Tensor) -> Tensor:
         return q_x < self.threshold
 
 
 class TargetConfidence(Fixed):
-    """Guess only while the target is confident. If its probability of the last token it drew is below `threshold`, the
-    row continues without guesses, one token at a time, until it is confident again."""
+    """Gamma tokens while the target is sure, else none. If its probability of the last token it drew is below
+    --targetThreshold, the row continues without guesses, one token at a time, until it is sure again."""
 
-    def __init__(self, length: int = 4, threshold: float = 0.5) -> None:
+    def __init__(self, length: int = 4, target_threshold: float = 0.5) -> None:
         super().__init__(length)
-        self.lengths, self.threshold = (0, length), check_share("threshold", threshold)
+        self.lengths, self.threshold = (0, length), check_share("threshold", target_threshold)
 
     def sure(self, p_x: Tensor) -> Tensor:
         return p_x >= self.threshold
@@ -156,7 +160,8 @@ class Search:
 
 
 class CostAware(LengthRule):
-    """The length of LENGTHS with the most expected tokens per second; 0 (plain decoding) is one of them.
+    """As many tokens as pay, by measured acceptance and costs, at most gamma. It is the length of LENGTHS with the most
+    expected tokens per second; 0 (plain decoding) is one of them.
 
     The rule keeps running estimates of alpha at each position of a round, and of the seconds of a whole round of each
     length (`Costs`). What guesses cost depends on the number of rows that are decoded together: the more rows, the

@@ -58,8 +58,8 @@ def token_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor,
 
 
 def block_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Block verification (Sun et al., arXiv 2403.10444, Algorithm 2). Arguments and results are those of
-    `token_rule`.
+    """Block verification: the guesses of a round are judged together, and at least as many are accepted on average (Sun
+    et al., arXiv 2403.10444, Algorithm 2). Arguments and results are those of `token_rule`.
 
     Let w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)). Draft i ends the accepted part with probability
     h_i = S_i / (S_i + 1 - w_i), where S_i is the sum of max(0, w_i p - q) over the vocabulary after draft i. The last i

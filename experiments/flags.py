@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from decoding.lengthRules import RULES as DRAFT_LENGTHS
@@ -34,6 +34,12 @@ def flag(
 def choice(values: Iterable[str], help: str, default: str | None = None) -> Options:
     """A flag that takes one of several words."""
     return flag(str, help, default, None, choices=list(values))
+
+
+def described(rules: Mapping[str, Callable[..., Any]]) -> str:
+    """What each rule does: the first sentence of its docstring."""
+    documented = {name: " ".join((rule.__doc__ or "").split()) for name, rule in rules.items()}
+    return " ".join(f"{name}: {doc.partition('. ')[0].rstrip('.')}." for name, doc in documented.items())
 
 
 def switch(help: str) -> Options:
@@ -201,9 +207,7 @@ FLAGS = {
         ),
         "--draftLength": choice(
             DRAFT_LENGTHS,
-            "The rule that decides how many tokens to guess. fixed: always gamma. additive: one more after a round "
-            "accepted in full, else half as many. draftConfidence: until the draft is unsure. targetConfidence: only "
-            "while the target is sure. costAware: as many as pay, by measured costs.",
+            f"The rule that decides how many tokens to guess. {described(DRAFT_LENGTHS)}",
             Decoding.draft_length,
         ),
         "--draftThreshold": flag(
@@ -219,10 +223,7 @@ FLAGS = {
             metavar="P",
         ),
         "--verification": choice(
-            VERIFICATIONS,
-            "The rule that accepts guesses. token: one after the other. block: the guesses of a round together, which "
-            "accepts at least as many on average.",
-            Decoding.verification,
+            VERIFICATIONS, f"The rule that accepts guesses. {described(VERIFICATIONS)}", Decoding.verification
         ),
         "--tree": flag(
             str,
@@ -233,10 +234,7 @@ FLAGS = {
             metavar="SHAPE",
         ),
         "--treeRule": choice(
-            TREE_RULES,
-            "The rule that accepts guesses of a tree. traversal: whole paths, from the leaves to the root. topDown: "
-            "token by token, from the root.",
-            Decoding.tree_rule,
+            TREE_RULES, f"The rule that accepts guesses of a tree. {described(TREE_RULES)}", Decoding.tree_rule
         ),
         "--gamma1": flag(
             whole(1, 1000),

@@ -237,11 +237,20 @@ class CorpusPerplexityLine(TypedDict):
     ppl: dict[str, dict[str, float]]
 
 
+class GuessFigures(TypedDict):
+    """hits: tokens that are the guess. expected: so many by the target's distribution. z: of the difference, of all and
+    at each place of a round, or of each sibling in a tree."""
+
+    hits: int
+    expected: float
+    z: list[float]
+
+
 class EvidenceFigures(TypedDict):
     """The figures of drawn texts that are tested against the target's distributions (`lossless.evidence.Evidence`).
 
     excluded: tokens that only rounding put outside of top-p or top-k. impossible: tokens with no probability. counts:
-    the histogram of u. p: {test: p-value}. z: of the surprise.
+    the histogram of u. p: {test: p-value}. z: of the surprise. guesses: if some are known.
     """
 
     texts: int
@@ -251,6 +260,7 @@ class EvidenceFigures(TypedDict):
     counts: list[int]
     p: dict[str, float]
     z: float
+    guesses: NotRequired[GuessFigures]
     perplexity: float | None
     expected_perplexity: float | None
 
@@ -285,10 +295,11 @@ class LosslessLine(TrialConditions, EvidenceFigures, ShownCounts):
 
 
 class MistakeFigures(EvidenceFigures, ShownCounts):
-    """The tests of the texts of a sampler with a planted mistake. tokens: those that were needed to notice it. seen_by:
+    """The tests of the texts of a method with a planted mistake. tokens: those that were needed to notice it. seen_by:
     the tests that did. seen_in: the public code that makes or made it."""
 
     mistake: str
+    method: NotRequired[str]
     what: str
     seen_in: NotRequired[str]
     seen_by: list[str]

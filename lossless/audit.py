@@ -24,7 +24,9 @@ from inputs.auditTexts import decoded
 from inputs.models import DTYPES
 from inputs.progress import followed
 from lossless.evidence import Evidence, limit_of, seen_by
+from lossless.replay import guesses_along
 from lossless.scorer import Texts, TextScorer
+from methods.catalogue import build
 from utils import Sampling
 
 ROWS = 64  # texts that are shared out at a time
@@ -50,8 +52,9 @@ class Auditor:
     """Judges texts.
 
     target, order: as in `TextScorer`. unit: the unit roundoff of the arithmetic that wrote the texts. limit: the
-    p-value below which a test rejects them: it rejects an exact sampler's text with a probability of at most 4 limits.
-    tolerated: the share of impossible tokens that is no reason to reject.
+    p-value below which a test rejects them: each rejects an exact sampler's text with that probability. tolerated: the
+    share of impossible tokens that is no reason to reject. guessing: the method that guesses along the texts, a partial
+    function as in `guesses_along`; None: no guesses are known.
     """
 
     target: Any
@@ -61,6 +64,7 @@ class Auditor:
     limit: float = limit_of(1)
     processes: Processes = ALONE
     tolerated: float = 0.0
+    guessing: Any = None
 
     def drawn(self, prompts: Texts, texts: Texts, sampling: Sampling, lines: Sequence[int] = ()) -> AuditFigures:
         """The figures of texts that are drawn with `sampling`, and what they show. lines: the name of each text, as in
@@ -121,7 +125,10 @@ class Auditor:
 
         def score(first: int) -> Evidence:
             scorer = TextScorer(self.target, self.order, sampling, self.seed + first, self.unit)
-            return scorer.evidence(prompts[first : first + ROWS], texts[first : first + ROWS])
+            rows = prompts[first : first + ROWS], texts[first : first + ROWS]
+            generator = torch.Generator(self.target.device).manual_seed(self.seed + first)
+            guesses = self.guessing and guesses_along(self.guessing, *rows, sampling, generator=generator)
+            return scorer.evidence(*rows, guesses=guesses)
 
         parts = list(self.mapped(score, len(texts)))
         return sum(parts[1:], parts[0])
@@ -210,9 +217,10 @@ def audit(prepared: Prepared, models: LoadedModels, append: Append) -> None:
     order = None if prepared.translation is not None else models.get("draft")
     unit = torch.finfo(DTYPES[written_in]).eps / 2
     tolerated = RETOKENISED if any(text.was_text for text in texts) else 0.0
-    auditor = Auditor(
-        models["target"], order, unit, settings.measuring.seed, processes=prepared.processes, tolerated=tolerated
-    )
+    # A draft with a tokenizer of its own may have no room for the texts.
+    guessing = None if prepared.translation else build(["speculative"], dict(models), settings.decoding)["speculative"]
+    seed, processes = settings.measuring.seed, prepared.processes
+    auditor = Auditor(models["target"], order, unit, seed, limit_of(1), processes, tolerated, guessing)
     rows = [text.prompt for text in texts], [text.tokens for text in texts]
     sampling, lines = settings.sampling.of("audit"), [text.line for text in texts]
     judge = auditor.drawn if sampling.temperature else auditor.greedy

@@ -10,6 +10,9 @@ any models:
   often near 1.
 - Surprise. The mean of -log p(x) is H, the entropy of p, and its variance follows from p too. The differences from the
   mean are a martingale, so their sum over its standard deviation is a standard normal z (Brown 1971).
+- Guesses. Let x be a guess that is drawn after the same text and independently of the token. The token is x with
+  probability p(x), whatever drew x and whatever is said of its distribution. So the number of tokens that are the
+  guess, minus the sum of p(x), is a martingale too. It grows if what the drafter guesses leaks into the text.
 
 Greedy decoding draws nothing. There each token is compared with the target's argmax (`scorer.greedy_figures`).
 """
@@ -21,9 +24,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import chisquare, kstest, norm
+from scipy.optimize import minimize_scalar
+from scipy.stats import chi2, chisquare, kstest, norm
 
-from experiments.lines import EvidenceFigures
+from experiments.lines import EvidenceFigures, GuessFigures
 
 BINS = 50
 FALSE_ALARM = 1e-3  # Probability that all tests of a run of exact samplers, taken together, raise any alarm.
@@ -32,6 +36,7 @@ TESTS = {
     "kolmogorov_smirnov": "Kolmogorov-Smirnov",
     "surprise": "surprise",
     "neighbours": "independence",
+    "guesses": "guesses",
     "impossible": "impossible tokens",
 }
 
@@ -44,6 +49,8 @@ class Evidence:
     u: the PIT of each token; nan where p(x) is 0.
     surprise: -log p(x) in nats. entropy, variance: its mean and its variance under p.
     impossible: 1 where p(x) is 0 and rounding cannot explain it, else 0.
+    hits, chances: `[texts, tokens, places]`, of the guesses for each token: 1 where it is the guess, else 0; and the
+        guess's p. nan where nothing was guessed. None: no guesses are known.
     """
 
     u: np.ndarray
@@ -51,6 +58,8 @@ class Evidence:
     entropy: np.ndarray
     variance: np.ndarray
     impossible: np.ndarray
+    hits: np.ndarray | None = None
+    chances: np.ndarray | None = None
 
     def __add__(self, other: Evidence) -> Evidence:
         longest = max(self.u.shape[1], other.u.shape[1])
@@ -59,9 +68,9 @@ class Evidence:
         )
 
     @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """All arrays."""
-        return self.u, self.surprise, self.entropy, self.variance, self.impossible
+    def arrays(self) -> list[np.ndarray]:
+        """All arrays that there are."""
+        return [array for array in vars(self).values() if array is not None]
 
     @property
     def tokens(self) -> int:
@@ -80,7 +89,7 @@ class Evidence:
             "surprise": 2 * norm.sf(abs(z)),
             "neighbours": 2 * norm.sf(abs(self.neighbours())),
         }
-        return {
+        figures: EvidenceFigures = {
             "texts": len(self.u),
             "tokens": self.tokens,
             "excluded": int((np.isnan(self.u) & (self.impossible == 0)).sum()),
@@ -91,6 +100,21 @@ class Evidence:
             "perplexity": float(np.exp(self.surprise[kept].mean())) if kept.any() else float("nan"),
             "expected_perplexity": float(np.exp(self.entropy[kept].mean())) if kept.any() else float("nan"),
         }
+        if self.chances is not None:
+            figures["guesses"], figures["p"]["guesses"] = self.guesses()
+        return figures
+
+    def guesses(self) -> tuple[GuessFigures, float]:
+        """The figures of the guesses, and the p-value of their test: the least of all guesses and of each place, times
+        the number of these (Bonferroni)."""
+        assert self.hits is not None and self.chances is not None
+        varies = (self.chances > 0) & (self.chances < 1)  # Where p(x) is 0 or 1, the token says nothing.
+        groups = [varies, *(varies & (np.arange(varies.shape[2]) == place) for place in range(varies.shape[2]))]
+        tested = [(self.hits[where], self.chances[where]) for where in groups if where.any()]
+        z = [z_score((hits - p).sum(), (p * (1 - p)).sum()) for hits, p in tested]
+        expected = float(self.chances[varies].sum())
+        figures: GuessFigures = {"hits": int(self.hits[varies].sum()), "expected": expected, "z": z}
+        return figures, min([1.0, *(len(tested) * hits_p_value(hits, p) for hits, p in tested)])
 
     def neighbours(self) -> float:
         """z of the correlation of u with two neighbours: the next token of the text, and the same token of the next
@@ -101,13 +125,25 @@ class Evidence:
 
 
 def widened(array: np.ndarray, longest: int) -> np.ndarray:
-    """An array `[texts, tokens]` with nan for more tokens: `[texts, longest]`."""
-    return np.pad(array, ((0, 0), (0, longest - array.shape[1])), constant_values=np.nan)
+    """An array `[texts, tokens, ...]` with nan for more tokens: `[texts, longest, ...]`."""
+    more = [(0, 0), (0, longest - array.shape[1]), (0, 0)]
+    return np.pad(array, more[: array.ndim], constant_values=np.nan)
 
 
 def z_score(total: float, variance: float) -> float:
     """A sum whose mean is 0, over its standard deviation; 0 if nothing varies."""
     return float(total / variance**0.5) if variance > 0 else 0.0
+
+
+def hits_p_value(hits: np.ndarray, p: np.ndarray) -> float:
+    """The two-sided p-value of the number of hits, each of which comes with its probability of `p`.
+
+    Where few hits are expected, z has no normal tails. The signed root of 2 sup_s (s hits - sum log(1 - p + p e^s)) has
+    (Barndorff-Nielsen and Cox 1979).
+    """
+    total = hits.sum()
+    found = minimize_scalar(lambda s: np.log1p(p * np.expm1(s)).sum() - s * total, bounds=(-30, 30), method="bounded")
+    return float(chi2.sf(max(0.0, -2 * found.fun), 1))
 
 
 def seen_by(figures: Mapping[str, Any], limit: float) -> list[str]:

@@ -1,8 +1,7 @@
 """Samplers with a planted mistake: a test of losslessness is worth as much as the mistakes it sees.
 
-Real samplers have been written with each of them; some name the public code in which it was seen. Each is the project's
-own loop, for chains or for trees of guesses, with one part replaced: the target, the drafter, the verification rule, or
-the sampling that the target is told.
+Real samplers have been written with each of them; some name the public code in which it was seen. Each is a method of
+the project with one part replaced: the target, the drafter, the verification rule, or the shape of the tree.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupFirst
 from methods.otherTokenizer import OtherTokenizerDrafter
-from methods.samplers import Sampler
 from methods.treeSampling import TreeDrafter, treeSampling
 from specSampling import specSampling
 from utils import Sampling, pick, residual
@@ -40,6 +38,7 @@ UNSURE = 0.4  # A guess of a tree whose q is below this is dropped.
 # 1 - q(x_1) - q(x_2) - ... in a later sibling's q, which is near 1 where the draft is unsure. On the bundled pair it
 # moves 0.020 of the probability of the token after four siblings, and 0.079 with a draft at half the temperature.
 COLD = 0.5
+SAID = 0.3  # What a drafter says of a guess that was certain.
 
 
 # Verification rules for chains. Arguments and results are those of decoding/verification.py.
@@ -140,6 +139,11 @@ def wrong_temperature(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[
     return judged_by(hotter / hotter.sum(-1, keepdim=True), q, p, q, drafts, u)
 
 
+def understated(rule: Callable[..., T], p: Tensor, q: Tensor, *rest: Any) -> T:
+    """Any rule, for chains or trees, whose drafter says SAID q for q: where a guess was certain, SAID."""
+    return rule(p, SAID * q, *rest)
+
+
 # Verification rules for trees. Arguments and results are those of decoding/trees/rules.py.
 
 
@@ -202,7 +206,6 @@ class KeepingTarget(FlawedModel):
         """Which of the slots `positions[B, n]` keep their content: bool `[B, n]`."""
 
     def prefill(self, rows: Rows) -> Tensor:
-        """As `CachedModel.prefill`."""
         fresh, self.highest = rows.fresh, self.highest[: rows.batch]
         if len(self.highest) < rows.batch or rows.waiting <= rows.batch:
             self.highest = torch.zeros(rows.batch, 1, dtype=torch.long, device=self.device)
@@ -213,7 +216,6 @@ class KeepingTarget(FlawedModel):
         return logits
 
     def copy_row(self, source: int, row: int) -> None:
-        """As `CachedModel.copy_row`."""
         super().copy_row(source, row)
         self.highest[row] = self.highest[source]
 
@@ -256,12 +258,10 @@ class PredecessorTarget(FlawedModel):
     """A target whose rows keep the text before: of a prompt that takes the row over, only the last token is read."""
 
     def prefill(self, rows: Rows) -> Tensor:
-        """As `CachedModel.prefill`."""
         self.takes_over = rows.waiting > rows.batch
         return super().prefill(rows)
 
     def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
-        """As `CachedModel.read_prompts`."""
         if not self.takes_over:
             return super().read_prompts(prompts, lengths)
         last = torch.tensor(lengths, device=self.device)[:, None] - 1
@@ -289,16 +289,21 @@ class WrongSlotTarget(FlawedModel):
         super().move(source.roll(1, 1), slots)
 
 
+class OneSidedTarget(FlawedModel):
+    """A target without top-p, whatever the draft guesses with."""
+
+    def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+        return super().probabilities(logits, replace(sampling, top_p=1.0), seen)
+
+
 class UnfilteredDraft(FlawedModel):
     """A draft that draws with temperature, top-k and top-p, and hands over the distributions from before them."""
 
     def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-        """As `Model.probabilities`."""
         self.unfiltered.append(logits.softmax(-1))
         return super().probabilities(logits, sampling, seen)
 
     def draw(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """As `Model.draw`."""
         self.unfiltered: list[Tensor] = []
         drafts, _ = super().draw(*args)
         return drafts, torch.stack(self.unfiltered, 1)
@@ -307,30 +312,16 @@ class UnfilteredDraft(FlawedModel):
 # Drafters: f(drafter, sampling, threshold). sampling: whose distribution is wanted. threshold: --draftThreshold.
 
 
-class FlawedDrafter(WrappedDrafter):
-    """The guesses of `drafter` with `sampling`, whatever the target is told, after `change` was made to them."""
-
-    def __init__(self, drafter: Drafter, sampling: Sampling, change: Callable[[Guesses], Guesses]) -> None:
-        super().__init__(drafter, sampling)
-        self.change = change
-
-    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
-        return self.change(guesses)
-
-
-def one_sided(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafter:
-    """Guesses with the wanted sampling, while the target scores with the one it is told."""
-    return FlawedDrafter(drafter, sampling, lambda guesses: guesses)
-
-
-def unsure_guess_dropped(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafter:
+class UnsureDropped(WrappedDrafter):
     """Takes back a guess whose q is below the threshold, and all guesses after it."""
 
-    def change(guesses: Guesses) -> Guesses:
-        sure = guesses.of_drafts()[..., None] >= threshold
-        return replace(guesses, q=guesses.q * sure.cumprod(1))
+    def __init__(self, drafter: Drafter, sampling: Sampling, threshold: float) -> None:
+        super().__init__(drafter)
+        self.threshold = threshold
 
-    return FlawedDrafter(drafter, sampling, change)
+    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
+        sure = guesses.of_drafts()[..., None] >= self.threshold
+        return replace(guesses, q=guesses.q * sure.cumprod(1))
 
 
 def unfiltered(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafter:
@@ -339,11 +330,10 @@ def unfiltered(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafte
     return ModelDrafter(UnfilteredDraft(drafter.model), drafter.temperature, drafter.top_p)
 
 
-def tree_drafter(drafter: Drafter, sampling: Sampling, threshold: float, heat: float | None = None) -> TreeDrafter:
-    """Guesses trees. heat: the draft's temperature over the wanted one; None: that of the flags."""
-    assert isinstance(drafter, ModelDrafter)
-    temperature = drafter.temperature if heat is None else heat * sampling.temperature
-    return TreeDrafter(drafter.model, temperature, drafter.top_p)
+def cold_drafter(drafter: Drafter, sampling: Sampling, threshold: float) -> TreeDrafter:
+    """Guesses trees at a lower temperature."""
+    assert isinstance(drafter, TreeDrafter)
+    return TreeDrafter(drafter.model, COLD * sampling.temperature, drafter.top_p)
 
 
 def unchanged(part: T, *_: object) -> T:
@@ -356,42 +346,42 @@ class Mistake:
     """One mistake. Every part that is not named here is the right one.
 
     what: the mistake in words. verify: the verification rule. target: f(model). drafter: f(drafter, sampling,
-        threshold).
-    told: f(sampling), the sampling that the loop is given instead. tested: f(sampling of the flags), the sampling whose
-        distribution is wanted.
-    tree: the shape of the guesses of a round; None: a chain.
+        threshold). tree: the shape of the guesses of a round.
+    tested: f(sampling of the flags), the sampling that is tested.
     seen_in: the public code that makes or made it.
-    drafters: with other kinds of drafters it is no mistake, or it cannot be made. own_copy: the target's own copy
-        guesses. queue: the texts must outnumber the rows of the batch.
+    loops, drafters: of other methods it is no mistake, or it cannot be made. own_copy: the target's own copy must
+        guess. queue: the texts must outnumber the rows of the batch.
+    everywhere: it is `understated`, and planted in every method that is tested, not only in the first that it fits.
     """
 
     what: str
-    verify: Callable[..., tuple[Tensor, ...]] = token_rule
+    verify: Callable[..., tuple[Tensor, ...]] | None = None
     target: Callable[[CachedModel], CachedModel] = unchanged
     drafter: Callable[[Drafter, Sampling, float], Any] = unchanged
-    told: Callable[[Sampling], Sampling] = unchanged
     tested: Callable[[Sampling], Sampling] = unchanged
     tree: Tree | None = None
     seen_in: str = ""
+    loops: tuple[Callable[..., Any], ...] = (specSampling,)
     drafters: type[Drafter] | tuple[type[Drafter], ...] = Drafter
     own_copy: bool = False
     queue: bool = False
+    everywhere: bool = False
 
-    def sampler(
-        self, target: CachedModel, drafter: Drafter, gamma: int, sampling: Sampling, threshold: float
-    ) -> Sampler:
-        """The sampler with this mistake in it. drafter: of a tree, a `ModelDrafter`. gamma: of a chain."""
-        flawed_target, flawed_drafter = self.target(target), self.drafter(drafter, sampling, threshold)
-        loop: Any = treeSampling if self.tree else specSampling
-        guesses = self.tree or gamma
+    def fits(self, sampler: Any) -> bool:
+        """Whether it can be planted in a sampler."""
+        drafter = sampler.keywords.get("drafter")
+        if sampler.func not in self.loops or not isinstance(drafter, self.drafters):
+            return False
+        return not self.own_copy or any(model.cache_of is not None for model in drafter.models)
 
-        def sample(
-            prefixes: Sequence[Sequence[int]], max_len: int, sampling: Sampling, *args: Any, **named: Any
-        ) -> Any:
-            parts = prefixes, flawed_target, flawed_drafter, max_len, guesses, self.told(sampling)
-            return loop(*parts, *args, verify=self.verify, **named)
-
-        return sample
+    def planted(self, sampler: Any, sampling: Sampling, threshold: float) -> Any:
+        """`sampler`, a partial function of one of `loops`, with this mistake in it. sampling: that is tested.
+        threshold: --draftThreshold."""
+        parts = sampler.keywords
+        drafter = self.drafter(parts["drafter"], sampling, threshold)
+        verify = partial(understated, parts["verify"]) if self.everywhere else self.verify or parts["verify"]
+        tree = {"tree": self.tree} if self.tree else {}
+        return partial(sampler, target=self.target(parts["target"]), drafter=drafter, verify=verify, **tree)
 
 
 MISTAKES = {
@@ -428,15 +418,14 @@ MISTAKES = {
     "bonus from q": Mistake("the token after the last guess is the draft's", bonus_from_q),
     "one-sided top-p": Mistake(
         "top-p for the draft, none for the target",
-        drafter=one_sided,
-        told=lambda sampling: replace(sampling, top_p=1.0),
+        target=OneSidedTarget,
         tested=lambda sampling: sampling if sampling.top_p < 1 else replace(sampling, top_p=0.9),
     ),
     "wrong temperature": Mistake(f"guesses are accepted at {HEAT} times the temperature", wrong_temperature),
     "stale slot": Mistake("the cache keeps a rejected guess for its replacement", target=StaleSlotTarget),
     "dropped guess": Mistake(
         "a guess below --draftThreshold is dropped, not verified",
-        drafter=unsure_guess_dropped,
+        drafter=UnsureDropped,
         drafters=(ModelDrafter, OtherTokenizerDrafter, LookupFirst),
     ),
     "predecessor's slots": Mistake(
@@ -449,13 +438,14 @@ MISTAKES = {
         target=DraftKeysTarget,
         own_copy=True,
     ),
+    "understated q": Mistake(f"the drafter says {SAID:g} q for q", loops=(specSampling, treeSampling), everywhere=True),
 }
-tree_mistake = partial(Mistake, verify=traversal_rule, drafter=tree_drafter, tree=SHAPE)
+tree_mistake = partial(Mistake, verify=traversal_rule, tree=SHAPE, loops=(treeSampling,))
 TREE_MISTAKES = {
     "siblings not renormalised": tree_mistake(
         f"a later sibling is judged by a q whose sum is below 1; the draft at {COLD} times the temperature",
         verify=siblings_not_renormalised,
-        drafter=partial(tree_drafter, heat=COLD),
+        drafter=cold_drafter,
     ),
     "dropped node": tree_mistake(
         f"a node is dropped after it was drawn, if its q is below {UNSURE}", verify=unsure_node_dropped

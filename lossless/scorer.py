@@ -27,6 +27,7 @@ class Batch:
     at: int64 `[B, m, 1]`, the places whose logits predict the texts' tokens x, int64 `[B, m, 1]`.
     written: bool `[B, m]`, the tokens that there are; the others pad texts that are shorter than the longest.
     seen: bool `[B, m, V]`, the tokens before each of x, if the sampling has a repetition penalty.
+    guesses: int64 `[B, m, places]`, guesses that are independent of x, -1 where there is none; None: none are known.
     """
 
     tokens: Tensor
@@ -34,6 +35,7 @@ class Batch:
     x: Tensor
     written: Tensor
     seen: Tensor | None
+    guesses: Tensor | None
 
 
 class TextScorer:
@@ -57,8 +59,10 @@ class TextScorer:
         self.random = np.random.default_rng(seed)
 
     @torch.inference_mode()
-    def evidence(self, prompts: Texts, texts: Texts, first: int | None = None) -> Evidence:
-        """`Evidence` of the `texts` that a sampler wrote after `prompts`.
+    def evidence(
+        self, prompts: Texts, texts: Texts, first: int | None = None, guesses: np.ndarray | None = None
+    ) -> Evidence:
+        """`Evidence` of the `texts` that a sampler wrote after `prompts`. guesses: those of `replay.guesses_along`.
 
         first: the number of the first text, of texts of one length. It decides the random numbers v, whoever scored the
         texts before. None: v follow those of the texts that this scorer scored before.
@@ -68,8 +72,8 @@ class TextScorer:
         length = max(map(len, prompts)) + max(map(len, texts))
         rows = max(1, ELEMENTS // (length * self.target.vocabulary))
         parts = [
-            self.evidence_of_batch(self.batch(prompts[i : i + rows], texts[i : i + rows]))
-            for i in range(0, len(texts), rows)
+            self.evidence_of_batch(self.batch(prompts[part], texts[part], None if guesses is None else guesses[part]))
+            for part in (slice(i, i + rows) for i in range(0, len(texts), rows))
         ]
         return sum(parts[1:], parts[0])
 
@@ -95,10 +99,16 @@ class TextScorer:
         if lost.any():
             impossible[lost] = ~self.cut_by_rounding(logits[lost], x[lost], None if seen is None else seen[lost])
         u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
-        fields = u, -log.gather(-1, x)[..., 0], entropy, variance, impossible.float()
-        return Evidence(*(field.masked_fill(~batch.written, torch.nan).cpu().double().numpy() for field in fields))
+        fields = [u, -log.gather(-1, x)[..., 0], entropy, variance, impossible.float()]
+        if batch.guesses is not None:
+            none, chances = (batch.guesses < 0) | lost[..., None], p.gather(-1, batch.guesses.clamp(min=0))
+            fields += [field.masked_fill(none, torch.nan) for field in ((batch.guesses == x).float(), chances)]
+        arrays = [field.cpu().double().numpy() for field in fields]
+        for array in arrays:
+            array[~batch.written.cpu().numpy()] = np.nan
+        return Evidence(*arrays)
 
-    def batch(self, prompts: Texts, texts: Texts) -> Batch:
+    def batch(self, prompts: Texts, texts: Texts, guesses: np.ndarray | None = None) -> Batch:
         """The `Batch` of these texts."""
         device = self.target.device
         tokens = padded([[*prompt, *text] for prompt, text in zip(prompts, texts)]).to(device)[:, :-1]
@@ -112,7 +122,9 @@ class TextScorer:
             after = seen_after(none, tokens)
             assert after is not None
             seen = at_places(after, at)
-        return Batch(tokens, at, padded(texts).to(device)[..., None], step < lengths, seen)
+        x, written = padded(texts).to(device)[..., None], step < lengths
+        known = None if guesses is None else torch.from_numpy(guesses[:, : len(step)]).to(device)
+        return Batch(tokens, at, x, written, seen, known)
 
     def cut_by_rounding(self, logits: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
         """Whether top-k and top-p would have kept x, had rounding favoured it: `logits[N, V]`, `x[N, 1]` -> bool `[N]`.

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,9 +28,10 @@ from inputs.devices import pick_dtype
 from inputs.progress import followed
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES, TREE_MISTAKES
+from lossless.replay import guesses_along
 from lossless.scorer import Texts, TextScorer, greedy_figures
 from methods.catalogue import METHODS, build, repeatable
-from methods.samplers import Models, Sampler, guesser, own_copy
+from methods.samplers import Models, Sampler
 from regrSampling import regrSampling
 from utils import Sampling
 
@@ -122,19 +123,21 @@ class Trial:
         """The prompts of the texts numbered first, ..., first + count - 1."""
         return [self.prompts[i % len(self.prompts)] for i in range(first, first + count)]
 
-    def write(self, sampler: Sampler, scorer: TextScorer, first: int, count: int) -> Evidence:
+    def write(self, sampler: Sampler, guessing: Any, scorer: TextScorer, first: int, count: int) -> Evidence:
         """`Evidence` of `count` new texts, numbered from `first`. The numbers decide prompts and seed.
 
-        No text ends early: u is uniform over all tokens only if the tokens do not decide how many there are.
+        guessing: the same method once more, which guesses along the texts; None: it guesses nothing. No text ends
+        early: u is uniform over all tokens only if the tokens do not decide how many there are.
         """
-        prompts = self.choose(first, count)
+        prompts, sampling, guesses = self.choose(first, count), scorer.sampling, None
         generator = torch.Generator(self.device).manual_seed(self.seed + 1_000_003 * first)
-        texts, _ = sampler(
-            prompts, max_len=self.max_len, sampling=scorer.sampling, generator=generator, batch=self.batch
-        )
+        options: Any = {"sampling": sampling, "generator": generator, "batch": self.batch}
+        texts, _ = sampler(prompts, max_len=self.max_len, **options)
+        if guessing is not None:
+            guesses = guesses_along(guessing, prompts, texts, **options)
         if self.reader:
             self.reader.read(prompts, texts, self.batch)
-        return scorer.evidence(prompts, texts, first)
+        return scorer.evidence(prompts, texts, first, guesses)
 
     def scorer(self, sampling: Sampling, order: str = "draft") -> TextScorer:
         """The `TextScorer` that orders the vocabulary by the model of role `order`, if that has the target's tokens."""
@@ -151,13 +154,14 @@ class Trial:
 
     def test_methods(self) -> None:
         """Test texts drawn by each method, at least `tokens` tokens."""
-        samplers = build(self.names, self.models, self.decoding)
+        samplers, guessing = (build(self.names, self.models, self.decoding) for _ in range(2))
         scorers = {name: self.scorer(self.sampling, METHODS[name].guesser) for name in samplers}
 
         def write(batch: tuple[str, int]) -> tuple[Evidence, float]:
             """One batch of texts by a method, and the seconds it took."""
             (name, number), start = batch, time.perf_counter()
-            evidence = self.write(samplers[name], scorers[name], number * self.texts, self.texts)
+            again = guessing[name] if METHODS[name].guesses else None
+            evidence = self.write(samplers[name], again, scorers[name], number * self.texts, self.texts)
             return evidence, time.perf_counter() - start
 
         batches = [(name, number) for name in samplers for number in range(self.batches)]
@@ -178,40 +182,38 @@ class Trial:
             )
 
     def find_mistakes(self) -> None:
-        """Test samplers with a planted mistake."""
-        drafter = guesser(self.models, self.decoding)
-        names = [
-            name
-            for name, mistake in MISTAKES.items()
-            if ("self" in self.models if mistake.own_copy else isinstance(drafter, mistake.drafters))
-            and (self.rows < self.texts or not mistake.queue)
-        ]
-        if any(METHODS[name].guesses_tree(self.decoding) for name in self.names):
-            names += TREE_MISTAKES
-        done = self.processes.mapped(self.find_mistake, names)
-        for line in followed(done, "planted mistakes", len(names)):
+        """Test the methods with a planted mistake: each mistake in the first method that it fits, or in all."""
+        samplers = build(self.names, self.models, self.decoding)
+        planted: list[tuple[str, str]] = []
+        for name, mistake in (MISTAKES | TREE_MISTAKES).items():
+            fitting = [method for method, sampler in samplers.items() if mistake.fits(sampler)]
+            if self.rows < self.texts or not mistake.queue:
+                planted += [(method, name) for method in fitting[: None if mistake.everywhere else 1]]
+        done = self.processes.mapped(self.find_mistake, planted)
+        for line in followed(done, "planted mistakes", len(planted)):
             self.append({"kind": "power", **self.shown, **line})
 
-    def find_mistake(self, name: str) -> MistakeFigures:
-        """The figures of a sampler with a planted mistake, tested on twice as many texts each time until a test
-        fails."""
+    def find_mistake(self, planted: tuple[str, str]) -> MistakeFigures:
+        """The figures of a method with a planted mistake, (method, mistake), tested on twice as many texts each time
+        until a test fails."""
+        method, name = planted
         mistake, most = (MISTAKES | TREE_MISTAKES)[name], self.batches * self.texts
-        tested = mistake.tested(self.sampling)
-        drafter = (own_copy if mistake.own_copy else guesser)(self.models, self.decoding)
-        gamma, threshold = self.decoding.gamma_of("fixed"), self.decoding.draft_threshold
-        sampler = mistake.sampler(self.loaded["target"], drafter, gamma, tested, threshold)
-        scorer = self.scorer(tested)
-        evidence = self.write(sampler, scorer, 0, min(2 * self.rows if mistake.queue else FIRST, most))
+        tested, threshold = mistake.tested(self.sampling), self.decoding.draft_threshold
+        samplers = (build([method], self.models, self.decoding)[method] for _ in range(2))
+        flawed, guessing = (mistake.planted(sampler, tested, threshold) for sampler in samplers)
+        parts = flawed, guessing, self.scorer(tested)
+        evidence = self.write(*parts, 0, min(2 * self.rows if mistake.queue else FIRST, most))
         while not (tests := seen_by(evidence.figures(), self.limit)) and len(evidence.u) < most:
             written = len(evidence.u)
-            evidence += self.write(sampler, scorer, written, min(written, self.texts, most - written))
+            evidence += self.write(*parts, written, min(written, self.texts, most - written))
         figures, missing = evidence.figures(), self.in_figure - len(evidence.u)
         if missing > 0:
-            evidence += self.write(sampler, scorer, len(evidence.u), missing)
+            evidence += self.write(*parts, len(evidence.u), missing)
         return {
             **figures,
             **self.shown_counts(evidence),
             "mistake": name,
+            "method": method,
             "what": mistake.what,
             "seen_in": mistake.seen_in,
             "seen_by": tests,
@@ -220,9 +222,11 @@ class Trial:
     def compare_greedy(self) -> None:
         """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""
         sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        prompts, count = self.choose(0, self.texts), min(self.max_len, GREEDY_TOKENS)
+        # The greedy text of a prompt is one text, however often it is written.
+        prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, self.choose(0, self.texts)))]
+        count = min(self.max_len, GREEDY_TOKENS)
         plain: list[list[int]] = []  # without a queue
-        for first in range(0, self.texts, self.rows):
+        for first in range(0, len(prompts), self.rows):
             plain += regrSampling(prompts[first : first + self.rows], self.loaded["target"], count, sampling)[0]
         scorer = TextScorer(self.loaded["target"], None, sampling)
         names = ["target", *(name for name in self.names if name != "target")]
@@ -230,7 +234,7 @@ class Trial:
 
         def compare(name: str) -> GreedyFigures:
             """The figures of a method's texts."""
-            if name == "target" and self.rows == self.texts:
+            if name == "target" and self.rows >= len(prompts):
                 return greedy_figures(plain, plain, prompts, scorer)
             texts, _ = samplers[name](prompts, max_len=count, sampling=sampling, batch=self.batch)
             return greedy_figures(texts, plain, prompts, scorer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -63,8 +64,13 @@ class Decoding:
 
     def gamma_of(self, rule: str, looks_up: bool = False) -> int:
         """--gamma, or its default for a draft-length rule. looks_up: the text so far guesses."""
-        many = rule in ("draftConfidence", "costAware") or (looks_up and rule == "fixed")
-        return self.gamma or (10 if many else 5 if self.own_copy else 4)
+        default = 10 if looks_up and rule == "fixed" else parameters_of(rule)["length"].default
+        return self.gamma or max(default, 5 if self.own_copy else 0)
+
+
+def parameters_of(rule: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the draft-length rule of that name."""
+    return inspect.signature(LENGTH_RULES[rule]).parameters
 
 
 class Sampler(Protocol):
@@ -122,12 +128,8 @@ def translated(
 
 def length_rule(name: str, decoding: Decoding, looks_up: bool = False) -> LengthRule:
     """The draft-length rule of that name, as the flags set it. looks_up: no draft model guesses."""
-    options: dict[str, float] = {"length": decoding.gamma_of(name, looks_up)}
-    if name == "draftConfidence":
-        options["threshold"] = decoding.draft_threshold
-    elif name == "targetConfidence":
-        options["threshold"] = decoding.target_threshold
-    return LENGTH_RULES[name](**options)
+    options = {field: getattr(decoding, field) for field in parameters_of(name) if field != "length"}
+    return LENGTH_RULES[name](length=decoding.gamma_of(name, looks_up), **options)
 
 
 def guesser(models: Models, decoding: Decoding) -> Drafter:

@@ -211,7 +211,7 @@ def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
         raise UserError("this record of --lossless is of an earlier version, without counts_shown: measure it anew")
     several = len({line["dtype"] for line in sampled}) > 1
     methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
-    mistakes = {line["mistake"]: line["counts_shown"] for line in planted}
+    mistakes = {f"{line['mistake']}, {line.get('method', '')}".strip(", "): line["counts_shown"] for line in planted}
     heights = [max(len(methods), 1), max(len(mistakes), 1)]
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(10, 1.9 + 0.21 * sum(heights)), dpi=120, sharex=True, height_ratios=heights, layout="constrained"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ SAMPLED_COLUMNS: Columns[LosslessLine] = {
     "surprise\nz": lambda line: f"{line['z']:+.2f}",
     "\np": lambda line: f"{line['p']['surprise']:.2g}",
     "serial\np": lambda line: f"{line['p']['neighbours']:.2g}",
+    "guesses\np": lambda line: f"{line['p']['guesses']:.2g}" if "guesses" in line["p"] else "",
     "PPL\nof text": lambda line: perplexity_cell(line["perplexity"]),
     "PPL\nexpected": lambda line: perplexity_cell(line["expected_perplexity"]),
     "at the\nedge": lambda line: f"{line['excluded']:,}",
@@ -36,9 +38,10 @@ SAMPLED_COLUMNS: Columns[LosslessLine] = {
 }
 SAMPLED_NOTES = (
     "u: the place of each token in the target's cumulative distribution, uniform if the text is the target's. p: "
-    f"p-values of four tests: chi-square of u in {BINS} bins; Kolmogorov-Smirnov (K-S) of u; the surprise, -log p(x), "
-    "summed; and the serial correlation of u with its neighbours. surprise z: how many standard deviations the sum is "
-    "from what the target expects. A p-value below {limit:.1e} is a difference; with exact samplers this happens in "
+    f"p-values of the tests: chi-square of u in {BINS} bins; Kolmogorov-Smirnov (K-S) of u; the surprise, -log p(x), "
+    "summed; the serial correlation of u with its neighbours; and how many tokens are what the method guesses when it "
+    "is asked once more. surprise z: how many standard deviations the sum is from what the target expects. A p-value "
+    "below {limit:.1e} is a difference; with exact samplers this happens in "
     f"one of {1 / FALSE_ALARM:,.0f} runs. PPL of text: its perplexity. PPL expected: from the target's own entropy. at "
     "the edge: tokens that only rounding put outside of top-p or top-k. impossible: tokens to which the target gives "
     "no probability."
@@ -61,14 +64,14 @@ GREEDY_NOTES = (
 )
 POWER_COLUMNS: Columns[PowerLine] = {
     "": lambda line: line["mistake"],
+    "planted in": lambda line: name_of(line.get("method", "")),
     "what is wrong": lambda line: line["what"],
     "seen in": lambda line: line.get("seen_in", ""),
     "tokens\nneeded": lambda line: f"{'' if line['seen_by'] else '> '}{line['tokens']:,}",
     "seen by": lambda line: ", ".join(TESTS[test] for test in line["seen_by"]) or "none",
 }
 POWER_NOTES = (
-    "Each row is this project's sampler with one mistake. It writes texts, twice as many each time, until a test "
-    "rejects it."
+    "Each row is a method with one mistake. It writes texts, twice as many each time, until a test rejects it."
 )
 
 
@@ -91,7 +94,15 @@ def sampled_failures(lines: Sequence[Line]) -> Iterator[str]:
     for line in of_kind(lines, LosslessLine):
         if failed := seen_by(line, line["limit"]):
             tests = " and ".join(TESTS[test] for test in failed)
-            yield f"{name_of(line['method'])} fails in {line['dtype']} by {tests}"
+            yield f"{name_of(line['method'])} fails in {line['dtype']} by {tests}{about_guesses(line)}"
+
+
+def about_guesses(line: LosslessLine) -> str:
+    """How many tokens are the guess, if the test of guesses rejects the texts."""
+    if line["p"].get("guesses", 1.0) >= line["limit"]:
+        return ""
+    guesses = line["guesses"]
+    return f" ({guesses['hits']:,} tokens are the guess, and {guesses['expected']:,.1f} were expected)"
 
 
 def greedy_failures(lines: Sequence[Line]) -> Iterator[str]:
@@ -120,10 +131,12 @@ def sampled_clauses(lines: Sequence[Line]) -> Iterator[str]:
 def power_clauses(lines: Sequence[Line]) -> Iterator[str]:
     """The clause on planted mistakes, if there are any: what the tests would have seen."""
     if power := of_kind(lines, PowerLine):
-        missed = [line["mistake"] for line in power if not line["seen_by"]]
+        missed = [" in ".join(filter(None, (m["mistake"], m.get("method")))) for m in power if not m["seen_by"]]
         most = max(line["tokens"] for line in power)
+        counts = Counter(name_of(line.get("method", "")) for line in power)
+        planted = ", ".join(f"{count} in {method}" for method, count in counts.items())
         yield (
-            f"with so many tokens each of {len(power)} planted mistakes is seen, within {most:,} tokens"
+            f"with so many tokens each planted mistake is seen, within {most:,} tokens: {planted}"
             if not missed
             else f"but {', '.join(missed)} would not be seen with {most:,} tokens: give more --tokens"
         )
@@ -268,6 +281,6 @@ def sampled_table(lines: Sequence[LosslessLine]) -> Table:
 def power_table(lines: Sequence[PowerLine]) -> Table:
     """How much text it takes to notice each planted mistake. Its columns of words are folded."""
     table = table_of("Planted mistakes", POWER_COLUMNS, lines)
-    for column in table.columns[1], table.columns[2], table.columns[4]:
+    for column in table.columns[1], table.columns[2], table.columns[3], table.columns[5]:
         column.justify, column.no_wrap = "left", False
     return table

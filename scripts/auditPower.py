@@ -12,12 +12,14 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from experiments.runRecord import model_record, origin
 from inputs.commandLine import as_command, path, script_parser, whole
@@ -32,6 +34,7 @@ from lossless.evidence import Evidence, seen_by
 from lossless.plantedMistakes import MISTAKES, Mistake, one_hot_rule
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
+from specSampling import specSampling
 from utils import Sampling
 
 SAMPLING, PROMPT, TEXT, FIRST, ROWS = Sampling(), 64, 100, 4, 64  # tokens of a prompt and of a text; texts at a time
@@ -44,11 +47,17 @@ EXACT = {
 Pair = dict[str, CachedModel]
 
 
+def speculative(models: Pair) -> Any:
+    """Speculative sampling of the pair."""
+    drafter = ModelDrafter(models["draft"])
+    return partial(specSampling, target=models["target"], drafter=drafter, gamma=GAMMA, verify=token_rule)
+
+
 def auditors(models: Pair) -> dict[str, Auditor]:
     """{order of the vocabulary: what judges texts}."""
     unit = torch.finfo(DTYPES["bfloat16"]).eps / 2  # the default of --writtenIn
-    draft = {"q / p": models["draft"], "p": None}
-    return {order: Auditor(models["target"], model, unit) for order, model in draft.items()}
+    with_draft = Auditor(models["target"], models["draft"], unit, guessing=speculative(models))
+    return {"q / p": with_draft, "p": Auditor(models["target"], None, unit)}
 
 
 def mistake_lines(
@@ -56,7 +65,7 @@ def mistake_lines(
 ) -> Iterator[dict[str, Any]]:
     """How many tokens of a sampler are needed until a test rejects them, in each order. Texts are twice as many each
     time, until there are `most` tokens."""
-    sampler = mistake.sampler(models["target"], ModelDrafter(models["draft"]), GAMMA, SAMPLING, THRESHOLD)
+    sampler = mistake.planted(speculative(models), SAMPLING, THRESHOLD)
     evidence: dict[str, Evidence] = {}
     found: dict[str, dict[str, Any]] = {}
     written, judges = 0, auditors(models)
@@ -82,8 +91,8 @@ def mistake_lines(
 
 
 def plain_audits(models: Pair, prompts: list[list[int]], audits: int, length: int) -> Iterator[dict[str, Any]]:
-    """The audits of texts of plain sampling, `length` tokens each."""
-    judge, texts_each = auditors(models)["p"], -(-length // TEXT)
+    """The audits of texts of plain sampling, `length` tokens each, with the draft's guesses."""
+    judge, texts_each = auditors(models)["q / p"], -(-length // TEXT)
     together = max(1, ROWS // texts_each)  # audits whose texts are written in one batch
     for first in range(0, audits, together):
         numbers = range(first, min(first + together, audits))
@@ -92,9 +101,7 @@ def plain_audits(models: Pair, prompts: list[list[int]], audits: int, length: in
         texts, _ = regrSampling(rows, models["target"], TEXT, SAMPLING, generator=generator)
         for number, at in zip(numbers, itertools.count(0, texts_each)):
             own = slice(at, at + texts_each)
-            figures = (
-                Auditor(judge.target, None, judge.unit, number).evidence(rows[own], texts[own], SAMPLING).figures()
-            )
+            figures = replace(judge, seed=number).evidence(rows[own], texts[own], SAMPLING).figures()
             yield {"tokens": figures["tokens"], "p": figures["p"], "seen_by": seen_by(figures, judge.limit)}
 
 

@@ -269,11 +269,11 @@ def lossless_tests(records: Records, words: Words) -> str:
     """The tests of drawn texts, a row for each method."""
     run, lines = records.run("lossless")
     sampled = of_kind(lines, "lossless")
-    columns = f"tokens | {BINS} bins p | K-S p | serial p |  p | surprise z | PPL of text | PPL expected | impossible"
-    printed = cells_of(sampled_table(sampled), columns)
+    columns = f"tokens | {BINS} bins p | K-S p | serial p |  p | surprise z | guesses p | PPL of text | PPL expected"
+    printed = cells_of(sampled_table(sampled), f"{columns} | impossible")
     titles = (
         f"method | dtype | tokens | u in {BINS} bins: p | u, Kolmogorov-Smirnov: p | neighbours of u: p | "
-        "surprise: p | surprise: z | perplexity of the text | expected | impossible tokens"
+        "surprise: p | surprise: z | guesses: p | perplexity of the text | expected | impossible tokens"
     )
     dtypes = " and ".join(dict.fromkeys(m["dtype"] for m in sampled))
     return (
@@ -301,7 +301,7 @@ def lossless_mistakes(records: Records, words: Words) -> str:
     """The planted mistakes, and after how many tokens each is caught."""
     run, lines = records.run("lossless")
     rows = cells_of(power_table(of_kind(lines, "power")))
-    body = table("planted mistake | what is wrong | seen in | seen after tokens | by", rows)
+    body = table("planted mistake | planted in | what is wrong | seen in | seen after tokens | by", rows)
     return f"{body}\n\n{source(run, of_kind(lines, 'lossless')[0]['dtype'])}"
 
 

@@ -49,8 +49,8 @@ class Outcomes:
 
 
 class Uniform:
-    """Numbers drawn uniformly from [0, scale). All that can be asked is whether they are below others, `[rows, n]`: all
-    but the last of a round. Any other is handed on to `pick`, which asks for none: there a token is chosen."""
+    """Numbers drawn uniformly from [0, scale). All that can be asked is whether they are below others, each once. Those
+    that are handed on to `pick` are not asked: there a token is chosen."""
 
     def __init__(self, outcomes, shape, scale=1.0):
         self.outcomes, self.shape, self.scale = outcomes, shape, scale
@@ -62,8 +62,6 @@ class Uniform:
         return self
 
     def __getitem__(self, at):
-        if at == (slice(None), slice(None, -1)):
-            return Uniform(self.outcomes, (self.shape[0], self.shape[1] - 1), self.scale)
         if isinstance(at, slice):
             return Uniform(self.outcomes, (len(range(*at.indices(self.shape[0]))), *self.shape[1:]), self.scale)
         return self
@@ -80,9 +78,9 @@ class Uniform:
         chance = torch.where(self.scale > bound, bound / self.scale, (bound > 0).double())
         # 0 rejects: what is not decided yet makes a loop take as many rounds as it can.
         below = torch.zeros_like(chance, dtype=torch.bool)
-        for i in range(self.shape[1]):
-            below[:, i] = self.outcomes.choose(2).bool()
-            self.outcomes.weight = self.outcomes.weight * torch.where(below[:, i], chance[:, i], 1 - chance[:, i])
+        for decided, p in zip(below.view(len(below), -1).unbind(1), chance.view(len(below), -1).unbind(1)):
+            decided.copy_(self.outcomes.choose(2).bool())
+            self.outcomes.weight = self.outcomes.weight * torch.where(decided, p, 1 - p)
         return below
 
 

@@ -554,7 +554,7 @@ def test_other_refusals(target, draft):
             )
 
     refused("gamma must be 1 or more", gamma=0)
-    refused("verify must be one of token, block, not 'blocks'", verify="blocks")
+    refused(f"verify must be one of {', '.join(RULES)}, not 'blocks'", verify="blocks")
     refused("a transformers model or a head's folder, not 'gpt2'", assistant="gpt2")
     refused(r"vocabulary must lie in \[1, 61\]", vocabulary=62)
     refused("assistant_model beside the draft", arguments={"assistant_model": draft})

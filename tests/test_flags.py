@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.lengthRules import RULES as DRAFT_LENGTHS
+from decoding.trees.rules import TREE_RULES
+from decoding.verification import RULES as VERIFICATIONS
 from engine.quantised import BITS
 from inputs.commandLine import Parser
 from inputs.models import DTYPES
@@ -122,9 +124,9 @@ TABLES = {
         "--draftLength": Choice(*DRAFT_LENGTHS),
         "--draftThreshold": Number(0, 1),
         "--targetThreshold": Number(0, 1),
-        "--verification": Choice("token", "block"),
+        "--verification": Choice(*VERIFICATIONS),
         "--tree": Name(("3,2,1,1", "3/2,1,0", "auto"), ["0", "3,0", "3/1,1", "9,9", "-1", "Auto", "1.5"]),
-        "--treeRule": Choice("traversal", "topDown"),
+        "--treeRule": Choice(*TREE_RULES),
         "--gamma1": LENGTH,
         "--gamma2": LENGTH,
         "--lookupFirst": Switch,

@@ -2,28 +2,37 @@
 
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import helpers
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare, kstwo
+from scipy.stats import binom, chisquare, kstwo
 from test_specSampling import PROMPTS, near
 
+from decoding.drafter import Drafter, Guesses
+from decoding.trees.rules import traversal_rule
+from decoding.trees.tree import Tree
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled
+from engine.copies import rounded_copy
 from experiments import settings
 from experiments.flags import parser
 from lossless import scorer as scoring
-from lossless.evidence import BINS, Evidence, limit_of, seen_by
+from lossless.evidence import BINS, Evidence, hits_p_value, limit_of, seen_by
 from lossless.plantedMistakes import MISTAKES, TREE_MISTAKES, always_accept
+from lossless.replay import FollowingTarget, guesses_along
 from lossless.scorer import TextScorer, greedy_figures
 from lossless.trial import BlockReader
 from methods import samplers
+from methods.cascade import CascadeDrafter
 from methods.catalogue import METHODS, choose_lossless
 from methods.drafters import ModelDrafter
+from methods.lookup import LookupDrafter, LookupFirst
+from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from report import losslessReport
 from specSampling import specSampling
@@ -46,6 +55,14 @@ class Fixed:
 @pytest.fixture(scope="module")
 def pair():
     return helpers.tiny(seed=0), helpers.tiny(seed=1, layers=1)
+
+
+def in_chain(target, drafter):
+    return partial(specSampling, target=target, drafter=drafter, gamma=4, verify=token_rule)
+
+
+def in_tree(target, draft, shape="3,2,1"):
+    return partial(treeSampling, target=target, drafter=TreeDrafter(draft), tree=Tree.of(shape), verify=traversal_rule)
 
 
 def test_the_figures_of_three_tokens_by_hand():
@@ -134,7 +151,7 @@ def test_rows_are_looked_at_in_parts(pair, monkeypatch):
 
     whole = look()
     monkeypatch.setattr(scoring, "ELEMENTS", 1)
-    for one, other in zip(vars(whole).values(), vars(look()).values()):
+    for one, other in zip(whole.arrays, look().arrays):
         assert one == pytest.approx(other, abs=1e-4)
 
 
@@ -142,16 +159,17 @@ def test_rows_are_looked_at_in_parts(pair, monkeypatch):
 @pytest.mark.parametrize("name", sorted({*TREE_MISTAKES} - {"sibling in the mask"}))
 def test_each_planted_mistake_of_trees_is_caught(pair, name):
     target, draft, sampling = pair[0], near(pair[0], noise=0.5), Sampling(0.6, 0, 1.0)
-    sampler = TREE_MISTAKES[name].sampler(target, ModelDrafter(draft), 4, sampling, 0.4)
-    texts, _ = sampler(PROMPTS * 16, 100, sampling, None, torch.Generator().manual_seed(0))
+    sampler = TREE_MISTAKES[name].planted(in_tree(target, draft), sampling, 0.4)
+    generator = torch.Generator().manual_seed(0)
+    texts, _ = sampler(PROMPTS * 16, max_len=100, sampling=sampling, generator=generator)
     assert seen_by(TextScorer(target, draft, sampling).evidence(PROMPTS * 16, texts).figures(), limit_of(8))
 
 
 def test_the_stale_slot_is_stale_only_after_a_rejection(pair):
     """With a draft that is always right there is nothing to roll back, and the mistake is none."""
     target, _ = pair
-    sampler = MISTAKES["stale slot"].sampler(target, ModelDrafter(helpers.tiny(seed=0)), 4, GREEDY, 0.4)
-    assert sampler(PROMPTS, 40, GREEDY, None, None)[0] == regrSampling(PROMPTS, target, 40, GREEDY)[0]
+    sampler = MISTAKES["stale slot"].planted(in_chain(target, ModelDrafter(helpers.tiny(seed=0))), GREEDY, 0.4)
+    assert sampler(PROMPTS, max_len=40, sampling=GREEDY)[0] == regrSampling(PROMPTS, target, 40, GREEDY)[0]
 
 
 def test_greedy_tokens_are_the_argmax_or_near_ties_or_neither():
@@ -191,7 +209,7 @@ def greedy(dtype="float32", differing=0, beyond=0):
 
 
 def power(seen=("surprise",), tokens=400):
-    return {"kind": "power", "mistake": "stale slot", "tokens": tokens, "seen_by": list(seen)}
+    return {"kind": "power", "mistake": "stale slot", "method": "block", "tokens": tokens, "seen_by": list(seen)}
 
 
 @pytest.mark.parametrize(
@@ -203,13 +221,13 @@ def power(seen=("surprise",), tokens=400):
             [
                 "No difference found: 1,000 drawn tokens of each of 2 methods were tested in float32 and in bfloat16",
                 "least of 12 p-values",
-                "with so many tokens each of 1 planted mistakes is seen, within 400 tokens",
+                "with so many tokens each planted mistake is seen, within 400 tokens: 1 in block;",
                 "greedy text in float32 equals plain decoding's token for token.",
             ],
         ),
         ([sampled()], True, ["tokens of block were tested in float32 ("]),
         ([greedy("bfloat16", 3)], True, ["3 of 4 greedy texts (75 %) differ", "near-tie"]),
-        ([sampled(), power((), 1000)], True, ["stale slot would not be seen with 1,000 tokens"]),
+        ([sampled(), power((), 1000)], True, ["stale slot in block would not be seen with 1,000 tokens"]),
         (
             [sampled(), sampled(p=1e-5, dtype="bfloat16")],
             False,
@@ -248,7 +266,11 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, 
     drawn, planted = ([m for m in lines if m["kind"] == kind] for kind in ("lossless", "power"))
     assert [(m["method"], m["dtype"]) for m in drawn] == [(name, "float32") for name in names]
     assert all(m["limit"] == limit_of(len(names)) and len(m["counts"]) == BINS for m in drawn)
-    assert [m["mistake"] for m in planted] == [n for n in [*MISTAKES, *TREE_MISTAKES] if n != "predecessor's slots"]
+    mistakes = list(dict.fromkeys(m["mistake"] for m in planted))
+    assert mistakes == [name for name in [*MISTAKES, *TREE_MISTAKES] if name != "predecessor's slots"]
+    assert [m["method"] for m in planted if m["mistake"] == "understated q"] == names
+    assert len(planted) == len(mistakes) + len(names) - 1
+    assert all("guesses" in m["p"] for m in drawn + planted)
     assert {m["tokens_shown"] for m in drawn + planted} == {60}
     assert all(sum(m["counts_shown"]) <= 60 == len(m["counts_shown"]) + 10 for m in drawn + planted)
     assert [(m["method"], m["dtype"]) for m in lines if m["kind"] == "greedy"] == [
@@ -278,6 +300,100 @@ def test_without_chance_only_greedy_texts_are_compared(cli, flags, tmp_path):
     code, lines, text = outcome(cli, [*flags, "--draft", "lookup"], tmp_path, "--temperature", "0", "--tokens", "16")
     assert code == 0 and {m["kind"] for m in lines} == {"run", "greedy", "end"}
     assert "No difference found: greedy text in float32 equals plain decoding's token for token" in text
+
+
+# Guesses along texts that are written.
+
+
+class Repeater(Drafter):
+    """Guesses the last token again, and says that its q is `said`."""
+
+    def __init__(self, said):
+        self.said = said
+
+    def draft(self, rows, gammas, sampling, length=None):
+        drafts = rows.last(1)[0].repeat(1, max(gammas))
+        return Guesses(drafts, self.said * torch.nn.functional.one_hot(drafts, 61).float())
+
+
+def guessed(sampler, guessing, sampling, rows=32, target=None, order=None, seed=1):
+    """The figures of texts by a sampler, with the guesses of another one."""
+    prompts = PROMPTS * (rows // len(PROMPTS))
+    options = {"sampling": sampling, "generator": torch.Generator().manual_seed(seed)}
+    texts, _ = sampler(prompts, max_len=100, **options)
+    guesses = guesses_along(guessing, prompts, texts, **options)
+    return (
+        TextScorer(target or sampler.keywords["target"], order, sampling).evidence(prompts, texts, 0, guesses).figures()
+    )
+
+
+def test_guesses_are_noted_where_the_text_goes():
+    """Of a chain at their place in the round, of a tree at their place among their siblings."""
+    following = FollowingTarget(SimpleNamespace(cache_of=None), [[7, 1, 2, 3, 9], [7, 5]])
+    following.rows = SimpleNamespace(numbers=[0, 1], tokens=[[7], [7]])
+    chain = torch.tensor([[1, 2, 4, 3], [5, 6, 6, 6]])
+    path, token = following.follow(chain, torch.tensor([[1.0] * 4, [1.0, 0.5, 0, 0]]), None)
+    assert path.tolist() == [[1, 2, 0, 0], [1, 0, 0, 0]] and token.tolist() == [3, 0]
+    assert following.guesses[0, 1:4, :4].tolist() == [[1, -1, -1, -1], [-1, 2, -1, -1], [-1, -1, 4, -1]]
+    assert following.guesses[1, 1, 0] == 5 and (following.guesses >= 0).sum() == 4
+    following.guesses[:] = -1
+    tree = Tree.of("2/2,1")  # nodes 1 and 2, then 3 and 4 below 1, 5 below 2
+    nodes = torch.tensor([[4, 1, 2, 2, 2], [6, 5, 1, 1, 1]])
+    path, token = following.follow(nodes, torch.tensor([[1.0] * 5, [0, 1.0, 1, 1, 1]]), tree)
+    assert path.tolist() == [[2, 5, 0, 0, 0], [2, 0, 0, 0, 0]] and token.tolist() == [3, 0]
+    assert following.guesses[0, 1, :2].tolist() == [4, 1] and following.guesses[0, 2, :2].tolist() == [2, -1]
+    assert following.guesses[1, 1, :2].tolist() == [-1, 5]
+
+
+def test_the_p_value_of_hits_is_the_binomials():
+    for n, p, k in (1000, 0.004, 12), (1000, 0.3, 240), (5000, 0.9, 4560):
+        exact = min(binom.sf(k - 1, n, p), binom.cdf(k, n, p))
+        assert hits_p_value(np.arange(n) < k, np.full(n, p)) == pytest.approx(2 * exact, rel=0.5)
+
+
+@pytest.mark.parametrize("said, seen", [(1.0, False), (0.3, True)])
+def test_a_drafter_that_understates_its_q_is_seen_whatever_it_guesses(pair, said, seen):
+    """It guesses the last token again, and is certain of it. No draft model knows of that."""
+    sampling = Sampling(1.0, 0, 1.0)
+    make = partial(in_chain, pair[0], Repeater(said))
+    figures = guessed(make(), make(), sampling, order=pair[1])
+    assert ("guesses" in seen_by(figures, limit_of(1))) is seen
+
+
+def samplers_of(target, draft):
+    looked_up = partial(LookupDrafter, 61)
+    return {
+        "model": partial(in_chain, target, ModelDrafter(draft)),
+        "lookup": lambda: in_chain(target, looked_up()),
+        "lookupFirst": lambda: in_chain(target, LookupFirst(looked_up(), ModelDrafter(draft))),
+        "self": lambda: in_chain(target, ModelDrafter(rounded_copy(target, 4))),
+        "cascade": lambda: in_chain(target, CascadeDrafter(draft, ModelDrafter(near(target, noise=0.6)))),
+        "tree": partial(in_tree, target, draft),
+        "chain of a tree": partial(in_tree, target, draft, "1,1,1"),
+    }
+
+
+@pytest.mark.parametrize("kind", samplers_of(None, helpers.tiny()))
+def test_a_wrong_q_is_seen_by_its_guesses_and_a_right_one_is_not(pair, kind):
+    target, sampling = pair[0], Sampling(0.5, 0, 1.0)
+    make, mistake = samplers_of(target, near(target, noise=0.5))[kind], MISTAKES["understated q"]
+    figures = guessed(make(), make(), sampling)
+    assert not seen_by(figures, limit_of(1)) and figures["guesses"]["expected"] > 20
+    flawed, guessing = (mistake.planted(make(), sampling, 0.4) for _ in range(2))
+    assert "guesses" in seen_by(guessed(flawed, guessing, sampling, target=target), limit_of(1))
+
+
+def test_guesses_that_helped_to_draw_the_text_would_be_no_test(pair):
+    """With the random numbers of the text itself, the guess depends on the token, and an exact sampler is rejected."""
+    make = partial(in_chain, pair[0], ModelDrafter(near(pair[0])))
+    target, sampling = pair[0], Sampling(1.0, 0, 1.0)
+    texts, _ = make()(PROMPTS * 8, max_len=60, sampling=sampling, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    torch.rand(len(texts), 1, generator=generator)  # of the first tokens
+    for own, seen in (generator, True), (torch.Generator().manual_seed(1), False):
+        guesses = guesses_along(make(), PROMPTS * 8, texts, sampling, generator=own)
+        figures = TextScorer(target, None, sampling).evidence(PROMPTS * 8, texts, 0, guesses).figures()
+        assert ("guesses" in seen_by(figures, limit_of(1))) is seen
 
 
 # Text in bfloat16, read again as it was written.

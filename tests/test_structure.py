@@ -180,6 +180,7 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "prepare": "cli",
     "firstRun": "keepRecord",
     "evidence": "losslessness",
+    "replay": "losslessness",
     "scorer": "losslessness",
     "plantedMistakes": "losslessness",
     "trial": "losslessness",
