@@ -39,10 +39,11 @@ def with_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def prompted(flags):
-    """The flags without those that choose texts of the data set: for a run that has its prompts from elsewhere."""
-    texts = "--dataset", "--sentences", "--sentenceLimit", "--promptLen"
-    return [word for pair in zip(flags[::2], flags[1::2]) if pair[0] not in texts for word in pair]
+def prompted(flags, *names):
+    """The flags without those that choose prompts of the data set (or without `names`), for a run that has its prompts
+    from elsewhere, or none."""
+    unused = names or ("--dataset", "--sentences", "--sentenceLimit", "--promptLen")
+    return [word for pair in zip(flags[::2], flags[1::2]) if pair[0] not in unused for word in pair]
 
 
 def refused(*words):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import helpers
 import pytest
 import torch
+from conftest import prompted
 
 import PPL
 from decoding import verification
@@ -89,7 +90,7 @@ def test_a_planted_mistake_in_the_functions_that_sample_changes_the_perplexity(p
 def test_the_command_line_shows_a_wrong_residual(cli, flags, tmp_path, monkeypatch, wrong):
     if wrong:
         monkeypatch.setattr(verification, "residual", lambda p, q: p)
-    assert cli.main([*flags, "--ppl", "--out", str(tmp_path)]) == 0
+    assert cli.main([*prompted(flags, "--promptLen"), "--ppl", "--out", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     (line,) = (line for line in lines if line["kind"] == "ppl_text")
     ratio = line["ppl"]["speculative"] / line["ppl"]["target"]

@@ -482,7 +482,7 @@ def test_each_line_of_a_file_is_a_prompt_whatever_is_in_it(cli, flags, tmp_path,
 def test_a_text_of_one_token_has_no_perplexity_and_can_be_continued(cli, flags, tmp_path, capsys):
     (tmp_path / "one.txt").write_text("x")
     arguments = [*flags, "--dataset", str(tmp_path / "one.txt"), "--sentenceLimit", "1", "--out", str(tmp_path)]
-    assert cli.main([*arguments, "--ppl"]) == 2
+    assert cli.main([*prompted(arguments, "--promptLen"), "--ppl"]) == 2
     one_line(capsys, "one.txt", "two tokens")
     assert cli.main([*arguments, "--speed"]) == 0
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import accelerate.state  # noqa: F401 - so that no fork has to import it
 import helpers
 import pytest
-from conftest import ROOT, refused
+from conftest import ROOT, prompted, refused
 
 from benchmark import __main__ as benchmark
 from benchmark import contenders, stepTimes
@@ -443,6 +443,6 @@ def test_what_all_find_wrong_is_said_once(cli, flags, tmp_path):
 @pytest.mark.skipif(not os.environ.get("FULL"), reason="two more imports of torch; FULL=1 asks for it")
 def test_accelerate_starts_the_processes(flags, tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    work = [ROOT / "test.py", *flags, "--ppl", "--device", "cpu", "--out", tmp_path]
+    work = [ROOT / "test.py", *prompted(flags, "--promptLen"), "--ppl", "--device", "cpu", "--out", tmp_path]
     subprocess.run([*command, *map(str, work)], check=True, timeout=120)
     assert len(lines_of(tmp_path)[0]["processes"]) == 2

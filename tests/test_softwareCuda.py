@@ -429,11 +429,22 @@ def test_memory_that_was_freed_after_a_capture_is_caught(gpu):
 # The command lines on it.
 
 
+def fitting(flags, more):
+    """The flags that mean something beside `more`."""
+    return (
+        prompted(flags)
+        if "--prompt" in more
+        else prompted(flags, "--promptLen")
+        if tuple(more) == ("--ppl",)
+        else flags
+    )
+
+
 @pytest.fixture
 def on_device(gpu, cli, flags, tmp_path):
     """f(flags) -> exit code of test.py on the software device."""
     device = ["--out", str(tmp_path), "--device", "cuda", "--dtype", "float32"]
-    return lambda *more: cli.main([*(prompted(flags) if "--prompt" in more else flags), *device, *more])
+    return lambda *more: cli.main([*fitting(flags, more), *device, *more])
 
 
 def lines_of(folder):
@@ -593,7 +604,7 @@ MPS_COMMANDS = {
 
 @pytest.mark.parametrize("command", MPS_COMMANDS if FULL else ["speed"])
 def test_every_mode_runs_on_mps(apple, cli, flags, tmp_path, capsys, command):
-    flags = prompted(flags) if "--prompt" in MPS_COMMANDS[command] else flags
+    flags = fitting(flags, MPS_COMMANDS[command])
     assert cli.main([*flags, "--out", str(tmp_path), "--device", "mps", *MPS_COMMANDS[command]]) == 0
     if command == "speed":
         assert "not on mps" in capsys.readouterr().err
