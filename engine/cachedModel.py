@@ -20,7 +20,7 @@ from utils import UserError
 def context_of(config: PretrainedConfig) -> int:
     """Tokens that a model of this config can read. Beyond its original length, the rotary embeddings of the kind
     "longrope" depend on the longest text of a batch: texts end there."""
-    lengths = [getattr(config, "max_position_embeddings", None) or 1 << 30]
+    lengths = [getattr(config, "max_position_embeddings", None) or -1, 1 << 30]
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if each.get("rope_type") == "longrope":
@@ -187,7 +187,9 @@ class CachedModel(Model):
             last = slice(-1 if places is None else 0, None)
             self.write_features(outputs.hidden_states[-1][:, last], slots[:, last])
         self.forwards += 1
-        return outputs.logits[..., : self.vocabulary].float()
+        logits = outputs.logits[..., : self.vocabulary].float()
+        # Some classes do not know `logits_to_keep`, and give the logits of all tokens.
+        return logits if keep is None or logits.shape[1] == len(keep) else logits[:, keep]
 
     def keep_features(self, tap: Tap) -> None:
         """From now on, its forwards write features beside the KV cache."""

@@ -190,12 +190,7 @@ def load_model(
     """
     folder = find_model(name)
     config = read_config(folder)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"{folder} holds a model of the kind {config.model_type}, which is no causal language model of "
-            "transformers; name another model"
-        )
-    check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    check_decodes(folder, config)
     try:
         device_map = choose_devices(folder, config, dtype, device, tokens, spread, caches)
         size = config.get_text_config().vocab_size
@@ -234,6 +229,16 @@ def load_model(
             file=sys.stderr,
         )
     return loaded
+
+
+def check_decodes(folder: Path, config: PretrainedConfig) -> None:
+    """Raise UserError unless models of this configuration are decoded right, before any weight is read."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"{folder} holds a model of the kind {config.model_type}, which is no causal language model of "
+            "transformers; name another model"
+        )
+    check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
 def choose_devices(

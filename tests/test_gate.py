@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MistralCon
 
 from decoding.trees.tree import Places
 from engine import cachedModel, gate, kvCache
-from engine.cachedModel import CachedModel, Ungated, check_kind, context_of
+from engine.cachedModel import CachedModel, Ungated, check_kind
 from engine.smallTwin import small_twin
 from regrSampling import regrSampling
 from utils import GREEDY
@@ -64,11 +64,6 @@ def test_another_kind_is_refused_in_one_line_that_names_it_and_the_reason(name):
 
 def windowed(**how):
     return small_twin(MistralConfig(**{"sliding_window": 4096} | how), MistralForCausalLM)
-
-
-def test_windows_of_a_twin_are_small_and_its_context_is_not():
-    config = windowed().config
-    assert config.sliding_window == 16 and config.max_position_embeddings == context_of(config) == 128
 
 
 MISTAKES = {  # what is replaced, and by what

@@ -10,6 +10,7 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
+from conftest import prompted
 from mistakes import always_accept, p_shifted, replace_from_p
 from outcomes import largest_error, small
 from safetensors.torch import load_file, save_file
@@ -433,6 +434,7 @@ def run_of(cli, flags, out, *words):
 def test_runs_with_the_copy(cli, flags, tmp_path, capsys, words, request):
     if "--compile" in words:
         request.getfixturevalue("kernels")
+    flags = prompted(flags, "--promptLen") if words.endswith("--ppl") else flags
     code, lines = run_of(cli, flags, tmp_path, *words.split())
     assert code == 0 and lines[-1]["kind"] == "end", capsys.readouterr()
     said = capsys.readouterr().out
