@@ -31,9 +31,8 @@ from report.results import Results, show
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code: 0, 1 for a "no", 2 for what cannot be done."""
     words = list(sys.argv[1:] if argv is None else argv)
-    kept = "What was measured is kept in results.txt."
-    smaller = "use smaller models, a smaller --dtype, --maxLen or --window"
-    return together(lambda work: as_command("test.py", work, kept, smaller), lambda processes: work(words, processes))
+    said = "What was measured is kept in results.txt.", "use smaller models, a smaller --dtype, --maxLen or --window"
+    return together(lambda work: as_command("test.py", work, *said), lambda processes: work(words, processes))
 
 
 def work(argv: Sequence[str], processes: Processes) -> int:

@@ -202,7 +202,7 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
     if after_end := line.get("after_end"):
         yield f"{counted(after_end, 'text')} with a token that ends a text, and more after it: the engine went on."
     rejected = not audit_verdict(line)[0]
-    if line["kind"] == "audit" and line.get("alike", 1) < line["limit"]:
+    if line["kind"] == "audit" and line.get("alike", 1) < line["limit"] and not line["impossible"]:
         yield (
             f"The random numbers at one position of the texts are alike (p = {line['alike']:.1g}): were all drawn with "
             "one seed? Give each text a seed of its own, or none; texts that share theirs cannot be tested together."

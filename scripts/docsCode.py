@@ -133,7 +133,7 @@ def flags(records: Records, words: Words) -> str:
     return "\n\n".join(pieces)
 
 
-def kinds(records: Records, words: Words) -> str:
+def architectures(records: Records, words: Words) -> str:
     """What each kind of model that transformers has is here: right, or refused, and why."""
     record = records.file("kinds")
     groups: dict[str, list[str]] = {}
@@ -151,7 +151,7 @@ def kinds(records: Records, words: Words) -> str:
 
 
 BLOCKS: dict[str, Render] = {
-    "kinds": kinds,
+    "architectures": architectures,
     "layout": layout,
     "graph": graph,
     "folders": folders,

@@ -92,15 +92,15 @@ def test_a_planted_mistake_is_seen(name, monkeypatch):
 
 def test_wrong_positions_and_a_state_that_survives_a_rollback_are_seen():
     class Shifted(Ungated):
-        def forward(self, tokens, positions, *more):
-            return super().forward(tokens, positions + (positions > 20), *more)
+        def forward(self, tokens, positions, *more, **how):
+            return super().forward(tokens, positions + (positions > 20), *more, **how)
 
     class Stateful(Ungated):
         total = 0.0
 
-        def forward(self, tokens, *more):
+        def forward(self, tokens, *more, **how):
             self.total = 0.9 * self.total + 0.01 * tokens.float().sum()
-            return super().forward(tokens, *more) + self.total * torch.arange(self.vocabulary)
+            return super().forward(tokens, *more, **how) + self.total * torch.arange(self.vocabulary)
 
     for kind in Shifted, Stateful:
         assert gate.errors_of(windowed(), kind)[gate.BLOCKS] > 1e-2
