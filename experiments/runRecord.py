@@ -111,7 +111,7 @@ def origin(argv: Sequence[str], flags: Mapping[str, object], device: str, models
 
 def strained(run: RunLine, lines: Iterable[Mapping[str, Any]] = ()) -> Iterator[str]:
     """A line for each sign that other programs took the processor while something was measured."""
-    load, cores = run.get("load", 0.0), run["machine"]["cores"] or 1
+    load, cores = run.get("load", 0.0), run["machine"].get("cores") or 1
     if load > cores + BUSY:
         yield f"The machine was busy as the run began (a load of {load:.1f}, and {cores} cores): times are too long."
     times: dict[str, list[float]] = {}

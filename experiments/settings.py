@@ -4,7 +4,7 @@ anything is loaded."""
 import argparse
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,8 @@ def parse(argv: Sequence[str], again: bool = False) -> Settings:
     settings = typed(args)
     if not args.rerun:
         check_together(settings)
-        check_effects(settings, [] if again else [word.split("=")[0][2:] for word in argv if word.startswith("--")])
+    if not args.rerun and not again and (idle := without_effect(settings, argv)):
+        raise UserError(next(iter(idle.values())))
     return settings
 
 
@@ -359,15 +360,16 @@ EFFECTS: dict[str, tuple[str, Callable[[Settings], Any]]] = {
 }
 
 
-def check_effects(settings: Settings, given: Sequence[str]) -> None:
-    """Raise UserError if one of the flags that are `given` changes nothing."""
-    parts, read = {field.name for field in fields(Decoding)}, fields_read(settings)
-    for flag in given:
+def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
+    """{flag: what to say of it} of the flags among `words` that change nothing in a run with these settings."""
+    parts, read, found = {field.name for field in fields(Decoding)}, fields_read(settings), {}
+    for flag in (word.split("=")[0][2:] for word in words if word.startswith("--")):
         purpose, is_asked_for = EFFECTS.get(flag, ("", lambda settings: True))
         if not is_asked_for(settings):
-            raise UserError(f"--{flag} is for {purpose}, and this run has none; leave it out, or add that")
-        if (field := field_of(flag)) in parts and field not in read:
-            raise UserError(f"--{flag} changes nothing here: no method that is measured reads it; leave it out")
+            found[f"--{flag}"] = f"--{flag} is for {purpose}, and this run has none; leave it out, or add that"
+        elif (field := field_of(flag)) in parts and field not in read:
+            found[f"--{flag}"] = f"--{flag} changes nothing here: no method that is measured reads it; leave it out"
+    return found
 
 
 def fields_read(settings: Settings) -> set[str]:

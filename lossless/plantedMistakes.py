@@ -38,7 +38,7 @@ UNSURE = 0.4  # A guess of a tree whose q is below this is dropped.
 # 1 - q(x_1) - q(x_2) - ... in a later sibling's q, which is near 1 where the draft is unsure. On the bundled pair it
 # moves 0.020 of the probability of the token after four siblings, and 0.079 with a draft at half the temperature.
 COLD = 0.5
-SAID = 0.3  # What a drafter says of a guess that was certain.
+SAID = 0.3  # What a drafter says of each guess.
 
 
 # Verification rules for chains. Arguments and results are those of decoding/verification.py.
@@ -139,9 +139,9 @@ def wrong_temperature(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[
     return judged_by(hotter / hotter.sum(-1, keepdim=True), q, p, q, drafts, u)
 
 
-def understated(rule: Callable[..., T], p: Tensor, q: Tensor, *rest: Any) -> T:
-    """Any rule, for chains or trees, whose drafter says SAID q for q: where a guess was certain, SAID."""
-    return rule(p, SAID * q, *rest)
+def constant_q(rule: Callable[..., T], p: Tensor, q: Tensor, drafts: Tensor, *rest: Any) -> T:
+    """Any rule, for chains or trees, whose drafter says that q is SAID for each guess, and 0 for other tokens."""
+    return rule(p, SAID * one_hot(q, drafts), drafts, *rest)
 
 
 # Verification rules for trees. Arguments and results are those of decoding/trees/rules.py.
@@ -351,7 +351,7 @@ class Mistake:
     seen_in: the public code that makes or made it.
     loops, drafters: of other methods it is no mistake, or it cannot be made. own_copy: the target's own copy must
         guess. queue: the texts must outnumber the rows of the batch.
-    everywhere: it is `understated`, and planted in every method that is tested, not only in the first that it fits.
+    everywhere: it is `constant_q`, and planted in every method that is tested, not only in the first that it fits.
     """
 
     what: str
@@ -379,7 +379,7 @@ class Mistake:
         threshold: --draftThreshold."""
         parts = sampler.keywords
         drafter = self.drafter(parts["drafter"], sampling, threshold)
-        verify = partial(understated, parts["verify"]) if self.everywhere else self.verify or parts["verify"]
+        verify = partial(constant_q, parts["verify"]) if self.everywhere else self.verify or parts["verify"]
         tree = {"tree": self.tree} if self.tree else {}
         return partial(sampler, target=self.target(parts["target"]), drafter=drafter, verify=verify, **tree)
 
@@ -438,7 +438,9 @@ MISTAKES = {
         target=DraftKeysTarget,
         own_copy=True,
     ),
-    "understated q": Mistake(f"the drafter says {SAID:g} q for q", loops=(specSampling, treeSampling), everywhere=True),
+    "constant q": Mistake(
+        f"the drafter says q = {SAID:g} of every guess", loops=(specSampling, treeSampling), everywhere=True
+    ),
 }
 tree_mistake = partial(Mistake, verify=traversal_rule, tree=SHAPE, loops=(treeSampling,))
 TREE_MISTAKES = {

@@ -34,7 +34,7 @@ SAMPLED_COLUMNS: Columns[LosslessLine] = {
     "PPL\nof text": lambda line: perplexity_cell(line["perplexity"]),
     "PPL\nexpected": lambda line: perplexity_cell(line["expected_perplexity"]),
     "at the\nedge": lambda line: f"{line['excluded']:,}",
-    "impossible": lambda line: f"{line['impossible']:,}",
+    "p=0": lambda line: f"{line['impossible']:,}",
 }
 SAMPLED_NOTES = (
     "u: the place of each token in the target's cumulative distribution, uniform if the text is the target's. p: "
@@ -43,7 +43,7 @@ SAMPLED_NOTES = (
     "is asked once more. surprise z: how many standard deviations the sum is from what the target expects. A p-value "
     "below {limit:.1e} is a difference; with exact samplers this happens in "
     f"one of {1 / FALSE_ALARM:,.0f} runs. PPL of text: its perplexity. PPL expected: from the target's own entropy. at "
-    "the edge: tokens that only rounding put outside of top-p or top-k. impossible: tokens to which the target gives "
+    "the edge: tokens that only rounding put outside of top-p or top-k. p=0: impossible tokens, to which the target gives "
     "no probability."
 )
 GREEDY_COLUMNS: Columns[GreedyLine] = {

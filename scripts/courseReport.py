@@ -27,7 +27,7 @@ from rich.table import Table
 import downloadData
 import downloadModel
 from experiments.lines import EndLine, LosslessLine, Run, RunLine, SpeedLine, TextPerplexityLine, of_kind
-from experiments.settings import parse
+from experiments.settings import parse, without_effect
 from experiments.speed import FEW
 from inputs.commandLine import as_command, path, script_parser, text, whole
 from inputs.devices import pick_device
@@ -79,31 +79,40 @@ class Step(NamedTuple):
     command: list[str]
 
 
-def steps(plan: Plan) -> Iterator[Step]:
-    """All runs, those of the report's own figures first, in the setting of its code. Flags of the plan stand last, and
-    replace those of the setting."""
+def settings_of(plan: Plan) -> Iterator[Step]:
+    """All runs, those of the report's own figures first, in the setting of its code, without the flags of the plan."""
     models = ["--target", plan.target, "--draft", plan.draft]
     mid = ["--mid", plan.mid] if plan.mid else []
     device = parse([*models, *plan.flags, "--out", str(plan.out)]).models.device
     dtype = [] if pick_device(device) == "cpu" else ["--dtype", REPORT_DTYPE]
     first, later = (["--prompt", prompt, *dtype] for prompt in REPORT_PROMPTS)
     rows = ",".join([*CACHED.values(), *NO_CACHE.values()])
-    speed = [*first, "--repeats", str(FEW), *models, *plan.flags]
+    speed = [*first, "--repeats", str(FEW), *models]
     yield Step(SPEED, ["--compare", rows, *speed])
     yield Step(f"{SPEED}, compiled", ["--compare", ",".join(CACHED.values()), "--compile", *speed])
     for data in plan.data:
         texts = ["--dataset", data, "--books", str(plan.books)]
-        yield Step(f"Perplexity: {Path(data).name}", ["--ppl", *texts, *REPORT_PASSAGES, *models, *plan.flags])
+        yield Step(f"Perplexity: {Path(data).name}", ["--ppl", *texts, *REPORT_PASSAGES, *models])
     new = ["--target", plan.target, "--draft", plan.mid or plan.draft]
-    yield Step("The additive draft-length rule", ["--speedNew", *later, *new, *plan.flags])
+    yield Step("The additive draft-length rule", ["--speedNew", *later, *new])
     if mid:
-        yield Step("A cascade of three models", ["--speedMulti", "--maxLen", "500", *later, *models, *mid, *plan.flags])
+        yield Step("A cascade of three models", ["--speedMulti", "--maxLen", "500", *later, *models, *mid])
     name = Path(plan.data[0]).name
-    texts = ["--dataset", plan.data[0], "--books", str(plan.books), *models, *mid, *plan.flags]
+    texts = ["--dataset", plan.data[0], "--books", str(plan.books), *models, *mid]
     yield Step(f"Every method: {name}", ["--compare", "all", *texts])
     yield Step(f"Speed over gamma: {name}", ["--sweep", *texts])
     tokens = ["--tokens", str(plan.tokens)] if plan.tokens else []
     yield Step(f"Tests of losslessness: {name}", ["--lossless", "all", *tokens, *texts])
+
+
+def steps(plan: Plan) -> Iterator[Step]:
+    """All runs. The plan's flags stand last, and replace those of the setting; those that change nothing are left out."""
+    for title, command in settings_of(plan):
+        idle, kept = without_effect(parse([*command, *plan.flags], again=True), plan.flags), True
+        for word in plan.flags:
+            kept = word.split("=")[0] not in idle if word.startswith("--") else kept
+            command += [word] if kept else []
+        yield Step(title, command)
 
 
 def run_of(step: Step, store: Results) -> Run | None:
@@ -230,7 +239,7 @@ def read(argv: Sequence[str] | None) -> Plan:
     parser.add_argument("--data", type=text, nargs="+", default=DATA, metavar="NAME", help=f"({' '.join(DATA)})")
     parser.add_argument("--books", type=whole(1, 100_000), default=2, metavar="N", help="documents of a data set (2)")
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="of each method that --lossless tests (100000)")
-    parser.add_argument("--flags", type=shlex.split, default=[], metavar='"FLAGS"', help="handed to every test.py")
+    parser.add_argument("--flags", type=shlex.split, default=[], metavar='"FLAGS"', help="handed to each test.py that reads them")
     parser.add_argument("--out", type=path, default=OUT, metavar="FOLDER", help=f"where everything is written ({OUT})")
     args = parser.parse_args(argv)
     mid = args.mid or (MID if (args.target, args.draft) == PAIR else None)

@@ -144,6 +144,7 @@ def test_a_run_in_batches_can_be_repeated(cli, runs, capsys):
 def test_what_has_no_batches_is_refused(cli, flags, tmp_path, capsys, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     flags = prompted(flags) if "--prompt" in arguments else flags
+    flags = prompted(flags, "--promptLen") if "--ppl" in arguments else flags
     assert cli.main([*flags, *arguments, "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and all(word in error for word in words)

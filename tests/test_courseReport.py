@@ -126,7 +126,7 @@ def test_a_step_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatc
     lines = (tmp_path / "results.jsonl").read_text()
     (tmp_path / "results.jsonl").write_text(lines.replace('"version": "none"', '"version": "other"', 1))
     assert run(tmp_path, *LOCAL) == 0 and "the runs differ in weights." in (tmp_path / "report.md").read_text()
-    assert run(tmp_path, *LOCAL, "--flags", "--gamma 3") == 0 and len(commands) == 8  # other commands: measured
+    assert run(tmp_path, *LOCAL, "--flags", "--gamma 3") == 0 and len(commands) == 6  # the five that read gamma
 
 
 def test_an_interruption_leaves_a_page_and_goes_on(tmp_path, monkeypatch, capsys):

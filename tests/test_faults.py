@@ -136,7 +136,7 @@ def test_a_models_folder_that_is_read_only_is_one_line(cli, flags, disk, hub, pa
     monkeypatch.setattr("inputs.files.MODELS", disk.folder)
     assert disk.mount("remount,ro").returncode == 0
     assert cli.main([*flags, "--target", "some/target", "--out", str(disk.folder.parent)]) == 2
-    one_line(capsys, str(disk.folder / "target.incomplete"), "Read-only")
+    one_line(capsys, str(disk.folder / ".target.lock"), "Read-only")
 
 
 def run_alone(cli, arguments, patch=None):

@@ -268,7 +268,7 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, 
     assert all(m["limit"] == limit_of(len(names)) and len(m["counts"]) == BINS for m in drawn)
     mistakes = list(dict.fromkeys(m["mistake"] for m in planted))
     assert mistakes == [name for name in [*MISTAKES, *TREE_MISTAKES] if name != "predecessor's slots"]
-    assert [m["method"] for m in planted if m["mistake"] == "understated q"] == names
+    assert [m["method"] for m in planted if m["mistake"] == "constant q"] == names
     assert len(planted) == len(mistakes) + len(names) - 1
     assert all("guesses" in m["p"] for m in drawn + planted)
     assert {m["tokens_shown"] for m in drawn + planted} == {60}
@@ -376,7 +376,7 @@ def samplers_of(target, draft):
 @pytest.mark.parametrize("kind", samplers_of(None, helpers.tiny()))
 def test_a_wrong_q_is_seen_by_its_guesses_and_a_right_one_is_not(pair, kind):
     target, sampling = pair[0], Sampling(0.5, 0, 1.0)
-    make, mistake = samplers_of(target, near(target, noise=0.5))[kind], MISTAKES["understated q"]
+    make, mistake = samplers_of(target, near(target, noise=0.5))[kind], MISTAKES["constant q"]
     figures = guessed(make(), make(), sampling)
     assert not seen_by(figures, limit_of(1)) and figures["guesses"]["expected"] > 20
     flawed, guessing = (mistake.planted(make(), sampling, 0.4) for _ in range(2))

@@ -189,7 +189,7 @@ def test_flags_that_were_recorded_are_the_flags_again(data):
         return
     record = {"run": "r", "device": "cpu", "flags": json.loads(json.dumps(first.flags))}
     device = first.models.device or "cpu"
-    again = settings.parse(rerun.arguments(record, str(first.output.folder)))
+    again = settings.parse(rerun.arguments(record, str(first.output.folder)), again=True)
     assert again.flags == first.flags | {"device": device}
     assert again == replace(first, models=replace(first.models, device=device), flags=again.flags)
 

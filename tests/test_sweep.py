@@ -92,5 +92,5 @@ def test_what_was_not_measured_is_a_dash():
     row |= dict.fromkeys(("seconds", "throughput", "speedup", "tokens_per_round"), nothing)
     plain = {"seconds": [1.0] * 3, "throughput": [1.0] * 3}
     lines = [measurement("target", 0) | {"dtype": "float32", "prompt_tokens": 3}]
-    table = sweep_table({"flags": {}}, lines, {"plain": plain, "rows": [row]})
+    table = sweep_table({"flags": {}, "models": {}}, lines, {"plain": plain, "rows": [row]})
     assert cells(table)[1] == "1" and "nan" not in "".join(cells(table)) and cells(table).count("-") == 8
