@@ -269,8 +269,8 @@ def lossless_tests(records: Records, words: Words) -> str:
     """The tests of drawn texts, a row for each method."""
     run, lines = records.run("lossless")
     sampled = of_kind(lines, "lossless")
-    columns = f"tokens | {BINS} bins p | K-S p | serial p |  p | surprise z | guesses p | PPL of text | PPL expected"
-    printed = cells_of(sampled_table(sampled), f"{columns} | impossible")
+    columns = f"tokens | {BINS} bins p | K-S p | serial p |  p | surprise z | guesses p | PPL of text | PPL of p"
+    printed = cells_of(sampled_table(sampled), f"{columns} | p=0")
     titles = (
         f"method | dtype | tokens | u in {BINS} bins: p | u, Kolmogorov-Smirnov: p | neighbours of u: p | "
         "surprise: p | surprise: z | guesses: p | perplexity of the text | expected | impossible tokens"
