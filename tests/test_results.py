@@ -330,7 +330,7 @@ PLAIN |= {
     "of plain, compiled",
     "of generate",
 }
-PLAIN |= {"seen in"}
+PLAIN |= {"seen in", "planted in"}
 PLAIN |= {"tokens/s", "ms", "ms a token"}
 
 
