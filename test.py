@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def work(argv: Sequence[str], processes: Processes) -> int:
     """Parse, prepare, measure, report."""
     settings = parse(argv)
-    if settings.rerun:
-        return repeat(settings.rerun, Results(settings.output.folder), argv, processes)
+    if settings.measuring.rerun:
+        return repeat(settings.measuring.rerun, Results(settings.output.folder), argv, processes)
     prepared = prepare(settings, processes)
     if settings.measuring.played:
         return play(prepared, argv)
@@ -100,20 +100,19 @@ def measure(prepared: Prepared, models: LoadedModels, append: Append, picture: C
     measuring = prepared.settings.measuring
     for mode in measuring.timed:
         measure_speed(prepared, models, mode, append)
-    if "sweep" in measuring.groups:
-        picture("batches" if prepared.settings.flags["sweep"] == "batch" else "sweep")
-    if prepared.questions and set(measuring.timed) != {"sweep"}:
+    if measuring.sweep:
+        picture("batches" if measuring.sweep == "batch" else "sweep")
+    if prepared.inputs.questions and set(measuring.timed) != {"sweep"}:
         picture("categories")
-    if "lossless" in measuring.groups and run_trials(prepared, models, append):
+    if measuring.lossless and run_trials(prepared, models, append):
         picture("lossless")
     if measuring.audit:
         audit(prepared, models, append)
-    other = prepared.settings.models.compile or prepared.dtype != prepared.text_dtype
-    if measuring.timed and other and ("diversity" in measuring.groups or measuring.ppl):
+    other = prepared.settings.models.compile or prepared.place.dtype != prepared.place.text_dtype
+    if measuring.timed and other and (measuring.diversity or prepared.inputs.texts):
         models.clear()
         prepared.folders.pop("mid", None)
-        models = prepared.load(prepared.text_dtype, batches=False)
-    if "diversity" in measuring.groups:
+        models = prepared.load(prepared.place.text_dtype, batches=False)
+    if measuring.diversity:
         measure_diversity(prepared, models, append)
-    if measuring.ppl:
-        measure_perplexity(prepared, models, append)
+    measure_perplexity(prepared, models, append)

@@ -32,11 +32,11 @@ def measure_speed(prepared: Prepared, models: LoadedModels, mode: str, append: A
     """Time the methods of one mode, for each length of prompt and, in a sweep, each temperature."""
     choice = prepared.settings.sampling
     temperatures = choice.temperatures if mode == "sweep" and choice.temperatures else [None]
-    for length in prepared.prompts:
+    for length in prepared.inputs.prompts:
         for temperature in temperatures:
             sampling = choice.of(mode, temperature)
             conditions: Conditions = {
-                "dtype": prepared.dtype,
+                "dtype": prepared.place.dtype,
                 "promptLen": length,
                 "mode": mode,
                 "maxLen": choice.max_len_of(mode),
@@ -52,18 +52,18 @@ def time_group(
 ) -> None:
     """Time the methods of one mode under the same conditions, and measure what theory needs beside the times."""
     measuring, decoding = prepared.settings.measuring, prepared.settings.decoding
-    mode, max_len, prompts = conditions["mode"], conditions["maxLen"], prepared.prompts[conditions["promptLen"]]
+    mode, max_len, prompts = conditions["mode"], conditions["maxLen"], prepared.inputs.prompts[conditions["promptLen"]]
     roles: Models = dict(models)
     samplers = build(measuring.groups[mode], roles, decoding)
-    if prepared.settings.flags[mode] == "batch":
+    if mode == "sweep" and measuring.sweep == "batch":
         target, verify = models["target"], VERIFICATIONS[decoding.verification]
         parts = prompts, target, guesser(roles, decoding), verify, sampling, conditions
-        measure_batches(*parts, measuring.repeats_of(mode), measuring.seed, prepared.device, append)
+        measure_batches(*parts, measuring.repeats_of(mode), measuring.seed, prepared.place.device, append)
         return
     if mode == "sweep":
         drafter, verify = guesser(roles, decoding), VERIFICATIONS[decoding.verification]
         samplers |= sweep.samplers(models["target"], drafter, verify)
-        seed, device, mapped = measuring.seed, prepared.device, prepared.processes.mapped
+        seed, device, mapped = measuring.seed, prepared.place.device, prepared.processes.mapped
         costs = sweep.costs(prompts, models["target"], drafter, sampling, verify, max_len, seed, device, mapped)
         append({"kind": "costs", **conditions, **costs})
     if mode == "compare":
@@ -83,7 +83,7 @@ def time_group(
     with Bar(mode, len(samplers) * len(prompts) * repeats) as bar:
         for texts, queues in timings(prepared, samplers, prompts, repeats, max_len, sampling):
             for text in texts:
-                text |= prepared.label_of(text["prompt"])
+                text |= prepared.inputs.label_of(text["prompt"])
                 append({"kind": "speed", "repeatable": repeatable(text["method"], decoding), **conditions, **text})
                 bar.update()
             for queue in queues:
@@ -99,7 +99,11 @@ def timings(
     sampling: Sampling,
 ) -> Iterator[tuple[list[TimedText], list[QueueFigures]]]:
     """The figures of each timed text by itself; with --batch, those of the texts of each queue, and of the queue."""
-    seed, batch, device = prepared.settings.measuring.seed, prepared.settings.measuring.batch or 1, prepared.device
+    seed, batch, device = (
+        prepared.settings.measuring.seed,
+        prepared.settings.measuring.batch or 1,
+        prepared.place.device,
+    )
 
     def alone(sampler: Sampler) -> Timed:
         def method(prompt: list[int], generator: Generator, first: int | None = None) -> Written:
@@ -147,7 +151,7 @@ def overlaps_by_method(
 
 def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) -> None:
     """Texts of each method and how varied they are: several of each prompt if the method draws, else one."""
-    settings, tokenizer, prompts = prepared.settings, prepared.tokenizer, prepared.article
+    settings, tokenizer, prompts = prepared.settings, prepared.tokenizer, prepared.inputs.article
     sampling, max_len = settings.sampling.of("diversity"), settings.sampling.max_len_of("diversity")
     samplers = build(settings.measuring.groups["diversity"], dict(models), settings.decoding)
     target = samplers.pop("target")
@@ -165,7 +169,7 @@ def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) 
         """One text of each prompt by a method, and the figures of each."""
         name, repeat = batch
         sampler, sampling = runs[name]
-        generator = torch.Generator(prepared.device).manual_seed(settings.measuring.seed + repeat)
+        generator = torch.Generator(prepared.place.device).manual_seed(settings.measuring.seed + repeat)
         texts, _ = sampler(prompts, max_len=max_len, sampling=sampling, end_of_text=prepared.ends, generator=generator)
         return texts, [diversity.figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
 
@@ -181,7 +185,7 @@ def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) 
             append(
                 {
                     "kind": "diversity",
-                    "dtype": prepared.text_dtype,
+                    "dtype": prepared.place.text_dtype,
                     "method": name,
                     "repeatable": repeatable(name, settings.decoding),
                     "input": digest(prompts),
@@ -201,7 +205,7 @@ ROLES = "draft", "target", "speculative"
 
 def measure_perplexity(prepared: Prepared, models: LoadedModels, append: Append) -> None:
     """Perplexity of each corpus: per text, and of the whole corpus."""
-    for corpus, passages in prepared.texts:
+    for corpus, passages in prepared.inputs.texts:
         if passages:
             measure_texts(prepared, models, corpus.name, passages, append)
         measure_corpus(prepared, models, corpus, append)
@@ -216,7 +220,7 @@ def measure_texts(
     append(
         {
             "kind": "ppl_text",
-            "dtype": prepared.text_dtype,
+            "dtype": prepared.place.text_dtype,
             "sentenceLimit": prepared.settings.texts.sentence_limit,
             "corpus": name,
             "texts": len(perplexities),
@@ -230,7 +234,7 @@ def measure_texts(
 
 def measure_corpus(prepared: Prepared, models: LoadedModels, corpus: Corpus, append: Append) -> None:
     """Perplexity of a whole corpus, read in windows. A document of one token has none."""
-    tokenizer, window, stride = prepared.tokenizer, prepared.window, prepared.stride
+    tokenizer, window, stride = prepared.tokenizer, prepared.inputs.window, prepared.inputs.stride
     documents = [text for text in corpus.documents if len(tokenizer(text, verbose=False)["input_ids"]) > 1]
     if not documents:
         return
@@ -244,7 +248,7 @@ def measure_corpus(prepared: Prepared, models: LoadedModels, corpus: Corpus, app
     append(
         {
             "kind": "ppl_corpus",
-            "dtype": prepared.text_dtype,
+            "dtype": prepared.place.text_dtype,
             "sentenceLimit": prepared.settings.texts.sentence_limit,
             "corpus": corpus.name,
             "tokens": totals["target"].tokens,

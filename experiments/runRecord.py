@@ -39,28 +39,33 @@ def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) ->
         role: model_record(folder.name, model_version(folder), models[role])
         for role, folder in prepared.folders.items()
     }
-    if prepared.made and prepared.bits:  # The codes follow from the weights and from a text that the target wrote.
-        version = f"{versions['target']['version']}, {prepared.made.version(prepared.bits)}"
+    if (
+        prepared.made and prepared.settings.models.bits
+    ):  # The codes follow from the weights and from a text that the target wrote.
+        version = f"{versions['target']['version']}, {prepared.made.version(prepared.settings.models.bits)}"
         copy = model_record(models["self"].name, version, models["self"])
         copy["parameters"] = models["target"].parameters
-        roles = prepared.roles_of_copy - {"self"} or {"self"}
+        roles = prepared.roles_of("self") - {"self"} or {"self"}
         versions |= {role: copy.copy() for role in sorted(roles)}
-    for role in sorted(prepared.roles_of_head):
+    for role in sorted(prepared.roles_of("head")):
         versions[role] = model_record(prepared.head.name, model_version(prepared.head), models[role])
     if prepared.settings.models.draft_device and "draft" in versions:
-        versions["draft"]["device"] = prepared.draft_device
-        versions["draft"]["processor"] = machine(prepared.draft_device)["processor"]
+        versions["draft"]["device"] = prepared.place.draft_device
+        versions["draft"]["processor"] = machine(prepared.place.draft_device)["processor"]
     several = prepared.processes.count > 1
-    kind = prepared.device.split(":")[0] if several else prepared.device  # The processes' own devices have numbers.
+    kind = (
+        prepared.place.device.split(":")[0] if several else prepared.place.device
+    )  # The processes' own devices have numbers.
     record: RunLine = {
         "kind": "run",
         "run": uuid.uuid4().hex[:8],
         "folder": os.getcwd(),
-        **origin(argv, prepared.flags, kind, versions),
+        **origin(argv, prepared.settings.flags, kind, versions),
     }
     if several:
-        texts = digest([prepared.prompts, prepared.article, prepared.texts, list(map(astuple, prepared.audited))])
-        record["processes"] = devices(prepared.processes, prepared.device, record["machine"], versions, texts)
+        inputs = prepared.inputs
+        texts = digest([inputs.prompts, inputs.article, inputs.texts, list(map(astuple, inputs.audited))])
+        record["processes"] = devices(prepared.processes, prepared.place.device, record["machine"], versions, texts)
     return record
 
 

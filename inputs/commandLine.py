@@ -1,12 +1,19 @@
 """What the scripts' command lines share: types of flags, text that is safe to show, errors of one line, exit codes."""
 
+from __future__ import annotations
+
 import argparse
+import ast
+import inspect
 import io
 import os
 import re
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, field, fields
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,27 +39,29 @@ def script_parser(prog: str, docstring: str | None) -> Parser:
     return Parser(prog=prog, description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
+def parse_whole(value: str, least: int, most: int) -> int:
+    """The whole number that `value` says. `int` alone also takes 1_000, other scripts' digits, and any length."""
+    if not re.fullmatch("[+-]?[0-9]{1,30}", value) or not least <= int(value) <= most:
+        raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {value[:40]!r}")
+    return int(value)
+
+
+def parse_number(value: str, least: float, most: float) -> float:
+    """The number that `value` says, which is not nan."""
+    decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", value)
+    if not decimal or not least <= float(value) <= most:
+        raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {value[:40]!r}")
+    return float(value)
+
+
 def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
     """The type of a flag that takes a whole number from `least` to `most`."""
-
-    def parse(value: str) -> int:  # `int` alone also takes 1_000, other scripts' digits, and numbers of any length.
-        if not re.fullmatch("[+-]?[0-9]{1,30}", value) or not least <= int(value) <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {value[:40]!r}")
-        return int(value)
-
-    return parse
+    return partial(parse_whole, least=least, most=most)
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
     """The type of a flag that takes a number from `least` to `most`, not nan."""
-
-    def parse(value: str) -> float:
-        decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", value)
-        if not decimal or not least <= float(value) <= most:
-            raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {value[:40]!r}")
-        return float(value)
-
-    return parse
+    return partial(parse_number, least=least, most=most)
 
 
 def text(value: str) -> str:
@@ -65,6 +74,75 @@ def text(value: str) -> str:
 def path(value: str) -> Path:
     """The type of a flag that takes a path."""
     return Path(text(value))
+
+
+# Flags that are fields of a dataclass. The docstring below the field is the flag's help.
+OWN = {"name", "first", "only"}  # options of `flag` that argparse does not know
+
+
+def flag(kind: Callable[[str], Any], default: Any = None, metavar: str | None = "N", **options: Any) -> Any:
+    """A field that is a flag with a value of that kind. default None: there is none, or it depends on other flags.
+
+    options: those of `add_argument`, and name: what the flag is called, if not as the field; first: whether it is among
+    the flags that most people need; only: (the purpose, f(settings) -> whether that is asked for) of a flag that has no
+    effect otherwise.
+    """
+    return field(default=default, metadata={"type": kind, "metavar": metavar, **options})
+
+
+def choice(values: Iterable[str], default: str | None = None, **options: Any) -> Any:
+    """A field that is a flag with one of several words. values may be {word: function}: then the help ends with the
+    first sentence of each function's docstring."""
+    return flag(str, default, None, choices=values, **options)
+
+
+def switch(**options: Any) -> Any:
+    """A field that is a flag without a value."""
+    return field(default=False, metadata={"action": "store_true", **options})
+
+
+def flags_of(part: Any) -> dict[str, Field[Any]]:
+    """{name of a flag: its field} of a dataclass: `draftLength` for the field `draft_length`."""
+    names = {f: re.sub("_([a-z])(?=[a-z])", lambda letter: letter[1].upper(), f.name) for f in fields(part)}
+    return {f.metadata.get("name", name): f for f, name in names.items() if f.metadata}
+
+
+@cache
+def helps_of(part: type) -> dict[str, str]:
+    """{field of a dataclass: the docstring below it}."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(part)).body if isinstance(node, ast.ClassDef))
+    return {
+        above.target.id: " ".join(below.value.value.split())
+        for above, below in pairwise(body)
+        if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }
+
+
+def add_flags(parser: Parser, first: Any, part: type, **lists: str) -> None:
+    """Add the flags of a dataclass to a parser, as a group with the first line of its docstring as title.
+
+    first: the group of the flags that most people need. lists: what the helps name in braces.
+    """
+    title = (part.__doc__ or "").partition("\n")[0].rstrip(".")
+    group = parser.add_argument_group(title[0].lower() + title[1:])
+    for name, declared in flags_of(part).items():
+        options: dict[str, Any] = {key: value for key, value in declared.metadata.items() if key not in OWN}
+        text, default, words = helps_of(part)[declared.name].format(**lists), declared.default, options.get("choices")
+        for word, rule in words.items() if isinstance(words, Mapping) else ():
+            sentence = " ".join((rule.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+            text += f" {word}: {sentence}."
+        if isinstance(default, (int, float, str)) and not isinstance(default, bool):
+            text += f" Default: {default if isinstance(default, str) else format(default, 'g')}."
+        options |= {"choices": tuple(words)} if words else {}
+        chosen = first if declared.metadata.get("first") else group
+        chosen.add_argument(f"--{name}", default=None if default == () else default, help=text, **options)
+
+
+def filled(part: type, values: Mapping[str, Any]) -> Any:
+    """A dataclass with the values of its flags, {name of a flag: value}. None leaves the field's default."""
+    pairs = ((f.name, values[name]) for name, f in flags_of(part).items() if values[name] is not None)
+    return part(**{name: tuple(value) if isinstance(value, list) else value for name, value in pairs})
 
 
 def visible(shown: str, keep: str = "\n") -> str:

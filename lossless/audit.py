@@ -212,7 +212,7 @@ def resembled(figures: EvidenceFigures, sampling: Sampling) -> list[str]:
 
 def audit(prepared: Prepared, models: LoadedModels, append: Append) -> None:
     """Judge the texts of `--audit`, and append the line of results."""
-    settings, texts = prepared.settings, prepared.audited
+    settings, texts = prepared.settings, prepared.inputs.audited
     written_in = settings.measuring.written_in
     order = None if prepared.translation is not None else models.get("draft")
     unit = torch.finfo(DTYPES[written_in]).eps / 2
@@ -230,7 +230,7 @@ def audit(prepared: Prepared, models: LoadedModels, append: Append) -> None:
         "kind": "audit" if sampling.temperature else "audit_greedy",
         "file": str(settings.measuring.audit),
         "sha256": digest(rows),
-        "dtype": prepared.text_dtype,
+        "dtype": prepared.place.text_dtype,
         "written_in": written_in,
         "after_end": sum(bool(prepared.end_tokens & set(text.tokens[:-1])) for text in texts),
         "retokenised": sum(text.was_text for text in texts),

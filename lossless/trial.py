@@ -100,8 +100,8 @@ class Trial:
         self.texts, self.seed = settings.texts_at_once, settings.measuring.seed  # texts that a method is given at once
         self.rows, self.batch = settings.rows, settings.measuring.batch  # of these, decoded at a time; the flag
         self.batches = math.ceil(settings.tokens / (self.texts * self.max_len))  # of texts by each method
-        self.prompts = sum(prepared.prompts.values(), [])  # token ids, used in turn
-        self.processes, self.device = prepared.processes, prepared.device
+        self.prompts = prepared.inputs.rows  # token ids, used in turn
+        self.processes, self.device = prepared.processes, prepared.place.device
         self.loaded, self.models = models, cast(Models, dict(models))
         self.dtype, self.append = dtype, append
         named = settings.models.dtype
@@ -258,7 +258,7 @@ def run_trials(prepared: Prepared, models: LoadedModels, append: Append) -> bool
     run_trial(Trial(prepared, models, "float32", append), drawn, Trial(prepared, eager, "float32", append))
     models.clear()
     eager.clear()
-    dtype = second_dtype(named, prepared.device)
+    dtype = second_dtype(named, prepared.place.device)
     models = (prepared.load_as_timed if dtype == named else prepared.load)(dtype)
     run_trial(Trial(prepared, models, dtype, append), drawn and dtype == named)
     return drawn

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 from methods.samplers import (
     Decoding,
@@ -32,14 +33,40 @@ from methods.samplers import (
 from utils import UserError
 
 
+class Role(str, Enum):
+    """What a method needs beside the target. DRAFT: a guesser; READER: a draft that can read a text by itself; EXPERT:
+    one that is another model than the target and knows every token."""
+
+    DRAFT = "draft"
+    READER = "draft model"
+    EXPERT = "whole draft model"
+    MID = "mid"
+    SELF = "self"
+    HEAD = "head"
+
+    @property
+    def model(self) -> str:
+        """Its key among `Models`."""
+        return "draft" if self in (Role.READER, Role.EXPERT) else self.value
+
+    @property
+    def missing(self) -> str:
+        """What to say where it is missing."""
+        if self is Role.EXPERT:
+            return (
+                "another model beside the target, one that knows every token; name it with --draft, and leave out "
+                "--draftVocab"
+            )
+        return f"a {self.model} model beside the target; name one with --{self.model}"
+
+
 @dataclass(frozen=True)
 class Method:
     """One decoding method.
 
     name: what flags and records call it. title: one line of help.
     make: f(models, decoding, wrap) -> sampler; wrap: wraps the drafter, to watch it.
-    needs: roles it needs beside the target. "draft model" is a draft that can read a text by itself, and "whole draft
-        model" one that is another model than the target and knows every token.
+    needs: roles it needs beside the target.
     lossless: its text is distributed as the target's. seeded: f(decoding) -> whether the seed fixes its tokens.
     baseline: what others are compared with; "all" methods of --lossless leave it out.
     guesses: whether it guesses tokens for the target to verify.
@@ -53,7 +80,7 @@ class Method:
     name: str
     title: str
     make: Maker
-    needs: tuple[str, ...] = ()
+    needs: tuple[Role, ...] = ()
     lossless: bool = False
     baseline: bool = False
     seeded: Callable[[Decoding], bool] = lambda decoding: True
@@ -70,13 +97,19 @@ CATALOGUE = (
         "draft",
         "the draft alone",
         alone("draft"),
-        needs=("draft model",),
+        needs=(Role.READER,),
         guesses=False,
         modes=("speed", "speedNew", "speedMulti", "sweep"),
         in_all=False,
     ),
     Method(
-        "mid", "the mid model alone", alone("mid"), needs=("mid",), guesses=False, modes=("speedMulti",), in_all=False
+        "mid",
+        "the mid model alone",
+        alone("mid"),
+        needs=(Role.MID,),
+        guesses=False,
+        modes=("speedMulti",),
+        in_all=False,
     ),
     Method(
         "target",
@@ -115,7 +148,7 @@ CATALOGUE = (
         "tree",
         "a tree of guesses (--tree), traversal verification",
         tree("traversal"),
-        needs=("draft",),
+        needs=(Role.DRAFT,),
         lossless=True,
         seeded=has_fixed_shape,
         guesses_tree=lambda decoding: True,
@@ -124,7 +157,7 @@ CATALOGUE = (
         "topDown",
         "the same tree, verified from the root down",
         tree("topDown"),
-        needs=("draft",),
+        needs=(Role.DRAFT,),
         lossless=True,
         seeded=has_fixed_shape,
         guesses_tree=lambda decoding: True,
@@ -135,14 +168,14 @@ CATALOGUE = (
         "lookupFirst",
         "guesses from the text so far, and the draft's where it has none",
         speculative("fixed", None, lookup_first),
-        needs=("draft",),
+        needs=(Role.DRAFT,),
         lossless=True,
     ),
     Method(
         "self",
         "guesses from the target's own copy in few bits (--draftBits)",
         speculative("fixed", None, own_copy),
-        needs=("self",),
+        needs=(Role.SELF,),
         lossless=True,
         guesser="self",
     ),
@@ -150,7 +183,7 @@ CATALOGUE = (
         "head",
         "guesses from the target's features, by a trained head (--head)",
         speculative("fixed", None, head),
-        needs=("head",),
+        needs=(Role.HEAD,),
         lossless=True,
         guesser="head",
     ),
@@ -158,7 +191,7 @@ CATALOGUE = (
         "cascade",
         "the draft guesses for the mid model, both for the target",
         cascade,
-        needs=("mid",),
+        needs=(Role.MID,),
         lossless=True,
         guesser="mid",
         modes=("speedMulti",),
@@ -175,7 +208,7 @@ CATALOGUE = (
         "speculativeNoCache",
         "gamma guesses each round, both models without a KV cache, as in the course report's code",
         without_cache(speculative("fixed", "token", draft_model)),
-        needs=("draft model",),
+        needs=(Role.READER,),
         lossless=True,
         baseline=True,
     ),
@@ -183,7 +216,7 @@ CATALOGUE = (
         "contrastive",
         "contrastive decoding",
         contrastive(False),
-        needs=("whole draft model",),
+        needs=(Role.EXPERT,),
         guesses=False,
         contrasts=True,
         modes=("contrastive", "diversity"),
@@ -192,18 +225,13 @@ CATALOGUE = (
         "speculativeContrastive",
         "contrastive decoding with guesses",
         contrastive(True),
-        needs=("whole draft model",),
+        needs=(Role.EXPERT,),
         contrasts=True,
         seeded=follows_no_clock,
         modes=("contrastive", "diversity"),
     ),
 )
 METHODS = {method.name: method for method in CATALOGUE}
-MISSING = {  # what to say where a role is missing
-    "draft model": "a draft model beside the target; name one with --draft",
-    "whole draft model": "another model beside the target, one that knows every token; name it with --draft, and leave "
-    "out --draftVocab",
-}
 
 
 def in_mode(mode: str) -> list[str]:
@@ -260,8 +288,7 @@ def check_roles(names: Iterable[str], roles: Iterable[str]) -> None:
     for name in names:
         for role in METHODS[name].needs:
             if role not in roles:
-                other = f"a {role} model beside the target; name one with --{role}"
-                raise UserError(f"{name} needs {MISSING.get(role, other)}")
+                raise UserError(f"{name} needs {role.missing}")
 
 
 def repeatable(name: str, decoding: Decoding) -> bool:

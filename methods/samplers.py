@@ -19,6 +19,7 @@ from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree
 from decoding.verification import RULES as VERIFICATIONS
 from engine.uncachedModel import UncachedModel
+from inputs.commandLine import choice, flag, number, switch, whole
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
@@ -32,35 +33,57 @@ from utils import Sampling
 
 @dataclass(frozen=True)
 class Decoding:
-    """How to guess and to verify, as the flags of `test.py` say; gamma None is the default of the draft-length rule,
-    ngram None that of the drafter.
+    """How to guess and to verify.
 
-    tree: the shape of a tree of guesses (`Tree.of`), or "auto"; None: a chain, but in the methods for trees.
-    lookup: the text so far guesses, instead of a draft model. lookup_first: it guesses where it has a match.
-    own_copy: the draft is the target's own copy.
-    draft_temperature, draft_top_p: as in `ModelDrafter`.
+    gamma None is the default of the draft-length rule, ngram None that of the drafter.
+    lookup: the text so far guesses, instead of a draft model. own_copy: the draft is the target's own copy.
     translation: from the target's tokenizer to the draft's, if that is another one.
     """
 
-    gamma: int | None = None
-    draft_length: str = "fixed"
-    draft_threshold: float = 0.4
-    target_threshold: float = 0.5
-    verification: str = "token"
-    tree: str | None = None
-    tree_rule: str = "traversal"
-    gamma1: int = 4
-    gamma2: int = 4
-    ngram: int | None = None
+    gamma: int | None = flag(whole(1, 1000), first=True)
+    """How many tokens to guess in a round. For the additive rule it is the least, for draftConfidence and costAware the
+    most. Default: 4; for --draft self 5; for draftConfidence, costAware and lookup 10."""
+    draft_length: str = choice(LENGTH_RULES, "fixed")
+    """The rule that decides how many tokens to guess."""
+    draft_threshold: float = flag(number(0, 1), 0.4, "P")
+    """draftConfidence stops guessing after a token that the draft gave a probability below this."""
+    target_threshold: float = flag(number(0, 1), 0.5, "P")
+    """targetConfidence does not guess after a token that the target gave a probability below this."""
+    verification: str = choice(VERIFICATIONS, "token")
+    """The rule that accepts guesses."""
+    tree: str | None = flag(str, None, "SHAPE")
+    """Guess a tree instead of a chain. 3,2,1,1: the last token has 3 children, each of these 2, and so on. 3/2,1,0:
+    level by level, with one number for each node. auto: the shape with the most tokens per second, by measured
+    acceptance and costs; plain decoding and chains are among its choices. Default: a chain; for the methods tree and
+    topDown of --compare and --lossless auto."""
+    tree_rule: str = choice(TREE_RULES, "traversal")
+    """The rule that accepts guesses of a tree."""
+    gamma1: int = flag(whole(1, 1000), 4)
+    """In a cascade, how many tokens the draft guesses for the mid model in a round."""
+    gamma2: int = flag(whole(1, 1000), 4)
+    """In a cascade, how many tokens the draft and the mid model together guess for the target in a round."""
+    lookup_first: bool = switch()
+    """Let the text so far guess where its last tokens occurred before, as for --draft lookup, and the draft model
+    elsewhere."""
+    ngram: int | None = flag(whole(1))
+    """For lookup: at least so many of the last tokens must have occurred before. As many as possible are looked up.
+    Default: 1; 4 where a draft model guesses elsewhere."""
+    draft_temperature: float | None = flag(number(0, 1000), None, "T")
+    """The temperature of the draft alone. The text stays distributed as the target's; how many guesses are accepted
+    changes. Default: the target's."""
+    draft_top_p: float | None = flag(number(0, 1), None, "P")
+    """The top_p of the draft alone, likewise. Default: the target's."""
+    plausibility: float = flag(number(0, 1), 0.1, "A")
+    """In contrastive decoding, drop tokens that the target gives less than this share of its highest probability."""
+    amateur_temperature: float = flag(number(1e-4, 1000), 1.0, "T")
+    """In contrastive decoding, the temperature of the draft's distribution, which is subtracted in logarithms from the
+    target's."""
+    contrastive_temperature: float = flag(number(0, 1000), 0.0, "T")
+    """In contrastive decoding, the temperature at which tokens are drawn from the scores. 0 takes the token of the
+    highest score."""
     lookup: bool = False
-    lookup_first: bool = False
     own_copy: bool = False
-    draft_temperature: float | None = None
-    draft_top_p: float | None = None
     translation: Vocabularies | None = None
-    plausibility: float = 0.1
-    amateur_temperature: float = 1.0
-    contrastive_temperature: float = 0.0
 
     def gamma_of(self, rule: str, looks_up: bool = False) -> int:
         """--gamma, or its default for a draft-length rule. looks_up: the text so far guesses."""

@@ -64,7 +64,7 @@ def play_turns(
     """Continue the first prompt, or answer each question after the answers to those before it. Each turn is added to
     `turns` when it begins. drafter: the sampler's."""
     settings, tokenizer, questions = prepared.settings, prepared.tokenizer, prepared.settings.texts.questions
-    generator = torch.Generator(prepared.device).manual_seed(settings.measuring.seed)
+    generator = torch.Generator(prepared.place.device).manual_seed(settings.measuring.seed)
     max_len = settings.sampling.max_len_of("show")
     answers: list[str] = []
     for number in range(len(questions) or 1):
@@ -72,7 +72,7 @@ def play_turns(
             prompt = encode_chat(questions[: number + 1], answers, tokenizer, settings.models.target)
             shown = f"> {questions[number]}\n\n"
         else:
-            prompt = next(iter(prepared.prompts.values()))[0]
+            prompt = prepared.inputs.rows[0]
             shown = tokenizer.decode(prompt)
         trace, note = Trace(drafter, screen.round if screen else None), "not finished"
         turns.append(Turn(shown, trace.rounds))
@@ -100,7 +100,7 @@ def file_of(prepared: Prepared, models: LoadedModels, turns: Sequence[Turn], arg
     if not html or html.suffix != ".json":
         return render(turns, prepared.tokenizer, TITLE, {role: model.name for role, model in models.items()})
     texts = [{"prompt": turn.prompt, "rounds": pieces_of(turn.rounds, prepared.tokenizer)} for turn in turns]
-    record = {**run_record(prepared, models, argv), "dtype": prepared.dtype, "turns": texts}
+    record = {**run_record(prepared, models, argv), "dtype": prepared.place.dtype, "turns": texts}
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 

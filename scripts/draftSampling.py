@@ -78,8 +78,8 @@ def show(argv: Sequence[str]) -> None:
     prepared, sampling = prepare(settings), settings.sampling.of("speed")
     if settings.decoding.lookup or prepared.translation:
         raise UserError("there is no q to compare: name a --draft model with the target's tokenizer")
-    prompts = [prompt for of_length in prepared.prompts.values() for prompt in of_length]
-    models, gamma = prepared.load(prepared.text_dtype), settings.decoding.gamma_of("fixed")
+    prompts = prepared.inputs.rows
+    models, gamma = prepared.load(prepared.place.text_dtype), settings.decoding.gamma_of("fixed")
     max_len = settings.sampling.max_len_of("speed")
     measured = grid(models, prompts, max_len, sampling, gamma, settings.measuring.seed)
     cells = {cell: np.array(texts) for cell, texts in measured.items()}

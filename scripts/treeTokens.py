@@ -43,9 +43,9 @@ def show(argv: Sequence[str]) -> None:
     """Measure and print."""
     settings = parse(["--speed", *argv])
     prepared, sampling = prepare(settings), settings.sampling.of("speed")
-    prompts = [prompt for of_length in prepared.prompts.values() for prompt in of_length]
+    prompts = prepared.inputs.rows
     batches = [prompts[at : at + ROWS] for at in range(0, len(prompts), ROWS)]
-    models: Models = dict(prepared.load(prepared.text_dtype))
+    models: Models = dict(prepared.load(prepared.place.text_dtype))
     max_len, seed, target = settings.sampling.max_len_of("speed"), settings.measuring.seed, models["target"]
     steps = len(PROBES) * len(prompts) + 4 * len(BUDGETS) * len(batches)
     bar = Bar("batches", steps)

@@ -8,7 +8,7 @@ from conftest import refused
 
 from engine.compiling import compiled_class
 from experiments import processes
-from experiments.prepare import where_to_run
+from experiments.prepare import Place, where_to_run
 from experiments.settings import parse
 from experiments.speed import quiet
 from inputs.devices import pick_device, pick_dtype
@@ -49,7 +49,9 @@ def test_bfloat16_is_refused_on_mps(monkeypatch, flags):
     for wrong in (["--device", "mps", "--dtype", "bfloat16"], ["--draftDevice", "mps", "--dtype", "bfloat16"]):
         with refused("bfloat16", "mps", "--dtype float16"):
             where_to_run(parse([*flags, *wrong]), processes.ALONE)
-    assert where_to_run(parse([*flags, "--device", "mps"]), processes.ALONE) == ("mps", "mps", "float16")
+    assert where_to_run(parse([*flags, "--device", "mps"]), processes.ALONE) == Place(
+        "mps", "mps", "float16", "float32"
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import accelerate.state  # noqa: F401 - so that no fork has to import it
 import helpers
@@ -22,10 +21,8 @@ from benchmark import contenders, stepTimes
 from decoding.verification import token_rule
 from experiments import processes as sharing
 from experiments import sweep
-from experiments.prepare import Prepared
 from experiments.processes import ALONE, Processes
 from experiments.runRecord import devices
-from experiments.settings import parse
 from inputs.commandLine import as_command
 from methods import selfDraft
 from methods.drafters import ModelDrafter
@@ -229,29 +226,6 @@ def test_overlaps_in_a_sweep_are_the_same_for_any_number_of_processes():
         return sweep.overlaps(sweep.ALPHA_GAMMA, prompts, target, drafter, *options, processes.mapped)
 
     assert everywhere(group(2)[0], overlaps) == [overlaps(ALONE)] * 2
-
-
-@pytest.mark.parametrize(
-    "work, prompts, passages, idle",
-    [
-        ("--speed", 3, [], "More processes (4) than texts (3): 1 idle.\n"),
-        ("--speed", 4, [], ""),
-        ("--ppl", 0, [[1, 2]], "More processes (4) than texts (1): 3 idle.\n"),
-        ("--ppl", 0, [[1] * 600, [1] * 200], ""),  # 800 tokens in windows
-        ("--diversity", 0, [], ""),
-        ("--diversity --repeats 2", 0, [], "More processes (4) than texts (2): 2 idle.\n"),
-        ("--lossless --tokens 1", 1, [], ""),
-    ],
-)
-def test_more_processes_than_texts_are_told(work, prompts, passages, idle):
-    prepared = SimpleNamespace(
-        settings=parse(["--target", "x", "--draft", "x", *work.split()]),
-        processes=Processes(0, 4),
-        prompts={64: [[1]] * prompts},
-        texts=[("corpus", passages)] if passages else [],
-        stride=200,
-    )
-    assert Prepared.idle.fget(prepared) == idle
 
 
 # Over gloo. A process is a fork of this one, so that it need not import torch again.

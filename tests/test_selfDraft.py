@@ -552,9 +552,7 @@ def test_what_a_copy_takes_is_said(bits, packed, monkeypatch):
     assert count == sum(weight.numel() for weight in weights_of(target.model).values())
     monkeypatch.setattr(prepare, "is_compiled", lambda model: packed)
     each = (bits / 8 if packed else 1) + 1 / 16  # bytes, of 4 in float32
-    size = f"{count * each / 1e3:.1f} KB, {count / target.parameters * each / 4:.0%} of its weights."
-    said = prepare.about_copy(target, rounded_copy(target, bits), count, bits)
-    assert said == f"The target drafts for itself: its copy in {bits} bits takes {size}"
+    assert prepare.copy_bytes(rounded_copy(target, bits), count, bits) == count * each
 
 
 def test_codes_that_were_cut_short_are_made_again():

@@ -11,7 +11,7 @@ from decoding.trees.tree import Tree
 from engine.steps import Block, Draw, Growth, Nodes, Prompt
 from experiments import flags, prepare, settings
 from methods import catalogue
-from methods.catalogue import Method, build, choose, choose_lossless, repeatable
+from methods.catalogue import Method, Role, build, choose, choose_lossless, repeatable
 from methods.drafters import ModelDrafter
 from methods.rehearsal import compile_samplers
 from methods.samplers import Decoding
@@ -24,7 +24,7 @@ ROLES = ["--target", "bundled-target", "--draft", "bundled-draft", "--mid", "bun
 def rehearsed(argv):
     """{role: model} of the methods that these flags name, which know the shapes of all steps they were asked for."""
     parsed = settings.parse(argv)
-    roles = ["target", *(parsed.models.roles if parsed.measuring.names != {"target"} else ())]
+    roles = ["target", *({role.model for role in parsed.models.roles} if parsed.measuring.names != {"target"} else ())]
     models = {role: helpers.Rehearsing(helpers.tiny(seed=i, layers=1).model) for i, role in enumerate(roles)}
     prepare.make_all_graphs(models, parsed, [5, 9, 2, 11])
     return models
@@ -87,7 +87,7 @@ def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
         "toy",
         "an example of a method",
         lambda models, decoding, wrap: models["target"],
-        needs=("draft",),
+        needs=(Role.DRAFT,),
         lossless=True,
         seeded=lambda decoding: decoding.verification != "block",
         modes=("speed",),
