@@ -15,8 +15,9 @@ if __name__ == "__main__":  # Before the imports that take seconds.
 
 from experiments import rerun
 from experiments.lines import Append, Line, Run, RunLine
+from experiments.loading import LoadedModels, Prepared
 from experiments.measure import measure_diversity, measure_perplexity, measure_speed
-from experiments.prepare import LoadedModels, Prepared, prepare
+from experiments.prepare import prepare
 from experiments.processes import Processes, together
 from experiments.runRecord import run_record, strained
 from experiments.settings import parse

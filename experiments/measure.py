@@ -18,7 +18,7 @@ from experiments import diversity, sweep
 from experiments.acceptance import OverlapCounts, overlaps_of
 from experiments.batchSweep import measure_batches
 from experiments.lines import Append, Conditions, QueueFigures, TimedText
-from experiments.prepare import LoadedModels, Prepared
+from experiments.loading import LoadedModels, Prepared
 from experiments.speed import Timed, TimedQueue, Written, digest, ends_after, measure, measure_queues
 from inputs.commandLine import visible
 from inputs.progress import Bar, followed

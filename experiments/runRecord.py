@@ -20,7 +20,7 @@ from engine.cachedModel import CachedModel
 from engine.compiledModel import CompiledModel
 from engine.compiling import is_compiled
 from experiments.lines import Machine, ModelRecord, Origin, ProcessRecord, RunLine
-from experiments.prepare import LoadedModels, Prepared
+from experiments.loading import LoadedModels, Prepared
 from experiments.processes import Processes
 from experiments.speed import digest
 from inputs import files

@@ -17,7 +17,7 @@ from scipy.stats import chi2, kstwo, norm
 from torch import Tensor
 
 from experiments.lines import Append, AuditFigures, EvidenceFigures, GreedyAuditFigures, Line, Place, Power
-from experiments.prepare import LoadedModels, Prepared
+from experiments.loading import LoadedModels, Prepared
 from experiments.processes import ALONE, Processes
 from experiments.speed import digest
 from inputs.auditTexts import decoded

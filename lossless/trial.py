@@ -23,7 +23,7 @@ from torch import Tensor
 from decoding.rows import Rows, upload
 from engine.cachedModel import CachedModel
 from experiments.lines import Append, GreedyFigures, GreedyLine, MistakeFigures, ShownCounts, TrialConditions
-from experiments.prepare import LoadedModels, Prepared
+from experiments.loading import LoadedModels, Prepared
 from inputs.devices import pick_dtype
 from inputs.progress import followed
 from lossless.evidence import BINS, Evidence, limit_of, seen_by

@@ -14,7 +14,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafter import Drafter
-from experiments.prepare import LoadedModels, Prepared
+from experiments.loading import LoadedModels, Prepared
 from experiments.runRecord import run_record
 from inputs.commandLine import visible
 from inputs.prompts import encode_chat

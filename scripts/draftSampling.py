@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.prepare import LoadedModels, prepare
+from experiments.loading import LoadedModels
+from experiments.prepare import prepare
 from experiments.settings import parse
 from experiments.speed import interval
 from experiments.theory import overlap

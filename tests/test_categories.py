@@ -164,7 +164,7 @@ def test_the_default_measures_speed_alone(cli, flags, arguments, tmp_path):
 
 
 def test_a_prompt_that_does_not_fit_is_named_before_a_model_is_loaded(cli, flags, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("experiments.prepare.load_model", lambda *_: pytest.fail("reached"))
+    monkeypatch.setattr("experiments.loading.load_model", lambda *_: pytest.fail("reached"))
     long = {"prompt": "word " * CONTEXT, "category": "article"}
     given = [*prompted(flags), "--speed", "--out", str(tmp_path), "--prompts"]
     assert cli.main([*given, written(tmp_path, *STORY, long)]) == 2

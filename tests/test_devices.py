@@ -8,7 +8,8 @@ from conftest import refused
 
 from engine.compiling import compiled_class
 from experiments import processes
-from experiments.prepare import Place, where_to_run
+from experiments.loading import Place
+from experiments.prepare import where_to_run
 from experiments.settings import parse
 from experiments.speed import quiet
 from inputs.devices import pick_device, pick_dtype

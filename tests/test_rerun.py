@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import settings as drawing
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_flags import TABLES, said
+from test_flags import said, table
 from tqdm import tqdm
 
 from experiments import rerun, settings
+from experiments.flags import parser
 from inputs import progress
 from methods.catalogue import METHODS, repeatable
 from methods.samplers import Decoding
@@ -178,11 +179,13 @@ def test_lines_without_hashes_are_of_an_older_version():
 @given(data=st.data())
 def test_flags_that_were_recorded_are_the_flags_again(data):
     """Whatever they are: nothing is lost on the way through JSON and a command line."""
-    table = {
-        flag: kind for flag, kind in TABLES["test"].items() if flag not in ("--out", "--html", "--show", "--rerun")
+    kinds = {
+        flag: kind
+        for flag, kind in table(parser(), "test").items()
+        if flag not in ("--out", "--html", "--show", "--rerun")
     }
-    chosen = data.draw(st.lists(st.sampled_from(sorted(table)), unique=True, max_size=9))
-    values = [said(flag, data.draw(st.sampled_from(list(table[flag].right) or [None]))) for flag in chosen]
+    chosen = data.draw(st.lists(st.sampled_from(sorted(kinds)), unique=True, max_size=9))
+    values = [said(flag, data.draw(st.sampled_from(list(kinds[flag].right) or [None]))) for flag in chosen]
     try:
         first = settings.parse(["--target", "t", "--draft", "d", *sum(values, [])])
     except UserError:  # Some do not go together.

@@ -28,7 +28,7 @@ from engine.kernels import loader
 from engine.kernels.packedLinear import packed_codes
 from engine.quantised import BITS, Codes, Int4Linear, QuantisedLinear, in_int8
 from engine.sharedWeights import sharing_copy
-from experiments import prepare
+from experiments import loading
 from lossless.plantedMistakes import MISTAKES, DraftKeysTarget
 from methods import selfDraft
 from methods.cascade import CascadeDrafter
@@ -520,25 +520,25 @@ def test_too_little_memory_is_refused_before_the_copy_is_made(cli, flags, cache,
     words = ["--draft", "self", "--draftBits", "4", "--speed"]
     rounding, use = 40 * max(sizes), sum(sizes) * (1 + 1 / 16) + 12 * max(sizes)
     for free in use - 1, rounding - 1:
-        monkeypatch.setattr(prepare, "available_memory", lambda device, free=free: free)
+        monkeypatch.setattr(loading, "available_memory", lambda device, free=free: free)
         said = refusal(cli, flags, tmp_path, capsys, *words)
         assert "target cannot draft for itself: its copy needs about" in said and "cpu has" in said
         assert not list(cache.glob("copies-*/*/*"))
-    monkeypatch.setattr(prepare, "available_memory", lambda device: rounding)
-    prepare.make_copies(target, [4])
-    monkeypatch.setattr(prepare, "available_memory", lambda device: use)
-    prepare.make_copies(target, [4])  # They are on the disk.
+    monkeypatch.setattr(loading, "available_memory", lambda device: rounding)
+    loading.make_copies(target, [4])
+    monkeypatch.setattr(loading, "available_memory", lambda device: use)
+    loading.make_copies(target, [4])  # They are on the disk.
 
 
 def test_a_target_on_several_devices_is_refused(cli, flags, tmp_path, monkeypatch, capsys):
-    load = prepare.load_model
+    load = loading.load_model
 
     def spread(*inputs):
         model = load(*inputs)
         model.model.hf_device_map = {"a": "cuda:0", "b": "cuda:1"}
         return model
 
-    monkeypatch.setattr(prepare, "load_model", spread)
+    monkeypatch.setattr(loading, "load_model", spread)
     said = refusal(cli, flags, tmp_path, capsys, "--draft", "self", "--speed")
     assert "target cannot draft for itself: it is spread over several devices" in said
 
@@ -550,9 +550,9 @@ def test_what_a_copy_takes_is_said(bits, packed, monkeypatch):
     target = helpers.tiny()
     count = copies_of(target, [bits]).weights
     assert count == sum(weight.numel() for weight in weights_of(target.model).values())
-    monkeypatch.setattr(prepare, "is_compiled", lambda model: packed)
+    monkeypatch.setattr(loading, "is_compiled", lambda model: packed)
     each = (bits / 8 if packed else 1) + 1 / 16  # bytes, of 4 in float32
-    assert prepare.copy_bytes(rounded_copy(target, bits), count, bits) == count * each
+    assert loading.copy_bytes(rounded_copy(target, bits), count, bits) == count * each
 
 
 def test_codes_that_were_cut_short_are_made_again():

@@ -9,7 +9,7 @@ from conftest import refused
 from decoding.lengthRules import Additive
 from decoding.trees.tree import Tree
 from engine.steps import Block, Draw, Growth, Nodes, Prompt
-from experiments import flags, prepare, settings
+from experiments import flags, loading, settings
 from methods import catalogue
 from methods.catalogue import Method, Role, build, choose, choose_lossless, repeatable
 from methods.drafters import ModelDrafter
@@ -26,7 +26,7 @@ def rehearsed(argv):
     parsed = settings.parse(argv)
     roles = ["target", *({role.model for role in parsed.models.roles} if parsed.measuring.names != {"target"} else ())]
     models = {role: helpers.Rehearsing(helpers.tiny(seed=i, layers=1).model) for i, role in enumerate(roles)}
-    prepare.make_all_graphs(models, parsed, [5, 9, 2, 11])
+    loading.make_all_graphs(models, parsed, [5, 9, 2, 11])
     return models
 
 

@@ -179,6 +179,7 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "prompts": "cli",
     "measure": "cli",
     "prepare": "cli",
+    "loading": "cli",
     "firstRun": "keepRecord",
     "evidence": "losslessness",
     "replay": "losslessness",

@@ -1,0 +1,303 @@
+"""`Prepared`: what a run needs, and how its models are loaded."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Generator, Tensor
+from transformers import PreTrainedTokenizerBase
+
+from engine.cachedModel import CachedModel
+from engine.compiling import compiled, is_compiled
+from engine.copies import Copies, weights_of
+from engine.head import load_head
+from engine.kvCache import cache_bytes
+from engine.quantised import BITS, GROUP
+from engine.sharedWeights import RestrictedModel
+from experiments.lines import Label
+from experiments.processes import Processes
+from experiments.settings import Settings
+from inputs.auditTexts import AuditText
+from inputs.devices import available_memory
+from inputs.files import gigabytes
+from inputs.models import DTYPES, find_model, load_model, model_version, read_config
+from inputs.progress import followed
+from inputs.prompts import Question, encode_turn
+from inputs.texts import Corpus
+from methods.catalogue import METHODS, build
+from methods.rehearsal import compile_samplers
+from methods.selfDraft import copies_of, trials
+from methods.translation import Translation
+from utils import UserError
+
+SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits
+ROUNDING, MULTIPLYING = 40, 12  # bytes for each weight of the largest layer while that is done to it, in float32
+ANSWERS = "answers"  # to earlier turns: a mode with the default sampling and length
+LoadedModels = dict[str, CachedModel]  # {role: model}; those of `methods.samplers.Models`
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where models run. device: of all but the draft. dtype: of what is timed; text_dtype: of what perplexity and
+    diversity are measured with, and losslessness is tested with first."""
+
+    device: str
+    draft_device: str
+    dtype: str
+    text_dtype: str
+
+    def of(self, role: str) -> str:
+        """The device of a role's model."""
+        return self.draft_device if role == "draft" else self.device
+
+
+@dataclass
+class Inputs:
+    """What the models read, as token ids.
+
+    prompts: {length: prompts}; of a conversation its last question, after the shortest answers. Of `questions`
+        (--prompts) every turn; `answer_turns` puts the target's answers in the place of the shortest.
+    article: the prompts of --diversity. audited: the texts of --audit.
+    texts: [(corpus, its passages)] of --ppl, read in windows of `window` tokens, `stride` apart.
+    tokens: the most tokens that are read at once. slots: of the KV cache of the largest batch; 0 if that is one text,
+        whose slots count with its tokens.
+    """
+
+    prompts: dict[int, list[list[int]]] = field(default_factory=dict)
+    article: list[list[int]] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
+    audited: list[AuditText] = field(default_factory=list)
+    texts: list[tuple[Corpus, list[list[int]]]] = field(default_factory=list)
+    window: int = 0
+    stride: int = 0
+    tokens: int = 0
+    slots: int = 0
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The prompts of all lengths."""
+        return list(itertools.chain.from_iterable(self.prompts.values()))
+
+    @property
+    def turns(self) -> list[tuple[int, int]]:
+        """(number of the question, number of its turn), from 0, of each prompt of --prompts."""
+        return [(number, turn) for number, question in enumerate(self.questions) for turn in range(len(question.turns))]
+
+    def label_of(self, prompt: int) -> Label:
+        """The category of a prompt, by its number, and its question. Empty if prompts have none."""
+        if not self.questions:
+            return {}
+        number, _ = self.turns[prompt]
+        return {"category": self.questions[number].category, "question": number}
+
+
+@dataclass
+class Prepared:
+    """What a run needs, its models not loaded yet. processes: those that share the work. folders: {role: model folder}.
+    end_tokens: they end a text. frequent: the tokens that a restricted draft guesses. made: the copies of the target
+    that was loaded last."""
+
+    settings: Settings
+    processes: Processes
+    place: Place
+    folders: dict[str, Path]
+    tokenizer: PreTrainedTokenizerBase
+    end_tokens: frozenset[int]
+    frequent: Tensor | None
+    inputs: Inputs
+    made: Copies | None = field(default=None, init=False)
+
+    @property
+    def translation(self) -> Translation | None:
+        """To the draft's tokenizer, if that is another one. Then the draft guesses only the tokens that both have."""
+        translation: Any = self.settings.decoding.translation
+        return translation
+
+    @property
+    def head(self) -> Path:
+        """The folder of the trained head."""
+        return find_model(self.settings.models.head or "")
+
+    def roles_of(self, name: str) -> set[str]:
+        """The roles that the target's copy ("self") or the trained head ("head") has."""
+        return {role for role, model in models_of(self.settings).items() if model == name}
+
+    def ends(self, row: int, token: int) -> bool:
+        """Whether a text ends at this token: the `end_of_text` of `Rows`."""
+        return token in self.end_tokens
+
+    def load(self, dtype: str, batches: bool = True) -> LoadedModels:
+        """The models in that dtype. batches: whether texts will be decoded in batches."""
+        models, caches = {}, self.caches(dtype) if batches else {}
+        for role, folder in self.folders.items():
+            device = self.place.of(role)
+            spread = self.settings.models.device == "auto" and device == self.place.device
+            tokenizer = self.translation.tokenizer if role == "draft" and self.translation else self.tokenizer
+            models[role] = load_model(
+                folder, tokenizer, dtype, device, self.inputs.tokens, spread, caches.get(device, 0)
+            )
+        if roles := self.roles_of("self"):
+            bits = [self.settings.models.bits] if self.settings.models.bits else list(BITS)
+            self.made = self.processes.in_turn(lambda: make_copies(models["target"], bits))
+            models |= dict.fromkeys(roles, self.made.of(bits[0], models["target"]))
+        if roles := self.roles_of("head"):
+            head = load_head(self.head, models["target"], model_version(self.folders["target"]))
+            models |= dict.fromkeys(roles, head)
+        if self.frequent is not None:
+            models["restricted"] = RestrictedModel(models["draft"], self.frequent)
+        if self.translation is not None:
+            models["draft"] = RestrictedModel(models["draft"], self.translation.draft)
+        return models
+
+    def caches(self, dtype: str) -> dict[str, int]:
+        """{device: bytes} of the KV caches of a batch. Empty if each text is decoded alone."""
+        sizes: dict[str, int] = {}
+        for role, folder in self.folders.items() if self.inputs.slots else ():
+            device = self.place.of(role)
+            kept_as = "float32" if device == "cpu" and not self.settings.models.compile else dtype
+            size = cache_bytes(read_config(folder).get_text_config(), self.inputs.slots, DTYPES[kept_as])
+            sizes[device] = sizes.get(device, 0) + size
+        return sizes
+
+    def load_as_timed(self, dtype: str) -> LoadedModels:
+        """The models in that dtype: compiled if the flags say so and text is generated, with the graphs that the
+        methods need, and a line that says how long that took. No measurement includes it."""
+        models, compiles = self.load(dtype), self.settings.models.compile and self.settings.continues
+        if compiles:
+            models["target"] = compiled(models["target"])
+        if "self" in models and self.settings.models.bits is None:
+            self.choose_bits(models, compiles)
+        if not compiles:
+            return models
+        start, target = time.perf_counter(), models["target"]
+        once = {id(model): model for model in models.values()}  # A copy of the target may have several roles.
+        by_id = {
+            key: compiled(model, target if model.cache_of or model.features_of else None) for key, model in once.items()
+        }
+        models = {role: by_id[id(model)] for role, model in models.items()}
+        if make_all_graphs(models, self.settings, self.inputs.rows[0]) is not None:
+            print(f"Compiled in {time.perf_counter() - start:.1f} s.")
+        return models
+
+    def choose_bits(self, models: LoadedModels, compiles: bool) -> None:
+        """Put the fastest copy of the target in the place of any other, and its number of bits into the settings: a
+        repetition of the run does not measure it again."""
+        target, made, roles = models["target"], self.made, self.roles_of("self")
+        assert made is not None
+        for role in roles:
+            del models[role]
+        sampling, gamma = self.settings.sampling.of("compare"), self.settings.decoding.gamma_of("fixed")
+        make = partial(compiled, target=target) if compiles else lambda copy: copy
+        measured = list(followed(trials(target, made, sampling, gamma, make), "measuring copies", len(BITS)))
+        best = max(measured, key=lambda trial: trial.gain)
+        bits = self.processes.gathered(best.bits)[0]  # All processes use the same copy.
+        self.settings = replace(self.settings, models=replace(self.settings.models, draft_bits=str(bits)))
+        models |= dict.fromkeys(roles, made.of(bits, target))
+        copies = "; ".join(f"{t.bits} bits: acceptance {t.alpha:.2f}, {t.cost:.2f} of a step" for t in measured)
+        print(f"Copies of the target ({copies}). Used: {bits} bits.")
+
+    def load_first(self) -> LoadedModels:
+        """The models of what comes first, and lines that say what memory they take."""
+        measuring, bits = self.settings.measuring, 0
+        dtype = self.place.dtype if measuring.timed or measuring.played else self.place.text_dtype
+        if len(self.settings.sizes) > 1 and self.inputs.slots:
+            size = gigabytes(sum(self.caches(dtype).values()))
+            print(f"The KV caches of {self.settings.rows} texts take {size}.")
+        models = self.load_as_timed(dtype)
+        if self.made is not None:
+            bits, target = self.settings.models.bits or 0, models["target"]
+            taken = copy_bytes(models["self"], self.made.weights, bits)
+            share = taken / (target.parameters * target.dtype.itemsize)
+            says = f"its copy in {bits} bits takes {gigabytes(taken)}, {share:.0%} of its weights."
+            print(f"The target drafts for itself: {says}")
+        if any(len(question.turns) > 1 for question in self.inputs.questions):
+            self.answer_turns(models)
+        return models
+
+    def answer_turns(self, models: LoadedModels) -> None:
+        """Let the target answer all turns but the last of each question, and put the answers into the prompts of the
+        turns after them. So every method continues the same prompts."""
+        settings, tokenizer, questions = self.settings, self.tokenizer, self.inputs.questions
+        sampler = build(["target"], dict(models), settings.decoding)["target"]
+
+        def converse(number: int) -> list[list[int]]:
+            """The prompts of a question's turns."""
+            generator = Generator(self.place.device).manual_seed(settings.measuring.seed + number)
+            prompts: list[list[int]] = []
+            answers: list[str] = []
+            while True:
+                prompts.append(encode_turn(questions[number], answers, tokenizer, settings.models.target))
+                if len(prompts) == len(questions[number].turns):
+                    return prompts
+                (tokens,), _ = sampler(
+                    prompts[-1:],
+                    max_len=settings.sampling.max_len_of(ANSWERS),
+                    sampling=settings.sampling.of(ANSWERS),
+                    end_of_text=self.ends,
+                    generator=generator,
+                )
+                answers.append(tokenizer.decode(tokens, skip_special_tokens=True))
+
+        numbers = range(len(questions))
+        conversations = followed(self.processes.mapped(converse, numbers), "answers to earlier turns", len(numbers))
+        rows = list(itertools.chain.from_iterable(conversations))
+        self.inputs.prompts = {max(map(len, rows)): rows}
+
+
+def make_copies(target: CachedModel, bits: Sequence[int]) -> Copies:
+    """The target's copies. Raises UserError if the memory is short for one, or for rounding the layers."""
+
+    def check_memory(needed: float) -> None:
+        if needed > (free := available_memory(str(target.device))):
+            raise UserError(
+                f"{target.name} cannot draft for itself: its copy needs about {gigabytes(needed)} more and "
+                f"{target.device} has {gigabytes(free)} free; use a smaller --dtype or target, or another --draft"
+            )
+
+    def follow(work: Iterable[Any], title: str, steps: int) -> Iterable[Any]:
+        check_memory(ROUNDING * max(sizes))  # Only now, as codes that are on the disk need not be made.
+        return followed(work, title, steps)
+
+    with suppress(RuntimeError):  # What cannot be rounded is refused by `copies_of`.
+        sizes = [weight.numel() for weight in weights_of(target.model).values()]
+        check_memory(sum(sizes) * (1 + SCALE) + MULTIPLYING * max(sizes))  # A weight takes a byte until it is packed.
+    return copies_of(target, bits, follow)
+
+
+def copy_bytes(copy: CachedModel, weights: int, bits: int) -> float:
+    """The memory that the target's copy takes. weights: how many of them have few bits."""
+    packed = is_compiled(copy) and copy.device.type == "cpu"
+    return weights * ((bits / 8 if packed else 1) + SCALE)
+
+
+def make_all_graphs(models: LoadedModels, settings: Settings, prompt: Sequence[int]) -> float | None:
+    """Make the graphs of compiled `models` that the methods need. prompt: token ids for a rehearsal. Returns the
+    seconds, or None if some failed."""
+    sweep = "sweep" in settings.measuring.groups
+    names = [*sorted(settings.measuring.names), *(["additive"] if sweep else [])]
+    return compile_samplers(
+        build(names, dict(models), settings.decoding).values(),
+        models.values(),
+        prompt,
+        settings.sampling.of("compare"),
+        settings.sizes,
+        follow=lambda graphs: followed(graphs, "compiling", len(graphs)),
+    )
+
+
+def models_of(settings: Settings) -> dict[str, str]:
+    """{role: the name of its model} of the models that are needed. The target's copy is named "self" and the trained
+    head "head", and where there is one, that is a role as well."""
+    choice = settings.models
+    named = {"target": choice.target, "draft": choice.draft, "mid": choice.mid or "", "self": "self", "head": "head"}
+    needed = {role.model for name in settings.measuring.names for role in METHODS[name].needs}
+    needed |= {"target"} if settings.decoding.lookup else {"target", "draft"}
+    needed |= {named[role] for role in needed} & {"self", "head"}
+    return {role: name for role, name in named.items() if role in needed}
