@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.flags import FLAGS, parser
 from inputs.commandLine import Parser, parse_whole
 
 # Wrong for every flag that takes a number, or one of several words.
@@ -394,3 +395,11 @@ CLASHES = """
 @pytest.mark.parametrize("clash", CLASHES.split("\n")[1:-1])
 def test_flags_that_do_not_go_together_are_one_line(script, clash):
     script.refuses(*clash.split())
+
+
+def test_help_begins_with_the_ten_flags_that_most_people_need():
+    _, first, *others = [part.split(":")[0] for part in parser().format_help().split("\n\n")[2:]]
+    groups = {group.title: [action.dest for action in group._group_actions] for group in parser()._action_groups}
+    assert first == "the flags that most people need first" and len(groups[first]) == 10
+    assert groups[first][:2] == ["target", "draft"] and others == list(groups)[3:]
+    assert sorted(name for title in [first, *others] for name in groups[title]) == sorted([*FLAGS, "version"])
