@@ -91,12 +91,15 @@ class TimedText(Label):
 
     prompt: its number. report_tpot: the course report's time per token, prefill included. rounds, drafted, accepted: of
     the text. acceptance_by_position: (tested, accepted) for the guess at each position of a round. input, sha256: the
-    digests of the prompt and of the new tokens. batch: texts decoded at a time, if more than one. Then the times count
-    from the moment the text gets its row of the batch.
+    digests of the prompt and of the new tokens. stalled: how often it was timed again. process: its number, if a
+    record has several. batch: texts decoded at a time, if more than one. Then the times count from the moment the text
+    gets its row of the batch.
     """
 
     method: str
     batch: NotRequired[int]
+    process: NotRequired[int]
+    stalled: NotRequired[int]
     prompt: int
     repeat: int
     prompt_tokens: int

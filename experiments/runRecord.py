@@ -22,7 +22,7 @@ from engine.compiling import is_compiled
 from experiments.lines import Machine, ModelRecord, Origin, ProcessRecord, RunLine
 from experiments.loading import LoadedModels, Prepared
 from experiments.processes import Processes
-from experiments.speed import digest
+from experiments.speed import STALLED, digest
 from inputs import files
 from inputs.models import model_version
 from utils import UserError
@@ -120,11 +120,15 @@ def strained(run: RunLine, lines: Iterable[Mapping[str, Any]] = ()) -> Iterator[
     if load > cores + BUSY:
         yield f"The machine was busy as the run began (a load of {load:.1f}, and {cores} cores): times are too long."
     times: dict[str, list[float]] = {}
+    stalled = 0
     for line in lines:
+        stalled += line.get("stalled", 0) > 0
         if line["kind"] == "speed" and line["tpot"]:
             times.setdefault(line["method"], []).append(line["tpot"])
     if unsteady := [method for method, values in times.items() if max(values) > 10 * min(values)]:
         yield f"Times per token vary more than tenfold ({', '.join(unsteady)}): was the machine busy? Measure again."
+    if stalled:
+        yield f"Texts with a round of over {STALLED} times the row's median, timed again: {stalled}."
 
 
 @functools.cache

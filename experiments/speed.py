@@ -1,4 +1,4 @@
-"""Timing methods side by side: interleaved, repeated, with intervals.
+"""Timing methods side by side: interleaved in an order drawn anew for each prompt, repeated, with intervals.
 
 TTFT: from the call to the first token on the host. TPOT: (t_last - t_first) / (n - 1). Throughput: n / t_last. The
 course report divides the total time, prefill included, by n; that figure is kept beside them as `report_tpot`.
@@ -10,14 +10,14 @@ import functools
 import gc
 import hashlib
 import itertools
+import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from scipy.stats import bootstrap
 from torch import Generator
 
 from decoding.record import Record
@@ -28,6 +28,9 @@ Written = tuple[Sequence[Sequence[int]], Sequence[Record]]  # new tokens and rec
 WARM = 8  # tokens of the text that each method writes untimed, right before a timed one
 # Fewer values have no 95 % interval: the range of 5 holds the median in 94 % of all cases, that of 3 in 75 %.
 FEW = 6
+STALLED = 8  # A round that takes so many times the row's median is the machine's fault: the text is timed again.
+AGAIN = 2  # times at most
+RESAMPLES = 1000
 
 
 class Interval(NamedTuple):
@@ -102,13 +105,17 @@ def measure(
     warm_up: int = 2,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[TimedText]:
-    """Time every method on every prompt, `repeats` times, interleaved (A B C A B C ...).
+    """Time every method on every prompt, `repeats` times, interleaved: for the first prompt in the order of `methods`,
+    which is that of the tables, then for each prompt and repeat in an order drawn anew. In one fixed order, a machine
+    that slows down in the course of each prompt would slow the last method most.
 
     methods: {name: method}. warm_up: calls of each method that come first and do not count. numbers: of the prompts
         that are timed; None: all.
     Right before each timed text, the method writes its first WARM tokens untimed. Otherwise the first token pays for
     what ran before: after another engine's process, this one's threads sleep and the processor's caches hold other
     weights, and the row that came next had twice the TTFT of the others.
+    A text with a round of more than STALLED times the median of all its method's rounds is timed again, and says how
+    often.
     The generator's seed depends only on the prompt and the repeat, so a method's tokens do not depend on which other
     methods run.
     """
@@ -116,17 +123,23 @@ def measure(
     for _ in range(warm_up if numbers else 0):
         for method in methods.values():
             method(prompts[0], generator_of(seed, device))
+    rounds: dict[str, list[float]] = defaultdict(list)
     with frozen_heap():
         for repeat in range(repeats):
             for index in numbers:
                 prompt = prompts[index]
-                for name, method in methods.items():
-                    warming, generator = (generator_of(seed, device, repeat, index) for _ in range(2))
-                    with quiet(device):
-                        method(prompt, warming, WARM)
-                        synchronize(device)
-                        (tokens,), (record,) = method(prompt, generator)
-                    yield timed_text(name, index, repeat, prompt, tokens, record)
+                for name in in_turn(methods, seed, repeat, index):
+                    for stalled in itertools.count():
+                        warming, generator = (generator_of(seed, device, repeat, index) for _ in range(2))
+                        with quiet(device):
+                            methods[name](prompt, warming, WARM)
+                            synchronize(device)
+                            (tokens,), (record,) = methods[name](prompt, generator)
+                        took = np.diff(record.times).tolist()
+                        rounds[name] += took
+                        if stalled == AGAIN or max(took, default=0) <= STALLED * np.median(rounds[name] or [0]):
+                            break
+                    yield timed_text(name, index, repeat, prompt, tokens, record) | {"stalled": stalled}
 
 
 def measure_queues(
@@ -138,7 +151,7 @@ def measure_queues(
     device: torch.device | str,
     warm_up: int = 1,
 ) -> Iterator[tuple[list[TimedText], QueueFigures]]:
-    """Time every method on the queue of all prompts, `repeats` times, interleaved as in `measure`: the figures of each
+    """Time every method on the queue of all prompts, `repeats` times, in turn as in `measure`: the figures of each
     text, and of the queue.
 
     Each text has the seed that it has in `measure`. The warm-up is a batch as large as those of the queue, with KV
@@ -154,7 +167,8 @@ def measure_queues(
             method(warming, generators(0, batch), batch)
     with frozen_heap():
         for repeat in range(repeats):
-            for name, method in methods.items():
+            for name in in_turn(methods, seed, repeat, 0):
+                method = methods[name]
                 first, others = generators(repeat, batch), generators(repeat, len(prompts))
                 with quiet(device):
                     method(warming, first, batch, WARM)
@@ -165,6 +179,14 @@ def measure_queues(
                     for index, (prompt, tokens, record) in enumerate(zip(prompts, texts, records))
                 ]
                 yield timed, queue_figures(name, repeat, batch, records, max(record.times[-1] for record in records))
+
+
+def in_turn(names: Iterable[str], seed: int, repeat: int, index: int) -> list[str]:
+    """The order in which methods write the text of a prompt in a repeat: of the very first text, that of `names`."""
+    order = list(names)
+    if repeat or index:
+        random.Random(f"{seed} {repeat} {index}").shuffle(order)
+    return order
 
 
 def generator_of(seed: int, device: torch.device | str, repeat: int = 0, index: int = 0) -> Generator:
@@ -225,34 +247,77 @@ def queue_figures(method: str, repeat: int, batch: int, records: Sequence[Record
 
 
 def interval(
-    values: Sequence[float | None] | np.ndarray, statistic: Callable[..., Any] = np.median, seed: int = 0
+    values: Sequence[float | None] | np.ndarray,
+    statistic: Callable[..., Any] = np.median,
+    clusters: Sequence[Sequence[Any]] = (),
+    seed: int = 0,
 ) -> Interval:
-    """The median (or another statistic) of `values`, and its 95 % bootstrap interval by percentiles; of fewer than FEW
-    values their `Range`.
+    """The median or the mean of `values`, and its 95 % bootstrap interval; of fewer than FEW values their `Range`.
 
-    Values that are nan or None are left out. The ends of fewer than two values are nan.
+    statistic: np.median or np.mean.
+    clusters: of each value, what it shares with others, for example its process and its prompt. A resample draws each
+        kind of cluster with replacement, and takes of each value as many copies as the product of the draws (Owen,
+        The pigeonhole bootstrap, 2007). Values of one prompt are not independent: to resample them one by one would
+        give intervals that are too narrow. Where all values share one cluster they are resampled one by one.
+
+    The ends are percentiles, their distances from the middle k/(k - 1) times as large, for k clusters of the rarer
+    kind: few clusters spread less than what they stand for. Values that are nan or None are left out. The ends of
+    fewer than two values are nan.
     """
     array = np.asarray(values, dtype=float)
-    array = array[~np.isnan(array)]
+    known = ~np.isnan(array)
+    kinds = [[cluster for cluster, here in zip(kind, known) if here] for kind in zip(*clusters)]
+    array = array[known]
     if not len(array):
         return Range(float("nan"), float("nan"), float("nan"))
     middle = float(statistic(array))
     if len(array) < 2:
         return Range(middle, float("nan"), float("nan"))
-    if len(array) < FEW:
+    kinds = [kind for kind in kinds if len(set(kind)) > 1] or [list(range(len(array)))]
+    if len(set(zip(*kinds))) < FEW:
         return Range(middle, float(array.min()), float(array.max()))
     if np.ptp(array) == 0:
         return Interval(middle, middle, middle)
-    return Interval(middle, *resampled(tuple(array.tolist()), statistic, seed))
+    indices = tuple(tuple(np.unique(kind, return_inverse=True)[1].tolist()) for kind in kinds)
+    return Interval(middle, *resampled(tuple(array.tolist()), statistic, indices, seed))
 
 
 @functools.lru_cache(maxsize=4096)  # The documentation shows the same figures at several places.
-def resampled(values: tuple[float, ...], statistic: Callable[..., Any], seed: int) -> tuple[float, float]:
-    """The ends of the 95 % bootstrap interval of some values."""
-    ends = bootstrap(
-        (np.array(values),), statistic, method="percentile", n_resamples=2000, rng=np.random.default_rng(seed)
-    ).confidence_interval
-    return float(ends.low), float(ends.high)
+def resampled(
+    values: tuple[float, ...], statistic: Callable[..., Any], kinds: tuple[tuple[int, ...], ...], seed: int
+) -> tuple[float, float]:
+    """The ends of the 95 % interval of some values. kinds: for each kind of cluster, that of each value."""
+    rng, order = np.random.default_rng(seed), np.argsort(values)
+    array, copies = np.array(values)[order], np.ones((RESAMPLES, len(values)))
+    sizes = [max(kind) + 1 for kind in kinds]
+    for kind, size in zip(kinds, sizes):
+        copies *= rng.multinomial(size, [1 / size] * size, RESAMPLES)[:, np.array(kind)[order]]
+    copies = copies[copies.sum(1) > 0]
+    total = copies.cumsum(1)
+    if statistic is np.mean:
+        drawn = copies @ array / total[:, -1]
+    else:
+        half = total[:, -1:] / 2
+        drawn = (array[(total >= half).argmax(1)] + array[(total > half).argmax(1)]) / 2
+    middle, wider = statistic(array), min(sizes) / (min(sizes) - 1)
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return float(middle - wider * (middle - low)), float(middle + wider * (high - middle))
+
+
+def sources(texts: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """The clusters of timed texts: the process that wrote each, and its prompt (of a queue its repeat)."""
+    return [(text.get("process", 0), text.get("prompt", text["repeat"])) for text in texts]
+
+
+def speedup(
+    timed: Sequence[TimedText] | Sequence[QueueFigures],
+    method: str,
+    baseline: str,
+    figure: Literal["throughput", "tpot"] = "throughput",
+) -> Interval:
+    """The median of `method`'s figure over `baseline`'s, of each prompt, repeat and process that both have."""
+    pairs = paired(timed, method, baseline, figure)
+    return interval(list(pairs.values()), clusters=[(process, prompt) for process, prompt, _ in pairs])
 
 
 def paired_ratios(
@@ -261,15 +326,29 @@ def paired_ratios(
     baseline: str,
     figure: Literal["throughput", "tpot"] = "throughput",
 ) -> list[float]:
-    """`method`'s figure over `baseline`'s, for each prompt and repeat that both have, or of queues each repeat. A text
-    of one token has no TPOT."""
+    """The values of `paired`."""
+    return list(paired(timed, method, baseline, figure).values())
+
+
+def paired(
+    timed: Sequence[TimedText] | Sequence[QueueFigures],
+    method: str,
+    baseline: str,
+    figure: Literal["throughput", "tpot"] = "throughput",
+) -> dict[tuple[int, int, int], float]:
+    """{(process, prompt, repeat): `method`'s figure over `baseline`'s}, of those that both have; of queues the prompt
+    is the repeat. A text of one token has no TPOT."""
     lines: Sequence[Any] = timed
     upper, lower = (
-        {(line.get("prompt"), line["repeat"]): line[figure] for line in lines if line["method"] == name}
+        {
+            (*source, line["repeat"]): line[figure]
+            for line, source in zip(lines, sources(lines))
+            if line["method"] == name
+        }
         for name in (method, baseline)
     )
-    pairs = ((value, lower.get(key)) for key, value in upper.items())
-    return [a / b for a, b in pairs if a is not None and b is not None]
+    pairs = {key: (value, lower.get(key)) for key, value in upper.items()}
+    return {key: a / b for key, (a, b) in pairs.items() if a is not None and b is not None}
 
 
 def summarize(
@@ -283,21 +362,22 @@ def summarize(
     rows, timed = [], queues or texts
     for name in dict.fromkeys(text["method"] for text in texts):
         of_method: list[Any] = [text for text in texts if text["method"] == name]
+        of_queues: list[Any] = [line for line in timed if line["method"] == name]
         tested, passed = acceptance(of_method)
         rows.append(
             {
                 "method": name,
                 "runs": len(of_method),
                 **{
-                    figure: interval([text[figure] for text in of_method])
+                    figure: interval([text[figure] for text in of_method], clusters=sources(of_method))
                     for figure in ("ttft", "tpot", "report_tpot", "tokens_per_round", "seconds")
                 },
-                "throughput": interval([line["throughput"] for line in timed if line["method"] == name]),
+                "throughput": interval([line["throughput"] for line in of_queues], clusters=sources(of_queues)),
                 **{
                     figure: np.mean([text[figure] for text in of_method])
                     for figure in ("rounds", "drafted", "accepted")
                 },
-                "speedup": interval(paired_ratios(timed, name, baseline)),
+                "speedup": speedup(timed, name, baseline),
                 "alpha": passed.sum() / tested.sum() if len(tested) else float("nan"),
                 "acceptance_by_position": [float(a / t) for t, a in zip(tested, passed) if t],
             }

@@ -50,9 +50,10 @@ NOTES = """\
 - The report's two groups of runs have one configuration. Group one has the best of several runs, "not
   representative" in its words; group two is typical.
 - Times are those of two machines, and of two pairs of models unless these are Pythia-2.8b and -70m. No tolerance is
-  given for them. total/n: the whole time over the number of tokens. The report's TTFT is a separate call without
-  warm-up, for speculative decoding one of 4 tokens or more. Here it is the time to the first token.
-- The speed-up without a KV cache, as in the report's code, can be compared. It agrees if its interval meets 1.80 to
+  given for them. total/n: the whole time over the number of tokens. The report's TTFT is that of a separate call: for
+  plain decoding the first call of a model, for speculative decoding a later one of 4 tokens or more. Here it is the
+  time to the first token.
+- The speed-up without a KV cache, as in the report's code, can be compared. It agrees if its interval meets 1.81 to
   2.49.
 - Speculative and target perplexity should agree to a relative difference below 1e-6. The report's are means of ten
   texts; its code reads the first 20 of WikiText-2's test split that have 100 characters or more, as here.
@@ -106,7 +107,7 @@ def settings_of(plan: Plan) -> Iterator[Step]:
 
 
 def steps(plan: Plan) -> Iterator[Step]:
-    """All runs. The plan's flags stand last, and replace those of the setting; those that change nothing are left out."""
+    """All runs. The plan's flags stand last and replace those of the setting; those without effect are left out."""
     for title, command in settings_of(plan):
         idle, kept = without_effect(parse([*command, *plan.flags], again=True), plan.flags), True
         for word in plan.flags:
@@ -239,7 +240,8 @@ def read(argv: Sequence[str] | None) -> Plan:
     parser.add_argument("--data", type=text, nargs="+", default=DATA, metavar="NAME", help=f"({' '.join(DATA)})")
     parser.add_argument("--books", type=whole(1, 100_000), default=2, metavar="N", help="documents of a data set (2)")
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="of each method that --lossless tests (100000)")
-    parser.add_argument("--flags", type=shlex.split, default=[], metavar='"FLAGS"', help="handed to each test.py that reads them")
+    handed = "handed to each test.py that reads them"
+    parser.add_argument("--flags", type=shlex.split, default=[], metavar='"FLAGS"', help=handed)
     parser.add_argument("--out", type=path, default=OUT, metavar="FOLDER", help=f"where everything is written ({OUT})")
     args = parser.parse_args(argv)
     mid = args.mid or (MID if (args.target, args.draft) == PAIR else None)

@@ -80,7 +80,8 @@ def of_kind(lines: Iterable[Line], kind: str) -> list[Any]:
 def command_of(record: Mapping[str, Any]) -> str:
     """The command line of a run, of a benchmark, or of the program that a record names."""
     program = record.get("program") or ("test.py" if "run" in record else "-m benchmark")
-    return f"python {program} {record['command']}".rstrip()
+    command = record["command"]
+    return command if command.startswith("make ") else f"python {program} {command}".rstrip()
 
 
 def source(record: RunLine | BenchmarkRecord, dtype: str, words: Words | None = None) -> str:

@@ -652,13 +652,6 @@ def test_packing_does_not_overwrite(tmp_path, capsys):
     assert re.search("exists already; name another folder", capsys.readouterr().err)
 
 
-def test_the_example_of_the_library_runs(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.S)
-    (example,) = [block for block in blocks if "custom_generate=speculative(" in block]
-    exec(compile(example, "docs/library.md", "exec"), {})
-    assert len(capsys.readouterr().out) > 100
-
-
 def test_every_setting_that_is_refused_is_one_of_transformers():
     """A name that transformers has dropped would be checked for nothing."""
     from transformers import GenerationConfig

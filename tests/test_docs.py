@@ -1,24 +1,38 @@
 """The documentation: every block is as its record says, and what the text names exists."""
 
+import argparse
 import ast
+import importlib
 import io
 import json
 import re
+import shlex
 import shutil
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from conftest import refused
 from PIL import Image
+from transformers import AutoModelForCausalLM
 
 import downloadData
 import downloadModel
 from benchmark.__main__ import main as benchmark
+from engine import calibration
+from engine.compiling import is_compiled
+from engine.rounding import rounded
+from experiments import settings
+from inputs.auditTexts import read_texts
 from inputs.files import ROOT
+from inputs.models import Outline
+from inputs.tokenizers import load_tokenizer
 from scripts import auditPower, courseReport, drawRounds, keepRecord, renderDocs, trainBundled, trainHead
 from scripts.docsBenchmark import BLOCKS, REAL, SEEN_TITLE, side_by_side
+from utils import UserError
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 TEXTS = renderDocs.files(ROOT)
@@ -396,27 +410,120 @@ def test_no_code_block_is_empty(name):
     assert text.count("```") == 2 * len(fences(text))
 
 
-def test_the_example_of_the_library_runs(capsys):
-    torch.manual_seed(0)
-    example = re.search(r"```python\n(.*?)```", read(ROOT / "docs/library.md"), re.S)[1]
-    exec(compile(example, "docs/library.md", "exec"), {})
-    assert "The ship" not in capsys.readouterr().out.splitlines()[-1]  # new tokens only
+def python_blocks(name):
+    """The blocks of Python of a page."""
+    return re.findall(r"^```py(?:thon)?\n(.*?)^```", read(ROOT / name), re.S | re.M)
 
 
-def test_the_ten_lines_of_the_readme_run(capsys, monkeypatch):
+ENGLISH = [name for name in NAMES if "zh-CN" not in name and name != "CHANGELOG.md"]
+WITH_PYTHON = [name for name in ENGLISH if python_blocks(name)]
+
+
+class Server:
+    """Stands in for vLLM and for llama.cpp's server: it writes one text after each prompt, and ends the last one."""
+
+    def __init__(self):
+        self.sent = []
+
+    def generate(self, prompts, options):
+        self.sent.append(options)
+        return [SimpleNamespace(prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=(5, 6))]) for ids in prompts]
+
+    def post(self, url, json):
+        self.sent.append(json)
+        return SimpleNamespace(json=lambda: {"tokens": [5, 6], "stop_type": "eos"})
+
+
+def audited():
+    """What the page on losslessness takes as given: a model, a tokenizer, prompts, engines, and a file to write to."""
+    ids = torch.tensor([[510, 1273, 11]])
+    names = {"json": json, "file": io.StringIO(), "ids": ids, "prompts": ids.tolist(), "SamplingParams": dict}
+    names["model"] = AutoModelForCausalLM.from_pretrained(ROOT / "models/bundled-draft")
+    return names | {"tokenizer": load_tokenizer("bundled-draft"), "llm": (engine := Server()), "requests": engine}
+
+
+@pytest.mark.parametrize("name", WITH_PYTHON)
+def test_the_python_blocks_of_a_page_run_in_order(name, capsys, monkeypatch, tmp_path):
+    """In one namespace."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(calibration, "compensated", lambda weight, _, *how: rounded(weight, *how[:2]))  # quicker
     torch.manual_seed(0)
-    exec(compile(re.search(r"```python\n(.*?)```", read(README), re.S)[1], "README.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("It was late in the evening, and")
+    space = audited() if name == "docs/lossless.md" else {}
+    for block in python_blocks(name):
+        exec(compile(block, name, "exec"), space)
+    said = capsys.readouterr().out
+    if name == "README.md":
+        assert said.startswith("It was late in the evening, and")
+    elif name == "docs/library.md":
+        assert len(space["tokens"]) == 2 and is_compiled(space["copy"]) and space["copy"].cache_of is space["target"]
+        assert space["records"][0].alpha > 0.5 and "The ship" not in said.splitlines()[-2]  # new tokens only
+    else:
+        (tmp_path / "texts.jsonl").write_text(space["file"].getvalue())
+        model = Outline("draft", 4096, 2048)
+        texts = read_texts(tmp_path / "texts.jsonl", space["tokenizer"], model)
+        assert [text.tokens for text in texts[1:]] == [[5, 6], [5, 6, space["tokenizer"].eos_token_id]]
+        assert not {"ignore_eos", "logit_bias"} & space["llm"].sent[1].keys()  # llama.cpp: they ban the end
 
 
-def test_the_examples_import_what_exists():
-    for path in TEXTS:
-        for example in re.findall(r"```python\n(.*?)```", read(path), re.S):
-            imports = [node for node in ast.parse(example).body if isinstance(node, ast.ImportFrom)]
-            assert imports
-            for node in imports:
-                exec(ast.unparse(node), {})
+def test_pages_with_python_are_found():
+    assert {"README.md", "docs/library.md", "docs/lossless.md"} == set(WITH_PYTHON)
+
+
+class Parsed(Exception):
+    """Raised where a script has read its flags: nothing is run."""
+
+
+def commands(text):
+    """The words of each command of a text, in its code blocks and in its lines. NAME: the reader's own."""
+    blocks = "\n".join(fences(text)).replace("\\\n", " ")
+    lines = re.findall(r"^(?:\$ )?((?:\S*python|\S*accelerate|srun|make) .*)", blocks, re.M)
+    lines += re.findall(r"`((?:\.venv/bin/)?python [^`\n]+|make [^`\n]+)`", renderDocs.FENCE.sub("", text))
+    for line in lines:
+        words = shlex.split(re.sub(r"(?<!\.)\bNAME\b", "block", line), comments=True)
+        yield shlex.split(words[words.index("-c") + 1]) if "-c" in words and words[0] == "srun" else words
+
+
+def check(words, monkeypatch):
+    """Let a command's own parser read its flags. Raises for one that does not exist or that changes nothing."""
+    if words[0] == "make":
+        makefile, (goal, *variables) = read(ROOT / "Makefile"), words[1:]
+        assert re.search(rf"^{re.escape(goal)}:", makefile, re.M), goal
+        assert all(f"$({variable.split('=')[0]})" in makefile for variable in variables), variables
+        return
+    at = next(index for index, word in enumerate(words) if word == "-m" or word.endswith(".py"))
+    name, flags = (words[at + 1], words[at + 2 :]) if words[at] == "-m" else (words[at][:-3], words[at + 1 :])
+    if name == "pytest":
+        assert (ROOT / flags[0]).is_file()
+    elif name == "test" and "--help" not in flags:
+        settings.parse(flags)
+    elif name not in ("mine", "scripts.NAME") and "--help" not in flags:
+        with monkeypatch.context() as patch, pytest.raises(Parsed) if flags else nullcontext():
+            patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+            patch.setattr("sys.argv", [name, *flags])
+            module = importlib.import_module(f"{name}.__main__" if name == "benchmark" else name)
+            flags and module.main()
+
+
+def parsed(parser, words=None, real=argparse.ArgumentParser.parse_args):
+    real(parser, words)
+    raise Parsed
+
+
+@pytest.mark.parametrize("name", ENGLISH)
+def test_every_command_of_a_page_is_one_that_its_program_takes(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("texts.jsonl").touch()
+    for words in commands(read(ROOT / name)):
+        check(words, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "line", ["python test.py --tempo 1", "python test.py --sweep --gamma 3", "make runn", "make report OF=x"]
+)
+def test_a_command_that_its_program_does_not_take_is_caught(line, monkeypatch):
+    (words,) = commands(f"```sh\n{line}\n```\n")
+    with pytest.raises((UserError, AssertionError)):
+        check(words, monkeypatch)
 
 
 @pytest.mark.parametrize("name", NAMES)

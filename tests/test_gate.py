@@ -7,11 +7,15 @@ import pytest
 import torch
 import zoo
 from conftest import refused
+from hypothesis import given
+from hypothesis import settings as drawing
+from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MistralConfig, MistralForCausalLM
 
 from decoding.trees.tree import Places
 from engine import cachedModel, gate, kvCache
 from engine.cachedModel import CachedModel, Ungated, check_kind
+from engine.compiling import compiled
 from engine.smallTwin import small_twin
 from regrSampling import regrSampling
 from utils import GREEDY
@@ -178,6 +182,81 @@ def test_longrope_ends_a_text_at_its_original_length():
 
 
 # Random configurations of the kinds that are compiled: see test_cpuModel.py.
+
+
+ROPES = {
+    "default": {},
+    "linear": {},
+    "dynamic": {},
+    "yarn": {"original_max_position_embeddings": 64},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+}
+ACTIVATIONS = st.sampled_from(["silu", "gelu", "relu", "gelu_new", "quick_gelu"])
+# {kind: {what is drawn of its configuration: from what}}, beside sizes, heads and the rotary embedding.
+DRAWN = {
+    "llama": {"attention_bias": st.booleans(), "mlp_bias": st.booleans(), "hidden_act": ACTIVATIONS},
+    "mistral": {"sliding_window": st.sampled_from([None, 16, 40, 4096]), "hidden_act": ACTIVATIONS},
+    "qwen2": {
+        "use_sliding_window": st.booleans(),
+        "sliding_window": st.just(16),
+        "max_window_layers": st.sampled_from([0, 1, 9]),
+    },
+    "qwen3": {
+        "use_sliding_window": st.booleans(),
+        "sliding_window": st.just(16),
+        "max_window_layers": st.sampled_from([0, 1, 9]),
+    },
+    "gpt_neox": {"use_parallel_residual": st.booleans(), "attention_bias": st.booleans(), "hidden_act": ACTIVATIONS},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": st.booleans(), "scale_attn_weights": st.booleans()},
+    "opt": {"do_layer_norm_before": st.booleans(), "enable_bias": st.booleans(), "ffn_dim": st.sampled_from([32, 64])},
+}
+
+
+@st.composite
+def configurations(draw):
+    """A configuration of a type that compiles: odd numbers of heads, odd widths, windows, every rotary embedding."""
+    kind, d, heads = (
+        draw(st.sampled_from(sorted(DRAWN))),
+        draw(st.sampled_from([8, 10, 16, 40])),
+        draw(st.integers(1, 4)),
+    )
+    rope = draw(st.sampled_from(sorted(ROPES)))
+    part = {"partial_rotary_factor": draw(st.sampled_from([0.5, 1.0]))} if kind == "gpt_neox" else {}
+    chosen = {
+        "rope_parameters": {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, **ROPES[rope], **part},
+        "num_key_value_heads": draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0])),
+        "intermediate_size": draw(st.sampled_from([32, 48, 50])),
+        "head_dim": d,
+    }
+    chosen |= {name: draw(values) for name, values in DRAWN[kind].items()}
+    sizes = {"hidden_size": heads * d, "num_attention_heads": heads, "num_hidden_layers": draw(st.integers(1, 3))}
+    known = CONFIG_MAPPING[kind]().to_dict()
+    return CONFIG_MAPPING[kind](
+        **{name: value for name, value in chosen.items() if name in known},
+        **sizes,
+        vocab_size=61,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        tie_word_embeddings=draw(st.booleans()),
+    )
+
+
+@drawing(max_examples=1000 if helpers.FULL else 12, deadline=None)
+@given(config=configurations())
+def test_any_configuration_of_a_compiled_kind_is_right_eager_and_compiled(config):
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    tokens = torch.randint(config.vocab_size, (2, 100))
+    with torch.inference_mode():
+        right = model(input_ids=tokens, use_cache=False).logits
+    one = CachedModel(model, name="it")
+    for make in (lambda eager: eager, compiled):  # Compiling packs the weights: what is eager is read first.
+        one = make(one)
+        n = min(one.context, 100)
+        one.reserve(2, n + 3)
+        parts = [one.forward(tokens[:, part], part.expand(2, -1)) for part in torch.arange(n).split(n // 2 + 1)]
+        error = (torch.cat(parts, 1) - right[:, :n]).norm(dim=-1) / right[:, :n].norm(dim=-1)
+        assert float(error.max()) < 2e-3
 
 
 @pytest.mark.skipif(not helpers.FULL, reason="FULL=1 asks for every kind of transformers: minutes")

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from engine.head import WEIGHTS, HeadNetwork, save_head
 from inputs.models import load_model, model_version
 from inputs.tokenizers import load_tokenizer
+from lossless.plantedMistakes import MISTAKES
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +53,13 @@ def run_of(cli, flags, folder, *words):
         "--draft head --speedNew --batch 2 --compile",
         "--draft head --sweep",
         "--lossless head --tokens 60 --compile",
-        "--draft head --lossless all --tokens 60",
+        "--draft head --lossless all --tokens 60 --compile",
     ],
 )
-def test_runs_with_a_head(cli, flags, head_folder, tmp_path, capsys, words, request):
+def test_runs_with_a_head(cli, flags, head_folder, tmp_path, capsys, words, request, monkeypatch):
+    if "--lossless" in words:  # Every mistake is planted in test_losslessness.py.
+        monkeypatch.setattr("lossless.trial.MISTAKES", {"replace from p": MISTAKES["replace from p"]})
+        monkeypatch.setattr("lossless.trial.TREE_MISTAKES", {})
     if "--compile" in words:
         request.getfixturevalue("kernels")
     code, lines = run_of(cli, flags, tmp_path, "--head", str(head_folder), *words.split())

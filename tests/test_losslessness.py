@@ -259,7 +259,7 @@ def test_all_is_every_lossless_method_whose_models_are_there():
 
 
 def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, capsys):
-    code, lines, text = outcome(cli, flags, tmp_path, "all", "--tokens", "60", "--maxLen", "12")
+    code, lines, text = outcome(cli, flags, tmp_path, "all", "--tokens", "60", "--maxLen", "12", "--compile")
     names = choose_lossless("all", {"draft", "self"})
     assert code == 0
     assert f"No difference found: 60 drawn tokens of each of {len(names)} methods were tested in float32 (" in text
@@ -316,7 +316,7 @@ class Repeater(Drafter):
         return Guesses(drafts, self.said * torch.nn.functional.one_hot(drafts, 61).float())
 
 
-def guessed(sampler, guessing, sampling, rows=32, target=None, order=None, seed=1):
+def guessed(sampler, guessing, sampling, rows=16, target=None, order=None, seed=1):
     """The figures of texts by a sampler, with the guesses of another one."""
     prompts = PROMPTS * (rows // len(PROMPTS))
     options = {"sampling": sampling, "generator": torch.Generator().manual_seed(seed)}

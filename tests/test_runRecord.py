@@ -56,4 +56,6 @@ def test_a_busy_machine_is_said():
     assert "a load of 4.2, and 2 cores" in busy
     (unsteady,) = runRecord.strained(run, [*texts, texts[0] | {"tpot": 0.2}])
     assert "more than tenfold (target)" in unsteady
+    (again,) = runRecord.strained(run, [texts[0], texts[0] | {"stalled": 2}])
+    assert again.endswith("timed again: 1.")
     assert runRecord.origin([], {}, "cpu", {})["load"] >= 0

@@ -427,11 +427,14 @@ def run_of(cli, flags, out, *words):
         "--mid self --draft lookup --compare cascade,self",
         "--mid self --compare all",
         "--draft self --draftBits 4 --lossless self --tokens 60",
-        "--draft self --lossless all --tokens 60",
-        "--mid self --draftBits 4 --lossless cascade --tokens 60",
+        "--draft self --lossless all --tokens 60 --compile",
+        "--mid self --draftBits 4 --lossless cascade --tokens 60 --compile",
     ],
 )
-def test_runs_with_the_copy(cli, flags, tmp_path, capsys, words, request):
+def test_runs_with_the_copy(cli, flags, tmp_path, capsys, words, request, monkeypatch):
+    if "--lossless" in words:  # Every mistake is planted in test_losslessness.py.
+        monkeypatch.setattr("lossless.trial.MISTAKES", {"replace from p": MISTAKES["replace from p"]})
+        monkeypatch.setattr("lossless.trial.TREE_MISTAKES", {})
     if "--compile" in words:
         request.getfixturevalue("kernels")
     flags = prompted(flags, "--promptLen") if words.endswith("--ppl") else flags

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decoding.record import Record
-from experiments.speed import WARM, Range, ends_after, interval, measure, paired_ratios, quiet, summarize
+from experiments.speed import WARM, Range, ends_after, in_turn, interval, measure, paired_ratios, quiet, summarize
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -140,11 +140,61 @@ def test_methods_take_turns_on_each_prompt_after_the_warm_up():
     assert calls[:6] == [(name, [1]) for name in "ABCABC"]  # warm-up
     # Each timed text comes right after an untimed beginning of the same method: no row pays for what ran before it.
     assert calls[6:] == [
-        call for prompt in ([1], [2, 3]) * 2 for name in "ABC" for call in ((name, prompt, WARM), (name, prompt))
+        call
+        for line, prompt in zip(lines, [[1]] * 3 + [[2, 3]] * 3 + [[1]] * 3 + [[2, 3]] * 3)
+        for call in ((line["method"], prompt, WARM), (line["method"], prompt))
     ]
-    assert [(m["method"], m["prompt"], m["repeat"]) for m in lines] == [
-        (name, prompt, repeat) for repeat in (0, 1) for prompt in (0, 1) for name in "ABC"
-    ]
+    assert [(m["prompt"], m["repeat"]) for m in lines[::3]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [m["method"] for m in lines[:3]] == list("ABC")  # the order of the tables
+
+
+def test_a_machine_that_slows_down_in_the_course_of_each_prompt_slows_no_method_more_than_another():
+    """Planted: one fixed order makes the last of five methods look slower by the whole of it."""
+
+    def middle(orders):
+        ratios = {name: [] for name in "ABCDE"}
+        for order in orders:
+            for name in order:
+                ratios[name].append((1 + 0.1 * order.index(name)) / (1 + 0.1 * order.index("A")))
+        return {name: interval(values) for name, values in ratios.items()}
+
+    drawn = middle(in_turn("ABCDE", 1, repeat, index) for repeat in range(4) for index in range(10))
+    fixed = middle("ABCDE" for _ in range(40))
+    assert all(low <= 1 <= high for _, low, high in drawn.values())
+    assert not all(low <= 1 <= high for _, low, high in fixed.values())
+
+
+def test_a_text_in_which_the_machine_stalled_is_timed_again():
+    steps = iter([1.0, 1.0, 1.0, 9.0, 1.0, 9.0, 9.0, 9.0])
+
+    def method(prompt, generator, first=None):
+        times = np.cumsum([0.5, 1.0, 1.0, 1.0, 1.0, next(steps) if first is None else 1.0]).tolist()
+        return [[1] * 6], [Record(times=times, committed=[1] * 6, drafted=[0] * 6, accepted=[0] * 6)]
+
+    lines = list(measure({"A": method}, [[1]], 5, 0, "cpu", warm_up=0))
+    assert [line["stalled"] for line in lines] == [0, 0, 0, 1, 2]
+    assert [line["seconds"] for line in lines] == [5.5, 5.5, 5.5, 5.5, 13.5]  # the last never came back in time
+
+
+def test_intervals_cover_what_processes_prompts_and_repeats_vary_about():
+    """Of values with as much spread between processes as between prompts and repeats, in a simulation. Planted: to
+    take repeats for independent."""
+    rng, covered, without = np.random.default_rng(0), 0, 0
+    kinds = np.indices((5, 10, 2)).reshape(3, -1)
+    for _ in range(150):
+        values = sum(rng.normal(size=shape) for shape in ((5, 1, 1), (1, 10, 1), (5, 10, 2))).ravel()
+        _, low, high = interval(values, clusters=list(zip(*kinds[:2])))
+        _, naive_low, naive_high = interval(values)
+        covered += low <= 0 <= high
+        without += naive_low <= 0 <= naive_high
+    assert covered >= 0.93 * 150 and without < 0.7 * 150
+
+
+def test_values_of_few_prompts_have_a_range_however_many_repeats():
+    values = [float(x) for x in range(12)]
+    assert isinstance(interval(values, clusters=[(0, x % 2) for x in range(12)]), Range)
+    assert not isinstance(interval(values, clusters=[(0, x % 6) for x in range(12)]), Range)
+    assert interval(values, clusters=[(0, 0)] * 12) == interval(values)
 
 
 def test_a_methods_tokens_do_not_depend_on_which_others_run():
@@ -158,6 +208,7 @@ def test_a_methods_tokens_do_not_depend_on_which_others_run():
 
 def test_a_measurement_holds_the_records_figures():
     line = play("A", [])[3]
+    assert line["stalled"] == 0
     assert {key: line[key] for key in ("prompt_tokens", "tokens", "ttft", "tpot", "throughput", "report_tpot")} == {
         "prompt_tokens": 2,
         "tokens": 5,
