@@ -67,6 +67,11 @@ def path(value: str) -> Path:
     return Path(text(value))
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things: '1 prompt', '2 prompts'."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def visible(shown: str, keep: str = "\n") -> str:
     """`shown` with every character escaped that is not printable, not a kind of space and not in `keep`.
 

@@ -3,7 +3,7 @@
 import pytest
 from conftest import refused
 
-from inputs.commandLine import Parser, as_command
+from inputs.commandLine import Parser, as_command, counted
 from utils import UserError
 
 
@@ -32,3 +32,8 @@ def test_what_is_no_users_error_is_not_hidden():
 def test_a_wrong_flag_is_a_users_error():
     with refused("--unknown"):
         Parser(prog="x.py").parse_args(["--unknown"])
+
+
+@pytest.mark.parametrize("count, words", [(0, "0 texts"), (1, "1 text"), (2, "2 texts"), (25_600, "25,600 texts")])
+def test_one_thing_is_no_plural(count, words):
+    assert counted(count, "text") == words
