@@ -31,7 +31,7 @@ if __name__ == "__main__":  # Before the imports that take seconds.
 from huggingface_hub import constants
 
 from inputs import files
-from inputs.commandLine import as_command, one_line, script_parser, text, whole
+from inputs.commandLine import as_command, counted, one_line, script_parser, text, whole
 from inputs.files import file_errors, gigabytes, lock_folder, replace_folder
 from inputs.hub import check_disk, fetch, hub_errors, list_repository, missing_bytes
 from inputs.manifest import (
@@ -216,7 +216,7 @@ def download_pg19(books: int = 10, offline: bool = False) -> None:
 
     with installation("pg19") as staging:
         commit, _ = list_repository(PG19, kind="dataset")
-        print(f"pg19: {books} books to stream from {constants.ENDPOINT}", flush=True)
+        print(f"pg19: {counted(books, 'book')} to stream from {constants.ENDPOINT}", flush=True)
         with hub_errors(PG19, commit):
             stream = load_dataset(
                 PG19,
@@ -229,7 +229,7 @@ def download_pg19(books: int = 10, offline: bool = False) -> None:
         if not rows:
             raise UserError(f"{PG19} at {constants.ENDPOINT} holds no book; try another mirror")
         if len(rows) < books:
-            print(f"pg19: the test split has only {len(rows)} books")
+            print(f"pg19: the test split has only {counted(len(rows), 'book')}")
         install("pg19", staging, DatasetDict(test=Dataset.from_list(rows)), PG19, commit)
 
 

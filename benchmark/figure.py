@@ -12,7 +12,8 @@ import matplotlib
 from benchmark.records import BenchmarkRecord
 from benchmark.tables import gamma_of, texts_of
 from experiments.speed import Range, interval, summarize
-from report.tableFormat import counted, median
+from inputs.commandLine import counted
+from report.tableFormat import median
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen

@@ -16,8 +16,9 @@ from benchmark.records import OWN_COPY, BenchmarkRecord, ForwardLine, Prediction
 from benchmark.stepTimes import LARGE, PROMPT
 from experiments import theory
 from experiments.speed import Interval, TimedText, interval, paired_ratios, summarize
+from inputs.commandLine import counted
 from inputs.files import gigabytes
-from report.tableFormat import cells, counted, grid, median, notation, plain, span
+from report.tableFormat import cells, grid, median, notation, plain, span
 
 STEP_NOTES = (
     "MB: bytes that a forward must read. of one: over the time of one token. of the target's one: over that of the "

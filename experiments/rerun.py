@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.flags import parser
 from experiments.lines import Line, Run, RunLine
+from inputs.commandLine import counted
 from utils import UserError
 
 Key = tuple[Any, ...]  # the kind of a line, and the values that tell it from others of its kind
@@ -46,7 +47,7 @@ def choose(runs: Sequence[Run], path: Path, name: str) -> Run:
         run, lines = runs[-int(name[:9])]
     else:
         known = ", ".join(list(by_name)[-5:]) or "none"
-        raise UserError(f"--rerun {name}: {path} has {len(runs)} runs; the newest are: {known}")
+        raise UserError(f"--rerun {name}: {path} has {counted(len(runs), 'run')}; the newest are: {known}")
     if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
         raise UserError(f"--rerun {name}: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):

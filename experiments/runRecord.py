@@ -24,6 +24,7 @@ from experiments.loading import LoadedModels, Prepared
 from experiments.processes import Processes
 from experiments.speed import STALLED, digest
 from inputs import files
+from inputs.commandLine import counted
 from inputs.models import model_version
 from utils import UserError
 
@@ -118,7 +119,8 @@ def strained(run: RunLine, lines: Iterable[Mapping[str, Any]] = ()) -> Iterator[
     """A line for each sign that other programs took the processor while something was measured."""
     load, cores = run.get("load", 0.0), run["machine"].get("cores") or 1
     if load > cores + BUSY:
-        yield f"The machine was busy as the run began (a load of {load:.1f}, and {cores} cores): times are too long."
+        about = f"a load of {load:.1f}, and {counted(cores, 'core')}"
+        yield f"The machine was busy as the run began ({about}): times are too long."
     times: dict[str, list[float]] = {}
     stalled = 0
     for line in lines:

@@ -145,6 +145,11 @@ def filled(part: type, values: Mapping[str, Any]) -> Any:
     return part(**{name: tuple(value) if isinstance(value, list) else value for name, value in pairs})
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things: '1 prompt', '2 prompts'."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def visible(shown: str, keep: str = "\n") -> str:
     """`shown` with every character escaped that is not printable, not a kind of space and not in `keep`.
 

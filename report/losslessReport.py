@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.lines import AuditLine, EndLine, GreedyAuditLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
+from inputs.commandLine import counted
 from lossless.audit import LISTED, RETOKENISED, SEEN
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
 from lossless.plantedMistakes import MISTAKES
-from report.tableFormat import Columns, counted, name_of, plain, table_of
+from report.tableFormat import Columns, name_of, plain, table_of
 
 
 def perplexity_cell(perplexity: float | None) -> str:
@@ -163,7 +164,7 @@ def audits_of(lines: Sequence[Line]) -> list[AuditLine | GreedyAuditLine]:
 
 def audit_verdict(line: AuditLine | GreedyAuditLine) -> tuple[bool, str]:
     """Whether no test rejects audited texts, and the verdict as a sentence."""
-    texts = f"{line['tokens']:,} tokens in {line['texts']:,} texts"
+    texts = f"{counted(line['tokens'], 'token')} in {counted(line['texts'], 'text')}"
     if line["kind"] == "audit_greedy":
         rounding = f"the largest logit gap is {line['largest_gap']:.2g}, and rounding explains {line['allowed']:.2g}"
         if not line["beyond"]:
@@ -211,7 +212,7 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
         yield from causes(line)
     if line["retokenised"]:
         yield (
-            f"{line['retokenised']:,} texts came without token ids and were encoded here. An engine may have written "
+            f"{counted(line['retokenised'], 'text')} came without token ids, encoded here. An engine may have written "
             f"other tokens with the same letters, so up to {RETOKENISED:.0%} of impossible tokens are no reason to "
             "reject. Give tokens to be sure."
         )

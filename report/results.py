@@ -38,7 +38,7 @@ from experiments.lines import (
     of_kind,
 )
 from experiments.runRecord import strained
-from inputs.commandLine import visible
+from inputs.commandLine import counted, visible
 from inputs.files import replace_file
 from report import losslessReport
 from report.runTables import (
@@ -54,7 +54,7 @@ from report.runTables import (
     text_table,
 )
 from report.sources import is_the_reports
-from report.tableFormat import WIDTH, counted, plain
+from report.tableFormat import WIDTH, plain
 from utils import UserError
 
 

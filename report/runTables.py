@@ -28,10 +28,10 @@ from experiments.lines import (
 )
 from experiments.speed import FEW, Range, interval, paired_ratios, summarize
 from experiments.sweep import predict
+from inputs.commandLine import counted
 from report.sources import ARTICLE, REPORT, REPORT_DIFFERENCE, REPORT_TEXTS, SPEED_UP
 from report.tableFormat import (
     cells,
-    counted,
     give_or_take,
     grid,
     median,

@@ -41,11 +41,6 @@ def number(value: float, digits: int) -> str:
     return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"
 
 
-def counted(count: int, noun: str) -> str:
-    """A number of things: '1 prompt', '2 prompts'."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def span(interval: Sequence[float], scale: float = 1.0) -> str:
     """A median to about three digits, and on a second line its 95 % interval, [low, high], or its range, (low–high).
     interval: median, low, high."""

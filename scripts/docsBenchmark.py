@@ -17,6 +17,7 @@ from benchmark.throughput import map_tables, throughput_table
 from engine.quantised import BITS, GROUP
 from experiments.batchSweep import FEWEST
 from experiments.speed import Interval, interval, paired_ratios, summarize
+from inputs.commandLine import counted
 from report.tableFormat import median, notation, title_of
 from scripts.copySweep import HEAD_GAMMA, by_bits, predictions
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
@@ -298,7 +299,8 @@ def speed(record: BenchmarkRecord) -> str:
     seconds = [value for value in record.get("compile_seconds") or () if value is not None]
     compiled = f" Compiling took {sum(seconds):.2g} s." if seconds else ""
     return (
-        f"{body}\n\n{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens, "
+        f"{body}\n\n{counted(flags['prompts'], 'prompt')}, {counted(flags['repeats'], 'time')} each, "
+        f"{flags['maxLen']} new tokens, "
         f"{printed.gammas(record)}; medians{notation(body)}.{compiled} {source(record, record['dtype'])}"
     )
 
@@ -396,7 +398,8 @@ def with_copies_source(body: str, record: Mapping[str, Any]) -> str:
     """A table of the copies, and the line under it."""
     flags = record["flags"]
     return (
-        f"{body}\n\n{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens; "
+        f"{body}\n\n{counted(flags['prompts'], 'prompt')}, {counted(flags['repeats'], 'time')} each, "
+        f"{flags['maxLen']} new tokens; "
         f"medians{notation(body)} of paired ratios over plain decoding, compiled. "
         f"{source(cast(BenchmarkRecord, record), record['dtype'])}"
     )

@@ -22,7 +22,7 @@ from experiments.diversity import FIGURES
 from experiments.lines import CostsLine, Line, RunLine, SpeedLine
 from experiments.speed import FEW, summarize
 from experiments.sweep import predict
-from inputs.commandLine import visible
+from inputs.commandLine import counted, visible
 from lossless.evidence import BINS, TESTS
 from playback.trace import summary
 from report.losslessReport import power_table, sampled_table, verdict
@@ -40,7 +40,7 @@ from report.runTables import (
     swept,
     theory_table,
 )
-from report.tableFormat import counted, notation, span, title_of
+from report.tableFormat import notation, span, title_of
 from scripts.keepRecord import Records
 from utils import Sampling, UserError
 
@@ -129,9 +129,9 @@ def timed(run: RunLine, speed: Sequence[SpeedLine], body: str) -> str:
     """What was timed, and where. body: the table above it."""
     first, count, repeats = speed[0], len({m["prompt"] for m in speed}), len({m["repeat"] for m in speed})
     return (
-        f"{count} prompts of {prompt_lengths(speed)} tokens, {repeats} times each, at most {first['maxLen']} new "
-        f"tokens, temperature {first['temperature']}, top-p {first['top_p']}; medians{notation(body)}. "
-        f"{source(run, first['dtype'])}"
+        f"{counted(count, 'prompt')} of {prompt_lengths(speed)} tokens, {counted(repeats, 'time')} each, at most "
+        f"{first['maxLen']} new tokens, temperature {first['temperature']}, top-p {first['top_p']}; "
+        f"medians{notation(body)}. {source(run, first['dtype'])}"
     )
 
 
@@ -252,7 +252,7 @@ def diversity(records: Records, words: Words) -> str:
     titles = " | ".join(["", "texts", *(name.replace("_", " ") for name in FIGURES)])
     body = table(titles, [[name, *cells] for name, (_, *cells) in zip(names, rows)])
     return (
-        f"{body}\n\n{first['prompts']} prompts, at most {first['maxLen']} new tokens, temperature "
+        f"{body}\n\n{counted(first['prompts'], 'prompt')}, at most {first['maxLen']} new tokens, temperature "
         f"{first['temperature']}, top-p {first['top_p']}; means ± half of the 95 % bootstrap interval, or "
         f"(range of fewer than {FEW} values). "
         f"{source(run, first['dtype'])}"

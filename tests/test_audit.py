@@ -280,6 +280,24 @@ def test_text_is_encoded_with_its_prompt(pair_folder, tmp_path, cli):
     assert code == 1 and line["retokenised"] == 2 and "without token ids" in " ".join(shown.split())
 
 
+@pytest.mark.parametrize("count, words", [(0, None), (1, "1 text with a token"), (3, "3 texts with a token")])
+def test_texts_that_go_on_after_their_end_are_counted(cli, pair_folder, tmp_path, written, count, words):
+    """In one line. A text whose last token ends it does not go on."""
+    end = load_tokenizer(pair_folder / "target").eos_token_id
+    lines = [json.loads(line) for line in (written / "target").read_text().splitlines()]
+    lines = [line | {"tokens": [token for token in line["tokens"] if token != end]} for line in lines]
+    for line in lines[:count]:
+        line["tokens"][4] = end
+    lines[-1]["tokens"][-1] = end
+    (tmp_path / "texts").write_text("\n".join(map(json.dumps, lines)))
+    _, line, shown = audit(cli, pair_folder, tmp_path, tmp_path / "texts", "--temperature", "0.7")
+    said = " ".join(shown.split())
+    assert line["after_end"] == count
+    assert ("the engine went on" in said) == bool(count) and (
+        not count or f"{words} that ends a text, and more" in said
+    )
+
+
 RIGHT = '{"prompt": [1, 2], "tokens": [3]}\n'
 BAD = {
     "": ["is empty"],

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from conftest import refused
 
-from inputs.commandLine import Parser, add_flags, as_command, choice, filled, flag, number, switch, text, whole
+from inputs.commandLine import Parser, add_flags, as_command, choice, counted, filled, flag, number, switch, text, whole
 from utils import UserError
 
 
@@ -78,3 +78,8 @@ def test_a_field_is_a_flag_and_its_docstring_the_help():
     assert filled(Voice, vars(args)) == Voice(2, 1.0, ("a", "b"), "soft", True)
     with refused("--howLoud", "from 1 to 9"):
         parser.parse_args(["--howLoud", "0"])
+
+
+@pytest.mark.parametrize("count, words", [(0, "0 texts"), (1, "1 text"), (2, "2 texts"), (25_600, "25,600 texts")])
+def test_one_thing_is_no_plural(count, words):
+    assert counted(count, "text") == words

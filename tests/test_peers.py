@@ -1,5 +1,6 @@
 """The benchmark's other engines, with engines that only pretend: which row is timed, and what is said of its text."""
 
+import importlib
 import importlib.metadata
 import json
 import sys
@@ -317,6 +318,20 @@ def test_an_engine_runs_the_python_of_its_own_environment(tmp_path, monkeypatch)
     engineProcess.start_engine("llamaCpp")
     assert [words[0][0] if words else None for words in started] == [None, str(tmp_path / "bin/python"), None]
     assert started[1][1][-1] == str(tmp_path / "lib/libiomp5.so")
+
+
+@pytest.mark.parametrize("temperature, samplers", [(0.0, ["top_k"]), (0.7, ["temperature", "top_p"])])
+def test_llama_cpp_is_asked_for_text_of_the_whole_vocabulary(monkeypatch, temperature, samplers):
+    """Its `ignore_eos` bans every token that ends a text: another distribution. Its model has none here."""
+    sent, timings = [], {"prompt_ms": 1.0, "predicted_ms": 2.0}
+    llama_cpp = importlib.import_module("benchmark.engines.llamaCpp")
+    server = Mock(spec=llama_cpp.Engine)
+    server.request = lambda *words: sent.append(words) or (200, {"tokens": [4, 5], "timings": timings})
+    asked = engineProcess.TextRequest([1, 2], 2, temperature, 0.9, 2**32 + 7)
+    assert llama_cpp.Engine.generate(server, asked) == ([4, 5], [(0.001, 1), (0.003, 1)])
+    ((method, path, body),) = sent
+    assert (method, path, body["samplers"], body["seed"]) == ("POST", "/completion", samplers, 7)
+    assert not {"ignore_eos", "logit_bias", "stop", "min_p", "grammar"} & body.keys() and body["return_tokens"]
 
 
 def test_a_process_loads_libraries_first(monkeypatch):

@@ -97,6 +97,12 @@ def write(folder, *lines):
     return store.text.read_text(encoding="utf-8")
 
 
+def test_one_thread_and_one_prompt_are_no_plurals(tmp_path):
+    text = write(tmp_path, run_line(), speed_line(), {"kind": "end", "run": "r1"})
+    assert "A CPU, 1 thread, " in text and "Speed: 1 prompt of 64 tokens" in text
+    assert not re.search(r"\b1 (threads|prompts|texts|methods|repeats)\b", text)
+
+
 def test_what_is_appended_is_read_back(tmp_path):
     store = Results(tmp_path)
     assert store.records() == [] and store.runs() == []
