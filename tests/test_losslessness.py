@@ -1,5 +1,6 @@
 """The test of losslessness: its figures by hand, exact samplers pass, planted mistakes fail; the command line."""
 
+import copy
 import json
 import math
 from functools import partial
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom, chisquare, kstwo
+from test_otherTokenizer import letters
 from test_specSampling import PROMPTS, near
 
 from decoding.drafter import Drafter, Guesses
@@ -19,6 +21,7 @@ from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled
 from engine.copies import rounded_copy
+from engine.sharedWeights import RestrictedModel
 from experiments import settings
 from experiments.flags import parser
 from lossless import scorer as scoring
@@ -32,6 +35,8 @@ from methods.cascade import CascadeDrafter
 from methods.catalogue import METHODS, choose_lossless
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
+from methods.otherTokenizer import OtherTokenizerDrafter
+from methods.translation import Translation
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from report import losslessReport
@@ -360,6 +365,16 @@ def test_a_drafter_that_understates_its_q_is_seen_whatever_it_guesses(pair, said
     assert ("guesses" in seen_by(figures, limit_of(1))) is seen
 
 
+def of_other_tokenizer(draft):
+    """A drafter of the same model, whose tokens have other ids."""
+    order = torch.randperm(61, generator=torch.Generator().manual_seed(0))
+    translation, same = Translation(letters(range(61)), letters(order.tolist())), copy.deepcopy(draft.model)
+    with torch.no_grad():
+        for layer in same.get_input_embeddings(), same.get_output_embeddings():
+            layer.weight.copy_(layer.weight[order])
+    return OtherTokenizerDrafter(RestrictedModel(CachedModel(same), translation.draft), translation)
+
+
 def samplers_of(target, draft):
     looked_up = partial(LookupDrafter, 61)
     return {
@@ -368,6 +383,7 @@ def samplers_of(target, draft):
         "lookupFirst": lambda: in_chain(target, LookupFirst(looked_up(), ModelDrafter(draft))),
         "self": lambda: in_chain(target, ModelDrafter(rounded_copy(target, 4))),
         "cascade": lambda: in_chain(target, CascadeDrafter(draft, ModelDrafter(near(target, noise=0.6)))),
+        "other tokenizer": lambda: in_chain(target, of_other_tokenizer(draft)),
         "tree": partial(in_tree, target, draft),
         "chain of a tree": partial(in_tree, target, draft, "1,1,1"),
     }
