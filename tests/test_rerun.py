@@ -150,7 +150,7 @@ def test_a_changed_prompt_is_the_reason_and_paths_are_relative_to_where_the_run_
 @pytest.mark.parametrize(
     "edit, asked, words",
     [
-        (lambda lines: None, "2", "has 1 runs; the newest are: "),
+        (lambda lines: None, "2", "has 1 run; the newest are: "),
         (lambda lines: None, "0", "has 1 runs"),
         (lambda lines: None, "nowhere", "has 1 runs"),
         (lambda lines: lines.clear(), "1", "has 0 runs; the newest are: none"),
