@@ -151,8 +151,8 @@ def test_a_changed_prompt_is_the_reason_and_paths_are_relative_to_where_the_run_
     "edit, asked, words",
     [
         (lambda lines: None, "2", "has 1 run; the newest are: "),
-        (lambda lines: None, "0", "has 1 runs"),
-        (lambda lines: None, "nowhere", "has 1 runs"),
+        (lambda lines: None, "0", "has 1 run;"),
+        (lambda lines: None, "nowhere", "has 1 run;"),
         (lambda lines: lines.clear(), "1", "has 0 runs; the newest are: none"),
         (lambda lines: lines.__delitem__(slice(1, None)), "1", "has nothing to compare with"),
         (lambda lines: lines[0].pop("flags"), "1", "its record lacks the flags"),
