@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 from benchmark import tables as printed
@@ -14,13 +13,11 @@ from benchmark.engines.textCheck import verdict
 from benchmark.figure import PARTS, round_shares
 from benchmark.records import BenchmarkRecord
 from benchmark.throughput import map_tables, throughput_table
-from engine.quantised import BITS, GROUP
 from experiments.batchSweep import FEWEST
 from experiments.speed import Interval, interval, paired_ratios, summarize
 from report.tableFormat import median, notation, title_of
-from scripts.copySweep import HEAD_GAMMA, by_bits, predictions
 from scripts.docsTables import Render, Words, cell, cells_of, source, table
-from scripts.keepRecord import BENCHMARKS, COPIES, MAP, QUEUES, Records
+from scripts.keepRecord import BENCHMARKS, MAP, QUEUES, Records
 from utils import UserError
 
 PAIR, SHAPES, REAL = BENCHMARKS
@@ -350,58 +347,6 @@ def theory(record: BenchmarkRecord) -> str:
     return with_source(body, record)
 
 
-def kind_of(copy: Mapping[str, Any]) -> str:
-    """How the weights of a copy were rounded."""
-    return "calibrated" if copy["calibrated"] else "weight by weight"
-
-
-def copy_bits(records: Records, words: Words) -> str:
-    """One row for each copy: its acceptance, its cost, and the fastest gamma beside theory."""
-    record, rows = records.file(COPIES), []
-    for copy, prediction in predictions(record):
-        if not copy["head"]:
-            best = max(prediction["rows"], key=lambda row: row["speedup"][0])
-            figures = f"{prediction['alpha']:.3f}", f"{prediction['c']:.2f}", str(best["gamma"])
-            row = [kind_of(copy), str(copy["bits"]), str(copy["group"]), *figures]
-            rows.append([*row, cell(best["speedup"]), f"{best['theory']:.2f}"])
-    titles = "rounded | bits | group | acceptance | c | best gamma | measured speed-up | theory"
-    return with_copies_source(table(titles, rows), record)
-
-
-def copy_gammas(records: Records, words: Words) -> str:
-    """One row for each gamma: the measured speed-up and that of theory, for the copies of `--draft self`."""
-    record = records.file(COPIES)
-    chosen = {bits: prediction["rows"] for bits, prediction in sorted(by_bits(record).items())}
-    rows = []
-    for of_gamma in zip(*chosen.values()):
-        pairs = [(cell(row["speedup"]), f"{row['theory']:.2f}") for row in of_gamma]
-        rows.append([str(of_gamma[0]["gamma"]), *chain(*pairs)])
-    titles = " | ".join(f"{bits} bits: {what}" for bits in chosen for what in ("measured", "theory"))
-    return with_copies_source(table(f"gamma | {titles}", rows), record)
-
-
-def copy_heads(records: Records, words: Words) -> str:
-    """The output layer in as few bits as the others, and in more."""
-    record, rows = records.file(COPIES), []
-    for copy, prediction in predictions(record):
-        if not copy["calibrated"] and copy["group"] == GROUP and copy["bits"] == BITS[0]:
-            (row,) = (row for row in prediction["rows"] if row["gamma"] == HEAD_GAMMA)
-            figures = f"{prediction['alpha']:.3f}", f"{prediction['c']:.2f}", cell(row["speedup"])
-            rows.append([str(copy["bits"]), str(copy["head"] or copy["bits"]), *figures])
-    titles = f"bits | bits of the output layer | acceptance | c | speed-up with gamma {HEAD_GAMMA}"
-    return with_copies_source(table(titles, rows), record)
-
-
-def with_copies_source(body: str, record: Mapping[str, Any]) -> str:
-    """A table of the copies, and the line under it."""
-    flags = record["flags"]
-    return (
-        f"{body}\n\n{flags['prompts']} prompts, {flags['repeats']} times each, {flags['maxLen']} new tokens; "
-        f"medians{notation(body)} of paired ratios over plain decoding, compiled. "
-        f"{source(cast(BenchmarkRecord, record), record['dtype'])}"
-    )
-
-
 def throughput(records: Records, words: Words) -> str:
     """Queues of texts beside those of another engine, and what the tests say of its texts."""
     record = records.file(QUEUES)
@@ -443,8 +388,5 @@ BLOCKS: dict[str, Render] = {
     "pythia-theory": partial(of_first, SHAPES, theory),
     "throughput": throughput,
     "throughput-map": throughput_map,
-    "self-draft-bits": copy_bits,
-    "self-draft-gamma": copy_gammas,
-    "self-draft-head": copy_heads,
     **{f"{name}-tables": partial(all_tables, name) for name in BENCHMARKS},
 }

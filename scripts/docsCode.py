@@ -86,15 +86,6 @@ def graph(records: Records, words: Words) -> str:
     return "\n".join(["```mermaid", "flowchart TD", *lines, "```"])
 
 
-def folders(records: Records, words: Words) -> str:
-    """The table of folders and files, what they hold and what they import, from the highest to the lowest."""
-    rows = []
-    for name, others in reversed(imports().items()):
-        text = docstring(name).replace("|", "\\|")
-        rows.append([f"`{shown(name)}`", text, " ".join(f"`{shown(other)}`" for other in others)])
-    return table("folder or file | what it is | what it imports", rows)
-
-
 def methods(records: Records, words: Words) -> str:
     """The catalogue of methods."""
     rows = []
@@ -154,7 +145,6 @@ BLOCKS: dict[str, Render] = {
     "architectures": architectures,
     "layout": layout,
     "graph": graph,
-    "folders": folders,
     "methods": methods,
     "flags": flags,
 }

@@ -23,7 +23,7 @@ from experiments.lines import CostsLine, Line, RunLine, SpeedLine
 from experiments.speed import FEW, summarize
 from experiments.sweep import predict
 from inputs.commandLine import visible
-from lossless.evidence import BINS, TESTS
+from lossless.evidence import BINS
 from playback.trace import summary
 from report.losslessReport import power_table, sampled_table, verdict
 from report.results import show
@@ -317,53 +317,9 @@ def greedy_differ(records: Records, words: Words) -> str:
     return shown.format(differing=differing, texts=texts, dtype=short[0]["dtype"], share=differing / texts)
 
 
-def takes(records: Records, words: Words) -> str:
-    """What the first command of README takes: minutes, downloads and disk (scripts/firstRun.py)."""
-    record = records.file("firstRun")
-    say = words.get
-    rows = [
-        [
-            f"`{m['command']}`",
-            *(f"{m[what] / unit:,.1f}" for what, unit in (("seconds", 60), ("downloaded", 1e9), ("disk", 1e9))),
-        ]
-        for m in record["commands"]
-    ]
-    titles = "command | minutes | downloaded, GB | on the disk, GB"
-    note = (
-        "With empty caches; `torch` without CUDA lay there already: some 0.2 GB more. With CUDA it is some 3 GB, and "
-        "7 GB on the disk."
-    )
-    machine = record["machine"]
-    threads = f"{machine['threads']}{say(' threads', ' threads')}"
-    place = say(", ", ", ").join([machine["processor"], threads, f"torch {machine['torch']}", record["time"][:10]])
-    made = f"`{command_of(record)}`{say('; ', '; ')}{place}{say('.', '.')}"
-    return f"{table(say(titles, titles), rows)}\n\n{say(note, note)} {made}"
-
-
-def audit_power(records: Records, words: Words) -> str:
-    """The tokens that an audit needs to notice each planted mistake, with and without the draft, and false alarms."""
-    record = records.file("audit")
-    lines, plain = record["mistakes"]["lines"], record["plain"]["lines"]
-    rows: dict[str, list[str]] = {}
-    for line in lines:
-        tests = ", ".join(TESTS[test] for test in line["seen_by"])
-        needed = f"{line['tokens']:,}" if tests else f"not in {line['tokens']:,}"
-        rows.setdefault(line["mistake"], [line["mistake"], line["seen_in"]]).extend([needed, tests])
-    body = table("sampler | seen in | tokens, with the draft | by | tokens, without it | by", list(rows.values()))
-    alarms, limit = sum(bool(line["seen_by"]) for line in plain), record["plain"]["limit"]
-    return (
-        f"{body}\n\nOf {len(plain)} audits of plain decoding's text, {plain[0]['tokens']:,} tokens each, {alarms} "
-        f"rejected it ({alarms / len(plain):.1%}); a test does so at p-values below {limit:.1e}. Temperature "
-        f"{record['plain']['temperature']}, top-p {record['plain']['top_p']}, gamma {record['mistakes']['gamma']}; "
-        f"bundled-target, bundled-draft; float32; `python -m scripts.auditPower`; "
-        f"{record['plain']['machine']['processor']}; {record['plain']['time'][:10]}."
-    )
-
-
 BLOCKS: dict[str, Render] = {
     "results": excerpt,
     "greedy-differ": greedy_differ,
-    "takes": takes,
     "chat": chat,
     "compare": compare,
     "sweep": sweep,
@@ -376,5 +332,4 @@ BLOCKS: dict[str, Render] = {
     "lossless-tests": lossless_tests,
     "lossless-greedy": lossless_greedy,
     "lossless-mistakes": lossless_mistakes,
-    "audit-power": audit_power,
 }

@@ -3,8 +3,7 @@
     python -m scripts.keepRecord compare 0a37afb3 --from FOLDER     a run of FOLDER/results.jsonl, as "compare"
     python -m scripts.keepRecord benchmark --from FOLDER            FOLDER/benchmark*.json
     python -m scripts.keepRecord benchmark --from FOLDER --machine NAME     the same, of a second machine
-    python -m scripts.keepRecord selfDraft-SmolLM2-135M-Instruct --from FOLDER      a file of scripts/copySweep.py
-    python -m scripts.keepRecord audit --from FOLDER                FOLDER/audit.json, or another file of one record
+    python -m scripts.keepRecord chat --from FOLDER                 FOLDER/chat.json, or another file of one record
 
 A record replaces the one that was kept under its name. results.txt is rendered from the runs that are kept. The
 benchmark's records have tables of their own; figures in running text are those of the record without a machine's name.
@@ -36,7 +35,6 @@ Run = tuple[RunLine, list[Line]]  # the run's own line, and its measurements
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 # Files that `python -m benchmark` writes: of the bundled pair, of Pythia's shapes, of a real model.
 BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b", "benchmark-SmolLM2-135M-Instruct")
-COPIES = "selfDraft-SmolLM2-135M-Instruct"  # what `python -m scripts.copySweep` writes
 # What `python -m benchmark --batch` writes: beside vLLM, and as a map with --shapes.
 QUEUES, MAP = "throughput-SmolLM2-135M-Instruct", "throughput-pythia-2.8b"
 

@@ -31,10 +31,10 @@ from benchmark.throughput import draw_map
 from inputs.commandLine import Parser, as_command
 from inputs.files import ROOT, replace_file
 from report.figures import draw_batches, draw_categories, draw_lossless, draw_sweep
-from scripts import copySweep, docsBenchmark, docsCode, docsHeads, docsSources, docsTables
+from scripts import docsBenchmark, docsCode, docsHeads, docsSources, docsTables
 from scripts.docsTables import CHINESE, Words, command_of, table
 from scripts.drawRounds import draw_rounds
-from scripts.keepRecord import BENCHMARKS, COPIES, MAP, Records
+from scripts.keepRecord import BENCHMARKS, MAP, Records
 from utils import UserError
 
 MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.+-]+) -->")
@@ -50,7 +50,6 @@ FIGURES = {  # of runs
 }
 FILES: dict[str, Callable[[Any, Path], object]] = {  # of records of one file
     **dict.fromkeys(BENCHMARKS, draw),
-    COPIES: copySweep.draw,
     MAP: draw_map,
     **dict.fromkeys(docsHeads.CURVES, docsHeads.draw),
 }

@@ -194,18 +194,6 @@ TABLES = {
         "--offline": Switch,
         "--list": Switch,
     },
-    "drawRounds": {
-        "--measure": Switch,
-        "--target": Name(),
-        "--draft": Name(),
-        "--prompt": Name(),
-        "--gamma": LENGTH,
-        "--temperature": Number(0, 1000, ["1e-5"]),
-        "--maxLen": COUNT,
-        "--seed": SEED,
-        "--slower": Whole(1, 1000),
-        "--out": Name(["x.gif"], ["nowhere/x.gif", ".", "x.txt", "x" * 5000 + "/x.gif"]),
-    },
     "trainBundled": {
         "--texts": Name(wrong=["nowhere", "nowhere:x", f"{__file__}:0", f"{__file__}:-1", f"{__file__}:x"]),
         "--heldout": Name(),
@@ -219,7 +207,7 @@ TABLES = {
     },
 }
 # Flags without which a script stops for another reason, or says which models it takes.
-BASE = {"test": ["--target", "t", "--draft", "d"], "trainBundled": ["--texts", __file__], "drawRounds": ["--measure"]}
+BASE = {"test": ["--target", "t", "--draft", "d"], "trainBundled": ["--texts", __file__]}
 # What each script may not touch before its flags are known to be right.
 GUARDED = {
     "test": [
@@ -234,14 +222,12 @@ GUARDED = {
         f"downloadData.{name}"
         for name in ("download_wikitext", "download_pg19", "download_specbench", "install_from", "show_data_sets")
     ],
-    "drawRounds": ["scripts.drawRounds.load_tokenizer", "scripts.drawRounds.load_model"],
     "trainBundled": [
         f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train", "PreTrainedTokenizerFast")
     ],
 }
 MODULES = {
     "benchmark": "benchmark.__main__",
-    "drawRounds": "scripts.drawRounds",
     "trainBundled": "scripts.trainBundled",
 }
 

@@ -7,9 +7,8 @@ import pytest
 from test_docs import copied, read
 
 from report.results import Results
-from scripts import firstRun, keepRecord, renderDocs
+from scripts import keepRecord, renderDocs
 from scripts.renderDocs import stamp_of
-from utils import UserError
 
 
 @pytest.fixture
@@ -110,23 +109,3 @@ def test_a_record_of_one_file_is_kept_under_its_name(copy, tmp_path, capsys):
     (tmp_path / "index.json").write_text("{}")
     for wrong in "index", "../other", "unheard-of":
         assert keepRecord.main([wrong, "--from", str(tmp_path)], copy) == 2
-
-
-# What the README's commands take.
-
-
-def test_downloads_are_read_from_the_log_of_pip(tmp_path):
-    log = tmp_path / "pip.log"
-    log.write_text("2026 Downloading torch-2.whl (190.5 MB)\n Using cached rich.whl (1 MB)\nDownloading a.whl (7 kB)\n")
-    assert firstRun.downloaded(log) == 190.5e6 + 7e3
-    assert firstRun.downloaded(tmp_path / "none") == 0
-
-
-def test_each_command_runs_in_an_empty_clone(tmp_path, monkeypatch):
-    monkeypatch.setattr(firstRun, "COMMANDS", ("git status --short", "make style VENV=true"))
-    first, second = firstRun.measure(tmp_path)
-    assert first["command"] == "git status --short" and first["seconds"] > 0 and second["disk"] >= first["disk"] > 1e7
-    monkeypatch.setattr(firstRun, "COMMANDS", ("false",))
-    (tmp_path / "again").mkdir()
-    with pytest.raises(UserError, match="false ended with exit code 1"):
-        firstRun.measure(tmp_path / "again")
