@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from experiments.lines import AuditLine, EndLine, GreedyAuditLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
 from lossless.audit import LISTED, RETOKENISED, SEEN
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
 from lossless.plantedMistakes import MISTAKES
-from report.tableFormat import Columns, counted, name_of, plain, table_of
+from report.tables import Columns, Table, counted, name_of, plain, table_of
 
 
 def perplexity_cell(perplexity: float | None) -> str:
@@ -43,8 +42,8 @@ SAMPLED_NOTES = (
     "is asked once more. surprise z: how many standard deviations the sum is from what the target expects. A p-value "
     "below {limit:.1e} is a difference; with exact samplers this happens in "
     f"one of {1 / FALSE_ALARM:,.0f} runs. PPL of text: its perplexity. PPL of p: from the target's own entropy. at "
-    "the edge: tokens that only rounding put outside of top-p or top-k. p=0: impossible tokens, to which the target gives "
-    "no probability."
+    "the edge: tokens that only rounding put outside of top-p or top-k. p=0: impossible tokens, to which the target "
+    "gives no probability."
 )
 GREEDY_COLUMNS: Columns[GreedyLine] = {
     "": lambda line: name_of(line["method"]),
@@ -279,8 +278,7 @@ def sampled_table(lines: Sequence[LosslessLine]) -> Table:
 
 
 def power_table(lines: Sequence[PowerLine]) -> Table:
-    """How much text it takes to notice each planted mistake. Its columns of words are folded."""
+    """How much text it takes to notice each planted mistake."""
     table = table_of("Planted mistakes", POWER_COLUMNS, lines)
-    for column in table.columns[1], table.columns[2], table.columns[3], table.columns[5]:
-        column.justify, column.no_wrap = "left", False
+    table.folded = (1, 2, 3, 5)
     return table

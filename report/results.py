@@ -19,7 +19,6 @@ from typing import Any
 
 from filelock import FileLock
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from experiments.lines import (
@@ -54,7 +53,7 @@ from report.runTables import (
     text_table,
 )
 from report.sources import is_the_reports
-from report.tableFormat import WIDTH, counted, plain
+from report.tables import WIDTH, Table, counted, plain
 from utils import UserError
 
 

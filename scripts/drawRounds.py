@@ -91,8 +91,8 @@ def draw_rounds(record: dict[str, Any], path: Path, comment: str = "") -> None:
         canvas.text((18, SIZE[1] - 18), visible(where), font=font(11), fill="#777777")
     palette = frames[-2].quantize(128, Image.Quantize.MAXCOVERAGE)  # One for all: what stays is not stored again.
     first, *others = (image.quantize(palette=palette, dither=Image.Dither.NONE) for image in frames)
-    options = {"duration": [BEFORE, *[STEP] * (len(others) - 1), AFTER], "loop": 0, "comment": comment.encode()}
-    first.save(path, save_all=True, append_images=others, optimize=True, **options)
+    frames_of: dict[str, Any] = {"append_images": others, "duration": [BEFORE, *[STEP] * (len(others) - 1), AFTER]}
+    first.save(path, save_all=True, loop=0, comment=comment.encode(), optimize=True, **frames_of)
 
 
 def measure() -> None:

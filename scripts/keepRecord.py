@@ -7,7 +7,7 @@
 
 A record replaces the one that was kept under its name. results.txt is rendered from the runs that are kept. The
 benchmark's records have tables of their own; figures in running text are those of the record without a machine's name.
-`python -m scripts.renderDocs` then writes the documentation and draws its pictures.
+`python -m scripts.render` then writes the documentation and draws its pictures.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from experiments.lines import Line, RunLine
 from inputs.commandLine import Parser, as_command, path, text
 from inputs.files import ROOT, replace_file
 from report.results import Results
+from report.tables import counted
 from utils import UserError
 
 Run = tuple[RunLine, list[Line]]  # the run's own line, and its measurements
@@ -104,6 +105,20 @@ class Records:
         others = tuple(other for other in BENCHMARKS if len(other) > len(name))  # All names begin with "benchmark".
         stems = [file.stem for file in sorted(self.folder.glob(f"{name}-*.json"))]
         return {stem: self.benchmark(stem) for stem in [name, *(s for s in stems if not s.startswith(others))]}
+
+
+def command_of(record: Mapping[str, Any]) -> str:
+    """The command line of a run, of a benchmark, or of the program that a record names."""
+    program = record.get("program") or ("test.py" if "run" in record else "-m benchmark")
+    return f"python {program} {record['command']}".rstrip()
+
+
+def source(record: Mapping[str, Any], dtype: str = "") -> str:
+    """The line under a table: how, with what and where its figures were measured."""
+    machine, models = record["machine"], ", ".join(model["name"] for model in record["models"].values())
+    place = f"{machine['processor']}, {counted(machine['threads'], 'thread')}, {record['device']}"
+    parts = f"`{command_of(record)}`", place, models, dtype, f"torch {machine['torch']}", record["time"][:10]
+    return "; ".join(filter(None, parts)) + "."
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -224,7 +239,7 @@ def work(root: Path, argv: Sequence[str] | None) -> None:
         raise UserError(f"name the run to keep as {args.name!r}, or 1 for the newest")
     else:
         print(f"Kept: run {keep_run(args.name, args.run, args.folder, root)} as {args.name!r}; results.txt shows it.")
-    print("Now render the documentation: python -m scripts.renderDocs")
+    print("Now render the documentation: python -m scripts.render")
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:

@@ -226,10 +226,7 @@ GUARDED = {
         f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train", "PreTrainedTokenizerFast")
     ],
 }
-MODULES = {
-    "benchmark": "benchmark.__main__",
-    "trainBundled": "scripts.trainBundled",
-}
+MODULES = {"benchmark": "benchmark.__main__", "trainBundled": "scripts.trainBundled"}
 
 
 @dataclass

@@ -189,11 +189,14 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "lines": "results",
     "sources": "results",
     "runTables": "results",
-    "tableFormat": "results",
+    "tables": "results",
     "page": "playback",
     "play": "playback",
     "trace": "playback",
     "drawRounds": "security",
+    "render": "docs",
+    "blocks": "docs",
+    "codeBlocks": "docs",
     "training": "trainBundled",
     "headTexts": "trainHead",
     "headStates": "trainHead",
@@ -209,6 +212,4 @@ def test_every_module_has_its_tests(file):
     name = TESTED_WITH.get(file.stem, file.stem)
     if "benchmark" in file.relative_to(ROOT).parts:
         name = "benchmark"
-    if file.stem.startswith(("docs", "renderDocs")):
-        name = "docs"
     assert file.stem == "__init__" or Path(__file__).with_name(f"test_{name}.py").exists()
