@@ -50,7 +50,7 @@ def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
             "difference: whether the tests of test.py --lossless tell a row's sampled text from the target's own, "
             "computed in float32. Quantised weights are another model."
         )
-        yield from (Text(f"{method}: {words}") for method, words in texts_of(record).items() if " " in words)
+        yield from (Text(f"{method}: {words}") for method, words in texts_of(record).items() if ": " in words)
     if record["flags"]["shapes"]:
         yield synthetic_table(record)
         yield Text(

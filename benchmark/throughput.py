@@ -10,6 +10,7 @@ Results are written to throughput.json, of another target or shape to throughput
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +38,7 @@ from methods.rehearsal import compile_samplers
 from methods.samplers import Sampler
 from regrSampling import regrSampling
 from report.figures import draw_batch_maps
-from report.runTables import BATCH_NOTES, batch_tables
+from report.runTables import BATCH_NOTES, batch_table
 from report.tables import WIDTH, Cell, Measured, Table, span
 from specSampling import specSampling
 from utils import UserError
@@ -132,10 +133,7 @@ def maps(cells: Sequence[QueueLine]) -> dict[str, list[QueueLine]]:
 
 def map_tables(cells: Sequence[QueueLine]) -> dict[str, Table]:
     """{acceptance: its map}."""
-    return {
-        acceptance: next(table for table in batch_tables(lines) if isinstance(table, Table))
-        for acceptance, lines in maps(cells).items()
-    }
+    return {acceptance: replace(batch_table(lines), notes="") for acceptance, lines in maps(cells).items()}
 
 
 def draw_map(record: Mapping[str, Any], path: Path) -> Path:

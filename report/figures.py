@@ -19,7 +19,6 @@ from inputs.commandLine import visible
 from lossless.evidence import BINS
 from report.runTables import ALONE, Prediction, mode_of, swept
 from report.tables import median, name_of
-from utils import UserError
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
@@ -202,13 +201,8 @@ def draw_categories(lines: Sequence[Line], path: Path) -> Path:
 
 
 def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the histograms of u of all samplers as a heat map: methods above, planted mistakes below. Returns the path.
-
-    Raises UserError for a record of an earlier version, whose rows have not the same number of tokens.
-    """
+    """Draw the histograms of u of all samplers as a heat map: methods above, planted mistakes below. Returns the path."""
     sampled, planted = of_kind(lines, LosslessLine), of_kind(lines, PowerLine)
-    if not all("counts_shown" in line for line in (*sampled, *planted)):
-        raise UserError("this record of --lossless is of an earlier version, without counts_shown: measure it anew")
     several = len({line["dtype"] for line in sampled}) > 1
     methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
     mistakes = {f"{line['mistake']}, {line.get('method', '')}".strip(", "): line["counts_shown"] for line in planted}

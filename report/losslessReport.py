@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from rich.console import RenderableType
@@ -262,11 +263,9 @@ def report(lines: Sequence[Line]) -> Iterator[RenderableType]:
     if sampled:
         yield Text(SAMPLED_NOTES.format(limit=sampled[0]["limit"]))
     if greedy:
-        yield table_of("Greedy texts beside plain decoding's", GREEDY_COLUMNS, greedy)
-        yield Text(GREEDY_NOTES)
+        yield replace(table_of("Greedy texts beside plain decoding's", GREEDY_COLUMNS, greedy), notes=GREEDY_NOTES)
     if power := of_kind(lines, PowerLine):
         yield power_table(power)
-        yield Text(POWER_NOTES)
 
 
 def sampled_table(lines: Sequence[LosslessLine]) -> Table:
@@ -279,6 +278,4 @@ def sampled_table(lines: Sequence[LosslessLine]) -> Table:
 
 def power_table(lines: Sequence[PowerLine]) -> Table:
     """How much text it takes to notice each planted mistake."""
-    table = table_of("Planted mistakes", POWER_COLUMNS, lines)
-    table.folded = (1, 2, 3, 5)
-    return table
+    return replace(table_of("Planted mistakes", POWER_COLUMNS, lines), folded=(1, 2, 3, 5), notes=POWER_NOTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -12,36 +13,11 @@ from rich.text import Text
 from experiments.acceptance import expected
 from experiments.batchSweep import predict as predict_batches
 from experiments.categories import by_category, categories
-from experiments.diversity import FIGURES
-from experiments.lines import (
-    CorpusPerplexityLine,
-    CostsLine,
-    DiversityLine,
-    Line,
-    OverlapLine,
-    QueueLine,
-    RunLine,
-    SpeedLine,
-    TextPerplexityLine,
-    of_kind,
-)
-from experiments.speed import FEW, Range, interval, paired_ratios, summarize
+from experiments.lines import CostsLine, Line, OverlapLine, QueueLine, RunLine, SpeedLine, of_kind
+from experiments.speed import Range, interval, paired_ratios, summarize
 from experiments.sweep import predict
-from report.sources import ARTICLE, REPORT, REPORT_TEXTS, SPEED_UP
-from report.tables import (
-    Cell,
-    Measured,
-    Table,
-    counted,
-    give_or_take,
-    median,
-    name_of,
-    notation,
-    number,
-    plain,
-    span,
-    table_of,
-)
+from report.sources import SPEED_UP
+from report.tables import Cell, Measured, Table, counted, median, name_of, notation, plain, span, table_of
 
 Timed = Sequence[SpeedLine] | Sequence[QueueLine]
 Summary = dict[str, Any]  # the figures of one method, a row of `speed.summarize`
@@ -89,17 +65,6 @@ OVERLAPS = (
 OF_TREES = " In a tree, the sum is that of first siblings, and later ones add what they accept after the earlier ones."
 TREES = "tree", "topDown"
 ALONE = "draft", "mid", "target", "noCache"  # methods without guesses
-DIVERSITY_TITLES = "entropy\n1", "entropy\n2", "entropy\n3", "distinct\n1", "distinct\n2", "repeated", "perplexity"
-DIVERSITY_NOTES = (
-    f"Means over texts ± half of the 95 % bootstrap interval, or (range of fewer than {FEW} values). entropy n: of "
-    "n-grams, in bits; distinct n: different n-grams over all; repeated: the share of 4-grams that occurred before. "
-    "N-grams are of prompt and text, split at white space. perplexity: under the target, of the text after the prompt. "
-    "article: GPT-2 large with GPT-2."
-)
-PERPLEXITY_NOTES = (
-    "speculative: the perplexity of the speculative sampler itself; relative difference: between it and the target's."
-)
-PERPLEXITIES = "draft", "target", "speculative", "relative\ndifference"
 
 
 def mode_of(line: SpeedLine) -> str:
@@ -313,15 +278,14 @@ def speed_notes(lines: Sequence[SpeedLine], tables: Sequence[Table], pythia: boo
     )
 
 
-def sweep_tables(run: RunLine, lines: Sequence[Line], costs: Iterable[CostsLine]) -> Iterator[RenderableType]:
+def sweep_tables(run: RunLine, lines: Sequence[Line], costs: Iterable[CostsLine]) -> Iterator[Table]:
     """For each temperature: speed over gamma, and the alpha and the costs that theory was given."""
     for cost in costs:
         timed = swept(lines, cost)
         if "target" not in {line["method"] for line in timed}:  # The run was stopped before it.
             continue
         prediction = predict(timed, cost)
-        yield sweep_table(run, timed, prediction)
-        yield Text(sweep_notes(cost, prediction))
+        yield replace(sweep_table(run, timed, prediction), notes=sweep_notes(cost, prediction))
 
 
 def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction) -> Table:
@@ -346,7 +310,7 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
     return table
 
 
-def batch_tables(lines: Sequence[Line]) -> Iterator[RenderableType]:
+def batch_table(lines: Sequence[Line]) -> Table:
     """The map of `--sweep batch`: a row for each batch."""
     rows, first = predict_batches(lines), of_kind(lines, QueueLine)[0]
     gammas = dict.fromkeys(row["gamma"] for prediction in rows.values() for row in prediction["rows"])
@@ -362,13 +326,12 @@ def batch_tables(lines: Sequence[Line]) -> Iterator[RenderableType]:
         "costAware",
         "its share\nof the best",
     ]
-    table = Table(title, titles)
+    table = Table(title, titles, notes=BATCH_NOTES)
     for batch, prediction in rows.items():
         cell: dict[Any, Cell] = {row["gamma"]: Measured(row["speedup"][0], digits=2) for row in prediction["rows"]}
         chosen = [cell.get(gamma, "") for gamma in (*fixed, "costAware")]
         table.add(str(batch), median(prediction["plain"]), *chosen, span(prediction["controller"]["best"]))
-    yield table
-    yield Text(BATCH_NOTES)
+    return table
 
 
 def sweep_notes(cost: CostsLine, prediction: Prediction) -> str:
@@ -382,53 +345,3 @@ def sweep_notes(cost: CostsLine, prediction: Prediction) -> str:
         "that of a plain step. the paper's: the same with a cost of 1; "
         f"by it, gamma {prediction['best']} is best." + (" " + OVERLAPS if cost.get("overlap_by_position") else "")
     )
-
-
-def diversity_table(lines: Sequence[DiversityLine]) -> Table:
-    """One row for each method, and below them the article's figures."""
-    first = lines[0]
-    table = Table(
-        f"Diversity: {counted(first['prompts'], 'prompt')}, maxLen {first['maxLen']}, "
-        f"temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}",
-        ["", "texts", *DIVERSITY_TITLES],
-    )
-    for line in lines:
-        figures = (give_or_take([text[name] for text in line["each"]]) for name in FIGURES)
-        table.add(name_of(line["method"]), str(line["texts"]), *figures)
-    for method, values in ARTICLE.items():
-        table.add(f"article, {method}", "5", *(f"{value:.3g}" for value in values))
-    return table
-
-
-def text_table(lines: Sequence[TextPerplexityLine], pythia: bool) -> Table:
-    """Perplexity per text, one row for each corpus; if the models are the course report's, its figures below."""
-    limit, dtype = lines[0]["sentenceLimit"], lines[0]["dtype"]
-    title = f"Perplexity per text (mean over texts of at least {limit} characters), {dtype}"
-    table = Table(title, ["", "texts", "tokens", *PERPLEXITIES])
-    for line in lines:
-        table.add(plain(line["corpus"]), str(line["texts"]), f"{line['tokens']:,}", *perplexities(line["ppl"]))
-    if pythia:
-        table.add("the report (WikiText-2)", str(REPORT_TEXTS), "", *perplexities(REPORT))
-    return table
-
-
-def corpus_table(lines: Sequence[CorpusPerplexityLine]) -> Table:
-    """Perplexity of each whole corpus, per token, word and byte."""
-    window, stride, dtype = lines[0]["window"], lines[0]["stride"], lines[0]["dtype"]
-    title = f"Perplexity of the corpus (windows of {window} tokens, stride {stride}), {dtype}"
-    table = Table(title, ["", "tokens", "per", *PERPLEXITIES])
-    for line in lines:
-        for unit in ("token", "word", "byte"):
-            corpus = (plain(line["corpus"]), f"{line['tokens']:,}") if unit == "token" else ("", "")
-            table.add(*corpus, unit, *perplexities({role: ppl[unit] for role, ppl in line["ppl"].items()}))
-    return table
-
-
-def perplexities(ppl: Mapping[str, float]) -> tuple[str, ...]:
-    """The cells of PERPLEXITIES."""
-    return number(ppl["draft"], 4), number(ppl["target"], 6), number(ppl["speculative"], 6), difference(ppl)
-
-
-def difference(ppl: Mapping[str, float]) -> str:
-    """How far the speculative perplexity is from the target's, relative to it."""
-    return f"{abs(ppl['speculative'] / ppl['target'] - 1):.1e}"

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 from rich import box
+from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -63,13 +64,14 @@ Columns = Mapping[str, Callable[[Row], Cell]]  # {title of a column: f(row), the
 @dataclass
 class Table:
     """heads: titles of the columns, broken where they have a newline. left: columns of words beside the first.
-    folded: those among them that are as narrow as the screen wants it."""
+    folded: those among them that are as narrow as the screen wants it. notes: are shown below it."""
 
     title: str
     heads: list[str]
     rows: list[list[Cell]] = field(default_factory=list)
     left: tuple[int, ...] = ()
     folded: tuple[int, ...] = ()
+    notes: str = ""
 
     def add(self, *cells: Cell) -> None:
         """Add a row."""
@@ -79,8 +81,8 @@ class Table:
         """The titles of the columns, in one line each."""
         return [head.replace("/\n", "/").replace("\n", " ").strip() for head in self.heads]
 
-    def __rich__(self) -> RichTable:
-        return text(self)
+    def __rich__(self) -> RichTable | Group:
+        return Group(text(self), Text(self.notes)) if self.notes else text(self)
 
 
 def text(table: Table) -> RichTable:

@@ -20,9 +20,10 @@ from inputs.commandLine import visible
 from playback.trace import summary
 from report.losslessReport import verdict
 from report.results import report, show
-from report.runTables import swept, text_table
+from report.runTables import swept
 from report.sources import POST, POST_FIGURES, SPEED_UP
 from report.tables import Measured, Table, markdown, median, notation, span
+from report.textTables import text_table, training_table
 from scripts import codeBlocks
 from scripts.courseReport import CACHED, NO_CACHE, Column, beside_report, perplexities_beside, speeds_beside
 from scripts.keepRecord import BENCHMARKS, MAP, QUEUES, Records, command_of, source
@@ -64,6 +65,7 @@ def printed(
         if isinstance(piece, Table):
             if taken := bool(re.match(titles, piece.title)):
                 parts.append(with_title(sorted_by(piece, by), columns, rows))
+                parts += [piece.notes] if notes and piece.notes else []
         elif taken and notes and not re.match("Figure:|Medians", str(piece)):
             parts.append(str(piece))
     if not parts:
@@ -142,29 +144,13 @@ def chat(records: Records) -> str:
 
 
 def trainings(names: Sequence[str], records: Records) -> str:
-    """What trained heads cost, and how good they are on text that is held out; of variants a row each."""
-    heads = [
-        "",
-        "weights",
-        "tokens trained",
-        "minutes",
-        "memory, GB",
-        "acceptance by position",
-        "of all",
-        "tokens/round",
-    ]
-    table, sources = Table("", heads), []
-    for record in map(records.file, names):
+    """What trained heads cost, and how good they are."""
+    kept, sources = [records.file(name) for name in names], []
+    for record in kept:
         target, written = record["models"]["target"]["name"], record["written"]
-        for name, variant in record["variants"].items():
-            last = variant["history"][-1]
-            shares = " ".join(f"{share:.3f}" for share in last["acceptance"])
-            cost = f"{variant['parameters']:,}", f"{last['tokens']:,}", f"{last['seconds'] / 60:.0f}"
-            quality = f"{last['memory'] / 1e9:.1f}", shares, f"{last['alpha']:.3f}", f"{last['tokens_per_round']:.2f}"
-            table.add(f"`{name}`" if len(record["variants"]) > 1 else target, *cost, *quality)
         texts = f"{target}: {written['tokens']:,} tokens, written and read in {written['seconds'] / 60:.0f} min"
         sources.append(f"Texts of {texts}. {source(record, record['dtype'])}")
-    return "\n\n".join([markdown(table), *sources])
+    return "\n\n".join([markdown(training_table(kept)), *sources])
 
 
 # Beside the sources.
@@ -227,10 +213,7 @@ def in_short(records: Records) -> str:
         table.add(what, there, beside_report(column)[-1], f"`{command_of(runs[name][0])}`")
     run, lines = runs["first"]
     here, report_ = text_table(of_kind(lines, TextPerplexityLine)[:1], True).rows
-    names = (
-        *(f"perplexity, {role}" for role in ("draft", "target", "speculative")),
-        "relative difference of the last two",
-    )
+    names = "perplexity, draft", "perplexity, target", "perplexity, speculative", "relative difference of the last two"
     for what, ours, theirs in zip(names, here[3:], report_[3:]):
         table.add(what, theirs, ours, f"`{command_of(run)}`")
     return markdown(table)
@@ -241,10 +224,8 @@ def post(records: Records) -> str:
     run, lines = records.run("compare")
     rows, table = {row["method"]: row for row in summarize(of_kind(lines, SpeedLine))}, Table("", ["", *POST_FIGURES])
     for name, figures in POST.items():
-        row, speeds = (
-            rows[name],
-            [span(rows["target"]["throughput"]), *map(span, (rows[name]["throughput"], rows[name]["speedup"]))],
-        )
+        row = rows[name]
+        speeds = map(span, (rows["target"]["throughput"], row["throughput"], row["speedup"]))
         shares = [Measured(row["accepted"] / row["drafted"], digits=2), Measured(row["alpha"], digits=2)]
         table.add(f"`{name}`, the post", *figures)
         table.add(f"`{name}`, here", *speeds, median(row["tokens_per_round"]), *shares)
@@ -293,7 +274,7 @@ def records_table(records: Records) -> str:
     return markdown(table)
 
 
-SPEED = " | tokens/s | TTFT ms | TPOT ms"
+OF_GAMMA, SPEED = "Speed over gamma: .*temperature ", " | tokens/s | TTFT ms | TPOT ms"
 OF_PLAIN, COMPILED_MS = f"{SPEED} | of plain, compiled", " | tokens | compiled ms | compiled of one | compiled % limit"
 BLOCKS: dict[str, Callable[[Records], str]] = codeBlocks.BLOCKS | {
     "records": records_table,
@@ -304,7 +285,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = codeBlocks.BLOCKS | {
     "head-tree": partial(printed, "head-tree", "Speed:"),
     "heads": partial(trainings, HEADS),
     "head-ablation": partial(trainings, (ABLATION,)),
-    "sweep": partial(printed, "sweep", "Speed over gamma: .*temperature 0.85", notes=True),
+    "sweep": partial(printed, "sweep", OF_GAMMA + "0.85", notes=True),
     "sweep-c": draft_cost,
     **{name: partial(printed, name, "Speed-up over") for name in ("batch-copy", "batch-lookup", "batch-bundled")},
     **{name: partial(printed, name, "Speed by category") for name in CATEGORIES},
@@ -340,8 +321,6 @@ BLOCKS: dict[str, Callable[[Records], str]] = codeBlocks.BLOCKS | {
     "reproduction-report": beside_the_report,
     "reproduction-short": in_short,
     "reproduction-post": post,
-    "reproduction-article": partial(printed, "diversity", "Diversity", rows="naive|contrastive|article.*"),
-    "reproduction-article-times": partial(
-        printed, "sweep", "Speed over gamma: .*temperature 1.0", columns="gamma | s a text | tokens/s | speed-up"
-    ),
+    "reproduction-article": partial(printed, "diversity", "Div", rows="naive|contrastive|article.*", notes=True),
+    "reproduction-article-times": partial(printed, "sweep", OF_GAMMA + "1.0", columns="gamma | tokens/s | speed-up"),
 }

@@ -35,9 +35,9 @@ from inputs.texts import find_texts
 from report import losslessReport
 from report.results import Results, heading
 from report.results import report as shown
-from report.runTables import text_table
 from report.sources import REPORT, REPORT_DTYPE, REPORT_PASSAGES, REPORT_PROMPTS, REPORT_SPEED, is_the_reports
 from report.tables import Cell, Measured, Table, markdown, span
+from report.textTables import text_table
 from scripts.keepRecord import source, without_places
 
 PAIR, MID = (downloadModel.PYTHIA[-1], downloadModel.PYTHIA[0]), downloadModel.PYTHIA[1]
@@ -227,7 +227,7 @@ def tables(found: Run) -> Iterator[str]:
     yield f"{source(cast(RunLine, without_places(run)), dtypes)} Run {run['run']}."
     for piece in list(shown(run, lines))[len(list(heading(run, True))) :]:
         if isinstance(piece, Table):
-            yield f"**{piece.title}**\n\n{markdown(piece)}"
+            yield "\n\n".join(filter(None, [f"**{piece.title}**", markdown(piece), piece.notes]))
         elif words := str(piece):
             yield re.sub(r"^Figure: (.*)", r"![\1](\1)", words)
 

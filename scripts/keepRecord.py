@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from benchmark.records import BenchmarkRecord
 from experiments.lines import Line, RunLine
-from inputs.commandLine import Parser, as_command, path, text
+from inputs.commandLine import as_command, path, script_parser, text
 from inputs.files import ROOT, replace_file
 from report.results import Results
 from report.tables import counted
@@ -209,12 +209,7 @@ def keep_files(name: str, folder: Path, root: Path, machine: str | None = None) 
 
 def work(root: Path, argv: Sequence[str] | None) -> None:
     """Parse the flags and copy."""
-    parser = Parser(
-        prog="python -m scripts.keepRecord",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("python -m scripts.keepRecord", __doc__)
     parser.add_argument("name", type=text, metavar="NAME", help="first, compare, sweep, ..., or of a file")
     parser.add_argument("run", type=text, nargs="?", metavar="RUN", help="a run's name; 1 is the newest")
     parser.add_argument(

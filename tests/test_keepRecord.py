@@ -103,9 +103,6 @@ def test_a_record_of_one_file_is_kept_under_its_name(copy, tmp_path, capsys):
     assert render.render(copy) == ["docs/records/README.md"]
     assert "| `other` | other.json | `python -m scripts.another` |" in read(copy / "docs/records/README.md")
     assert render.main(["--check"], copy) == 0, capsys.readouterr().out
-    (tmp_path / "other.json").write_text(json.dumps({"plain": record, "mistakes": record}))
-    assert keepRecord.main(["other", "--from", str(tmp_path)], copy) == 0 and render.render(copy)
-    assert "| `other` | other.json, mistakes | `python -m scripts.another" in read(copy / "docs/records/README.md")
     (tmp_path / "index.json").write_text("{}")
     for wrong in "index", "../other", "unheard-of":
         assert keepRecord.main([wrong, "--from", str(tmp_path)], copy) == 2

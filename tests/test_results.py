@@ -24,7 +24,7 @@ from experiments.sweep import predict
 from report import figures, results
 from report.results import Results, show
 from report.runTables import ranked, swept
-from report.tables import WIDTH, Measured, Table, give_or_take, markdown, notation, span
+from report.tables import WIDTH, Measured, Table, give_or_take, markdown, notation, span, text
 from utils import UserError
 
 FORK = multiprocessing.get_context("fork")
@@ -379,7 +379,7 @@ def pieces_of_records():
 def broken_words(table, width):
     """The words of the titles and of the names in the first column that are not whole where a table is printed."""
     screen = StringIO()
-    Console(width=width, file=screen, color_system=None).print(table)
+    Console(width=width, file=screen, color_system=None).print(text(table))
     words = re.findall(r"\S+", screen.getvalue())
     names = [str(row[0]) for row in table.rows] + table.heads
     broken = [word for name in names for word in name.split() if word not in words]
@@ -405,7 +405,8 @@ def test_no_table_breaks_a_word_and_every_symbol_is_in_its_legend():
     for pieces, width in shown:
         found = [piece for piece in pieces if isinstance(piece, Table)]
         assert [broken_words(table, width) for table in found] == [[]] * len(found)
-        assert unexplained(found, [piece.plain for piece in pieces if isinstance(piece, Text)]) == []
+        notes = [piece.plain for piece in pieces if isinstance(piece, Text)] + [table.notes for table in found]
+        assert unexplained(found, notes) == []
 
 
 def test_a_broken_word_and_a_title_without_a_legend_are_seen():

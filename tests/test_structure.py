@@ -190,6 +190,7 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "sources": "results",
     "runTables": "results",
     "tables": "results",
+    "textTables": "results",
     "page": "playback",
     "play": "playback",
     "trace": "playback",
