@@ -12,6 +12,7 @@ from textwrap import wrap
 from typing import Any, cast
 
 from benchmark import tables as benchmark
+from benchmark.engines import textCheck
 from benchmark.throughput import map_tables, throughput_table
 from experiments.lines import CostsLine, GreedyLine, SpeedLine, TextPerplexityLine, of_kind
 from experiments.speed import interval, paired_ratios, summarize
@@ -37,9 +38,6 @@ COMPILED = CACHED | {"speculative": "fixed"}
 OWN = r"(?!transformers|OpenVINO|llama|CTranslate2|.*no cache|.*inside).*"  # this project's rows, with a KV cache
 BEST = "own copy in 5 bits, compiled|(speculative|prompt lookup|plain|synthetic 0.6), compiled|[A-Z].*|llama.*"
 BEST += "|transformers(, static cache, compiled)?"
-
-
-# Tables as they are printed.
 
 
 @cache
@@ -99,16 +97,16 @@ def all_tables(name: str, records: Records) -> str:
 def throughput(records: Records) -> str:
     """Queues of texts beside those of another engine, and what the tests say of its texts."""
     record = records.file(QUEUES)
-    return (
-        f"{with_title(throughput_table(record['queues'], record['flags']['maxLen'], record['peers']))} {source(record)}"
-    )
+    said = [f"{peer['method']}: {peer['failed'] or textCheck.verdict(peer['lossless'])}." for peer in record["peers"]]
+    table = throughput_table(record["queues"], record["flags"]["maxLen"], record["peers"])
+    return "\n\n".join([with_title(table), " ".join(said), source(record, record["dtype"])])
 
 
 def throughput_map(records: Records) -> str:
     """Speed by batch and gamma at each synthetic acceptance."""
     record = records.file(MAP)
     maps = [f"Guesses accepted: {name}.\n\n{with_title(table)}" for name, table in map_tables(record["queues"]).items()]
-    return "\n\n".join([*maps, source(record)])
+    return "\n\n".join([*maps, source(record, record["dtype"])])
 
 
 def excerpt(records: Records) -> str:
@@ -151,9 +149,6 @@ def trainings(names: Sequence[str], records: Records) -> str:
         texts = f"{target}: {written['tokens']:,} tokens, written and read in {written['seconds'] / 60:.0f} min"
         sources.append(f"Texts of {texts}. {source(record, record['dtype'])}")
     return "\n\n".join([markdown(training_table(kept)), *sources])
-
-
-# Beside the sources.
 
 
 def one_experiment(records: Records) -> dict[str, Any]:
@@ -230,9 +225,6 @@ def post(records: Records) -> str:
         table.add(f"`{name}`, the post", *figures)
         table.add(f"`{name}`, here", *speeds, median(row["tokens_per_round"]), *shares)
     return f"{markdown(table)}\n\n{source(run, dtype_of(lines))}"
-
-
-# Single figures, for the running text.
 
 
 def ratio(method: str, baseline: str, records: Records) -> str:
