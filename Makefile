@@ -26,7 +26,7 @@ test-cuda: .venv/installed
 
 test-zoo: .venv/installed
 	PYTHONPATH=. $(VENV) tests/zoo.py
-	$(VENV) -m scripts.renderDocs
+	$(VENV) -m scripts.render
 
 style: .venv/installed
 	$(VENV) -m ruff check
@@ -48,7 +48,7 @@ report: .venv/installed
 	  --flags "$(if $(DEVICE),--device $(DEVICE)) $(if $(SENTENCES),--sentences $(SENTENCES)) $(if $(MAXLEN),--maxLen $(MAXLEN)) $(FLAGS)"
 
 docs: .venv/installed
-	$(VENV) -m scripts.renderDocs
+	$(VENV) -m scripts.render
 
 .venv/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'

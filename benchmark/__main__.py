@@ -64,7 +64,7 @@ from methods.selfDraft import copies_of
 from methods.translation import Translation
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
-from report.tableFormat import WIDTH
+from report.tables import WIDTH
 from specSampling import specSampling
 from utils import GREEDY, UserError
 

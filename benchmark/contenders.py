@@ -63,7 +63,7 @@ COPY_ALPHAS = (0.9, 0.93, 0.95)  # likewise, of guesses of the target's own copy
 INNER = 2  # tokens that the draft guesses for the copy in a round of theirs
 TREE = best_tree(8, Acceptance().table(4, 4))  # of the rows with a tree: 8 guesses, 4 levels
 # Synthetic acceptance of the 1st, 2nd ... child, if those before it were rejected. On the bundled pair the later ones
-# are accepted as often (`python -m scripts.treeTokens`).
+# are accepted as often.
 SIBLINGS = (0.6, 0.3, 0.2, 0.1)
 
 

@@ -13,7 +13,7 @@ from benchmark.records import BenchmarkRecord
 from benchmark.tables import gamma_of, texts_of
 from experiments.speed import Range, interval, summarize
 from inputs.commandLine import counted
-from report.tableFormat import median
+from report.tables import median
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
@@ -86,11 +86,11 @@ def draw_speed(axes: plt.Axes, rows: Sequence[dict[str, Any]], texts: dict[str, 
         middle, low, high = row["throughput"]
         colour = COLOURS[kind_of(row["method"])]
         error = None if isnan(low) else [[max(middle - low, 0)], [max(high - middle, 0)]]
-        hatch = "////" if texts.get(row["method"], "").startswith("not lossless") else None
+        hatch = "////" if texts.get(row["method"], "").startswith("found") else None
         axes.barh(y, middle, color=colour, hatch=hatch, edgecolor="#777777", linewidth=0, height=0.72)
         axes.errorbar(middle, y, xerr=error, color="#555555", capsize=2, linewidth=1)
         end = middle if isnan(high) else high
-        axes.text(end + 0.012 * longest, y, median(row["throughput"]), va="center", fontsize=8)
+        axes.text(end + 0.012 * longest, y, str(median(row["throughput"])), va="center", fontsize=8)
     axes.set(
         yticks=range(len(rows)),
         yticklabels=[row["method"] for row in rows],
@@ -101,7 +101,7 @@ def draw_speed(axes: plt.Axes, rows: Sequence[dict[str, Any]], texts: dict[str, 
     axes.tick_params(axis="y", labelsize=9, length=0)
     used = {kind_of(row["method"]) for row in rows}
     handles = [Patch(color=COLOURS[word], label=label) for word, label in KINDS.items() if word in used]
-    handles.append(Patch(facecolor="white", edgecolor="#777777", hatch="////", label="text is not lossless"))
+    handles.append(Patch(facecolor="white", edgecolor="#777777", hatch="////", label="a test found a difference"))
     axes.legend(handles=handles, fontsize=8, loc="lower right", edgecolor="none", framealpha=0.8)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from benchmark.contenders import ALPHAS, COPY_ALPHAS, SAMPLING, copy_name, guessed_without_cache
@@ -18,7 +17,7 @@ from experiments import theory
 from experiments.speed import Interval, TimedText, interval, paired_ratios, summarize
 from inputs.commandLine import counted
 from inputs.files import gigabytes
-from report.tableFormat import cells, grid, median, notation, plain, span
+from report.tables import Cell, Table, median, notation, plain, span
 
 STEP_NOTES = (
     "MB: bytes that a forward must read. of one: over the time of one token. of the target's one: over that of the "
@@ -49,10 +48,10 @@ def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
     yield from (Text(note) for note in notes_of_rows(record))
     if texts_of(record):
         yield Text(
-            "text: whether a row's sampled text is distributed as the target's own, computed in float32, by the tests "
-            "of test.py --lossless, and which of them told. Quantised weights are another model."
+            "difference: whether the tests of test.py --lossless tell a row's sampled text from the target's own, "
+            "computed in float32. Quantised weights are another model."
         )
-        yield from (Text(f"{method}: {words}") for method, words in texts_of(record).items() if " " in words)
+        yield from (Text(f"{method}: {words}") for method, words in texts_of(record).items() if ": " in words)
     if record["flags"]["shapes"]:
         yield synthetic_table(record)
         yield Text(
@@ -66,7 +65,9 @@ def tables(record: BenchmarkRecord) -> Iterator[RenderableType]:
             yield Text(bandwidths(record))
     yield Text(STEP_NOTES)
     peak = gigabytes(record["peak_memory"])
-    yield Text(f"Medians{notation(*cells(*shown))}, all measured in turn. Peak memory of the process: {peak}.")
+    seconds = [value for value in record.get("compile_seconds") or () if value is not None]
+    compiled = f" Compiling took {sum(seconds):.2g} s." if seconds else ""
+    yield Text(f"Medians{notation(*shown)}, all measured in turn. Peak memory of the process: {peak}.{compiled}")
 
 
 def heading(record: BenchmarkRecord) -> str:
@@ -83,19 +84,6 @@ def heading(record: BenchmarkRecord) -> str:
 def ratio(upper: Sequence[float], lower: Sequence[float]) -> Interval:
     """Median and interval of the ratios of two lists that were measured in turn."""
     return interval([a / b for a, b in zip(upper, lower)])
-
-
-def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A `grid` with its rows."""
-    table = grid(title, columns)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def cell(figures: Interval, scale: float = 1.0) -> str:
-    """`span`, or nothing if there is no figure."""
-    return span(figures, scale) if figures[0] == figures[0] else ""
 
 
 def longest_prefill(lines: Sequence[TimedText]) -> tuple[str, float]:
@@ -131,7 +119,7 @@ def notes_of_rows(record: BenchmarkRecord) -> Iterator[str]:
     guessed = guessed_without_cache(bool(record["flags"]["shapes"]))
     ratios = paired_ratios(record["speed"], guessed, "plain, no cache")
     if ratios:
-        ratio_of_two = span(interval(ratios)).replace("\n", " ")
+        ratio_of_two = span(interval(ratios))
         yield (
             "no cache: without a KV cache, as in the course report's code: each forward reads the whole text. There "
             f"{guessed.split(',')[0]} decoding is {ratio_of_two} times as fast as plain."
@@ -147,13 +135,13 @@ def speed_table(record: BenchmarkRecord) -> Table:
     flags, lines, texts = record["flags"], record["speed"], texts_of(record)
     divisor = best_plain(record)
     columns = ["", "tokens/s", "of " + divisor.replace(" ", "\n"), "of\ngenerate", "TTFT\nms", "TPOT\nms", "alpha"]
-    columns += ["tokens/\nround", "text"] if texts else ["tokens/\nround"]
+    columns += ["tokens/\nround", "difference"] if texts else ["tokens/\nround"]
     of_library = {row["method"]: row["speedup"] for row in summarize(lines, "transformers")}
-    rows = []
+    rows: list[list[Cell]] = []
     for row in summarize(lines, divisor):
         guesses = row["acceptance_by_position"]
-        cells = [row["method"], *map(span, (row["throughput"], row["speedup"], of_library[row["method"]]))]
-        cells += [cell(row["ttft"], 1e3), cell(row["tpot"], 1e3)]
+        cells: list[Cell] = [row["method"], *map(span, (row["throughput"], row["speedup"], of_library[row["method"]]))]
+        cells += [span(row["ttft"], 1e3), span(row["tpot"], 1e3)]
         cells += [f"{row['alpha']:.3f}", median(row["tokens_per_round"])] if guesses else ["", ""]
         cells += [texts.get(row["method"], "").split(":")[0]] if texts else []
         rows.append(cells)
@@ -164,7 +152,7 @@ def speed_table(record: BenchmarkRecord) -> Table:
         f"Tokens per second: {counted(flags['prompts'], 'prompt')} of {PROMPT} tokens, maxLen {flags['maxLen']}, "
         f"{gammas(record)}, temperature {SAMPLING.temperature}, top_p {SAMPLING.top_p}"
     )
-    return table_of(title, columns, rows)
+    return Table(title, columns, rows)
 
 
 def gammas(record: BenchmarkRecord) -> str:
@@ -215,7 +203,7 @@ def part_seconds(record: BenchmarkRecord) -> dict[tuple[str, str], list[float]]:
 
 def synthetic_table(record: BenchmarkRecord) -> Table:
     """One row for each variant and alpha."""
-    rows = [
+    rows: list[list[Cell]] = [
         [
             line["variant"],
             str(line["alpha"]),
@@ -227,7 +215,7 @@ def synthetic_table(record: BenchmarkRecord) -> Table:
         for line in predict(record)
     ]
     columns = ["", "alpha", "measured", "theory", "c", "scoring"]
-    return table_of("Synthetic acceptance: speed-up over plain decoding of the same kind", columns, rows)
+    return Table("Synthetic acceptance: speed-up over plain decoding of the same kind", columns, rows)
 
 
 def by_variant(variants: Sequence[str], *figures: str) -> list[str]:
@@ -238,17 +226,18 @@ def by_variant(variants: Sequence[str], *figures: str) -> list[str]:
 def forwards_table(record: BenchmarkRecord) -> Table:
     """One row for each model and number of tokens."""
     lines = {(line["role"], line["variant"], line["tokens"]): line for line in record["forwards"]}
-    variants, rows = variants_of(record["forwards"]), []
+    variants = variants_of(record["forwards"])
+    rows: list[list[Cell]] = []
     for role in ("target", "draft"):
         for n in sorted({tokens for named, _, tokens in lines if named == role}):
-            row = [role, str(n), f"{lines[role, variants[0], n]['bytes'] / 1e6:,.0f}"]
+            row: list[Cell] = [role, str(n), f"{lines[role, variants[0], n]['bytes'] / 1e6:,.0f}"]
             for variant in variants:
                 line, one = lines[role, variant, n], lines[role, variant, 1]
                 of_one = ratio(line["seconds"], one["seconds"])[0]
                 row += [span(interval(line["seconds"]), 1e3), f"{of_one:.2f}", span(interval(line["share"]), 100)]
             rows.append(row)
     columns = ["", "tokens", "MB", *by_variant(variants, "ms", "of one", "% limit")]
-    return table_of("Forwards beside the time to read as many bytes", columns, rows)
+    return Table("Forwards beside the time to read as many bytes", columns, rows)
 
 
 def copy_lines(record: BenchmarkRecord) -> list[ForwardLine]:
@@ -258,7 +247,8 @@ def copy_lines(record: BenchmarkRecord) -> list[ForwardLine]:
 
 def copy_table(record: BenchmarkRecord) -> Table:
     """One row for each number of tokens."""
-    lines, rows = copy_lines(record), []
+    lines = copy_lines(record)
+    rows: list[list[Cell]] = []
     for line in lines:
         (plain_step,) = (
             other["seconds"]
@@ -266,10 +256,10 @@ def copy_table(record: BenchmarkRecord) -> Table:
             if (other["role"], other["variant"], other["tokens"]) == ("target", line["variant"], 1)
         )
         of_plain, of_one = (ratio(line["seconds"], other) for other in (plain_step, lines[0]["seconds"]))
-        row = [str(line["tokens"]), f"{line['bytes'] / 1e6:,.0f}", span(interval(line["seconds"]), 1e3)]
+        row: list[Cell] = [str(line["tokens"]), f"{line['bytes'] / 1e6:,.0f}", span(interval(line["seconds"]), 1e3)]
         rows.append([*row, span(of_plain), f"{of_one.middle:.2f}", span(interval(line["share"]), 100)])
     columns = ["tokens", "MB", "ms", "of the\ntarget's one", "of one", "% limit"]
-    return table_of(f"Forwards of the target's own copy in {record['flags']['draftBits']} bits", columns, rows)
+    return Table(f"Forwards of the target's own copy in {record['flags']['draftBits']} bits", columns, rows)
 
 
 def bandwidths(record: BenchmarkRecord) -> str:
@@ -290,34 +280,36 @@ def bandwidths(record: BenchmarkRecord) -> str:
 def prefill_table(record: BenchmarkRecord) -> Table:
     """One row for each length of the prompt."""
     took = {(line["variant"], line["tokens"]): interval(line["seconds"]) for line in record["prefill"]}
-    variants, rows = variants_of(record["prefill"]), []
+    variants = variants_of(record["prefill"])
+    rows: list[list[Cell]] = []
     for n in sorted({tokens for _, tokens in took}):
         cells = [(span(took[variant, n], 1e3), median(took[variant, n], 1e3 / n)) for variant in variants]
         rows.append([str(n), *chain(*cells)])
     columns = ["prompt", *by_variant(variants, "ms", "ms a token")]
-    return table_of("Time to the first token after a prompt of so many tokens", columns, rows)
+    return Table("Time to the first token after a prompt of so many tokens", columns, rows)
 
 
 def growth_table(record: BenchmarkRecord) -> Table:
     """One row for each context."""
     seconds = {(line["variant"], line["context"]): line["seconds"] for line in record["growth"]}
     contexts = sorted({context for _, context in seconds})
-    variants, rows = variants_of(record["growth"]), []
+    variants = variants_of(record["growth"])
+    rows: list[list[Cell]] = []
     for n in contexts:
         pairs = [(seconds[variant, n], seconds[variant, contexts[0]]) for variant in variants]
         rows.append([str(n), *chain(*((span(interval(took), 1e3), span(ratio(took, first))) for took, first in pairs))])
     columns = ["context", *by_variant(variants, "ms", "of the first")]
-    return table_of("A token of the target after a context of so many tokens", columns, rows)
+    return Table("A token of the target after a context of so many tokens", columns, rows)
 
 
 def round_table(record: BenchmarkRecord) -> Table:
     """One row for each variant."""
     seconds = part_seconds(record)
     parts = ("draft step", "scoring", "round", "sampling")
-    rows = []
+    rows: list[list[Cell]] = []
     for variant in variants_of(record["parts"]):
         share = ratio(seconds[variant, "sampling"], seconds[variant, "round"])
         rows.append([variant, *(span(interval(seconds[variant, part]), 1e3) for part in parts), span(share, 100)])
     columns = ["", *(f"{part}\nms" for part in parts), "share of\nround, %"]
     title = "A round in which all guesses are accepted, and its filters, draws and verification (sampling)"
-    return table_of(title, columns, rows)
+    return Table(title, columns, rows)

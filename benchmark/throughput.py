@@ -10,17 +10,18 @@ Results are written to throughput.json, of another target or shape to throughput
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from benchmark.contenders import ALPHAS, SAMPLING, DrafterOf, copy_name, synthetic
 from benchmark.engines.engineProcess import PeerError
 from benchmark.engines.peers import Peer, peer_rows, start_peers, text_checker
+from benchmark.engines.textCheck import verdict
 from benchmark.options import Options
 from benchmark.records import write_record
 from decoding.lengthRules import CostAware
@@ -37,8 +38,8 @@ from methods.rehearsal import compile_samplers
 from methods.samplers import Sampler
 from regrSampling import regrSampling
 from report.figures import draw_batch_maps
-from report.runTables import BATCH_NOTES, batch_tables
-from report.tableFormat import WIDTH, grid, span
+from report.runTables import BATCH_NOTES, batch_table
+from report.tables import WIDTH, Cell, Measured, Table, span
 from specSampling import specSampling
 from utils import UserError
 
@@ -84,10 +85,10 @@ def run_batches(
         console.print(MAP_NOTES + BATCH_NOTES)
         write_record(record | {"queues": cells}, options, "throughput", draw_map)
         return
-    console.print(throughput_table(lines, options.max_len))
+    console.print(throughput_table(lines, options.max_len, [peer.line() for peer in peers]))
     for peer in peers:
-        if peer.failed:
-            print(f"{peer.row.name}: {peer.failed}")
+        if words := peer.failed or verdict(peer.lossless).partition(": ")[2]:
+            print(f"{peer.row.name}: {words}")
     write_record(record | {"queues": lines, "peers": [peer.line() for peer in peers]}, options, "throughput")
 
 
@@ -132,7 +133,7 @@ def maps(cells: Sequence[QueueLine]) -> dict[str, list[QueueLine]]:
 
 def map_tables(cells: Sequence[QueueLine]) -> dict[str, Table]:
     """{acceptance: its map}."""
-    return {acceptance: cast(Table, next(iter(batch_tables(lines)))) for acceptance, lines in maps(cells).items()}
+    return {acceptance: replace(batch_table(lines), notes="") for acceptance, lines in maps(cells).items()}
 
 
 def draw_map(record: Mapping[str, Any], path: Path) -> Path:
@@ -183,17 +184,19 @@ def measure_throughput(
     return lines
 
 
-def throughput_table(lines: Sequence[QueueFigures], max_len: int) -> Table:
-    """Tokens per second by batch, and their ratio to plain decoding of the same batch."""
-    batches = sorted({line["batch"] for line in lines})
+def throughput_table(lines: Sequence[QueueFigures], max_len: int, peers: Sequence[Mapping[str, Any]] = ()) -> Table:
+    """Tokens per second by batch, their ratio to plain decoding of the same batch, and what the tests say of the texts
+    of other engines."""
+    batches, said = sorted({line["batch"] for line in lines}), {p["method"]: verdict(p["lossless"]) for p in peers}
     titles = ["", *(title for batch in batches for title in (f"batch {batch}\ntokens/s", "over\nplain"))]
-    table = grid(
+    titles += ["difference"] if said else []
+    table = Table(
         f"Queues of {TEXTS} texts for each row of the batch, {FEWEST} at least, {max_len} new tokens each; prefill "
         "included, medians (ranges) over turns",
         titles,
     )
     for method in dict.fromkeys(line["method"] for line in lines):
-        cells = []
+        cells: list[Cell] = []
         for batch in batches:
             speeds = {
                 line["repeat"]: line["throughput"]
@@ -207,8 +210,8 @@ def throughput_table(lines: Sequence[QueueFigures], max_len: int) -> Table:
             }
             ratios = [speed / plain[repeat] for repeat, speed in speeds.items() if repeat in plain]
             cells += [
-                f"{interval(list(speeds.values()))[0]:.0f}" if speeds else "",
+                Measured(interval(list(speeds.values()))[0], digits=0) if speeds else "",
                 span(interval(ratios)) if speeds else "",
             ]
-        table.add_row(method, *cells)
+        table.add(method, *cells, *([said.get(method, "").split(":")[0]] if said else []))
     return table

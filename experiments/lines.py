@@ -272,8 +272,8 @@ class ShownCounts(TypedDict):
     """What the figure shows: the histogram of u of the first `tokens_shown` tokens, as many in each line of a run, with
     impossible tokens at u = 1."""
 
-    counts_shown: NotRequired[list[int]]
-    tokens_shown: NotRequired[int]
+    counts_shown: list[int]
+    tokens_shown: int
 
 
 class TrialConditions(TypedDict):

@@ -18,8 +18,7 @@ from experiments.sweep import predict
 from inputs.commandLine import visible
 from lossless.evidence import BINS
 from report.runTables import ALONE, Prediction, mode_of, swept
-from report.tableFormat import median, name_of
-from utils import UserError
+from report.tables import median, name_of
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
@@ -202,13 +201,8 @@ def draw_categories(lines: Sequence[Line], path: Path) -> Path:
 
 
 def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the histograms of u of all samplers as a heat map: methods above, planted mistakes below. Returns the path.
-
-    Raises UserError for a record of an earlier version, whose rows have not the same number of tokens.
-    """
+    """Draw the histograms of u of all samplers as a heat map, methods above planted mistakes. Returns the path."""
     sampled, planted = of_kind(lines, LosslessLine), of_kind(lines, PowerLine)
-    if not all("counts_shown" in line for line in (*sampled, *planted)):
-        raise UserError("this record of --lossless is of an earlier version, without counts_shown: measure it anew")
     several = len({line["dtype"] for line in sampled}) > 1
     methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
     mistakes = {f"{line['mistake']}, {line.get('method', '')}".strip(", "): line["counts_shown"] for line in planted}
@@ -238,3 +232,31 @@ def draw_bins(axes: Axes, counts_of: dict[str, list[int]], title: str) -> Any:
     axes.tick_params(axis="y", length=0)
     axes.set_title(title, loc="left", fontsize=10)
     return image
+
+
+def draw_trainings(record: Mapping[str, Any], path: Path) -> Path:
+    """Draw the acceptance on held-out text over the tokens of training: of a head by position, of variants one line
+    each. Returns the path."""
+    figure, axes = plt.subplots(figsize=(8, 4.4), dpi=120, layout="constrained")
+    lines = {name: [(m["tokens"], m["alpha"]) for m in v["history"]] for name, v in record["variants"].items()}
+    if len(lines) == 1:
+        ((name, history),) = ((name, v["history"]) for name, v in record["variants"].items())
+        lines = {"all tested guesses": lines[name]} | {
+            f"guess {i + 1}": [(m["tokens"], m["acceptance"][i]) for m in history]
+            for i in range(len(history[0]["acceptance"]))
+        }
+    for number, (name, points) in enumerate(lines.items()):
+        tokens, shares = zip(*points)
+        whole = number == 0
+        colour = "#2c3e50" if whole else plt.cm.plasma(0.95 * number / len(lines))
+        axes.plot(
+            [count / 1e6 for count in tokens], shares, "-" if whole else "--",
+            label=name, linewidth=2.2 if whole else 1.2, color=colour,
+        )  # fmt: skip
+        if whole:
+            axes.annotate(f"{shares[-1]:.3f}", (tokens[-1] / 1e6, shares[-1]), fontsize=8)
+    axes.set(xlabel="tokens of training, millions", ylabel="share of tested guesses that pass")
+    axes.set_title(f"{record['models']['target']['name']}, text that is held out", loc="left", fontsize=9)
+    axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    axes.spines[["top", "right"]].set_visible(False)
+    return save(figure, path)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from experiments.lines import AuditLine, EndLine, GreedyAuditLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
@@ -15,7 +15,7 @@ from inputs.commandLine import counted
 from lossless.audit import LISTED, RETOKENISED, SEEN
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
 from lossless.plantedMistakes import MISTAKES
-from report.tableFormat import Columns, name_of, plain, table_of
+from report.tables import Columns, Table, name_of, plain, table_of
 
 
 def perplexity_cell(perplexity: float | None) -> str:
@@ -264,11 +264,9 @@ def report(lines: Sequence[Line]) -> Iterator[RenderableType]:
     if sampled:
         yield Text(SAMPLED_NOTES.format(limit=sampled[0]["limit"]))
     if greedy:
-        yield table_of("Greedy texts beside plain decoding's", GREEDY_COLUMNS, greedy)
-        yield Text(GREEDY_NOTES)
+        yield replace(table_of("Greedy texts beside plain decoding's", GREEDY_COLUMNS, greedy), notes=GREEDY_NOTES)
     if power := of_kind(lines, PowerLine):
         yield power_table(power)
-        yield Text(POWER_NOTES)
 
 
 def sampled_table(lines: Sequence[LosslessLine]) -> Table:
@@ -280,8 +278,5 @@ def sampled_table(lines: Sequence[LosslessLine]) -> Table:
 
 
 def power_table(lines: Sequence[PowerLine]) -> Table:
-    """How much text it takes to notice each planted mistake. Its columns of words are folded."""
-    table = table_of("Planted mistakes", POWER_COLUMNS, lines)
-    for column in table.columns[1], table.columns[2], table.columns[3], table.columns[5]:
-        column.justify, column.no_wrap = "left", False
-    return table
+    """How much text it takes to notice each planted mistake."""
+    return replace(table_of("Planted mistakes", POWER_COLUMNS, lines), folded=(1, 2, 3, 5), notes=POWER_NOTES)

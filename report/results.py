@@ -19,7 +19,6 @@ from typing import Any
 
 from filelock import FileLock
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from experiments.lines import (
@@ -41,20 +40,10 @@ from experiments.runRecord import strained
 from inputs.commandLine import counted, visible
 from inputs.files import replace_file
 from report import losslessReport
-from report.runTables import (
-    DIVERSITY_NOTES,
-    PERPLEXITY_NOTES,
-    batch_tables,
-    corpus_table,
-    diversity_table,
-    mode_of,
-    speed_notes,
-    speed_tables,
-    sweep_tables,
-    text_table,
-)
+from report.runTables import batch_table, mode_of, speed_notes, speed_tables, sweep_tables
 from report.sources import is_the_reports
-from report.tableFormat import WIDTH, plain
+from report.tables import WIDTH, Table, plain
+from report.textTables import PERPLEXITY_NOTES, corpus_table, diversity_table, text_table
 from utils import UserError
 
 
@@ -178,7 +167,7 @@ def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
             of_speed += speed_tables(run, timed, overlaps, timed_queues)
     queues = [line for line in lines if line["kind"] in ("queue", "batch_costs") and line.get("mode") == "sweep"]
     for length in dict.fromkeys(line["promptLen"] for line in of_kind(queues, QueueLine)):
-        of_speed += batch_tables([line for line in queues if line["promptLen"] == length])
+        of_speed.append(batch_table([line for line in queues if line["promptLen"] == length]))
     yield from of_speed
     yield from losslessReport.report(lines)
     for figure in of_kind(lines, FigureLine):
@@ -187,7 +176,6 @@ def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
         yield Text(speed_notes(speed, [piece for piece in of_speed if isinstance(piece, Table)], pythia))
     if diversity := of_kind(lines, DiversityLine):
         yield diversity_table(diversity)
-        yield Text(DIVERSITY_NOTES)
     if texts := of_kind(lines, TextPerplexityLine):
         yield text_table(texts, pythia)
     if corpora := of_kind(lines, CorpusPerplexityLine):

@@ -4,45 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from experiments.acceptance import expected
 from experiments.batchSweep import predict as predict_batches
 from experiments.categories import by_category, categories
-from experiments.diversity import FIGURES
-from experiments.lines import (
-    CorpusPerplexityLine,
-    CostsLine,
-    DiversityLine,
-    Line,
-    OverlapLine,
-    QueueLine,
-    RunLine,
-    SpeedLine,
-    TextPerplexityLine,
-    of_kind,
-)
-from experiments.speed import FEW, Range, interval, paired_ratios, summarize
+from experiments.lines import CostsLine, Line, OverlapLine, QueueLine, RunLine, SpeedLine, of_kind
+from experiments.speed import Range, interval, paired_ratios, summarize
 from experiments.sweep import predict
 from inputs.commandLine import counted
-from report.sources import ARTICLE, REPORT, REPORT_DIFFERENCE, REPORT_TEXTS, SPEED_UP
-from report.tableFormat import (
-    cells,
-    give_or_take,
-    grid,
-    median,
-    name_of,
-    notation,
-    number,
-    plain,
-    span,
-    table_of,
-    title_of,
-)
+from report.sources import SPEED_UP
+from report.tables import Cell, Measured, Table, median, name_of, notation, plain, span, table_of
 
 Timed = Sequence[SpeedLine] | Sequence[QueueLine]
 Summary = dict[str, Any]  # the figures of one method, a row of `speed.summarize`
@@ -90,17 +66,6 @@ OVERLAPS = (
 OF_TREES = " In a tree, the sum is that of first siblings, and later ones add what they accept after the earlier ones."
 TREES = "tree", "topDown"
 ALONE = "draft", "mid", "target", "noCache"  # methods without guesses
-DIVERSITY_TITLES = "entropy\n1", "entropy\n2", "entropy\n3", "distinct\n1", "distinct\n2", "repeated", "perplexity"
-DIVERSITY_NOTES = (
-    f"Means over texts ± half of the 95 % bootstrap interval, or (range of fewer than {FEW} values). entropy n: of "
-    "n-grams, in bits; distinct n: different n-grams over all; repeated: the share of 4-grams that occurred before. "
-    "N-grams are of prompt and text, split at white space. perplexity: under the target, of the text after the prompt. "
-    "article: GPT-2 large with GPT-2."
-)
-PERPLEXITY_NOTES = (
-    "speculative: the perplexity of the speculative sampler itself; relative difference: between it and the target's."
-)
-PERPLEXITIES = "draft", "target", "speculative", "relative\ndifference"
 
 
 def mode_of(line: SpeedLine) -> str:
@@ -188,7 +153,7 @@ def order_note(rows: Sequence[Summary]) -> Iterator[str]:
     ]
     if pairs:
         _, slow, fast = max(pairs, key=lambda pair: pair[0])
-        speed, ratio = ([median(row[figure]) for row in (slow, fast)] for figure in ("throughput", "speedup"))
+        speed, ratio = ([str(median(row[figure])) for row in (slow, fast)] for figure in ("throughput", "speedup"))
         yield (
             f"{name_of(slow['method'])} has fewer tokens/s than {name_of(fast['method'])} ({' and '.join(speed)}) and "
             f"the larger speed-up ({' and '.join(ratio)}): a speed-up is the median of ratios, each on one prompt and "
@@ -205,7 +170,7 @@ def speed_table(run: RunLine, lines: Sequence[SpeedLine], rows: Iterable[Summary
     def guesses(row: Summary) -> bool:
         return row["method"] not in ALONE and bool(row["acceptance_by_position"])
 
-    columns: dict[str, Callable[[Summary], str]] = {
+    columns: dict[str, Callable[[Summary], Cell]] = {
         "": lambda row: name_of(row["method"]),
         "TTFT\nms": lambda row: brief(row["ttft"], 1e3),
         "TPOT\nms": lambda row: brief(row["tpot"], 1e3),
@@ -225,7 +190,7 @@ def speed_table(run: RunLine, lines: Sequence[SpeedLine], rows: Iterable[Summary
 
 def category_table(lines: Sequence[SpeedLine]) -> Table:
     """One row for each category and method, and at last the methods on all prompts."""
-    columns: dict[str, Callable[[Summary], str]] = {
+    columns: dict[str, Callable[[Summary], Cell]] = {
         "": lambda row: name_of(row["method"]),
         "TPOT\nms": lambda row: median(row["tpot"], 1e3),
         "tokens/\nround": lambda row: median(row["tokens_per_round"]) if row["acceptance_by_position"] else "",
@@ -233,12 +198,10 @@ def category_table(lines: Sequence[SpeedLine]) -> Table:
         "speed-up": lambda row: span(row["speedup"]),
         "Spec-Bench's": lambda row: span(row["specBench"]),
     }
-    table = grid("Speed by category", ["category", *columns])
-    for name in 1, 4:
-        table.columns[name].justify = "left"
+    table = Table("Speed by category", ["category", *columns], left=(1, 4))
     for category, rows in by_category(lines).items():
         for first, row in zip(itertools.chain([category], itertools.repeat("")), ranked(rows)):
-            table.add_row(plain(first), *(cell(row) for cell in columns.values()))
+            table.add(plain(first), *(cell(row) for cell in columns.values()))
     return table
 
 
@@ -270,12 +233,12 @@ def with_ends(ratios: Sequence[float]) -> str:
 
 def theory_table(rows: Iterable[Summary], overlaps: Mapping[str, OverlapLine]) -> Table:
     """Tokens a round beside those expected. overlaps: {method: its line}."""
-    table = grid("Beside theory", ["", "sum of min(p, q)", "tokens/round", "expected", "of expected"])
+    table = Table("Beside theory", ["", "sum of min(p, q)", "tokens/round", "expected", "of expected"])
     for row in rows:
         if line := overlaps.get(row["method"]):
             overlap, tokens, wanted = beside_theory(row, line)
             counts = (f"{figure:.2f}" for figure in (tokens, wanted, tokens / wanted))
-            table.add_row(name_of(row["method"]), f"{overlap:.3f}", *counts)
+            table.add(name_of(row["method"]), f"{overlap:.3f}", *counts)
     return table
 
 
@@ -297,7 +260,7 @@ def tokens_a_round(row: Summary) -> float:
 
 def legend(tables: Iterable[Table]) -> str:
     """What the titles of the columns of these tables stand for."""
-    titles = dict.fromkeys(title_of(column.header) for table in tables for column in table.columns)
+    titles = dict.fromkeys(title for table in tables for title in table.titles())
     return "; ".join(LEGEND[title] for title in titles if title in LEGEND)
 
 
@@ -311,45 +274,44 @@ def speed_notes(lines: Sequence[SpeedLine], tables: Sequence[Table], pythia: boo
         if any("batch" in line for line in lines)
         else ""
     )
-    return f"Medians over prompts and {repeats} {times}{notation(*cells(*tables))}. {batch}{legend(tables)}." + (
+    return f"Medians over prompts and {repeats} {times}{notation(*tables)}. {batch}{legend(tables)}." + (
         f"\nThe report's speed-up, without a KV cache: {SPEED_UP.typical}, at best {SPEED_UP.best}." if pythia else ""
     )
 
 
-def sweep_tables(run: RunLine, lines: Sequence[Line], costs: Iterable[CostsLine]) -> Iterator[RenderableType]:
+def sweep_tables(run: RunLine, lines: Sequence[Line], costs: Iterable[CostsLine]) -> Iterator[Table]:
     """For each temperature: speed over gamma, and the alpha and the costs that theory was given."""
     for cost in costs:
         timed = swept(lines, cost)
         if "target" not in {line["method"] for line in timed}:  # The run was stopped before it.
             continue
         prediction = predict(timed, cost)
-        yield sweep_table(run, timed, prediction)
-        yield Text(sweep_notes(cost, prediction))
+        yield replace(sweep_table(run, timed, prediction), notes=sweep_notes(cost, prediction))
 
 
 def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction) -> Table:
     """One row for plain decoding, and one for each gamma."""
-    columns: dict[str, Callable[[Summary], str]] = {
+    columns: dict[str, Callable[[Summary], Cell]] = {
         "gamma": lambda row: str(row["gamma"]),
         "s a\ntext": lambda row: median(row["seconds"]),
         "tokens/s": lambda row: span(row["throughput"]),
         "speed-up": lambda row: span(row["speedup"]),
-        "theory": lambda row: f"{row['theory']:.2f}",
-        "measured\n/ theory": lambda row: f"{row['speedup'][0] / row['theory']:.2f}",
-        "the\npaper's": lambda row: f"{row['paper']:.2f}",
-        "alpha": lambda row: f"{row['alpha']:.3f}",
-        "tokens/\nround": lambda row: f"{row['tokens_per_round'][0]:.2f}",
+        "theory": lambda row: Measured(row["theory"], digits=2),
+        "measured\n/ theory": lambda row: Measured(row["speedup"][0] / row["theory"], digits=2),
+        "the\npaper's": lambda row: Measured(row["paper"], digits=2),
+        "alpha": lambda row: Measured(row["alpha"], digits=3),
+        "tokens/\nround": lambda row: Measured(row["tokens_per_round"][0], digits=2),
     }
     if any(row["expected"] == row["expected"] for row in prediction["rows"]):  # The overlaps were measured.
-        columns["of\nexpected"] = lambda row: f"{tokens_a_round(row) / row['expected']:.2f}"
-    table, target = grid("Speed over gamma: " + conditions(run, lines), columns), prediction["plain"]
-    table.add_row("plain", median(target["seconds"]), span(target["throughput"]), "1")
+        columns["of\nexpected"] = lambda row: Measured(tokens_a_round(row) / row["expected"], digits=2)
+    table, target = Table("Speed over gamma: " + conditions(run, lines), list(columns)), prediction["plain"]
+    table.add("plain", median(target["seconds"]), span(target["throughput"]), "1")
     for row in prediction["rows"]:
-        table.add_row(*(cell(row).replace("nan", "-") for cell in columns.values()))
+        table.add(*(cell(row) for cell in columns.values()))
     return table
 
 
-def batch_tables(lines: Sequence[Line]) -> Iterator[RenderableType]:
+def batch_table(lines: Sequence[Line]) -> Table:
     """The map of `--sweep batch`: a row for each batch."""
     rows, first = predict_batches(lines), of_kind(lines, QueueLine)[0]
     gammas = dict.fromkeys(row["gamma"] for prediction in rows.values() for row in prediction["rows"])
@@ -365,13 +327,12 @@ def batch_tables(lines: Sequence[Line]) -> Iterator[RenderableType]:
         "costAware",
         "its share\nof the best",
     ]
-    table = grid(title, titles)
+    table = Table(title, titles, notes=BATCH_NOTES)
     for batch, prediction in rows.items():
-        cell = {row["gamma"]: f"{row['speedup'][0]:.2f}" for row in prediction["rows"]}
+        cell: dict[Any, Cell] = {row["gamma"]: Measured(row["speedup"][0], digits=2) for row in prediction["rows"]}
         chosen = [cell.get(gamma, "") for gamma in (*fixed, "costAware")]
-        table.add_row(str(batch), median(prediction["plain"]), *chosen, span(prediction["controller"]["best"]))
-    yield table
-    yield Text(BATCH_NOTES)
+        table.add(str(batch), median(prediction["plain"]), *chosen, span(prediction["controller"]["best"]))
+    return table
 
 
 def sweep_notes(cost: CostsLine, prediction: Prediction) -> str:
@@ -385,53 +346,3 @@ def sweep_notes(cost: CostsLine, prediction: Prediction) -> str:
         "that of a plain step. the paper's: the same with a cost of 1; "
         f"by it, gamma {prediction['best']} is best." + (" " + OVERLAPS if cost.get("overlap_by_position") else "")
     )
-
-
-def diversity_table(lines: Sequence[DiversityLine]) -> Table:
-    """One row for each method, and below them the article's figures."""
-    first = lines[0]
-    table = grid(
-        f"Diversity: {counted(first['prompts'], 'prompt')}, maxLen {first['maxLen']}, "
-        f"temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}",
-        ["", "texts", *DIVERSITY_TITLES],
-    )
-    for line in lines:
-        figures = (give_or_take([text[name] for text in line["each"]]) for name in FIGURES)
-        table.add_row(name_of(line["method"]), str(line["texts"]), *figures)
-    for method, values in ARTICLE.items():
-        table.add_row(f"article, {method}", "5", *(f"{value:.3g}" for value in values))
-    return table
-
-
-def text_table(lines: Sequence[TextPerplexityLine], pythia: bool) -> Table:
-    """Perplexity per text, one row for each corpus; if the models are the course report's, its figures below."""
-    limit, dtype = lines[0]["sentenceLimit"], lines[0]["dtype"]
-    title = f"Perplexity per text (mean over texts of at least {limit} characters), {dtype}"
-    table = grid(title, ["", "texts", "tokens", *PERPLEXITIES])
-    for line in lines:
-        table.add_row(plain(line["corpus"]), str(line["texts"]), f"{line['tokens']:,}", *perplexities(line["ppl"]))
-    if pythia:
-        table.add_row("the report (WikiText-2)", str(REPORT_TEXTS), "", *perplexities(REPORT)[:-1], REPORT_DIFFERENCE)
-    return table
-
-
-def corpus_table(lines: Sequence[CorpusPerplexityLine]) -> Table:
-    """Perplexity of each whole corpus, per token, word and byte."""
-    window, stride, dtype = lines[0]["window"], lines[0]["stride"], lines[0]["dtype"]
-    title = f"Perplexity of the corpus (windows of {window} tokens, stride {stride}), {dtype}"
-    table = grid(title, ["", "tokens", "per", *PERPLEXITIES])
-    for line in lines:
-        for unit in ("token", "word", "byte"):
-            corpus = (plain(line["corpus"]), f"{line['tokens']:,}") if unit == "token" else ("", "")
-            table.add_row(*corpus, unit, *perplexities({role: ppl[unit] for role, ppl in line["ppl"].items()}))
-    return table
-
-
-def perplexities(ppl: Mapping[str, float]) -> tuple[str, ...]:
-    """The cells of PERPLEXITIES."""
-    return number(ppl["draft"], 4), number(ppl["target"], 6), number(ppl["speculative"], 6), difference(ppl)
-
-
-def difference(ppl: Mapping[str, float]) -> str:
-    """How far the speculative perplexity is from the target's, relative to it."""
-    return f"{abs(ppl['speculative'] / ppl['target'] - 1):.1e}"

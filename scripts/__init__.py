@@ -1,2 +1,2 @@
-"""Tools for maintainers, run as `python -m scripts.NAME`: they train the bundled models, draw figures, and try
-everything at full size."""
+"""Tools for maintainers, run as `python -m scripts.NAME`: they train the bundled models, keep records, and render the
+documentation and its figures."""

@@ -11,6 +11,7 @@ the report's own figures beside them. The exit code is 1 if a step failed or --l
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import subprocess
@@ -21,14 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from rich.console import RenderableType
-from rich.table import Table
-
 import downloadData
 import downloadModel
-from experiments.lines import EndLine, LosslessLine, Run, RunLine, SpeedLine, TextPerplexityLine, of_kind
+from experiments.lines import EndLine, LosslessLine, Run, RunLine, SpeedLine, TextPerplexityLine, TimedText, of_kind
 from experiments.settings import parse, without_effect
-from experiments.speed import FEW
+from experiments.speed import FEW, summarize
 from inputs.commandLine import as_command, path, script_parser, text, whole
 from inputs.devices import pick_device
 from inputs.files import ROOT, replace_file
@@ -37,10 +35,10 @@ from inputs.texts import find_texts
 from report import losslessReport
 from report.results import Results, heading
 from report.results import report as shown
-from report.sources import REPORT_DTYPE, REPORT_PASSAGES, REPORT_PROMPTS, is_the_reports
-from scripts.docsSources import CACHED, NO_CACHE, Column, perplexities_beside, speeds_beside
-from scripts.docsTables import cells_of, source, table
-from scripts.keepRecord import without_places
+from report.sources import REPORT, REPORT_DTYPE, REPORT_PASSAGES, REPORT_PROMPTS, REPORT_SPEED, is_the_reports
+from report.tables import Cell, Measured, Table, markdown, span
+from report.textTables import text_table
+from scripts.keepRecord import source, without_places
 
 PAIR, MID = (downloadModel.PYTHIA[-1], downloadModel.PYTHIA[0]), downloadModel.PYTHIA[1]
 DATA = ["wikitext", "pg19"]
@@ -58,6 +56,19 @@ NOTES = """\
 - Speculative and target perplexity should agree to a relative difference below 1e-6. The report's are means of ten
   texts; its code reads the first 20 of WikiText-2's test split that have 100 characters or more, as here.
 - [95 % bootstrap interval]; in round brackets the range of few values."""
+
+
+Methods = dict[str, str]  # {role in the report: the method that has it here}
+NO_CACHE: Methods = {"target": "noCache", "speculative": "speculativeNoCache"}
+CACHED: Methods = {"draft": "draft", "target": "target", "speculative": "speculative"}
+
+
+class Column(NamedTuple):
+    """Measured figures beside the course report's. lines: timed texts. methods: which row is which."""
+
+    title: str
+    lines: Sequence[TimedText]
+    methods: Methods
 
 
 class Plan(NamedTuple):
@@ -204,10 +215,10 @@ def beside(runs: Sequence[tuple[Step, Run | None]]) -> Iterator[str]:
         Column("here, KV cache, eager", eager, CACHED),
         Column("here, KV cache, compiled", compiled, CACHED),
     )
-    yield f"**Speed**\n\n{speeds_beside(columns, {})}"
+    yield f"**Speed**\n\n{markdown(speeds_beside(columns))}"
     if texts := [line for _, lines in found for line in of_kind(lines, TextPerplexityLine)]:
         pythia = any(is_the_reports(run) for run, _ in found)
-        yield f"**Perplexity per text**\n\n{perplexities_beside(texts, pythia, {})}"
+        yield f"**Perplexity per text**\n\n{markdown(perplexities_beside(texts, pythia))}"
 
 
 def tables(found: Run) -> Iterator[str]:
@@ -216,17 +227,39 @@ def tables(found: Run) -> Iterator[str]:
     dtypes = ", ".join(dict.fromkeys(str(line.get("dtype")) for line in lines if "dtype" in line))
     yield f"{source(cast(RunLine, without_places(run)), dtypes)} Run {run['run']}."
     for piece in list(shown(run, lines))[len(list(heading(run, True))) :]:
-        if words := markdown(piece):
-            yield words
+        if isinstance(piece, Table):
+            yield "\n\n".join(filter(None, [f"**{piece.title}**", markdown(piece), piece.notes]))
+        elif words := str(piece):
+            yield re.sub(r"^Figure: (.*)", r"![\1](\1)", words)
 
 
-def markdown(piece: RenderableType) -> str:
-    """A table or a text of `report.results.report` in Markdown."""
-    if not isinstance(piece, Table):
-        return re.sub(r"^Figure: (.*)", r"![\1](\1)", str(piece))
-    titles = " | ".join(str(column.header).replace("\n", " ") for column in piece.columns)
-    rows = [[cell.replace("|", r"\|") for cell in row] for row in cells_of(piece)]
-    return f"**{piece.title}**\n\n{table(titles, rows)}"
+def speeds_beside(columns: Sequence[Column]) -> Table:
+    """The speeds of the course report, a column for each of `columns` beside them. A figure that was not measured is an
+    empty cell."""
+    titles = "figure", "the report, group one: best of several runs", "group two: typical", *(c.title for c in columns)
+    table, measured = Table("", [*titles]), [beside_report(column) for column in columns]
+    for figure, *cells in zip(REPORT_SPEED, *measured):
+        table.add(f"{figure.role}: {figure.words}", figure.best, figure.typical, *cells)
+    return table
+
+
+def beside_report(column: Column) -> list[Cell]:
+    """What was measured of each figure of `REPORT_SPEED`."""
+    rows = {row["method"]: row for row in summarize(column.lines, column.methods["target"])}
+    found = [(rows.get(column.methods.get(figure.role, "")), figure) for figure in REPORT_SPEED]
+    return [span(row[figure.field], figure.scale) if row else "" for row, figure in found]
+
+
+def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool) -> Table:
+    """Perplexities per text, and those of the course report. pythia: the models are the report's, so that its target's
+    perplexity of WikiText-2 can be compared."""
+    table = text_table(lines, True)
+    if pythia:
+        table.heads.append("of the report")
+        targets = [line["ppl"]["target"] if line["corpus"] == "wikitext" else math.nan for line in lines]
+        for row, target in zip(table.rows, [*targets, REPORT["target"]]):
+            row.append(Measured(target / REPORT["target"], digits=3))
+    return table
 
 
 def read(argv: Sequence[str] | None) -> Plan:

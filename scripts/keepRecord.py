@@ -3,12 +3,11 @@
     python -m scripts.keepRecord compare 0a37afb3 --from FOLDER     a run of FOLDER/results.jsonl, as "compare"
     python -m scripts.keepRecord benchmark --from FOLDER            FOLDER/benchmark*.json
     python -m scripts.keepRecord benchmark --from FOLDER --machine NAME     the same, of a second machine
-    python -m scripts.keepRecord selfDraft-SmolLM2-135M-Instruct --from FOLDER      a file of scripts/copySweep.py
-    python -m scripts.keepRecord audit --from FOLDER                FOLDER/audit.json, or another file of one record
+    python -m scripts.keepRecord chat --from FOLDER                 FOLDER/chat.json, or another file of one record
 
 A record replaces the one that was kept under its name. results.txt is rendered from the runs that are kept. The
 benchmark's records have tables of their own; figures in running text are those of the record without a machine's name.
-`python -m scripts.renderDocs` then writes the documentation and draws its pictures.
+`python -m scripts.render` then writes the documentation and draws its pictures.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any, cast
 
 from benchmark.records import BenchmarkRecord
 from experiments.lines import Line, RunLine
-from inputs.commandLine import Parser, as_command, path, text
+from inputs.commandLine import as_command, counted, path, script_parser, text
 from inputs.files import ROOT, replace_file
 from report.results import Results
 from utils import UserError
@@ -36,7 +35,6 @@ Run = tuple[RunLine, list[Line]]  # the run's own line, and its measurements
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 # Files that `python -m benchmark` writes: of the bundled pair, of Pythia's shapes, of a real model.
 BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b", "benchmark-SmolLM2-135M-Instruct")
-COPIES = "selfDraft-SmolLM2-135M-Instruct"  # what `python -m scripts.copySweep` writes
 # What `python -m benchmark --batch` writes: beside vLLM, and as a map with --shapes.
 QUEUES, MAP = "throughput-SmolLM2-135M-Instruct", "throughput-pythia-2.8b"
 
@@ -106,6 +104,20 @@ class Records:
         others = tuple(other for other in BENCHMARKS if len(other) > len(name))  # All names begin with "benchmark".
         stems = [file.stem for file in sorted(self.folder.glob(f"{name}-*.json"))]
         return {stem: self.benchmark(stem) for stem in [name, *(s for s in stems if not s.startswith(others))]}
+
+
+def command_of(record: Mapping[str, Any]) -> str:
+    """The command line of a run, of a benchmark, or of the program that a record names."""
+    program = record.get("program") or ("test.py" if "run" in record else "-m benchmark")
+    return f"python {program} {record['command']}".rstrip()
+
+
+def source(record: Mapping[str, Any], dtype: str = "") -> str:
+    """The line under a table: how, with what and where its figures were measured."""
+    machine, models = record["machine"], ", ".join(model["name"] for model in record["models"].values())
+    place = f"{machine['processor']}, {counted(machine['threads'], 'thread')}, {record['device']}"
+    parts = f"`{command_of(record)}`", place, models, dtype, f"torch {machine['torch']}", record["time"][:10]
+    return "; ".join(filter(None, parts)) + "."
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -196,12 +208,7 @@ def keep_files(name: str, folder: Path, root: Path, machine: str | None = None) 
 
 def work(root: Path, argv: Sequence[str] | None) -> None:
     """Parse the flags and copy."""
-    parser = Parser(
-        prog="python -m scripts.keepRecord",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("python -m scripts.keepRecord", __doc__)
     parser.add_argument("name", type=text, metavar="NAME", help="first, compare, sweep, ..., or of a file")
     parser.add_argument("run", type=text, nargs="?", metavar="RUN", help="a run's name; 1 is the newest")
     parser.add_argument(
@@ -226,7 +233,7 @@ def work(root: Path, argv: Sequence[str] | None) -> None:
         raise UserError(f"name the run to keep as {args.name!r}, or 1 for the newest")
     else:
         print(f"Kept: run {keep_run(args.name, args.run, args.folder, root)} as {args.name!r}; results.txt shows it.")
-    print("Now render the documentation: python -m scripts.renderDocs")
+    print("Now render the documentation: python -m scripts.render")
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:

@@ -21,7 +21,6 @@ from lossless.plantedMistakes import MISTAKES, one_hot_rule, shared_noise
 from lossless.scorer import TextScorer
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
-from scripts import auditPower
 from specSampling import specSampling
 from utils import GREEDY, Sampling, probabilities, residual
 
@@ -186,24 +185,6 @@ def test_the_power_is_as_said(kind):
         test = "surprise" if kind == "surprise" else "kolmogorov_smirnov"
         seen += test in seen_by(evidence.figures(), limit_of(1))
     assert 80 <= seen <= 99
-
-
-def test_the_script_measures_both_and_finds_what_is_there(tmp_path, monkeypatch, capsys):
-    for name, value in {"EXACT": {}, "TEXT": 20, "ROWS": 8, "PROMPT": 8}.items():
-        monkeypatch.setattr(auditPower, name, value)
-    for name in set(MISTAKES) - {"always accept", "late rejection"}:
-        monkeypatch.delitem(MISTAKES, name)
-    file = tmp_path / "audit.json"
-    flags = ["--tokens", "160", "--audits", "2", "--length", "40", "--out", str(file)]
-    assert auditPower.main(["--part", "mistakes", *flags]) == auditPower.main(["--part", "plain", *flags]) == 0
-    record = json.loads(file.read_text())
-    lines = record["mistakes"]["lines"]
-    assert [(line["mistake"], line["order"]) for line in lines] == [
-        (name, order) for name in ("always accept", "late rejection") for order in ("q / p", "p")
-    ]
-    assert all(line["tokens"] <= 160 and "impossible" in line["seen_by"] for line in lines)
-    assert [line["tokens"] for line in record["plain"]["lines"]] == [40, 40]
-    assert "0 false alarms in 2 audits." in capsys.readouterr().out
 
 
 # The command line.

@@ -17,7 +17,7 @@ from inputs import files
 from report.results import Results
 from report.sources import REPORT, REPORT_PROMPTS, REPORT_SPEED
 from scripts import courseReport
-from scripts.docsSources import CACHED, NO_CACHE, Column, speeds_beside
+from scripts.courseReport import CACHED, NO_CACHE, Column, perplexities_beside, speeds_beside
 
 TARGET, MID, DRAFT = (f"EleutherAI/pythia-{size}" for size in ("2.8b", "410m", "70m"))
 SMALL = "--sentences 1 --sentenceLimit 100 --maxLen 6 --repeats 1 --device cpu"
@@ -85,7 +85,7 @@ def test_the_whole_protocol_downloads_measures_and_writes_one_page(served, cli, 
     assert float(perplexity[2][-1]) == pytest.approx(
         float(perplexity[2][4].replace(",", "")) / REPORT["target"], abs=1e-3
     )
-    assert perplexity[3][-1] == "" and perplexity[4][-1] == "1"  # the report has no figure for PG-19
+    assert perplexity[3][-1] == "-" and perplexity[4][-1] == "1.000"  # the report has no figure for PG-19
     assert all(tables_of(page, f"Perplexity: {data}") for data in ("wikitext", "pg19"))
     pictures = re.findall(r"!\[.*\]\((figures/.*png)\)", page)
     assert len(pictures) == 2 and all((folder / picture).exists() for picture in pictures)  # of the sweep, of the tests
@@ -173,7 +173,7 @@ def test_speeds_stand_beside_the_reports_and_a_missing_row_is_empty():
     lines = [timed("noCache", 3.7243), timed("speculativeNoCache", 9.35)]
     columns = [Column("here", lines, NO_CACHE), Column("cached", lines, CACHED)]
     names = [f"{figure.role}: {figure.words}" for figure in REPORT_SPEED]
-    by_name = dict(zip(names, rows_of(speeds_beside(columns, {}))))
+    by_name = dict(zip(names, rows_of(speeds_beside(columns))))
     assert by_name["target: tokens/s"] == ["3.7449", "3.7243", "3.72", ""]
     assert by_name["speculative: speed-up"] == ["2.49", "1.81", "2.51", ""]
     assert by_name["target: total/n, ms"] == ["267.0314", "268.5069", "269", ""]
@@ -182,7 +182,15 @@ def test_speeds_stand_beside_the_reports_and_a_missing_row_is_empty():
 
 def rows_of(table):
     """The cells of the rows of a table, without their names."""
-    return [[cell.strip() for cell in row.strip("|").split("|")][1:] for row in table.splitlines()[2:]]
+    return [[str(cell) for cell in row[1:]] for row in table.rows]
+
+
+def test_perplexities_stand_beside_the_reports_and_only_wikitext_is_divided_by_it():
+    ppl = {"draft": 90.0, "target": 2 * REPORT["target"], "speculative": 2 * REPORT["target"]}
+    given = {"texts": 2, "tokens": 100, "ppl": ppl, "sentenceLimit": 100, "dtype": "float32"}
+    lines = [given | {"corpus": corpus} for corpus in ("wikitext", "pg19")]
+    assert [row[-1] for row in rows_of(perplexities_beside(lines, True))] == ["2.000", "-", "1.000"]
+    assert "of the report" not in perplexities_beside(lines, False).titles()
 
 
 def test_the_default_models_are_the_reports():

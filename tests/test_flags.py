@@ -131,10 +131,6 @@ SPECIAL = {
         "--gguf": Name(wrong=["nowhere.gguf", __file__]),
     },
     "downloadData": {"names": Name(["wikitext"], alone=["x", "pg", *SCRIBBLE]), "--from": Name(alone=["nowhere"])},
-    "drawRounds": {
-        "--temperature": ["1e-5"],
-        "--out": Name(["x.gif"], ["nowhere/x.gif", ".", "x.txt", "x" * 5000 + "/x.gif"]),
-    },
     "trainBundled": {
         "--texts": Name(wrong=["nowhere", "nowhere:x", f"{__file__}:0", f"{__file__}:-1", f"{__file__}:x"]),
         "--minutes": ["0"],
@@ -167,7 +163,7 @@ def kind_of(action, script):
 
 
 # Flags without which a script stops for another reason, or says which models it takes.
-BASE = {"test": ["--target", "t", "--draft", "d"], "trainBundled": ["--texts", __file__], "drawRounds": ["--measure"]}
+BASE = {"test": ["--target", "t", "--draft", "d"], "trainBundled": ["--texts", __file__]}
 # What each script may not touch before its flags are known to be right.
 GUARDED = {
     "test": [
@@ -182,16 +178,11 @@ GUARDED = {
         f"downloadData.{name}"
         for name in ("download_wikitext", "download_pg19", "download_specbench", "install_from", "show_data_sets")
     ],
-    "drawRounds": ["scripts.drawRounds.load_tokenizer", "scripts.drawRounds.load_model"],
     "trainBundled": [
         f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train", "PreTrainedTokenizerFast")
     ],
 }
-MODULES = {
-    "benchmark": "benchmark.__main__",
-    "drawRounds": "scripts.drawRounds",
-    "trainBundled": "scripts.trainBundled",
-}
+MODULES = {"benchmark": "benchmark.__main__", "trainBundled": "scripts.trainBundled"}
 
 
 @dataclass

@@ -112,16 +112,16 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
     said = {row: words for row, words in tables.texts_of(record).items() if "transformers" not in row}
     expected = {  # how what is said of a row begins
         "OpenVINO, float32": "left out: the library is missing",
-        "OpenVINO, float32, speculative": "not lossless: ",
+        "OpenVINO, float32, speculative": "found: ",
         "OpenVINO, int8 (quantised)": "left out: the library is missing",
-        "llama.cpp, float16": "lossless",
+        "llama.cpp, float16": "none found",
         "llama.cpp, float16, speculative": "left out: out of memory",
-        "llama.cpp, float16, its 4-bit copy drafts": "lossless",
+        "llama.cpp, float16, its 4-bit copy drafts": "none found",
         "llama.cpp, int8 (quantised)": "another model",
         "CTranslate2, float32": "left out: not timed: ",
         "CTranslate2, int8 (quantised)": "left out: not timed: ",
-        "vLLM, float32": "lossless",
-        "vLLM, float32, prompt lookup": "not lossless: ",
+        "vLLM, float32": "none found",
+        "vLLM, float32, prompt lookup": "found: ",
     }
     assert list(said) == list(expected)
     assert all(said[name].startswith(words) for name, words in expected.items()), said

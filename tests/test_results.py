@@ -1,6 +1,7 @@
 """No measurement is lost, whatever happens; what is shown is what was measured, and nothing else."""
 
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -15,7 +16,6 @@ import pytest
 from conftest import ROOT, refused
 from PIL import Image
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from benchmark.tables import tables
@@ -24,7 +24,7 @@ from experiments.sweep import predict
 from report import figures, results
 from report.results import Results, show
 from report.runTables import ranked, swept
-from report.tableFormat import WIDTH, give_or_take, grid, notation, span, title_of
+from report.tables import WIDTH, Measured, Table, give_or_take, markdown, notation, span, text
 from utils import UserError
 
 FORK = multiprocessing.get_context("fork")
@@ -284,13 +284,45 @@ def test_trees_stand_beside_theory_and_beside_the_fastest_chain(tmp_path):
 
 
 def test_intervals_and_ranges_have_their_own_notation():
-    assert span(Interval(4.42, 4.31, 4.93)) == "4.42\n[4.31, 4.93]"
-    assert span(Range(4.42, 4.31, 4.93)) == "4.42\n(4.31–4.93)"
-    assert span(interval([2.0])) == span(interval([2.0] * 9)) == "2.00"
+    assert str(span(Interval(4.42, 4.31, 4.93))) == "4.42 [4.31, 4.93]"
+    assert span(Range(4.42, 4.31, 4.93)).written("\n") == "4.42\n(4.31–4.93)"
+    assert str(span(interval([2.0]))) == str(span(interval([2.0] * 9))) == "2.00"
+    assert str(span([math.nan] * 3)) == "-" and str(Measured(0.51234, digits=3, unit=" s")) == "0.512 s"
     assert give_or_take([1.0, 2.0, 6.0]) == "3\n(1–6)" and "±" in give_or_take([1.0, 2.0, 6.0] * 2)
-    assert notation("1") == "" and notation("1\n[0, 2]") == " [95 % bootstrap interval]"
-    assert notation("1 (0–2)") == " (range of fewer than 6 values)"
-    assert notation("1 (0–2)", "1 [0, 2]") == " [95 % bootstrap interval] or (range of fewer than 6 values)"
+    alone, of_many, of_few = (Table("", [""], [[span(figures)]]) for figures in ([1] * 3, [1, 0, 2], Range(1, 0, 2)))
+    assert notation(alone) == "" and notation(of_many) == " [95 % bootstrap interval]"
+    assert notation(of_few) == " (range of fewer than 6 values)"
+    assert notation(of_few, of_many) == " [95 % bootstrap interval] or (range of fewer than 6 values)"
+
+
+@pytest.mark.parametrize("name", ["head-bundled-target", "ablation-bundled-target"])
+def test_the_figure_of_a_training_has_a_line_for_each_guess_or_variant(tmp_path, monkeypatch, name):
+    drawn, record = [], json.loads((ROOT / "docs" / "records" / f"{name}.json").read_text())
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
+    assert figures.draw_trainings(record, tmp_path / "figure.png") == tmp_path / "figure.png"
+    names = (
+        [*record["variants"]]
+        if len(record["variants"]) > 1
+        else ["all tested guesses", *map("guess {}".format, (1, 2, 3, 4))]
+    )
+    (axes,) = drawn[0].axes
+    assert [line.get_label() for line in axes.lines] == names
+    figures.plt.close("all")
+
+
+def test_a_table_in_markdown_has_the_cells_of_the_screen():
+    table = Table("T", ["", "tokens/\nround", "K-S\np", "by"], left=(3,))
+    table.add("a", span(Interval(4.42, 4.31, 4.93)), Measured(math.nan), "x | y")
+    table.add("b", "7")
+    assert markdown(table).splitlines() == [
+        "|  | tokens/round | K-S p | by |",
+        "| --- | ---: | ---: | --- |",
+        r"| a | 4.42 [4.31, 4.93] | - | x \| y |",
+        "| b | 7 |  |  |",
+    ]
+    assert markdown(table, "tokens/round | ", "b").splitlines()[2:] == ["| 7 | b |"]
+    with refused("the table 'T' has no column 'alpha'"):
+        markdown(table, "alpha")
 
 
 def test_methods_are_in_the_order_of_their_speed_up_and_another_order_of_throughput_is_explained(tmp_path):
@@ -353,16 +385,16 @@ def pieces_of_records():
 def broken_words(table, width):
     """The words of the titles and of the names in the first column that are not whole where a table is printed."""
     screen = StringIO()
-    Console(width=width, file=screen, color_system=None).print(table)
+    Console(width=width, file=screen, color_system=None).print(text(table))
     words = re.findall(r"\S+", screen.getvalue())
-    names = [str(cell) for cell in table.columns[0].cells] + [str(column.header) for column in table.columns]
+    names = [str(row[0]) for row in table.rows] + table.heads
     broken = [word for name in names for word in name.split() if word not in words]
     return broken + [name for name in names if re.search(r"[a-z]-\n", name)]
 
 
 def unexplained(tables, notes):
     """The titles of columns that no legend in the notes explains."""
-    titles = {title_of(column.header) for table in tables for column in table.columns}
+    titles = {title for table in tables for title in table.titles()}
     titles = {re.sub("^(eager|compiled) ", "", title) for title in titles} - PLAIN
     said = re.sub(r"\s+", " ", " ".join(notes))
 
@@ -379,13 +411,14 @@ def test_no_table_breaks_a_word_and_every_symbol_is_in_its_legend():
     for pieces, width in shown:
         found = [piece for piece in pieces if isinstance(piece, Table)]
         assert [broken_words(table, width) for table in found] == [[]] * len(found)
-        assert unexplained(found, [piece.plain for piece in pieces if isinstance(piece, Text)]) == []
+        notes = [piece.plain for piece in pieces if isinstance(piece, Text)] + [table.notes for table in found]
+        assert unexplained(found, notes) == []
 
 
 def test_a_broken_word_and_a_title_without_a_legend_are_seen():
     def table(*titles):
-        made = grid("A table", titles)
-        made.add_row("speculative", *["1234567890"] * (len(titles) - 1))
+        made = Table("A table", [*titles])
+        made.add("speculative", *["1234567890"] * (len(titles) - 1))
         return made
 
     assert broken_words(table("", "alpha"), WIDTH) == []
@@ -417,7 +450,7 @@ def test_a_sweep_stands_beside_theory_where_it_was_measured(tmp_path):
 
 
 @pytest.mark.parametrize("max_len", [1, 2])
-def test_figures_that_do_not_exist_are_shown_as_nan(tmp_path, max_len):
+def test_figures_that_do_not_exist_are_a_dash(tmp_path, max_len):
     """One token has no time per token after the first; two leave no room for a guess."""
     text = write(
         tmp_path,
@@ -427,7 +460,7 @@ def test_figures_that_do_not_exist_are_shown_as_nan(tmp_path, max_len):
             for method in ("target", "speculative")
         ),
     )
-    assert "nan" in next(line for line in text.splitlines() if line.startswith("speculative"))
+    assert " - " in next(line for line in text.splitlines() if line.startswith("speculative"))
 
 
 def test_names_are_shown_as_they_are_and_never_executed(tmp_path, capsys):

@@ -171,13 +171,12 @@ def test_the_text_of_the_moving_picture_is_whole_and_keeps_to_its_columns():
     rounds = [[[], [], [" he"]], [[" looked"], [" up"], [" at", "\nthe"]], [[" door"], [" of", " x"], ["."]]]
 
     def text(count, ended=False):
-        characters = drawRounds.characters("The old  man", rounds[:count], ended)
-        lines = drawRounds.lines_of(characters)
-        assert all(len("".join(c.glyph for c in line).rstrip()) <= drawRounds.COLUMNS for line in lines)
-        return "".join(c.glyph for line in lines for c in line).rstrip()
+        lines = [[glyph for glyph, _ in line] for line in drawRounds.lines_of("The old man", rounds[:count], ended)]
+        assert all(len(line) <= drawRounds.COLUMNS for line in lines)
+        return " ".join("".join(line) for line in lines)
 
     assert text(2) == "The old man he looked up at the"
     assert text(3) == "The old man he looked at the door of x."
     assert text(3, ended=True) == "The old man he looked at the door."
-    long = drawRounds.lines_of(drawRounds.characters("word " * 99 + "x" * 200, [], False))
-    assert len(long) > 10 and max(map(len, long)) <= drawRounds.COLUMNS + 1
+    long = list(drawRounds.lines_of("word " * 99 + "x" * 200, [], False))
+    assert len(long) > 10 and max(map(len, long)) <= drawRounds.COLUMNS

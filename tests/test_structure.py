@@ -180,31 +180,31 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "measure": "cli",
     "prepare": "cli",
     "loading": "cli",
-    "firstRun": "keepRecord",
     "evidence": "losslessness",
     "replay": "losslessness",
     "scorer": "losslessness",
     "plantedMistakes": "losslessness",
     "trial": "losslessness",
     "auditTexts": "audit",
-    "auditPower": "audit",
     "losslessReport": "losslessness",
     "figures": "results",
     "lines": "results",
     "sources": "results",
     "runTables": "results",
-    "tableFormat": "results",
+    "tables": "results",
+    "textTables": "results",
     "page": "playback",
     "play": "playback",
     "trace": "playback",
     "drawRounds": "security",
-    "fullSize": "downloadModel",
+    "render": "docs",
+    "blocks": "docs",
+    "codeBlocks": "docs",
     "training": "trainBundled",
     "headTexts": "trainHead",
     "headStates": "trainHead",
     "headNetworks": "trainHead",
     "headLosses": "trainHead",
-    "treeTokens": "treeSampling",
     "packGenerate": "customGenerate",
     "test": "cli",
 }
@@ -215,6 +215,4 @@ def test_every_module_has_its_tests(file):
     name = TESTED_WITH.get(file.stem, file.stem)
     if "benchmark" in file.relative_to(ROOT).parts:
         name = "benchmark"
-    if file.stem.startswith(("docs", "renderDocs")):
-        name = "docs"
     assert file.stem == "__init__" or Path(__file__).with_name(f"test_{name}.py").exists()

@@ -15,7 +15,7 @@ from benchmark import randomModels, throughput
 from benchmark.engines.engineProcess import PeerError
 from benchmark.options import parse
 from decoding.record import Record
-from report.tableFormat import cells
+from report.tables import cells
 from utils import Sampling
 
 

@@ -108,12 +108,12 @@ class TextChecker:
 
 
 def verdict(figures: Figures | None) -> str:
-    """What is said of a row's sampled texts."""
+    """What is said of a row's sampled texts: whether a test found a difference from the target's own."""
     if figures is None:
         return ""
     if not figures["seen_by"]:
-        return "lossless"
+        return "none found"
     tests = [TESTS[name] for name in figures["seen_by"]]
     if figures["impossible"]:
         tests[-1] += f" {100 * figures['impossible'] / figures['tokens']:.0f} %"
-    return f"not lossless: {', '.join(tests)}"
+    return f"found: {', '.join(tests)}"

@@ -1,4 +1,4 @@
-"""Blocks of the documentation that are read from the code: layout, imports between folders, methods, flags."""
+"""Blocks of the documentation that are read from the code: layout, imports between folders, methods, flags, models."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import ast
 import graphlib
 import re
 from argparse import Action
+from collections.abc import Callable
 from functools import cache
 from textwrap import fill
 
 from experiments.flags import parser
 from inputs.files import ROOT
 from methods.catalogue import METHODS
-from scripts.docsTables import Render, Words, table
+from report.tables import Cell, Table, markdown
 from scripts.keepRecord import Records
 
 ROOT_FILES = ("test", "specSampling", "regrSampling", "PPL", "utils", "downloadModel", "downloadData")
@@ -28,20 +29,17 @@ OTHERS = {
 
 @cache
 def imports() -> dict[str, list[str]]:
-    """{folder of code or file in the root: the others among them that it imports}, from the lowest to the highest. A
-    folder of code has an `__init__.py`. What a name imports stands before it."""
+    """{folder of code or file in the root: the others among them that it imports}, from the lowest to the highest."""
     files = {folder.parent.name: [*folder.parent.rglob("*.py")] for folder in ROOT.glob("*/__init__.py")}
-    files |= {file.stem: [file] for file in ROOT.glob("*.py")}
+    files = {name: of for name, of in files.items() if name != "tests"} | {f.stem: [f] for f in ROOT.glob("*.py")}
     found: dict[str, set[str]] = {}
-    for name in sorted(files.keys() - {"tests"}):
-        modules: set[str] = set()
-        for node in (node for file in files[name] for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
-            if isinstance(node, ast.Import):
-                modules |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                modules.add(node.module.split(".")[0])
-        found[name] = modules & files.keys() - {name, "tests"}
-    order = list(graphlib.TopologicalSorter({name: sorted(others) for name, others in found.items()}).static_order())
+    for name, of in files.items():
+        nodes = [node for file in of for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+        modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+        found[name] = {module.split(".")[0] for module in modules} & files.keys() - {name}
+    sorted_names = {name: sorted(found[name]) for name in sorted(found)}
+    order = list(graphlib.TopologicalSorter(sorted_names).static_order())
     return {name: [other for other in order if other in found[name]] for name in order}
 
 
@@ -62,7 +60,7 @@ def shown(name: str) -> str:
     return f"{name}/" if (ROOT / name).is_dir() else f"{name}.py"
 
 
-def layout(records: Records, words: Words) -> str:
+def layout(records: Records) -> str:
     """The annotated tree of the project."""
     folders = [name for name in imports() if (ROOT / name).is_dir()]
     rows = {shown(name): docstring(name) for name in (*ROOT_FILES, *folders)} | OTHERS
@@ -74,7 +72,7 @@ def layout(records: Records, words: Words) -> str:
     return "\n".join(["```text", *lines, "```"])
 
 
-def graph(records: Records, words: Words) -> str:
+def graph(records: Records) -> str:
     """The folders and files as a Mermaid graph, each above what it imports. An import that others imply is left out."""
     reach: dict[str, set[str]] = {}
     lines: list[str] = []
@@ -86,23 +84,13 @@ def graph(records: Records, words: Words) -> str:
     return "\n".join(["```mermaid", "flowchart TD", *lines, "```"])
 
 
-def folders(records: Records, words: Words) -> str:
-    """The table of folders and files, what they hold and what they import, from the highest to the lowest."""
-    rows = []
-    for name, others in reversed(imports().items()):
-        text = docstring(name).replace("|", "\\|")
-        rows.append([f"`{shown(name)}`", text, " ".join(f"`{shown(other)}`" for other in others)])
-    return table("folder or file | what it is | what it imports", rows)
-
-
-def methods(records: Records, words: Words) -> str:
+def methods(records: Records) -> str:
     """The catalogue of methods."""
-    rows = []
+    table = Table("", ["method", "what it is", "needs", "measured by, beside `--compare`", "lossless"])
     for method in METHODS.values():
         modes = " ".join(f"`--{mode}`" for mode in method.modes)
-        lossless = "yes" if method.lossless else ""
-        rows.append([f"`{method.name}`", method.title, ", ".join(method.needs), modes, lossless])
-    return table("method | what it is | needs | measured by, beside `--compare` | lossless", rows)
+        table.add(f"`{method.name}`", method.title, ", ".join(method.needs), modes, "yes" if method.lossless else "")
+    return markdown(table)
 
 
 def value_of(action: Action) -> str:
@@ -115,25 +103,25 @@ def value_of(action: Action) -> str:
 
 def meaning_of(action: Action) -> tuple[str, str]:
     """(default, meaning) of a flag: its help ends with "Default: ..." if it has one."""
-    text = " ".join((action.help or "").split()).replace("%%", "%").replace("|", "\\|")
+    text = " ".join((action.help or "").split()).replace("%%", "%")
     text = re.sub(r"(?<![\w-])--\w+", r"`\g<0>`", text)
     meaning, _, default = text.partition(" Default: ")
     return default.removesuffix("."), meaning
 
 
-def flags(records: Records, words: Words) -> str:
+def flags(records: Records) -> str:
     """Every flag of test.py, group by group."""
     pieces = []
     for group in parser()._action_groups:
         actions = [action for action in group._group_actions if action.option_strings and action.dest != "help"]
-        rows = [[f"`{action.option_strings[0]}`", value_of(action), *meaning_of(action)] for action in actions]
-        title = str(group.title)
+        rows: list[list[Cell]] = [[f"`{a.option_strings[0]}`", value_of(a), *meaning_of(a)] for a in actions]
         if rows:
-            pieces.append(f"## {title[0].upper()}{title[1:]}\n\n{table('flag | value | default | meaning', rows)}")
+            table, title = Table("", ["flag", "value", "default", "meaning"], rows), str(group.title)
+            pieces.append(f"## {title[0].upper()}{title[1:]}\n\n{markdown(table)}")
     return "\n\n".join(pieces)
 
 
-def architectures(records: Records, words: Words) -> str:
+def architectures(records: Records) -> str:
     """What each kind of model that transformers has is here: right, or refused, and why."""
     record = records.file("kinds")
     groups: dict[str, list[str]] = {}
@@ -143,18 +131,18 @@ def architectures(records: Records, words: Words) -> str:
         groups.setdefault(f"refused: {reason}" if verdict == "refused" else f"{verdict}{reason}", []).append(
             f"`{kind}`"
         )
-    order = sorted(
-        groups, key=lambda name: (not name.startswith("right"), name.startswith("unmade"), -len(groups[name]))
-    )
-    rows = [[name.replace("|", "\\|"), str(len(groups[name])), ", ".join(groups[name])] for name in order]
-    return table("verdict | kinds | transformers' names of them", rows)
+    table = Table("", ["verdict", "kinds", "transformers' names of them"])
+    for name, kinds in sorted(
+        groups.items(), key=lambda of: (of[0][:5] != "right", of[0][:6] == "unmade", -len(of[1]))
+    ):
+        table.add(name, str(len(kinds)), ", ".join(kinds))
+    return markdown(table)
 
 
-BLOCKS: dict[str, Render] = {
+BLOCKS: dict[str, Callable[[Records], str]] = {
     "architectures": architectures,
     "layout": layout,
     "graph": graph,
-    "folders": folders,
     "methods": methods,
     "flags": flags,
 }

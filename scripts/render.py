@@ -1,24 +1,20 @@
 """Render the documentation: write every table and quoted output in it from the records in docs/records/ and the code.
 
-    python -m scripts.renderDocs            writes README.md, README.zh-CN.md, docs/*.md and their pictures
-    python -m scripts.renderDocs --check    changes nothing, and says what is not as it would be written
+    python -m scripts.render            writes README.md, README.zh-CN.md, docs/*.md and their pictures
+    python -m scripts.render --check    changes nothing, and says what is not as it would be written
 
-A block stands between two comments, `begin NAME` and `end NAME`. A comment alone in its line begins a block of lines;
-one within a line begins a block of words. A picture carries the digest of its record in a text field of its PNG file
-or in the comment of its GIF file, which tells whether it is older than the record.
-
-A block `side-by-side+A+B` puts benchmark records beside each other, in one table. It is refused if their models, gamma
-or code differ.
+A block stands between two comments, `begin NAME` and `end NAME`; scripts/blocks.py says what it holds. A comment alone
+in its line begins a block of lines; one within a line begins a block of words. A picture carries the digest of its
+record in a text field of its PNG file or in the comment of its GIF file: is it older than the record?
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,13 +24,12 @@ from PIL.PngImagePlugin import PngInfo
 
 from benchmark.figure import draw
 from benchmark.throughput import draw_map
-from inputs.commandLine import Parser, as_command
+from inputs.commandLine import as_command, script_parser
 from inputs.files import ROOT, replace_file
-from report.figures import draw_batches, draw_categories, draw_lossless, draw_sweep
-from scripts import copySweep, docsBenchmark, docsCode, docsHeads, docsSources, docsTables
-from scripts.docsTables import CHINESE, Words, command_of, table
+from report.figures import draw_batches, draw_categories, draw_lossless, draw_sweep, draw_trainings
+from scripts.blocks import BLOCKS, CATEGORIES, TRAININGS
 from scripts.drawRounds import draw_rounds
-from scripts.keepRecord import BENCHMARKS, COPIES, MAP, Records
+from scripts.keepRecord import BENCHMARKS, MAP, Records
 from utils import UserError
 
 MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.+-]+) -->")
@@ -45,39 +40,16 @@ FENCE = re.compile(r"^(```+|~~~+).*\n((?:.*\n)*?)\1[ ]*$", re.M)
 FIGURES = {  # of runs
     "sweep": draw_sweep,
     "lossless": draw_lossless,
-    **dict.fromkeys(docsTables.MAPS, draw_batches),
-    **dict.fromkeys(docsTables.CATEGORIES, draw_categories),
+    **dict.fromkeys(("batch-copy", "batch-lookup", "batch-bundled"), draw_batches),
+    **dict.fromkeys(CATEGORIES, draw_categories),
 }
 FILES: dict[str, Callable[[Any, Path], object]] = {  # of records of one file
     **dict.fromkeys(BENCHMARKS, draw),
-    COPIES: copySweep.draw,
     MAP: draw_map,
-    **dict.fromkeys(docsHeads.CURVES, docsHeads.draw),
+    **dict.fromkeys(TRAININGS, draw_trainings),
 }
 PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *FILES)} | {"figures/rounds.gif": "rounds"}
 DIGEST = "Record"  # the text field of a PNG file; a GIF file has one comment
-
-
-def records_table(records: Records, words: Words) -> str:
-    """The table of docs/records/README.md: every record, its command and its machine."""
-    entries: list[tuple[str, str, Mapping[str, Any]]] = []
-    for name, run in records.index.items():
-        entries.append((name, f"run `{run}` in results.jsonl", records.run(name)[0]))
-    for benchmark in BENCHMARKS:
-        entries += [(name, f"{name}.json", record) for name, record in records.benchmarks(benchmark).items()]
-    for name, record in records.others().items():  # A file may have parts that were made one by one.
-        parts = {"": record} if "machine" in record else {f", {key}": part for key, part in record.items()}
-        entries += [(name, f"{name}.json{key}", part) for key, part in parts.items()]
-    rows = []
-    for name, place, record in entries:
-        made_on = record["machine"] | {"device": record["device"]}
-        machine = "{processor}, threads: {threads}, {device}; torch {torch}".format_map(made_on)
-        rows.append([f"`{name}`", place, f"`{command_of(record)}`", machine, record["time"][:10]])
-    return table("name | record | made by | machine | on", rows)
-
-
-BLOCKS = docsTables.BLOCKS | docsBenchmark.BLOCKS | docsCode.BLOCKS | docsHeads.BLOCKS | docsSources.BLOCKS
-BLOCKS |= {"records": records_table}
 
 
 class Fault(NamedTuple):
@@ -94,20 +66,14 @@ def files(root: Path) -> list[Path]:
 
 
 @cache
-def content_of(name: str, records: Records, chinese: bool) -> str:
+def content_of(name: str, records: Records) -> str:
     """What a block holds. Raises UserError if it has no renderer or no record."""
-    joint, *names = name.split("+")
-    if joint == docsBenchmark.SIDE_BY_SIDE and names:
-        return docsBenchmark.side_by_side(names, records)
     if name not in BLOCKS:
         raise UserError("there is no renderer of this name")
-    content = BLOCKS[name](records, CHINESE if chinese else {})
-    if not content.strip():
-        raise UserError("its record gives nothing to show")
-    return content
+    return BLOCKS[name](records)
 
 
-def rendered(text: str, records: Records, chinese: bool) -> tuple[str, list[Fault]]:
+def rendered(text: str, records: Records) -> tuple[str, list[Fault]]:
     """(a text with its blocks rendered, its faults as it is)."""
     faults: list[Fault] = []
 
@@ -121,7 +87,7 @@ def rendered(text: str, records: Records, chinese: bool) -> tuple[str, list[Faul
         if begins_line and not of_lines:
             note(block.start(), f"block {name} of words begins its line: Markdown takes such a line as HTML")
         try:
-            new = content_of(name, records, chinese)
+            new = content_of(name, records)
         except UserError as error:
             note(block.start(), f"block {name}: {error}")
             return block[0]
@@ -144,7 +110,7 @@ def rendered(text: str, records: Records, chinese: bool) -> tuple[str, list[Faul
 def pages(records: Records) -> Iterator[tuple[Path, str, list[Fault]]]:
     """(path, text with its blocks rendered, faults in the order of their lines) of all texts of the documentation."""
     for path in files(records.root):
-        text, faults = rendered(path.read_text(encoding="utf-8"), records, path.name.endswith(".zh-CN.md"))
+        text, faults = rendered(path.read_text(encoding="utf-8"), records)
         yield path, text, sorted(faults)
 
 
@@ -222,12 +188,7 @@ def render(root: Path) -> list[str]:
 
 def work(root: Path, argv: Sequence[str] | None) -> int:
     """Parse the flags, render or check. Returns 1 if a check finds faults."""
-    parser = Parser(
-        prog="python -m scripts.renderDocs",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("python -m scripts.render", __doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, and say what would change")
     if parser.parse_args(argv).check:
         faults = check(root)
@@ -240,7 +201,7 @@ def work(root: Path, argv: Sequence[str] | None) -> int:
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Run the command line `argv` on the documentation in the folder `root`; returns the exit code."""
-    return as_command("renderDocs", partial(work, root, argv), "No text was written.")
+    return as_command("render", partial(work, root, argv), "No text was written.")
 
 
 if __name__ == "__main__":

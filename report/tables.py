@@ -1,0 +1,179 @@
+"""A table: rows of cells with heads. `text` is for the screen and results.txt, `markdown` for the documentation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from rich import box
+from rich.console import Group
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from experiments.speed import FEW, Range, interval
+from inputs.commandLine import visible
+from utils import UserError
+
+WIDTH = 100
+NAME_WIDTH = 11  # of the longest word in the name of a method: "contrastive"
+NAMES = {
+    "draft": "draft alone",
+    "target": "target alone",
+    "mid": "mid alone",
+    "speculativeContrastive": "spec. contrastive",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell with a figure, and the ends of its 95 % interval, or of the range of few values.
+
+    digits: decimals; None: about three figures in all. unit: is written after the figure.
+    """
+
+    value: float
+    ends: tuple[float, ...] = ()
+    of_range: bool = False
+    digits: int | None = None
+    unit: str = ""
+
+    def written(self, between: str = " ") -> str:
+        """The figure, and after `between` its ends: [low, high], or (low–high) of a range; "-" if there is none."""
+        if self.value != self.value:
+            return "-"
+        largest, digits = max(self.value, *self.ends, 0), self.digits
+        if digits is None:
+            digits = 2 if largest < 10 else 1 if largest < 100 else 0
+        value, *ends = (f"{number:.{digits}f}" for number in (self.value, *self.ends))
+        if not ends or ends[0] == ends[1] or self.ends[0] != self.ends[0]:
+            return value + self.unit
+        return f"{value}{self.unit}{between}" + ("({}–{})" if self.of_range else "[{}, {}]").format(*ends)
+
+    def __str__(self) -> str:
+        return self.written()
+
+
+Cell = str | Text | Measured
+Row = TypeVar("Row")
+Columns = Mapping[str, Callable[[Row], Cell]]  # {title of a column: f(row), the row's cell}
+
+
+@dataclass
+class Table:
+    """heads: titles of the columns, broken where they have a newline. left: columns of words beside the first.
+    folded: those among them that are as narrow as the screen wants it. notes: are shown below it."""
+
+    title: str
+    heads: list[str]
+    rows: list[list[Cell]] = field(default_factory=list)
+    left: tuple[int, ...] = ()
+    folded: tuple[int, ...] = ()
+    notes: str = ""
+
+    def add(self, *cells: Cell) -> None:
+        """Add a row."""
+        self.rows.append([*cells])
+
+    def titles(self) -> list[str]:
+        """The titles of the columns, in one line each."""
+        return [head.replace("/\n", "/").replace("\n", " ").strip() for head in self.heads]
+
+    def __rich__(self) -> RichTable | Group:
+        return Group(text(self), Text(self.notes)) if self.notes else text(self)
+
+
+def text(table: Table) -> RichTable:
+    """A table for the screen. It never cuts its numbers: if it is too wide, the names in its first column are folded,
+    but not the words of its title."""
+    shown = RichTable(
+        title=plain(table.title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
+    )
+    for index, head in enumerate(table.heads):
+        if index == 0:
+            widest = max(map(len, head.split()), default=NAME_WIDTH)
+            shown.add_column(head, min_width=widest, overflow="fold")
+        else:
+            side = "left" if index in (*table.left, *table.folded) else "right"
+            shown.add_column(head, justify=side, no_wrap=index not in table.folded, overflow="fold")  # type: ignore[arg-type]
+    for row in table.rows:
+        shown.add_row(*(cell.written("\n") if isinstance(cell, Measured) else cell for cell in row))
+    return shown
+
+
+def markdown(table: Table, columns: str = "", rows: str = "") -> str:
+    """A table for the documentation; its columns of numbers are aligned right.
+
+    columns: which ones, "a | b | c"; none: all. rows: a pattern of the names in the first column; none: all rows.
+    """
+    titles = table.titles()
+    if unknown := set(columns.split(" | ") if columns else []) - {*titles}:
+        raise UserError(f"the table {table.title!r} has no column {min(unknown)!r}")
+    chosen = [titles.index(title) for title in columns.split(" | ")] if columns else range(len(titles))
+    written = [[str(row[index]).replace("\n", " ").replace("|", r"\|") if index < len(row) else "" for index in chosen]
+               for row in table.rows if not rows or re.fullmatch(rows, str(row[0]))]  # fmt: skip
+    filled = [[cell for cell in column if cell] for column in zip(*written)]
+    numbers = [bool(column) and all(re.match(r"[-+]?\d|-$", cell) for cell in column) for column in filled]
+    lines = [titles[index] for index in chosen], ["---:" if is_number else "---" for is_number in numbers], *written
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def table_of(title: str, columns: Columns[Row], rows: Iterable[Row], left: tuple[int, ...] = ()) -> Table:
+    """A table with one row of cells for each of `rows`."""
+    return Table(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows], left)
+
+
+def notation(*tables: Table) -> str:
+    """What stands beside the medians in these tables, in a legend's words, after a space; nothing if nothing does."""
+    words = {False: " [95 % bootstrap interval]", True: f" (range of fewer than {FEW} values)"}
+    figures = [cell for table in tables for row in table.rows for cell in row if isinstance(cell, Measured)]
+    found = {figure.of_range for figure in figures if "\n" in figure.written("\n")}
+    return " or".join(words[of_range] for of_range in sorted(found))
+
+
+def cells(*tables: Table) -> list[str]:
+    """All cells of some tables, in one line each."""
+    return [str(cell) for table in tables for row in table.rows for cell in row]
+
+
+def span(figures: Sequence[float], scale: float = 1.0) -> Measured:
+    """A median and its interval or range. figures: median, low, high."""
+    middle, *ends = (figure * scale for figure in figures)
+    return Measured(middle, tuple(ends), isinstance(figures, Range))
+
+
+def median(figures: Sequence[float], scale: float = 1.0) -> Measured:
+    """`span` without the interval, for tables that have no room for it."""
+    return Measured(figures[0] * scale)
+
+
+def give_or_take(values: Sequence[float]) -> str:
+    """A mean, and on a second line half the width of its 95 % interval, ±, or the range of few values, (low–high)."""
+    mean, low, high = figures = interval(values, np.mean)
+    if not high > low:
+        return f"{mean:.3g}"
+    ends = "–".join(f"{float(f'{end:.2g}'):g}" for end in (low, high))
+    return f"{mean:.3g}\n" + (f"({ends})" if isinstance(figures, Range) else f"±{(high - low) / 2:.2g}")
+
+
+def name_of(method: str) -> str:
+    """A method's name in words."""
+    return NAMES.get(method) or visible(re.sub("[A-Z]", lambda capital: " " + capital[0].lower(), method), "")
+
+
+def plain(value: object) -> Text:
+    """Text for the screen, without markup and control characters: names may come from anywhere."""
+    return Text(visible(str(value), ""))
+
+
+def number(value: float, digits: int) -> str:
+    """A number with that many decimals; from a million on in powers of ten, so that it fits its column."""
+    return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"

@@ -1,0 +1,318 @@
+"""What the blocks of the documentation hold: tables as they are printed of a record, and single figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from html import escape
+from io import StringIO
+from textwrap import wrap
+from typing import Any, cast
+
+from benchmark import tables as benchmark
+from benchmark.engines import textCheck
+from benchmark.throughput import map_tables, throughput_table
+from experiments.lines import CostsLine, GreedyLine, SpeedLine, TextPerplexityLine, of_kind
+from experiments.speed import interval, paired_ratios, summarize
+from experiments.sweep import predict
+from inputs.commandLine import visible
+from playback.trace import summary
+from report.losslessReport import verdict
+from report.results import report, show
+from report.runTables import swept
+from report.sources import POST, POST_FIGURES, SPEED_UP
+from report.tables import Measured, Table, markdown, median, notation, span
+from report.textTables import text_table, training_table
+from scripts import codeBlocks
+from scripts.courseReport import CACHED, NO_CACHE, Column, beside_report, perplexities_beside, speeds_beside
+from scripts.keepRecord import BENCHMARKS, MAP, QUEUES, Records, command_of, source
+from utils import Sampling, UserError
+
+PAIR, SHAPES, REAL = BENCHMARKS
+HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
+TRAININGS = *HEADS, ABLATION  # what `python -m scripts.trainHead` writes
+CATEGORIES = "categories", "categories-SmolLM2", "categories-head"  # runs with prompts of several categories
+COMPILED = CACHED | {"speculative": "fixed"}
+OWN = r"(?!transformers|OpenVINO|llama|CTranslate2|.*no cache|.*inside).*"  # this project's rows, with a KV cache
+BEST = "own copy in 5 bits, compiled|(speculative|prompt lookup|plain|synthetic 0.6), compiled|[A-Z].*|llama.*"
+BEST += "|transformers(, static cache, compiled)?"
+
+
+@cache
+def pieces_of(name: str, records: Records) -> tuple[Mapping[str, Any], list[Any]]:
+    """(the record of a run or of a benchmark, everything that is printed of it)."""
+    if name.startswith(BENCHMARKS):
+        record = records.benchmark(name)
+        return record, [*benchmark.tables(record)]
+    run, lines = records.run(name)
+    return run, [*report(run, lines)]
+
+
+def printed(
+    name: str, titles: str, records: Records, columns: str = "", rows: str = "", by: str = "", notes: bool = False
+) -> str:
+    """The tables of a record whose titles match a pattern, and the line that says how they were measured.
+
+    columns, rows: see `markdown`. by: the column by which rows are sorted. notes: with the sentences under the tables.
+    """
+    record, pieces = pieces_of(name, records)
+    parts, taken = [], False
+    for piece in pieces:
+        if isinstance(piece, Table):
+            if taken := bool(re.match(titles, piece.title)):
+                parts.append(with_title(sorted_by(piece, by), columns, rows))
+                parts += [piece.notes] if notes and piece.notes else []
+        elif taken and notes and not re.match("Figure:|Medians", str(piece)):
+            parts.append(str(piece))
+    if not parts:
+        raise UserError(f"nothing that is printed of {name} has a title like {titles!r}")
+    return "\n\n".join([*parts, source(record, record.get("dtype", ""))])
+
+
+def sorted_by(table: Table, title: str) -> Table:
+    """A table with the largest figure of a column first; as it is without a title."""
+    at = table.titles().index(title) if title else 0
+    return replace(table, rows=sorted(table.rows, key=lambda row: -cast(Measured, row[at]).value)) if title else table
+
+
+def with_title(table: Table, columns: str = "", rows: str = "") -> str:
+    """A table, and its title below it."""
+    medians = f"; medians{notation(table)}" if notation(table) and "medians" not in table.title else ""
+    return f"{markdown(table, columns, rows)}\n\n{table.title}{medians}."
+
+
+def all_tables(name: str, records: Records) -> str:
+    """Everything that is printed of all records of a benchmark, record by record."""
+    pieces = []
+    for kept in records.benchmarks(name):
+        record, (_, *own) = pieces_of(kept, records)
+        pieces += [f"## `{kept}`", source(record, record["dtype"])]
+        for piece in own:
+            pieces += [f"### {piece.title}", markdown(piece)] if isinstance(piece, Table) else [str(piece)]
+    return "\n\n".join(pieces)
+
+
+def throughput(records: Records) -> str:
+    """Queues of texts beside those of another engine, and what the tests say of its texts."""
+    record = records.file(QUEUES)
+    said = [f"{peer['method']}: {peer['failed'] or textCheck.verdict(peer['lossless'])}." for peer in record["peers"]]
+    table = throughput_table(record["queues"], record["flags"]["maxLen"], record["peers"])
+    return "\n\n".join([with_title(table), " ".join(said), source(record, record["dtype"])])
+
+
+def throughput_map(records: Records) -> str:
+    """Speed by batch and gamma at each synthetic acceptance."""
+    record = records.file(MAP)
+    maps = [f"Guesses accepted: {name}.\n\n{with_title(table)}" for name, table in map_tables(record["queues"]).items()]
+    return "\n\n".join([*maps, source(record, record["dtype"])])
+
+
+def excerpt(records: Records) -> str:
+    """What `make run` prints, without the notes and without the perplexity of whole corpora."""
+    run, lines = records.run("first")
+    buffer = StringIO()
+    kept = [line for line in lines if line["kind"] != "ppl_corpus"]
+    show(run, kept, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
+    text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip("= \n"))
+    text = re.sub(r"\nAcceptance.*?\n(?=Perplexity)", "\n[...]\n", text, flags=re.S)
+    return f"```text\n{re.sub(r'speculative: .*', '', text, flags=re.S)}[...]\n```"
+
+
+def lossless_verdict(records: Records) -> str:
+    """The sentence that `--lossless` prints."""
+    run, lines = records.run("lossless")
+    text = wrap(verdict(lines)[1], 100, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(["```text", f"$ {command_of(run)}", *text, "```"])
+
+
+def chat(records: Records) -> str:
+    """A conversation round by round: accepted guesses are bold, rejected ones struck out."""
+    record, paragraphs = records.file("chat"), []
+    for turn in record["turns"]:
+        answer = ""
+        for kinds in turn["rounds"]:
+            for tag, keep, pieces in zip(("<b>", "<del>", ""), ("\n", "", "\n"), kinds):
+                text = escape(visible("".join(pieces), keep), quote=False)
+                answer += f"{tag}{text}{tag.replace('<', '</')}" if text else ""
+        for line in escape(visible(turn["prompt"].strip()), quote=False), answer, summary(turn["rounds"]):
+            paragraphs.append(f"<p>{line}</p>".replace("\n", "<br>"))  # A blank line would end the HTML.
+    return "\n\n".join([*paragraphs, source(record, record["dtype"])])
+
+
+def trainings(names: Sequence[str], records: Records) -> str:
+    """What trained heads cost, and how good they are."""
+    kept, sources = [records.file(name) for name in names], []
+    for record in kept:
+        target, written = record["models"]["target"]["name"], record["written"]
+        texts = f"{target}: {written['tokens']:,} tokens, written and read in {written['seconds'] / 60:.0f} min"
+        sources.append(f"Texts of {texts}. {source(record, record['dtype'])}")
+    return "\n\n".join([markdown(training_table(kept)), *sources])
+
+
+def one_experiment(records: Records) -> dict[str, Any]:
+    """The runs of the bundled pair beside the report: with a KV cache, without, and compiled. Raises UserError if they
+    are not one experiment: if models of the same role, gamma or code differ, or the code was not recorded."""
+    runs = {name: records.run(name) for name in ("first", "compare", "head")}
+    first = {"code": runs["first"][0].get("code"), "gamma": runs["first"][0]["flags"].get("gamma")}
+    versions: dict[str, str] = {}
+    for name, (run, _) in runs.items():
+        models = {role: model["version"] for role, model in run["models"].items()}
+        own = {"code": run.get("code"), "gamma": run["flags"].get("gamma"), **models}
+        wanted = first | {role: versions.setdefault(role, version) for role, version in models.items()}
+        differ = [what for what in wanted if own[what] != wanted[what]]
+        if differ := differ or ["code, which was not recorded"] * (own["code"] is None):
+            raise UserError(f"first and {name} are not one experiment: they differ in {', '.join(differ)}")
+    return runs
+
+
+def dtype_of(lines: Sequence[Any]) -> str:
+    """The dtype of timed texts."""
+    return of_kind(lines, SpeedLine)[0]["dtype"]
+
+
+def columns_of(records: Records) -> list[Column]:
+    """The bundled pair beside the report."""
+    lines = {name: of_kind(lines, SpeedLine) for name, (_, lines) in one_experiment(records).items()}
+    return [
+        Column("bundled pair, no KV cache, eager", lines["compare"], NO_CACHE),
+        Column("bundled pair, KV cache, eager", lines["first"], CACHED),
+        Column("bundled pair, KV cache, compiled", lines["head"], COMPILED),
+    ]
+
+
+def beside_the_report(records: Records) -> str:
+    """The course report beside the bundled pair, and in a table of its own beside random weights of Pythia's shapes."""
+    runs, shapes = one_experiment(records), records.benchmark(SHAPES)
+    random_weights = [
+        Column(
+            f"Pythia's shapes, random weights, KV cache, {variant}; 60 % of guesses accepted (synthetic)",
+            shapes["speed"],
+            {"target": f"plain, {variant}", "speculative": f"synthetic 0.6, {variant}"},
+        )
+        for variant in ("eager", "compiled")
+    ]
+    sources = " ".join(source(run, dtype_of(lines)) for run, lines in runs.values())
+    perplexities = perplexities_beside(of_kind(runs["first"][1], TextPerplexityLine), False)
+    tables = markdown(speeds_beside(columns_of(records))), sources, markdown(perplexities)
+    return "\n\n".join([*tables, markdown(speeds_beside(random_weights)), source(shapes, shapes["dtype"])])
+
+
+def in_short(records: Records) -> str:
+    """The README's table: the course report's main figures beside those of the bundled pair."""
+    table, runs = Table("", ["figure", "the report", "here, bundled pair", "command"]), one_experiment(records)
+    for column, name in zip(columns_of(records), ("compare", "first", "head")):
+        there = f"{SPEED_UP.typical} typical, {SPEED_UP.best} best" if name == "compare" else ""
+        what = column.title.replace("bundled pair", "speed-up")
+        table.add(what, there, beside_report(column)[-1], f"`{command_of(runs[name][0])}`")
+    run, lines = runs["first"]
+    here, report_ = text_table(of_kind(lines, TextPerplexityLine)[:1], True).rows
+    names = "perplexity, draft", "perplexity, target", "perplexity, speculative", "relative difference of the last two"
+    for what, ours, theirs in zip(names, here[3:], report_[3:]):
+        table.add(what, theirs, ours, f"`{command_of(run)}`")
+    return markdown(table)
+
+
+def post(records: Records) -> str:
+    """Clay's figures of SmolLM2 beside those of the same draft-length rules on the bundled pair."""
+    run, lines = records.run("compare")
+    rows, table = {row["method"]: row for row in summarize(of_kind(lines, SpeedLine))}, Table("", ["", *POST_FIGURES])
+    for name, figures in POST.items():
+        row = rows[name]
+        speeds = map(span, (rows["target"]["throughput"], row["throughput"], row["speedup"]))
+        shares = [Measured(row["accepted"] / row["drafted"], digits=2), Measured(row["alpha"], digits=2)]
+        table.add(f"`{name}`, the post", *figures)
+        table.add(f"`{name}`, here", *speeds, median(row["tokens_per_round"]), *shares)
+    return f"{markdown(table)}\n\n{source(run, dtype_of(lines))}"
+
+
+def ratio(method: str, baseline: str, records: Records) -> str:
+    """The throughput of a row of the bundled pair's benchmark over that of another."""
+    ratios = paired_ratios(records.benchmark()["speed"], method, baseline)
+    if not ratios:
+        raise UserError(f"the benchmark's record has no rows {method!r} and {baseline!r}")
+    return str(span(interval(ratios)))
+
+
+def draft_cost(records: Records) -> str:
+    """c of the sweep, at the usual temperature."""
+    _, lines = records.run("sweep")
+    costs = next(cost for cost in of_kind(lines, CostsLine) if cost["temperature"] == Sampling().temperature)
+    return f"{predict(swept(lines, costs), costs)['c']:.3f}"
+
+
+def greedy_differ(records: Records) -> str:
+    """How many greedy texts in a 16-bit dtype differ from plain decoding's."""
+    lines = of_kind(records.run("lossless")[1], GreedyLine)
+    short = [m for m in lines if m["dtype"] != "float32" and m["method"] != "target"]
+    if not short:
+        raise UserError("the record holds no greedy texts in a 16-bit dtype")
+    differing, texts = sum(m["differing"] for m in short), sum(m["texts"] for m in short)
+    return f"{differing:,} of {texts:,} in {short[0]['dtype']} ({differing / texts:.0%})"
+
+
+def records_table(records: Records) -> str:
+    """The table of docs/records/README.md: every record, its command and its machine."""
+    entries = [(name, f"run `{run}` in results.jsonl", records.run(name)[0]) for name, run in records.index.items()]
+    files = {
+        name: record for kind in BENCHMARKS for name, record in records.benchmarks(kind).items()
+    } | records.others()
+    table = Table("", ["name", "record", "made by", "machine", "on"])
+    for name, place, record in [*entries, *((name, f"{name}.json", record) for name, record in files.items())]:
+        made_on = record["machine"] | {"device": record["device"]}
+        machine = "{processor}, threads: {threads}, {device}; torch {torch}".format_map(made_on)
+        table.add(f"`{name}`", place, f"`{command_of(record)}`", machine, record["time"][:10])
+    return markdown(table)
+
+
+OF_GAMMA, SPEED = "Speed over gamma: .*temperature ", " | tokens/s | TTFT ms | TPOT ms"
+OF_PLAIN, COMPILED_MS = f"{SPEED} | of plain, compiled", " | tokens | compiled ms | compiled of one | compiled % limit"
+BLOCKS: dict[str, Callable[[Records], str]] = codeBlocks.BLOCKS | {
+    "records": records_table,
+    "results": excerpt,
+    "chat": chat,
+    "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
+    "head": partial(printed, "head", "Speed:"),
+    "head-tree": partial(printed, "head-tree", "Speed:"),
+    "heads": partial(trainings, HEADS),
+    "head-ablation": partial(trainings, (ABLATION,)),
+    "sweep": partial(printed, "sweep", OF_GAMMA + "0.85", notes=True),
+    "sweep-c": draft_cost,
+    **{name: partial(printed, name, "Speed-up over") for name in ("batch-copy", "batch-lookup", "batch-bundled")},
+    **{name: partial(printed, name, "Speed by category") for name in CATEGORIES},
+    "diversity": partial(printed, "diversity", "Diversity", notes=True),
+    "lossless-verdict": lossless_verdict,
+    "lossless-tests": partial(printed, "lossless", "Drawn texts"),
+    "lossless-greedy": partial(printed, "lossless", "Greedy texts"),
+    "lossless-mistakes": partial(printed, "lossless", "Planted mistakes"),
+    "greedy-differ": greedy_differ,
+    "kinds": partial(printed, PAIR, "Tokens per second", columns=OF_PLAIN, rows=OWN),
+    "scoring": partial(printed, PAIR, "Forwards", columns=COMPILED_MS),
+    "prefill": partial(printed, PAIR, "Time to the first token"),
+    "round": partial(printed, PAIR, "A round"),
+    "over-plain": partial(ratio, "speculative, compiled", "plain, compiled"),
+    "over-plain-eager": partial(ratio, "speculative, eager", "plain, eager"),
+    "over-plain-block": partial(ratio, "block verification, compiled", "plain, compiled"),
+    "over-assisted": partial(ratio, "speculative, compiled", "transformers, assistant as it comes"),
+    "over-no-cache": partial(ratio, "speculative, compiled", "speculative, no cache"),
+    "real-best": partial(
+        printed, REAL, "Tokens per second", columns=f"{OF_PLAIN} | difference", rows=BEST, by="tokens/s"
+    ),
+    "real-kinds": partial(printed, REAL, "Tokens per second", columns=OF_PLAIN, rows=OWN),
+    "real-scoring": partial(printed, REAL, "Forwards beside", columns=COMPILED_MS, rows="target"),
+    "real-copy": partial(printed, REAL, "Forwards of"),
+    "real-prefill": partial(printed, REAL, "Time to the first token"),
+    "pythia-best": partial(
+        printed, SHAPES, "Tokens per second", columns=f"{OF_PLAIN} | difference", rows=BEST, by="tokens/s"
+    ),
+    "pythia-theory": partial(printed, SHAPES, "Synthetic acceptance", notes=True),
+    "throughput": throughput,
+    "throughput-map": throughput_map,
+    **{f"{name}-tables": partial(all_tables, name) for name in BENCHMARKS},
+    "reproduction-report": beside_the_report,
+    "reproduction-short": in_short,
+    "reproduction-post": post,
+    "reproduction-article": partial(printed, "diversity", "Div", rows="naive|contrastive|article.*", notes=True),
+    "reproduction-article-times": partial(printed, "sweep", OF_GAMMA + "1.0", columns="gamma | tokens/s | speed-up"),
+}
