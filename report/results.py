@@ -8,6 +8,7 @@ do not mix. The text is replaced as a whole: a reader never sees half of it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections import Counter
@@ -28,6 +29,7 @@ from experiments.lines import (
     EndLine,
     FigureLine,
     Line,
+    LosslessLine,
     OverlapLine,
     QueueLine,
     Run,
@@ -37,12 +39,14 @@ from experiments.lines import (
     of_kind,
 )
 from experiments.runRecord import strained
+from experiments.speed import summarize
 from inputs.commandLine import counted, visible
 from inputs.files import replace_file
+from methods.catalogue import METHODS
 from report import losslessReport
 from report.runTables import batch_table, mode_of, speed_notes, speed_tables, sweep_tables
 from report.sources import is_the_reports
-from report.tables import WIDTH, Table, plain
+from report.tables import WIDTH, Table, median, name_of, plain
 from report.textTables import PERPLEXITY_NOTES, corpus_table, diversity_table, text_table
 from utils import UserError
 
@@ -60,6 +64,11 @@ def locked(folder: Path) -> Iterator[None]:
             stack.enter_context(FileLock(lock))
             stack.callback(lock.unlink, missing_ok=True)
         yield
+
+
+NEWEST = 25  # runs that the index names
+ROOM = 62  # characters of a run's date and command there
+LOSSLESS = {name for name, method in METHODS.items() if method.lossless}
 
 
 class Results:
@@ -130,15 +139,43 @@ class Results:
                 ) from None
 
     def rendered(self) -> str:
-        """The content of `results.txt`."""
-        buffer = StringIO()
+        """The content of `results.txt`: a line for each of the newest runs, and all runs, newest first."""
+        index: list[tuple[int, str, str]] = []
+        shown: list[str] = []
         for run, measurements in reversed(self.runs()):
+            buffer = StringIO()
             try:
                 show(run, measurements, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
+                index.append(
+                    (len(shown), f"{run['time'][:16]}  {run['command'] or '(no flags)'}", headline(measurements))
+                )
             except Exception:  # Lines of another version, whatever they hold, must not hide those of this one.
                 name = visible(run["run"], "")
                 buffer.write(f"Run {name} was written by another version: see {self.lines.name}.\n\n")
-        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+            shown += buffer.getvalue().splitlines()
+        index = index[:NEWEST] if len(index) > 1 else []
+        above = len(index) + 2 if index else 0
+        lines = [f"{'line':>5}  {'run':{ROOM}}  what it found"] * bool(index)
+        for at, command, found in index:
+            short = command if len(command) <= ROOM else command[: ROOM - 3] + "..."
+            lines.append(f"{above + at + 1:5}  {visible(short, ''):{ROOM}}  {found}")
+        return "\n".join(line.rstrip() for line in [*lines, *[""] * bool(index), *shown]) + "\n"
+
+
+def headline(lines: Sequence[Line]) -> str:
+    """One figure of a run: the verdict, the fastest lossless method, or a perplexity."""
+    if of_kind(lines, LosslessLine):
+        return "no difference" if losslessReport.verdict(lines)[0] else "a difference"
+    if speed := [line for line in of_kind(lines, SpeedLine) if line["method"] in LOSSLESS]:
+        mode, length = mode_of(speed[-1]), speed[-1]["promptLen"]
+        rows = summarize([line for line in speed if (mode_of(line), line["promptLen"]) == (mode, length)])
+        best = max(rows, key=lambda row: -math.inf if math.isnan(row["speedup"][0]) else row["speedup"][0])
+        if best["method"] != "target":
+            return f"{name_of(best['method'])}: {median(best['speedup'])} of plain"
+        return f"plain: {median(best['throughput'])} tokens/s"
+    if texts := of_kind(lines, TextPerplexityLine):
+        return f"perplexity {texts[0]['ppl']['target']:.4f}"
+    return ""
 
 
 def show(run: RunLine, lines: Sequence[Line], **options: Any) -> None:

@@ -1,6 +1,7 @@
 """Keep a record for the documentation: copy a run, or the benchmark's records, into docs/records/.
 
     python -m scripts.keepRecord compare 0a37afb3 --from FOLDER     a run of FOLDER/results.jsonl, as "compare"
+    python -m scripts.keepRecord compare 1 2 3 4 5 --from FOLDER    the newest five, of one command: five processes
     python -m scripts.keepRecord benchmark --from FOLDER            FOLDER/benchmark*.json
     python -m scripts.keepRecord benchmark --from FOLDER --machine NAME     the same, of a second machine
     python -m scripts.keepRecord chat --from FOLDER                 FOLDER/chat.json, or another file of one record
@@ -20,18 +21,20 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, cast
 
 from benchmark.records import BenchmarkRecord
-from experiments.lines import Line, RunLine
+from experiments.lines import Line, RunLine, SpeedLine, of_kind
+from experiments.speed import summarize
 from inputs.commandLine import as_command, counted, path, script_parser, text
 from inputs.files import ROOT, replace_file
 from report.results import Results
 from utils import UserError
 
 Run = tuple[RunLine, list[Line]]  # the run's own line, and its measurements
+TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 # Files that `python -m benchmark` writes: of the bundled pair, of Pythia's shapes, of a real model.
 BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b", "benchmark-SmolLM2-135M-Instruct")
@@ -165,11 +168,32 @@ def choose_run(store: Results, name: str) -> Run:
     return run, lines
 
 
-def keep_run(name: str, chosen: str, folder: Path, root: Path) -> str:
-    """Copy a run into docs/records/ under a name, and render results.txt of the project from all runs that are kept.
-    Returns the run's own name."""
+def of_processes(runs: Sequence[Run]) -> Run:
+    """One record of several runs of one command: all their timed texts with the number of the process, and what else
+    the first one measured. Raises UserError if they differ, or if a figure cannot be right."""
+    run, lines = runs[0]
+    for other, _ in runs[1:]:
+        if (other["command"], other["code"], other["machine"]) != (run["command"], run["code"], run["machine"]):
+            raise UserError(f"runs {run['run']} and {other['run']} differ in command, code or machine: keep one")
+    numbered = [line | {"process": i} for i, (_, body) in enumerate(runs) for line in body if line["kind"] in TIMED]
+    kept = cast(list[Line], numbered if len(runs) > 1 else [line for line in lines if line["kind"] in TIMED])
+    groups: dict[Any, list[Any]] = {}
+    for line in of_kind(kept, SpeedLine):
+        groups.setdefault(tuple(line[key] for key in ("mode", "promptLen", "temperature")), []).append(line)
+    for row in chain.from_iterable(map(summarize, groups.values())):
+        if row["drafted"] and row["speedup"].low > (most := row["tokens_per_round"].high):
+            raise UserError(
+                f"{row['method']} is {row['speedup'].middle:.2f} times as fast as plain decoding, at {most:.2f} tokens "
+                "a round at most: no round can be; was the machine busy? Measure again"
+            )
+    return run, kept + [line for line in lines if line["kind"] not in TIMED]
+
+
+def keep_run(name: str, chosen: Sequence[str], folder: Path, root: Path) -> str:
+    """Copy a run into docs/records/ under a name, or several as one of several processes, and render results.txt of the
+    project from all runs that are kept. Returns the run's own name."""
     records = Records(root)
-    run, lines = choose_run(Results(folder), chosen)
+    run, lines = of_processes([choose_run(Results(folder), one) for one in chosen])
     # The figure of a run that is kept has a name of its own in figures/.
     lines = [line | {"file": f"figures/{name}.png"} if line["kind"] == "figure" else line for line in lines]
     index = records.index | {name: run["run"]}
@@ -210,7 +234,7 @@ def work(root: Path, argv: Sequence[str] | None) -> None:
     """Parse the flags and copy."""
     parser = script_parser("python -m scripts.keepRecord", __doc__)
     parser.add_argument("name", type=text, metavar="NAME", help="first, compare, sweep, ..., or of a file")
-    parser.add_argument("run", type=text, nargs="?", metavar="RUN", help="a run's name; 1 is the newest")
+    parser.add_argument("run", type=text, nargs="*", metavar="RUN", help="a run's name; 1 is the newest")
     parser.add_argument(
         "--from", dest="folder", type=path, default=ROOT, metavar="FOLDER", help="(the project's folder)"
     )

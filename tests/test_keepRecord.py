@@ -4,8 +4,11 @@ import json
 import re
 
 import pytest
+from conftest import refused
 from test_docs import copied, read
+from test_speed import measurement
 
+from experiments.speed import summarize
 from report.results import Results
 from scripts import keepRecord, render
 from scripts.render import stamp_of
@@ -106,3 +109,24 @@ def test_a_record_of_one_file_is_kept_under_its_name(copy, tmp_path, capsys):
     (tmp_path / "index.json").write_text("{}")
     for wrong in "index", "../other", "unheard-of":
         assert keepRecord.main([wrong, "--from", str(tmp_path)], copy) == 2
+
+
+def test_runs_of_one_command_are_kept_as_processes_and_what_cannot_be_is_refused():
+    def run(name, factor, **more):
+        texts = [
+            measurement(method, prompt, throughput=10.0 * speed, tokens_per_round=2.5, drafted=4)
+            | {"kind": "speed", "mode": "compare", "promptLen": 8, "temperature": 1.0}
+            for prompt in range(8)
+            for method, speed in (("target", 1), ("fixed", factor))
+        ]
+        return {"run": name, "command": "c", "code": "d", "machine": {}} | more, [*texts, {"kind": "end"}]
+
+    head, lines = keepRecord.of_processes([run("one", 2.0), run("two", 2.2)])
+    assert head["run"] == "one" and [line["kind"] for line in lines].count("end") == 1
+    assert [line.get("process") for line in lines] == [0] * 16 + [1] * 16 + [None]
+    (row,) = [row for row in summarize(lines[:-1]) if row["method"] == "fixed"]
+    assert row["speedup"].low < 2.1 < row["speedup"].high
+    with refused("one", "two", "differ"):
+        keepRecord.of_processes([run("one", 2.0), run("two", 2.0, code="e")])
+    with refused("fixed is 3.00 times", "2.50 tokens a round", "Measure again"):
+        keepRecord.of_processes([run("one", 3.0)])

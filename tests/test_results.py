@@ -161,7 +161,7 @@ def test_the_text_is_what_the_screen_shows(tmp_path):
         show(run, measurements, file=screen, force_terminal=True, color_system="standard", legacy_windows=False)
     shown = screen.getvalue()
     assert "\x1b[" in shown
-    assert [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()] == text.splitlines()
+    assert [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()] == text[text.index("=" * 9) :].splitlines()
     assert all(len(line) <= WIDTH for line in text.splitlines())
 
 
@@ -604,3 +604,17 @@ def test_a_sweep_over_temperatures_has_a_heat_map(tmp_path):
     figures.plt.close("all")
     with Image.open(figures.draw_sweep(lines, tmp_path / "both.png")) as both, Image.open(one) as alone:
         assert both.width > alone.width
+
+
+def test_results_of_several_runs_begin_with_a_line_for_each(tmp_path):
+    speed = [speed_line(), speed_line(method="fixed", scale=0.5)]
+    runs = [(run_line(run="one", command="--compare fixed"), speed), (run_line(run="two", command="x" * 99), [])]
+    store = Results(tmp_path)
+    for run, lines in runs:
+        store.append(**run)
+        for line in lines:
+            store.append(**line | {"run": run["run"]})
+    text = store.rendered().splitlines()
+    assert text[2].endswith("fixed: 2.00 of plain") and text[1].rstrip().endswith("...")
+    for line, name in zip(text[1:3], ("two", "one")):
+        assert text[int(line.split()[0])].startswith(f"Run {name}")
