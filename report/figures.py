@@ -201,7 +201,7 @@ def draw_categories(lines: Sequence[Line], path: Path) -> Path:
 
 
 def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the histograms of u of all samplers as a heat map: methods above, planted mistakes below. Returns the path."""
+    """Draw the histograms of u of all samplers as a heat map, methods above planted mistakes. Returns the path."""
     sampled, planted = of_kind(lines, LosslessLine), of_kind(lines, PowerLine)
     several = len({line["dtype"] for line in sampled}) > 1
     methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
