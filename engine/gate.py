@@ -47,13 +47,19 @@ def reads_trees(config: PretrainedConfig, kind: type[PreTrainedModel], wrap: Wra
     key = key_of(config, kind, wrap)
     known = kept_verdicts()
     if key not in known:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # Its products are small, and several threads mostly wait for each other.
         try:
             twin = small_twin(config, kind)
+            known[key] = trees_of(twin, config, wrap, TOLERANCE[torch.float32])
+        except UserError:
+            raise
         except Exception as error:  # A class that makes no small model can raise nearly anything.
             if reason := known_reason(config, kind):
                 raise refusal(config, reason) from error
             return None
-        known[key] = trees_of(twin, config, wrap, TOLERANCE[torch.float32])
+        finally:
+            torch.set_num_threads(threads)
         if kind.__module__.startswith("transformers."):
             keep(key, known[key])
     return known[key]

@@ -25,6 +25,7 @@ from engine import copies, gate
 from engine.kernels import loader
 from inputs import files, progress
 from inputs.files import DATASETS
+from lossless.plantedMistakes import MISTAKES
 from methods import selfDraft
 from utils import UserError
 
@@ -44,6 +45,13 @@ def prompted(flags, *names):
     from elsewhere, or none."""
     unused = names or ("--dataset", "--sentences", "--sentenceLimit", "--promptLen")
     return [word for pair in zip(flags[::2], flags[1::2]) if pair[0] not in unused for word in pair]
+
+
+def few_mistakes(monkeypatch, *names):
+    """Plant these alone of the mistakes of --lossless, the first by default: all are in test_losslessness.py."""
+    some = {name: MISTAKES[name] for name in names or ("replace from p",)}
+    monkeypatch.setattr("lossless.trial.MISTAKES", some)
+    monkeypatch.setattr("lossless.trial.TREE_MISTAKES", {})
 
 
 def refused(*words):

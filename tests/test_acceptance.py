@@ -131,7 +131,8 @@ class InTurn(TreeChoice):
 
 
 @pytest.mark.parametrize(
-    "rule, shape", [("topDown", "3,2,1"), ("topDown", "2/2,1"), ("topDown", None), ("traversal", "3,2,1")]
+    "rule, shape",
+    [("topDown", "3,2,1"), ("topDown", None), ("traversal", "3,2,1"), *[("topDown", "2/2,1")] * helpers.FULL],
 )
 def test_tokens_a_round_with_trees_are_those_expected(rule, shape):
     """The traversal rule accepts more: it judges whole paths."""

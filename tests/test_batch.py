@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import helpers
 import pytest
 import torch
-from conftest import prompted, refused
+from conftest import few_mistakes, prompted, refused
 from test_queue import PROMPTS, TEXTS, models, written
 from test_speed import measurement
 
@@ -238,6 +238,7 @@ def test_lossless_decodes_a_queue_and_plants_its_mistake(cli, flags, tmp_path, m
 
     monkeypatch.setattr(CachedModel, "reserve", reserve)
     monkeypatch.setattr(PredecessorTarget, "prefill", prefill)
+    few_mistakes(monkeypatch, "predecessor's slots", "replace from p")
     arguments = ["--lossless", "--tokens", "96", "--maxLen", "12", "--batch", "3", "--dtype", "bfloat16"]
     assert cli.main([*flags, *arguments, "--out", str(tmp_path)]) in (0, 1)  # So few tokens need not be enough.
     lines = lines_of(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 
+import helpers
 import pytest
 import torch
 from test_head import shifted
@@ -33,9 +34,9 @@ def plain(pair, prompts):
 
 @pytest.fixture(scope="module")
 def prompts(pair):
-    """50 prompts of ragged lengths, from both styles of the sample texts."""
-    passages = [p for corpus in load_corpora("sample") for p in corpus.passages(300)[:25]]
-    assert len(passages) == 50
+    """20 prompts (FULL=1: 50) of ragged lengths, from both styles of the sample texts."""
+    passages = [p for corpus in load_corpora("sample") for p in corpus.passages(300)[: 25 if helpers.FULL else 10]]
+    assert len(passages) in (20, 50)
     return [pair[0](text)["input_ids"][: 16 + 3 * i % 40] for i, text in enumerate(passages)]
 
 
@@ -50,9 +51,7 @@ def mids_own(mid, prompts):
 
 
 @pytest.mark.parametrize("name", [name for name in choose_lossless("all", ("draft", "mid", "self")) if name != "fixed"])
-def test_greedy_output_of_every_lossless_method_is_plain_decodings_on_13_prompts_of_100_tokens(
-    pair, mid, prompts, request, name
-):
+def test_greedy_output_of_every_lossless_method_is_plain_decodings_on(pair, mid, prompts, request, name):
     """The target is the model of 4 layers, which costs a quarter of the one of 12. Only a cascade needs all three."""
     _, target, draft = pair
     if name == "cascade":
@@ -84,11 +83,13 @@ def by_transformers(model, prompts):
     return [written[i] for i in range(len(prompts))]
 
 
-def test_greedy_output_equals_plain_and_transformers_on_50_prompts_of_100_tokens(pair, prompts, plain):
+def test_greedy_output_equals_plain_and_transformers(pair, prompts, plain):
     _, target, draft = pair
     spec, records = specSampling(prompts, target, ModelDrafter(draft), 100, 4, GREEDY)
     assert spec == plain == by_transformers(target.model, prompts)
-    assert 0.2 < sum(r.alpha for r in records) / 50 < 1  # a draft worth its name, and rejections among the rounds
+    assert (
+        0.2 < sum(r.alpha for r in records) / len(records) < 1
+    )  # a draft worth its name, and rejections
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +97,10 @@ def head(pair):
     return load_head(find_model("bundled-head"), pair[1], model_version("bundled-target"))
 
 
-def test_greedy_output_of_the_head_is_plain_decodings_on_50_prompts_of_100_tokens(pair, head, prompts, plain):
+def test_greedy_output_of_the_head_is_plain_decodings(pair, head, prompts, plain):
     spec, records = specSampling(prompts, pair[1], ModelDrafter(head), 100, 4, GREEDY)
     assert spec == plain
-    assert 0.5 < sum(r.alpha for r in records) / 50 < 1
+    assert 0.5 < sum(r.alpha for r in records) / len(records) < 1
 
 
 def test_features_of_the_wrong_position_cost_acceptance_and_change_no_text(pair, head, prompts, plain, monkeypatch):

@@ -440,7 +440,7 @@ def test_an_empty_prompt_file_is_one_line(cli, flags, tmp_path, capsys):
 
 
 def test_all_methods_are_compared_on_the_same_prompts(cli, flags, pair_folder, tmp_path):
-    arguments = [*flags, "--temperature", "0", "--dtype", "float32", "--maxLen", "20", "--out", str(tmp_path)]
+    arguments = [*flags, "--temperature", "0", "--dtype", "float32", "--maxLen", "12", "--out", str(tmp_path)]
     assert cli.main([*arguments, "--compare", "all", "--mid", str(pair_folder / "draft")]) == 0
     measured = [m for m in lines_of(tmp_path) if m["kind"] == "speed"]
     assert {m["method"] for m in measured} == EVERY and len(measured) == 2 * len(EVERY)

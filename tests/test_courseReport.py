@@ -6,7 +6,7 @@ import re
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT
+from conftest import ROOT, few_mistakes
 from localHub import Repository
 
 import datasets
@@ -63,6 +63,7 @@ def tables_of(page, heading):
 
 def test_the_whole_protocol_downloads_measures_and_writes_one_page(served, cli, tmp_path, monkeypatch, capsys):
     calls = []
+    few_mistakes(monkeypatch)
     monkeypatch.setattr(courseReport, "test", lambda words: calls.append(words) or cli.main(words))
     folder = tmp_path / "out"
     code = run(folder, "--flags", SMALL)

@@ -138,17 +138,18 @@ def kept(tmp_path, monkeypatch):
     gate.kept_verdicts.cache_clear()
 
 
-def test_a_kind_is_computed_once_for_a_configuration(kept, monkeypatch):
-    config, count = MistralConfig(), []
-    computed = gate.errors_of
+def test_a_kind_is_computed_once_for_a_configuration_and_in_one_thread(kept, monkeypatch):
+    config, count, threads = MistralConfig(), [], []
+    computed, set_threads = gate.errors_of, torch.set_num_threads
     monkeypatch.setattr(gate, "errors_of", lambda *given: count.append(1) or computed(*given))
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.append(n) or set_threads(n))
     for _ in range(2):
         check_kind(config, MistralForCausalLM)
     gate.kept_verdicts.cache_clear()  # as in a new process
     check_kind(config, MistralForCausalLM)
     config.name_or_path = "elsewhere"
     check_kind(config, MistralForCausalLM)
-    assert len(count) == 1 and len(kept.read_text().splitlines()) == 1
+    assert len(count) == 1 and len(kept.read_text().splitlines()) == 1 and threads == [1, torch.get_num_threads()]
     check_kind(MistralConfig(sliding_window=8), MistralForCausalLM)
     assert len(count) == 2
 

@@ -5,14 +5,13 @@ import shutil
 
 import pytest
 import torch
-from conftest import CONTEXT
+from conftest import CONTEXT, few_mistakes
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from engine.head import WEIGHTS, HeadNetwork, save_head
 from inputs.models import load_model, model_version
 from inputs.tokenizers import load_tokenizer
-from lossless.plantedMistakes import MISTAKES
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +56,7 @@ def run_of(cli, flags, folder, *words):
     ],
 )
 def test_runs_with_a_head(cli, flags, head_folder, tmp_path, capsys, words, request, monkeypatch):
-    if "--lossless" in words:  # Every mistake is planted in test_losslessness.py.
-        monkeypatch.setattr("lossless.trial.MISTAKES", {"replace from p": MISTAKES["replace from p"]})
-        monkeypatch.setattr("lossless.trial.TREE_MISTAKES", {})
+    few_mistakes(monkeypatch)
     if "--compile" in words:
         request.getfixturevalue("kernels")
     code, lines = run_of(cli, flags, tmp_path, "--head", str(head_folder), *words.split())

@@ -10,7 +10,7 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from conftest import prompted
+from conftest import few_mistakes, prompted
 from mistakes import always_accept, p_shifted, replace_from_p
 from outcomes import largest_error, small
 from safetensors.torch import load_file, save_file
@@ -432,9 +432,7 @@ def run_of(cli, flags, out, *words):
     ],
 )
 def test_runs_with_the_copy(cli, flags, tmp_path, capsys, words, request, monkeypatch):
-    if "--lossless" in words:  # Every mistake is planted in test_losslessness.py.
-        monkeypatch.setattr("lossless.trial.MISTAKES", {"replace from p": MISTAKES["replace from p"]})
-        monkeypatch.setattr("lossless.trial.TREE_MISTAKES", {})
+    few_mistakes(monkeypatch)
     if "--compile" in words:
         request.getfixturevalue("kernels")
     flags = prompted(flags, "--promptLen") if words.endswith("--ppl") else flags
