@@ -111,6 +111,8 @@ class Records:
 
 def command_of(record: Mapping[str, Any]) -> str:
     """The command line of a run, of a benchmark, or of the program that a record names."""
+    if record["command"].startswith("make "):
+        return record["command"]
     program = record.get("program") or ("test.py" if "run" in record else "-m benchmark")
     return f"python {program} {record['command']}".rstrip()
 

@@ -186,7 +186,7 @@ def test_of_two_renderings_at_once_the_last_shows_all(tmp_path, monkeypatch):
 
     def other():
         read.wait(10)
-        store.append(kind="run", run="second")
+        store.append(kind="run", run="second", time="", command="")
         store.render()
 
     def slow(*names):
@@ -198,10 +198,10 @@ def test_of_two_renderings_at_once_the_last_shows_all(tmp_path, monkeypatch):
     monkeypatch.setattr(results.os, "replace", slow)
     thread = threading.Thread(target=other)
     thread.start()
-    store.append(kind="run", run="first")
+    store.append(kind="run", run="first", time="", command="")
     store.render()
     thread.join()
-    assert store.text.read_text().split() == ["second", "first"]
+    assert store.text.read_text().split()[-2:] == ["second", "first"]
 
 
 ODD_LINES = (
@@ -409,7 +409,8 @@ def test_what_overflows_in_float16_is_told_and_what_came_before_kept(cli, flags,
     captured = one_line(capsys, "large gives logits that are not finite in float16", "use --dtype float32")
     assert ", not finished" in captured.out and "target alone" in captured.out
     measured = {(m["method"], m["prompt"]) for m in lines_of(out) if m["kind"] == "speed"}
-    assert measured == {("draft", 0), ("target", 0), ("speculative", 0), ("draft", 1)}
+    first = {(method, 0) for method in ("draft", "target", "speculative")}
+    assert first <= measured <= first | {("draft", 1)}  # whichever comes first after the second prompt
     assert cli.main([*speed, "--dtype", "float32"]) == 0
     (tmp_path / "text.txt").write_text("The bell rang, and Ω was cut into its side in letters a hand high.")
     capsys.readouterr()
