@@ -49,6 +49,7 @@ def test_attention_reads_the_filled_slots_in_float32_on_a_cpu(monkeypatch, dtype
     model = CachedModel(model.model.to(dtype), model.vocabulary)
     tokens = torch.arange(12)[None]
     model.reserve(1, 100)
+    seen.clear()  # what the gate read
     blocks = [torch.arange(a, b)[None] for a, b in ((0, 7), (7, 8), (8, 12))]
     cached = torch.cat([model.forward(tokens[:, block[0]], block) for block in blocks], 1)
     assert seen == [(filled, torch.float32, torch.float32) for filled in (7, 8, 12)]
