@@ -9,7 +9,7 @@ from experiments.diversity import FIGURES
 from experiments.lines import CorpusPerplexityLine, DiversityLine, TextPerplexityLine
 from experiments.speed import FEW
 from inputs.commandLine import counted
-from report.sources import ARTICLE, REPORT, REPORT_TEXTS
+from report.sources import ARTICLE, REPORT, REPORT_DIFFERENCE, REPORT_TEXTS
 from report.tables import Table, give_or_take, name_of, number, plain
 
 DIVERSITY_TITLES = "entropy\n1", "entropy\n2", "entropy\n3", "distinct\n1", "distinct\n2", "repeated", "perplexity"
@@ -60,7 +60,7 @@ def text_table(lines: Sequence[TextPerplexityLine], pythia: bool) -> Table:
     for line in lines:
         table.add(plain(line["corpus"]), str(line["texts"]), f"{line['tokens']:,}", *perplexities(line["ppl"]))
     if pythia:
-        table.add("the report (WikiText-2)", str(REPORT_TEXTS), "", *perplexities(REPORT))
+        table.add("the report (WikiText-2)", str(REPORT_TEXTS), "", *perplexities(REPORT)[:-1], REPORT_DIFFERENCE)
     return table
 
 
