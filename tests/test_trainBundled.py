@@ -52,7 +52,7 @@ def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, c
         "target",
         "draft",
         "--tokens",
-        "12000",
+        "30000",
         "--out",
         tmp_path,
         "--device",
