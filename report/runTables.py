@@ -1,4 +1,4 @@
-"""The tables of what a run measured: speed, speed over gamma beside theory, diversity, and perplexity."""
+"""The tables of the speed that a run measured: by method, by category, over gamma beside theory, and over batches."""
 
 from __future__ import annotations
 
