@@ -272,16 +272,17 @@ def test_tables_of_methods_stand_beside_theory_where_it_was_measured(tmp_path):
 def test_trees_stand_beside_theory_and_beside_the_fastest_chain(tmp_path):
     """Half of the rounds' first siblings and a quarter of their second ones should be accepted."""
     lines = [
-        speed_line(method=method, mode="compare", throughput=speed, prompt=prompt)
+        speed_line(method=method, mode="compare", throughput=speed, prompt=prompt, repeat=repeat)
         for method, speed in (("target", 5.0), ("fixed", 8.0), ("block", 10.0), ("tree", 12.0), ("draft", 90.0))
         for prompt in (0, 1)
+        for repeat in range(4)
     ]
     overlap = overlap_line("tree", (8, 8, 4.0, 8, 2.0), rounds=8, accepted=4)
     text = " ".join(write(tmp_path, run_line(), *lines, overlap).split())
     assert "tree 0.500 1.50 1.75 0.86" in text and "In a tree, the sum is that of first siblings" in text
     assert "tree over block, the fastest of the others: 1.200 (1.200–1.200), paired." in text
     (tmp_path / "chains").mkdir()
-    assert "fastest of the others" not in write(tmp_path / "chains", run_line(), *lines[:6])
+    assert "fastest of the others" not in write(tmp_path / "chains", run_line(), *lines[:24])
 
 
 def test_intervals_and_ranges_have_their_own_notation():
