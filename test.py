@@ -1,6 +1,6 @@
 """Speculative decoding, measured: speed (TTFT, TPOT, throughput), perplexity, and every decoding method side by side.
 
-Results go to results.txt. `python test.py --help` lists the flags; README.md explains how to read the results."""
+Results go to results.txt. `python test.py --help` lists the flags; docs/glossary.md explains how to read them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
     python -m benchmark --shapes pythia-2.8b,pythia-70m      Pythia's true shapes with random weights, made in memory
     python -m benchmark --peers                              other engines too; make bench-peers installs them first
 
-A process tests the text of every row, and measures everything in turn (A B C A B C ...) after a warm-up. Of several
+A process tests the text of every row, and measures everything in turn after a warm-up: texts in an order of rows drawn
+anew for each prompt and repeat, steps and queues as A B C A B C. Of several
 processes (`accelerate launch -m benchmark`) each times the texts of its own prompts, and process 0 measures the rest
 while the others wait. Figures are medians with 95 % bootstrap intervals, of few values with their range, and ratios are
 paired turn by turn. Results are written to benchmark.json and figures/benchmark.png, of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from math import isnan
 from typing import Any
 
 from rich.console import RenderableType
@@ -14,7 +15,7 @@ from benchmark.engines.textCheck import verdict
 from benchmark.records import OWN_COPY, BenchmarkRecord, ForwardLine, Prediction, StepLine
 from benchmark.stepTimes import LARGE, PROMPT
 from experiments import theory
-from experiments.speed import Interval, TimedText, interval, paired_ratios, summarize
+from experiments.speed import Interval, TimedText, interval, speedup, summarize
 from inputs.commandLine import counted
 from inputs.files import gigabytes
 from report.tables import Cell, Table, median, notation, plain, span
@@ -117,9 +118,8 @@ def best_plain(record: BenchmarkRecord) -> str:
 def notes_of_rows(record: BenchmarkRecord) -> Iterator[str]:
     """What is to be known of the rows without a KV cache, and of the library's."""
     guessed = guessed_without_cache(bool(record["flags"]["shapes"]))
-    ratios = paired_ratios(record["speed"], guessed, "plain, no cache")
-    if ratios:
-        ratio_of_two = span(interval(ratios))
+    ratio_of_two = span(speedup(record["speed"], guessed, "plain, no cache"))
+    if not isnan(ratio_of_two.value):
         yield (
             "no cache: without a KV cache, as in the course report's code: each forward reads the whole text. There "
             f"{guessed.split(',')[0]} decoding is {ratio_of_two} times as fast as plain."
@@ -177,7 +177,6 @@ def predict(record: BenchmarkRecord) -> list[Prediction]:
         if kind != variant:
             alphas, prefix = COPY_ALPHAS, f"{copy_name(record['flags']['draftBits'])}, "
         for alpha in alphas:
-            ratios = paired_ratios(record["speed"], f"{prefix}synthetic {alpha}, {kind}", f"plain, {kind}")
             lines.append(
                 {
                     "variant": variant,
@@ -185,7 +184,7 @@ def predict(record: BenchmarkRecord) -> list[Prediction]:
                     "c": c,
                     "scoring": scoring,
                     "theory": theory.improvement(alpha, gamma_of(record, variant), c, scoring),
-                    "measured": interval(ratios),
+                    "measured": speedup(record["speed"], f"{prefix}synthetic {alpha}, {kind}", f"plain, {kind}"),
                 }
             )
     return lines

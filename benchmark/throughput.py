@@ -163,7 +163,7 @@ def measure_throughput(
     prompts: list[list[int]],
     device: str,
 ) -> list[QueueFigures]:
-    """All rows at all batches, interleaved."""
+    """All rows at all batches, in turn."""
     models = variants["compiled"]
     own = own_samplers(models, options)
     compile_samplers(

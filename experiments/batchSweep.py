@@ -75,7 +75,7 @@ def queues(
     seed: int,
     texts_a_row: int = TEXTS,
 ) -> Iterator[QueueFigures]:
-    """Time each method on a queue of texts at each batch, interleaved. The texts have no end but `max_len`.
+    """Time each method on a queue of texts at each batch, in turn. The texts have no end but `max_len`.
 
     texts_a_row: texts of a queue for each row of its batch; it has FEWEST at least.
     The prompts are used in turn, each text with a seed of its own. Before its first timed queue, a method writes the

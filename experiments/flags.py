@@ -296,7 +296,7 @@ def parser() -> Parser:
         prog="test.py",
         usage="%(prog)s [flags]",
         description="Speculative decoding, measured: speed (TTFT, TPOT, throughput), perplexity, and every decoding "
-        "method side by side. Results go to results.txt. README.md explains how to read them.",
+        "method side by side. Results go to results.txt. docs/glossary.md explains how to read them.",
     )
     lists = {
         "methods": "; ".join(f"{name} ({method.title})" for name, method in METHODS.items()),

@@ -1,4 +1,4 @@
-"""Timing methods side by side: interleaved in an order drawn anew for each prompt, repeated, with intervals.
+"""Timing methods side by side: in turn, in an order drawn anew for each prompt and repeat, with intervals.
 
 TTFT: from the call to the first token on the host. TPOT: (t_last - t_first) / (n - 1). Throughput: n / t_last. The
 course report divides the total time, prefill included, by n; that figure is kept beside them as `report_tpot`.
@@ -42,7 +42,7 @@ class Interval(NamedTuple):
 
 
 class Range(Interval):
-    """A statistic of fewer than FEW values, the least of them, and the largest."""
+    """A statistic of fewer than FEW independent values, the least value, and the largest."""
 
 
 class Timed(Protocol):
@@ -105,7 +105,7 @@ def measure(
     warm_up: int = 2,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[TimedText]:
-    """Time every method on every prompt, `repeats` times, interleaved: for the first prompt in the order of `methods`,
+    """Time every method on every prompt, `repeats` times, in turn: for the first text in the order of `methods`,
     which is that of the tables, then for each prompt and repeat in an order drawn anew. In one fixed order, a machine
     that slows down in the course of each prompt would slow the last method most.
 
@@ -252,7 +252,8 @@ def interval(
     clusters: Sequence[Sequence[Any]] = (),
     seed: int = 0,
 ) -> Interval:
-    """The median or the mean of `values`, and its 95 % bootstrap interval; of fewer than FEW values their `Range`.
+    """The median or the mean of `values`, and its 95 % bootstrap interval; their `Range` where fewer than FEW are
+    independent.
 
     statistic: np.median or np.mean.
     clusters: of each value, what it shares with others, for example its process and its prompt. A resample draws each

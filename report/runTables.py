@@ -1,10 +1,11 @@
-"""The tables of what a run measured: speed, speed over gamma beside theory, diversity, and perplexity."""
+"""The tables of the speed that a run measured: by method, by category, over gamma beside theory, and over batches."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import isnan
 from typing import Any
 
 from rich.console import RenderableType
@@ -14,7 +15,7 @@ from experiments.acceptance import expected
 from experiments.batchSweep import predict as predict_batches
 from experiments.categories import by_category, categories
 from experiments.lines import CostsLine, Line, OverlapLine, QueueLine, RunLine, SpeedLine, of_kind
-from experiments.speed import Range, interval, paired_ratios, summarize
+from experiments.speed import Interval, Range, speedup, summarize
 from experiments.sweep import predict
 from inputs.commandLine import counted
 from report.sources import SPEED_UP
@@ -211,23 +212,23 @@ def trees_beside_chains(lines: Timed, rows: Sequence[Summary]) -> Iterator[str]:
     speed = {row["method"]: row["speedup"][0] for row in rows if row["method"] not in (*TREES, *ALONE)}
     for tree in [row["method"] for row in rows if row["method"] in TREES] if speed else []:
         fastest = max(speed, key=speed.__getitem__)
-        ratio = with_ends(paired_ratios(lines, tree, fastest))
+        ratio = with_ends(speedup(lines, tree, fastest))
         yield f"{name_of(tree)} over {name_of(fastest)}, the fastest of the others: {ratio}, paired."
 
 
 def gain_without_cache(lines: Timed) -> Iterator[str]:
     """A sentence with the figure that the course report gives: speculative over plain, both without a KV cache."""
-    ratios = paired_ratios(lines, "speculativeNoCache", "noCache")
-    if ratios:
+    ratio = speedup(lines, "speculativeNoCache", "noCache")
+    if not isnan(ratio.middle):
         yield (
             "Both without a KV cache, as in the course report's code, speculative over plain: "
-            f"{with_ends(ratios)} (paired)."
+            f"{with_ends(ratio)} (paired)."
         )
 
 
-def with_ends(ratios: Sequence[float]) -> str:
-    """The median of some ratios, and its interval or range."""
-    ratio, low, high = figures = interval(ratios)
+def with_ends(figures: Interval) -> str:
+    """A median, and its interval or range."""
+    ratio, low, high = figures
     return f"{ratio:.3f} " + (f"({low:.3f}–{high:.3f})" if isinstance(figures, Range) else f"[{low:.3f}, {high:.3f}]")
 
 

@@ -112,16 +112,18 @@ def text(table: Table) -> RichTable:
 def markdown(table: Table, columns: str = "", rows: str = "") -> str:
     """A table for the documentation; its columns of numbers are aligned right.
 
-    columns: which ones, "a | b | c"; none: all. rows: a pattern of the names in the first column; none: all rows.
+    columns: which ones, "a | b | c"; none: all that are not empty. rows: a pattern of the names in the first column;
+        none: all rows.
     """
     titles = table.titles()
     if unknown := set(columns.split(" | ") if columns else []) - {*titles}:
         raise UserError(f"the table {table.title!r} has no column {min(unknown)!r}")
-    chosen = [titles.index(title) for title in columns.split(" | ")] if columns else range(len(titles))
+    filled = [index for index in range(len(titles)) if any(str(cell) for row in table.rows for cell in row[index:][:1])]
+    chosen = [titles.index(title) for title in columns.split(" | ")] if columns else filled or range(len(titles))
     written = [[str(row[index]).replace("\n", " ").replace("|", r"\|") if index < len(row) else "" for index in chosen]
                for row in table.rows if not rows or re.fullmatch(rows, str(row[0]))]  # fmt: skip
-    filled = [[cell for cell in column if cell] for column in zip(*written)]
-    numbers = [bool(column) and all(re.match(r"[-+]?\d|-$", cell) for cell in column) for column in filled]
+    said = [[cell for cell in column if cell] for column in zip(*written)]
+    numbers = [bool(column) and all(re.match(r"[-+]?\d|-$", cell) for cell in column) for column in said]
     lines = [titles[index] for index in chosen], ["---:" if is_number else "---" for is_number in numbers], *written
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -133,7 +135,7 @@ def table_of(title: str, columns: Columns[Row], rows: Iterable[Row], left: tuple
 
 def notation(*tables: Table) -> str:
     """What stands beside the medians in these tables, in a legend's words, after a space; nothing if nothing does."""
-    words = {False: " [95 % bootstrap interval]", True: f" (range of fewer than {FEW} values)"}
+    words = {False: " [95 % bootstrap interval]", True: f" (range of fewer than {FEW} independent values)"}
     figures = [cell for table in tables for row in table.rows for cell in row if isinstance(cell, Measured)]
     found = {figure.of_range for figure in figures if "\n" in figure.written("\n")}
     return " or".join(words[of_range] for of_range in sorted(found))

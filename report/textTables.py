@@ -14,10 +14,10 @@ from report.tables import Table, give_or_take, name_of, number, plain
 
 DIVERSITY_TITLES = "entropy\n1", "entropy\n2", "entropy\n3", "distinct\n1", "distinct\n2", "repeated", "perplexity"
 DIVERSITY_NOTES = (
-    f"Means over texts ± half of the 95 % bootstrap interval, or (range of fewer than {FEW} values). entropy n: of "
-    "n-grams, in bits; distinct n: different n-grams over all; repeated: the share of 4-grams that occurred before. "
-    "N-grams are of prompt and text, split at white space. perplexity: under the target, of the text after the prompt. "
-    "article: GPT-2 large with GPT-2."
+    f"Means over texts ± half of the 95 % bootstrap interval, or (range of fewer than {FEW} independent values). "
+    "entropy n: of n-grams, in bits; distinct n: different n-grams over all; repeated: the share of 4-grams that "
+    "occurred before. N-grams are of prompt and text, split at white space. perplexity: under the target, of the text "
+    "after the prompt. article: GPT-2 large with GPT-2."
 )
 PERPLEXITY_NOTES = (
     "speculative: the perplexity of the speculative sampler itself; relative difference: between it and the target's."

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 from html import escape
 from io import StringIO
+from math import isnan
 from textwrap import wrap
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from benchmark import tables as benchmark
 from benchmark.engines import textCheck
 from benchmark.throughput import map_tables, throughput_table
 from experiments.lines import CostsLine, GreedyLine, SpeedLine, TextPerplexityLine, of_kind
-from experiments.speed import interval, paired_ratios, summarize
+from experiments.speed import speedup, summarize
 from experiments.sweep import predict
 from inputs.commandLine import visible
 from playback.trace import summary
@@ -64,7 +65,7 @@ def printed(
             if taken := bool(re.match(titles, piece.title)):
                 parts.append(with_title(sorted_by(piece, by), columns, rows))
                 parts += [piece.notes] if notes and piece.notes else []
-        elif taken and notes and not re.match("Figure:|Medians", str(piece)):
+        elif taken and notes and not re.match("Figure:|Medians|$", str(piece)):
             parts.append(str(piece))
     if not parts:
         raise UserError(f"nothing that is printed of {name} has a title like {titles!r}")
@@ -229,10 +230,10 @@ def post(records: Records) -> str:
 
 def ratio(method: str, baseline: str, records: Records) -> str:
     """The throughput of a row of the bundled pair's benchmark over that of another."""
-    ratios = paired_ratios(records.benchmark()["speed"], method, baseline)
-    if not ratios:
+    figures = speedup(records.benchmark()["speed"], method, baseline)
+    if isnan(figures.middle):
         raise UserError(f"the benchmark's record has no rows {method!r} and {baseline!r}")
-    return str(span(interval(ratios)))
+    return str(span(figures))
 
 
 def draft_cost(records: Records) -> str:

@@ -1,6 +1,6 @@
 """Render the documentation: write every table and quoted output in it from the records in docs/records/ and the code.
 
-    python -m scripts.render            writes README.md, README.zh-CN.md, docs/*.md and their pictures
+    python -m scripts.render            writes README.md and the like, docs/ and the pictures
     python -m scripts.render --check    changes nothing, and says what is not as it would be written
 
 A block stands between two comments, `begin NAME` and `end NAME`; scripts/blocks.py says what it holds. A comment alone

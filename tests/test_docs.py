@@ -93,6 +93,12 @@ def test_every_block_is_as_its_record_says(capsys):
     assert render.main(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_a_ratio_in_running_text_is_that_of_the_table():
+    records = render.Records(ROOT)
+    (row,) = [line for line in BLOCKS["kinds"](records).splitlines() if line.startswith("| speculative, compiled |")]
+    assert row.split("|")[-2].strip() == BLOCKS["over-plain"](records)
+
+
 def test_rendering_changes_nothing_more(copy, capsys):
     assert render.render(copy) == []
 

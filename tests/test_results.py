@@ -194,7 +194,7 @@ def test_figures_are_medians_of_the_lines(tmp_path):
     )
     assert target[2:] == ["1000", "500", "2.00", "1.00", "600"]
     assert speculative[1:] == ["500", "250", "4.00", "2.00", "0.571", "2.00", "300"]
-    assert "(500–1500)" in text and "1 repeat (range of fewer than 6 values)." in text
+    assert "(500–1500)" in text and "1 repeat (range of fewer than 6 independent values)." in text
     assert "Acceptance by position in the round: 0.75, 0.33." in text
 
 
@@ -272,16 +272,17 @@ def test_tables_of_methods_stand_beside_theory_where_it_was_measured(tmp_path):
 def test_trees_stand_beside_theory_and_beside_the_fastest_chain(tmp_path):
     """Half of the rounds' first siblings and a quarter of their second ones should be accepted."""
     lines = [
-        speed_line(method=method, mode="compare", throughput=speed, prompt=prompt)
+        speed_line(method=method, mode="compare", throughput=speed, prompt=prompt, repeat=repeat)
         for method, speed in (("target", 5.0), ("fixed", 8.0), ("block", 10.0), ("tree", 12.0), ("draft", 90.0))
         for prompt in (0, 1)
+        for repeat in range(4)
     ]
     overlap = overlap_line("tree", (8, 8, 4.0, 8, 2.0), rounds=8, accepted=4)
     text = " ".join(write(tmp_path, run_line(), *lines, overlap).split())
     assert "tree 0.500 1.50 1.75 0.86" in text and "In a tree, the sum is that of first siblings" in text
     assert "tree over block, the fastest of the others: 1.200 (1.200–1.200), paired." in text
     (tmp_path / "chains").mkdir()
-    assert "fastest of the others" not in write(tmp_path / "chains", run_line(), *lines[:6])
+    assert "fastest of the others" not in write(tmp_path / "chains", run_line(), *lines[:24])
 
 
 def test_intervals_and_ranges_have_their_own_notation():
@@ -292,8 +293,8 @@ def test_intervals_and_ranges_have_their_own_notation():
     assert give_or_take([1.0, 2.0, 6.0]) == "3\n(1–6)" and "±" in give_or_take([1.0, 2.0, 6.0] * 2)
     alone, of_many, of_few = (Table("", [""], [[span(figures)]]) for figures in ([1] * 3, [1, 0, 2], Range(1, 0, 2)))
     assert notation(alone) == "" and notation(of_many) == " [95 % bootstrap interval]"
-    assert notation(of_few) == " (range of fewer than 6 values)"
-    assert notation(of_few, of_many) == " [95 % bootstrap interval] or (range of fewer than 6 values)"
+    assert notation(of_few) == " (range of fewer than 6 independent values)"
+    assert notation(of_few, of_many) == " [95 % bootstrap interval] or (range of fewer than 6 independent values)"
 
 
 @pytest.mark.parametrize("name", ["head-bundled-target", "ablation-bundled-target"])
@@ -322,6 +323,8 @@ def test_a_table_in_markdown_has_the_cells_of_the_screen():
         "| b | 7 |  |  |",
     ]
     assert markdown(table, "tokens/round | ", "b").splitlines()[2:] == ["| 7 | b |"]
+    table.heads.append("empty")
+    assert "empty" not in markdown(table) and "empty" in markdown(table, " | empty")
     with refused("the table 'T' has no column 'alpha'"):
         markdown(table, "alpha")
 
