@@ -11,7 +11,7 @@ import matplotlib
 
 from benchmark.records import BenchmarkRecord
 from benchmark.tables import gamma_of, texts_of
-from experiments.speed import Range, interval, summarize
+from experiments.intervals import Range, interval, summarize
 from inputs.commandLine import counted
 from report.tables import median
 

@@ -14,7 +14,8 @@ from typing import Any, TypedDict, TypeVar
 from typing_extensions import NotRequired
 
 from benchmark.options import Options
-from experiments.speed import Interval, TimedText
+from experiments.intervals import Interval
+from experiments.speed import TimedText
 from inputs.models import default_pair
 from utils import UserError
 

@@ -15,7 +15,8 @@ from benchmark.engines.textCheck import verdict
 from benchmark.records import OWN_COPY, BenchmarkRecord, ForwardLine, Prediction, StepLine
 from benchmark.stepTimes import LARGE, PROMPT
 from experiments import theory
-from experiments.speed import Interval, TimedText, interval, speedup, summarize
+from experiments.intervals import Interval, interval, speedup, summarize
+from experiments.speed import TimedText
 from inputs.commandLine import counted
 from inputs.files import gigabytes
 from report.tables import Cell, Table, median, notation, plain, span

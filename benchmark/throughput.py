@@ -29,8 +29,8 @@ from decoding.record import Record
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from experiments.batchSweep import FEWEST, TEXTS, Queued, predict, queued, queues, samplers
+from experiments.intervals import interval
 from experiments.lines import QueueFigures, QueueLine
-from experiments.speed import interval
 from inputs.progress import Bar, followed
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter

@@ -20,9 +20,10 @@ from decoding.lengthRules import CostAware, Fixed
 from decoding.record import Record
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
+from experiments.intervals import interval
 from experiments.lines import Append, BatchCostsLine, Conditions, Line, QueueFigures, QueueLine, of_kind
 from experiments.settings import BATCHES
-from experiments.speed import interval, queue_figures, quiet
+from experiments.speed import queue_figures, quiet
 from experiments.sweep import scoring_costs
 from inputs.progress import Bar
 from methods.samplers import Sampler

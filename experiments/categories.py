@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.intervals import FEW, Interval, Range, summarize
 from experiments.lines import TimedText
-from experiments.speed import FEW, Interval, Range, summarize
 
 OVERALL = "overall (Spec-Bench's mean)"
 

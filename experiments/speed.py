@@ -1,4 +1,4 @@
-"""Timing methods side by side: in turn, in an order drawn anew for each prompt and repeat, with intervals.
+"""Timing methods side by side: in turn, in an order drawn anew for each prompt and repeat.
 
 TTFT: from the call to the first token on the host. TPOT: (t_last - t_first) / (n - 1). Throughput: n / t_last. The
 course report divides the total time, prefill included, by n; that figure is kept beside them as `report_tpot`.
@@ -6,15 +6,14 @@ course report divides the total time, prefill included, by n; that figure is kep
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,23 +25,8 @@ from experiments.lines import QueueFigures, TimedText
 
 Written = tuple[Sequence[Sequence[int]], Sequence[Record]]  # new tokens and records, one of each for each prompt
 WARM = 8  # tokens of the text that each method writes untimed, right before a timed one
-# Fewer values have no 95 % interval: the range of 5 holds the median in 94 % of all cases, that of 3 in 75 %.
-FEW = 6
 STALLED = 8  # A round that takes so many times the row's median is the machine's fault: the text is timed again.
 AGAIN = 2  # times at most
-RESAMPLES = 1000
-
-
-class Interval(NamedTuple):
-    """A median or another statistic, and the ends of its 95 % bootstrap interval. nan: not known."""
-
-    middle: float
-    low: float
-    high: float
-
-
-class Range(Interval):
-    """A statistic of fewer than FEW independent values, the least value, and the largest."""
 
 
 class Timed(Protocol):
@@ -244,151 +228,3 @@ def queue_figures(method: str, repeat: int, batch: int, records: Sequence[Record
         "tokens_per_round": (tokens - len(records)) / rounds if rounds else None,
         "drafted_per_round": sum(sum(record.drafted) for record in records) / rounds if rounds else None,
     }
-
-
-def interval(
-    values: Sequence[float | None] | np.ndarray,
-    statistic: Callable[..., Any] = np.median,
-    clusters: Sequence[Sequence[Any]] = (),
-    seed: int = 0,
-) -> Interval:
-    """The median or the mean of `values`, and its 95 % bootstrap interval; their `Range` where fewer than FEW are
-    independent.
-
-    statistic: np.median or np.mean.
-    clusters: of each value, what it shares with others, for example its process and its prompt. A resample draws each
-        kind of cluster with replacement, and takes of each value as many copies as the product of the draws (Owen,
-        The pigeonhole bootstrap, 2007). Values of one prompt are not independent: to resample them one by one would
-        give intervals that are too narrow. Where all values share one cluster they are resampled one by one.
-
-    The ends are percentiles, their distances from the middle k/(k - 1) times as large, for k clusters of the rarer
-    kind: few clusters spread less than what they stand for. Values that are nan or None are left out. The ends of
-    fewer than two values are nan.
-    """
-    array = np.asarray(values, dtype=float)
-    known = ~np.isnan(array)
-    kinds = [[cluster for cluster, here in zip(kind, known) if here] for kind in zip(*clusters)]
-    array = array[known]
-    if not len(array):
-        return Range(float("nan"), float("nan"), float("nan"))
-    middle = float(statistic(array))
-    if len(array) < 2:
-        return Range(middle, float("nan"), float("nan"))
-    kinds = [kind for kind in kinds if len(set(kind)) > 1] or [list(range(len(array)))]
-    if len(set(zip(*kinds))) < FEW:
-        return Range(middle, float(array.min()), float(array.max()))
-    if np.ptp(array) == 0:
-        return Interval(middle, middle, middle)
-    indices = tuple(tuple(np.unique(kind, return_inverse=True)[1].tolist()) for kind in kinds)
-    return Interval(middle, *resampled(tuple(array.tolist()), statistic, indices, seed))
-
-
-@functools.lru_cache(maxsize=4096)  # The documentation shows the same figures at several places.
-def resampled(
-    values: tuple[float, ...], statistic: Callable[..., Any], kinds: tuple[tuple[int, ...], ...], seed: int
-) -> tuple[float, float]:
-    """The ends of the 95 % interval of some values. kinds: for each kind of cluster, that of each value."""
-    rng, order = np.random.default_rng(seed), np.argsort(values)
-    array, copies = np.array(values)[order], np.ones((RESAMPLES, len(values)))
-    sizes = [max(kind) + 1 for kind in kinds]
-    for kind, size in zip(kinds, sizes):
-        copies *= rng.multinomial(size, [1 / size] * size, RESAMPLES)[:, np.array(kind)[order]]
-    copies = copies[copies.sum(1) > 0]
-    total = copies.cumsum(1)
-    if statistic is np.mean:
-        drawn = copies @ array / total[:, -1]
-    else:
-        half = total[:, -1:] / 2
-        drawn = (array[(total >= half).argmax(1)] + array[(total > half).argmax(1)]) / 2
-    middle, wider = statistic(array), min(sizes) / (min(sizes) - 1)
-    low, high = np.percentile(drawn, (2.5, 97.5))
-    return float(middle - wider * (middle - low)), float(middle + wider * (high - middle))
-
-
-def sources(texts: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """The clusters of timed texts: the process that wrote each, and its prompt (of a queue its repeat)."""
-    return [(text.get("process", 0), text.get("prompt", text["repeat"])) for text in texts]
-
-
-def speedup(
-    timed: Sequence[TimedText] | Sequence[QueueFigures],
-    method: str,
-    baseline: str,
-    figure: Literal["throughput", "tpot"] = "throughput",
-) -> Interval:
-    """The median of `method`'s figure over `baseline`'s, of each prompt, repeat and process that both have."""
-    pairs = paired(timed, method, baseline, figure)
-    return interval(list(pairs.values()), clusters=[(process, prompt) for process, prompt, _ in pairs])
-
-
-def paired_ratios(
-    timed: Sequence[TimedText] | Sequence[QueueFigures],
-    method: str,
-    baseline: str,
-    figure: Literal["throughput", "tpot"] = "throughput",
-) -> list[float]:
-    """The values of `paired`."""
-    return list(paired(timed, method, baseline, figure).values())
-
-
-def paired(
-    timed: Sequence[TimedText] | Sequence[QueueFigures],
-    method: str,
-    baseline: str,
-    figure: Literal["throughput", "tpot"] = "throughput",
-) -> dict[tuple[int, int, int], float]:
-    """{(process, prompt, repeat): `method`'s figure over `baseline`'s}, of those that both have; of queues the prompt
-    is the repeat. A text of one token has no TPOT."""
-    lines: Sequence[Any] = timed
-    upper, lower = (
-        {
-            (*source, line["repeat"]): line[figure]
-            for line, source in zip(lines, sources(lines))
-            if line["method"] == name
-        }
-        for name in (method, baseline)
-    )
-    pairs = {key: (value, lower.get(key)) for key, value in upper.items()}
-    return {key: a / b for key, (a, b) in pairs.items() if a is not None and b is not None}
-
-
-def summarize(
-    texts: Sequence[TimedText], baseline: str = "target", queues: Sequence[QueueFigures] = ()
-) -> list[dict[str, Any]]:
-    """One row of figures for each method, in order.
-
-    Medians with intervals or ranges over prompts and repeats; the speed-up over `baseline` is the median of paired
-    throughput ratios. queues: those of the texts, if there are any. Then both are of queues.
-    """
-    rows, timed = [], queues or texts
-    for name in dict.fromkeys(text["method"] for text in texts):
-        of_method: list[Any] = [text for text in texts if text["method"] == name]
-        of_queues: list[Any] = [line for line in timed if line["method"] == name]
-        tested, passed = acceptance(of_method)
-        rows.append(
-            {
-                "method": name,
-                "runs": len(of_method),
-                **{
-                    figure: interval([text[figure] for text in of_method], clusters=sources(of_method))
-                    for figure in ("ttft", "tpot", "report_tpot", "tokens_per_round", "seconds")
-                },
-                "throughput": interval([line["throughput"] for line in of_queues], clusters=sources(of_queues)),
-                **{
-                    figure: np.mean([text[figure] for text in of_method])
-                    for figure in ("rounds", "drafted", "accepted")
-                },
-                "speedup": speedup(timed, name, baseline),
-                "alpha": passed.sum() / tested.sum() if len(tested) else float("nan"),
-                "acceptance_by_position": [float(a / t) for t, a in zip(tested, passed) if t],
-            }
-        )
-    return rows
-
-
-def acceptance(texts: Sequence[TimedText]) -> tuple[np.ndarray, np.ndarray]:
-    """How often the guess at each position of a round was tested, and how often it passed."""
-    counts = [text["acceptance_by_position"] for text in texts]
-    width = max(map(len, counts))
-    tested, passed = (np.array([sum(c[i][j] for c in counts if i < len(c)) for i in range(width)]) for j in (0, 1))
-    return tested, passed

@@ -18,8 +18,9 @@ from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
 from experiments import theory
 from experiments.acceptance import expected, overlaps_of
+from experiments.intervals import interval, paired_ratios, summarize
 from experiments.lines import Costs, Positions, TimedText
-from experiments.speed import interval, paired_ratios, quiet, summarize
+from experiments.speed import quiet
 from methods.samplers import Sampler, Wrap
 from specSampling import specSampling
 from utils import Sampling, seen_after
@@ -122,7 +123,7 @@ def scoring_costs(
 def predict(texts: Sequence[TimedText], costs: Costs) -> dict[str, Any]:
     """What was measured at one temperature, and what theory predicts.
 
-    "rows": for each gamma the measured figures of `speed.summarize`, with "paper", the speed-up by the paper's theorem
+    "rows": for each gamma the measured figures of `intervals.summarize`, with "paper", the speed-up by the paper's theorem
     3.8, and "theory", the same with the measured cost of scoring; "expected", the tokens a round that follow from the
     overlaps of p and q (nan where the record has none). "alpha", "c": what theory is given. "plain": the target alone.
     "best": the gamma that is best by the paper's theorem.

@@ -12,8 +12,8 @@ import numpy as np
 
 from experiments.batchSweep import predict as predict_batches
 from experiments.categories import OVERALL, by_category
+from experiments.intervals import FEW, Range
 from experiments.lines import CostsLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
-from experiments.speed import FEW, Range
 from experiments.sweep import predict
 from inputs.commandLine import visible
 from lossless.evidence import BINS

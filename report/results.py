@@ -22,6 +22,7 @@ from filelock import FileLock
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from experiments.intervals import summarize
 from experiments.lines import (
     CorpusPerplexityLine,
     CostsLine,
@@ -39,7 +40,6 @@ from experiments.lines import (
     of_kind,
 )
 from experiments.runRecord import strained
-from experiments.speed import summarize
 from inputs.commandLine import counted, visible
 from inputs.files import replace_file
 from methods.catalogue import METHODS

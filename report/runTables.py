@@ -14,15 +14,15 @@ from rich.text import Text
 from experiments.acceptance import expected
 from experiments.batchSweep import predict as predict_batches
 from experiments.categories import by_category, categories
+from experiments.intervals import Interval, Range, speedup, summarize
 from experiments.lines import CostsLine, Line, OverlapLine, QueueLine, RunLine, SpeedLine, of_kind
-from experiments.speed import Interval, Range, speedup, summarize
 from experiments.sweep import predict
 from inputs.commandLine import counted
 from report.sources import SPEED_UP
 from report.tables import Cell, Measured, Table, median, name_of, notation, plain, span, table_of
 
 Timed = Sequence[SpeedLine] | Sequence[QueueLine]
-Summary = dict[str, Any]  # the figures of one method, a row of `speed.summarize`
+Summary = dict[str, Any]  # the figures of one method, a row of `intervals.summarize`
 Prediction = dict[str, Any]  # what `sweep.predict` returns
 
 # Flags named above a table of speeds, each with the value at which it is not mentioned.

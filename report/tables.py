@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from experiments.speed import FEW, Range, interval
+from experiments.intervals import FEW, Range, interval
 from inputs.commandLine import visible
 from utils import UserError
 

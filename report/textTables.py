@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.diversity import FIGURES
+from experiments.intervals import FEW
 from experiments.lines import CorpusPerplexityLine, DiversityLine, TextPerplexityLine
-from experiments.speed import FEW
 from inputs.commandLine import counted
 from report.sources import ARTICLE, REPORT, REPORT_DIFFERENCE, REPORT_TEXTS
 from report.tables import Table, give_or_take, name_of, number, plain

@@ -15,8 +15,8 @@ from typing import Any, cast
 from benchmark import tables as benchmark
 from benchmark.engines import textCheck
 from benchmark.throughput import map_tables, throughput_table
+from experiments.intervals import speedup, summarize
 from experiments.lines import CostsLine, GreedyLine, SpeedLine, TextPerplexityLine, of_kind
-from experiments.speed import speedup, summarize
 from experiments.sweep import predict
 from inputs.commandLine import visible
 from playback.trace import summary

@@ -24,9 +24,9 @@ from typing import NamedTuple, cast
 
 import downloadData
 import downloadModel
+from experiments.intervals import FEW, summarize
 from experiments.lines import EndLine, LosslessLine, Run, RunLine, SpeedLine, TextPerplexityLine, TimedText, of_kind
 from experiments.settings import parse, without_effect
-from experiments.speed import FEW, summarize
 from inputs.commandLine import as_command, path, script_parser, text, whole
 from inputs.devices import pick_device
 from inputs.files import ROOT, replace_file

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmark.records import BenchmarkRecord
+from experiments.intervals import summarize
 from experiments.lines import Line, RunLine, SpeedLine, of_kind
-from experiments.speed import summarize
 from inputs.commandLine import as_command, counted, path, script_parser, text
 from inputs.files import ROOT, replace_file
 from report.results import Results

@@ -15,7 +15,8 @@ from decoding.record import Record
 from engine.cachedModel import CachedModel
 from engine.kvCache import cache_bytes
 from experiments import prepare, settings
-from experiments.speed import WARM, ends_after, in_turn, measure_queues, summarize
+from experiments.intervals import summarize
+from experiments.speed import WARM, ends_after, in_turn, measure_queues
 from inputs import models as loading
 from lossless.plantedMistakes import PredecessorTarget
 from lossless.trial import BlockReader

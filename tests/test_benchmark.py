@@ -20,8 +20,8 @@ from engine.compiling import compiled
 from engine.copies import rounded_copy
 from engine.cpuModel import CpuModel
 from engine.head import save_head
+from experiments.intervals import summarize
 from experiments.processes import ALONE
-from experiments.speed import summarize
 from inputs.models import load_model, model_version
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter

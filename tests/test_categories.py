@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import downloadData
 from experiments.categories import OVERALL, by_category, spec_bench
-from experiments.speed import Range, digest
+from experiments.intervals import Range
+from experiments.speed import digest
 from inputs import files
 from inputs.manifest import HubFile, read_manifest
 from inputs.prompts import MT_BENCH, Question, encode_turn, read_questions

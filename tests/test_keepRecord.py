@@ -8,7 +8,7 @@ from conftest import refused
 from test_docs import copied, read
 from test_speed import measurement
 
-from experiments.speed import summarize
+from experiments.intervals import summarize
 from report.results import Results
 from scripts import keepRecord, render
 from scripts.render import stamp_of

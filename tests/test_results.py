@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmark.tables import tables
-from experiments.speed import Interval, Range, interval, summarize
+from experiments.intervals import Interval, Range, interval, summarize
 from experiments.sweep import predict
 from report import figures, results
 from report.results import Results, show

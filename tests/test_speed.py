@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from decoding.record import Record
-from experiments.speed import WARM, Range, ends_after, in_turn, interval, measure, paired_ratios, quiet, summarize
+from experiments.intervals import Range, interval, paired_ratios, summarize
+from experiments.speed import WARM, ends_after, in_turn, measure, quiet
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling

@@ -178,6 +178,7 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "manifest": "downloadModel",
     "prompts": "cli",
     "measure": "cli",
+    "intervals": "speed",
     "prepare": "cli",
     "loading": "cli",
     "evidence": "losslessness",
