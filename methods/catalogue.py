@@ -73,6 +73,7 @@ class Method:
     contrasts: it needs two different models that both know every token.
     guesser: the role of the model whose distributions are the q of its guesses.
     guesses_tree: f(decoding) -> whether its guesses form a tree.
+    engine: the program that computes it, if that is not this one.
     modes: the modes of `test.py` that measure it. in_all: whether `--compare all` includes it, because it
         repeats no other row.
     """
@@ -88,11 +89,17 @@ class Method:
     contrasts: bool = False
     guesser: str = "draft"
     guesses_tree: Callable[[Decoding], bool] = lambda decoding: False
+    engine: str = ""
     modes: tuple[str, ...] = ()
     in_all: bool = True
 
 
-CATALOGUE = (
+def elsewhere(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+    """A method of another program has no sampler here."""
+    raise NotImplementedError
+
+
+CATALOGUE: tuple[Method, ...] = (
     Method(
         "draft",
         "the draft alone",
@@ -118,7 +125,7 @@ CATALOGUE = (
         lossless=True,
         baseline=True,
         guesses=False,
-        modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity"),
+        modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity", "steps"),
     ),
     Method(
         "speculative",
@@ -130,7 +137,7 @@ CATALOGUE = (
         modes=("speed", "speedMulti", "diversity"),
         in_all=False,
     ),
-    Method("fixed", "gamma guesses each round", speculative("fixed"), lossless=True),
+    Method("fixed", "gamma guesses each round", speculative("fixed"), lossless=True, modes=("steps",)),
     Method(
         "additive",
         "one guess more after a round accepted in full, else half",
@@ -231,6 +238,41 @@ CATALOGUE = (
         modes=("contrastive", "diversity"),
     ),
 )
+# What other programs compute (benchmark/): {program: {kind of its methods: title}}. Their name alone is all of them.
+PROGRAMS = {
+    "generate": {
+        "plain": "generate of transformers",
+        "static": "the same with a static KV cache",
+        "compiled": "the same, compiled by transformers",
+        "lookup": "its prompt lookup",
+        "draft": "its assisted decoding with gamma guesses each round",
+        "assisted": "its assisted decoding as it comes",
+        "custom": "this project's speculative sampling inside generate",
+    },
+    "llama.cpp": {
+        "plain": "float16",
+        "draft": "float16, the draft model guesses",
+        "copy": "float16, the target's 4-bit copy guesses",
+        "int8": "weights in int8",
+    },
+    "openvino": {"plain": "OpenVINO GenAI", "draft": "the draft model guesses", "int8": "weights in int8"},
+    "ctranslate2": {"plain": "float32", "int8": "weights in int8"},
+    "vllm": {"plain": "vLLM", "lookup": "its prompt lookup"},
+}
+CATALOGUE += tuple(
+    Method(
+        f"{program}:{kind}",
+        title,
+        elsewhere,
+        needs=(Role.EXPERT,) if kind in ("draft", "assisted", "custom") else (),
+        seeded=lambda decoding: False,
+        guesses=kind in ("draft", "assisted", "custom", "lookup", "copy"),
+        engine=program,
+        in_all=False,
+    )
+    for program, kinds in PROGRAMS.items()
+    for kind, title in kinds.items()
+)
 METHODS = {method.name: method for method in CATALOGUE}
 
 
@@ -247,17 +289,20 @@ def lossless_methods() -> list[str]:
 def choose(names: str, roles: Iterable[str]) -> list[str]:
     """The methods of a comma-separated list, in its order, with the baseline first.
 
-    "all" is every method that the models of `roles` allow, but for those that repeat another's row. Raises UserError
-    for an unknown name, and for a method that lacks a model.
+    "all" is every method that the models of `roles` allow, but for those that repeat another's row; the name of another
+    program is all of its methods that they allow. Raises UserError for an unknown name, and for a method that lacks a
+    model.
     """
-    asked = [name.strip() for name in names.split(",")]
-    if asked == ["all"]:
-        return allowed([method for method in METHODS.values() if method.in_all], roles)
-    for name in asked:
-        if name not in METHODS:
-            raise UserError(f"unknown method {name!r}; known are: all, {', '.join(METHODS)}")
-    check_roles(asked, roles)
-    return list(dict.fromkeys(["target", *asked]))
+    chosen: list[str] = []
+    for name in (name.strip() for name in names.split(",")):
+        group = [m for m in METHODS.values() if (m.in_all if name == "all" else m.engine == name != "")]
+        if not group and name not in METHODS:
+            known = ", ".join(["all", *(method.name for method in METHODS.values() if not method.engine), *PROGRAMS])
+            raise UserError(f"unknown method {name!r}; known are: {known}")
+        if not group:
+            check_roles([name], roles)
+        chosen += allowed(group, roles) if group else [name]
+    return list(dict.fromkeys(["target", *chosen]))
 
 
 def choose_lossless(names: str, roles: Iterable[str]) -> list[str]:
@@ -299,5 +344,5 @@ def repeatable(name: str, decoding: Decoding) -> bool:
 def build(
     names: Iterable[str], models: Models, decoding: Decoding, wrap: Wrap = lambda drafter: drafter
 ) -> dict[str, Sampler]:
-    """{name: sampler}."""
-    return {name: METHODS[name].make(models, decoding, wrap) for name in names}
+    """{name: sampler} of those that are computed here."""
+    return {name: METHODS[name].make(models, decoding, wrap) for name in names if not METHODS[name].engine}

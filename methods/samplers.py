@@ -14,10 +14,11 @@ from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
 from decoding.record import Record
 from decoding.rows import Callback, EndOfText, Generators
-from decoding.trees.rules import TREE_RULES
+from decoding.trees.rules import TREE_RULES, synthetic_tree
 from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree
 from decoding.verification import RULES as VERIFICATIONS
+from decoding.verification import VerificationRule, synthetic
 from engine.uncachedModel import UncachedModel
 from inputs.commandLine import choice, flag, number, switch, whole
 from methods.cascade import CascadeDrafter
@@ -58,6 +59,9 @@ class Decoding:
     topDown of --compare and --lossless auto."""
     tree_rule: str = choice(TREE_RULES, "traversal")
     """The rule that accepts guesses of a tree."""
+    acceptance: float | None = flag(number(0, 1), None, "A")
+    """Accept each guess with this probability, by a coin, instead of comparing p and q: what models with random weights
+    (random:SHAPE) need. The text is not the target's. The k-th child of a node in a tree has a k-th of it."""
     gamma1: int = flag(whole(1, 1000), 4)
     """In a cascade, how many tokens the draft guesses for the mid model in a round."""
     gamma2: int = flag(whole(1, 1000), 4)
@@ -191,6 +195,13 @@ def lookup_first(models: Models, decoding: Decoding) -> Drafter:
     return LookupFirst(looked_up, draft_model(models, decoding))
 
 
+def rule_of(models: Models, decoding: Decoding, name: str | None = None) -> VerificationRule:
+    """The verification rule of that name; None: that of the flags. A coin's where --acceptance says so."""
+    if decoding.acceptance is not None:
+        return synthetic(decoding.acceptance, models["target"].rule(VERIFICATIONS["token"]))
+    return VERIFICATIONS[name or decoding.verification]
+
+
 def speculative(
     rule: str | None = None, verification: str | None = None, drafter: Callable[[Models, Decoding], Drafter] = guesser
 ) -> Maker:
@@ -202,7 +213,7 @@ def speculative(
             target=models["target"],
             drafter=wrap(drafter(models, decoding)),
             gamma=length_rule(rule or decoding.draft_length, decoding, decoding.lookup or drafter is lookup),
-            verify=VERIFICATIONS[verification or decoding.verification],
+            verify=rule_of(models, decoding, verification),
         )
 
     return make
@@ -216,7 +227,7 @@ def follows_no_clock(decoding: Decoding) -> bool:
 
 def cascade(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
     """In each round the draft guesses gamma1 tokens for the mid model, and both together gamma2 for the target."""
-    verify = VERIFICATIONS[decoding.verification]
+    verify = rule_of(models, decoding)
     drafter = CascadeDrafter(models["mid"], guesser(models, decoding), Fixed(decoding.gamma1), verify)
     target, gamma = models["target"], Fixed(decoding.gamma2)
     return partial(specSampling, target=target, drafter=wrap(drafter), gamma=gamma, verify=verify)
@@ -243,13 +254,15 @@ def tree(rule: str | None = None) -> Maker:
     """A tree of guesses with this verification rule; None: that of the flags."""
 
     def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
-        model = models.get("restricted") or models["draft"]
+        model, verify = models.get("restricted") or models["draft"], TREE_RULES[rule or decoding.tree_rule]
+        if decoding.acceptance is not None:
+            verify = synthetic_tree(decoding.acceptance, models["target"].rule(verify))
         return partial(
             treeSampling,
             target=models["target"],
             drafter=wrap(TreeDrafter(model, decoding.draft_temperature, decoding.draft_top_p)),
             tree=tree_choice(decoding),
-            verify=TREE_RULES[rule or decoding.tree_rule],
+            verify=verify,
         )
 
     return make
