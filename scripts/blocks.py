@@ -35,6 +35,10 @@ CATEGORIES = "categories", "categories-SmolLM2", "categories-head"  # runs with 
 COMPILED = CACHED | {"speculative": "fixed"}
 OWN = r"(?!.*:|.*no cache).*"  # this project's rows, with a KV cache
 BEST = r"self|fixed|lookup|head|target alone|(llama|open|ctrans|vllm).*|generate:(plain|compiled|assisted)"
+EAGER = (  # rows of the table of all methods
+    *("fixed", "block", "lookup", "lookup first", "self", "head", "cascade", "additive", "draft confidence"),
+    *("target confidence", "cost aware", "tree", "contrastive", "spec. contrastive"),
+)
 
 
 @cache
@@ -204,6 +208,19 @@ def ratio(method: str, baseline: str, records: Records) -> str:
     return str(span(figures))
 
 
+def eager(row: str, records: Records) -> str:
+    """The speed-up in a row of the table of all methods."""
+    table = printed("compare", "Speed:", records, columns=" | speed-up", rows=row)
+    return table.splitlines()[2].split("|")[2].strip()
+
+
+def overall(name: str, records: Records) -> str:
+    """The table of speeds by category of prompt, with the rows over all prompts alone."""
+    head, rule, *rows = printed(name, "Speed by category", records).splitlines()
+    first = next(at for at, row in enumerate(rows) if row.startswith("| overall"))
+    return "\n".join([head, rule, *rows[first:]])
+
+
 def draft_cost(records: Records) -> str:
     """c of the sweep, at the usual temperature."""
     _, lines = records.run("sweep")
@@ -240,6 +257,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = codeBlocks.BLOCKS | {
     "results": excerpt,
     "chat": chat,
     "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
+    **{f"eager-{row.replace(' ', '-')}": partial(eager, row) for row in EAGER},
     "head": partial(printed, "head", "Speed:"),
     "head-tree": partial(printed, "head-tree", "Speed:"),
     "heads": partial(trainings, HEADS),
@@ -248,6 +266,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = codeBlocks.BLOCKS | {
     "sweep-c": draft_cost,
     **{name: partial(printed, name, "Speed-up over") for name in ("batch-copy", "batch-lookup", "batch-bundled")},
     **{name: partial(printed, name, "Speed by category") for name in CATEGORIES},
+    "overall-head": partial(overall, "categories-head"),
     "diversity": partial(printed, "diversity", "Diversity", notes=True),
     "lossless-verdict": lossless_verdict,
     "lossless-tests": partial(printed, "lossless", "Drawn texts"),
