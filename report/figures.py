@@ -11,9 +11,9 @@ import matplotlib
 import numpy as np
 
 from experiments.batchSweep import predict as predict_batches
-from experiments.categories import OVERALL, by_category
+from experiments.categories import OVERALL, by_category, categories
 from experiments.intervals import FEW, Range, summarize
-from experiments.lines import CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
+from experiments.lines import BatchCostsLine, CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
 from experiments.sweep import predict
 from inputs.commandLine import visible
 from lossless.evidence import BINS
@@ -33,17 +33,22 @@ THEORIES = (  # key of `sweep.predict`, style of the line, label
 )
 
 
-def draw(mode: str, lines: Sequence[Line], folder: Path, run: str) -> str:
-    """Draw the figure of a mode of a run. Returns its path in the folder of the results."""
+def draw(lines: Sequence[Line], folder: Path, run: str) -> list[str]:
+    """Draw each figure for which the run has lines. Returns their paths in the folder of the results."""
+    timed = [line for line in of_kind(lines, SpeedLine) if mode_of(line) != "sweep"]
     drawers = {
-        "speed": draw_speed,
-        "sweep": draw_sweep,
-        "lossless": draw_lossless,
-        "categories": draw_categories,
-        "batches": draw_batches,
+        draw_speed: [line for line in timed if mode_of(line) == "compare"],
+        draw_sweep: of_kind(lines, CostsLine),
+        draw_batches: of_kind(lines, BatchCostsLine),
+        draw_categories: categories(timed),
+        draw_lossless: of_kind(lines, LosslessLine),
     }
-    path = drawers[mode](lines, folder / "figures" / f"{mode}-{run}.png")
-    return path.relative_to(folder).as_posix()
+    paths = [
+        drawer(lines, folder / "figures" / f"{drawer.__name__.removeprefix('draw_')}-{run}.png")
+        for drawer, needed in drawers.items()
+        if needed
+    ]
+    return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def save(figure: Figure, path: Path) -> Path:

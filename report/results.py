@@ -141,11 +141,12 @@ class Results:
                     f"{self.text} cannot be written: {reason}; the measurements are in {self.lines.name}"
                 ) from None
 
-    def rendered(self) -> str:
-        """The content of `results.txt`: a line for each of the newest runs, and all runs, newest first."""
+    def rendered(self, runs: Sequence[Run] | None = None) -> str:
+        """The content of `results.txt`: a line for each of the newest runs, and all runs, newest first. runs: None for
+        those of this folder."""
         index: list[tuple[int, str, str]] = []
         shown: list[str] = []
-        for run, measurements in reversed(self.runs()):
+        for run, measurements in reversed(self.runs() if runs is None else runs):
             buffer = StringIO()
             try:
                 show(run, measurements, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
