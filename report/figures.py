@@ -17,7 +17,7 @@ from experiments.lines import BatchCostsLine, CostsLine, EngineLine, Line, Lossl
 from experiments.sweep import predict
 from inputs.commandLine import visible
 from lossless.evidence import BINS
-from report.runTables import ALONE, Prediction, mode_of, swept
+from report.runTables import ALONE, Prediction, swept
 from report.tables import median, name_of
 
 matplotlib.use("Agg")
@@ -35,9 +35,9 @@ THEORIES = (  # key of `sweep.predict`, style of the line, label
 
 def draw(lines: Sequence[Line], folder: Path, run: str) -> list[str]:
     """Draw each figure for which the run has lines. Returns their paths in the folder of the results."""
-    timed = [line for line in of_kind(lines, SpeedLine) if mode_of(line) != "sweep"]
+    timed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
     drawers = {
-        draw_speed: [line for line in timed if mode_of(line) == "compare"],
+        draw_speed: [line for line in timed if line["mode"] == "compare"],
         draw_sweep: of_kind(lines, CostsLine),
         draw_batches: of_kind(lines, BatchCostsLine),
         draw_categories: categories(timed),
@@ -62,8 +62,8 @@ def save(figure: Figure, path: Path) -> Path:
 def draw_speed(lines: Sequence[Line], path: Path) -> Path:
     """Draw tokens per second by method of --compare as bars, the fastest first. Hatched: a test tells the text from the
     target's. Returns the path."""
-    speed = [line for line in of_kind(lines, SpeedLine) if mode_of(line) == "compare"]
-    speed = [line for line in speed if line.get("promptLen") == speed[0].get("promptLen")]
+    speed = [line for line in of_kind(lines, SpeedLine) if line["mode"] == "compare"]
+    speed = [line for line in speed if line["promptLen"] == speed[0]["promptLen"]]
     rows = sorted(summarize(speed), key=lambda row: row["throughput"].middle)
     engines = {line["method"]: line for line in of_kind(lines, EngineLine)}
     figure, axes = plt.subplots(figsize=(8, 1.1 + 0.26 * len(rows)), dpi=120, layout="constrained")
@@ -221,8 +221,8 @@ def draw_break_even(axes: Axes, rows: Mapping[Any, Prediction]) -> None:
 def draw_categories(lines: Sequence[Line], path: Path) -> Path:
     """Draw the speed-up of each method as bars, category by category, as Spec-Bench defines it. lines: of the first
     mode that has such a table. Returns the path."""
-    speed = [line for line in of_kind(lines, SpeedLine) if mode_of(line) != "sweep"]
-    groups = by_category([line for line in speed if mode_of(line) == mode_of(speed[0])])
+    speed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
+    groups = by_category([line for line in speed if line["mode"] == speed[0]["mode"]])
     methods = [row["method"] for row in groups[OVERALL] if row["method"] not in ALONE]
     figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4), dpi=120, layout="constrained")
     width, colours = 0.8 / max(1, len(methods)), plt.cm.Blues(np.linspace(0.3, 0.75, len(methods)))
