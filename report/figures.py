@@ -70,8 +70,8 @@ def draw_speed(lines: Sequence[Line], path: Path) -> Path:
     longest = max(np.nanmax(row["throughput"]) for row in rows)
     for y, row in enumerate(rows):
         middle, low, high = row["throughput"]
-        other = row["method"] in engines
-        drawn = engines[row["method"]]["drawn"] if other else None
+        other = ":" in row["method"]
+        drawn = engines[row["method"]]["drawn"] if row["method"] in engines else None
         colour = GREY if row["method"] == "target" else BLUE if not other else "#e5d3b3"
         axes.barh(
             y,
@@ -90,7 +90,8 @@ def draw_speed(lines: Sequence[Line], path: Path) -> Path:
     axes.set(yticks=range(len(rows)), yticklabels=names, xlim=(0, 1.22 * longest), xlabel="tokens per second")
     ranges = {isinstance(row["throughput"], Range) for row in rows}
     bars = {True: "ranges", False: "95 % intervals"}[ranges.pop()] if len(ranges) == 1 else "intervals or ranges"
-    others = "; brown: other programs, hatched where a test tells the text from the target's" if engines else ""
+    others = "; brown: other programs" if any(":" in row["method"] for row in rows) else ""
+    others += ", hatched where a test tells the text from the target's" if engines else ""
     axes.set_title(f"medians, {bars}{others}", loc="left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     return save(figure, path)
