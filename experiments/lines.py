@@ -382,8 +382,7 @@ class AuditFigures(EvidenceFigures):
 
     unit: the unit roundoff of the arithmetic that wrote them. limit: the p-value below which a test rejects them.
     order: of the vocabulary, "q / p" or "p". seen_by: the tests that reject them. places: of impossible tokens. fits:
-    other settings under which no test rejects them. resembles: planted mistakes with such a pattern. alike:
-    the p-value of `lossless.audit.alike`.
+    other settings under which no test rejects them. alike: the p-value of `lossless.audit.alike`.
     """
 
     temperature: float
@@ -398,7 +397,6 @@ class AuditFigures(EvidenceFigures):
     alike: NotRequired[float]
     power: Power
     fits: list[dict[str, float]]
-    resembles: list[str]
 
 
 class GreedyAuditFigures(TypedDict):

@@ -25,7 +25,7 @@ from inputs.models import DTYPES
 from inputs.progress import followed
 from lossless.evidence import Evidence, limit_of, seen_by
 from lossless.replay import guesses_along
-from lossless.scorer import Texts, TextScorer
+from lossless.scorer import Texts, TextScorer, gap_figures
 from methods.catalogue import build
 from utils import Sampling
 
@@ -35,15 +35,6 @@ LISTED = 20  # tokens that are listed with their places
 # samples may write the letters of a word in other tokens. On the bundled pair 0.1 % of the tokens become impossible.
 RETOKENISED = 0.02
 FITTED = 6400  # tokens at most that are tested for other settings
-CLEAR = 3.0  # standard deviations by which the shape of a histogram differs from a flat one
-# {(some token is impossible, shape of the histogram of u): planted mistakes}
-PATTERNS = {
-    (True, "rising"): ("always accept", "late rejection", "stale slot", "bonus from q"),
-    (True, "both ends"): ("shifted by one", "inverted"),
-    (False, "rising"): ("replace from p", "q before the filters", "dropped guess"),
-    (False, "falling"): ("half handed over", "shared noise"),
-    (False, "both ends"): ("wrong temperature", "shared noise"),
-}
 SEEN = 0.9  # The power is that of departures that are seen with this probability.
 
 
@@ -73,11 +64,6 @@ class Auditor:
         figures = evidence.figures()
         tests = self.rejecting(figures)
         some = max(1, int(np.searchsorted(np.cumsum([len(text) for text in texts]), FITTED)))
-        settings = [
-            asdict(other)
-            for other in (others(sampling) if tests else ())
-            if not self.rejecting(self.evidence(prompts[:some], texts[:some], other).figures())
-        ]
         findings = {
             **asdict(sampling),
             "unit": self.unit,
@@ -87,8 +73,11 @@ class Auditor:
             "places": places(np.argwhere(evidence.impossible == 1), texts, lines),
             "alike": alike(evidence.u),
             "power": power_of(evidence, self.limit),
-            "fits": settings,
-            "resembles": resembled(figures, sampling) if tests and not settings and self.order is not None else [],
+            "fits": [
+                asdict(other)
+                for other in (others(sampling) if tests else ())
+                if not self.rejecting(self.evidence(prompts[:some], texts[:some], other).figures())
+            ],
         }
         return cast(AuditFigures, {**figures, **findings})
 
@@ -106,29 +95,23 @@ class Auditor:
 
         scorer = TextScorer(self.target, None, sampling, self.seed, self.unit)
         gap, allowed, is_argmax = map(torch.cat, zip(*self.mapped(gaps, len(texts))))
-        beyond = gap > allowed
         index = [(row, position) for row, text in enumerate(texts) for position in range(len(text))]
-        return {
-            "texts": len(texts),
-            "tokens": gap.numel(),
-            "near_ties": int((~is_argmax & ~beyond).sum()),
-            "beyond": int(beyond.sum()),
-            "largest_gap": float(gap.max()),
-            "allowed": float(allowed.max()),
+        findings = {
             "repetition_penalty": sampling.repetition_penalty,
             "unit": self.unit,
-            "places": places([index[i] for i in beyond.nonzero()[:, 0].tolist()], texts, lines),
+            "places": places([index[i] for i in (gap > allowed).nonzero()[:, 0].tolist()], texts, lines),
         }
+        return cast(GreedyAuditFigures, {**gap_figures(texts, gap, allowed, is_argmax), **findings})
 
     def evidence(self, prompts: Texts, texts: Texts, sampling: Sampling) -> Evidence:
         """`Evidence` of the texts, whichever process scores them."""
 
         def score(first: int) -> Evidence:
-            scorer = TextScorer(self.target, self.order, sampling, self.seed + first, self.unit)
+            scorer = TextScorer(self.target, self.order, sampling, self.seed, self.unit)
             rows = prompts[first : first + ROWS], texts[first : first + ROWS]
             generator = torch.Generator(self.target.device).manual_seed(self.seed + first)
             guesses = self.guessing and guesses_along(self.guessing, *rows, sampling, generator=generator)
-            return scorer.evidence(*rows, guesses=guesses)
+            return scorer.evidence(*rows, first, guesses)
 
         parts = list(self.mapped(score, len(texts)))
         return sum(parts[1:], parts[0])
@@ -179,35 +162,6 @@ def others(sampling: Sampling) -> list[Sampling]:
     changes = [name for name, value in left_out.items() if getattr(sampling, name) != value]
     subsets = chain.from_iterable(combinations(changes, count) for count in range(1, len(changes) + 1))
     return [replace(sampling, **{name: cast(Any, left_out[name]) for name in names}) for names in subsets]
-
-
-def shape_of(counts: Sequence[int]) -> str:
-    """The shape of a histogram of u: "flat", "rising", "falling", "both ends" or "middle".
-
-    The first two components of Neyman's smooth test are sums of Legendre polynomials of u, over the root of their
-    number. For uniform numbers both are standard normal.
-    """
-    counted = np.array(counts, float)
-    x = 2 * (np.arange(len(counted)) + 0.5) / len(counted) - 1
-    root = max(1, counted.sum()) ** 0.5
-    slope, bend = (counted * 3**0.5 * x).sum() / root, (counted * 5**0.5 * (3 * x**2 - 1) / 2).sum() / root
-    if max(abs(slope), abs(bend)) < CLEAR:
-        return "flat"
-    if abs(slope) >= abs(bend):
-        return "rising" if slope > 0 else "falling"
-    return "both ends" if bend > 0 else "middle"
-
-
-def resembled(figures: EvidenceFigures, sampling: Sampling) -> list[str]:
-    """The planted mistakes with such a pattern, as they show it on the bundled pair. The vocabulary is in the order of
-    q / p. Where no filter is on, no token is impossible."""
-    shape, filtered = shape_of(figures["counts"]), sampling.top_p < 1 or sampling.top_k > 0
-    return [
-        name
-        for (impossible, of_shape), names in PATTERNS.items()
-        if of_shape == shape and (impossible == (figures["impossible"] > 0) or not filtered)
-        for name in names
-    ]
 
 
 def audit(prepared: Prepared, models: LoadedModels, append: Append) -> None:

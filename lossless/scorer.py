@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -64,11 +65,11 @@ class TextScorer:
     ) -> Evidence:
         """`Evidence` of the `texts` that a sampler wrote after `prompts`. guesses: those of `replay.guesses_along`.
 
-        first: the number of the first text, of texts of one length. It decides the random numbers v, whoever scored the
-        texts before. None: v follow those of the texts that this scorer scored before.
+        first: the number of the first text. It decides the random numbers v, whichever process scored the texts before.
+        None: v follow those of the texts that this scorer scored before.
         """
         if first is not None:
-            self.random = np.random.Generator(np.random.PCG64(self.seed).advance(first * len(texts[0])))
+            self.random = np.random.default_rng((self.seed, first))
         length = max(map(len, prompts)) + max(map(len, texts))
         rows = max(1, ELEMENTS // (length * self.target.vocabulary))
         parts = [
@@ -193,27 +194,28 @@ def rounding(model: CachedModel, logits: Tensor, unit: float | None = None) -> T
     return 8 * relative * logits.std(-1, keepdim=True)
 
 
-def greedy_figures(texts: Texts, plain: Texts, prompts: Texts, scorer: TextScorer) -> GreedyFigures:
-    """The figures of a line of results for greedy texts. plain: the texts of plain decoding.
-
-    differing: texts that differ from plain decoding's. near_ties: tokens that are not the argmax of the text read as a
-    whole, but within rounding of it. beyond: tokens beyond rounding. Where two texts first differ, their context is the
-    same, so there plain decoding's token is tested too.
-    """
-    gap, limit, is_argmax = scorer.logit_gaps(prompts, texts)
-    beyond = gap > limit
-    differing, plain_beyond = 0, 0
-    for prompt, text, plain_text in zip(prompts, texts, plain):
-        if text != plain_text:
-            fork = next(i for i, (a, b) in enumerate(zip(text, plain_text)) if a != b)
-            plain_gap, plain_limit, _ = scorer.logit_gaps([prompt], [plain_text[: fork + 1]])
-            differing, plain_beyond = differing + 1, plain_beyond + int(plain_gap[-1] > plain_limit[-1])
+def gap_figures(texts: Texts, gap: Tensor, allowed: Tensor, is_argmax: Tensor) -> dict[str, Any]:
+    """The figures of greedy texts, of the three results of `TextScorer.logit_gaps`. near_ties: tokens that are not the
+    argmax of the text read as a whole, but within rounding of it. beyond: tokens beyond rounding."""
+    beyond = gap > allowed
     return {
         "texts": len(texts),
         "tokens": gap.numel(),
-        "differing": differing,
         "near_ties": int((~is_argmax & ~beyond).sum()),
-        "beyond": int(beyond.sum()) + plain_beyond,
+        "beyond": int(beyond.sum()),
         "largest_gap": float(gap.max()),
-        "allowed": float(limit.max()),
+        "allowed": float(allowed.max()),
     }
+
+
+def greedy_figures(texts: Texts, plain: Texts, prompts: Texts, scorer: TextScorer) -> GreedyFigures:
+    """`gap_figures` of greedy texts. plain: the texts of plain decoding. differing: texts that differ from them. Where
+    two texts first differ, their context is the same, so there plain decoding's token is tested too."""
+    figures = gap_figures(texts, *scorer.logit_gaps(prompts, texts)) | {"differing": 0}
+    for prompt, text, plain_text in zip(prompts, texts, plain):
+        if text != plain_text:
+            fork = next(i for i, (a, b) in enumerate(zip(text, plain_text)) if a != b)
+            gap, allowed, _ = scorer.logit_gaps([prompt], [plain_text[: fork + 1]])
+            figures["differing"] += 1
+            figures["beyond"] += int(gap[-1] > allowed[-1])
+    return cast(GreedyFigures, figures)

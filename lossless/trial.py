@@ -27,23 +27,16 @@ from experiments.loading import LoadedModels, Prepared
 from inputs.devices import pick_dtype
 from inputs.progress import followed
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
-from lossless.plantedMistakes import MISTAKES, TREE_MISTAKES
+from lossless.mistakes import MISTAKES
 from lossless.replay import guesses_along
 from lossless.scorer import Texts, TextScorer, greedy_figures
 from methods.catalogue import METHODS, build, repeatable
 from methods.samplers import Models, Sampler
-from regrSampling import regrSampling
 from utils import Sampling
 
 FIRST = 2  # Texts of a planted mistake in the first test; each later test has twice as many.
 SHOWN_TOKENS = 6400  # Tokens of each method and of each planted mistake in the figure.
 GREEDY_TOKENS = 50  # Tokens of a greedy text at most.
-
-
-def second_dtype(named: str | None, device: str) -> str:
-    """The dtype in which texts are compared in addition to float32: the one that --dtype names, or a 16-bit one."""
-    short = pick_dtype(device)
-    return named if named not in (None, "float32") else "bfloat16" if short == "float32" else short
 
 
 class BlockReader:
@@ -61,28 +54,24 @@ class BlockReader:
     @torch.inference_mode()
     def read(self, prompts: Texts, texts: Texts, batch: int | None = None) -> None:
         """Compute the logits that `score` gives, and keep them in the model's dtype. batch: texts at a time."""
-        self.unscored = []
+        self.unscored: list[tuple[int, Tensor, Sequence[int]]] = []  # length of the prompt, logits [n, V], text
         batch = batch or len(texts)
-        for first in range(0, len(texts), batch):
-            self.unscored += self.logits(prompts[first : first + batch], texts[first : first + batch])
-
-    def logits(self, prompts: Texts, texts: Texts) -> list[tuple[int, Tensor, Sequence[int]]]:
-        """[(length of the prompt, logits of the tokens after it, these tokens), ...] of one batch."""
-        rows = Rows(prompts, len(texts[0]), [self.cached])
-        at, logits = rows.lengths[:, None], [self.cached.prefill(rows)[:, None]]
-        for block in upload(texts, self.device)[:, :-1].split(self.width, 1):
-            logits.append(self.cached.forward(block, at + torch.arange(block.shape[1], device=self.device)))
-            at = at + block.shape[1]
-        return list(zip(map(len, prompts), torch.cat(logits, 1).to(self.dtype), texts))
+        for part in (slice(first, first + batch) for first in range(0, len(texts), batch)):
+            rows = Rows(prompts[part], len(texts[0]), [self.cached])
+            at, logits = rows.lengths[:, None], [self.cached.prefill(rows)[:, None]]
+            for block in upload(texts[part], self.device)[:, :-1].split(self.width, 1):
+                logits.append(self.cached.forward(block, at + torch.arange(block.shape[1], device=self.device)))
+                at = at + block.shape[1]
+            self.unscored += zip(map(len, prompts[part]), torch.cat(logits, 1).to(self.dtype), texts[part])
 
     def score(self, tokens: Tensor) -> Tensor:
         """Logits after each of `tokens[B, n]`, float32 `[B, n, V]`: those of the next B texts that were read, and 0
         before the end of the prompt."""
         logits = torch.zeros(*tokens.shape, self.vocabulary, device=self.device)
-        for row, (length, kept, text) in enumerate(self.unscored[: len(tokens)]):
+        for row, (length, computed, text) in enumerate(self.unscored[: len(tokens)]):
             end = length + len(text) - 1
             assert tokens[row, length:end].tolist() == list(text[:-1]), "texts are scored in the order they were read"
-            logits[row, length - 1 : end] = kept
+            logits[row, length - 1 : end] = computed
         del self.unscored[: len(tokens)]
         return logits
 
@@ -102,14 +91,12 @@ class Trial:
         self.batches = math.ceil(settings.tokens / (self.texts * self.max_len))  # of texts by each method
         self.prompts = prepared.inputs.rows  # token ids, used in turn
         self.processes, self.device = prepared.processes, prepared.place.device
-        self.loaded, self.models = models, cast(Models, dict(models))
-        self.dtype, self.append = dtype, append
-        named = settings.models.dtype
-        self.limit = limit_of(len(self.names) * len({"float32", named or "float32"}))
+        self.models, self.dtype, self.append = models, dtype, append
+        self.limit = limit_of(len(self.names) * len({"float32", settings.models.dtype or "float32"}))
         width = self.decoding.gamma_of("fixed") + 1
         self.reader = None if dtype == "float32" else BlockReader(models["target"], width)
         self.in_figure = min(math.ceil(SHOWN_TOKENS / self.max_len), self.batches * self.texts)  # texts
-        self.shown: TrialConditions = {
+        self.conditions: TrialConditions = {
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
             "maxLen": self.max_len,
@@ -117,7 +104,11 @@ class Trial:
             "limit": self.limit,
         }
         if self.batch is not None:
-            self.shown["batch"] = self.rows
+            self.conditions["batch"] = self.rows
+
+    def build(self, names: Sequence[str]) -> dict[str, Sampler]:
+        """Methods by name, in a state of their own."""
+        return build(names, cast(Models, self.models), self.decoding)
 
     def choose(self, first: int, count: int) -> list[list[int]]:
         """The prompts of the texts numbered first, ..., first + count - 1."""
@@ -129,9 +120,9 @@ class Trial:
         guessing: the same method once more, which guesses along the texts; None: it guesses nothing. No text ends
         early: u is uniform over all tokens only if the tokens do not decide how many there are.
         """
-        prompts, sampling, guesses = self.choose(first, count), scorer.sampling, None
+        prompts, guesses = self.choose(first, count), None
         generator = torch.Generator(self.device).manual_seed(self.seed + 1_000_003 * first)
-        options: Any = {"sampling": sampling, "generator": generator, "batch": self.batch}
+        options: Any = {"sampling": scorer.sampling, "generator": generator, "batch": self.batch}
         texts, _ = sampler(prompts, max_len=self.max_len, **options)
         if guessing is not None:
             guesses = guesses_along(guessing, prompts, texts, **options)
@@ -142,19 +133,17 @@ class Trial:
     def scorer(self, sampling: Sampling, order: str = "draft") -> TextScorer:
         """The `TextScorer` that orders the vocabulary by the model of role `order`, if that has the target's tokens."""
         other_tokens = order == "draft" and self.decoding.translation is not None
-        order_model = None if other_tokens else self.loaded.get(order)
-        target = cast(CachedModel, self.reader or self.loaded["target"])
-        return TextScorer(target, order_model, sampling, self.seed)
+        target: Any = self.reader or self.models["target"]
+        return TextScorer(target, None if other_tokens else self.models.get(order), sampling, self.seed)
 
     def shown_counts(self, evidence: Evidence) -> ShownCounts:
         """The histogram for the figure. An impossible token has an infinite q / p, so its u is 1."""
         u = np.where(evidence.impossible > 0, 1.0, evidence.u)[: self.in_figure]
-        counts = np.histogram(u[~np.isnan(u)], BINS, (0, 1))[0]
-        return {"counts_shown": counts.tolist(), "tokens_shown": u.size}
+        return {"counts_shown": np.histogram(u[~np.isnan(u)], BINS, (0, 1))[0].tolist(), "tokens_shown": u.size}
 
     def test_methods(self) -> None:
         """Test texts drawn by each method, at least `tokens` tokens."""
-        samplers, guessing = (build(self.names, self.models, self.decoding) for _ in range(2))
+        samplers, guessing = self.build(self.names), self.build(self.names)
         scorers = {name: self.scorer(self.sampling, METHODS[name].guesser) for name in samplers}
 
         def write(batch: tuple[str, int]) -> tuple[Evidence, float]:
@@ -166,15 +155,15 @@ class Trial:
 
         batches = [(name, number) for name in samplers for number in range(self.batches)]
         done = followed(self.processes.mapped(write, batches), "lossless", len(batches))
-        for name, group in itertools.groupby(zip(done, batches), lambda pair: pair[1][0]):
-            parts, seconds = zip(*(result for result, _ in group))
+        for name in samplers:
+            parts, seconds = zip(*itertools.islice(done, self.batches))
             evidence: Evidence = sum(parts[1:], parts[0])
             self.append(
                 {
                     "kind": "lossless",
                     "test": "drawn",
                     "method": name,
-                    **self.shown,
+                    **self.conditions,
                     "seconds": math.fsum(seconds),
                     "repeatable": repeatable(name, self.decoding),
                     **evidence.figures(),
@@ -184,24 +173,22 @@ class Trial:
 
     def find_mistakes(self) -> None:
         """Test the methods with a planted mistake: each mistake in the first method that it fits, or in all."""
-        samplers = build(self.names, self.models, self.decoding)
-        planted: list[tuple[str, str]] = []
-        for name, mistake in (MISTAKES | TREE_MISTAKES).items():
+        samplers, planted = self.build(self.names), list[tuple[str, str]]()
+        for name, mistake in MISTAKES.items():
             fitting = [method for method, sampler in samplers.items() if mistake.fits(sampler)]
             if self.rows < self.texts or not mistake.queue:
                 planted += [(method, name) for method in fitting[: None if mistake.everywhere else 1]]
         done = self.processes.mapped(self.find_mistake, planted)
         for line in followed(done, "planted mistakes", len(planted)):
-            self.append({"kind": "lossless", "test": "mistake", **self.shown, **line})
+            self.append({"kind": "lossless", "test": "mistake", **self.conditions, **line})
 
     def find_mistake(self, planted: tuple[str, str]) -> MistakeFigures:
         """The figures of a method with a planted mistake, (method, mistake), tested on twice as many texts each time
         until a test fails."""
         method, name = planted
-        mistake, most = (MISTAKES | TREE_MISTAKES)[name], self.batches * self.texts
-        tested, threshold = mistake.tested(self.sampling), self.decoding.draft_threshold
-        samplers = (build([method], self.models, self.decoding)[method] for _ in range(2))
-        flawed, guessing = (mistake.planted(sampler, tested, threshold) for sampler in samplers)
+        mistake, most = MISTAKES[name], self.batches * self.texts
+        tested = mistake.tested(self.sampling)
+        flawed, guessing = (mistake.planted(self.build([method])[method], tested) for _ in range(2))
         parts = flawed, guessing, self.scorer(tested)
         evidence = self.write(*parts, 0, min(2 * self.rows if mistake.queue else FIRST, most))
         while not (tests := seen_by(evidence.figures(), self.limit)) and len(evidence.u) < most:
@@ -225,18 +212,13 @@ class Trial:
         sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
         # The greedy text of a prompt is one text, however often it is written.
         prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, self.choose(0, self.texts)))]
-        count = min(self.max_len, GREEDY_TOKENS)
+        names, count = ["target", *(name for name in self.names if name != "target")], min(self.max_len, GREEDY_TOKENS)
+        samplers, scorer = self.build(names), TextScorer(self.models["target"], None, sampling)
         plain: list[list[int]] = []  # without a queue
         for first in range(0, len(prompts), self.rows):
-            plain += regrSampling(prompts[first : first + self.rows], self.loaded["target"], count, sampling)[0]
-        scorer = TextScorer(self.loaded["target"], None, sampling)
-        names = ["target", *(name for name in self.names if name != "target")]
-        samplers = build(names, self.models, self.decoding)
+            plain += samplers["target"](prompts[first : first + self.rows], max_len=count, sampling=sampling)[0]
 
         def compare(name: str) -> GreedyFigures:
-            """The figures of a method's texts."""
-            if name == "target" and self.rows >= len(prompts):
-                return greedy_figures(plain, plain, prompts, scorer)
             texts, _ = samplers[name](prompts, max_len=count, sampling=sampling, batch=self.batch)
             return greedy_figures(texts, plain, prompts, scorer)
 
@@ -254,20 +236,22 @@ def run_trials(prepared: Prepared, models: LoadedModels, append: Append) -> None
     tested in float32."""
     settings = prepared.settings
     named, drawn = settings.models.dtype, bool(settings.sampling.of("lossless").temperature)
-    # Mistakes are planted in models that run eagerly: layers that are packed for the kernels cannot.
-    eager = prepared.load("float32") if settings.models.compile and drawn else models
-    run_trial(Trial(prepared, models, "float32", append), drawn, Trial(prepared, eager, "float32", append))
-    models.clear()
-    eager.clear()
-    dtype = second_dtype(named, prepared.place.device)
-    models = (prepared.load_as_timed if dtype == named else prepared.load)(dtype)
-    run_trial(Trial(prepared, models, dtype, append), drawn and dtype == named)
-
-
-def run_trial(trial: Trial, drawn: bool, planted: Trial | None = None) -> None:
-    """Test drawn texts, if there are any, and greedy texts. planted: what tests planted mistakes, if anything does."""
+    trial = Trial(prepared, models, "float32", append)
     if drawn:
         trial.test_methods()
-        if planted is not None:
-            planted.find_mistakes()
+        # Mistakes are planted in models that run eagerly: layers that are packed for the kernels cannot.
+        eager = prepared.load("float32") if settings.models.compile else models
+        Trial(prepared, eager, "float32", append).find_mistakes()
+        eager = {}
+    trial.compare_greedy()
+    del trial
+    models.clear()
+    # On a processor without bfloat16 that dtype is slow, and text in it is compared all the same.
+    dtype = (
+        named if named not in (None, "float32") else pick_dtype(prepared.place.device).replace("float32", "bfloat16")
+    )
+    models = (prepared.load_as_timed if dtype == named else prepared.load)(dtype)
+    trial = Trial(prepared, models, dtype, append)
+    if drawn and dtype == named:
+        trial.test_methods()
     trial.compare_greedy()

@@ -25,7 +25,7 @@ from engine import copies, gate
 from engine.kernels import loader
 from inputs import files, progress
 from inputs.files import DATASETS
-from lossless.plantedMistakes import MISTAKES
+from lossless.mistakes import MISTAKES
 from methods import selfDraft
 from utils import UserError
 
@@ -51,7 +51,6 @@ def few_mistakes(monkeypatch, *names):
     """Plant these alone of the mistakes of --lossless, the first by default: all are in test_losslessness.py."""
     some = {name: MISTAKES[name] for name in names or ("replace from p",)}
     monkeypatch.setattr("lossless.trial.MISTAKES", some)
-    monkeypatch.setattr("lossless.trial.TREE_MISTAKES", {})
 
 
 def refused(*words):

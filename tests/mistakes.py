@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from decoding.verification import block_rule, token_rule
-from lossless.plantedMistakes import after, always_accept, p_shifted, replace_from_p  # noqa: F401 - used by the tests
+from lossless.mistakes import after, always_accept, p_shifted, replace_from_p  # noqa: F401 - used by the tests
 from utils import pick, residual
 
 

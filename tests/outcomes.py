@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from decoding import model, verification
 from decoding.rows import Rows
-from lossless import plantedMistakes
+from lossless import mistakes as planted
 from utils import Sampling
 
 
@@ -98,7 +98,7 @@ def every_outcome(run):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "rand", outcomes.rand)
             patch.setattr(Rows, "close_ranks", lambda rows: None)  # A row is an outcome: all of them stay.
-            for module in (model, verification, mistakes, plantedMistakes):
+            for module in (model, verification, mistakes, planted):
                 patch.setattr(module, "pick", outcomes.draw)
             result = run(outcomes)
         if outcomes.choices == choices:

@@ -18,7 +18,7 @@ from experiments import prepare, settings
 from experiments.intervals import summarize
 from experiments.speed import WARM, ends_after, measure
 from inputs import models as loading
-from lossless.plantedMistakes import PredecessorTarget
+from lossless.mistakes import PredecessorTarget
 from lossless.trial import BlockReader
 from methods.drafters import ModelDrafter
 from methods.rehearsal import compile_samplers

@@ -13,7 +13,7 @@ from decoding.trees.tree import Tree
 from decoding.verification import block_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
-from lossless.plantedMistakes import PredecessorTarget
+from lossless.mistakes import PredecessorTarget
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst

@@ -29,7 +29,7 @@ from engine.kernels.packedLinear import packed_codes
 from engine.quantised import BITS, Codes, Int4Linear, QuantisedLinear, in_int8
 from engine.sharedWeights import sharing_copy
 from experiments import loading
-from lossless.plantedMistakes import MISTAKES, DraftKeysTarget
+from lossless.mistakes import MISTAKES, DraftKeysTarget
 from methods import selfDraft
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter

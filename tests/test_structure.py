@@ -188,7 +188,7 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "evidence": "losslessness",
     "replay": "losslessness",
     "scorer": "losslessness",
-    "plantedMistakes": "losslessness",
+    "mistakes": "losslessness",
     "trial": "losslessness",
     "auditTexts": "audit",
     "losslessReport": "losslessness",

@@ -13,7 +13,7 @@ from decoding.trees.guesses import siblings
 from decoding.trees.rules import TREE_RULES, after_child, in_postorder, top_down_rule, traversal_rule
 from decoding.trees.tree import MOST, Tree
 from decoding.verification import block_rule, token_rule
-from lossless.plantedMistakes import mass_not_updated, siblings_not_renormalised, unsure_node_dropped
+from lossless.mistakes import mass_not_updated, siblings_not_renormalised, unsure_node_dropped
 from utils import draw
 
 

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +29,10 @@ from methods.treeSampling import TreeDrafter, treeSampling
 from specSampling import specSampling
 from utils import Sampling, pick, residual
 
-T = TypeVar("T")
-
 HEAT = 1.2  # The wrong temperature over the right one: 0.85 becomes 1.02.
 SHAPE = Tree.of("4,2")
-UNSURE = 0.4  # A guess of a tree whose q is below this is dropped.
-# The draft's temperature over the wanted one, where siblings are not renormalised. The mistake is a factor of
+UNSURE = 0.4  # Guesses whose q is below this are dropped.
+# The draft's temperature over the target's, where siblings are not renormalised. The mistake is a factor of
 # 1 - q(x_1) - q(x_2) - ... in a later sibling's q, which is near 1 where the draft is unsure. On the bundled pair it
 # moves 0.020 of the probability of the token after four siblings, and 0.079 with a draft at half the temperature.
 COLD = 0.5
@@ -45,24 +43,23 @@ SAID = 0.3  # What a drafter says of each guess.
 
 
 def after(p: Tensor, accepted: Tensor) -> Tensor:
-    """The distribution of the token after the accepted guesses: `p[B, n + 1, V]`, `accepted[B]` -> `[B, V]`."""
+    """The distribution of the token after the accepted guesses: `p[B, n + 1, V]`, `accepted[B]` -> `[B, V]`. Of q
+    `[B, n, V]` that of the rejected guess, or 0."""
+    p = F.pad(p, (0, 0, 0, 1))
     return p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
 
 
 def always_accept(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepts all guesses. Where a row has none, q is 0."""
-    accepted = (q.gather(-1, drafts[..., None]) > 0).sum((1, 2))
+    accepted = (q.gather(-1, drafts[..., None]) > 0).sum((1, 2))  # Where a row has no guess, q is 0.
     return accepted, pick(after(p, accepted), u[:, -1])
 
 
 def replace_from_p(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws the token after a rejection from p, not from the residual."""
     accepted, _ = token_rule(p, q, drafts, u)
     return accepted, pick(after(p, accepted), u[:, -1])
 
 
 def p_shifted(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Compares q of each guess with p of the place before it."""
     return token_rule(p.roll(1, 1), q, drafts, u)
 
 
@@ -71,27 +68,13 @@ def judged_by(
 ) -> tuple[Tensor, Tensor]:
     """Accepts guesses by the wrong distributions. The token after a rejection is drawn from the right residual."""
     accepted, _ = token_rule(wrong_p, wrong_q, drafts, u)
-    return accepted, pick(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])
+    return accepted, pick(residual(after(p, accepted), after(q, accepted)), u[:, -1])
 
 
 def inverted(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Rejects a guess with the probability min(1, p / q) with which it should be accepted."""
+    """min(1, p / q) is the probability of a rejection."""
     flipped = F.pad((q - p[:, : q.shape[1]]).clamp(min=0), (0, 0, 0, 1))
     return judged_by(flipped, q, p, q, drafts, u)
-
-
-def one_hot_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Judges a drawn guess x as if q(x) were 1: accepts it with probability p(x), else draws from p without x.
-
-    This is no mistake. Whatever x is, the result is distributed as p. But fewer guesses are accepted: sum p q of them
-    instead of sum min(p, q). vLLM has judged so (its issue 40149).
-    """
-    return token_rule(p, one_hot(q, drafts), drafts, u)
-
-
-def half_handed_over(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepts a guess x with probability p(x), as if q(x) were 1, and replaces it from the residual of the true q."""
-    return judged_by(p, one_hot(q, drafts), p, q, drafts, u)
 
 
 def one_hot(q: Tensor, drafts: Tensor) -> Tensor:
@@ -99,10 +82,13 @@ def one_hot(q: Tensor, drafts: Tensor) -> Tensor:
     return torch.zeros_like(q).scatter(-1, drafts[..., None], 1) * (q.sum(-1, keepdim=True) > 0)
 
 
+def half_handed_over(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    return judged_by(p, one_hot(q, drafts), p, q, drafts, u)
+
+
 def late_rejection(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Notices a rejection one place late: the guess is dropped, and the token drawn after it takes its place."""
     accepted, token = token_rule(p, q, drafts, u)
-    rejected = after(F.pad(q, (0, 0, 0, 1)), accepted).sum(-1) > 0
+    rejected = after(q, accepted).sum(-1) > 0
     late = pick(after(p, (accepted + 1).clamp(max=drafts.shape[1])), u[:, -1])
     return accepted, torch.where(rejected, late, token)
 
@@ -115,7 +101,7 @@ def shared_noise(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tenso
     exponential numbers, as the exponential distribution has no memory. So E is drawn after x is known.
     """
     accepted, _ = token_rule(p, q, drafts, u)
-    q = after(F.pad(q, (0, 0, 0, 1)), accepted)  # 0 where no guess was rejected: then E is new
+    q = after(q, accepted)  # 0 where no guess was rejected: then E is new
     generator = torch.Generator(p.device).manual_seed(int(u[0, -1] * 2**24))
     least, rest = (
         torch.empty(size, device=p.device).exponential_(generator=generator) for size in ((len(p), 1), q.shape)
@@ -134,12 +120,11 @@ def bonus_from_q(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tenso
 
 
 def wrong_temperature(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepts guesses by p at a higher temperature. The token after a rejection is drawn from the right residual."""
     hotter = p ** (1 / HEAT)
     return judged_by(hotter / hotter.sum(-1, keepdim=True), q, p, q, drafts, u)
 
 
-def constant_q(rule: Callable[..., T], p: Tensor, q: Tensor, drafts: Tensor, *rest: Any) -> T:
+def constant_q(rule: Callable[..., Any], p: Tensor, q: Tensor, drafts: Tensor, *rest: Any) -> Any:
     """Any rule, for chains or trees, whose drafter says that q is SAID for each guess, and 0 for other tokens."""
     return rule(p, SAID * one_hot(q, drafts), drafts, *rest)
 
@@ -160,7 +145,6 @@ def siblings_not_renormalised(
 
 
 def unsure_node_dropped(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
-    """Drops a node after it was drawn: if its q is low, it is not verified."""
     q_x = q.gather(-1, drafts[..., None])
     return traversal_rule(p, q * (q_x >= UNSURE), drafts, u, tree)
 
@@ -188,105 +172,8 @@ class FlawedModel(CachedModel):
     """A model with a mistake in how it runs: the weights and the KV cache of `model`."""
 
     def __init__(self, model: CachedModel) -> None:
-        features = model.features_of or model.tap
-        super().__init__(model.model, model.vocabulary, model.name, model.cache_of, features)
+        super().__init__(model.model, model.vocabulary, model.name, model.cache_of, model.features_of or model.tap)
         self.store = model.store
-
-
-class KeepingTarget(FlawedModel):
-    """A target whose cache keeps what it held in some slots, whatever the target reads into them.
-
-    highest: int64 `[B, 1]`, the last slot that was written in each row.
-    """
-
-    highest = torch.zeros(0, 1, dtype=torch.long)
-
-    @abstractmethod
-    def kept(self, positions: Tensor) -> Tensor:
-        """Which of the slots `positions[B, n]` keep their content: bool `[B, n]`."""
-
-    def prefill(self, rows: Rows) -> Tensor:
-        fresh, self.highest = rows.fresh, self.highest[: rows.batch]
-        if len(self.highest) < rows.batch or rows.waiting <= rows.batch:
-            self.highest = torch.zeros(rows.batch, 1, dtype=torch.long, device=self.device)
-        self.prefilling = True
-        logits = super().prefill(rows)
-        self.prefilling = False
-        self.highest[fresh, 0] = rows.lengths[fresh] - 1
-        return logits
-
-    def copy_row(self, source: int, row: int) -> None:
-        super().copy_row(source, row)
-        self.highest[row] = self.highest[source]
-
-    def forward(
-        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
-    ) -> Tensor:
-        """As `CachedModel.forward`, but for the slots that keep their content."""
-        if self.prefilling:
-            return super().forward(tokens, positions, places, keep)
-        assert self.cache is not None
-        states = [states[: len(tokens)] for layer in self.cache.layers for states in (layer.keys, layer.values)]
-        slots = [positions[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]) for x in states]
-        before, kept = [x.gather(2, at) for x, at in zip(states, slots)], self.kept(positions)[:, None, :, None]
-        logits = super().forward(tokens, positions, places, keep)
-        for x, at, old in zip(states, slots, before):
-            x.scatter_(2, at, torch.where(kept, old, x.gather(2, at)))
-        self.highest[: len(tokens)] = torch.maximum(self.highest[: len(tokens)], positions[:, -1:])
-        return logits
-
-
-class StaleSlotTarget(KeepingTarget):
-    """A target whose cache keeps a rejected guess: the token that replaces it does not overwrite its slot."""
-
-    def kept(self, positions: Tensor) -> Tensor:
-        """The first token's slot, if it was written before."""
-        return (positions <= self.highest[: len(positions)]) & (
-            torch.arange(positions.shape[1], device=self.device) == 0
-        )
-
-
-class DraftKeysTarget(KeepingTarget):
-    """A target whose cache keeps what a draft that shares it has written for the guesses."""
-
-    def kept(self, positions: Tensor) -> Tensor:
-        """All slots but the last: the draft has not read its last guess."""
-        return positions < positions[:, -1:]
-
-
-class PredecessorTarget(FlawedModel):
-    """A target whose rows keep the text before: of a prompt that takes the row over, only the last token is read."""
-
-    def prefill(self, rows: Rows) -> Tensor:
-        self.takes_over = rows.waiting > rows.batch
-        return super().prefill(rows)
-
-    def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
-        if not self.takes_over:
-            return super().read_prompts(prompts, lengths)
-        last = torch.tensor(lengths, device=self.device)[:, None] - 1
-        return self.forward(prompts.gather(1, last), last)[:, 0]
-
-
-class SiblingMaskTarget(FlawedModel):
-    """A target whose ancestor masks have siblings in them: a node attends to all nodes before it."""
-
-    def forward(
-        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
-    ) -> Tensor:
-        """As `CachedModel.forward`, but a node of a tree attends to all nodes before it."""
-        if places is not None:
-            elder = 2 << torch.arange(len(places.ancestors), device=self.device)
-            places = places._replace(ancestors=elder - 1)
-        return super().forward(tokens, positions, places, keep)
-
-
-class WrongSlotTarget(FlawedModel):
-    """A target whose keys of the accepted path are moved to wrong slots: each to the one after its own."""
-
-    def move(self, source: Tensor, slots: Tensor) -> None:
-        """As `CachedModel.move`, but each node goes to the slot of the next one."""
-        super().move(source.roll(1, 1), slots)
 
 
 class OneSidedTarget(FlawedModel):
@@ -309,95 +196,156 @@ class UnfilteredDraft(FlawedModel):
         return drafts, torch.stack(self.unfiltered, 1)
 
 
-# Drafters: f(drafter, sampling, threshold). sampling: whose distribution is wanted. threshold: --draftThreshold.
+class KeepingTarget(FlawedModel):
+    """A target that leaves in some slots of its cache what they held before it scored the guesses."""
+
+    @abstractmethod
+    def kept(self, rows: Rows, slots: Tensor) -> Tensor:
+        """Which of `slots[B, n + 1]`, of the last committed token and the guesses: bool `[B, n + 1]`."""
+
+    def score_and_verify(self, rows: Rows, guesses: Guesses, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.cache is not None
+        _, slots = rows.last(1, guesses.drafts.shape[1])
+        kept = self.kept(rows, slots)
+        row, slot = kept.nonzero()[:, 0], slots[kept]
+        states = [states for layer in self.cache.layers for states in (layer.keys, layer.values)]
+        before = [x[row, :, slot] for x in states]
+        result = super().score_and_verify(rows, guesses, *rest)
+        for x, old in zip(states, before):
+            x[row, :, slot] = old
+        return result
+
+
+class StaleSlotTarget(KeepingTarget):
+    def kept(self, rows: Rows, slots: Tensor) -> Tensor:
+        """The last committed token's, if it replaces a guess."""
+        records = [rows.records[number] for number in rows.numbers]
+        rejected = torch.tensor([[record.drafted[-1] > record.accepted[-1]] for record in records])
+        return rejected.to(slots.device) & (slots == slots[:, :1])
+
+
+class DraftKeysTarget(KeepingTarget):
+    def kept(self, rows: Rows, slots: Tensor) -> Tensor:
+        """All but the last: a draft that shares the cache has not read its last guess."""
+        return slots < slots[:, -1:]
+
+
+class PredecessorTarget(FlawedModel):
+    """A target that reads only the last token of a prompt that takes over a row."""
+
+    def prefill(self, rows: Rows) -> Tensor:
+        self.takes_over = rows.waiting > rows.batch
+        return super().prefill(rows)
+
+    def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
+        if not self.takes_over:
+            return super().read_prompts(prompts, lengths)
+        last = torch.tensor(lengths, device=self.device)[:, None] - 1
+        return self.forward(prompts.gather(1, last), last)[:, 0]
+
+
+class SiblingMaskTarget(FlawedModel):
+    def forward(
+        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
+    ) -> Tensor:
+        if places is not None:
+            elder = 2 << torch.arange(len(places.ancestors), device=self.device)
+            places = places._replace(ancestors=elder - 1)
+        return super().forward(tokens, positions, places, keep)
+
+
+class WrongSlotTarget(FlawedModel):
+    def move(self, source: Tensor, slots: Tensor) -> None:
+        """Each node goes to the slot of the next one."""
+        super().move(source.roll(1, 1), slots)
+
+
+# Drafters: f(drafter, sampling).
 
 
 class UnsureDropped(WrappedDrafter):
-    """Takes back a guess whose q is below the threshold, and all guesses after it."""
+    """Takes back a guess whose q is below UNSURE, and all guesses after it."""
 
-    def __init__(self, drafter: Drafter, sampling: Sampling, threshold: float) -> None:
+    def __init__(self, drafter: Drafter, sampling: Sampling) -> None:
         super().__init__(drafter)
-        self.threshold = threshold
 
     def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
-        sure = guesses.of_drafts()[..., None] >= self.threshold
+        sure = guesses.of_drafts()[..., None] >= UNSURE
         return replace(guesses, q=guesses.q * sure.cumprod(1))
 
 
-def unfiltered(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafter:
+def unfiltered(drafter: Any, sampling: Sampling) -> Drafter:
     """Guesses of a draft model, with the q from before the filters."""
-    assert isinstance(drafter, ModelDrafter) and isinstance(drafter.model, CachedModel)
     return ModelDrafter(UnfilteredDraft(drafter.model), drafter.temperature, drafter.top_p)
 
 
-def cold_drafter(drafter: Drafter, sampling: Sampling, threshold: float) -> TreeDrafter:
+def cold_drafter(drafter: Any, sampling: Sampling) -> Drafter:
     """Guesses trees at a lower temperature."""
-    assert isinstance(drafter, TreeDrafter)
     return TreeDrafter(drafter.model, COLD * sampling.temperature, drafter.top_p)
-
-
-def unchanged(part: T, *_: object) -> T:
-    """The part as it is."""
-    return part
 
 
 @dataclass(frozen=True)
 class Mistake:
     """One mistake. Every part that is not named here is the right one.
 
-    what: the mistake in words. verify: the verification rule. target: f(model). drafter: f(drafter, sampling,
-        threshold). tree: the shape of the guesses of a round.
+    what: the mistake in words. seen_in: the public code that makes or made it.
+    verify: the verification rule. target: f(model). drafter: f(drafter, sampling). tree: the shape of the guesses of a
+        round; None: it is a mistake of chains.
     tested: f(sampling of the flags), the sampling that is tested.
-    seen_in: the public code that makes or made it.
-    loops, drafters: of other methods it is no mistake, or it cannot be made. own_copy: the target's own copy must
-        guess. queue: the texts must outnumber the rows of the batch.
+    drafters: with others it is no mistake, or it cannot be made. own_copy: the target's own copy must guess. queue: the
+        texts must outnumber the rows of the batch.
     everywhere: it is `constant_q`, and planted in every method that is tested, not only in the first that it fits.
     """
 
     what: str
     verify: Callable[..., tuple[Tensor, ...]] | None = None
-    target: Callable[[CachedModel], CachedModel] = unchanged
-    drafter: Callable[[Drafter, Sampling, float], Any] = unchanged
-    tested: Callable[[Sampling], Sampling] = unchanged
-    tree: Tree | None = None
     seen_in: str = ""
-    loops: tuple[Callable[..., Any], ...] = (specSampling,)
+    target: Callable[[Any], Any] = lambda model: model
+    drafter: Callable[[Any, Sampling], Any] = lambda drafter, sampling: drafter
+    tested: Callable[[Sampling], Sampling] = lambda sampling: sampling
+    tree: Tree | None = None
     drafters: type[Drafter] | tuple[type[Drafter], ...] = Drafter
     own_copy: bool = False
     queue: bool = False
     everywhere: bool = False
 
     def fits(self, sampler: Any) -> bool:
-        """Whether it can be planted in a sampler."""
-        drafter = sampler.keywords.get("drafter")
-        if sampler.func not in self.loops or not isinstance(drafter, self.drafters):
-            return False
-        return not self.own_copy or any(model.cache_of is not None for model in drafter.models)
+        """Whether it can be planted in a sampler, a partial function."""
+        drafter, loop = sampler.keywords.get("drafter"), treeSampling if self.tree else specSampling
+        return (
+            isinstance(drafter, self.drafters)
+            and (self.everywhere or sampler.func is loop)
+            and (not self.own_copy or any(model.cache_of is not None for model in drafter.models))
+        )
 
-    def planted(self, sampler: Any, sampling: Sampling, threshold: float) -> Any:
-        """`sampler`, a partial function of one of `loops`, with this mistake in it. sampling: that is tested.
-        threshold: --draftThreshold."""
+    def planted(self, sampler: Any, sampling: Sampling) -> Any:
+        """`sampler`, a partial function of `specSampling` or `treeSampling`, with this mistake in it. sampling: that is
+        tested."""
         parts = sampler.keywords
-        drafter = self.drafter(parts["drafter"], sampling, threshold)
-        verify = partial(constant_q, parts["verify"]) if self.everywhere else self.verify or parts["verify"]
-        tree = {"tree": self.tree} if self.tree else {}
-        return partial(sampler, target=self.target(parts["target"]), drafter=drafter, verify=verify, **tree)
+        return partial(
+            sampler,
+            target=self.target(parts["target"]),
+            drafter=self.drafter(parts["drafter"], sampling),
+            verify=partial(constant_q, parts["verify"]) if self.everywhere else self.verify or parts["verify"],
+            **({"tree": self.tree} if self.tree else {}),
+        )
 
 
+of_trees = partial(Mistake, verify=traversal_rule, tree=SHAPE)
 MISTAKES = {
     "always accept": Mistake("every guess is accepted", always_accept),
     "inverted": Mistake(
         "a guess is rejected with probability min(1, p / q), not accepted with it",
         inverted,
-        seen_in="R. Gadgil, Towards Data Science 2024",
+        "R. Gadgil, Towards Data Science 2024",
     ),
     "replace from p": Mistake(
-        "a rejected guess is replaced from p, not from the residual", replace_from_p, seen_in="Clay's blog on SmolLM2"
+        "a rejected guess is replaced from p, not from the residual", replace_from_p, "Clay's blog on SmolLM2"
     ),
     "shared noise": Mistake(
         "the noise that drew a rejected guess draws its replacement too",
         shared_noise,
-        seen_in="vllm 54282",
+        "vllm 54282",
         drafters=ModelDrafter,
     ),
     "half handed over": Mistake(
@@ -412,7 +360,7 @@ MISTAKES = {
     "late rejection": Mistake(
         "a rejected guess is dropped, and the token drawn after it takes its place",
         late_rejection,
-        seen_in="openvino.genai 4190",
+        "openvino.genai 4190",
     ),
     "shifted by one": Mistake("p of the place before is compared with q", p_shifted),
     "bonus from q": Mistake("the token after the last guess is the draft's", bonus_from_q),
@@ -424,7 +372,7 @@ MISTAKES = {
     "wrong temperature": Mistake(f"guesses are accepted at {HEAT} times the temperature", wrong_temperature),
     "stale slot": Mistake("the cache keeps a rejected guess for its replacement", target=StaleSlotTarget),
     "dropped guess": Mistake(
-        "a guess below --draftThreshold is dropped, not verified",
+        f"a guess whose q is below {UNSURE} is dropped, not verified",
         drafter=UnsureDropped,
         drafters=(ModelDrafter, OtherTokenizerDrafter, LookupFirst),
     ),
@@ -438,23 +386,16 @@ MISTAKES = {
         target=DraftKeysTarget,
         own_copy=True,
     ),
-    "constant q": Mistake(
-        f"the drafter says q = {SAID:g} of every guess", loops=(specSampling, treeSampling), everywhere=True
-    ),
-}
-tree_mistake = partial(Mistake, verify=traversal_rule, tree=SHAPE, loops=(treeSampling,))
-TREE_MISTAKES = {
-    "siblings not renormalised": tree_mistake(
+    "constant q": Mistake(f"the drafter says q = {SAID:g} of every guess", everywhere=True),
+    "siblings not renormalised": of_trees(
         f"a later sibling is judged by a q whose sum is below 1; the draft at {COLD} times the temperature",
         verify=siblings_not_renormalised,
         drafter=cold_drafter,
     ),
-    "dropped node": tree_mistake(
+    "dropped node": of_trees(
         f"a node is dropped after it was drawn, if its q is below {UNSURE}", verify=unsure_node_dropped
     ),
-    "mass not updated": tree_mistake("a rejected subtree leaves the mass as it was", verify=mass_not_updated),
-    "sibling in the mask": tree_mistake(
-        "a node attends to all nodes before it, siblings too", target=SiblingMaskTarget
-    ),
-    "wrong slot": tree_mistake("the keys of the accepted path are moved to wrong slots", target=WrongSlotTarget),
+    "mass not updated": of_trees("a rejected subtree leaves the mass as it was", verify=mass_not_updated),
+    "sibling in the mask": of_trees("a node attends to all nodes before it, siblings too", target=SiblingMaskTarget),
+    "wrong slot": of_trees("the keys of the accepted path are moved to wrong slots", target=WrongSlotTarget),
 }
