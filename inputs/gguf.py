@@ -1,11 +1,12 @@
 """GGUF files, the format of llama.cpp, written as model folders: bfloat16 weights, configuration and tokenizer.
 
-transformers reads the configuration and the tokenizer, and knows the names of the weights and the order of llama.cpp's
-rotary embeddings. The package `gguf` reads the file and dequantises its weights, one at a time.
+transformers reads the configuration, the tokenizer and the weights, and dequantises them. It passes over what its
+classes do not compute, so what is supported is checked here, from the metadata.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -14,11 +15,10 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
@@ -38,13 +38,11 @@ from inputs.commandLine import one_line, visible
 from inputs.files import file_errors, gigabytes, lock_folder, replace_folder
 from inputs.hub import check_disk
 from inputs.manifest import UNFINISHED, HubFile, damaged, digest_of, read_manifest, write_manifest
-from inputs.progress import followed
 from utils import UserError, out_of_memory
 
 try:
-    from gguf import GGUFReader, dequantize
+    from gguf import GGUFReader
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 except ImportError:
     GGUFReader = None
 
@@ -57,9 +55,6 @@ REQUIRED = (
 GPT2_SPLITS = {"gpt-2", "mpt", "olmo", "jais", "trillion"}  # Tokenizers that cut a text into words as GPT-2's does.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>")
 END_OF_TEXT = "<|endoftext|>"
-SPLITS_OF = {"qwen2": "qwen2", "qwen3": "qwen2"}  # {architecture: the rules that its tokenizers cut texts by}
-# What the supported architectures do not compute. A window as long as the context is none.
-REFUSED = ("attention.scale", "logit_scale", "attention.sliding_window", "rope.scaling.factor", "rope.scale_linear")
 PACKAGE = r"[A-Za-z0-9][\w.-]*(==[\w.+!-]+)?"
 NAME = "model.gguf"
 
@@ -167,38 +162,27 @@ def write_model(file: Path, folder: Path, work: Path, origin: str) -> str:
     if architecture not in ARCHITECTURES:
         known = "; ".join(f"{key} ({models})" for key, models in ARCHITECTURES.items())
         raise UserError(f"{file} has the architecture {architecture!r}, which is not supported; supported are {known}")
+    sizes: Counter[str] = Counter()  # {how matrices are stored: their numbers}
+    for tensor in reader.tensors:
+        sizes[tensor.tensor_type.name] += int(tensor.n_elements) * (len(tensor.shape) > 1)
     parameters = sum(int(tensor.n_elements) for tensor in reader.tensors)
     check_disk(folder, 2 * parameters)
-    with read_errors(f"the configuration of {file} cannot be read", "name another file"):
+    with read_errors(f"the model or the tokenizer of {file} cannot be read", "name another file"):
         config = read_config(alone, reader, about)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        model.config.architectures = [type(model).__name__]
-    with read_errors(f"the tokenizer of {file} cannot be read by transformers", "name another file"):
         tokenizer = read_tokenizer(alone, about)
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(f"{file} has {config.vocab_size} tokens and its tokenizer {len(tokenizer)}; name another file")
-    with read_errors(f"the weights of {file} cannot be read", "download it again, or name another file"):
-        weights = read_weights(reader, model, architecture)
+        if len(tokenizer) > config.vocab_size:
+            raise UserError(f"{file} has {config.vocab_size} tokens and its tokenizer {len(tokenizer)}")
+        weights = read_weights(alone, config, len(reader.tensors))
     with read_errors(f"the weights cannot be written to {folder}", "make room on the disk, and run this again"):
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # It is written for its owner alone.
-    model.config.save_pretrained(folder)
+    config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     generation_config(config, tokenizer, about).save_pretrained(folder)
-    kinds = quantisation(reader)
+    kinds = ", ".join(f"{kind} ({size / sizes.total():.0%})" for kind, size in sizes.most_common() if size)
     written = [HubFile(path.name, path.stat().st_size, digest_of(path, "sha256")) for path in sorted(folder.iterdir())]
     write_manifest(folder, written, repo=origin, revision=kinds, commit=hash_of(file))
     return f"{kinds}, written as bfloat16: {parameters / 1e6:.1f} M parameters, {gigabytes(2 * parameters)}"
-
-
-def quantisation(reader: Any) -> str:
-    """In what the matrices of a file are stored, with the share of their numbers: 'Q4_1 (79%), Q8_0 (21%)'."""
-    sizes: Counter[str] = Counter()
-    for tensor in reader.tensors:
-        if len(tensor.shape) > 1:
-            sizes[tensor.tensor_type.name] += int(tensor.n_elements)
-    return ", ".join(f"{kind} ({size / sizes.total():.0%})" for kind, size in sizes.most_common())
 
 
 def read_config(folder: Path, reader: Any, about: dict[str, Any]) -> PretrainedConfig:
@@ -212,19 +196,21 @@ def read_config(folder: Path, reader: Any, about: dict[str, Any]) -> PretrainedC
     config = AutoConfig.from_pretrained(folder, gguf_file=NAME, local_files_only=True)
     size = config.hidden_size // config.num_attention_heads
     config.head_dim = size = int(about.get(f"{architecture}.attention.key_length", size))
-    harmless = {"rope.scaling.factor": (1,), "attention.sliding_window": (0, about[f"{architecture}.context_length"])}
-    for key in REFUSED:  # A factor without a type is a linear one.
-        value = about.get(f"{architecture}.{key}")
-        none = key == "rope.scaling.factor" and about.get(f"{architecture}.rope.scaling.type") == "none"
-        if value is not None and value not in harmless.get(key, ()) and not none:
-            raise UserError(
-                f"the GGUF file has {architecture}.{key} ({value}), which is not supported; name another file"
-            )
-    if (
-        about.get(f"{architecture}.rope.scaling.type", "none") != "none"
-        or about.get(f"{architecture}.rope.dimension_count", size) != size
-        or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)  # Llama 3.1 and its successors
-    ):
+    harmless: dict[str, tuple[Any, ...]] = {  # {what these architectures do not compute: values that change nothing}
+        "attention.scale": (),
+        "attention.sliding_window": (0, about[f"{architecture}.context_length"]),
+        "logit_scale": (),
+        "rope.dimension_count": (size,),
+        "rope.scale_linear": (),
+        "rope.scaling.factor": (1,),
+        "rope.scaling.type": ("none",),
+    }
+    if about.get(f"{architecture}.rope.scaling.type") == "none":  # A factor without a type is a linear one.
+        del harmless["rope.scaling.factor"]
+    for key, values in harmless.items():
+        if (value := about.get(f"{architecture}.{key}")) is not None and value not in values:
+            raise UserError(f"the GGUF file has {architecture}.{key} ({value}), which is not supported; name another")
+    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):  # Llama 3.1 and its successors
         raise UserError("the GGUF file scales its rotary embeddings, which is not supported; name another file")
     theta = float(about.get(f"{architecture}.rope.freq_base", 10_000))
     config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
@@ -233,22 +219,19 @@ def read_config(folder: Path, reader: Any, about: dict[str, Any]) -> PretrainedC
 
 
 def read_tokenizer(folder: Path, about: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer that transformers reads. A way of cutting texts into words that is unknown is said, and is GPT-2's.
-
-    about: the file's metadata.
-    """
+    """The tokenizer that transformers reads. It cuts texts into words by GPT-2's rules where it does not know those of
+    the file: then that is said. about: the file's metadata."""
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=NAME, local_files_only=True)
     kind, splits = about["tokenizer.ggml.model"], about.get("tokenizer.ggml.pre", "none")
+    is_qwen = about["general.architecture"].startswith("qwen")
+    known = {"qwen2"} if is_qwen else GPT2_SPLITS | GGUF_PRE_TOKENIZER_SPLITS.keys()
     if kind == "gpt2" and splits == "smollm":  # transformers reads it as GPT-2's, which keeps digits together.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    elif splits != (expected := SPLITS_OF.get(about["general.architecture"], splits)):
-        print(f"the tokenizer cuts texts into words by the rules {visible(str(splits), '')}, and such models by "
-              f"{expected}: a text may get other tokens than the model was trained with")  # fmt: skip
-    elif kind == "gpt2" and splits not in GPT2_SPLITS | GGUF_PRE_TOKENIZER_SPLITS.keys():
-        print(f"the tokenizer cuts texts into words by rules ({visible(str(splits), '')}) that are read as GPT-2's: a "
-              "text may get other tokens than in llama.cpp")  # fmt: skip
+    elif kind == "gpt2" and splits not in known:
+        print(f"the tokenizer cuts texts into words by rules ({visible(str(splits), '')}) that are unknown for such a "
+              "model: a text may get other tokens than in llama.cpp")  # fmt: skip
     return tokenizer
 
 
@@ -267,23 +250,29 @@ def generation_config(
     )
 
 
-def read_weights(reader: Any, model: torch.nn.Module, architecture: str) -> dict[str, Tensor]:
-    """{name: bfloat16 tensor} of the weights of a file, for a model without numbers, on the device `meta`.
+def read_weights(folder: Path, config: PretrainedConfig, count: int) -> dict[str, Tensor]:
+    """{name: bfloat16 tensor} of the weights of a file, of which there are `count`. Sets `config.architectures`.
 
-    Raises UserError unless the file has exactly the weights that the model has, in their shapes.
+    Raises UserError unless the file has exactly the weights that a model of this configuration has, in their shapes.
     """
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-    names, shapes = get_gguf_hf_weights_map(model, processor), {k: v.shape for k, v in model.state_dict().items()}
-    weights = {}
-    for tensor in followed(reader.tensors, "reading the weights", len(reader.tensors)):
-        name, shape = names.get(tensor.name), [int(size) for size in reversed(tensor.shape)]
-        if name not in shapes:
-            raise UserError(f"the GGUF file has {tensor.name}, which a model of its configuration has not")
-        if shape != list(shapes[name]):
-            raise UserError(f"{tensor.name} is {shape}, and the configuration says {list(shapes[name])}")
-        values = processor.process(dequantize(tensor.data, tensor.tensor_type), tensor.name).weights
-        weights[name] = torch.from_numpy(np.array(values)).to(torch.bfloat16).contiguous()
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    if absent := sorted(shapes.keys() - weights.keys() - tied):
+    # The bars of transformers are for a terminal.
+    with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            gguf_file=NAME,
+            config=config,
+            dtype=torch.bfloat16,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    weights = {name: weight for name, weight in model.state_dict().items() if name not in tied}
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise UserError(f"{name} is {list(stored)}, and the configuration says {list(wanted)}")
+    if absent := sorted(info["missing_keys"] - tied):
         raise UserError(f"the GGUF file lacks {absent[0]}, which a model of its configuration has")
+    if count != len(weights):  # transformers passes over those that it does not know.
+        raise UserError(f"the GGUF file has {count} weights, and a model of its configuration {len(weights)}")
+    config.architectures = [type(model).__name__]
     return weights
