@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,11 +26,11 @@ class ExactKeys(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.kept: tuple[Tensor, Tensor] | None = None
+        self.states: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.kept = self.kept or (key_states, value_states)
-        return self.kept
+        self.states = self.states or (key_states, value_states)
+        return self.states
 
 
 class Caught(Exception):
@@ -54,27 +53,23 @@ def arguments(module: nn.Module, call: Callable[[], Any]) -> tuple[tuple[Any, ..
     raise RuntimeError("the model does not call one of its layers")
 
 
-@dataclass
 class Texts:
-    """Rows of the calibration text between two layers, and how a layer is called with them."""
+    """Rows of the calibration text between two layers, and how a layer is called with them.
 
-    exact: Tensor  # the model's hidden states [rows, n, hidden]
-    near: Tensor  # and the copy's
-    args: tuple[Any, ...]  # of a layer's call, after the hidden states
-    kwargs: dict[str, Any]
-    cache: ExactKeys
+    exact, near: the model's hidden states and the copy's, `[rows, n, hidden]`: at first those before the layer `first`.
+    """
+
+    def __init__(self, model: PreTrainedModel, first: nn.Module, tokens: Tensor) -> None:
+        self.cache = ExactKeys()
+        args, self.kwargs = arguments(
+            first, lambda: model(input_ids=tokens, past_key_values=self.cache, use_cache=True)
+        )
+        self.exact = self.near = args[0] if args else self.kwargs.pop("hidden_states")
+        self.args = args[1:]  # of a layer's call, after the hidden states
 
     def through(self, layer: nn.Module, states: Tensor) -> Tensor:
         out = layer(states, *self.args, **self.kwargs)
         return out[0] if isinstance(out, tuple) else out
-
-
-def begun(model: PreTrainedModel, first: nn.Module, tokens: Tensor) -> Texts:
-    """The texts before the first layer."""
-    cache = ExactKeys()
-    args, kwargs = arguments(first, lambda: model(input_ids=tokens, past_key_values=cache, use_cache=True))
-    states = args[0] if args else kwargs.pop("hidden_states")
-    return Texts(states, states, args[1:], kwargs, cache)
 
 
 def flat(states: Tensor) -> Tensor:
@@ -104,32 +99,33 @@ def calibrated(
     """
     names, done = names_of(model), done or {}
     layers: Any = model.get_submodule(where := f"{names.base}.{names.layers}")
-    texts = [begun(model, layers[0], rows) for rows in tokens.split(ROWS)]
+    batches = [Texts(model, layers[0], rows) for rows in tokens.split(ROWS)]
     for i, layer in enumerate(layers):
         copy = deepcopy(layer)
-        for some in texts:
-            some.cache.kept = None
-            some.exact = some.through(layer, some.exact)
+        for texts in batches:
+            texts.cache.states = None
+            texts.exact = texts.through(layer, texts.exact)
         for stage in names.qkv, [names.out], names.up, [names.down]:
             linears = {f"{where}.{i}.{name}": copy.get_submodule(name) for name in stage}
             if not linears.keys() <= done.keys():
-                codes, scales = chosen(copy, list(linears.values()), texts, stage == [names.down], bits, group, passes)
+                parts = list(linears.values()), batches, stage == [names.down]
+                codes, scales = rounded_linears(copy, *parts, bits, group, passes)
                 sizes = [len(weight_of(linear)) for linear in linears.values()]
-                found = dict(zip(linears, zip(codes.split(sizes), scales.split(sizes))))
-                yield from ((name, *found[name]) for name in linears if name not in done)
+                new = dict(zip(linears, zip(codes.split(sizes), scales.split(sizes))))
+                yield from ((name, *new[name]) for name in linears if name not in done)
             for name, linear in linears.items():
-                weight_of(linear).copy_(dequantised(*(done.get(name) or found[name]), bits))
-        for some in texts:
-            some.near = some.through(copy, some.near)
+                weight_of(linear).copy_(dequantised(*(done.get(name) or new[name]), bits))
+        for texts in batches:
+            texts.near = texts.through(copy, texts.near)
     head, last = model.get_output_embeddings(), model.get_submodule(f"{names.base}.{names.last}")
     name = next(name for name, module in model.named_modules() if module is head)
     if name not in done:
-        states = torch.cat([flat(last(some.near)) for some in texts])
+        states = torch.cat([flat(last(texts.near)) for texts in batches])
         yield name, *compensated(weight_of(head), states.t() @ states, bits, group, passes)
 
 
-def chosen(
-    layer: nn.Module, linears: Sequence[nn.Module], texts: Sequence[Texts], is_last: bool, *how: int
+def rounded_linears(
+    layer: nn.Module, linears: Sequence[nn.Module], batches: Sequence[Texts], is_last: bool, *how: int
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of linear layers with the same inputs, one below the other. how: bits, group, passes.
 
@@ -138,12 +134,12 @@ def chosen(
     """
     weight = torch.cat([weight_of(linear).float() for linear in linears])
     hessian, lacking = weight.new_zeros(weight.shape[1], weight.shape[1]), torch.zeros_like(weight)
-    for some in texts:
-        (inputs, *_), _ = arguments(linears[0], lambda: some.through(layer, some.near))
-        inputs = flat(inputs.view(*some.near.shape[:2], -1))
+    for texts in batches:
+        (inputs, *_), _ = arguments(linears[0], lambda: texts.through(layer, texts.near))
+        inputs = flat(inputs.view(*texts.near.shape[:2], -1))
         hessian.addmm_(inputs.t(), inputs)
         if is_last:
-            lacking.addmm_(flat(some.exact - some.through(layer, some.near)).t(), inputs)
+            lacking.addmm_(flat(texts.exact - texts.through(layer, texts.near)).t(), inputs)
     if is_last:
         weight += torch.linalg.solve(damped(hessian, RIDGE), lacking.t()).t()
     return compensated(weight, hessian, *how)

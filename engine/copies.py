@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +64,23 @@ class Copies:
         except OSError:  # A home that cannot be written: nothing is kept.
             self.temporary = tempfile.TemporaryDirectory(prefix="copies-")
             self.folder = Path(self.temporary.name)
-        self.told, tokens = False, list[Tensor]()
-        for count in bits:
+        absent = {count: [name for name in weights if not self.is_whole(count, name)] for count in bits}
+        if any(absent.values()) and self.weights > LONG:
+            print(TOLD.format(name=self.name, millions=self.weights / 1e6), file=sys.stderr)
+        tokens = text() if any(absent.get(count) for count in CALIBRATED) else None
+        for count, names in absent.items():
+            if not names:
+                continue
             (self.folder / str(count)).mkdir(parents=True, exist_ok=True)
-            work: Iterator[tuple[str, Tensor, Tensor]]
-            done = {name: found for name in weights if (found := self.whole(count, name))}
-            if len(done) < len(weights):
-                if not self.told and self.weights > LONG:
-                    print(TOLD.format(name=self.name, millions=self.weights / 1e6), file=sys.stderr)
-                    self.told = True
-                if count in CALIBRATED:
-                    tokens = tokens or [text()]
-                    passes = PASSES if sum(map(torch.numel, weights.values())) < LARGE else 0
-                    work = calibrated(model.model, tokens[0], count, GROUP, done, passes)
-                else:
-                    rest = ((name, weight) for name, weight in weights.items() if name not in done)
-                    work = ((name, *rounded(weight, count, GROUP)) for name, weight in rest)
-                title = f"rounding {self.name} to {count} bits"
-                for name, codes, scales in follow(work, title, len(weights) - len(done)):
-                    self.write(name, Codes(codes, scales, count))
+            work: Iterable[tuple[str, Tensor, Tensor]]
+            if tokens is not None and count in CALIBRATED:
+                done = {name: self.read(count, name)[:2] for name in weights if name not in names}
+                passes = PASSES if self.weights < LARGE else 0
+                work = calibrated(model.model, tokens, count, GROUP, done, passes)
+            else:
+                work = ((name, *rounded(weights[name], count, GROUP)) for name in names)
+            for name, codes, scales in follow(work, f"rounding {self.name} to {count} bits", len(names)):
+                self.write(name, Codes(codes, scales, count))
         nothing = Codes(torch.empty(0), torch.empty(0), 0)  # Kept without weights: `of` puts its own in their place.
         self.like = quantised_copy(model.model, dict.fromkeys(weights, nothing))
 
@@ -108,12 +106,13 @@ class Copies:
     def read(self, bits: int, name: str) -> Codes:
         return Codes(**load_file(self.file(bits, name)), bits=bits)
 
-    def whole(self, bits: int, name: str) -> tuple[Tensor, Tensor] | None:
-        """The codes and scales of a weight, if they are on disk; what was cut short there is made again."""
+    def is_whole(self, bits: int, name: str) -> bool:
+        """Whether a weight is on disk; what was cut short there is made again."""
         try:
-            return self.read(bits, name)[:2]
+            self.read(bits, name)
+            return True
         except (OSError, SafetensorError, TypeError):
-            return None
+            return False
 
     def write(self, name: str, codes: Codes) -> None:
         """The file appears when it is complete."""

@@ -71,15 +71,15 @@ def fitted(wanted: Tensor, hessian: Tensor, codes: Tensor, scales: Tensor) -> Te
 
     wanted: hessian @ weight^T, [in, out].
     """
-    found = []
+    best = []
     for right, code, old in zip(*(x.t().split(OUTPUTS) for x in (wanted, codes, scales))):
         groups = code.unflatten(1, (len(scales), -1))  # [outputs, in / group, group]
         parts = zip(groups.unbind(1), hessian.chunk(len(scales)))
         system = torch.stack([((part @ rows).view_as(groups) * groups).sum(-1) for part, rows in parts], 1)
         diagonal = system.diagonal(dim1=1, dim2=2)
         diagonal += (ridge := 1e-3 * diagonal.mean(1, keepdim=True) + 1e-8)  # A group of zeros keeps its scale.
-        found.append(torch.linalg.solve(system, (right.unflatten(1, groups.shape[1:]) * groups).sum(-1) + ridge * old))
-    return torch.cat(found).bfloat16().float().t().contiguous()
+        best.append(torch.linalg.solve(system, (right.unflatten(1, groups.shape[1:]) * groups).sum(-1) + ridge * old))
+    return torch.cat(best).bfloat16().float().t().contiguous()
 
 
 def best_scales(groups: Tensor, bits: int, importance: Tensor | float = 1.0) -> Tensor:

@@ -92,11 +92,11 @@ def kept_copy(model: PreTrainedModel) -> PreTrainedModel:
     `forward` was replaced. A weight that changes in place, as in training, changes in both.
     """
     parts = [*shared_parts(model), *(vars(module).get("forward") for module in model.modules())]
-    kept, before = _COPIES.get(model, (None, []))
-    if kept is None or len(parts) != len(before) or any(a is not b for a, b in zip(parts, before)):
-        kept = sharing_copy(model)
-        _COPIES[model] = kept, parts
-    return kept
+    shared, before = _COPIES.get(model, (None, []))
+    if shared is None or len(parts) != len(before) or any(a is not b for a, b in zip(parts, before)):
+        shared = sharing_copy(model)
+        _COPIES[model] = shared, parts
+    return shared
 
 
 def shared_parts(model: PreTrainedModel) -> Iterator[Any]:

@@ -60,8 +60,8 @@ class SelfDrafter(TreeDrafter):
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A copy in `bits` bits, measured. alpha: sum min(p, q). cost: the time of its decode step, over that of plain
+class MeasuredCopy:
+    """A copy in `bits` bits. alpha: sum min(p, q). cost: the time of its decode step, over that of plain
     decoding. gain: expected tokens per second, over those of plain decoding."""
 
     bits: int
@@ -77,7 +77,7 @@ def trials(
     sampling: Sampling,
     gamma: int,
     make: Callable[[CachedModel], CachedModel] = lambda copy: copy,
-) -> Iterator[Trial]:
+) -> Iterator[MeasuredCopy]:
     """What was measured of the copies of all BITS on a short text that the target writes. One of them is in memory at a
     time. make: prepares a copy for decoding."""
     text = own_text(target, *HELD_OUT, seed=1)
@@ -88,7 +88,7 @@ def trials(
         draw, plain, score = seconds(text[:1], (copy, 1), (target, 1), (target, gamma + 1))
         tokens = sum(alpha**i for i in range(gamma + 1))  # of a round: theorem 3.8 of arXiv 2211.17192
         del copy
-        yield Trial(bits, alpha, draw / plain, tokens * plain / (gamma * draw + score))
+        yield MeasuredCopy(bits, alpha, draw / plain, tokens * plain / (gamma * draw + score))
 
 
 def seconds(text: Tensor, *forwards: tuple[CachedModel, int]) -> list[float]:
@@ -99,8 +99,8 @@ def seconds(text: Tensor, *forwards: tuple[CachedModel, int]) -> list[float]:
     target.forward(text, at)
     times: list[list[float]] = [[] for _ in forwards]
     for _ in range(TIMINGS):
-        for (model, count), seen in zip(forwards, times):
+        for (model, count), taken in zip(forwards, times):
             start = time.perf_counter()
             model.forward(text[:, -count:], at[:, -count:]).sum().item()
-            seen.append(time.perf_counter() - start)
-    return [statistics.median(seen) for seen in times]
+            taken.append(time.perf_counter() - start)
+    return list(map(statistics.median, times))

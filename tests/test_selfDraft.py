@@ -34,7 +34,7 @@ from methods import selfDraft
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.selfDraft import SelfDrafter, Trial, copies_of, trials
+from methods.selfDraft import MeasuredCopy, SelfDrafter, copies_of, trials
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -379,7 +379,7 @@ def test_trials_measure_acceptance_and_cost(monkeypatch):
     assert alphas == sorted(alphas) and 0.3 < alphas[0] < alphas[-1] <= 1.0001
     a = alphas[0]
     assert found[0].cost == 0.25 and found[0].gain == pytest.approx((1 + a + a**2 + a**3) / (3 * 0.25 + 1.5))
-    assert isinstance(found[0], Trial)
+    assert isinstance(found[0], MeasuredCopy)
 
 
 def test_times_are_those_of_forwards_after_the_text():
