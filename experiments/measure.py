@@ -24,7 +24,7 @@ from inputs.commandLine import visible
 from inputs.progress import Bar, followed
 from inputs.texts import Corpus
 from methods.catalogue import METHODS, build, repeatable
-from methods.samplers import Models, Sampler, Wrap, guesser
+from methods.samplers import Models, Sampler, guesser
 from utils import GREEDY, Sampling
 
 
@@ -140,13 +140,9 @@ def overlaps_by_method(
     settings, mapped = prepared.settings, prepared.processes.mapped
     max_len, end_of_text = settings.sampling.max_len_of("compare"), prepared.ends
     names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and METHODS[name].guesses]
+    samplers, seed, device = build(names, models, settings.decoding), settings.measuring.seed, prepared.place.device
     for name in followed(names, "overlap of p and q", len(names)):
-
-        def make(wrap: Wrap, name: str = name) -> Sampler:
-            return METHODS[name].make(models, settings.decoding, wrap)
-
-        seed = settings.measuring.seed
-        yield name, overlaps_of(make, prompts, models["target"], sampling, max_len, end_of_text, seed, mapped)
+        yield name, overlaps_of(samplers[name], prompts, device, sampling, max_len, end_of_text, seed, mapped)
 
 
 def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) -> None:

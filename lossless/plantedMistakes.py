@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.drafter import Drafter, Guesses, WrappedDrafter
+from decoding.drafter import ChangedDrafter, Drafter, Guesses
 from decoding.rows import Rows
 from decoding.trees.rules import in_postorder, judge, traversal_rule
 from decoding.trees.tree import Places, Tree
@@ -312,16 +312,14 @@ class UnfilteredDraft(FlawedModel):
 # Drafters: f(drafter, sampling, threshold). sampling: whose distribution is wanted. threshold: --draftThreshold.
 
 
-class UnsureDropped(WrappedDrafter):
+def unsure_dropped(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafter:
     """Takes back a guess whose q is below the threshold, and all guesses after it."""
 
-    def __init__(self, drafter: Drafter, sampling: Sampling, threshold: float) -> None:
-        super().__init__(drafter)
-        self.threshold = threshold
-
-    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
-        sure = guesses.of_drafts()[..., None] >= self.threshold
+    def change(guesses: Guesses, gamma: int) -> Guesses:
+        sure = guesses.of_drafts()[..., None] >= threshold
         return replace(guesses, q=guesses.q * sure.cumprod(1))
+
+    return ChangedDrafter(drafter, change)
 
 
 def unfiltered(drafter: Drafter, sampling: Sampling, threshold: float) -> Drafter:
@@ -425,7 +423,7 @@ MISTAKES = {
     "stale slot": Mistake("the cache keeps a rejected guess for its replacement", target=StaleSlotTarget),
     "dropped guess": Mistake(
         "a guess below --draftThreshold is dropped, not verified",
-        drafter=UnsureDropped,
+        drafter=unsure_dropped,
         drafters=(ModelDrafter, OtherTokenizerDrafter, LookupFirst),
     ),
     "predecessor's slots": Mistake(
