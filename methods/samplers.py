@@ -24,7 +24,8 @@ from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.otherTokenizer import OtherTokenizerDrafter, Vocabularies
+from methods.otherTokenizer import OtherTokenizerDrafter
+from methods.translation import Translation
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -83,7 +84,7 @@ class Decoding:
     highest score."""
     lookup: bool = False
     own_copy: bool = False
-    translation: Vocabularies | None = None
+    translation: Translation | None = None
 
     def gamma_of(self, rule: str, looks_up: bool = False) -> int:
         """--gamma, or its default for a draft-length rule. looks_up: the text so far guesses."""
@@ -160,7 +161,7 @@ def plain(models: Models, decoding: Decoding, role: str = "target") -> Sampler:
 
 
 def translated(
-    translation: Vocabularies,
+    translation: Translation,
     sampler: Sampler,
     prefixes: Sequence[Sequence[int]],
     *,
