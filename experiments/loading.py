@@ -117,8 +117,7 @@ class Prepared:
     @property
     def translation(self) -> Translation | None:
         """To the draft's tokenizer, if that is another one. Then the draft guesses only the tokens that both have."""
-        translation: Any = self.settings.decoding.translation
-        return translation
+        return self.settings.decoding.translation
 
     @property
     def head(self) -> Path:

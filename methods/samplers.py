@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from decoding.drafter import Drafter, Observer
+from decoding.drafter import Drafter
 from decoding.lengthRules import RULES as LENGTH_RULES
 from decoding.lengthRules import Fixed
 from decoding.model import Model
 from decoding.record import Record
-from decoding.rows import Callback, EndOfText, Generators
+from decoding.rows import Callback, EndOfText
 from decoding.trees.rules import TREE_RULES
 from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree
@@ -97,23 +97,9 @@ def parameters_of(rule: str) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(LENGTH_RULES[rule]).parameters
 
 
-class Sampler(Protocol):
-    """A method with its models: continues prefixes (lists of token ids); returns the new tokens and the records."""
-
-    def __call__(
-        self,
-        prefixes: Sequence[Sequence[int]],
-        *,
-        max_len: int,
-        sampling: Sampling,
-        end_of_text: EndOfText = None,
-        generator: Generators = None,
-        callback: Callback | None = None,
-        batch: int | None = None,
-        observer: Observer = ...,  # of a method that guesses
-    ) -> tuple[list[list[int]], list[Record]]: ...
-
-
+# A method with its models. It is called as `specSampling`, without target and drafter, and with all but the prefixes by
+# name. A method that guesses nothing takes no observer.
+Sampler = Callable[..., tuple[list[list[int]], list[Record]]]
 Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted, self (the target's copy), head
 Maker = Callable[[Models, Decoding], Sampler]
 

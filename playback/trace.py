@@ -37,7 +37,8 @@ class Trace:
     prefill. on_round: called with each round when it ends."""
 
     def __init__(self, on_round: Callable[[Round], object] | None = None) -> None:
-        self.on_round, self.rounds = on_round, list[Round]()
+        self.on_round = on_round
+        self.rounds: list[Round] = []
         self.guesses: list[int] = []  # of the round that is about to end
 
     def observer(self, rows: Rows, guesses: Guesses | TreeGuesses, p: Tensor, last: Tensor) -> None:

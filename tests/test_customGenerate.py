@@ -6,7 +6,6 @@ import copy
 import gc
 import re
 import sys
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -143,13 +142,12 @@ def test_rows_end_where_those_of_generate_alone_end(target, draft, how):
     equal(target, speculative(draft), **how)
 
 
-def test_a_prompt_without_a_mask_is_read_as_generate_reads_it(target, draft):
-    prompt = torch.tensor([[0, 0, 5, 9], [1, 2, 3, 4]])  # transformers takes the zeros for padding.
-    equal(target, speculative(draft), input_ids=prompt, attention_mask=None)
-
-
-def test_a_rule_may_choose_how_many_tokens_to_guess(target, draft):
+def test_other_prompts_and_rules(target, draft):
+    """A prompt without a mask, whose zeros transformers takes for padding; a rule that chooses the number of guesses;
+    and a window of attention that texts outgrow."""
+    equal(target, speculative(draft), input_ids=torch.tensor([[0, 0, 5, 9], [1, 2, 3, 4]]), attention_mask=None)
     equal(target, speculative(draft, DraftConfidence(6, 0.4)), max_new_tokens=30)
+    equal(tiny("mistral", sliding_window=8, layers=1), speculative(draft), rows=ROWS[:1], max_new_tokens=30)
 
 
 def test_vocabularies_of_one_tokenizer_may_be_padded_differently(target):
@@ -171,19 +169,14 @@ FILTERS = [
 ]
 
 
-def prepared(model, **arguments):
-    """What `generate` hands to a callable."""
-
-    def keep(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
-        return input_ids, logits_processor, inputs
-
-    return model.generate(**arguments, max_new_tokens=5, custom_generate=keep)
-
-
 def difference(model, arguments, logits, changed=None):
     """The largest difference between our probabilities and those of transformers' own processors. Its release 5.17
     penalises the token that pads; nothing is compared there."""
-    input_ids, processors, inputs = prepared(model, **batch(ROWS), **FREE | arguments)
+
+    def prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
+        return input_ids, logits_processor, inputs
+
+    input_ids, processors, inputs = greedy(model, prepared, **FREE | arguments)
     prompts, padding = unpadded(input_ids, inputs)
     sampling = changed or as_sampling(processors, padding, True)
     seen = torch.stack([seen_after(torch.zeros(1, 61).bool(), torch.tensor([row]))[0, -1] for row in prompts])
@@ -214,11 +207,8 @@ def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=None, length=4, vocabulary=
 
 def test_texts_have_the_targets_probabilities():
     assert error(vocabulary=2) < 1e-6
-
-
-def test_so_they_have_with_filters_and_a_penalty():
-    arguments = {"repetition_penalty": 1.5, "top_p": 0.95}
-    assert error(((1, 0, 0, 1), (1,)), Sampling(1.0, 0, 0.95, 1.5), vocabulary=2, **arguments) < 1e-6
+    filters = {"repetition_penalty": 1.5, "top_p": 0.95}
+    assert error(((1, 0, 0, 1), (1,)), Sampling(1.0, 0, 0.95, 1.5), vocabulary=2, **filters) < 1e-6
 
 
 @pytest.mark.parametrize("mistake", ["accepts all", "reads padding", "loses a filter"])
@@ -233,14 +223,15 @@ def test_a_planted_mistake_is_caught(monkeypatch, mistake):
     assert error(sampling=Sampling(1.0, filters.get("top_k", 0), 1.0), length=3, **filters) > 1e-2
 
 
-@pytest.mark.parametrize("verify", RULES)
-def test_many_texts_of_one_prompt_are_distributed_as_the_targets(verify):
-    """With the random numbers of a run instead of every outcome, and an end of text in the middle of rounds."""
+@pytest.mark.parametrize("how", [{"verify": "token"}, {"verify": "block"}, {"draft": None}], ids=str)
+def test_many_texts_of_one_prompt_are_distributed_as_the_targets(how):
+    """With the random numbers of a run instead of every outcome, and an end of text in the middle of rounds. Without a
+    draft the model's own copy guesses."""
     model, guesser = small(2, 5)
     plain(model.model), plain(guesser.model)
     torch.manual_seed(0)
     arguments = FREE | {"eos_token_id": [3, 4], "top_k": 4, "temperature": 0.9, "max_new_tokens": 4}
-    custom = speculative(guesser.model, 3, verify)
+    custom = speculative(**{"draft": guesser.model, "gamma": 3} | how)
     texts = model.model.generate(
         torch.tensor([[1, 2]]), **arguments, num_return_sequences=helpers.DRAWS // 2, custom_generate=custom
     )[:, 2:]
@@ -382,18 +373,6 @@ def test_another_model_gets_a_copy_of_its_own_and_a_dead_one_leaves_none(monkeyp
     assert gone() is None and len(customGenerate._COPIES) < before
 
 
-def test_drawn_texts_of_the_copy_are_distributed_as_the_models():
-    model, _ = small(2)
-    plain(model.model)
-    torch.manual_seed(0)
-    how = FREE | {"max_new_tokens": 3, "num_return_sequences": helpers.DRAWS // 2}
-    texts = model.model.generate(torch.tensor([[1, 2]]), **how, custom_generate=speculative(gamma=2))[:, 2:]
-    joint = helpers.joint_distribution(model, [1, 2], 3, Sampling(1.0, 0, 1.0))
-    assert helpers.chi_square(texts, joint, 3) > 1e-4
-    texts[: len(texts) // 20, 1] = 0
-    assert helpers.chi_square(texts, joint, 3) < 1e-6
-
-
 def test_what_has_no_copy_is_refused():
     with pytest.raises(ValueError, match="bits must be one of 4, 5, 6, 8, not 7"):
         speculative(bits=7)
@@ -447,16 +426,15 @@ def test_the_text_streamers_of_transformers_work(pair_folder, capsys):
     tokenizer = AutoTokenizer.from_pretrained(pair_folder / "target")
     model, guesser = (AutoModelForCausalLM.from_pretrained(pair_folder / name) for name in ("target", "draft"))
     inputs = tokenizer("The ship", return_tensors="pt")
-    arguments = inputs | {"do_sample": False, "max_new_tokens": 12, "custom_generate": speculative(guesser)}
-    text = tokenizer.decode(model.generate(**arguments)[0, inputs["input_ids"].shape[1] :])
+    how = inputs | {"do_sample": False, "max_new_tokens": 12, "custom_generate": speculative(guesser)}
+    text = tokenizer.decode(model.generate(**how)[0, inputs["input_ids"].shape[1] :])
     capsys.readouterr()
-    model.generate(**arguments, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    model.generate(**how, streamer=TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out == text + "\n"
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = threading.Thread(target=model.generate, kwargs=arguments | {"streamer": streamer})
-    thread.start()
-    pieces = list(streamer)
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(model.generate, **how, streamer=streamer)
+        pieces = list(streamer)
     assert "".join(pieces) == text and len(pieces) > 2
 
 
@@ -527,10 +505,6 @@ def test_other_calls_that_cannot_be_honoured_are_refused(target, draft):
         greedy(target, speculative(draft), assistant_model=draft)
     with pytest.raises(ValueError, match="stopping_criteria for a batch without a pad_token_id"):
         greedy(target, speculative(draft), pad_token_id=None, stopping_criteria=[AfterSum()])
-
-
-def test_a_model_with_a_window_is_decoded_beyond_it(draft):
-    equal(tiny("mistral", sliding_window=8, layers=1), speculative(draft), rows=ROWS[:1], max_new_tokens=30)
 
 
 # The folder.
