@@ -40,7 +40,7 @@ bench: .venv/installed
 
 bench-peers: .venv/installed
 	$(VENV) -m benchmark.engines.install
-	$(VENV) -m benchmark --peers
+	$(VENV) -m benchmark --compare all,generate,llama.cpp,openvino,ctranslate2,vllm
 
 report: .venv/installed
 	$(VENV) -m scripts.courseReport $(TARGET) $(DRAFT) $(if $(MID),--mid $(MID)) $(if $(OUT),--out $(OUT)) \

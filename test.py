@@ -13,6 +13,8 @@ from inputs import starting
 if __name__ == "__main__":  # Before the imports that take seconds.
     sys.exit(starting.run(__file__, "experiments.flags"))
 
+from benchmark.others import other_methods
+from benchmark.steps import measure_steps
 from experiments import rerun
 from experiments.lines import Append, Line, Run, RunLine
 from experiments.loading import LoadedModels, Prepared
@@ -75,17 +77,17 @@ def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None)
     print(end="".join(f"{sentence}\n" for sentence in strained(record)))
     store.lines.parent.mkdir(parents=True, exist_ok=True)
     store.append(**record)
-    name = record["run"]
+    name, drawn = record["run"], list[str]()
 
     def append(line: Line) -> None:
         store.append(run=name, **line)
 
     def picture(of: str) -> None:
-        append({"kind": "figure", "of": of, "file": figures.draw(of, store.run(name)[1], store.lines.parent, name)})
+        drawn.append(figures.draw(of, store.run(name)[1], store.lines.parent, name))
 
     try:
         measure(prepared, models, append, picture)
-        append({"kind": "end"})
+        append({"kind": "end", "figures": drawn})
     finally:
         try:
             store.render()
@@ -100,7 +102,12 @@ def measure(prepared: Prepared, models: LoadedModels, append: Append, picture: C
     picture: draws the figure of a mode."""
     measuring = prepared.settings.measuring
     for mode in measuring.timed:
-        measure_speed(prepared, models, mode, append)
+        if mode == "steps":
+            measure_steps(prepared, models, append)
+        else:
+            measure_speed(prepared, models, mode, append, other_methods)
+    if "compare" in measuring.timed:
+        picture("speed")
     if measuring.sweep:
         picture("batches" if measuring.sweep == "batch" else "sweep")
     if prepared.inputs.questions and set(measuring.timed) != {"sweep"}:

@@ -4,6 +4,7 @@ A rule is a pure function of p, q, the drafts and uniform random numbers u. It m
 keep state: an engine may record its work and repeat it. If it must, set `verify.waits = True`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -80,6 +81,20 @@ def block_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor,
     accepted = F.pad(passed * order, (1, 0)).amax(1)
     at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
     return accepted, pick(residual(weighted.gather(1, at)[:, 0], q.gather(1, at)[:, 0]), u[:, -1])
+
+
+@functools.cache  # The same arguments give the same rule: an engine may have recorded its work.
+def synthetic(alpha: float, rule: VerificationRule = token_rule) -> VerificationRule:
+    """A rule that accepts each guess with probability `alpha`, whatever p and q are: for models with random weights,
+    whose agreement is an accident. The text is not the target's. rule: the token rule, or an engine's version of it,
+    which does the same work as ever."""
+
+    def verify(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        at = drafts[..., None]
+        p[:, : drafts.shape[1]].scatter_(-1, at, alpha * q.gather(-1, at))
+        return rule(p, q, drafts, u)
+
+    return verify
 
 
 def drawn_with(p: Tensor, accepted: Tensor, token: Tensor) -> Tensor:

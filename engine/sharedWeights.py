@@ -78,6 +78,13 @@ def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(part): part for part in shared_parts(model)})
 
 
+def library_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that shares the weights, with `transformers`' own attention."""
+    twin = sharing_copy(model)
+    twin.set_attn_implementation("sdpa")
+    return twin
+
+
 def kept_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The sharing copy that is kept for `model` as long as the model lives.
 

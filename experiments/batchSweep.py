@@ -7,23 +7,20 @@ the speed that theory predicts from what scoring costs, and the costAware rule, 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
-from torch import Generator
 
 from decoding.drafter import Drafter
 from decoding.lengthRules import CostAware, Fixed
-from decoding.record import Record
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
 from experiments.intervals import interval
 from experiments.lines import Append, BatchCostsLine, Conditions, Line, QueueFigures, QueueLine, of_kind
 from experiments.settings import BATCHES
-from experiments.speed import queue_figures, quiet
+from experiments.speed import Timed, measure
 from experiments.sweep import scoring_costs
 from inputs.progress import Bar
 from methods.samplers import Sampler
@@ -31,14 +28,10 @@ from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import Sampling
 
-# queued(texts, batch, length, seed): the seconds to continue all texts by `length` tokens, `batch` at a time, and
-# their records.
-Queued = Callable[[Sequence[list[int]], int, int, int], tuple[float, Sequence[Record]]]
 GAMMAS = (1, 2, 3, 4, 6, 8)
 TEXTS = 2  # of a queue, for each row of its batch; FEWEST at least
 FEWEST = 4
 REPEATS = 9  # of each step whose cost is measured; the first two do not count
-WARM = 24  # tokens of each text in an untimed queue before
 
 
 def samplers(
@@ -54,45 +47,6 @@ def samplers(
     return {"target": partial(regrSampling, target=target), **guessing}
 
 
-def queued(sampler: Sampler, sampling: Sampling, device: str) -> Queued:
-    """A sampler that is timed on queues. Each text has a generator of its own."""
-
-    def write(texts: Sequence[list[int]], batch: int, length: int, seed: int) -> tuple[float, Sequence[Record]]:
-        generators = [Generator().manual_seed(seed + text) for text in range(len(texts))]
-        with quiet(device):
-            start = time.perf_counter()
-            _, records = sampler(texts, max_len=length, sampling=sampling, generator=generators, batch=batch)
-            return time.perf_counter() - start, records
-
-    return write
-
-
-def queues(
-    methods: Mapping[str, Queued],
-    prompts: Sequence[list[int]],
-    batches: Sequence[int],
-    repeats: int,
-    max_len: int,
-    seed: int,
-    texts_a_row: int = TEXTS,
-) -> Iterator[QueueFigures]:
-    """Time each method on a queue of texts at each batch, in turn. The texts have no end but `max_len`.
-
-    texts_a_row: texts of a queue for each row of its batch; it has FEWEST at least.
-    The prompts are used in turn, each text with a seed of its own. Before its first timed queue, a method writes the
-    beginning of one: costAware learns there what rounds cost.
-    """
-    for batch in batches:
-        count = max(FEWEST, texts_a_row * batch)
-        texts = list(itertools.islice(itertools.cycle(prompts), count))
-        for write in methods.values():
-            write(texts, batch, min(WARM, max_len), seed)
-        for repeat in range(repeats):
-            for name, write in methods.items():
-                seconds, records = write(texts, batch, max_len, seed + 1_000_003 * repeat)
-                yield queue_figures(name, repeat, batch, records, seconds)
-
-
 def costs(
     batch: int, prompts: Sequence[list[int]], target: CachedModel, drafter: Drafter, sampling: Sampling, device: str
 ) -> tuple[list[float], float]:
@@ -104,9 +58,9 @@ def costs(
 
 def measure_batches(
     prompts: Sequence[list[int]],
+    methods: Mapping[str, Timed],
     target: CachedModel,
     drafter: Drafter,
-    verify: VerificationRule,
     sampling: Sampling,
     conditions: Conditions,
     repeats: int,
@@ -114,15 +68,16 @@ def measure_batches(
     device: str,
     append: Append,
 ) -> None:
-    """Measure the whole map, batch by batch."""
-    methods = {name: queued(sampler, sampling, device) for name, sampler in samplers(target, drafter, verify).items()}
+    """Measure the whole map, batch by batch. methods: those of `samplers`, whose texts have no end but `maxLen`. The
+    prompts are used in turn, each text with a seed of its own."""
     with Bar("batches", len(BATCHES) * len(methods) * repeats) as bar:
         for batch in BATCHES:
             scoring, drafting = costs(batch, prompts, target, drafter, sampling, device)
             line = {"batch": batch, "scoring": scoring, "drafting": drafting}
-            append(cast(BatchCostsLine, {"kind": "batch_costs", **conditions, **line}))
-            for queue in queues(methods, prompts, [batch], repeats, conditions["maxLen"], seed):
-                append({"kind": "queue", **conditions, **queue})
+            append(cast(BatchCostsLine, {"kind": "costs", "of": "batch", **conditions, **line}))
+            texts = list(itertools.islice(itertools.cycle(prompts), max(FEWEST, TEXTS * batch)))
+            for _, queue in measure(methods, texts, repeats, seed, device, batch, warm_up=1):
+                append(cast(QueueLine, {"kind": "queue", **conditions, **cast(QueueFigures, queue)}))
                 bar.update()
 
 

@@ -17,11 +17,11 @@ from engine.quantised import BITS
 from inputs.commandLine import VERSION, Parser, add_flags, choice, flag, flags_of, number, path, switch, text, whole
 from inputs.files import ROOT
 from inputs.models import DTYPES
-from methods.catalogue import METHODS, Role, lossless_methods
+from methods.catalogue import METHODS, PROGRAMS, Role, lossless_methods
 from methods.samplers import Decoding
 from utils import Sampling, UserError
 
-TIMED = ("speed", "speedNew", "speedMulti", "contrastive", "compare", "sweep")  # modes that measure speed
+TIMED = ("speed", "speedNew", "speedMulti", "contrastive", "compare", "sweep", "steps")  # modes that measure speed
 # Defaults that differ from mode to mode; the value for the other modes stands where they are used.
 MAX_LEN = {"speedNew": 1000, "diversity": 45}
 REPEATS = {"compare": 2, "sweep": 2, "diversity": 20}
@@ -51,11 +51,15 @@ class Measuring:
     compare: str | None = flag(text, None, "METHODS", first=True)
     """Measure the speed of several methods side by side. Give all, or a comma-separated list of: {methods}. The target
     alone is always measured too, as the baseline. all stands for every method whose models are there, except
-    {left_out}."""
+    {left_out}. Other programs: {programs}. llama.cpp:int8 is one of its methods, llama.cpp all of them. Those other
+    than generate (of transformers) must be installed: make bench-peers."""
     sweep: str | None = flag(str, None, None, nargs="?", const="gamma", choices=("gamma", "batch"))
     """Measure the speed of speculative sampling with gamma from 1 to 10, compare it with the speed that theory
     predicts, and draw a figure. Here --temperature takes several values. --sweep batch: with 1 to 32 texts decoded
     together and gamma from 0 to 8, as a map."""
+    steps: bool = switch()
+    """Measure what the steps of decoding cost: forwards of 1 to 32 tokens beside the time to read as many bytes,
+    prefill, the growth with the context, and the parts of a round of --gamma guesses."""
     ppl: int | None = flag(whole(0, 1), None, **ON_OFF)
     """Measure the perplexity of the draft, the target and the speculative sampler: of each text, and of the whole
     corpus. --ppl 0 switches it off."""
@@ -122,8 +126,9 @@ class ModelChoice:
     """Models."""
 
     target: str = flag(text, None, "MODEL", first=True)
-    """The large model whose text is to be generated: the name of a folder in models/, a path, or a hub id owner/name,
-    which is downloaded at its first use. Default: pythia-2.8b if that and pythia-70m are in models/, else the bundled
+    """The large model whose text is to be generated: the name of a folder in models/, a path, a hub id owner/name,
+    which is downloaded at its first use, or random:SHAPE, Pythia's shape with random weights, such as
+    random:pythia-2.8b. Default: pythia-2.8b if that and pythia-70m are in models/, else the bundled
     target."""
     draft: str = flag(text, None, "MODEL", first=True)
     """The small model that guesses, named as --target. If it has another tokenizer, it guesses the tokens that both
@@ -293,8 +298,11 @@ def parser() -> Parser:
         "method side by side. Results go to results.txt. docs/glossary.md explains how to read them.",
     )
     lists = {
-        "methods": "; ".join(f"{name} ({method.title})" for name, method in METHODS.items()),
-        "left_out": ", ".join(name for name, method in METHODS.items() if "compare" not in method.in_all),
+        "methods": "; ".join(f"{name} ({method.title})" for name, method in METHODS.items() if not method.engine),
+        "programs": "; ".join(f"{program} ({', '.join(kinds)})" for program, kinds in PROGRAMS.items()),
+        "left_out": ", ".join(
+            name for name, method in METHODS.items() if not ("compare" in method.in_all or method.engine)
+        ),
         "lossless": ", ".join(lossless_methods()),
     }
     first = result.add_argument_group("the flags that most people need first")

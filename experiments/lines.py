@@ -1,12 +1,14 @@
-"""The lines of `results.jsonl`: one type for each kind.
+"""The lines of `results.jsonl`: eight kinds.
 
-A line is a JSON object, and its field "kind" says what it holds. A run begins with its `RunLine`; each line after it is
-a measurement, and names the run in a field "run", which is added when the line is written. A field that is NotRequired
-is missing in records of earlier versions, or where there is nothing to say. JSON has no nan: it is written as null, and
-read as None.
+A line is a JSON object, and its field "kind" says what it holds: "run", "speed", "queue", "costs", "ppl", "diversity",
+"lossless" or "end". Of costs and perplexities the field "of", and of "lossless" the field "test", say which.
+
+A run begins with its `RunLine`; each line after it is a measurement, and names the run in a field "run", which is added
+when the line is written. A field that is NotRequired is missing where there is nothing to say. JSON has no nan: it is
+written as null, and read as None.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
 
 from typing_extensions import NotRequired
@@ -165,6 +167,7 @@ class CostsLine(Conditions, Costs):
     """The costs measured by --sweep at one temperature."""
 
     kind: Literal["costs"]
+    of: Literal["sweep"]
 
 
 class QueueLine(Conditions, QueueFigures):
@@ -177,7 +180,8 @@ class BatchCostsLine(Conditions):
     """What theory needs to predict the speed of a batch. scoring: the cost of scoring 1, 2, ... tokens of each row.
     drafting: of a guess of each row; 0 without a draft model. In units of a plain step of the batch."""
 
-    kind: Literal["batch_costs"]
+    kind: Literal["costs"]
+    of: Literal["batch"]
     batch: int
     scoring: list[float]
     drafting: float
@@ -186,11 +190,29 @@ class BatchCostsLine(Conditions):
 class OverlapLine(Conditions):
     """The overlaps of p and q of a method of --compare, in texts that are not timed. rounds, accepted: of these."""
 
-    kind: Literal["overlap"]
+    kind: Literal["costs"]
+    of: Literal["overlap"]
     method: str
     overlap_by_position: Positions
     rounds: NotRequired[int]
     accepted: NotRequired[int]
+
+
+class StepLine(Conditions):
+    """The times of a step of decoding (--steps), one number a turn.
+
+    what: "reading" so many bytes; "forward" of `tokens` tokens, which must read so many bytes; "prefill" of a prompt of
+    so many tokens; "growth": a token after so many; "round": a part of a round with so many guesses. role: of the
+    model, "memory" for a large buffer, or the part of a round (`benchmark.steps.round_lines`).
+    """
+
+    kind: Literal["costs"]
+    of: Literal["step"]
+    what: str
+    role: str
+    tokens: NotRequired[int]
+    bytes: NotRequired[int]
+    seconds: list[float]
 
 
 class DiversityLine(TypedDict):
@@ -214,7 +236,8 @@ class DiversityLine(TypedDict):
 class TextPerplexityLine(TypedDict):
     """Perplexities of the texts of a corpus. each, ppl: {role: perplexity} of each text, and their means."""
 
-    kind: Literal["ppl_text"]
+    kind: Literal["ppl"]
+    of: Literal["text"]
     dtype: str
     sentenceLimit: int
     corpus: str
@@ -228,7 +251,8 @@ class TextPerplexityLine(TypedDict):
 class CorpusPerplexityLine(TypedDict):
     """Perplexities of a whole corpus, read in windows. ppl: {role: {"token", "word" or "byte": perplexity}}."""
 
-    kind: Literal["ppl_corpus"]
+    kind: Literal["ppl"]
+    of: Literal["corpus"]
     dtype: str
     sentenceLimit: int
     corpus: str
@@ -292,6 +316,7 @@ class LosslessLine(TrialConditions, EvidenceFigures, ShownCounts):
     """The tests of the texts that a method drew. seconds: that it took to write and score them."""
 
     kind: Literal["lossless"]
+    test: Literal["drawn"]
     method: str
     seconds: float
     repeatable: NotRequired[bool]
@@ -311,7 +336,8 @@ class MistakeFigures(EvidenceFigures, ShownCounts):
 class PowerLine(TrialConditions, MistakeFigures):
     """How much text it takes to notice one planted mistake."""
 
-    kind: Literal["power"]
+    kind: Literal["lossless"]
+    test: Literal["mistake"]
 
 
 class GreedyFigures(TypedDict):
@@ -329,7 +355,8 @@ class GreedyFigures(TypedDict):
 class GreedyLine(GreedyFigures):
     """The greedy texts of a method in one dtype."""
 
-    kind: Literal["greedy"]
+    kind: Literal["lossless"]
+    test: Literal["greedy"]
     method: str
     dtype: str
     repeatable: NotRequired[bool]
@@ -406,27 +433,40 @@ class AuditSource(TypedDict):
 class AuditLine(AuditSource, AuditFigures):
     """The audit of drawn texts."""
 
-    kind: Literal["audit"]
+    kind: Literal["lossless"]
+    test: Literal["audit"]
 
 
 class GreedyAuditLine(AuditSource, GreedyAuditFigures):
     """The audit of greedy texts."""
 
-    kind: Literal["audit_greedy"]
+    kind: Literal["lossless"]
+    test: Literal["greedyAudit"]
 
 
-class FigureLine(TypedDict):
-    """A figure that was drawn. of: the mode. file: its path in the folder of the results."""
+class EngineLine(TypedDict):
+    """A method of another program. precision: that it computes in. quantised: whether its weights are not the target's.
+    settings: what it was told. failed: why it is left out. greedy, drawn: the checks of its texts, if there were any.
+    """
 
-    kind: Literal["figure"]
-    of: str
-    file: str
+    kind: Literal["lossless"]
+    test: Literal["engine"]
+    method: str
+    precision: str
+    quantised: bool
+    version: str | None
+    settings: dict[str, Any]
+    failed: str | None
+    greedy: GreedyAuditFigures | None
+    drawn: AuditFigures | None
 
 
 class EndLine(TypedDict):
-    """The last line of a run that was not stopped."""
+    """The last line of a run that was not stopped. figures: the pictures that were drawn, paths in the folder of the
+    results."""
 
     kind: Literal["end"]
+    figures: NotRequired[list[str]]
 
 
 # Any line but the first of a run.
@@ -436,6 +476,7 @@ Line = (
     | QueueLine
     | BatchCostsLine
     | OverlapLine
+    | StepLine
     | DiversityLine
     | TextPerplexityLine
     | CorpusPerplexityLine
@@ -444,7 +485,7 @@ Line = (
     | GreedyLine
     | AuditLine
     | GreedyAuditLine
-    | FigureLine
+    | EngineLine
     | EndLine
 )
 Run = tuple[RunLine, list[Line]]  # a run's first line, and its measurements
@@ -455,5 +496,10 @@ L = TypeVar("L")
 
 def of_kind(lines: Iterable[Line], kind: type[L]) -> list[L]:
     """The lines of a kind, which is given as its type: `of_kind(lines, SpeedLine)`."""
-    (name,) = get_args(kind.__annotations__["kind"])
-    return [cast(L, line) for line in lines if line["kind"] == name]
+    words = {field: get_args(hint) for field, hint in kind.__annotations__.items() if field in ("kind", "of", "test")}
+    return [cast(L, line) for line in lines if all(line.get(field) in word for field, word in words.items())]
+
+
+def name_of_kind(line: Mapping[str, Any]) -> str:
+    """The kind of a line in words: "speed", "costs sweep", "lossless greedy"."""
+    return " ".join(filter(None, (line["kind"], line.get("of"), line.get("test"))))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Generator, Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled
@@ -20,7 +20,7 @@ from engine.copies import Copies, weights_of
 from engine.head import load_head
 from engine.kvCache import cache_bytes
 from engine.quantised import BITS, GROUP
-from engine.sharedWeights import RestrictedModel
+from engine.sharedWeights import RestrictedModel, library_twin
 from experiments.lines import Label
 from experiments.processes import Processes
 from experiments.settings import Settings
@@ -102,7 +102,7 @@ class Inputs:
 class Prepared:
     """What a run needs, its models not loaded yet. processes: those that share the work. folders: {role: model folder}.
     end_tokens: they end a text. frequent: the tokens that a restricted draft guesses. made: the copies of the target
-    that was loaded last."""
+    that was loaded last. library: {role: model} as `transformers` computes it, where its own methods are timed."""
 
     settings: Settings
     processes: Processes
@@ -113,6 +113,7 @@ class Prepared:
     frequent: Tensor | None
     inputs: Inputs
     made: Copies | None = field(default=None, init=False)
+    library: dict[str, PreTrainedModel] = field(default_factory=dict, init=False)
 
     @property
     def translation(self) -> Translation | None:
@@ -169,6 +170,10 @@ class Prepared:
         """The models in that dtype: compiled if the flags say so and text is generated, with the graphs that the
         methods need, and a line that says how long that took. No measurement includes it."""
         models, compiles = self.load(dtype), self.settings.models.compile and self.settings.continues
+        if any(
+            METHODS[name].engine == "generate" for name in self.settings.measuring.names
+        ):  # before layers are packed
+            self.library = {role: library_twin(models[role].model) for role in self.folders}
         if compiles:
             models["target"] = compiled(models["target"])
         if "self" in models and self.settings.models.bits is None:

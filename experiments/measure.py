@@ -5,144 +5,163 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 from torch import Generator
 
 import PPL
 from decoding.rows import EndOfText
-from decoding.verification import RULES as VERIFICATIONS
-from experiments import diversity, sweep
-from experiments.acceptance import OverlapCounts, overlaps_of
-from experiments.batchSweep import measure_batches
-from experiments.lines import Append, Conditions, QueueFigures, TimedText
+from experiments import batchSweep, diversity, sweep
+from experiments.acceptance import overlaps_of
+from experiments.lines import Append, Conditions, OverlapLine
 from experiments.loading import LoadedModels, Prepared
-from experiments.speed import Timed, TimedQueue, Written, digest, ends_after, measure, measure_queues
+from experiments.speed import Timed, Written, digest, ends_after, measure
 from inputs.commandLine import visible
 from inputs.progress import Bar, followed
 from inputs.texts import Corpus
 from methods.catalogue import METHODS, build, repeatable
-from methods.samplers import Models, Sampler, guesser
+from methods.samplers import Models, Sampler, guesser, rule_of
 from utils import GREEDY, Sampling
 
+# (prepared, models, names, prompts, sampling, max_len, append) -> {name: method} of those that other programs compute
+OtherMethods = Callable[..., AbstractContextManager[Mapping[str, Timed]]]
 
-def measure_speed(prepared: Prepared, models: LoadedModels, mode: str, append: Append) -> None:
+
+def conditions_of(prepared: Prepared, mode: str, length: int, sampling: Sampling) -> Conditions:
+    """What the lines of a mode say of how they were measured. length: of the prompts."""
+    return {
+        "dtype": prepared.place.dtype,
+        "promptLen": length,
+        "mode": mode,
+        "maxLen": prepared.settings.sampling.max_len_of(mode),
+        "gamma": prepared.settings.gamma_of(mode),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+    }
+
+
+def measure_speed(
+    prepared: Prepared, models: LoadedModels, mode: str, append: Append, other_methods: OtherMethods
+) -> None:
     """Time the methods of one mode, for each length of prompt and, in a sweep, each temperature."""
-    choice = prepared.settings.sampling
+    choice, measuring = prepared.settings.sampling, prepared.settings.measuring
     temperatures = choice.temperatures if mode == "sweep" and choice.temperatures else [None]
-    for length in prepared.inputs.prompts:
+    for length, prompts in prepared.inputs.prompts.items():
         for temperature in temperatures:
             sampling = choice.of(mode, temperature)
-            conditions: Conditions = {
-                "dtype": prepared.place.dtype,
-                "promptLen": length,
-                "mode": mode,
-                "maxLen": choice.max_len_of(mode),
-                "gamma": prepared.settings.gamma_of(mode),
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-            }
-            time_group(prepared, models, conditions, sampling, append)
+            conditions = conditions_of(prepared, mode, length, sampling)
+            if mode == "sweep" and measuring.sweep == "batch":
+                sweep_batches(prepared, models, prompts, conditions, sampling, append)
+                continue
+            samplers = build(measuring.groups[mode], dict(models), prepared.settings.decoding)
+            if mode == "sweep":
+                samplers |= start_sweep(prepared, models, prompts, conditions, sampling, append)
+            if mode == "compare" and prepared.settings.decoding.acceptance is None:
+                append_overlaps(prepared, dict(models), prompts, conditions, sampling, append)
+            names = [name for name in measuring.groups[mode] if METHODS[name].engine]
+            with other_methods(prepared, models, names, prompts, sampling, conditions["maxLen"], append) as others:
+                time_group(prepared, samplers, others, prompts, conditions, sampling, append)
 
 
 def time_group(
-    prepared: Prepared, models: LoadedModels, conditions: Conditions, sampling: Sampling, append: Append
+    prepared: Prepared,
+    samplers: Mapping[str, Sampler],
+    others: Mapping[str, Timed],
+    prompts: list[list[int]],
+    conditions: Conditions,
+    sampling: Sampling,
+    append: Append,
 ) -> None:
-    """Time the methods of one mode under the same conditions, and measure what theory needs beside the times."""
-    measuring, decoding = prepared.settings.measuring, prepared.settings.decoding
-    mode, max_len, prompts = conditions["mode"], conditions["maxLen"], prepared.inputs.prompts[conditions["promptLen"]]
-    roles: Models = dict(models)
-    samplers = build(measuring.groups[mode], roles, decoding)
-    if mode == "sweep" and measuring.sweep == "batch":
-        target, verify = models["target"], VERIFICATIONS[decoding.verification]
-        parts = prompts, target, guesser(roles, decoding), verify, sampling, conditions
-        measure_batches(*parts, measuring.repeats_of(mode), measuring.seed, prepared.place.device, append)
-        return
-    if mode == "sweep":
-        drafter, verify = guesser(roles, decoding), VERIFICATIONS[decoding.verification]
-        samplers |= sweep.samplers(models["target"], drafter, verify)
-        seed, device, mapped = measuring.seed, prepared.place.device, prepared.processes.mapped
-        costs = sweep.costs(prompts, models["target"], drafter, sampling, verify, max_len, seed, device, mapped)
-        append({"kind": "costs", **conditions, **costs})
-    if mode == "compare":
-        for name, overlaps in overlaps_by_method(prepared, roles, prompts, sampling):
-            append(
-                {
-                    "kind": "overlap",
-                    **conditions,
-                    "method": name,
-                    "overlap_by_position": overlaps.positions,
-                    "rounds": overlaps.rounds,
-                    "accepted": overlaps.accepted,
-                }
-            )
-
-    repeats = measuring.repeats_of(mode)
-    with Bar(mode, len(samplers) * len(prompts) * repeats) as bar:
-        for texts, queues in timings(prepared, samplers, prompts, repeats, max_len, sampling):
+    """Time methods under the same conditions. Other programs write texts of full length, and then all methods do."""
+    measuring, decoding, processes = prepared.settings.measuring, prepared.settings.decoding, prepared.processes
+    repeats, batch = measuring.repeats_of(conditions["mode"]), measuring.batch or 1
+    ends, max_len = None if others else prepared.ends, conditions["maxLen"]
+    methods = {name: timed(sampler, max_len, sampling, ends) for name, sampler in samplers.items()} | dict(others)
+    options = prompts, repeats, measuring.seed, prepared.place.device
+    if batch > 1:
+        measured = measure(methods, *options, batch, warm_up=1)
+    else:
+        measured = processes.merged(measure(methods, *options, numbers=processes.share(prompts)))
+    with Bar(conditions["mode"], len(methods) * len(prompts) * repeats) as bar:
+        for texts, queue in measured:
             for text in texts:
-                text |= prepared.inputs.label_of(text["prompt"])
-                append({"kind": "speed", "repeatable": repeatable(text["method"], decoding), **conditions, **text})
                 bar.update()
-            for queue in queues:
+                if text["seconds"] == text["seconds"]:  # nan: another program has failed.
+                    text |= prepared.inputs.label_of(text["prompt"])
+                    known = repeatable(text["method"], decoding)
+                    append({"kind": "speed", "repeatable": known, **conditions, **text})
+            if queue and queue["seconds"] == queue["seconds"]:
                 append({"kind": "queue", **conditions, **queue})
 
 
-def timings(
+def start_sweep(
     prepared: Prepared,
-    samplers: Mapping[str, Sampler],
+    models: LoadedModels,
     prompts: list[list[int]],
-    repeats: int,
-    max_len: int,
+    conditions: Conditions,
     sampling: Sampling,
-) -> Iterator[tuple[list[TimedText], list[QueueFigures]]]:
-    """The figures of each timed text by itself; with --batch, those of the texts of each queue, and of the queue."""
-    seed, batch, device = (
-        prepared.settings.measuring.seed,
-        prepared.settings.measuring.batch or 1,
-        prepared.place.device,
-    )
-
-    def alone(sampler: Sampler) -> Timed:
-        def method(prompt: list[int], generator: Generator, first: int | None = None) -> Written:
-            end_of_text: EndOfText = prepared.ends if first is None else ends_after(first)
-            return sampler([prompt], max_len=max_len, sampling=sampling, end_of_text=end_of_text, generator=generator)
-
-        return method
-
-    def in_batches(sampler: Sampler) -> TimedQueue:
-        def method(
-            prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
-        ) -> Written:
-            ends: EndOfText = prepared.ends if first is None else ends_after(first, batch)
-            options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "batch": batch}
-            return sampler(prompts, end_of_text=ends, generator=generators, **options)
-
-        return method
-
-    if batch > 1:
-        queues = {name: in_batches(sampler) for name, sampler in samplers.items()}
-        for texts, queue in measure_queues(queues, prompts, batch, repeats, seed, device):
-            yield texts, [queue]
-        return
-    methods = {name: alone(sampler) for name, sampler in samplers.items()}
-    numbers = prepared.processes.share(prompts)
-    for text in prepared.processes.merged(measure(methods, prompts, repeats, seed, device, numbers=numbers)):
-        yield [text], []
+    append: Append,
+) -> dict[str, Sampler]:
+    """Append the costs that theory needs, and return the methods of a sweep over gamma."""
+    decoding, target = prepared.settings.decoding, models["target"]
+    drafter, verify = guesser(dict(models), decoding), rule_of(dict(models), decoding)
+    seed, device, mapped = prepared.settings.measuring.seed, prepared.place.device, prepared.processes.mapped
+    costs = sweep.costs(prompts, target, drafter, sampling, verify, conditions["maxLen"], seed, device, mapped)
+    append({"kind": "costs", "of": "sweep", **conditions, **costs})
+    return sweep.samplers(target, drafter, verify)
 
 
-def overlaps_by_method(
-    prepared: Prepared, models: Models, prompts: list[list[int]], sampling: Sampling
-) -> Iterator[tuple[str, OverlapCounts]]:
-    """The methods of --compare that guess, and the overlaps of p and q at each depth of a round."""
+def sweep_batches(
+    prepared: Prepared,
+    models: LoadedModels,
+    prompts: list[list[int]],
+    conditions: Conditions,
+    sampling: Sampling,
+    append: Append,
+) -> None:
+    """Measure the map of batch and gamma."""
+    settings, target = prepared.settings, models["target"]
+    drafter = guesser(dict(models), settings.decoding)
+    cells = batchSweep.samplers(target, drafter, rule_of(dict(models), settings.decoding))
+    methods = {name: timed(sampler, conditions["maxLen"], sampling, None) for name, sampler in cells.items()}
+    repeats, seed = settings.measuring.repeats_of("sweep"), settings.measuring.seed
+    options = sampling, conditions, repeats, seed, prepared.place.device
+    batchSweep.measure_batches(prompts, methods, target, drafter, *options, append)
+
+
+def timed(sampler: Sampler, max_len: int, sampling: Sampling, end_of_text: EndOfText) -> Timed:
+    """A sampler as `speed.measure` calls it."""
+
+    def method(
+        prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
+    ) -> Written:
+        ends = end_of_text if first is None else ends_after(first, batch)
+        options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "batch": batch}
+        return sampler(prompts, end_of_text=ends, generator=list(generators), **options)
+
+    return method
+
+
+def append_overlaps(
+    prepared: Prepared,
+    models: Models,
+    prompts: list[list[int]],
+    conditions: Conditions,
+    sampling: Sampling,
+    append: Append,
+) -> None:
+    """The overlaps of p and q at each depth of a round, of the methods of --compare that guess."""
     settings, mapped = prepared.settings, prepared.processes.mapped
-    max_len, end_of_text = settings.sampling.max_len_of("compare"), prepared.ends
+    seed, max_len, device = settings.measuring.seed, conditions["maxLen"], prepared.place.device
     names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and METHODS[name].guesses]
-    samplers, seed, device = build(names, models, settings.decoding), settings.measuring.seed, prepared.place.device
+    samplers = build(names, models, settings.decoding)
     for name in followed(names, "overlap of p and q", len(names)):
-        yield name, overlaps_of(samplers[name], prompts, device, sampling, max_len, end_of_text, seed, mapped)
+        counts = overlaps_of(samplers[name], prompts, device, sampling, max_len, prepared.ends, seed, mapped)
+        figures = {"overlap_by_position": counts.positions, "rounds": counts.rounds, "accepted": counts.accepted}
+        append(cast(OverlapLine, {"kind": "costs", "of": "overlap", **conditions, "method": name, **figures}))
 
 
 def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) -> None:
@@ -215,7 +234,8 @@ def measure_texts(
     perplexities = list(followed(scores, f"perplexity per text, {visible(name, '')}", len(passages)))
     append(
         {
-            "kind": "ppl_text",
+            "kind": "ppl",
+            "of": "text",
             "dtype": prepared.place.text_dtype,
             "sentenceLimit": prepared.settings.texts.sentence_limit,
             "corpus": name,
@@ -243,7 +263,8 @@ def measure_corpus(prepared: Prepared, models: LoadedModels, corpus: Corpus, app
     totals = {role: sum((part[role] for part in parts), PPL.CorpusPerplexity()) for role in ROLES}
     append(
         {
-            "kind": "ppl_corpus",
+            "kind": "ppl",
+            "of": "corpus",
             "dtype": prepared.place.text_dtype,
             "sentenceLimit": prepared.settings.texts.sentence_limit,
             "corpus": corpus.name,

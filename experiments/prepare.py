@@ -19,6 +19,7 @@ from inputs import prompts
 from inputs.auditTexts import read_texts
 from inputs.devices import pick_dtype
 from inputs.models import Outline, find_model, holds_head, outline
+from inputs.randomModels import made_model
 from inputs.texts import Corpus, load_corpora
 from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
 from methods.catalogue import METHODS
@@ -78,9 +79,16 @@ def where_to_run(settings: Settings, processes: Processes) -> Place:
     choice = settings.models
     if len(settings.sizes) > 1 and processes.count > 1:
         raise UserError("--batch and --sweep batch are for one process: start test.py without accelerate launch")
+    if settings.measuring.steps and processes.count > 1:
+        raise UserError("--steps measures in one process: start test.py without accelerate launch")
     if settings.measuring.played and processes.count > 1:
         raise UserError("--show and --html play one text, in one process: start test.py without accelerate launch")
+    others = {METHODS[name].engine for name in settings.measuring.names} - {""}
+    if others and processes.count > 1:
+        raise UserError(f"{min(others)} is timed in one process: start test.py without accelerate launch")
     device = processes.own_device(choice.device)
+    if others - {"generate"} and device != "cpu":
+        raise UserError(f"{min(others - {'generate'})} runs on the CPU here: give --device cpu")
     draft_device = processes.own_draft_device(choice.draft_device) or device
     dtype = choice.dtype or pick_dtype(device)
     if dtype == "bfloat16" and "mps" in (device, draft_device):
@@ -95,6 +103,7 @@ def find_models(settings: Settings) -> dict[str, Path]:
     if "head" in names and not holds_head(find_model(choice.head or "")):
         raise UserError(f"--head {choice.head} is a model, and no trained head; scripts/trainHead.py trains one")
     names = {role: name for role, name in names.items() if name not in ("self", "head")}
+    names = {role: made_model(name) for role, name in names.items()}
     in_order = sorted(dict.fromkeys(names.values()), key=is_hub_id)  # A wrong name is found before a large download.
     by_name = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
     for name, folder in by_name.items():
@@ -126,11 +135,13 @@ def translation_of(
     names, methods = (folders["target"].name, folders["draft"].name), [METHODS[n] for n in settings.measuring.names]
     contrasts = "so they cannot be contrasted (in --contrastive, --diversity, --compare all); leave that out or name a "
     scored_alone = settings.measuring.ppl and not settings.measuring.modes
+    assisted = "so other programs cannot use it; name other methods, or one by one"
     trees = "so it grows no trees of guesses (tree, topDown, --tree); name other methods"
     for clash, message in (
         (settings.models.draft_vocab, "so it guesses only the tokens that both have; leave out --draftVocab"),
         (any(method.contrasts for method in methods), f"{contrasts}draft that shares the target's"),
         (settings.decoding.tree or any(method.grows_trees for method in methods), trees),
+        (any(method.engine and method.needs for method in methods), assisted),
         (scored_alone, "so their perplexities cannot be compared; leave out --ppl"),
     ):
         if clash:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.flags import parser
-from experiments.lines import Line, Run, RunLine
+from experiments.lines import Line, Run, RunLine, name_of_kind
 from inputs.commandLine import counted
 from utils import UserError
 
@@ -24,14 +24,14 @@ TOLERANCE = 1e-9  # relative, for perplexities and rates
 COMPARED = {
     "speed": ("sha256", ("mode", "promptLen", "temperature", "method", "prompt", "repeat")),
     "diversity": ("sha256", ("method",)),
-    "costs": ("alpha", ("promptLen", "temperature")),
-    "ppl_text": ("ppl", ("corpus",)),
-    "ppl_corpus": ("ppl", ("corpus",)),
-    "lossless": ("counts", ("dtype", "method")),
-    "power": ("tokens", ("mistake",)),
-    "greedy": ("differing", ("dtype", "method")),
-    "audit": ("counts", ("file",)),
-    "audit_greedy": ("beyond", ("file",)),
+    "costs sweep": ("alpha", ("promptLen", "temperature")),
+    "ppl text": ("ppl", ("corpus",)),
+    "ppl corpus": ("ppl", ("corpus",)),
+    "lossless drawn": ("counts", ("dtype", "method")),
+    "lossless mistake": ("tokens", ("mistake",)),
+    "lossless greedy": ("differing", ("dtype", "method")),
+    "lossless audit": ("counts", ("file",)),
+    "lossless greedyAudit": ("beyond", ("file",)),
 }
 
 
@@ -110,7 +110,7 @@ def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) 
     lacking = [key for key in old if key not in fresh]
     if lacking:
         sentences.append(f"{len(lacking)} were not measured again, first {describe(lacking[0])}.")
-    clocked = sum(line["kind"] in COMPARED and not repeatable(line) for line in lines)
+    clocked = sum(name_of_kind(line) in COMPARED and not repeatable(line) for line in lines)
     if clocked:
         sentences.append(
             f"{clocked} are left out: the guesses of costAware and --tree auto follow the clock, and their texts too."
@@ -122,9 +122,9 @@ def comparable(lines: Iterable[Fields]) -> dict[Key, Fields]:
     """{key: line} of the lines that flags and seed fix."""
     by_key = {}
     for line in lines:
-        figure, names = COMPARED.get(line["kind"], (None, ()))
+        figure, names = COMPARED.get(name_of_kind(line), (None, ()))
         if figure in line and all(name in line for name in names) and repeatable(line):
-            by_key[(line["kind"], *(line[name] for name in names))] = line
+            by_key[(name_of_kind(line), *(line[name] for name in names))] = line
     return by_key
 
 

@@ -14,7 +14,7 @@ from experiments.flags import FLAGS, TIMED, Measuring, ModelChoice, Output, Samp
 from inputs.commandLine import filled, flags_of
 from inputs.models import default_head, default_mid, default_pair
 from inputs.starting import Something
-from methods.catalogue import Role, build, check_roles, choose, in_mode
+from methods.catalogue import METHODS, Role, build, check_roles, choose, in_mode
 from methods.samplers import Decoding, tree_choice
 from utils import UserError
 
@@ -184,6 +184,13 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     many = played and sum(bool(flags[mode]) for mode in PLAYED) > 1
     yield many, "--show and --html play one method: of --speedNew, --speedMulti and --contrastive give one"
 
+    other = [name for name in measuring.names if METHODS[name].engine]
+    filters = settings.sampling.top_k or settings.sampling.repetition_penalty != 1
+    yield other and filters, f"{min(other, default='')} takes --temperature and --top_p alone; leave the others out"
+    coins = measuring.diversity or measuring.lossless or measuring.ppl or measuring.audit or played
+    coin = "--acceptance is for measuring speed: its text is not the target's; leave out the other things to do"
+    yield decoding.acceptance is not None and coins, coin
+
     yield models.draft_device == "auto", "--draftDevice auto: a draft is on one device; name it"
     if decoding.lookup:
         yield models.draft_device, "--draft lookup is no model and needs no device; leave out --draftDevice"
@@ -251,4 +258,4 @@ def fields_read(settings: Settings) -> set[str]:
     build(["fixed"] if "sweep" in settings.measuring.groups else [], models, decoding)
     read.discard("gamma")  # A sweep has its own numbers of guesses.
     build(settings.measuring.names, models, decoding)
-    return read
+    return read | ({"gamma"} if any(METHODS[name].engine for name in settings.measuring.names) else set())

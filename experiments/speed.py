@@ -1,4 +1,4 @@
-"""Timing methods side by side: in turn, in an order drawn anew for each prompt and repeat.
+"""The one timer: everything that is compared is timed in turn, in an order drawn anew for each turn.
 
 TTFT: from the call to the first token on the host. TPOT: (t_last - t_first) / (n - 1). Throughput: n / t_last. The
 course report divides the total time, prefill included, by n; that figure is kept beside them as `report_tpot`.
@@ -10,10 +10,11 @@ import gc
 import hashlib
 import itertools
 import random
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,26 +25,155 @@ from decoding.rows import EndOfText
 from experiments.lines import QueueFigures, TimedText
 
 Written = tuple[Sequence[Sequence[int]], Sequence[Record]]  # new tokens and records, one of each for each prompt
+Key = TypeVar("Key", bound=Hashable)
+Turn = TypeVar("Turn", bound=Hashable)
+Result = TypeVar("Result")
+Step = Callable[[], object]
 WARM = 8  # tokens of the text that each method writes untimed, right before a timed one
+WARM_SECONDS, LONG = 0.005, 0.5  # of a step; one that takes LONG fills the processor's caches itself
 STALLED = 8  # A round that takes so many times the row's median is the machine's fault: the text is timed again.
 AGAIN = 2  # times at most
 
 
 class Timed(Protocol):
-    """A method that can be timed: it continues one prompt."""
-
-    def __call__(self, prompt: list[int], generator: Generator, first: int | None = None) -> Written:
-        """The new tokens and their record, each in a list of one. first: end after that many tokens, or a few more,
-        with a KV cache as large as ever."""
-
-
-class TimedQueue(Protocol):
-    """A method that can be timed: it continues a queue of prompts, `batch` at a time."""
+    """A method that can be timed: it continues prompts, `batch` at a time."""
 
     def __call__(
         self, prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
     ) -> Written:
-        """The new tokens and the record of each text. first: as in `ends_after`."""
+        """The new tokens and the record of each text. first: end after that many tokens, or a few more, with a KV cache
+        as large as ever (`ends_after`)."""
+
+
+def in_turns(
+    methods: Mapping[Key, Callable[[Turn, bool], Result]],
+    turns: Iterable[Turn],
+    seed: int,
+    device: torch.device | str,
+    rounds_of: Callable[[Result], Sequence[float]],
+) -> Iterator[tuple[Key, Turn, Result, int]]:
+    """Time every method in every turn: (method, turn, result, how often it was timed again).
+
+    methods: {key: f(turn, warming) -> what was measured}. rounds_of: the seconds of its rounds.
+    The first turn has the order of `methods`, which is that of the tables; each other one an order drawn anew. In one
+    fixed order, a machine that slows down in the course of each turn would slow the last method most.
+    Right before each call that counts, the method is called with `warming`. Otherwise it pays for what ran before:
+    after another engine's process, this one's threads sleep and the processor's caches hold other weights, and the row
+    that came next had twice the TTFT of the others.
+    What holds a round of more than STALLED times the median of all the method's rounds is timed again.
+    """
+    rounds: dict[Key, list[float]] = defaultdict(list)
+    order = list(methods)
+    with frozen_heap():
+        for number, turn in enumerate(turns):
+            if number:
+                order = list(methods)
+                random.Random(f"{seed} {turn}").shuffle(order)
+            for key in order:
+                for stalled in itertools.count():
+                    with quiet(device):
+                        methods[key](turn, True)
+                        synchronize(device)
+                        result = methods[key](turn, False)
+                    took = rounds_of(result)
+                    rounds[key] += took
+                    if stalled == AGAIN or max(took, default=0) <= STALLED * np.median(rounds[key] or [0]):
+                        break
+                yield key, turn, result, stalled
+
+
+def measure(
+    methods: Mapping[str, Timed],
+    prompts: Sequence[list[int]],
+    repeats: int,
+    seed: int,
+    device: torch.device | str,
+    batch: int | None = None,
+    warm_up: int = 2,
+    numbers: Sequence[int] | None = None,
+) -> Iterator[tuple[list[TimedText], QueueFigures | None]]:
+    """Time every method on every prompt, `repeats` times, in turn: the figures of a text, and None. With `batch` each
+    call is a queue of all prompts, `batch` at a time: the figures of its texts, and of the queue.
+
+    warm_up: calls of each method that come first and do not count. numbers: of the prompts that are timed one by one;
+        None: all.
+    The generator's seed depends only on the prompt and the repeat, so a method's tokens do not depend on which other
+    methods run, nor on the batch.
+    """
+    singles = range(len(prompts)) if numbers is None else numbers
+    turns = [(repeat, index) for repeat in range(repeats) for index in ([-1] if batch else singles)]
+    size, long = batch or 1, [max(prompts, key=len), *prompts]
+
+    def caller(method: Timed) -> Callable[[tuple[int, int], bool], Written]:
+        def call(turn: tuple[int, int], warming: bool) -> Written:
+            repeat, index = turn
+            texts = list(range(len(prompts))) if batch else [index]
+            chosen = long[:size] if batch and warming else [prompts[text] for text in texts]
+            generators = [generator_of(seed, device, repeat, text) for text in texts[: len(chosen)]]
+            generators += [generator_of(seed, device) for _ in chosen[len(generators) :]]
+            return method(chosen, generators, size, WARM if warming else None)
+
+        return call
+
+    for _ in range(warm_up if turns else 0):
+        for method in methods.values():
+            warm = long[:size] if batch else prompts[:1]
+            method(warm, [generator_of(seed, device, 0, text) for text in range(len(warm))], size)
+    calls = {name: caller(method) for name, method in methods.items()}
+    rounds_of = no_rounds if batch else rounds_of_texts
+    for name, (repeat, index), (texts, records), stalled in in_turns(calls, turns, seed, device, rounds_of):
+        timed = []
+        for number, tokens, record in zip(itertools.count(0 if batch else index), texts, records):
+            text = timed_text(name, number, repeat, prompts[number], tokens, record)
+            if batch:
+                text["batch"] = batch
+            else:
+                text["stalled"] = stalled
+            timed.append(text)
+        yield timed, queue_figures(name, repeat, batch, records) if batch else None
+
+
+def time_steps(
+    steps: Mapping[Key, Step], turns: Iterable[Hashable], seed: int, device: torch.device | str
+) -> dict[Key, list[float]]:
+    """{key: [seconds, ...]} of steps that are timed in turn: one figure a turn. A step that returns a float has timed
+    itself.
+
+    Before each call that counts, a step is called for WARM_SECONDS: in decoding, a forward follows others of its own
+    model. A step that takes LONG is not called for that.
+    """
+    seconds: dict[Key, list[float]] = {key: [] for key in steps}
+    latest = dict.fromkeys(steps, 0.0)
+
+    def caller(key: Key) -> Callable[[Hashable, bool], list[float]]:
+        def call(turn: Hashable, warming: bool) -> list[float]:
+            start = time.perf_counter()
+            while warming and latest[key] < LONG and time.perf_counter() - start < WARM_SECONDS:
+                steps[key]()
+                synchronize(device)
+            if warming:
+                return []
+            start = time.perf_counter()
+            result = steps[key]()
+            synchronize(device)
+            latest[key] = time.perf_counter() - start
+            return [result if isinstance(result, float) else latest[key]]
+
+        return call
+
+    for key, _, took, _ in in_turns({key: caller(key) for key in steps}, turns, seed, device, list):
+        seconds[key] += took
+    return seconds
+
+
+def no_rounds(written: Written) -> list[float]:
+    """In a queue, a round lasts longer where the next prompt is read: that is no stall."""
+    return []
+
+
+def rounds_of_texts(written: Written) -> list[float]:
+    """The seconds of all rounds of some texts."""
+    return [seconds for record in written[1] for seconds in np.diff(record.times).tolist()]
 
 
 def ends_after(count: int, batch: int = 1) -> EndOfText:
@@ -78,99 +208,6 @@ def synchronize(device: torch.device | str) -> None:
 def digest(tokens: Sequence[Any]) -> str:
     """16 hexadecimal digits that identify token ids or texts."""
     return hashlib.sha256(repr(tokens).encode(errors="surrogatepass")).hexdigest()[:16]
-
-
-def measure(
-    methods: Mapping[str, Timed],
-    prompts: Sequence[list[int]],
-    repeats: int,
-    seed: int,
-    device: torch.device | str,
-    warm_up: int = 2,
-    numbers: Sequence[int] | None = None,
-) -> Iterator[TimedText]:
-    """Time every method on every prompt, `repeats` times, in turn: for the first text in the order of `methods`,
-    which is that of the tables, then for each prompt and repeat in an order drawn anew. In one fixed order, a machine
-    that slows down in the course of each prompt would slow the last method most.
-
-    methods: {name: method}. warm_up: calls of each method that come first and do not count. numbers: of the prompts
-        that are timed; None: all.
-    Right before each timed text, the method writes its first WARM tokens untimed. Otherwise the first token pays for
-    what ran before: after another engine's process, this one's threads sleep and the processor's caches hold other
-    weights, and the row that came next had twice the TTFT of the others.
-    A text with a round of more than STALLED times the median of all its method's rounds is timed again, and says how
-    often.
-    The generator's seed depends only on the prompt and the repeat, so a method's tokens do not depend on which other
-    methods run.
-    """
-    numbers = range(len(prompts)) if numbers is None else numbers
-    for _ in range(warm_up if numbers else 0):
-        for method in methods.values():
-            method(prompts[0], generator_of(seed, device))
-    rounds: dict[str, list[float]] = defaultdict(list)
-    with frozen_heap():
-        for repeat in range(repeats):
-            for index in numbers:
-                prompt = prompts[index]
-                for name in in_turn(methods, seed, repeat, index):
-                    for stalled in itertools.count():
-                        warming, generator = (generator_of(seed, device, repeat, index) for _ in range(2))
-                        with quiet(device):
-                            methods[name](prompt, warming, WARM)
-                            synchronize(device)
-                            (tokens,), (record,) = methods[name](prompt, generator)
-                        took = np.diff(record.times).tolist()
-                        rounds[name] += took
-                        if stalled == AGAIN or max(took, default=0) <= STALLED * np.median(rounds[name] or [0]):
-                            break
-                    yield timed_text(name, index, repeat, prompt, tokens, record) | {"stalled": stalled}
-
-
-def measure_queues(
-    methods: Mapping[str, TimedQueue],
-    prompts: Sequence[list[int]],
-    batch: int,
-    repeats: int,
-    seed: int,
-    device: torch.device | str,
-    warm_up: int = 1,
-) -> Iterator[tuple[list[TimedText], QueueFigures]]:
-    """Time every method on the queue of all prompts, `repeats` times, in turn as in `measure`: the figures of each
-    text, and of the queue.
-
-    Each text has the seed that it has in `measure`. The warm-up is a batch as large as those of the queue, with KV
-    caches as large.
-    """
-    warming = [max(prompts, key=len), *prompts][:batch]
-
-    def generators(repeat: int, count: int) -> list[Generator]:
-        return [generator_of(seed, device, repeat, index) for index in range(count)]
-
-    for _ in range(warm_up):
-        for method in methods.values():
-            method(warming, generators(0, batch), batch)
-    with frozen_heap():
-        for repeat in range(repeats):
-            for name in in_turn(methods, seed, repeat, 0):
-                method = methods[name]
-                first, others = generators(repeat, batch), generators(repeat, len(prompts))
-                with quiet(device):
-                    method(warming, first, batch, WARM)
-                    synchronize(device)
-                    texts, records = method(prompts, others, batch)
-                timed = [
-                    timed_text(name, index, repeat, prompt, tokens, record) | {"batch": batch}
-                    for index, (prompt, tokens, record) in enumerate(zip(prompts, texts, records))
-                ]
-                yield timed, queue_figures(name, repeat, batch, records, max(record.times[-1] for record in records))
-
-
-def in_turn(names: Iterable[str], seed: int, repeat: int, index: int) -> list[str]:
-    """The order in which methods write the text of a prompt in a repeat: of the very first text, that of `names`."""
-    order = list(names)
-    if repeat or index:
-        random.Random(f"{seed} {repeat} {index}").shuffle(order)
-    return order
 
 
 def generator_of(seed: int, device: torch.device | str, repeat: int = 0, index: int = 0) -> Generator:
@@ -214,8 +251,9 @@ def timed_text(
     }
 
 
-def queue_figures(method: str, repeat: int, batch: int, records: Sequence[Record], seconds: float) -> QueueFigures:
+def queue_figures(method: str, repeat: int, batch: int, records: Sequence[Record]) -> QueueFigures:
     """The figures of a queue. records: of its texts."""
+    seconds = max(record.times[-1] for record in records)
     tokens, rounds = sum(record.tokens for record in records), sum(len(record.times) - 1 for record in records)
     return {
         "method": method,

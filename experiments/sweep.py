@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +18,7 @@ from experiments import theory
 from experiments.acceptance import expected, overlaps_of
 from experiments.intervals import interval, paired_ratios, summarize
 from experiments.lines import Costs, TimedText
-from experiments.speed import quiet
+from experiments.speed import time_steps
 from methods.samplers import Sampler
 from specSampling import specSampling
 from utils import Sampling, seen_after
@@ -73,10 +71,10 @@ def scoring_costs(
     target: CachedModel,
     sampling: Sampling,
     device: str,
-    repeats: int = 15,
+    repeats: int = 13,
     rows: int = 1,
     gamma: int | None = None,
-    drafts: Sequence[Model] = (),
+    drafts: Sequence[Any] = (),
 ) -> list[float]:
     """[v_1, v_2, ...]: the cost of one forward of the target over m tokens in each of `rows` rows, including their
     distributions, in units of the cost for one token in each row. m is at most gamma + 1; None: the longest of GAMMAS.
@@ -90,26 +88,29 @@ def scoring_costs(
     for model in dict.fromkeys(model.cache_of or model for model, _ in steps):
         model.reserve(rows, start + gamma + 1)
         model.forward(torch.tensor([prompt] * rows, device=device), torch.arange(start, device=device).repeat(rows, 1))
-    seconds = np.zeros((repeats, len(steps)))
-    with quiet(device):
-        for repeat, (at, (model, width)) in itertools.product(range(repeats), enumerate(steps)):
-            seen = torch.zeros(rows, model.vocabulary, dtype=torch.bool, device=device)
-            begin, block = time.perf_counter(), tokens[:, :width].contiguous()
-            logits = model.forward(block, torch.arange(start, start + width, device=device).repeat(rows, 1))
-            p = model.probabilities(logits, sampling, seen_after(seen, block))
-            p[0, -1, 0].item()  # A host sync, as each round has one.
-            seconds[repeat, at] = time.perf_counter() - begin
-    seconds = seconds[2:]  # The first two are the warm-up.
-    return np.median(seconds / seconds[:, :1], axis=0).tolist()
+
+    def scored(model: CachedModel, width: int) -> Callable[[], None]:
+        """A forward, its distributions, and a host sync, as each round has one."""
+        seen = torch.zeros(rows, model.vocabulary, dtype=torch.bool, device=device)
+        block, at = tokens[:, :width].contiguous(), torch.arange(start, start + width, device=device).repeat(rows, 1)
+
+        def step() -> None:
+            model.probabilities(model.forward(block, at), sampling, seen_after(seen.clone(), block))[0, -1, 0].item()
+
+        return step
+
+    timed = time_steps({number: scored(*step) for number, step in enumerate(steps)}, range(repeats), 0, device)
+    seconds = np.array(list(timed.values()))
+    return np.median(seconds / seconds[0], axis=1).tolist()
 
 
 def predict(texts: Sequence[TimedText], costs: Costs) -> dict[str, Any]:
     """What was measured at one temperature, and what theory predicts.
 
-    "rows": for each gamma the measured figures of `intervals.summarize`, with "paper", the speed-up by the paper's theorem
-    3.8, and "theory", the same with the measured cost of scoring; "expected", the tokens a round that follow from the
-    overlaps of p and q (nan where the record has none). "alpha", "c": what theory is given. "plain": the target alone.
-    "best": the gamma that is best by the paper's theorem.
+    "rows": for each gamma the measured figures of `intervals.summarize`, with "paper", the speed-up by the paper's
+    theorem 3.8, and "theory", the same with the measured cost of scoring; "expected", the tokens a round that follow
+    from the overlaps of p and q (nan where the record has none). "alpha", "c": what theory is given. "plain": the
+    target alone. "best": the gamma that is best by the paper's theorem.
     """
     by_method = {row["method"]: row for row in summarize(texts)}
     # Without a draft model (lookup) a guess costs nothing.

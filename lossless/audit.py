@@ -227,7 +227,8 @@ def audit(prepared: Prepared, models: LoadedModels, append: Append) -> None:
     figures = judge(*rows, sampling, lines)
     named = {place["token"] for place in figures["places"]}
     source = {
-        "kind": "audit" if sampling.temperature else "audit_greedy",
+        "kind": "lossless",
+        "test": "audit" if sampling.temperature else "greedyAudit",
         "file": str(settings.measuring.audit),
         "sha256": digest(rows),
         "dtype": prepared.place.text_dtype,

@@ -172,6 +172,7 @@ class Trial:
             self.append(
                 {
                     "kind": "lossless",
+                    "test": "drawn",
                     "method": name,
                     **self.shown,
                     "seconds": math.fsum(seconds),
@@ -191,7 +192,7 @@ class Trial:
                 planted += [(method, name) for method in fitting[: None if mistake.everywhere else 1]]
         done = self.processes.mapped(self.find_mistake, planted)
         for line in followed(done, "planted mistakes", len(planted)):
-            self.append({"kind": "power", **self.shown, **line})
+            self.append({"kind": "lossless", "test": "mistake", **self.shown, **line})
 
     def find_mistake(self, planted: tuple[str, str]) -> MistakeFigures:
         """The figures of a method with a planted mistake, (method, mistake), tested on twice as many texts each time
@@ -241,7 +242,7 @@ class Trial:
 
         done = followed(self.processes.mapped(compare, names), "greedy", len(names))
         for figures, name in zip(done, names):
-            line: GreedyLine = {"kind": "greedy", "method": name, "dtype": self.dtype, **figures}
+            line: GreedyLine = {"kind": "lossless", "test": "greedy", "method": name, "dtype": self.dtype, **figures}
             if name != "target":
                 line["repeatable"] = repeatable(name, self.decoding)
             self.append(line)

@@ -76,6 +76,7 @@ class Method:
     lossless: its text is distributed as the target's. guesses: it guesses tokens for the target to verify.
     grows_trees: its guesses form trees, whatever the flags say.
     seeded: f(decoding) -> whether the seed fixes its tokens.
+    engine: the program that computes it, if that is not this one.
     modes: the modes of `test.py` that measure it. in_all: the flags whose "all" includes it. One that repeats another
         row is not compared; a baseline is not tested for losslessness.
     """
@@ -88,18 +89,24 @@ class Method:
     guesses: bool = True
     grows_trees: bool = False
     seeded: Callable[[Decoding], bool] = lambda decoding: True
+    engine: str = ""
     modes: tuple[str, ...] = ()
     in_all: tuple[str, ...] = ("compare", "lossless")
 
     @property
     def contrasts(self) -> bool:
         """Whether it needs two different models that both know every token."""
-        return Role.EXPERT in self.needs
+        return Role.EXPERT in self.needs and not self.engine
 
     @property
     def guesser(self) -> str:
         """The role of the model whose distributions are the q of its guesses."""
         return self.needs[0].model if self.needs else "draft"
+
+
+def elsewhere(models: Models, decoding: Decoding) -> Sampler:
+    """A method of another program has no sampler here."""
+    raise NotImplementedError
 
 
 def chain(name: str, title: str, rule: str = "fixed", **options: Any) -> Method:
@@ -108,7 +115,7 @@ def chain(name: str, title: str, rule: str = "fixed", **options: Any) -> Method:
     return Method(name, title, partial(speculative, rule=rule, **how), **options)
 
 
-CATALOGUE = (
+CATALOGUE: tuple[Method, ...] = (
     Method(
         "draft",
         "the draft alone",
@@ -134,7 +141,7 @@ CATALOGUE = (
         "plain decoding: the target alone",
         plain,
         guesses=False,
-        modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity"),
+        modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity", "steps"),
         in_all=("compare",),
     ),
     Method(
@@ -145,7 +152,7 @@ CATALOGUE = (
         modes=("speed", "speedMulti", "diversity"),
         in_all=("lossless",),
     ),
-    chain("fixed", "gamma guesses each round"),
+    chain("fixed", "gamma guesses each round", modes=("steps",)),
     chain("additive", "one guess more after a round accepted in full, else half", "additive", modes=("speedNew",)),
     chain("draftConfidence", "guesses until the draft is unsure", "draftConfidence"),
     chain("targetConfidence", "guesses only while the target is sure", "targetConfidence"),
@@ -227,6 +234,42 @@ CATALOGUE = (
         modes=("contrastive", "diversity"),
     ),
 )
+# What other programs compute (benchmark/): {program: {kind of its methods: title}}. Their name alone is all of them.
+PROGRAMS = {
+    "generate": {
+        "plain": "generate of transformers",
+        "static": "the same with a static KV cache",
+        "compiled": "the same, compiled by transformers",
+        "lookup": "its prompt lookup",
+        "draft": "its assisted decoding with gamma guesses each round",
+        "assisted": "its assisted decoding as it comes",
+        "custom": "this project's speculative sampling inside generate",
+    },
+    "llama.cpp": {
+        "plain": "float16",
+        "draft": "float16, the draft model guesses",
+        "copy": "float16, the target's 4-bit copy guesses",
+        "int8": "weights in int8",
+    },
+    "openvino": {"plain": "OpenVINO GenAI", "draft": "the draft model guesses", "int8": "weights in int8"},
+    "ctranslate2": {"plain": "float32", "int8": "weights in int8"},
+    "vllm": {"plain": "vLLM", "lookup": "its prompt lookup"},
+}
+CATALOGUE += tuple(
+    Method(
+        f"{program}:{kind}",
+        title,
+        elsewhere,
+        needs=(Role.EXPERT,) if kind in ("draft", "assisted", "custom") else (),
+        lossless=False,
+        guesses=kind in ("draft", "assisted", "custom", "lookup", "copy"),
+        seeded=lambda decoding: False,
+        engine=program,
+        in_all=(),
+    )
+    for program, kinds in PROGRAMS.items()
+    for kind, title in kinds.items()
+)
 METHODS = {method.name: method for method in CATALOGUE}
 
 
@@ -242,21 +285,23 @@ def lossless_methods() -> list[str]:
 
 def choose(names: str, roles: Iterable[str], flag: str = "compare") -> list[str]:
     """The methods of a comma-separated list, in its order: for --compare with the target first, for --lossless only
-    lossless ones. "all" stands for those that the models of `roles` allow.
+    lossless ones.
 
-    Raises UserError for an unknown name, and for a method that lacks a model.
+    "all" stands for the methods that the models of `roles` allow, the name of another program for all of its methods
+    that they allow. Raises UserError for an unknown name, and for a method that lacks a model.
     """
-    asked = [name.strip() for name in names.split(",")]
-    known = list(METHODS) if flag == "compare" else lossless_methods()
-    if asked == ["all"]:
-        allowed = [name for name in known if set(METHODS[name].needs) <= set(roles)]
-        return [name for name in allowed if flag in METHODS[name].in_all]
-    for name in asked:
-        if name not in known:
+    known = [method for method in METHODS.values() if flag == "compare" or method.lossless]
+    chosen = ["target"] if flag == "compare" else []
+    for name in (name.strip() for name in names.split(",")):
+        group = [m for m in known if (flag in m.in_all if name == "all" else m.engine == name != "")]
+        if not group and METHODS.get(name) not in known:
             unknown = f"unknown method {name!r}" if flag == "compare" else f"{name!r} is no lossless method"
-            raise UserError(f"{unknown}; known are: all, {', '.join(known)}")
-    check_roles(asked, roles)
-    return list(dict.fromkeys(["target"] * (flag == "compare") + asked))
+            shown = dict.fromkeys(method.engine or method.name for method in known)
+            raise UserError(f"{unknown}; known are: all, {', '.join(shown)}")
+        if not group:
+            check_roles([name], roles)
+        chosen += [m.name for m in group if set(m.needs) <= set(roles)] if group else [name]
+    return list(dict.fromkeys(chosen))
 
 
 def check_roles(names: Iterable[str], roles: Iterable[str]) -> None:
@@ -273,5 +318,5 @@ def repeatable(name: str, decoding: Decoding) -> bool:
 
 
 def build(names: Iterable[str], models: Models, decoding: Decoding) -> dict[str, Sampler]:
-    """{name: sampler}."""
-    return {name: METHODS[name].make(models, decoding) for name in names}
+    """{name: sampler} of those that are computed here."""
+    return {name: METHODS[name].make(models, decoding) for name in names if not METHODS[name].engine}

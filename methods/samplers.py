@@ -14,10 +14,11 @@ from decoding.lengthRules import Fixed
 from decoding.model import Model
 from decoding.record import Record
 from decoding.rows import Callback, EndOfText
-from decoding.trees.rules import TREE_RULES
+from decoding.trees.rules import TREE_RULES, synthetic_tree
 from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree
 from decoding.verification import RULES as VERIFICATIONS
+from decoding.verification import VerificationRule, synthetic
 from engine.uncachedModel import UncachedModel
 from inputs.commandLine import choice, flag, number, switch, whole
 from methods.cascade import CascadeDrafter
@@ -59,6 +60,9 @@ class Decoding:
     topDown of --compare and --lossless auto."""
     tree_rule: str = choice(TREE_RULES, "traversal")
     """The rule that accepts guesses of a tree."""
+    acceptance: float | None = flag(number(0, 1), None, "A")
+    """Accept each guess with this probability, by a coin, instead of comparing p and q: what models with random weights
+    (random:SHAPE) need. The text is not the target's. The k-th child of a node in a tree has a k-th of it."""
     gamma1: int = flag(whole(1, 1000), 4)
     """In a cascade, how many tokens the draft guesses for the mid model in a round."""
     gamma2: int = flag(whole(1, 1000), 4)
@@ -159,6 +163,13 @@ def translated(
     return sampler([translation.row(prefix) for prefix in prefixes], **options)
 
 
+def rule_of(models: Models, decoding: Decoding, name: str | None = None) -> VerificationRule:
+    """The verification rule of that name; None: that of the flags. A coin's where --acceptance says so."""
+    if decoding.acceptance is not None:
+        return synthetic(decoding.acceptance, models["target"].rule(VERIFICATIONS["token"]))
+    return VERIFICATIONS[name or decoding.verification]
+
+
 def speculative(
     models: Models,
     decoding: Decoding,
@@ -174,19 +185,21 @@ def speculative(
         target=models["target"],
         drafter=drafter(models, decoding),
         gamma=LENGTH_RULES[rule](decoding.gamma_of(rule, decoding.lookup or drafter is lookup), **options),
-        verify=VERIFICATIONS[verification or decoding.verification],
+        verify=rule_of(models, decoding, verification),
     )
 
 
 def tree(models: Models, decoding: Decoding, rule: str | None = None) -> Sampler:
     """A tree of guesses with this verification rule; None: that of the flags."""
-    model = models.get("restricted") or models["draft"]
+    model, verify = models.get("restricted") or models["draft"], TREE_RULES[rule or decoding.tree_rule]
+    if decoding.acceptance is not None:
+        verify = synthetic_tree(decoding.acceptance, models["target"].rule(verify))
     return partial(
         treeSampling,
         target=models["target"],
         drafter=TreeDrafter(model, decoding.draft_temperature, decoding.draft_top_p),
         tree=tree_choice(decoding),
-        verify=TREE_RULES[rule or decoding.tree_rule],
+        verify=verify,
     )
 
 
@@ -202,7 +215,7 @@ def from_flags(models: Models, decoding: Decoding) -> Sampler:
 
 def cascade(models: Models, decoding: Decoding) -> Sampler:
     """In each round the draft guesses gamma1 tokens for the mid model, and both together gamma2 for the target."""
-    verify = VERIFICATIONS[decoding.verification]
+    verify = rule_of(models, decoding)
     drafter = CascadeDrafter(models["mid"], guesser(models, decoding), Fixed(decoding.gamma1), verify)
     return partial(specSampling, target=models["target"], drafter=drafter, gamma=Fixed(decoding.gamma2), verify=verify)
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from experiments.batchSweep import predict as predict_batches
 from experiments.categories import OVERALL, by_category
-from experiments.intervals import FEW, Range
-from experiments.lines import CostsLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
+from experiments.intervals import FEW, Range, summarize
+from experiments.lines import CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
 from experiments.sweep import predict
 from inputs.commandLine import visible
 from lossless.evidence import BINS
@@ -35,7 +35,13 @@ THEORIES = (  # key of `sweep.predict`, style of the line, label
 
 def draw(mode: str, lines: Sequence[Line], folder: Path, run: str) -> str:
     """Draw the figure of a mode of a run. Returns its path in the folder of the results."""
-    drawers = {"sweep": draw_sweep, "lossless": draw_lossless, "categories": draw_categories, "batches": draw_batches}
+    drawers = {
+        "speed": draw_speed,
+        "sweep": draw_sweep,
+        "lossless": draw_lossless,
+        "categories": draw_categories,
+        "batches": draw_batches,
+    }
     path = drawers[mode](lines, folder / "figures" / f"{mode}-{run}.png")
     return path.relative_to(folder).as_posix()
 
@@ -46,6 +52,43 @@ def save(figure: Figure, path: Path) -> Path:
     figure.savefig(path)
     plt.close(figure)
     return path
+
+
+def draw_speed(lines: Sequence[Line], path: Path) -> Path:
+    """Draw tokens per second by method of --compare as bars, the fastest first. Hatched: a test tells the text from the
+    target's. Returns the path."""
+    speed = [line for line in of_kind(lines, SpeedLine) if mode_of(line) == "compare"]
+    speed = [line for line in speed if line.get("promptLen") == speed[0].get("promptLen")]
+    rows = sorted(summarize(speed), key=lambda row: row["throughput"].middle)
+    engines = {line["method"]: line for line in of_kind(lines, EngineLine)}
+    figure, axes = plt.subplots(figsize=(8, 1.1 + 0.26 * len(rows)), dpi=120, layout="constrained")
+    longest = max(np.nanmax(row["throughput"]) for row in rows)
+    for y, row in enumerate(rows):
+        middle, low, high = row["throughput"]
+        other = row["method"] in engines
+        drawn = engines[row["method"]]["drawn"] if other else None
+        colour = GREY if row["method"] == "target" else BLUE if not other else "#e5d3b3"
+        axes.barh(
+            y,
+            middle,
+            color=colour,
+            hatch="////" if drawn and drawn["seen_by"] else None,
+            edgecolor=GREY,
+            linewidth=0,
+            height=0.72,
+        )
+        error = np.nan_to_num([[max(middle - low, 0)], [max(high - middle, 0)]])
+        axes.errorbar(middle, y, xerr=error, color=DARK, capsize=2, linewidth=1)
+        text = f"{median(row['throughput'])} ({median(row['speedup'])} of plain)"
+        axes.text(np.nanmax([middle, high]) + 0.01 * longest, y, text, va="center", fontsize=8)
+    names = [name_of(row["method"]) for row in rows]
+    axes.set(yticks=range(len(rows)), yticklabels=names, xlim=(0, 1.22 * longest), xlabel="tokens per second")
+    ranges = {isinstance(row["throughput"], Range) for row in rows}
+    bars = {True: "ranges", False: "95 % intervals"}[ranges.pop()] if len(ranges) == 1 else "intervals or ranges"
+    others = "; brown: other programs, hatched where a test tells the text from the target's" if engines else ""
+    axes.set_title(f"medians, {bars}{others}", loc="left", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    return save(figure, path)
 
 
 def draw_sweep(lines: Sequence[Line], path: Path) -> Path:

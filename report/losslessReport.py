@@ -165,7 +165,7 @@ def audits_of(lines: Sequence[Line]) -> list[AuditLine | GreedyAuditLine]:
 def audit_verdict(line: AuditLine | GreedyAuditLine) -> tuple[bool, str]:
     """Whether no test rejects audited texts, and the verdict as a sentence."""
     texts = f"{counted(line['tokens'], 'token')} in {counted(line['texts'], 'text')}"
-    if line["kind"] == "audit_greedy":
+    if line["test"] == "greedyAudit":
         rounding = f"the largest logit gap is {line['largest_gap']:.2g}, and rounding explains {line['allowed']:.2g}"
         if not line["beyond"]:
             return True, f"Greedy text of the target: {texts}, {line['near_ties']:,} of them near-ties ({rounding})."
@@ -192,8 +192,8 @@ def settings_of(values: Any) -> str:
 def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
     """What is said of an audit after its verdict: where, why, and how small a departure it would have seen."""
     if line["places"]:
-        count = line["impossible"] if line["kind"] == "audit" else line["beyond"]
-        what = "Impossible tokens" if line["kind"] == "audit" else "Tokens that are not the argmax"
+        count = line["impossible"] if line["test"] == "audit" else line["beyond"]
+        what = "Impossible tokens" if line["test"] == "audit" else "Tokens that are not the argmax"
         listed = "; ".join(
             f"line {place['line']}, token {place['position']} of the text: {place['token']} "
             f"{line['pieces'][str(place['token'])]!r}"
@@ -203,12 +203,12 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
     if after_end := line.get("after_end"):
         yield f"{counted(after_end, 'text')} with a token that ends a text, and more after it: the engine went on."
     rejected = not audit_verdict(line)[0]
-    if line["kind"] == "audit" and line.get("alike", 1) < line["limit"] and not line["impossible"]:
+    if line["test"] == "audit" and line.get("alike", 1) < line["limit"] and not line["impossible"]:
         yield (
             f"The random numbers at one position of the texts are alike (p = {line['alike']:.1g}): were all drawn with "
             "one seed? Give each text a seed of its own, or none; texts that share theirs cannot be tested together."
         )
-    elif line["kind"] == "audit" and rejected:
+    elif line["test"] == "audit" and rejected:
         yield from causes(line)
     if line["retokenised"]:
         yield (
@@ -216,7 +216,7 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
             f"other tokens with the same letters, so up to {RETOKENISED:.0%} of impossible tokens are no reason to "
             "reject. Give tokens to be sure."
         )
-    if line["kind"] == "audit":
+    if line["test"] == "audit":
         power = line["power"]
         yield (
             f"So many tokens show, in {SEEN:.0%} of cases, a mean surprise that is off by {power['surprise']:.2g} nats "
@@ -253,7 +253,7 @@ def report(lines: Sequence[Line]) -> Iterator[RenderableType]:
     for audit in audits_of(lines):
         yield plain(audit_verdict(audit)[1])
         yield from map(plain, audit_details(audit))
-        if audit["kind"] == "audit":
+        if audit["test"] == "audit":
             yield audit_table(audit)
             yield Text(SAMPLED_NOTES.format(limit=audit["limit"]))
     sampled, greedy = of_kind(lines, LosslessLine), of_kind(lines, GreedyLine)

@@ -24,11 +24,12 @@ from rich.text import Text
 
 from experiments.intervals import summarize
 from experiments.lines import (
+    BatchCostsLine,
     CorpusPerplexityLine,
     CostsLine,
     DiversityLine,
     EndLine,
-    FigureLine,
+    EngineLine,
     Line,
     LosslessLine,
     OverlapLine,
@@ -36,6 +37,7 @@ from experiments.lines import (
     Run,
     RunLine,
     SpeedLine,
+    StepLine,
     TextPerplexityLine,
     of_kind,
 )
@@ -46,6 +48,7 @@ from methods.catalogue import METHODS
 from report import losslessReport
 from report.runTables import batch_table, mode_of, speed_notes, speed_tables, sweep_tables
 from report.sources import is_the_reports
+from report.stepTables import engine_report, step_tables
 from report.tables import WIDTH, Table, median, name_of, plain
 from report.textTables import PERPLEXITY_NOTES, corpus_table, diversity_table, text_table
 from utils import UserError
@@ -201,14 +204,17 @@ def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
             overlaps = of_kind(lines, OverlapLine)
             overlaps = [line for line in overlaps if (line["mode"], line["promptLen"]) == (mode, length)]
             timed_queues = [q for q in of_kind(lines, QueueLine) if (q["mode"], q["promptLen"]) == (mode, length)]
-            of_speed += speed_tables(run, timed, overlaps, timed_queues)
-    queues = [line for line in lines if line["kind"] in ("queue", "batch_costs") and line.get("mode") == "sweep"]
-    for length in dict.fromkeys(line["promptLen"] for line in of_kind(queues, QueueLine)):
-        of_speed.append(batch_table([line for line in queues if line["promptLen"] == length]))
+            of_speed += speed_tables(run, timed, overlaps, timed_queues, of_kind(lines, EngineLine))
+    queues = [line for line in of_kind(lines, QueueLine) if line["mode"] == "sweep"]
+    for length in dict.fromkeys(line["promptLen"] for line in queues):
+        batches = [line for line in of_kind(lines, BatchCostsLine) if line["promptLen"] == length]
+        of_speed.append(batch_table([*(line for line in queues if line["promptLen"] == length), *batches]))
     yield from of_speed
+    yield from engine_report(of_kind(lines, EngineLine))
+    yield from step_tables(of_kind(lines, StepLine))
     yield from losslessReport.report(lines)
-    for figure in of_kind(lines, FigureLine):
-        yield plain(f"Figure: {figure['file']}")
+    for end in of_kind(lines, EndLine):
+        yield from (plain(f"Figure: {file}") for file in end.get("figures", ()))
     if speed:
         yield Text(speed_notes(speed, [piece for piece in of_speed if isinstance(piece, Table)], pythia))
     if diversity := of_kind(lines, DiversityLine):

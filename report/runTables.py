@@ -15,10 +15,11 @@ from experiments.acceptance import expected
 from experiments.batchSweep import predict as predict_batches
 from experiments.categories import by_category, categories
 from experiments.intervals import Interval, Range, speedup, summarize
-from experiments.lines import CostsLine, Line, OverlapLine, QueueLine, RunLine, SpeedLine, of_kind
+from experiments.lines import CostsLine, EngineLine, Line, OverlapLine, QueueLine, RunLine, SpeedLine, of_kind
 from experiments.sweep import predict
 from inputs.commandLine import counted
 from report.sources import SPEED_UP
+from report.stepTables import said_of
 from report.tables import Cell, Measured, Table, median, name_of, notation, plain, span, table_of
 
 Timed = Sequence[SpeedLine] | Sequence[QueueLine]
@@ -36,6 +37,7 @@ SHOWN = {
     "top_p": 1,
     "top_k": 0,
     "repetition_penalty": 1,
+    "acceptance": None,
     "compile": False,
     "batch": 1,
 }
@@ -108,13 +110,17 @@ def prompt_lengths(lines: Sequence[SpeedLine]) -> str:
 
 
 def speed_tables(
-    run: RunLine, lines: Sequence[SpeedLine], overlaps: Sequence[OverlapLine] = (), queues: Sequence[QueueLine] = ()
+    run: RunLine,
+    lines: Sequence[SpeedLine],
+    overlaps: Sequence[OverlapLine] = (),
+    queues: Sequence[QueueLine] = (),
+    engines: Sequence[EngineLine] = (),
 ) -> Iterator[RenderableType]:
     """The methods of one mode and one prompt length, and how acceptance depends on the position. queues: of the
-    texts."""
+    texts. engines: what is known of the methods of other programs."""
     rows, timed = summarize(lines, queues=queues), queues or lines
     rows = ranked(rows) if mode_of(lines[0]) == "compare" else rows
-    yield speed_table(run, lines, rows)
+    yield speed_table(run, lines, rows, engines)
     if categories(lines):
         yield category_table(lines)
         if queues:
@@ -162,7 +168,9 @@ def order_note(rows: Sequence[Summary]) -> Iterator[str]:
         )
 
 
-def speed_table(run: RunLine, lines: Sequence[SpeedLine], rows: Iterable[Summary]) -> Table:
+def speed_table(
+    run: RunLine, lines: Sequence[SpeedLine], rows: Iterable[Summary], engines: Sequence[EngineLine] = ()
+) -> Table:
     """One row for each method. `--speed` adds the course report's time per token; the other modes add counts of
     guesses, and have no room for every interval."""
     of_report = mode_of(lines[0]) == "speed"
@@ -182,6 +190,9 @@ def speed_table(run: RunLine, lines: Sequence[SpeedLine], rows: Iterable[Summary
     }
     if of_report:
         columns["total/n\nms"] = lambda row: median(row["report_tpot"], 1e3)
+    elif engines:
+        texts = {line["method"]: said_of(line).split(":")[0] for line in engines}
+        columns["sampled\ntext"] = lambda row: texts.get(row["method"], "")
     else:
         columns["rounds"] = lambda row: f"{row['rounds']:,.0f}"
         columns["drafted"] = lambda row: f"{row['drafted']:,.0f}"

@@ -12,9 +12,6 @@ from math import isnan
 from textwrap import wrap
 from typing import Any, cast
 
-from benchmark import tables as benchmark
-from benchmark.engines import textCheck
-from benchmark.throughput import map_tables, throughput_table
 from experiments.intervals import speedup, summarize
 from experiments.lines import CostsLine, GreedyLine, SpeedLine, TextPerplexityLine, of_kind
 from experiments.sweep import predict
@@ -28,25 +25,25 @@ from report.tables import Measured, Table, markdown, median, notation, span
 from report.textTables import text_table, training_table
 from scripts import codeBlocks
 from scripts.courseReport import CACHED, NO_CACHE, Column, beside_report, perplexities_beside, speeds_beside
-from scripts.keepRecord import BENCHMARKS, MAP, QUEUES, Records, command_of, source
+from scripts.keepRecord import Records, command_of, source
 from utils import Sampling, UserError
 
-PAIR, SHAPES, REAL = BENCHMARKS
+PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-SmolLM2"  # runs of `python -m benchmark`
 HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
 TRAININGS = *HEADS, ABLATION  # what `python -m scripts.trainHead` writes
 CATEGORIES = "categories", "categories-SmolLM2", "categories-head"  # runs with prompts of several categories
 COMPILED = CACHED | {"speculative": "fixed"}
-OWN = r"(?!transformers|OpenVINO|llama|CTranslate2|.*no cache|.*inside).*"  # this project's rows, with a KV cache
-BEST = "own copy in 5 bits, compiled|(speculative|prompt lookup|plain|synthetic 0.6), compiled|[A-Z].*|llama.*"
-BEST += "|transformers(, static cache, compiled)?"
+OWN = r"(?!.*:|.*no cache).*"  # this project's rows, with a KV cache
+BEST = r"self|fixed|lookup|head|target alone|(llama|open|ctrans|vllm).*|generate:(plain|compiled|assisted)"
+EAGER = (  # rows of the table of all methods
+    *("fixed", "block", "lookup", "lookup first", "self", "head", "cascade", "additive", "draft confidence"),
+    *("target confidence", "cost aware", "tree", "contrastive", "spec. contrastive"),
+)
 
 
 @cache
 def pieces_of(name: str, records: Records) -> tuple[Mapping[str, Any], list[Any]]:
-    """(the record of a run or of a benchmark, everything that is printed of it)."""
-    if name.startswith(BENCHMARKS):
-        record = records.benchmark(name)
-        return record, [*benchmark.tables(record)]
+    """(the record of a run, everything that is printed of it)."""
     run, lines = records.run(name)
     return run, [*report(run, lines)]
 
@@ -69,7 +66,7 @@ def printed(
             parts.append(str(piece))
     if not parts:
         raise UserError(f"nothing that is printed of {name} has a title like {titles!r}")
-    return "\n\n".join([*parts, source(record, record.get("dtype", ""))])
+    return "\n\n".join([*parts, source(record, dtype_of(records.run(name)[1]))])
 
 
 def sorted_by(table: Table, title: str) -> Table:
@@ -85,36 +82,17 @@ def with_title(table: Table, columns: str = "", rows: str = "") -> str:
 
 
 def all_tables(name: str, records: Records) -> str:
-    """Everything that is printed of all records of a benchmark, record by record."""
-    pieces = []
-    for kept in records.benchmarks(name):
-        record, (_, *own) = pieces_of(kept, records)
-        pieces += [f"## `{kept}`", source(record, record["dtype"])]
-        for piece in own:
-            pieces += [f"### {piece.title}", markdown(piece)] if isinstance(piece, Table) else [str(piece)]
-    return "\n\n".join(pieces)
-
-
-def throughput(records: Records) -> str:
-    """Queues of texts beside those of another engine, and what the tests say of its texts."""
-    record = records.file(QUEUES)
-    said = [f"{peer['method']}: {peer['failed'] or textCheck.verdict(peer['lossless'])}." for peer in record["peers"]]
-    table = throughput_table(record["queues"], record["flags"]["maxLen"], record["peers"])
-    return "\n\n".join([with_title(table), " ".join(said), source(record, record["dtype"])])
-
-
-def throughput_map(records: Records) -> str:
-    """Speed by batch and gamma at each synthetic acceptance."""
-    record = records.file(MAP)
-    maps = [f"Guesses accepted: {name}.\n\n{with_title(table)}" for name, table in map_tables(record["queues"]).items()]
-    return "\n\n".join([*maps, source(record, record["dtype"])])
+    """All tables that are printed of a run."""
+    record, pieces = pieces_of(name, records)
+    tables = [f"## {piece.title}\n\n{markdown(piece)}" for piece in pieces if isinstance(piece, Table)]
+    return "\n\n".join([source(record, dtype_of(records.run(name)[1])), *tables])
 
 
 def excerpt(records: Records) -> str:
     """What `make run` prints, without the notes and without the perplexity of whole corpora."""
     run, lines = records.run("first")
     buffer = StringIO()
-    kept = [line for line in lines if line["kind"] != "ppl_corpus"]
+    kept = [line for line in lines if line.get("of") != "corpus"]
     show(run, kept, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
     text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip("= \n"))
     text = re.sub(r"\nAcceptance.*?\n(?=Perplexity)", "\n[...]\n", text, flags=re.S)
@@ -169,8 +147,8 @@ def one_experiment(records: Records) -> dict[str, Any]:
 
 
 def dtype_of(lines: Sequence[Any]) -> str:
-    """The dtype of timed texts."""
-    return of_kind(lines, SpeedLine)[0]["dtype"]
+    """The dtype of timed texts; "" without any."""
+    return next((line["dtype"] for line in of_kind(lines, SpeedLine)), "")
 
 
 def columns_of(records: Records) -> list[Column]:
@@ -185,19 +163,13 @@ def columns_of(records: Records) -> list[Column]:
 
 def beside_the_report(records: Records) -> str:
     """The course report beside the bundled pair, and in a table of its own beside random weights of Pythia's shapes."""
-    runs, shapes = one_experiment(records), records.benchmark(SHAPES)
-    random_weights = [
-        Column(
-            f"Pythia's shapes, random weights, KV cache, {variant}; 60 % of guesses accepted (synthetic)",
-            shapes["speed"],
-            {"target": f"plain, {variant}", "speculative": f"synthetic 0.6, {variant}"},
-        )
-        for variant in ("eager", "compiled")
-    ]
+    runs, (shapes, measured) = one_experiment(records), records.run(SHAPES)
+    title = "Pythia's shapes, random weights, KV cache, compiled; 60 % of guesses accepted (synthetic)"
+    random_weights = [Column(title, of_kind(measured, SpeedLine), COMPILED)]
     sources = " ".join(source(run, dtype_of(lines)) for run, lines in runs.values())
     perplexities = perplexities_beside(of_kind(runs["first"][1], TextPerplexityLine), False)
     tables = markdown(speeds_beside(columns_of(records))), sources, markdown(perplexities)
-    return "\n\n".join([*tables, markdown(speeds_beside(random_weights)), source(shapes, shapes["dtype"])])
+    return "\n\n".join([*tables, markdown(speeds_beside(random_weights)), source(shapes, dtype_of(measured))])
 
 
 def in_short(records: Records) -> str:
@@ -230,10 +202,23 @@ def post(records: Records) -> str:
 
 def ratio(method: str, baseline: str, records: Records) -> str:
     """The throughput of a row of the bundled pair's benchmark over that of another."""
-    figures = speedup(records.benchmark()["speed"], method, baseline)
+    figures = speedup(of_kind(records.run(PAIR)[1], SpeedLine), method, baseline)
     if isnan(figures.middle):
         raise UserError(f"the benchmark's record has no rows {method!r} and {baseline!r}")
     return str(span(figures))
+
+
+def eager(row: str, records: Records) -> str:
+    """The speed-up in a row of the table of all methods."""
+    table = printed("compare", "Speed:", records, columns=" | speed-up", rows=row)
+    return table.splitlines()[2].split("|")[2].strip()
+
+
+def overall(name: str, records: Records) -> str:
+    """The table of speeds by category of prompt, with the rows over all prompts alone."""
+    head, rule, *rows = printed(name, "Speed by category", records).splitlines()
+    first = next(at for at, row in enumerate(rows) if row.startswith("| overall"))
+    return "\n".join([head, rule, *rows[first:]])
 
 
 def draft_cost(records: Records) -> str:
@@ -256,9 +241,7 @@ def greedy_differ(records: Records) -> str:
 def records_table(records: Records) -> str:
     """The table of docs/records/README.md: every record, its command and its machine."""
     entries = [(name, f"run `{run}` in results.jsonl", records.run(name)[0]) for name, run in records.index.items()]
-    files = {
-        name: record for kind in BENCHMARKS for name, record in records.benchmarks(kind).items()
-    } | records.others()
+    files = records.files()
     table = Table("", ["name", "record", "made by", "machine", "on"])
     for name, place, record in [*entries, *((name, f"{name}.json", record) for name, record in files.items())]:
         made_on = record["machine"] | {"device": record["device"]}
@@ -268,12 +251,13 @@ def records_table(records: Records) -> str:
 
 
 OF_GAMMA, SPEED = "Speed over gamma: .*temperature ", " | tokens/s | TTFT ms | TPOT ms"
-OF_PLAIN, COMPILED_MS = f"{SPEED} | of plain, compiled", " | tokens | compiled ms | compiled of one | compiled % limit"
+OF_PLAIN = f"{SPEED} | speed-up"
 BLOCKS: dict[str, Callable[[Records], str]] = codeBlocks.BLOCKS | {
     "records": records_table,
     "results": excerpt,
     "chat": chat,
     "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
+    **{f"eager-{row.replace(' ', '-')}": partial(eager, row) for row in EAGER},
     "head": partial(printed, "head", "Speed:"),
     "head-tree": partial(printed, "head-tree", "Speed:"),
     "heads": partial(trainings, HEADS),
@@ -282,34 +266,27 @@ BLOCKS: dict[str, Callable[[Records], str]] = codeBlocks.BLOCKS | {
     "sweep-c": draft_cost,
     **{name: partial(printed, name, "Speed-up over") for name in ("batch-copy", "batch-lookup", "batch-bundled")},
     **{name: partial(printed, name, "Speed by category") for name in CATEGORIES},
+    "overall-head": partial(overall, "categories-head"),
     "diversity": partial(printed, "diversity", "Diversity", notes=True),
     "lossless-verdict": lossless_verdict,
     "lossless-tests": partial(printed, "lossless", "Drawn texts"),
     "lossless-greedy": partial(printed, "lossless", "Greedy texts"),
     "lossless-mistakes": partial(printed, "lossless", "Planted mistakes"),
     "greedy-differ": greedy_differ,
-    "kinds": partial(printed, PAIR, "Tokens per second", columns=OF_PLAIN, rows=OWN),
-    "scoring": partial(printed, PAIR, "Forwards", columns=COMPILED_MS),
+    "kinds": partial(printed, PAIR, "Speed:", columns=OF_PLAIN, rows=OWN),
+    "scoring": partial(printed, PAIR, "Forwards"),
     "prefill": partial(printed, PAIR, "Time to the first token"),
     "round": partial(printed, PAIR, "A round"),
-    "over-plain": partial(ratio, "speculative, compiled", "plain, compiled"),
-    "over-plain-eager": partial(ratio, "speculative, eager", "plain, eager"),
-    "over-plain-block": partial(ratio, "block verification, compiled", "plain, compiled"),
-    "over-assisted": partial(ratio, "speculative, compiled", "transformers, assistant as it comes"),
-    "over-no-cache": partial(ratio, "speculative, compiled", "speculative, no cache"),
-    "real-best": partial(
-        printed, REAL, "Tokens per second", columns=f"{OF_PLAIN} | difference", rows=BEST, by="tokens/s"
-    ),
-    "real-kinds": partial(printed, REAL, "Tokens per second", columns=OF_PLAIN, rows=OWN),
-    "real-scoring": partial(printed, REAL, "Forwards beside", columns=COMPILED_MS, rows="target"),
-    "real-copy": partial(printed, REAL, "Forwards of"),
+    "over-plain": partial(ratio, "fixed", "target"),
+    "over-plain-block": partial(ratio, "block", "target"),
+    "over-assisted": partial(ratio, "fixed", "generate:assisted"),
+    "over-no-cache": partial(ratio, "fixed", "speculativeNoCache"),
+    "real-best": partial(printed, REAL, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
+    "real-kinds": partial(printed, REAL, "Speed:", columns=OF_PLAIN, rows=OWN),
+    "real-scoring": partial(printed, REAL, "Forwards"),
     "real-prefill": partial(printed, REAL, "Time to the first token"),
-    "pythia-best": partial(
-        printed, SHAPES, "Tokens per second", columns=f"{OF_PLAIN} | difference", rows=BEST, by="tokens/s"
-    ),
-    "pythia-theory": partial(printed, SHAPES, "Synthetic acceptance", notes=True),
-    "throughput": throughput,
-    "throughput-map": throughput_map,
+    "pythia-best": partial(printed, SHAPES, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
+    "pythia-theory": partial(printed, SHAPES, "A round"),
     **{f"{name}-tables": partial(all_tables, name) for name in BENCHMARKS},
     "reproduction-report": beside_the_report,
     "reproduction-short": in_short,

@@ -87,7 +87,7 @@ def graph(records: Records) -> str:
 def methods(records: Records) -> str:
     """The catalogue of methods."""
     table = Table("", ["method", "what it is", "needs", "measured by, beside `--compare`", "lossless"])
-    for method in METHODS.values():
+    for method in (method for method in METHODS.values() if not method.engine):
         modes = " ".join(f"`--{mode}`" for mode in method.modes)
         table.add(f"`{method.name}`", method.title, ", ".join(method.needs), modes, "yes" if method.lossless else "")
     return markdown(table)
@@ -126,11 +126,10 @@ def architectures(records: Records) -> str:
     record = records.file("kinds")
     groups: dict[str, list[str]] = {}
     for kind, (verdict, why) in record["kinds"].items():
-        reason = re.sub(r"^.* are not decoded here: |; name a model whose .*$| \(.*\)$", "", why)
-        reason = re.sub("of the kind [a-z_]+ keep", "keep", reason) if verdict == "refused" else why and f": {why}"
-        groups.setdefault(f"refused: {reason}" if verdict == "refused" else f"{verdict}{reason}", []).append(
-            f"`{kind}`"
-        )
+        reason = re.sub(r"^.* are not decoded here: |; name a model whose .*$", "", why)
+        reason = re.sub(r" \(\w*Error.*\)$|(?<=logits are off) by \d+%", "", reason)  # which error: kinds.json says it
+        reason = re.sub("of the kind [a-z_]+ keep", "keep", reason)
+        groups.setdefault(f"{verdict}: {reason}" if reason else verdict, []).append(f"`{kind}`")
     table = Table("", ["verdict", "kinds", "transformers' names of them"])
     for name, kinds in sorted(
         groups.items(), key=lambda of: (of[0][:5] != "right", of[0][:6] == "unmade", -len(of[1]))

@@ -1,19 +1,15 @@
-"""Keep a record for the documentation: copy a run, or the benchmark's records, into docs/records/.
+"""Keep a record for the documentation: copy a run into docs/records/.
 
     python -m scripts.keepRecord compare 0a37afb3 --from FOLDER     a run of FOLDER/results.jsonl, as "compare"
     python -m scripts.keepRecord compare 1 2 3 4 5 --from FOLDER    the newest five, of one command: five processes
-    python -m scripts.keepRecord benchmark --from FOLDER            FOLDER/benchmark*.json
-    python -m scripts.keepRecord benchmark --from FOLDER --machine NAME     the same, of a second machine
     python -m scripts.keepRecord chat --from FOLDER                 FOLDER/chat.json, or another file of one record
 
-A record replaces the one that was kept under its name. results.txt is rendered from the runs that are kept. The
-benchmark's records have tables of their own; figures in running text are those of the record without a machine's name.
+A record replaces the one that was kept under its name. results.txt is rendered from the runs that are kept.
 `python -m scripts.render` then writes the documentation and draws its pictures.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import re
@@ -25,9 +21,8 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, cast
 
-from benchmark.records import BenchmarkRecord
 from experiments.intervals import summarize
-from experiments.lines import Line, RunLine, SpeedLine, of_kind
+from experiments.lines import EndLine, Line, RunLine, SpeedLine, of_kind
 from inputs.commandLine import as_command, counted, path, script_parser, text
 from inputs.files import ROOT, replace_file
 from report.results import Results
@@ -35,11 +30,7 @@ from utils import UserError
 
 Run = tuple[RunLine, list[Line]]  # the run's own line, and its measurements
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
-PLACES = ("--out", "--texts")  # flags that name a folder of the machine
-# Files that `python -m benchmark` writes: of the bundled pair, of Pythia's shapes, of a real model.
-BENCHMARKS = ("benchmark", "benchmark-pythia-2.8b", "benchmark-SmolLM2-135M-Instruct")
-# What `python -m benchmark --batch` writes: beside vLLM, and as a map with --shapes.
-QUEUES, MAP = "throughput-SmolLM2-135M-Instruct", "throughput-pythia-2.8b"
+PLACES = ("--out",)  # flags that name a folder of the machine
 
 
 class Records:
@@ -47,9 +38,8 @@ class Records:
     comes.
 
     docs/records/ holds three kinds of files. index.json names runs: {"compare": "0a37afb3", ...}. results.jsonl holds
-    these runs, in the format that test.py writes. The others are records of one file: benchmark*.json, of which
-    benchmark.json is the first machine's and benchmark-MACHINE.json another's, rounds.json, and what else was kept.
-    Records with the same content are equal.
+    these runs, in the format that test.py writes. The others are records of one file: rounds.json and the like. Records
+    with the same content are equal.
     """
 
     def __init__(self, root: Path) -> None:
@@ -92,29 +82,16 @@ class Records:
         """The record in a file of its own, by its name without .json. Raises UserError if there is none."""
         return read_json(self.folder / f"{name}.json")
 
-    def benchmark(self, name: str = "benchmark") -> BenchmarkRecord:
-        """The record of a benchmark. Raises UserError if there is none."""
-        return cast(BenchmarkRecord, self.file(name))
-
-    def others(self) -> dict[str, Mapping[str, Any]]:
-        """{file without .json: record} of the records that are neither runs nor the benchmark's."""
-        stems = [file.stem for file in sorted(self.folder.glob("*.json"))]
-        return {stem: self.file(stem) for stem in stems if stem != "index" and not stem.startswith(BENCHMARKS)}
-
-    def benchmarks(self, name: str) -> dict[str, BenchmarkRecord]:
-        """{file without .json: the record of a benchmark} of every machine, the first one first. Raises UserError if
-        that is missing."""
-        others = tuple(other for other in BENCHMARKS if len(other) > len(name))  # All names begin with "benchmark".
-        stems = [file.stem for file in sorted(self.folder.glob(f"{name}-*.json"))]
-        return {stem: self.benchmark(stem) for stem in [name, *(s for s in stems if not s.startswith(others))]}
+    def files(self) -> dict[str, Mapping[str, Any]]:
+        """{file without .json: record} of the records of one file."""
+        return {file.stem: self.file(file.stem) for file in sorted(self.folder.glob("*.json")) if file.stem != "index"}
 
 
 def command_of(record: Mapping[str, Any]) -> str:
-    """The command line of a run, of a benchmark, or of the program that a record names."""
+    """The command line of a run, or of the program that a record names."""
     if record["command"].startswith("make "):
         return record["command"]
-    program = record.get("program") or ("test.py" if "run" in record else "-m benchmark")
-    return f"python {program} {record['command']}".rstrip()
+    return f"python {record.get('program', 'test.py')} {record['command']}".rstrip()
 
 
 def source(record: Mapping[str, Any], dtype: str = "") -> str:
@@ -197,7 +174,8 @@ def keep_run(name: str, chosen: Sequence[str], folder: Path, root: Path) -> str:
     records = Records(root)
     run, lines = of_processes([choose_run(Results(folder), one) for one in chosen])
     # The figure of a run that is kept has a name of its own in figures/.
-    lines = [line | {"file": f"figures/{name}.png"} if line["kind"] == "figure" else line for line in lines]
+    for end in of_kind(lines, EndLine):
+        end["figures"] = [f"figures/{name}.png"] if end.get("figures") else []
     index = records.index | {name: run["run"]}
     runs = {key: records.runs[key] for key in index.values() if key in records.runs}
     runs[run["run"]] = cast(RunLine, without_places(run)), lines
@@ -212,26 +190,6 @@ def keep_run(name: str, chosen: Sequence[str], folder: Path, root: Path) -> str:
     return run["run"]
 
 
-def machine_name(value: str) -> str:
-    """A name that a file's name can hold."""
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.]*", value):
-        raise argparse.ArgumentTypeError("takes small letters, digits and dots")
-    return value
-
-
-def keep_files(name: str, folder: Path, root: Path, machine: str | None = None) -> list[str]:
-    """Copy the record NAME.json of a folder into docs/records/, of the benchmark all that are there; returns their
-    names in docs/records/."""
-    names = [name for name in (BENCHMARKS if name == "benchmark" else (name,)) if (folder / f"{name}.json").exists()]
-    if not names:
-        raise UserError(f"{folder} has no record {name}.json")
-    kept = {name: f"{name}-{machine}" if machine else name for name in names}
-    for name, kept_name in kept.items():
-        record = without_places(read_json(folder / f"{name}.json"))
-        replace_file(root / "docs" / "records" / f"{kept_name}.json", json.dumps(record, ensure_ascii=False) + "\n")
-    return list(kept.values())
-
-
 def work(root: Path, argv: Sequence[str] | None) -> None:
     """Parse the flags and copy."""
     parser = script_parser("python -m scripts.keepRecord", __doc__)
@@ -240,21 +198,14 @@ def work(root: Path, argv: Sequence[str] | None) -> None:
     parser.add_argument(
         "--from", dest="folder", type=path, default=ROOT, metavar="FOLDER", help="(the project's folder)"
     )
-    parser.add_argument(
-        "--machine",
-        type=machine_name,
-        metavar="NAME",
-        help="keep the benchmark beside the first: of another machine, or beside other engines",
-    )
     args = parser.parse_args(argv)
-    if args.machine and args.name != "benchmark":
-        raise UserError("--machine is for the benchmark")
-    if args.name == "benchmark" and args.run:
-        raise UserError("the benchmark's records are whole files: leave out RUN")
     if args.name == "index" or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", args.name):
         raise UserError(f"a record cannot have the name {args.name!r}: it takes letters, digits, dots, - and _")
-    if args.name == "benchmark" or (not args.run and (args.folder / f"{args.name}.json").exists()):
-        print(f"Kept: {', '.join(keep_files(args.name, args.folder, root, args.machine))}")
+    file = args.folder / f"{args.name}.json"
+    if not args.run and file.exists():
+        record = json.dumps(without_places(read_json(file)), ensure_ascii=False)
+        replace_file(root / "docs" / "records" / file.name, record + "\n")
+        print(f"Kept: {args.name}")
     elif not args.run:
         raise UserError(f"name the run to keep as {args.name!r}, or 1 for the newest")
     else:

@@ -22,14 +22,12 @@ from typing import Any, NamedTuple
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from benchmark.figure import draw
-from benchmark.throughput import draw_map
 from inputs.commandLine import as_command, script_parser
 from inputs.files import ROOT, replace_file
-from report.figures import draw_batches, draw_categories, draw_lossless, draw_sweep, draw_trainings
-from scripts.blocks import BLOCKS, CATEGORIES, TRAININGS
+from report.figures import draw_batches, draw_categories, draw_lossless, draw_speed, draw_sweep, draw_trainings
+from scripts.blocks import BENCHMARKS, BLOCKS, CATEGORIES, TRAININGS
 from scripts.drawRounds import draw_rounds
-from scripts.keepRecord import BENCHMARKS, MAP, Records
+from scripts.keepRecord import Records
 from utils import UserError
 
 MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.+-]+) -->")
@@ -42,12 +40,9 @@ FIGURES = {  # of runs
     "lossless": draw_lossless,
     **dict.fromkeys(("batch-copy", "batch-lookup", "batch-bundled"), draw_batches),
     **dict.fromkeys(CATEGORIES, draw_categories),
+    **dict.fromkeys(BENCHMARKS, draw_speed),
 }
-FILES: dict[str, Callable[[Any, Path], object]] = {  # of records of one file
-    **dict.fromkeys(BENCHMARKS, draw),
-    MAP: draw_map,
-    **dict.fromkeys(TRAININGS, draw_trainings),
-}
+FILES: dict[str, Callable[[Any, Path], object]] = dict.fromkeys(TRAININGS, draw_trainings)  # of records of one file
 PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *FILES)} | {"figures/rounds.gif": "rounds"}
 DIGEST = "Record"  # the text field of a PNG file; a GIF file has one comment
 
@@ -128,12 +123,10 @@ def stamp_of(path: Path) -> str | None:
 
 
 def fault_of(picture: str, records: Records) -> str | None:
-    """What is wrong with a picture; None if nothing is. The benchmark itself writes its figures without a digest."""
+    """What is wrong with a picture; None if nothing is."""
     if not (records.root / picture).exists():
         return "is missing"
     stamp = stamp_of(records.root / picture)
-    if stamp is None and PICTURES[picture] in BENCHMARKS:
-        return None
     try:
         return None if stamp == digest_of(picture, records) else "was drawn from another record"
     except UserError as error:

@@ -92,7 +92,7 @@ def test_the_command_line_shows_a_wrong_residual(cli, flags, tmp_path, monkeypat
         monkeypatch.setattr(verification, "residual", lambda p, q: p)
     assert cli.main([*prompted(flags, "--promptLen"), "--ppl", "--out", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    (line,) = (line for line in lines if line["kind"] == "ppl_text")
+    (line,) = (line for line in lines if line.get("of") == "text")
     ratio = line["ppl"]["speculative"] / line["ppl"]["target"]
     assert ratio != pytest.approx(1, rel=1e-4) if wrong else ratio == pytest.approx(1, rel=1e-6)
 

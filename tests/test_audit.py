@@ -211,7 +211,7 @@ def written(pair_folder, tmp_path_factory):
 def audit(cli, folder, out, file, *more):
     code = cli.main(["--audit", str(file), "--target", str(folder / "target"), "--out", str(out), *more])
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    return code, next(line for line in lines if line["kind"].startswith("audit")), (out / "results.txt").read_text()
+    return code, next(line for line in lines if "udit" in line.get("test", "")), (out / "results.txt").read_text()
 
 
 @pytest.mark.parametrize("name", ["target", "speculative"])
@@ -239,7 +239,7 @@ def test_a_run_says_no_and_why(cli, pair_folder, tmp_path, written):
 def test_greedy_runs(cli, pair_folder, tmp_path, written):
     flags = ["--temperature", "0", "--writtenIn", "float32"]
     code, line, text = audit(cli, pair_folder, tmp_path, written / "greedy", *flags)
-    assert code == 0 and line["kind"] == "audit_greedy" and "Greedy text of the target" in text
+    assert code == 0 and line["test"] == "greedyAudit" and "Greedy text of the target" in text
     (tmp_path / "no").mkdir()
     code, line, text = audit(cli, pair_folder, tmp_path / "no", written / "target", *flags)
     assert code == 1 and line["beyond"] and "the text may be drawn" in " ".join(text.split())

@@ -16,7 +16,7 @@ from engine.cachedModel import CachedModel
 from engine.kvCache import cache_bytes
 from experiments import prepare, settings
 from experiments.intervals import summarize
-from experiments.speed import WARM, ends_after, in_turn, measure_queues
+from experiments.speed import WARM, ends_after, measure
 from inputs import models as loading
 from lossless.plantedMistakes import PredecessorTarget
 from lossless.trial import BlockReader
@@ -69,8 +69,8 @@ def test_methods_take_turns_and_each_text_has_its_own_seed():
         return run
 
     prompts = [[1], [2, 3], [4]]
-    timed = list(measure_queues({name: method(name) for name in "AB"}, prompts, 2, 2, 7, "cpu"))
-    turns = [name for repeat in (0, 1) for name in in_turn("AB", 7, repeat, 0)]
+    timed = list(measure({name: method(name) for name in "AB"}, prompts, 2, 7, "cpu", batch=2, warm_up=1))
+    turns = [queue["method"] for _, queue in timed]
     timed_calls = [call for name in turns for call in ((name, 2, 2, WARM), (name, 3, 2, None))]
     assert calls == [("A", 2, 2, None), ("B", 2, 2, None), *timed_calls]
     texts, first = timed[0]
@@ -244,13 +244,13 @@ def test_lossless_decodes_a_queue_and_plants_its_mistake(cli, flags, tmp_path, m
     arguments = ["--lossless", "--tokens", "96", "--maxLen", "12", "--batch", "3", "--dtype", "bfloat16"]
     assert cli.main([*flags, *arguments, "--out", str(tmp_path)]) in (0, 1)  # So few tokens need not be enough.
     lines = lines_of(tmp_path)
-    drawn = [line for line in lines if line["kind"] == "lossless"]
+    drawn = [line for line in lines if line.get("test") == "drawn"]
     assert [(line["texts"], line["batch"]) for line in drawn] == [(8, 3), (8, 3)] and max(batches) == 3
     assert "predecessor's slots" in {line.get("mistake") for line in lines}
     assert queues[0] == (6, 3)  # Texts outnumber the rows from the first test on.
     assert "batch 3" in (tmp_path / "results.txt").read_text()
     for line in lines:
-        assert line["kind"] != "greedy" or line["dtype"] != "float32" or line["beyond"] == 0
+        assert line.get("test") != "greedy" or line["dtype"] != "float32" or line["beyond"] == 0
 
 
 def test_a_reader_in_batches_reads_the_same():

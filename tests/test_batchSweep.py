@@ -7,6 +7,7 @@ from test_specSampling import PROMPTS, near
 
 from decoding.verification import token_rule
 from experiments import batchSweep
+from experiments.measure import timed
 from experiments.speed import queue_figures
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
@@ -32,7 +33,7 @@ def queue(method, batch, throughput, repeat=0, tokens=2.0, drafted=1.0):
 
 
 def costs(batch, scoring, drafting):
-    return {"kind": "batch_costs", **CONDITIONS, "batch": batch, "scoring": scoring, "drafting": drafting}
+    return {"kind": "costs", "of": "batch", **CONDITIONS, "batch": batch, "scoring": scoring, "drafting": drafting}
 
 
 LINES = [
@@ -77,27 +78,30 @@ def test_every_cell_is_measured_and_writes_whole_texts(monkeypatch, lookup):
     monkeypatch.setattr(batchSweep, "GAMMAS", (1, 2))
     target, lines = helpers.tiny(), []
     drafter = LookupDrafter(61) if lookup else ModelDrafter(near(target))
-    parts = PROMPTS, target, drafter, token_rule, Sampling(1.0, 0, 1.0), CONDITIONS
+    sampling = Sampling(1.0, 0, 1.0)
+    cells = batchSweep.samplers(target, drafter, token_rule)
+    methods = {name: timed(sampler, CONDITIONS["maxLen"], sampling, None) for name, sampler in cells.items()}
+    parts = PROMPTS, methods, target, drafter, sampling, CONDITIONS
     batchSweep.measure_batches(*parts, 2, 0, "cpu", lines.append)
     cells = [(line["batch"], line["method"], line["repeat"]) for line in lines if line["kind"] == "queue"]
     methods = ["target", "gamma 1", "gamma 2", "costAware"]
-    assert cells == [(batch, name, repeat) for batch in (1, 3) for repeat in (0, 1) for name in methods]
+    assert sorted(cells) == sorted((batch, name, repeat) for batch in (1, 3) for repeat in (0, 1) for name in methods)
+    assert [name for _, name, _ in cells[:4]] == methods  # the order of the tables
     assert all(line["tokens"] == 9 * line["texts"] for line in lines if line["kind"] == "queue")
     for line in lines:
-        if line["kind"] == "batch_costs":
+        if line.get("of") == "batch":
             assert line["scoring"][0] == 1 and len(line["scoring"]) == 3 and (line["drafting"] > 0) != lookup
 
 
 def test_tokens_a_round_are_those_of_all_texts():
-    write = batchSweep.queued(
-        batchSweep.samplers(target := helpers.tiny(), ModelDrafter(near(target)), token_rule)["gamma 2"],
-        Sampling(1.0, 0, 1.0),
-        "cpu",
-    )
-    seconds, records = write(PROMPTS, 2, 20, 0)
-    figures_of = queue_figures("gamma 2", 0, 2, records, seconds)
-    rounds = sum(len(record.committed) - 1 for record in records)
+    sampler = batchSweep.samplers(target := helpers.tiny(), ModelDrafter(near(target)), token_rule)["gamma 2"]
+    written = {}
+    for batch in 2, 1:
+        generators = [torch.Generator().manual_seed(text) for text in range(len(PROMPTS))]
+        _, records = timed(sampler, 20, Sampling(1.0, 0, 1.0), None)(PROMPTS, generators, batch)
+        written[batch] = records
+    figures_of = queue_figures("gamma 2", 0, 2, written[2])
+    rounds = sum(len(record.committed) - 1 for record in written[2])
     assert figures_of["tokens_per_round"] == pytest.approx((20 - 1) * len(PROMPTS) / rounds)
-    again = write(PROMPTS, 1, 20, 0)[1]
-    assert [record.committed for record in again] == [record.committed for record in records]
-    assert torch.tensor(figures_of["throughput"]) == pytest.approx(20 * len(PROMPTS) / seconds)
+    assert [record.committed for record in written[1]] == [record.committed for record in written[2]]
+    assert figures_of["throughput"] == pytest.approx(20 * len(PROMPTS) / figures_of["seconds"])

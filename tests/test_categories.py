@@ -162,7 +162,7 @@ def test_every_method_continues_the_same_turns_after_the_targets_answers(
 def test_the_default_measures_speed_alone(cli, flags, arguments, tmp_path):
     file = arguments[arguments.index("--prompts") + 1]
     assert cli.main([*prompted(flags), "--prompts", file, "--out", str(tmp_path)]) == 0
-    assert {line["kind"] for line in lines_of(tmp_path)} == {"run", "speed", "figure", "end"}
+    assert {line["kind"] for line in lines_of(tmp_path)} == {"run", "speed", "end"}
 
 
 def test_a_prompt_that_does_not_fit_is_named_before_a_model_is_loaded(cli, flags, tmp_path, capsys, monkeypatch):

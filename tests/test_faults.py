@@ -289,7 +289,7 @@ def test_out_of_memory_in_the_middle_keeps_and_shows_what_was_measured(flags, wi
     arguments = [*flags, *wide_pair, "--maxLen", "2", "--window", "256", "--out", tmp_path]
     done = run_limited("measure_perplexity", 40, arguments)  # A window of 220 tokens asks for 88 MB at once.
     assert "out of memory; use smaller models" in done.stderr and "What was measured is kept" in done.stderr
-    assert [line["kind"] for line in lines_of(tmp_path) if line["kind"] != "ppl_text"] == ["run"] + ["speed"] * 6
+    assert [line["kind"] for line in lines_of(tmp_path) if line.get("of") != "text"] == ["run"] + ["speed"] * 6
     for shown in done.stdout, (tmp_path / "results.txt").read_text():
         assert ", not finished" in shown and "target alone" in shown
 

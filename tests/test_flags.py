@@ -117,15 +117,6 @@ SPECIAL = {
         "--stride": ["1024"],
         "--out": Name(["new", "new/er"], ["", __file__, "/dev/null", "/dev/null/new", "x" * 5000]),
     },
-    "benchmark": {
-        "--head": Name(["bundled-head"], ["nowhere"]),
-        "--batch": Name(["1", "1,8,32"], ["x", "0", "1,,2", "2000"]),
-        "--shapes": Name(wrong=["x,y", "pythia-70m", "pythia-70m,", "pythia-70m,pythia-70m,pythia-70m"]),
-        "--device": DEVICE,
-        "--out": OUT,
-        "--peers": Name(["llama.cpp", "OpenVINO,CTranslate2"], ["x", "llama.cpp,", "LLAMA.CPP", "\udcff"]),
-        "--texts": Name(wrong=["nowhere"]),
-    },
     "downloadModel": {
         "models": Name(["a/b"], ["x", "a/b/c", "../x", "a/..", "a b/c", "\u0663/\u0663", "https://a/b", *SCRIBBLE]),
         "--gguf": Name(wrong=["nowhere.gguf", __file__]),
@@ -172,7 +163,6 @@ GUARDED = {
         "experiments.loading.load_model",
         "report.results.Results.append",
     ],
-    "benchmark": ["benchmark.__main__.load_pair", "benchmark.__main__.load_tokenizer", "benchmark.__main__.load_model"],
     "downloadModel": ["downloadModel.download", "downloadModel.show_models"],
     "downloadData": [
         f"downloadData.{name}"
@@ -182,7 +172,7 @@ GUARDED = {
         f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train", "PreTrainedTokenizerFast")
     ],
 }
-MODULES = {"benchmark": "benchmark.__main__", "trainBundled": "scripts.trainBundled"}
+MODULES = {"trainBundled": "scripts.trainBundled"}
 
 
 @dataclass

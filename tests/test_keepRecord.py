@@ -11,7 +11,6 @@ from test_speed import measurement
 from experiments.intervals import summarize
 from report.results import Results
 from scripts import keepRecord, render
-from scripts.render import stamp_of
 
 
 @pytest.fixture
@@ -54,48 +53,10 @@ def test_a_run_that_is_not_there_or_not_finished_is_refused(copy, tmp_path, caps
     for asked in ("1", run["run"]):
         assert keepRecord.main(["first", asked, "--from", str(tmp_path)], copy) == 2
     assert keepRecord.main(["first"], copy) == 2
-    assert keepRecord.main(["benchmark", "1"], copy) == 2
-    assert keepRecord.main(["benchmark", "--from", str(tmp_path)], copy) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 6 and all(line.startswith("keepRecord: error: ") for line in errors)
+    assert len(errors) == 4 and all(line.startswith("keepRecord: error: ") for line in errors)
     assert "was not finished" in errors[1]
     assert read(copy / "docs/records/results.jsonl") == before
-
-
-def test_the_benchmarks_records_are_kept_without_places(copy, tmp_path):
-    record = render.Records(copy).benchmark()
-    elsewhere = record | {"command": f"{record['command']} --out=/elsewhere", "time": "2030-01-01 00:00:00"}
-    (tmp_path / "benchmark.json").write_text(json.dumps(elsewhere))
-    assert keepRecord.main(["benchmark", "--from", str(tmp_path)], copy) == 0
-    assert render.Records(copy).benchmark() == record | {"time": "2030-01-01 00:00:00"}
-    stamp = stamp_of(copy / "figures/benchmark.png")
-    assert {"docs/speed.md", "docs/records/benchmark.md", "figures/benchmark.png"} <= set(render.render(copy))
-    assert stamp_of(copy / "figures/benchmark.png") != stamp
-
-
-def test_a_second_machine_has_tables_of_its_own(copy, tmp_path, capsys):
-    records = render.Records(copy)
-    first = records.benchmark()
-    kept = {name: list(records.benchmarks(name)) for name in ("benchmark", "benchmark-pythia-2.8b")}
-    assert "Intel Xeon" not in read(copy / "docs/records/benchmark.md")
-    for name in "benchmark", "benchmark-pythia-2.8b":
-        other = records.benchmark(name)
-        other = other | {"machine": other["machine"] | {"processor": "Intel Xeon"}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(other))
-    assert keepRecord.main(["benchmark", "--from", str(tmp_path), "--machine", "xeon"], copy) == 0
-    after = render.Records(copy)
-    assert after.benchmark() == first  # Figures in running text are still the first machine's.
-    for name in "benchmark", "benchmark-pythia-2.8b":
-        assert list(after.benchmarks(name)) == [*kept[name], f"{name}-xeon"]
-    pages = {f"docs/records/{page}.md" for page in ("README", "benchmark", "benchmark-pythia-2.8b")}
-    assert set(render.render(copy)) == pages
-    for page in "benchmark", "benchmark-pythia-2.8b":
-        shown = read(copy / f"docs/records/{page}.md")
-        section = shown.split(f"## `{page}-xeon`")[1].split("\n## ")[0]
-        assert section.count("Intel Xeon, 2 threads") == 1 and "Intel Xeon" not in shown.replace(section, "")
-    assert render.main(["--check"], copy) == 0, capsys.readouterr().out
-    for wrong in (["benchmark", "--machine", "../xeon"], ["first", "1", "--machine", "xeon"]):
-        assert keepRecord.main([*wrong, "--from", str(tmp_path)], copy) == 2
 
 
 def test_a_record_of_one_file_is_kept_under_its_name(copy, tmp_path, capsys):

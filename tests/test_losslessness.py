@@ -205,16 +205,37 @@ def test_rounding_grows_with_the_dtype_and_wrong_tokens_are_beyond_it(pair):
 
 def sampled(method="block", p=0.3, **more):
     p = dict.fromkeys(("chi_square", "kolmogorov_smirnov", "surprise", "neighbours"), p)
-    line = {"kind": "lossless", "method": method, "dtype": "float32", "tokens": 1000, "limit": 1e-4, "impossible": 0}
+    line = {"kind": "lossless", "test": "drawn"} | {
+        "method": method,
+        "dtype": "float32",
+        "tokens": 1000,
+        "limit": 1e-4,
+        "impossible": 0,
+    }
     return line | {"p": p} | more
 
 
 def greedy(dtype="float32", differing=0, beyond=0):
-    return {"kind": "greedy", "method": "block", "dtype": dtype, "texts": 4, "differing": differing, "beyond": beyond}
+    return {
+        "kind": "lossless",
+        "test": "greedy",
+        "method": "block",
+        "dtype": dtype,
+        "texts": 4,
+        "differing": differing,
+        "beyond": beyond,
+    }
 
 
 def power(seen=("surprise",), tokens=400):
-    return {"kind": "power", "mistake": "stale slot", "method": "block", "tokens": tokens, "seen_by": list(seen)}
+    return {
+        "kind": "lossless",
+        "test": "mistake",
+        "mistake": "stale slot",
+        "method": "block",
+        "tokens": tokens,
+        "seen_by": list(seen),
+    }
 
 
 @pytest.mark.parametrize(
@@ -278,10 +299,10 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, 
     assert all("guesses" in m["p"] for m in drawn + planted)
     assert {m["tokens_shown"] for m in drawn + planted} == {60}
     assert all(sum(m["counts_shown"]) <= 60 == len(m["counts_shown"]) + 10 for m in drawn + planted)
-    assert [(m["method"], m["dtype"]) for m in lines if m["kind"] == "greedy"] == [
+    assert [(m["method"], m["dtype"]) for m in lines if m.get("test") == "greedy"] == [
         (name, dtype) for dtype in ("float32", "bfloat16") for name in ("target", *names)
     ]
-    figure = next(m["file"] for m in lines if m["kind"] == "figure")
+    (figure,) = lines[-1]["figures"]
     assert (tmp_path / figure).stat().st_size > 10_000 and figure in text
     for words in ("Drawn texts: temperature 0.85", "Greedy texts", "Planted mistakes", "replace from p", "near-ties"):
         assert words in text
@@ -295,10 +316,10 @@ def test_a_wrong_sampler_fails_the_run_in_each_dtype(cli, flags, tmp_path, monke
     for dtype in ("float32", "bfloat16"):
         assert f"speculative fails in {dtype} by" in text
     # Without the KV cache, p would be rounded otherwise: both dtypes have greedy texts, and float32 the mistakes.
-    assert [m["dtype"] for m in lines if m["kind"] == "lossless"] == ["float32", "bfloat16"]
-    assert {m["dtype"] for m in lines if m["kind"] == "power"} == {"float32"}
-    assert {m["dtype"] for m in lines if m["kind"] == "greedy"} == {"float32", "bfloat16"}
-    assert {m["limit"] for m in lines if m["kind"] == "lossless"} == {limit_of(2)}
+    assert [m["dtype"] for m in lines if m.get("test") == "drawn"] == ["float32", "bfloat16"]
+    assert {m["dtype"] for m in lines if m.get("test") == "mistake"} == {"float32"}
+    assert {m["dtype"] for m in lines if m.get("test") == "greedy"} == {"float32", "bfloat16"}
+    assert {m["limit"] for m in lines if m.get("test") == "drawn"} == {limit_of(2)}
 
 
 def test_without_chance_only_greedy_texts_are_compared(cli, flags, tmp_path):
@@ -494,4 +515,4 @@ def test_mistakes_are_planted_beside_compiled_models(cli, flags, kernels, tmp_pa
     arguments = ["--lossless", "fixed", "--tokens", "200", "--compile", "--out", str(tmp_path)]
     assert cli.main([*flags, *arguments]) in (0, 1)  # So few tokens of tiny models need not be enough.
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert {line["mistake"] for line in lines if line["kind"] == "power"} >= {"stale slot", "always accept"}
+    assert {line["mistake"] for line in lines if line.get("test") == "mistake"} >= {"stale slot", "always accept"}

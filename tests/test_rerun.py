@@ -93,12 +93,12 @@ def test_a_text_that_differs_is_named(again):
 def test_a_figure_that_differs_is_named(again):
     def edit(lines):
         lines[0]["flags"] |= {"compare": None, "diversity": False}
-        lines[:] = [m for m in lines if m["kind"] in ("run", "ppl_text", "ppl_corpus")]
+        lines[:] = [m for m in lines if m["kind"] in ("run", "ppl")]
         lines[1]["ppl"]["target"] *= 1 + 1e-12
         lines[2]["ppl"]["target"] = {k: v * (1 + 1e-8) for k, v in lines[2]["ppl"]["target"].items()}
 
     code, out, _ = again(edit)
-    assert code == 1 and "1 of 2 figures differ, first ppl_corpus, corpus " in out
+    assert code == 1 and "1 of 2 figures differ, first ppl corpus, corpus " in out
 
 
 def test_what_was_not_measured_again_is_named_and_another_machine_too(again):
@@ -212,8 +212,10 @@ def test_neither_order_nor_repeats_nor_a_progress_bar_changes_a_token(
     assert bar == ("compare" in shown.getvalue())
 
 
-def test_only_what_follows_the_clock_is_not_repeatable():
-    assert [name for name in METHODS if not repeatable(name, Decoding())] == ["costAware", "tree", "topDown"]
-    assert [name for name in METHODS if not repeatable(name, Decoding(tree="2,1"))] == ["costAware"]
-    clocked = {name for name in METHODS if not repeatable(name, Decoding(draft_length="costAware"))}
+def test_only_what_follows_the_clock_is_not_repeatable_and_other_programs():
+    own = [name for name, method in METHODS.items() if not method.engine]
+    assert not any(repeatable(name, Decoding()) for name in METHODS.keys() - own)
+    assert [name for name in own if not repeatable(name, Decoding())] == ["costAware", "tree", "topDown"]
+    assert [name for name in own if not repeatable(name, Decoding(tree="2,1"))] == ["costAware"]
+    clocked = {name for name in own if not repeatable(name, Decoding(draft_length="costAware"))}
     assert clocked == {"costAware", "tree", "topDown", "speculative", "speculativeContrastive"}

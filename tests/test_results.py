@@ -18,7 +18,6 @@ from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
-from benchmark.tables import tables
 from experiments.intervals import Interval, Range, interval, summarize
 from experiments.sweep import predict
 from report import figures, results
@@ -79,9 +78,10 @@ def speed_line(run="r1", method="target", prompt=0, scale=1.0, **changes):
 def ppl_lines(run="r1", corpus="corpus", value=17.0):
     ppl = {"draft": 5 * value, "target": value, "speculative": value * (1 + 1e-8)}
     common = {"run": run, "dtype": "float32", "sentenceLimit": 500, "corpus": corpus, "tokens": 123456}
-    yield {"kind": "ppl_text", "texts": 10, "each": [ppl], "ppl": ppl} | common
+    yield {"kind": "ppl", "of": "text", "texts": 10, "each": [ppl], "ppl": ppl} | common
     yield {
-        "kind": "ppl_corpus",
+        "kind": "ppl",
+        "of": "corpus",
         "documents": 1,
         "window": 1024,
         "stride": 512,
@@ -246,7 +246,8 @@ def test_the_sweep_leaves_out_texts_of_other_modes_temperatures_and_prompt_lengt
 
 def overlap_line(method, *positions, **counts):
     return {
-        "kind": "overlap",
+        "kind": "costs",
+        "of": "overlap",
         "run": "r1",
         "mode": "compare",
         "promptLen": 64,
@@ -347,7 +348,7 @@ def test_methods_are_in_the_order_of_their_speed_up_and_another_order_of_through
     assert [row["method"] for row in ranked(summarize(slower_first))] == ["target", "fixed", "block"]
 
 
-# The tables of all modes, and those of the benchmark. What a title stands for is said below its table; these say it
+# The tables of all modes. What a title stands for is said below its table; these say it
 # themselves.
 PLAIN = {
     "category",
@@ -362,16 +363,7 @@ PLAIN = {
     "measured",
     "text",
 }
-PLAIN |= {
-    "draft",
-    "target",
-    "per",
-    "tokens needed",
-    "of them differ",
-    "of plain, eager",
-    "of plain, compiled",
-    "of generate",
-}
+PLAIN |= {"draft", "target", "per", "tokens needed", "of them differ", "version", "precision", "of a plain step"}
 PLAIN |= {"seen in", "planted in"}
 PLAIN |= {"tokens/s", "ms", "ms a token"}
 
@@ -379,11 +371,7 @@ PLAIN |= {"tokens/s", "ms", "ms a token"}
 def pieces_of_records():
     """[(what is shown of a record, its width)] of all records that the project keeps."""
     records = ROOT / "docs" / "records"
-    shown = [(list(results.report(run, lines)), WIDTH) for run, lines in Results(records).runs()]
-    for file in records.glob("benchmark*.json"):
-        record = json.loads(file.read_text())
-        shown.append((list(tables(record)), WIDTH + (15 if record.get("texts") or record["peers"] else 0)))
-    return shown
+    return [(list(results.report(run, lines)), WIDTH) for run, lines in Results(records).runs()]
 
 
 def broken_words(table, width):
@@ -445,7 +433,15 @@ def test_the_gain_without_a_kv_cache_is_said_as_the_report_says_it(tmp_path):
 
 def test_a_sweep_stands_beside_theory_where_it_was_measured(tmp_path):
     lines = [speed_line(method=method, mode="sweep", temperature=0.85) for method in ("target", "gamma 1", "gamma 2")]
-    costs = {"kind": "costs", "run": "r1", "promptLen": 64, "temperature": 0.85, "alpha": 0.6, "scoring": [1.0] * 11}
+    costs = {
+        "kind": "costs",
+        "of": "sweep",
+        "run": "r1",
+        "promptLen": 64,
+        "temperature": 0.85,
+        "alpha": 0.6,
+        "scoring": [1.0] * 11,
+    }
     (tmp_path / "old").mkdir()
     assert "of expected" not in write(tmp_path / "old", run_line(), *lines, costs)
     text = write(tmp_path, run_line(), *lines, costs | {"overlap_by_position": [[8, 8, 4.0], [4, 4, 1.0]]})
@@ -590,7 +586,14 @@ def test_a_sweep_over_temperatures_has_a_heat_map(tmp_path):
     """Gamma 2 is best at one temperature, gamma 1 at the other."""
     lines = []
     for temperature, speeds in ((0, (4, 6, 8)), (1, (4, 5, 2))):
-        costs = {"kind": "costs", "promptLen": 64, "temperature": temperature, "top_p": 1.0, "alpha": 0.6}
+        costs = {
+            "kind": "costs",
+            "of": "sweep",
+            "promptLen": 64,
+            "temperature": temperature,
+            "top_p": 1.0,
+            "alpha": 0.6,
+        }
         lines.append(costs | {"scoring": [1.0] * 11})
         lines += [
             speed_line(method=method, mode="sweep", temperature=temperature, prompt=prompt, throughput=float(speed))

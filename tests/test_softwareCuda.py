@@ -18,8 +18,7 @@ from helpers import FULL
 
 import PPL
 import specSampling as loop
-from benchmark import __main__ as benchmark
-from benchmark import stepTimes
+from benchmark import steps as step_times
 from decoding import model as steps
 from decoding.rows import Rows
 from decoding.verification import RULES as VERIFICATIONS
@@ -473,11 +472,10 @@ COMMANDS = {
 }
 # The kind of line that each writes, if it is not named so.
 KINDS = {
-    "ppl": "ppl_text",
     "all": "speed",
     "batches": "queue",
     "few guesses": "speed",
-    "two devices": "ppl_text",
+    "two devices": "ppl",
     "sweep": "costs",
     "show": None,
 }
@@ -493,15 +491,14 @@ def test_every_mode_runs(on_device, tmp_path, command):
 
 
 @pytest.mark.skipif(not FULL, reason="FULL=1: a minute")
-def test_the_benchmark_runs(gpu, pair_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(stepTimes, "TURNS", (1, 1))
-    monkeypatch.setattr(stepTimes, "LARGE", 1 << 20)
-    monkeypatch.setattr(stepTimes, "CONTEXTS", (64, 128))
-    flags = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--out", tmp_path]
-    flags += ["--maxLen", 6, "--prompts", 1, "--repeats", 1, "--dtype", "float32", "--device", "cuda"]
-    assert benchmark.main([str(flag) for flag in flags]) == 0
-    methods = {line["method"] for line in json.loads((tmp_path / "benchmark.json").read_text())["speed"]}
-    assert {"speculative, eager", "speculative, compiled", "transformers"} <= methods
+def test_the_steps_and_the_methods_of_transformers_are_timed(on_device, tmp_path, monkeypatch):
+    monkeypatch.setattr(step_times, "TURNS", (1, 1))
+    monkeypatch.setattr(step_times, "LARGE", 1 << 20)
+    monkeypatch.setattr(step_times, "CONTEXTS", (64, 128))
+    assert on_device("--compare", "fixed,generate:plain", "--steps", "--compile", "--maxLen", "6") == 0
+    lines = lines_of(tmp_path)
+    assert {line["method"] for line in lines if line["kind"] == "speed"} == {"target", "fixed", "generate:plain"}
+    assert {line["what"] for line in lines if line.get("of") == "step"} >= {"forward", "prefill", "growth", "round"}
 
 
 def test_full_memory_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
@@ -608,4 +605,4 @@ def test_every_mode_runs_on_mps(apple, cli, flags, tmp_path, capsys, command):
     assert cli.main([*flags, "--out", str(tmp_path), "--device", "mps", *MPS_COMMANDS[command]]) == 0
     if command == "speed":
         assert "not on mps" in capsys.readouterr().err
-        assert {line["kind"] for line in lines_of(tmp_path)} >= {"speed", "ppl_text", "ppl_corpus"}
+        assert {line["kind"] for line in lines_of(tmp_path)} >= {"speed", "ppl"}

@@ -11,7 +11,7 @@ import torch
 
 from decoding.record import Record
 from experiments.intervals import Range, interval, paired_ratios, summarize
-from experiments.speed import WARM, ends_after, in_turn, measure, quiet
+from experiments.speed import WARM, ends_after, in_turns, measure, quiet, time_steps
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -124,7 +124,8 @@ def play(names, calls, **more):
     """Measure stand-ins for samplers, which note their calls and draw their tokens from the generator given to them."""
 
     def method(name):
-        def run(prompt, generator, first=None):
+        def run(prompts, generators, batch, first=None):
+            ((prompt,), (generator,)) = prompts, generators
             calls.append((name, prompt) if first is None else (name, prompt, first))
             tokens = torch.randint(0, 1000, (5,), generator=generator).tolist()
             return [tokens], [Record(times=[0.5, 1.0, 2.0], committed=[1, 3, 1], drafted=[0, 3, 3], accepted=[0, 3, 0])]
@@ -132,7 +133,7 @@ def play(names, calls, **more):
         return run
 
     settings = {"prompts": [[1], [2, 3]], "repeats": 2, "seed": 7, "device": "cpu"} | more
-    return list(measure({name: method(name) for name in names}, **settings))
+    return [text for (text,), _ in measure({name: method(name) for name in names}, **settings)]
 
 
 def test_methods_take_turns_on_each_prompt_after_the_warm_up():
@@ -159,7 +160,10 @@ def test_a_machine_that_slows_down_in_the_course_of_each_prompt_slows_no_method_
                 ratios[name].append((1 + 0.1 * order.index(name)) / (1 + 0.1 * order.index("A")))
         return {name: interval(values) for name, values in ratios.items()}
 
-    drawn = middle(in_turn("ABCDE", 1, repeat, index) for repeat in range(4) for index in range(10))
+    calls = {name: lambda turn, warming: None for name in "ABCDE"}
+    names = [name for name, *_ in in_turns(calls, range(40), 1, "cpu", lambda result: [])]
+    assert names[:5] == list("ABCDE")  # the order of the tables
+    drawn = middle(names[turn : turn + 5] for turn in range(0, 200, 5))
     fixed = middle("ABCDE" for _ in range(40))
     assert all(low <= 1 <= high for _, low, high in drawn.values())
     assert not all(low <= 1 <= high for _, low, high in fixed.values())
@@ -168,13 +172,21 @@ def test_a_machine_that_slows_down_in_the_course_of_each_prompt_slows_no_method_
 def test_a_text_in_which_the_machine_stalled_is_timed_again():
     steps = iter([1.0, 1.0, 1.0, 9.0, 1.0, 9.0, 9.0, 9.0])
 
-    def method(prompt, generator, first=None):
+    def method(prompts, generators, batch, first=None):
         times = np.cumsum([0.5, 1.0, 1.0, 1.0, 1.0, next(steps) if first is None else 1.0]).tolist()
         return [[1] * 6], [Record(times=times, committed=[1] * 6, drafted=[0] * 6, accepted=[0] * 6)]
 
-    lines = list(measure({"A": method}, [[1]], 5, 0, "cpu", warm_up=0))
+    lines = [text for (text,), _ in measure({"A": method}, [[1]], 5, 0, "cpu", warm_up=0)]
     assert [line["stalled"] for line in lines] == [0, 0, 0, 1, 2]
     assert [line["seconds"] for line in lines] == [5.5, 5.5, 5.5, 5.5, 13.5]  # the last never came back in time
+
+
+def test_steps_are_timed_once_a_turn_and_one_that_times_itself_says_how_long(monkeypatch):
+    monkeypatch.setattr("experiments.speed.WARM_SECONDS", 0)
+    calls = []
+    seconds = time_steps({"A": lambda: calls.append("A"), "B": lambda: 7.0}, range(5), 0, "cpu")
+    assert seconds["B"] == [7.0] * 5 and len(seconds["A"]) == 5 and len(calls) == 5
+    assert all(0 < took < 1 for took in seconds["A"])
 
 
 def test_intervals_cover_what_processes_prompts_and_repeats_vary_about():
@@ -231,7 +243,7 @@ def test_a_beginning_ends_where_it_should_with_a_cache_as_large_as_ever(guesses)
 
 
 def test_no_garbage_is_collected_inside_a_timed_stretch():
-    def method(prompt, generator, first=None):
+    def method(prompts, generators, batch, first=None):
         timed.append(not gc.isenabled())
         return [[1]], [Record(times=[0.5], committed=[1], drafted=[0], accepted=[0])]
 

@@ -179,6 +179,8 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "prompts": "cli",
     "measure": "cli",
     "intervals": "speed",
+    "randomModels": "benchmark",
+    "stepTables": "benchmark",
     "prepare": "cli",
     "loading": "cli",
     "evidence": "losslessness",

@@ -43,12 +43,7 @@ from torch import Tensor
 
 from inputs.files import ROOT
 
-ENGINES = {  # {name: module}
-    "OpenVINO": "openvinoGenai",
-    "llama.cpp": "llamaCpp",
-    "CTranslate2": "cTranslate",
-    "vLLM": "vllmCpu",
-}
+ENGINES = {"OpenVINO": "openvinoGenai", "llama.cpp": "llamaCpp", "CTranslate2": "cTranslate", "vLLM": "vllmCpu"}
 BATCHING = "llama.cpp", "vLLM"  # engines that decode many texts at once here
 FOLDER = ROOT / ".peers"  # what `python -m benchmark.engines.install` installs, and the converted models
 SITE, SERVER = FOLDER / "site", FOLDER / "llama-server"

@@ -1,27 +1,27 @@
-"""What an engine's texts are checked against: the target in float32, whatever dtype the benchmark runs in.
+"""What the texts of other programs are checked against: the target in float32, whatever dtype the run has.
 
-A row is timed only if its greedy text is the target's argmax, up to rounding: otherwise the conversion is wrong. Its
+A method is timed only if its greedy text is the target's argmax, up to rounding: otherwise the conversion is wrong. Its
 sampled text is audited. Both are judged as `test.py --audit` judges (lossless/audit.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmark.contenders import SAMPLING
+from experiments.lines import AuditFigures, GreedyAuditFigures
 from lossless.audit import Auditor
-from lossless.evidence import TESTS
-from utils import GREEDY
+from utils import GREEDY, Sampling
 
 GREEDY_TOKENS, TEXTS, TEXT_TOKENS = 50, 40, 100  # of the greedy text of each prompt; drawn texts, and of each of them
-Figures = dict[str, Any]  # as the record has them
-# (prompts, count, temperature, seeds) -> the new tokens of each
-Write = Callable[[Sequence[list[int]], int, float, Sequence[int]], list[list[int]]]
+CHECKED_BATCH = 8  # texts at once, of a method that decodes many
+# (prompts, count, sampling, seeds) -> the new tokens of each
+Write = Callable[[Sequence[list[int]], int, Sampling, Sequence[int]], Sequence[Sequence[int]]]
 
 
 class Float32Model:
@@ -46,6 +46,12 @@ class Float32Model:
                 hook.remove()
 
 
+def stored_model(folder: Path, vocabulary: int, device: str) -> Float32Model:
+    """The model in a folder, with the weights that other programs read."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().to(device)
+    return Float32Model(model, vocabulary)
+
+
 def float32_hooks(module: nn.Module) -> list[Any]:
     """Hooks that give a module float32 weights while it runs. Afterwards it has its own weights again, and not copies
     of them: others share them."""
@@ -64,56 +70,33 @@ def float32_hooks(module: nn.Module) -> list[Any]:
 
 
 class TextChecker:
-    """Checks the rows of a run.
+    """Checks the texts of other programs.
 
-    target, draft: in float32; draft: None if there is none with the target's tokenizer. limit: the p-value below which
-    a test fails. samples: whether sampled texts are tested. drawn: the prompts and the texts that were sampled last.
+    target, draft: in float32; draft: None if there is none with the target's tokenizer. sampling: of drawn texts.
+    limit: the p-value below which a test fails.
     """
 
     def __init__(
-        self, target: Float32Model, draft: Float32Model | None, limit: float, seed: int, samples: bool = True
+        self, target: Float32Model, draft: Float32Model | None, sampling: Sampling, limit: float, seed: int
     ) -> None:
-        self.target, self.draft, self.limit, self.seed, self.samples = target, draft, limit, seed, samples
-        self.drawn: list[tuple[list[int], list[int]]] = []
+        self.target, self.draft, self.sampling, self.limit, self.seed = target, draft, sampling, limit, seed
 
-    @property
-    def tokens(self) -> int:
-        """Of the longest text that is checked."""
-        return max(GREEDY_TOKENS, TEXT_TOKENS if self.samples else 0)
-
-    def greedy(self, write: Write, prompts: Sequence[list[int]], unit: float) -> Figures:
-        """The figures of greedy texts: tokens, those that are not the argmax, and those that rounding does not
-        explain. unit: the unit roundoff of the engine. Raises ValueError if there are any of the last kind."""
-        texts = write(prompts, GREEDY_TOKENS, 0.0, [self.seed] * len(prompts))
-        figures = Auditor(self.target, None, unit, self.seed).greedy(prompts, texts, GREEDY)
+    def greedy(self, write: Write, prompts: Sequence[list[int]], unit: float) -> GreedyAuditFigures:
+        """The figures of greedy texts. unit: the unit roundoff of the engine. Raises ValueError if rounding does not
+        explain one of their tokens."""
+        texts = write(prompts, GREEDY_TOKENS, GREEDY, [self.seed] * len(prompts))
+        figures = Auditor(cast(Any, self.target), None, unit, self.seed).greedy(prompts, texts, GREEDY)
         if figures["beyond"]:
             raise ValueError(
                 f"not timed: {figures['beyond']} of {figures['tokens']} greedy tokens are not the target's; the "
                 f"largest logit gap is {figures['largest_gap']:.2g}, and rounding explains {figures['allowed']:.2g}"
             )
-        return dict(figures)
+        return figures
 
-    def sampled(self, write: Write, prompts: Sequence[list[int]], unit: float) -> Figures | None:
-        """The figures of drawn texts, and "seen_by": the tests that tell them from the target's own. unit: the unit
-        roundoff of the engine."""
-        self.drawn = []
-        if not self.samples:
-            return None
+    def sampled(self, write: Write, prompts: Sequence[list[int]], unit: float) -> AuditFigures:
+        """The figures of drawn texts, and which tests tell them from the target's own."""
         prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]
         seeds = [self.seed + 7919 * number for number in range(1, TEXTS + 1)]
-        texts = write(prefixes, TEXT_TOKENS, SAMPLING.temperature, seeds)
-        self.drawn = list(zip(prefixes, texts))
-        auditor = Auditor(self.target, self.draft, unit, self.seed, self.limit)
-        return dict(auditor.drawn(prefixes, texts, SAMPLING))
-
-
-def verdict(figures: Figures | None) -> str:
-    """What is said of a row's sampled texts: whether a test found a difference from the target's own."""
-    if figures is None:
-        return ""
-    if not figures["seen_by"]:
-        return "none found"
-    tests = [TESTS[name] for name in figures["seen_by"]]
-    if figures["impossible"]:
-        tests[-1] += f" {100 * figures['impossible'] / figures['tokens']:.0f} %"
-    return f"found: {', '.join(tests)}"
+        texts = write(prefixes, TEXT_TOKENS, self.sampling, seeds)
+        auditor = Auditor(cast(Any, self.target), cast(Any, self.draft), unit, self.seed, self.limit)
+        return auditor.drawn(prefixes, texts, self.sampling)

@@ -14,6 +14,7 @@ the node accepts with probability sum m, and emits a token of m / sum m.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -162,3 +163,16 @@ def after_child(mass: Tensor, w: Tensor, law: Tensor, x: Tensor) -> tuple[Tensor
     # 1 - sum min(m, q) = s + 1 - w. It is 0 only if m equals q: then no child is rejected.
     rejected = (s + (1 - w)).clamp(min=torch.finfo(mass.dtype).tiny)
     return ratio, torch.where(drawn[..., None], left / rejected[..., None], mass), torch.where(drawn, s / rejected, w)
+
+
+@functools.cache
+def synthetic_tree(alpha: float, rule: TreeRule = traversal_rule) -> TreeRule:
+    """As `decoding.verification.synthetic` for trees: the k-th child of a node is accepted with probability alpha / k,
+    if its parent was and those before it were not. rule: its work is done, and its token is kept."""
+
+    def verify(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
+        token = rule(p, q, drafts, u, tree)[2]
+        passed = torch.stack([u[:, node] < alpha / (rank + 1) for node, rank in enumerate(tree.ranks)], 1)
+        return *path_of(first_passed(passed, tree), tree), token
+
+    return verify

@@ -1,0 +1,226 @@
+"""`measure_steps`: what the steps of decoding cost (`test.py --steps`): forwards beside the time to read as many bytes,
+prefill, the growth with the context, and the parts of a round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Generator, Tensor
+
+from decoding.drafter import Drafter
+from decoding.rows import Rows, uniform
+from decoding.verification import synthetic, token_rule
+from engine.cachedModel import CachedModel
+from engine.decoderLayers import PackedLayer
+from engine.kernels.packedLinear import on_huge_pages
+from experiments.lines import Append, StepLine
+from experiments.loading import LoadedModels, Prepared
+from experiments.measure import conditions_of
+from experiments.speed import Step, time_steps
+from methods.samplers import guesser
+from specSampling import specSampling
+from utils import Sampling
+
+WIDTHS, CONTEXTS = (1, 2, 5, 9, 17, 32), (64, 256, 1024, 2000)  # tokens scored at once; tokens before a drawn one
+PROMPTS = (16, 64, 256, 1024)  # tokens of the prompts whose prefill is timed
+START = 64  # tokens before those of a forward
+LARGE = 512 << 20  # Bytes: more than any processor's cache holds.
+TURNS, BUDGET = (5, 40), 20.0  # The least and the most turns; seconds after which no new turn begins.
+READ = "reading"  # the role of a line that says how long it takes to read bytes
+
+
+def measure_steps(prepared: Prepared, models: LoadedModels, append: Append) -> None:
+    """Measure everything of this module, and append its lines. Models are the target and the one that drafts."""
+    settings, device = prepared.settings, prepared.place.device
+    (prompt, *_) = prepared.inputs.rows
+    seed, sampling = settings.measuring.seed, settings.sampling.of("steps")
+    gamma = settings.decoding.gamma_of("fixed")
+    drafter = guesser(dict(models), settings.decoding)
+    roles = dict(zip(("target", "draft"), (models["target"], *cast(list[CachedModel], drafter.models[:1]))))
+    conditions = conditions_of(prepared, "steps", len(prompt), sampling)
+    time_all = partial(times, seed=seed, device=device)
+    for line in (
+        *forward_lines(roles, time_all),
+        *prefill_lines(models["target"], sampling, time_all),
+        *growth_lines(models["target"], sampling, time_all),
+        *round_lines(models["target"], drafter, roles.get("draft"), prompt, gamma, sampling, time_all),
+    ):
+        append(cast(StepLine, {"kind": "costs", "of": "step", **conditions, **line}))
+
+
+def times(steps: Mapping[Any, Step], seed: int, device: torch.device | str) -> dict[Any, list[float]]:
+    """The seconds of steps that are timed in turn, for BUDGET seconds."""
+
+    def turns() -> Iterator[int]:
+        began = time.perf_counter()
+        for turn in range(TURNS[1]):
+            if turn >= TURNS[0] and time.perf_counter() - began > BUDGET:
+                return
+            yield turn
+
+    for step in steps.values():
+        step()  # It may compile something.
+    return time_steps(steps, turns(), seed, device)
+
+
+def fill(model: CachedModel, length: int, capacity: int) -> None:
+    """Read `length` tokens into a KV cache of `capacity` slots. Memory that was never written would be mapped to a
+    single page, and reading it would be too fast."""
+    owner = model.cache_of or model
+    owner.reserve(1, capacity)
+    for start in range(0, length, 256):  # In pieces, so that the logits stay small.
+        at = torch.arange(start, min(start + 256, length), device=model.device)[None]
+        owner.forward(at % model.vocabulary, at, keep=torch.tensor([at.shape[1] - 1], device=model.device))
+
+
+def forward(model: CachedModel, count: int, start: int) -> Callable[[], Tensor]:
+    """A step: the forward of `count` tokens from position `start` on."""
+    at = torch.arange(start, start + count, device=model.device)[None]
+    tokens = at % model.vocabulary
+    return lambda: model.forward(tokens, at)
+
+
+def one_token(model: CachedModel, start: int, sampling: Sampling) -> Step:
+    """A step: reads the token at position `start` and draws the next one."""
+    at = torch.tensor([[start]], device=model.device)
+    tokens, generator = at % model.vocabulary, Generator(model.device).manual_seed(0)
+
+    def step() -> None:
+        u = uniform(1, 1, device=model.device, generator=generator)
+        model.draw(tokens, at, u, sampling)[0].item()
+
+    return step
+
+
+def weight_bytes(model: CachedModel) -> int:
+    """Bytes of the weights that a forward must read: all but the input embedding, of which it needs only a few rows."""
+    layers = [module for module in model.model.modules() if isinstance(module, PackedLayer)]
+    if layers:  # They are no parameters.
+        parts = [part for layer in layers for part in layer.parts.values()]
+        return sum(part.nbytes for part in (*parts, model.model.get_output_embeddings().packed))
+    weights = {weight.data_ptr(): weight.nbytes for weight in model.model.parameters()}
+    if model.model.get_input_embeddings().weight is not model.model.get_output_embeddings().weight:
+        weights.pop(model.model.get_input_embeddings().weight.data_ptr())
+    return sum(weights.values())
+
+
+def cache_bytes(model: CachedModel, length: int) -> int:
+    """Bytes of the first `length` slots of a model's KV cache."""
+    cache = (model.cache_of or model).cache
+    assert cache is not None
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) * length // cache.capacity
+
+
+@torch.inference_mode()
+def forward_lines(roles: Mapping[str, CachedModel], time_all: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """Forwards of WIDTHS tokens, and reading as many bytes as the weights have, and a large buffer.
+
+    A buffer is read in several ways. One may be slow for a reason of its own, so the fastest of each turn counts.
+    """
+    sizes = {role: weight_bytes(model) for role, model in roles.items()}
+    steps: dict[tuple[str, str, int], Step] = {}  # (what is read, "read" or "forward", the way or the tokens)
+    for name, size in (sizes | {"memory": LARGE}).items():
+        device = roles[name].device if name in roles else roles["target"].device
+        buffer = on_huge_pages(torch.empty(max(min(size, LARGE) // 4096, 1), 1024, device=device)).uniform_()
+        ways = buffer.sum, buffer.norm, partial(torch.mv, buffer, torch.ones(1024, device=device))
+        steps |= {(name, "read", way): read for way, read in enumerate(ways)}
+        if name in roles:
+            fill(roles[name], START, START + max(WIDTHS))
+            steps |= {(name, "forward", n): forward(roles[name], n, START) for n in WIDTHS}
+    seconds = time_all(steps)
+    for name, size in (sizes | {"memory": LARGE}).items():
+        turns = zip(*(taken for key, taken in seconds.items() if key[:2] == (name, "read")))
+        read = max(min(size, LARGE) // 4096, 1) * 4096
+        yield {"what": READ, "role": name, "bytes": read, "seconds": [min(turn) for turn in turns]}
+    for (name, kind, n), taken in seconds.items():
+        if kind == "forward":
+            size = sizes[name] + cache_bytes(roles[name], START + n)
+            yield {"what": "forward", "role": name, "tokens": n, "bytes": size, "seconds": taken}
+
+
+@torch.inference_mode()
+def prefill_lines(target: CachedModel, sampling: Sampling, time_all: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """Reading a prompt and drawing the first token, as every decoding method of this project begins. The KV cache has
+    as many slots for each length, so that it is not allocated anew."""
+    lengths = sorted({min(length, target.context - 1) for length in PROMPTS})
+
+    def first_step(length: int) -> Step:
+        prompt = (torch.arange(length) % target.vocabulary).tolist()
+        generator = Generator(target.device).manual_seed(0)
+        room = lengths[-1] + 1 - length
+        return lambda: target.first_token(Rows([prompt], room, [target], generator=generator), sampling)
+
+    for length, taken in time_all({length: first_step(length) for length in lengths}).items():
+        yield {"what": "prefill", "role": "target", "tokens": length, "seconds": taken}
+
+
+@torch.inference_mode()
+def growth_lines(target: CachedModel, sampling: Sampling, time_all: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """A token of the target, drawn after contexts of growing length."""
+    contexts = sorted({min(length, target.context) for length in CONTEXTS})
+    fill(target, contexts[-1], contexts[-1])
+    for context, taken in time_all({n: one_token(target, n - 1, sampling) for n in contexts}).items():
+        yield {"what": "growth", "role": "target", "tokens": context, "seconds": taken}
+
+
+@torch.inference_mode()
+def round_lines(
+    target: CachedModel,
+    drafter: Drafter,
+    draft: CachedModel | None,
+    prompt: Sequence[int],
+    gamma: int,
+    sampling: Sampling,
+    time_all: Callable[..., Any],
+) -> Iterator[dict[str, Any]]:
+    """The parts of a round with `gamma` guesses.
+
+    "plain step", "draft step": a token of the target, and of the draft. "scoring": gamma + 1 tokens scored at once, and
+    verified. "round": a whole round in which all guesses are accepted. "sampling": its filters, draws and verification
+    alone.
+    """
+    generator = Generator(target.device).manual_seed(0)
+    room = rounds_of(gamma)
+    for model in (target, *([draft] if draft else [])):
+        fill(model, len(prompt), len(prompt) + room)
+    logits = forward(target, gamma + 1, len(prompt))()
+    at = torch.arange(gamma + 1, device=target.device)[None] + len(prompt)
+    q = target.probabilities(logits[:, :gamma], sampling)
+    drafts = target.pick(q, torch.rand(q.shape[:-1], device=target.device, generator=generator))
+    block = torch.cat([at[:, :1] % target.vocabulary, drafts], 1)
+
+    def numbers(*shape: int) -> Tensor:
+        return uniform(*shape, device=target.device, generator=generator)
+
+    def scoring() -> None:
+        target.score_block(block, at, q, numbers(1, gamma + 1), sampling, token_rule)[1].tolist()
+
+    def sampling_alone() -> None:
+        for i in range(gamma):
+            target.pick(target.probabilities(logits[:, i], sampling), numbers(1))
+        p = target.probabilities(logits, sampling)
+        target.rule(token_rule)(p, q, drafts, numbers(1, gamma + 1))[0].tolist()
+
+    def whole_round() -> float:
+        """The first round does not count: in it the draft reads the prompt."""
+        rule = synthetic(1.0, target.rule(token_rule))
+        _, (record,) = specSampling(
+            [list(prompt)], target, drafter, room, gamma, sampling, None, generator, verify=rule
+        )
+        return (record.times[-1] - record.times[1]) / (len(record.times) - 2)
+
+    parts: dict[str, Step] = {"plain step": one_token(target, len(prompt), sampling)}
+    if draft is not None:
+        parts["draft step"] = one_token(draft, len(prompt), sampling)
+    parts |= {"scoring": scoring, "sampling": sampling_alone, "round": whole_round}
+    for part, taken in time_all(parts).items():
+        yield {"what": "round", "role": part, "tokens": gamma, "seconds": taken}
+
+
+def rounds_of(gamma: int) -> int:
+    """The first token and those of three rounds in which all guesses are accepted."""
+    return 1 + 3 * (gamma + 1)
