@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from inputs import starting
 
@@ -70,24 +70,20 @@ def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None)
     models = prepared.load_first()
     store, record = Results(prepared.settings.output.folder), run_record(prepared, models, argv)
     if not prepared.processes.first:
-        measure(prepared, models, lambda line: None, lambda of: None)
+        measure(prepared, models, lambda line: None)
         return record, []
-    for sentence in rerun.changes(earlier, record) if earlier else ():
+    for sentence in (*(rerun.changes(earlier, record) if earlier else ()), *strained(record)):
         print(sentence)
-    print(end="".join(f"{sentence}\n" for sentence in strained(record)))
     store.lines.parent.mkdir(parents=True, exist_ok=True)
     store.append(**record)
-    name, drawn = record["run"], list[str]()
+    name = record["run"]
 
     def append(line: Line) -> None:
         store.append(run=name, **line)
 
-    def picture(of: str) -> None:
-        drawn.append(figures.draw(of, store.run(name)[1], store.lines.parent, name))
-
     try:
-        measure(prepared, models, append, picture)
-        append({"kind": "end", "figures": drawn})
+        measure(prepared, models, append)
+        append({"kind": "end", "figures": figures.draw(store.run(name)[1], store.lines.parent, name)})
     finally:
         try:
             store.render()
@@ -97,23 +93,16 @@ def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None)
     return store.run(name)
 
 
-def measure(prepared: Prepared, models: LoadedModels, append: Append, picture: Callable[[str], None]) -> None:
-    """Everything the settings ask for. Models in another dtype are loaded after those before them are released.
-    picture: draws the figure of a mode."""
+def measure(prepared: Prepared, models: LoadedModels, append: Append) -> None:
+    """Everything the settings ask for. Models in another dtype are loaded after those before them are released."""
     measuring = prepared.settings.measuring
     for mode in measuring.timed:
         if mode == "steps":
             measure_steps(prepared, models, append)
         else:
             measure_speed(prepared, models, mode, append, other_methods)
-    if "compare" in measuring.timed:
-        picture("speed")
-    if measuring.sweep:
-        picture("batches" if measuring.sweep == "batch" else "sweep")
-    if prepared.inputs.questions and set(measuring.timed) != {"sweep"}:
-        picture("categories")
-    if measuring.lossless and run_trials(prepared, models, append):
-        picture("lossless")
+    if measuring.lossless:
+        run_trials(prepared, models, append)
     if measuring.audit:
         audit(prepared, models, append)
     other = prepared.settings.models.compile or prepared.place.dtype != prepared.place.text_dtype

@@ -17,6 +17,7 @@ from engine.kvCache import cache_bytes
 from experiments.lines import Append, EngineLine
 from experiments.loading import LoadedModels, Prepared
 from experiments.speed import Timed, Written
+from inputs.auditTexts import write_texts
 from inputs.devices import available_memory
 from inputs.models import model_version
 from inputs.progress import followed
@@ -118,6 +119,8 @@ def ready(
             if not (alpha and METHODS[name].guesses):
                 greedy = checker.greedy(write, prompts, row.unit_roundoff)
                 drawn = checker.sampled(write, prompts, row.unit_roundoff)
+                if folder := prepared.settings.output.texts:
+                    write_texts(folder / f"{name.replace(':', '-')}.jsonl", checker.drawn)
         except (PeerError, ValueError, OSError) as error:
             row.fail(error)
         line: EngineLine = {

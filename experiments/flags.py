@@ -17,7 +17,8 @@ from engine.quantised import BITS
 from inputs.commandLine import VERSION, Parser, add_flags, choice, flag, flags_of, number, path, switch, text, whole
 from inputs.files import ROOT
 from inputs.models import DTYPES
-from methods.catalogue import METHODS, PROGRAMS, Role, lossless_methods
+from methods.catalogue import METHODS, Role, lossless_methods
+from methods.programs import PROGRAMS
 from methods.samplers import Decoding
 from utils import Sampling, UserError
 
@@ -276,6 +277,13 @@ class Output:
     folder: Path = flag(path, ROOT, "FOLDER", name="out")
     """The folder of results.txt, results.jsonl and figures/, which is made if it is not there. Default: the project's
     folder."""
+    texts: Path | None = flag(
+        path,
+        None,
+        "FOLDER",
+        only=("methods of other programs", lambda settings: any(":" in name for name in settings.measuring.names)),
+    )
+    """Write the sampled texts of other programs to this folder, each in a file for --audit."""
     show: bool = switch(first=True)
     """Show one text on the screen as it is decoded: guesses accepted, guesses rejected, and the target's own tokens. A
     terminal shows it slowly enough to follow. Nothing is measured. --speedNew, --speedMulti or --contrastive choose the
@@ -342,6 +350,8 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         raise UserError(f"--html {args.html} is a folder; name a file")
     if args.audit and not os.path.isfile(args.audit):
         raise UserError(f"--audit {args.audit} is not a file")
+    if args.texts and not os.path.isdir(args.texts):
+        raise UserError(f"--texts {args.texts} is not a folder")
     if os.path.exists(args.out) and not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
     return args

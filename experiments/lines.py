@@ -39,8 +39,8 @@ class Machine(TypedDict):
 
 
 class ModelRecord(TypedDict):
-    """A model of a run. version: identifies its weights. compiled: whether it was, and did not stay eager; the oldest
-    records have no such field. device, processor: of a draft that has a device of its own."""
+    """A model of a run. version: identifies its weights. compiled: whether it was, and did not stay eager. device,
+    processor: of a draft that has a device of its own."""
 
     name: str
     version: str
@@ -116,16 +116,16 @@ class TimedText(Label):
     drafted: int
     accepted: int
     acceptance_by_position: Sequence[Sequence[int]]
-    input: NotRequired[str]
-    sha256: NotRequired[str]
+    input: str
+    sha256: str
 
 
 class Conditions(TypedDict):
     """What the timed texts of one mode have in common. gamma: None if each method has its own."""
 
     dtype: str
-    promptLen: NotRequired[int]
-    mode: NotRequired[str]
+    promptLen: int
+    mode: str
     maxLen: int
     gamma: int | None
     temperature: float
@@ -136,7 +136,7 @@ class SpeedLine(Conditions, TimedText):
     """One timed text. repeatable: flags and seed fix its tokens."""
 
     kind: Literal["speed"]
-    repeatable: NotRequired[bool]
+    repeatable: bool
 
 
 class QueueFigures(TypedDict):
@@ -222,9 +222,9 @@ class DiversityLine(TypedDict):
     kind: Literal["diversity"]
     dtype: str
     method: str
-    repeatable: NotRequired[bool]
-    input: NotRequired[str]
-    sha256: NotRequired[str]
+    repeatable: bool
+    input: str
+    sha256: str
     prompts: int
     texts: int
     maxLen: int
@@ -243,7 +243,7 @@ class TextPerplexityLine(TypedDict):
     corpus: str
     texts: int
     tokens: int
-    input: NotRequired[str]
+    input: str
     each: list[dict[str, float]]
     ppl: dict[str, float]
 
@@ -258,7 +258,7 @@ class CorpusPerplexityLine(TypedDict):
     corpus: str
     tokens: int
     documents: int
-    input: NotRequired[str]
+    input: str
     window: int
     stride: int
     ppl: dict[str, dict[str, float]]

@@ -28,10 +28,10 @@ from inputs.commandLine import counted
 from inputs.models import model_version
 from utils import UserError
 
-# The source that decides what is written, how fast, and how it is measured. Reports and figures are not among it.
+# All source that can change a figure: what is written, how fast, how it is measured, and what is made of it.
 SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
 BUSY = 0.5  # load beyond the cores that is no sign of other programs
-FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "benchmark")
+FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "lossless", "benchmark", "report", "scripts")
 
 
 def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) -> RunLine:

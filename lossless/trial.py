@@ -248,10 +248,10 @@ class Trial:
             self.append(line)
 
 
-def run_trials(prepared: Prepared, models: LoadedModels, append: Append) -> bool:
+def run_trials(prepared: Prepared, models: LoadedModels, append: Append) -> None:
     """Test the methods in float32 with `models`, and then in a second dtype, with models that are loaded when these are
     released. There texts are drawn too if --dtype names it; else only greedy texts are compared. Planted mistakes are
-    tested in float32. Returns whether texts were drawn."""
+    tested in float32."""
     settings = prepared.settings
     named, drawn = settings.models.dtype, bool(settings.sampling.of("lossless").temperature)
     # Mistakes are planted in models that run eagerly: layers that are packed for the kernels cannot.
@@ -262,7 +262,6 @@ def run_trials(prepared: Prepared, models: LoadedModels, append: Append) -> bool
     dtype = second_dtype(named, prepared.place.device)
     models = (prepared.load_as_timed if dtype == named else prepared.load)(dtype)
     run_trial(Trial(prepared, models, dtype, append), drawn and dtype == named)
-    return drawn
 
 
 def run_trial(trial: Trial, drawn: bool, planted: Trial | None = None) -> None:

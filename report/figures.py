@@ -11,13 +11,13 @@ import matplotlib
 import numpy as np
 
 from experiments.batchSweep import predict as predict_batches
-from experiments.categories import OVERALL, by_category
+from experiments.categories import OVERALL, by_category, categories
 from experiments.intervals import FEW, Range, summarize
-from experiments.lines import CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
+from experiments.lines import BatchCostsLine, CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
 from experiments.sweep import predict
 from inputs.commandLine import visible
 from lossless.evidence import BINS
-from report.runTables import ALONE, Prediction, mode_of, swept
+from report.runTables import ALONE, Prediction, swept
 from report.tables import median, name_of
 
 matplotlib.use("Agg")
@@ -33,17 +33,22 @@ THEORIES = (  # key of `sweep.predict`, style of the line, label
 )
 
 
-def draw(mode: str, lines: Sequence[Line], folder: Path, run: str) -> str:
-    """Draw the figure of a mode of a run. Returns its path in the folder of the results."""
+def draw(lines: Sequence[Line], folder: Path, run: str) -> list[str]:
+    """Draw each figure for which the run has lines. Returns their paths in the folder of the results."""
+    timed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
     drawers = {
-        "speed": draw_speed,
-        "sweep": draw_sweep,
-        "lossless": draw_lossless,
-        "categories": draw_categories,
-        "batches": draw_batches,
+        draw_speed: [line for line in timed if line["mode"] == "compare"],
+        draw_sweep: of_kind(lines, CostsLine),
+        draw_batches: of_kind(lines, BatchCostsLine),
+        draw_categories: categories(timed),
+        draw_lossless: of_kind(lines, LosslessLine),
     }
-    path = drawers[mode](lines, folder / "figures" / f"{mode}-{run}.png")
-    return path.relative_to(folder).as_posix()
+    paths = [
+        drawer(lines, folder / "figures" / f"{drawer.__name__.removeprefix('draw_')}-{run}.png")
+        for drawer, needed in drawers.items()
+        if needed
+    ]
+    return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -57,16 +62,16 @@ def save(figure: Figure, path: Path) -> Path:
 def draw_speed(lines: Sequence[Line], path: Path) -> Path:
     """Draw tokens per second by method of --compare as bars, the fastest first. Hatched: a test tells the text from the
     target's. Returns the path."""
-    speed = [line for line in of_kind(lines, SpeedLine) if mode_of(line) == "compare"]
-    speed = [line for line in speed if line.get("promptLen") == speed[0].get("promptLen")]
+    speed = [line for line in of_kind(lines, SpeedLine) if line["mode"] == "compare"]
+    speed = [line for line in speed if line["promptLen"] == speed[0]["promptLen"]]
     rows = sorted(summarize(speed), key=lambda row: row["throughput"].middle)
     engines = {line["method"]: line for line in of_kind(lines, EngineLine)}
     figure, axes = plt.subplots(figsize=(8, 1.1 + 0.26 * len(rows)), dpi=120, layout="constrained")
     longest = max(np.nanmax(row["throughput"]) for row in rows)
     for y, row in enumerate(rows):
         middle, low, high = row["throughput"]
-        other = row["method"] in engines
-        drawn = engines[row["method"]]["drawn"] if other else None
+        other = ":" in row["method"]
+        drawn = engines[row["method"]]["drawn"] if row["method"] in engines else None
         colour = GREY if row["method"] == "target" else BLUE if not other else "#e5d3b3"
         axes.barh(
             y,
@@ -85,7 +90,8 @@ def draw_speed(lines: Sequence[Line], path: Path) -> Path:
     axes.set(yticks=range(len(rows)), yticklabels=names, xlim=(0, 1.22 * longest), xlabel="tokens per second")
     ranges = {isinstance(row["throughput"], Range) for row in rows}
     bars = {True: "ranges", False: "95 % intervals"}[ranges.pop()] if len(ranges) == 1 else "intervals or ranges"
-    others = "; brown: other programs, hatched where a test tells the text from the target's" if engines else ""
+    others = "; brown: other programs" if any(":" in row["method"] for row in rows) else ""
+    others += ", hatched where a test tells the text from the target's" if engines else ""
     axes.set_title(f"medians, {bars}{others}", loc="left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     return save(figure, path)
@@ -216,8 +222,8 @@ def draw_break_even(axes: Axes, rows: Mapping[Any, Prediction]) -> None:
 def draw_categories(lines: Sequence[Line], path: Path) -> Path:
     """Draw the speed-up of each method as bars, category by category, as Spec-Bench defines it. lines: of the first
     mode that has such a table. Returns the path."""
-    speed = [line for line in of_kind(lines, SpeedLine) if mode_of(line) != "sweep"]
-    groups = by_category([line for line in speed if mode_of(line) == mode_of(speed[0])])
+    speed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
+    groups = by_category([line for line in speed if line["mode"] == speed[0]["mode"]])
     methods = [row["method"] for row in groups[OVERALL] if row["method"] not in ALONE]
     figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4), dpi=120, layout="constrained")
     width, colours = 0.8 / max(1, len(methods)), plt.cm.Blues(np.linspace(0.3, 0.75, len(methods)))

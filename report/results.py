@@ -46,7 +46,7 @@ from inputs.commandLine import counted, visible
 from inputs.files import replace_file
 from methods.catalogue import METHODS
 from report import losslessReport
-from report.runTables import batch_table, mode_of, speed_notes, speed_tables, sweep_tables
+from report.runTables import batch_table, speed_notes, speed_tables, sweep_tables
 from report.sources import is_the_reports
 from report.stepTables import engine_report, step_tables
 from report.tables import WIDTH, Table, median, name_of, plain
@@ -141,11 +141,12 @@ class Results:
                     f"{self.text} cannot be written: {reason}; the measurements are in {self.lines.name}"
                 ) from None
 
-    def rendered(self) -> str:
-        """The content of `results.txt`: a line for each of the newest runs, and all runs, newest first."""
+    def rendered(self, runs: Sequence[Run] | None = None) -> str:
+        """The content of `results.txt`: a line for each of the newest runs, and all runs, newest first. runs: None for
+        those of this folder."""
         index: list[tuple[int, str, str]] = []
         shown: list[str] = []
-        for run, measurements in reversed(self.runs()):
+        for run, measurements in reversed(self.runs() if runs is None else runs):
             buffer = StringIO()
             try:
                 show(run, measurements, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
@@ -170,8 +171,8 @@ def headline(lines: Sequence[Line]) -> str:
     if of_kind(lines, LosslessLine):
         return "no difference" if losslessReport.verdict(lines)[0] else "a difference"
     if speed := [line for line in of_kind(lines, SpeedLine) if line["method"] in LOSSLESS]:
-        mode, length = mode_of(speed[-1]), speed[-1]["promptLen"]
-        rows = summarize([line for line in speed if (mode_of(line), line["promptLen"]) == (mode, length)])
+        mode, length = speed[-1]["mode"], speed[-1]["promptLen"]
+        rows = summarize([line for line in speed if (line["mode"], line["promptLen"]) == (mode, length)])
         best = max(rows, key=lambda row: -math.inf if math.isnan(row["speedup"][0]) else row["speedup"][0])
         if best["method"] != "target":
             return f"{name_of(best['method'])}: {median(best['speedup'])} of plain"
@@ -196,8 +197,8 @@ def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
     pythia = is_the_reports(run)
     speed = of_kind(lines, SpeedLine)
     of_speed: list[RenderableType] = []
-    for mode, length in dict.fromkeys((mode_of(line), line.get("promptLen")) for line in speed):
-        timed = [line for line in speed if (mode_of(line), line.get("promptLen")) == (mode, length)]
+    for mode, length in dict.fromkeys((line["mode"], line["promptLen"]) for line in speed):
+        timed = [line for line in speed if (line["mode"], line["promptLen"]) == (mode, length)]
         if mode == "sweep":
             of_speed += sweep_tables(run, timed, [c for c in of_kind(lines, CostsLine) if c["promptLen"] == length])
         else:

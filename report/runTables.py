@@ -71,17 +71,12 @@ TREES = "tree", "topDown"
 ALONE = "draft", "mid", "target", "noCache"  # methods without guesses
 
 
-def mode_of(line: SpeedLine) -> str:
-    """The mode of `test.py` that timed a text. The oldest records have no such field."""
-    return line.get("mode", "speed")
-
-
 def swept(lines: Iterable[Line], cost: CostsLine) -> list[SpeedLine]:
     """The timed texts of `--sweep` at the temperature and prompt length of `cost`."""
     return [
         line
         for line in of_kind(lines, SpeedLine)
-        if mode_of(line) == "sweep"
+        if line["mode"] == "sweep"
         and line["temperature"] == cost["temperature"]
         and line["promptLen"] == cost["promptLen"]
     ]
@@ -119,14 +114,12 @@ def speed_tables(
     """The methods of one mode and one prompt length, and how acceptance depends on the position. queues: of the
     texts. engines: what is known of the methods of other programs."""
     rows, timed = summarize(lines, queues=queues), queues or lines
-    rows = ranked(rows) if mode_of(lines[0]) == "compare" else rows
+    rows = ranked(rows) if lines[0]["mode"] == "compare" else rows
     yield speed_table(run, lines, rows, engines)
     if categories(lines):
         yield category_table(lines)
         if queues:
             yield Text("By category, the speed-up is that of single texts, from their rows of the batch.")
-    if not queues:  # Of queues, the pairs are few: the table shows what there is.
-        yield from map(Text, order_note(rows))
     yield from map(Text, trees_beside_chains(timed, rows))
     yield from map(Text, gain_without_cache(timed))
     if overlaps:
@@ -149,31 +142,12 @@ def ranked(rows: Iterable[Summary]) -> list[Summary]:
     return sorted(rows, key=rank)
 
 
-def order_note(rows: Sequence[Summary]) -> Iterator[str]:
-    """Why a method with more tokens per second can have the smaller speed-up, if there is one. Of several pairs, the
-    one that differs most is named."""
-    pairs = [
-        (slow["speedup"][0] / fast["speedup"][0] * fast["throughput"][0] / slow["throughput"][0], slow, fast)
-        for slow in rows
-        for fast in rows
-        if slow["speedup"][0] > fast["speedup"][0] and slow["throughput"][0] < fast["throughput"][0]
-    ]
-    if pairs:
-        _, slow, fast = max(pairs, key=lambda pair: pair[0])
-        speed, ratio = ([str(median(row[figure])) for row in (slow, fast)] for figure in ("throughput", "speedup"))
-        yield (
-            f"{name_of(slow['method'])} has fewer tokens/s than {name_of(fast['method'])} ({' and '.join(speed)}) and "
-            f"the larger speed-up ({' and '.join(ratio)}): a speed-up is the median of ratios, each on one prompt and "
-            "repeat, and tokens/s is the median over all texts. The order is that of the speed-up."
-        )
-
-
 def speed_table(
     run: RunLine, lines: Sequence[SpeedLine], rows: Iterable[Summary], engines: Sequence[EngineLine] = ()
 ) -> Table:
     """One row for each method. `--speed` adds the course report's time per token; the other modes add counts of
     guesses, and have no room for every interval."""
-    of_report = mode_of(lines[0]) == "speed"
+    of_report = lines[0]["mode"] == "speed"
     brief = span if of_report else median
 
     def guesses(row: Summary) -> bool:

@@ -23,7 +23,7 @@ OTHERS = {
     "docs/ tests/": "the documentation, in docs/records/ the record of each figure in it; the test suite",
     "custom_generate/": "what `generate` of transformers loads by the folder's name",
     "models/ datasets/": "the bundled models and sample texts, and what you download",
-    "results.txt": "an index, then the tables of every run, newest first",
+    "results.txt": "the tables of every run, newest first; with an index above if there are several",
 }
 
 

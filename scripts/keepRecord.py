@@ -4,7 +4,7 @@
     python -m scripts.keepRecord compare 1 2 3 4 5 --from FOLDER    the newest five, of one command: five processes
     python -m scripts.keepRecord chat --from FOLDER                 FOLDER/chat.json, or another file of one record
 
-A record replaces the one that was kept under its name. results.txt is rendered from the runs that are kept.
+A record replaces the one that was kept under its name. The project's results.txt is that of "first", `python test.py`.
 `python -m scripts.render` then writes the documentation and draws its pictures.
 """
 
@@ -30,7 +30,7 @@ from utils import UserError
 
 Run = tuple[RunLine, list[Line]]  # the run's own line, and its measurements
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
-PLACES = ("--out",)  # flags that name a folder of the machine
+PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 
 
 class Records:
@@ -169,8 +169,8 @@ def of_processes(runs: Sequence[Run]) -> Run:
 
 
 def keep_run(name: str, chosen: Sequence[str], folder: Path, root: Path) -> str:
-    """Copy a run into docs/records/ under a name, or several as one of several processes, and render results.txt of the
-    project from all runs that are kept. Returns the run's own name."""
+    """Copy a run into docs/records/ under a name, or several as one of several processes. The project's results.txt is
+    that of the run "first". Returns the run's own name."""
     records = Records(root)
     run, lines = of_processes([choose_run(Results(folder), one) for one in chosen])
     # The figure of a run that is kept has a name of its own in figures/.
@@ -184,9 +184,8 @@ def keep_run(name: str, chosen: Sequence[str], folder: Path, root: Path) -> str:
     records.folder.mkdir(parents=True, exist_ok=True)
     replace_file(records.folder / "results.jsonl", "\n".join(written) + "\n")
     replace_file(records.folder / "index.json", json.dumps(index, indent=2) + "\n")
-    store = Results(records.folder)
-    store.text = root / "results.txt"
-    store.render()
+    if name == "first":
+        replace_file(root / "results.txt", Results(root).rendered([Records(root).run(name)]))
     return run["run"]
 
 
@@ -209,7 +208,7 @@ def work(root: Path, argv: Sequence[str] | None) -> None:
     elif not args.run:
         raise UserError(f"name the run to keep as {args.name!r}, or 1 for the newest")
     else:
-        print(f"Kept: run {keep_run(args.name, args.run, args.folder, root)} as {args.name!r}; results.txt shows it.")
+        print(f"Kept: run {keep_run(args.name, args.run, args.folder, root)} as {args.name!r}.")
     print("Now render the documentation: python -m scripts.render")
 
 

@@ -26,8 +26,9 @@ from experiments.intervals import summarize
 from inputs import files, randomModels
 from inputs.models import load_model
 from inputs.tokenizers import load_tokenizer
-from methods.catalogue import METHODS, PROGRAMS, choose
+from methods.catalogue import METHODS, choose
 from methods.drafters import ModelDrafter
+from methods.programs import PROGRAMS
 from report import figures
 from report.stepTables import forwards_table, limits_of, round_table, said_of
 from utils import GREEDY, Sampling, UserError, draw

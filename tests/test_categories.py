@@ -258,7 +258,7 @@ def test_the_figure_has_a_bar_for_each_category_and_method(tmp_path, monkeypatch
     drawn = []
     monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
     lines = [*LINES, *(line | {"mode": "speed"} for line in LINES), text("target", 0, 8, 1.0) | {"mode": "sweep"}]
-    assert figures.draw("categories", lines, tmp_path, "r1") == "figures/categories-r1.png"
+    figures.draw_categories(lines, tmp_path / "categories.png")
     (axes,) = drawn[0].axes
     assert [bar.get_height() for bar in axes.patches] == [2.0, 2.0, 2.0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["qa", "[b]rag", "overall"]

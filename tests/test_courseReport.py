@@ -89,7 +89,7 @@ def test_the_whole_protocol_downloads_measures_and_writes_one_page(served, cli, 
     assert perplexity[3][-1] == "-" and perplexity[4][-1] == "1.000"  # the report has no figure for PG-19
     assert all(tables_of(page, f"Perplexity: {data}") for data in ("wikitext", "pg19"))
     pictures = re.findall(r"!\[.*\]\((figures/.*png)\)", page)
-    assert len(pictures) == 2 and all((folder / picture).exists() for picture in pictures)  # of the sweep, of the tests
+    assert len(pictures) == 5 and all((folder / picture).exists() for picture in pictures)  # speeds, sweep, tests
     before, calls[:] = served.requests.copy(), []
     assert run(folder, "--flags", SMALL) == 0 and calls == [] and served.requests == before
     assert capsys.readouterr().out.count("measured before, run ") == STEPS

@@ -95,7 +95,7 @@ def test_every_block_is_as_its_record_says(capsys):
 
 def test_a_ratio_in_running_text_is_that_of_the_table():
     records = render.Records(ROOT)
-    (row,) = [line for line in BLOCKS["kinds"](records).splitlines() if line.startswith("| speculative, compiled |")]
+    (row,) = [line for line in BLOCKS["kinds"](records).splitlines() if line.startswith("| fixed |")]
     assert row.split("|")[-2].strip() == BLOCKS["over-plain"](records)
 
 
@@ -471,6 +471,8 @@ def check(words, monkeypatch):
     name, flags = (words[at + 1], words[at + 2 :]) if words[at] == "-m" else (words[at][:-3], words[at + 1 :])
     if name == "pytest":
         assert (ROOT / flags[0]).is_file()
+    elif name == "benchmark" and {"--peers", "--text-check", "--shapes"} & {*flags}:
+        return  # the command of a kept record
     elif name in ("test", "benchmark") and "--help" not in flags:
         settings.parse([*PRESET * (name == "benchmark"), *flags])
     elif name not in ("mine", "scripts.NAME") and "--help" not in flags and flags != ["--measure"]:  # of a kept record
@@ -507,6 +509,8 @@ def test_a_command_that_its_program_does_not_take_is_caught(line, monkeypatch):
 def test_files_and_names_that_are_quoted_exist(name):
     quoted = re.findall(r"`([\w/.]+\.(?:py|h|cpp))(?::([\w.]+))?`", prose(read(ROOT / name)))
     for file, wanted in quoted:
+        if file == "llama.cpp":
+            continue
         assert (ROOT / file).is_file(), f"{name}: {file}"
         body = ast.parse(read(ROOT / file)).body if wanted else []
         for part in wanted.split(".") if wanted else []:

@@ -38,8 +38,7 @@ def test_a_run_is_kept_in_place_of_the_one_before(copy, tmp_path, capsys):
     assert "folder" not in kept and "out" not in kept["flags"]
     assert [line | {"run": run["run"]} for line in own] == lines
     assert "elsewhere" not in read(copy / "docs/records/results.jsonl") + read(copy / "results.txt")
-    shown_runs = re.findall(r"^Run (\w+) of", read(copy / "results.txt"), re.M)
-    assert sorted(shown_runs) == sorted(after.index.values())
+    assert re.findall(r"^Run (\w+) of", read(copy / "results.txt"), re.M) == ["feedbeef"]  # what `make run` writes
     assert "README.md" in render.render(copy)
     assert render.main(["--check"], copy) == 0, capsys.readouterr().out
 

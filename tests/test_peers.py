@@ -23,7 +23,8 @@ from benchmark.engines import engineProcess, install, peers, textCheck
 from benchmark.engines.engineProcess import EngineProcess, PeerError, Weights
 from engine.cachedModel import CachedModel
 from inputs import randomModels
-from inputs.models import load_model
+from inputs.auditTexts import read_texts
+from inputs.models import Outline, load_model
 from inputs.tokenizers import load_tokenizer
 from regrSampling import regrSampling
 from report.stepTables import said_of
@@ -113,7 +114,9 @@ def test_a_row_is_timed_only_if_its_text_is_right(cli, flags, pair_folder, tmp_p
         ("openvinoGenai", None): "load",
         ("vllmCpu", "lookup"): "sampled",
     }
-    lines, made = compared(cli, flags, pair_folder, tmp_path, monkeypatch, faults)
+    (tmp_path / "texts").mkdir()
+    more = "--texts", str(tmp_path / "texts")
+    lines, made = compared(cli, flags, pair_folder, tmp_path, monkeypatch, faults, *more)
     engines = {line["method"]: line for line in lines if line.get("test") == "engine"}
     said = {method: said_of(line) for method, line in engines.items()}
     expected = {  # how what is said of a row begins
@@ -136,6 +139,9 @@ def test_a_row_is_timed_only_if_its_text_is_right(cli, flags, pair_folder, tmp_p
     left_out = {name for name, words in expected.items() if words.startswith("left out")} | {"llama.cpp:draft"}
     assert timed == expected.keys() - left_out
     assert all(0 < line["ttft"] < line["seconds"] and line["tokens"] == 7 for line in lines if line["kind"] == "speed")
+    tokenizer, outline = load_tokenizer(pair_folder / "target"), Outline("target", 300, 256)
+    audited = {file.stem: len(read_texts(file, tokenizer, outline)) for file in (tmp_path / "texts").iterdir()}
+    assert audited == dict.fromkeys((name.replace(":", "-") for name in timed | {"llama.cpp:draft"}), 4)
     drafted = engines["openvino:draft"]
     assert drafted["settings"] == {"hint": "f32"} and drafted["drawn"]["places"] and drafted["drawn"]["top_p"] == 0.9
     assert engines["llama.cpp:plain"]["precision"] == "float16" and engines["vllm:plain"]["precision"] == "float32"

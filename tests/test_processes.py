@@ -283,7 +283,17 @@ def lines_of(folder):
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
-CLOCK = {"run", "ttft", "tpot", "throughput", "report_tpot", "seconds", "scoring", "file"}  # differ from run to run
+CLOCK = {
+    "run",
+    "ttft",
+    "tpot",
+    "throughput",
+    "report_tpot",
+    "seconds",
+    "scoring",
+    "figures",
+    "stalled",
+}  # differ from run to run
 
 
 def figures_of(folder):

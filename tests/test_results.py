@@ -61,6 +61,7 @@ def speed_line(run="r1", method="target", prompt=0, scale=1.0, **changes):
         "prompt": prompt,
         "repeat": 0,
         "promptLen": 64,
+        "mode": "speed",
         "prompt_tokens": 64,
         "ttft": 0.5 * scale,
         "tpot": 0.25 * scale,
@@ -330,7 +331,7 @@ def test_a_table_in_markdown_has_the_cells_of_the_screen():
         markdown(table, "alpha")
 
 
-def test_methods_are_in_the_order_of_their_speed_up_and_another_order_of_throughput_is_explained(tmp_path):
+def test_methods_are_in_the_order_of_their_speed_up_and_not_of_throughput(tmp_path):
     """Medians of ratios are not ratios of medians: here one method is twice as fast on the slow prompts alone."""
     speeds = {"target": (10, 10, 40), "fixed": (20, 20, 38), "block": (11, 30, 44)}
     lines = [
@@ -341,9 +342,6 @@ def test_methods_are_in_the_order_of_their_speed_up_and_another_order_of_through
     text = write(tmp_path, run_line(), *lines)
     names = [line.split()[0] for line in text.splitlines() if line.startswith(("target alone", "fixed", "block"))]
     assert names[:3] == ["target", "fixed", "block"]
-    assert "fixed has fewer tokens/s than block (20.0 and 30.0) and the larger speed-up (2.00 and 1.10): a" in text
-    (tmp_path / "same").mkdir()
-    assert "fewer tokens/s" not in write(tmp_path / "same", run_line(), *lines[:6])
     slower_first = [line | {"mode": "speed"} for line in lines[6:] + lines[:6]]
     assert [row["method"] for row in ranked(summarize(slower_first))] == ["target", "fixed", "block"]
 

@@ -73,8 +73,10 @@ class TextChecker:
     """Checks the texts of other programs.
 
     target, draft: in float32; draft: None if there is none with the target's tokenizer. sampling: of drawn texts.
-    limit: the p-value below which a test fails.
+    limit: the p-value below which a test fails. drawn: the prompts and the texts that were sampled last.
     """
+
+    drawn: Sequence[tuple[list[int], list[int]]] = ()
 
     def __init__(
         self, target: Float32Model, draft: Float32Model | None, sampling: Sampling, limit: float, seed: int
@@ -98,5 +100,6 @@ class TextChecker:
         prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]
         seeds = [self.seed + 7919 * number for number in range(1, TEXTS + 1)]
         texts = write(prefixes, TEXT_TOKENS, self.sampling, seeds)
+        self.drawn = list(zip(prefixes, map(list, texts)))
         auditor = Auditor(cast(Any, self.target), cast(Any, self.draft), unit, self.seed, self.limit)
         return auditor.drawn(prefixes, texts, self.sampling)
