@@ -32,7 +32,7 @@ from report.results import Results, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return the exit code: 0, 1 for a "no", 2 for what cannot be done."""
+    """Run the command line `argv` and return the exit code: 0; 1 if a test fails; 2 for an error of the user."""
     words = list(sys.argv[1:] if argv is None else argv)
     said = "What was measured is kept in results.txt.", "use smaller models, a smaller --dtype, --maxLen or --window"
     return together(lambda work: as_command("test.py", work, *said), lambda processes: work(words, processes))
@@ -50,7 +50,7 @@ def work(argv: Sequence[str], processes: Processes) -> int:
 
 
 def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes) -> int:
-    """Run again what a record says, and compare. Returns 1 if something differs."""
+    """Repeat the run of a record and compare the results. Returns 1 if something differs."""
     earlier, lines = rerun.choose(store.runs(), store.lines, name)
     folder = os.path.abspath(store.lines.parent)
     if os.path.isdir(earlier.get("folder", "")):

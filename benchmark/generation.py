@@ -108,8 +108,8 @@ class LibraryMethod:
         return output[0, len(prompt) :].tolist(), streamer.record
 
     def fail(self, error: Exception) -> None:
-        """Leave the method out."""
+        """Skip the method from now on."""
         self.failed = short_reason(str(error))
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Nothing to close."""

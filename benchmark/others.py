@@ -91,8 +91,7 @@ def ready(
     append: Append,
     start_process: StartProcess,
 ) -> None:
-    """Load and check the rows. The texts of methods whose guesses a coin accepts are not the target's, and not
-    checked."""
+    """Load and check the rows. With synthetic acceptance, texts are not the target's and are not checked."""
     alpha, seed = prepared.settings.decoding.acceptance, prepared.settings.measuring.seed
     sources = {role: source_of(prepared, models, role) for role in prepared.folders if role in DRAFTING}
     references = {

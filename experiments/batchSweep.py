@@ -131,7 +131,7 @@ def predict(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
 
 
 def cost_of_round(line: BatchCostsLine, drafted: float) -> float:
-    """What a round with so many guesses in each row costs, in units of a plain step."""
+    """The cost of a round with `drafted` guesses in each row, in units of a plain step."""
     return drafted * line["drafting"] + float(
         np.interp(drafted + 1, range(1, len(line["scoring"]) + 1), line["scoring"])
     )

@@ -332,12 +332,12 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     Sampling(args.contrastiveTemperature)
     Sampling().but(args.draftTemperature, args.draftTop_p)
     if args.temperature and len(args.temperature) > 1 and not args.sweep:
-        raise UserError("several temperatures are for --sweep; give one")
+        raise UserError("only --sweep takes several temperatures; give one")
     for temperature in args.temperature or [1.0]:
         Sampling(temperature, args.top_k, 1.0 if args.top_p is None else args.top_p, args.repetition_penalty)
     prompts = [flag for flag in ("prompt", "question", "promptFile", "prompts") if getattr(args, flag) is not None]
     if len(prompts) > 1:
-        raise UserError(f"--{prompts[0]} and --{prompts[1]} both say what to continue; give one of them")
+        raise UserError(f"--{prompts[0]} and --{prompts[1]} both give the prompt; use one of them")
     words = [] if args.prompt is None else [("prompt", args.prompt)]
     for name, said in words + [("question", question) for question in args.question or ()]:
         if not said.strip("\n" if name == "prompt" else None):

@@ -334,7 +334,7 @@ class MistakeFigures(EvidenceFigures, ShownCounts):
 
 
 class PowerLine(TrialConditions, MistakeFigures):
-    """How much text it takes to notice one planted mistake."""
+    """The number of tokens needed to detect one planted mistake."""
 
     kind: Literal["lossless"]
     test: Literal["mistake"]

@@ -205,7 +205,7 @@ class Prepared:
         self.settings = replace(self.settings, models=replace(self.settings.models, draft_bits=str(bits)))
         models |= dict.fromkeys(roles, made.of(bits, target))
         copies = "; ".join(f"{t.bits} bits: acceptance {t.alpha:.2f}, {t.cost:.2f} of a step" for t in measured)
-        print(f"Copies of the target ({copies}). Used: {bits} bits.")
+        print(f"Copies of the target were measured ({copies}); the copy in {bits} bits is used.")
 
     def load_first(self) -> LoadedModels:
         """The models of what comes first, and lines that say what memory they take."""

@@ -1,5 +1,4 @@
-"""`prepare`: everything a run needs, found and checked before anything is measured. Whatever may be refused is refused
-here."""
+"""`prepare`: find and check everything that a run needs. All input errors are raised here, before a measurement."""
 
 from __future__ import annotations
 
@@ -88,11 +87,11 @@ def where_to_run(settings: Settings, processes: Processes) -> Place:
         raise UserError(f"{min(others)} is timed in one process: start test.py without accelerate launch")
     device = processes.own_device(choice.device)
     if others - {"generate"} and device != "cpu":
-        raise UserError(f"{min(others - {'generate'})} runs on the CPU here: give --device cpu")
+        raise UserError(f"{min(others - {'generate'})} runs only on the CPU: use --device cpu")
     draft_device = processes.own_draft_device(choice.draft_device) or device
     dtype = choice.dtype or pick_dtype(device)
     if dtype == "bfloat16" and "mps" in (device, draft_device):
-        raise UserError("bfloat16 is not for mps: use --dtype float16 or float32")
+        raise UserError("mps does not support bfloat16: use --dtype float16 or float32")
     first = "float32" if settings.measuring.lossless else choice.dtype or "float32"
     return Place(device, draft_device, dtype, first)
 
@@ -101,14 +100,14 @@ def find_models(settings: Settings) -> dict[str, Path]:
     """{role: folder} of the models that are needed; those named by a hub id are downloaded."""
     choice, names = settings.models, models_of(settings)
     if "head" in names and not holds_head(find_model(choice.head or "")):
-        raise UserError(f"--head {choice.head} is a model, and no trained head; scripts/trainHead.py trains one")
+        raise UserError(f"--head {choice.head} is a model, not a trained head; train one with scripts/trainHead.py")
     names = {role: name for role, name in names.items() if name not in ("self", "head")}
     names = {role: made_model(name) for role, name in names.items()}
     in_order = sorted(dict.fromkeys(names.values()), key=is_hub_id)  # A wrong name is found before a large download.
     by_name = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
     for name, folder in by_name.items():
         if holds_head(folder):
-            raise UserError(f"{name} is a trained head, and no model; give it as --head {name} --draft head")
+            raise UserError(f"{name} is a trained head, not a model; give it as --head {name} --draft head")
     folders = {role: by_name[name] for role, name in names.items()}
     contrasts = any(METHODS[name].contrasts for name in settings.measuring.names)
     if contrasts and folders["target"] == folders.get("draft"):

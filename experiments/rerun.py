@@ -52,8 +52,8 @@ def choose(runs: Sequence[Run], path: Path, name: str) -> Run:
         raise UserError(f"--rerun {name}: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
         raise UserError(
-            f"--rerun {name}: run {run['run']} has nothing to compare with: it ended before anything was measured, "
-            "or was written by a version that kept no hashes"
+            f"--rerun {name}: run {run['run']} cannot be compared: it ended before anything was measured, "
+            "or was written by a version that recorded no hashes"
         )
     return run, lines
 

@@ -95,7 +95,7 @@ def devices(
         for name, value in expected.items():
             if values[name] != value:
                 raise UserError(
-                    f"the processes differ in their {name}: {value} in process 0 ({first['host']}), "
+                    f"the processes differ in {name}: {value} in process 0 ({first['host']}), "
                     f"{values[name]} in process {index} ({process['host']}); results would depend on who computes what"
                 )
     return [process for process, _ in gathered]

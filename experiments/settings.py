@@ -1,5 +1,4 @@
-"""`parse`: the flags of `test.py` as settings. What cannot be right is refused here, as far as it shows before anything
-is loaded."""
+"""`parse`: the flags of `test.py` as settings. Rejects invalid flags as far as possible before anything is loaded."""
 
 from __future__ import annotations
 
@@ -160,10 +159,10 @@ def check_modes(args: argparse.Namespace) -> None:
         if args.draft in ("lookup", "head") or (args.head and not args.draft) or args.draftVocab or args.prompts:
             args.ppl = 0
     if not any(getattr(args, mode) for mode in ALL_MODES):
-        raise UserError("nothing to measure: leave out --speed 0 or --ppl 0")
+        raise UserError("--speed 0 and --ppl 0 leave nothing to measure; leave out one of them")
     for own in "lossless", "audit":
         if getattr(args, own) is not None and any(getattr(args, mode) for mode in ALL_MODES if mode != own):
-            raise UserError(f"--{own} is a run of its own: leave out the other things to do")
+            raise UserError(f"--{own} cannot be combined with other modes")
 
 
 def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:

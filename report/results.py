@@ -100,7 +100,7 @@ class Results:
                 os.close(handle)
         except OSError as error:
             raise UserError(
-                f"{self.lines} cannot be written: {error.strerror or error}; what was written before is kept"
+                f"{self.lines} cannot be written: {error.strerror or error}; earlier results are kept"
             ) from None
 
     def records(self) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ def table_of(title: str, columns: Columns[Row], rows: Iterable[Row], left: tuple
 
 
 def notation(*tables: Table) -> str:
-    """What stands beside the medians in these tables, in a legend's words, after a space; nothing if nothing does."""
+    """The legend of what follows the medians in `tables`, such as " [95 % bootstrap interval]", or an empty string."""
     words = {False: " [95 % bootstrap interval]", True: f" (range of fewer than {FEW} independent values)"}
     figures = [cell for table in tables for row in table.rows for cell in row if isinstance(cell, Measured)]
     found = {figure.of_range for figure in figures if "\n" in figure.written("\n")}

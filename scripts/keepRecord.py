@@ -143,7 +143,7 @@ def choose_run(store: Results, name: str) -> Run:
         raise UserError(f"{store.lines} has no run {name}; it has: {', '.join(list(runs)[-9:]) or 'none'}")
     run, lines = runs[name]
     if not any(line["kind"] == "end" for line in lines):
-        raise UserError(f"run {name} was not finished: keep a whole one")
+        raise UserError(f"run {name} was not finished; keep a finished one")
     return run, lines
 
 

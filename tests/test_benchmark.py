@@ -107,7 +107,7 @@ def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch
         ("--compare llama.cpp --top_k 5", "takes --temperature and --top_p alone"),
         ("--compare fixed --target random:pythia-1m", "there is no shape 'pythia-1m'; known are: random:pythia-70m"),
         ("--lossless fixed --acceptance 0.5", "--acceptance is for measuring speed"),
-        ("--compare llama.cpp:plain --device meta", "llama.cpp runs on the CPU here"),
+        ("--compare llama.cpp:plain --device meta", "llama.cpp runs only on the CPU"),
     ],
 )
 def test_a_wrong_flag_is_one_line(cli, asked, words, tmp_path, capsys, monkeypatch):

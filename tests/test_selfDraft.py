@@ -479,7 +479,9 @@ def test_the_fastest_copy_is_used_recorded_and_used_again(cli, flags, tmp_path, 
     code, (run, *lines) = run_of(cli, flags, tmp_path, "--draft", "self", "--compare", "fixed")
     assert code == 0 and run["flags"]["draftBits"] == "5" and "5 bits" in run["models"]["draft"]["name"]
     said = capsys.readouterr().out
-    assert re.search(r"Copies of the target \(4 bits: .*; 8 bits: acceptance .*\)\. Used: 5 bits\.", said)
+    assert re.search(
+        r"Copies .* were measured \(4 bits: .*; 8 bits: acceptance .*\); the copy in 5 bits is used\.", said
+    )
     assert next(times, None) is None  # Nothing is measured again.
     assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out

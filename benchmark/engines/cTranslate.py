@@ -34,7 +34,7 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
 
 
 def word(token: int) -> str:
-    """What a token is called. The library takes prompts in words."""
+    """The string of a token. CTranslate2 takes prompts as token strings."""
     return f"t{token}"
 
 

@@ -161,7 +161,7 @@ class PeerError(Exception):
 
 
 def short_reason(words: str) -> str:
-    """The reason of a failure in one line, not too long."""
+    """The reason of a failure, shortened to one line."""
     line = " ".join(words.split())
     return line if len(line) <= REASON else line[: REASON - 4] + " ..."
 
