@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decoding.drafter import Drafter
+from decoding.drafter import Drafter, Observer
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
 from decoding.record import Record
@@ -28,12 +28,14 @@ def specSampling(
     callback: Callback | None = None,
     verify: VerificationRule = token_rule,
     batch: int | None = None,
+    observer: Observer | None = None,
 ) -> tuple[list[list[int]], list[Record]]:
     """Continue each of `prefixes` with tokens distributed exactly as `target`'s own, in fewer forwards of `target`.
 
     drafter: what guesses (methods/drafters.py).
     gamma: tokens to guess in a round, or a rule that chooses (decoding/lengthRules.py).
     verify: which guesses to accept (decoding/verification.py).
+    observer: called in each round, with the guesses and their verification (decoding/drafter.py).
     The other arguments, both results and the errors are those of `regrSampling`. Rows of a batch are ragged: in each
     round a row grows by the guesses it accepted and one more token.
     """
@@ -46,12 +48,18 @@ def specSampling(
             target.first_token(rows, sampling)
             drafter.read_prompts(rows)
         else:
-            advance(rows, target, drafter, length, sampling, verify)
+            advance(rows, target, drafter, length, sampling, verify, observer)
     return rows.tokens, rows.records
 
 
 def advance(
-    rows: Rows, target: Model, drafter: Drafter, length: LengthRule, sampling: Sampling, verify: VerificationRule
+    rows: Rows,
+    target: Model,
+    drafter: Drafter,
+    length: LengthRule,
+    sampling: Sampling,
+    verify: VerificationRule,
+    observer: Observer | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One round, Algorithm 1 of arXiv 2211.17192.
 
@@ -64,6 +72,8 @@ def advance(
     # Score: p_1, ..., p_{gamma + 1} in one forward of the target. Verify: accept guesses, draw the token after them.
     u = rows.uniform([gamma + 1 for gamma in gammas], guesses.drafts.shape[1] + 1, last=True)
     p, accepted, token = target.score_and_verify(rows, guesses, u, sampling, verify)
+    if observer:
+        observer(rows, guesses, p, accepted)
     sure = length.sure(drawn_with(p, accepted, token)) if length.sure else None
     # Commit the accepted guesses and the token after them. Here the host waits for the device, once in the round.
     drafted, kept, noted = rows.commit(guesses.drafts, accepted, token, guesses.counts(), sure)

@@ -20,27 +20,20 @@ except ModuleNotFoundError as error:
         f"{error}: run Python in the project's folder, or load a folder that `python -m scripts.packGenerate` wrote"
     ) from None
 
+OPTIONS = ("gamma", "verify", "vocabulary", "bits")  # of `speculative` in methods/customGenerate.py
+
 
 def generate(
-    inputs: Any = None,
-    *,
-    model: PreTrainedModel,
-    assistant_model: PreTrainedModel | None = None,
-    assistant_tokenizer: Any = None,
-    gamma: int = 4,
-    verify: str = "token",
-    vocabulary: int | None = None,
-    bits: int = 4,
-    **arguments: Any,
+    inputs: Any = None, *, model: PreTrainedModel, assistant_model: PreTrainedModel | None = None, **arguments: Any
 ) -> Any:
     """`model.generate` with speculative sampling.
 
-    assistant_model: the draft; None: the model's own copy in few bits. gamma, verify, vocabulary, bits: as for
-        `speculative` in methods/customGenerate.py.
-    All other arguments and the result are those of `generate`. Raises ValueError for what cannot be honoured.
+    assistant_model: the draft; None: the model's own copy in few bits. arguments: those of `model.generate`, and
+        OPTIONS. Raises ValueError for what cannot be honoured.
     """
-    if assistant_tokenizer is not None:
+    if arguments.pop("assistant_tokenizer", None) is not None:
         raise ValueError("speculative sampling does not support assistant_tokenizer: both models need one tokenizer")
-    decode = speculative(assistant_model, gamma, verify, vocabulary, bits)
+    options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
     # Of the class: `from_pretrained` replaces `generate` of a model whose folder holds `custom_generate/` by this one.
+    decode = speculative(assistant_model, **options)
     return type(model).generate(model, inputs, custom_generate=decode, **arguments)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from utils import Sampling
 if TYPE_CHECKING:
     from decoding.lengthRules import LengthRule
     from decoding.model import Model
+    from decoding.trees.guesses import TreeGuesses
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,18 @@ class Guesses:
         return Guesses(self.drafts, self.q * kept[..., None], limits)
 
 
+class Observer(Protocol):
+    """What is told of each round of a sampler."""
+
+    def __call__(self, rows: Rows, guesses: Guesses | TreeGuesses, p: Tensor, last: Tensor) -> object:
+        """A round was verified and is not committed yet.
+
+        p: float32 `[B, n + 1, V]`, the target's distributions after node 0, the last committed token, and after nodes
+            1, ..., n, the guesses. last: int64 `[B]`, the last accepted node of each row: in a chain, how many guesses
+            were accepted.
+        """
+
+
 def no_guesses(rows: Rows, vocabulary: int) -> Guesses:
     """No guesses, in tensors of the right shapes: `[B, 0]` and `[B, 0, V]`."""
     drafts = rows.sequence.new_zeros(rows.size, 0)
@@ -88,11 +101,11 @@ class Drafter(ABC):
         stop a row's guessing early."""
 
 
-class WrappedDrafter(Drafter):
-    """The guesses of another drafter, which a subclass may look at or change in `changed`."""
+class ChangedDrafter(Drafter):
+    """Another drafter, whose guesses `change(guesses, gamma)` replaces. gamma: the most that a row was asked for."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.models, self.varies = drafter, drafter.models, drafter.varies
+    def __init__(self, drafter: Drafter, change: Callable[[Guesses, int], Guesses]) -> None:
+        self.drafter, self.change, self.models, self.varies = drafter, change, drafter.models, drafter.varies
 
     def begin(self, rows: Rows) -> None:
         self.drafter.begin(rows)
@@ -104,8 +117,4 @@ class WrappedDrafter(Drafter):
         self.drafter.rewind(count)
 
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
-        return self.changed(self.drafter.draft(rows, gammas, sampling, length), rows, max(gammas))
-
-    @abstractmethod
-    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
-        """What a round is given for these guesses, of which it asked for `gamma`."""
+        return self.change(self.drafter.draft(rows, gammas, sampling, length), max(gammas))

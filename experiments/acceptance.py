@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from decoding.drafter import Guesses, WrappedDrafter
-from decoding.model import Model
+from decoding.drafter import Guesses
 from decoding.record import Record
 from decoding.rows import EndOfText, Rows
 from decoding.trees.guesses import TreeGuesses
@@ -19,37 +18,8 @@ from decoding.trees.rules import after_child
 from decoding.trees.shapes import Acceptance
 from experiments import theory
 from experiments.lines import Positions
-from methods.samplers import Sampler, Wrap
-from methods.treeSampling import TreeDrafter
-from utils import Sampling, probabilities, seen_after
-
-
-class RoundGuesses(NamedTuple):
-    """The guesses of a round for one row: drafts `[n]`, and q `[n, V]` that each was drawn from. children: of nodes
-    0, ..., n, as `Tree.children`."""
-
-    drafts: Tensor
-    q: Tensor
-    children: Sequence[Sequence[int]]
-
-
-class OverlapDrafter(WrappedDrafter):
-    """A drafter that keeps all guesses of another one for row 0."""
-
-    def begin(self, rows: Rows) -> None:
-        self.rounds: list[RoundGuesses] = []
-        super().begin(rows)
-
-    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
-        drafts, q = guesses.drafts[0], guesses.q[0].clone()
-        self.rounds.append(RoundGuesses(drafts, q, [*((node,) for node in range(1, len(drafts) + 1)), ()]))
-        return guesses
-
-    def grow(self, *args: Any) -> TreeGuesses:
-        """As of a `TreeDrafter`, whose guesses are kept too."""
-        guesses = cast(TreeDrafter, self.drafter).grow(*args)
-        self.rounds.append(RoundGuesses(guesses.drafts[0], guesses.q[0], guesses.tree.children))
-        return guesses
+from methods.samplers import Sampler
+from utils import Sampling
 
 
 class OverlapCounts(NamedTuple):
@@ -60,10 +30,39 @@ class OverlapCounts(NamedTuple):
     accepted: int
 
 
+class OverlapObserver:
+    """Observes the rounds of one text. rounds: for each round, and each node on its accepted path from the root to the
+    last, the `chances` of the node's children."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[list[float]]] = []
+
+    def __call__(self, rows: Rows, guesses: Guesses | TreeGuesses, p: Tensor, last: Tensor) -> None:
+        chain = range(guesses.drafts.shape[1])
+        parents: Sequence[int] = guesses.tree.parents if isinstance(guesses, TreeGuesses) else chain
+        path = [int(last[0])]
+        while path[0]:
+            path.insert(0, parents[path[0] - 1])
+        self.rounds.append([])
+        for node in path:
+            children = [i for i, parent in enumerate(parents) if parent == node]  # in drafts and q
+            shares = chances(p[0, node], guesses.q[0, children], guesses.drafts[0, children]) if children else []
+            self.rounds[-1].append(shares)
+
+    def positions(self, record: Record) -> Positions:
+        """The overlaps at each depth of a round. record: the text's."""
+        by_round: list[Positions] = []
+        for shares, drafted, accepted in zip(self.rounds, record.drafted[1:], record.accepted[1:]):
+            # A row may end before its last accepted guess.
+            tested = [shares[depth] if depth < drafted else [] for depth in range(accepted + 1)]
+            by_round.append([(1, *(x for share in some or [0.0] for x in (len(some) > 0, share))) for some in tested])
+        return total(by_round)
+
+
 def overlaps_of(
-    make: Callable[[Wrap], Sampler],
+    sampler: Sampler,
     prompts: Sequence[list[int]],
-    target: Model,
+    device: str | torch.device,
     sampling: Sampling,
     max_len: int,
     end_of_text: EndOfText,
@@ -72,24 +71,15 @@ def overlaps_of(
 ) -> OverlapCounts:
     """The overlaps at each depth of a round, over one text after each of `prompts`.
 
-    make: makes the sampler, with its drafter wrapped. It is run apart from any that is timed, so that nothing is kept
-        or computed while a clock runs. spread: applies a function to each item, as the builtin `map`.
+    sampler: one that is not timed: what it learns of these texts must not show in the times. device: the target's.
+    spread: applies a function to each item, as the builtin `map`.
     """
 
     def of_text(number: int) -> OverlapCounts:
-        recorders: list[OverlapDrafter] = []
-
-        def wrap(drafter: Any) -> Any:
-            recorders.append(OverlapDrafter(drafter))
-            return recorders[0]
-
-        generator = torch.Generator(target.device).manual_seed(seed + number)
-        (text,), (record,) = make(wrap)(
-            [prompts[number]], max_len=max_len, sampling=sampling, end_of_text=end_of_text, generator=generator
-        )
-        rounds = recorders[0].rounds if recorders else []
-        positions = overlaps_in_text(prompts[number], text, record, rounds, target, sampling)
-        return OverlapCounts(positions, len(record.accepted) - 1, sum(record.accepted))
+        observer, generator = OverlapObserver(), Generator(device).manual_seed(seed + number)
+        options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "end_of_text": end_of_text}
+        _, (record,) = sampler([prompts[number]], generator=generator, observer=observer, **options)
+        return OverlapCounts(observer.positions(record), len(record.accepted) - 1, sum(record.accepted))
 
     counts = list(spread(of_text, range(len(prompts))))
     return OverlapCounts(
@@ -97,47 +87,6 @@ def overlaps_of(
         sum(text.rounds for text in counts),
         sum(text.accepted for text in counts),
     )
-
-
-@torch.inference_mode()
-def overlaps_in_text(
-    prompt: Sequence[int],
-    text: Sequence[int],
-    record: Record,
-    rounds: Sequence[RoundGuesses],
-    target: Model,
-    sampling: Sampling,
-) -> Positions:
-    """The overlaps in the rounds of one text.
-
-    The contexts in which guesses were tested are beginnings of the text, so one forward over all of it gives each p.
-    """
-    if not rounds:
-        return []
-    tokens = torch.tensor([[*prompt, *text]], device=target.device)
-    seen = None
-    if sampling.repetition_penalty != 1:
-        seen = seen_after(torch.zeros(1, target.vocabulary, dtype=torch.bool, device=tokens.device), tokens)
-    p = probabilities(target.score(tokens), sampling, seen)[0]
-    by_round: list[Positions] = []
-    start = len(prompt) + record.committed[0]
-    for guesses, committed, drafted, accepted in zip(
-        rounds, record.committed[1:], record.drafted[1:], record.accepted[1:]
-    ):
-        node, positions = 0, []
-        for depth, at in enumerate(range(start, start + accepted + 1)):
-            # A row may end before its last accepted guess.
-            nodes = [child - 1 for child in guesses.children[node]] if depth < drafted and at < tokens.shape[1] else []
-            shares = []
-            if nodes:
-                drafts = guesses.drafts[nodes]
-                shares = chances(p[at - 1], guesses.q[nodes].to(p.device), drafts.to(p.device))
-            positions.append((1, *(figure for share in shares or [0.0] for figure in (len(nodes) > 0, share))))
-            if depth < accepted and nodes:
-                node = nodes[drafts.tolist().index(int(tokens[0, at]))] + 1
-        by_round.append(positions)
-        start += committed
-    return total(by_round)
 
 
 def chances(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:

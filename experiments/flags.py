@@ -180,16 +180,10 @@ class ModelChoice:
     @property
     def roles(self) -> set[Role]:
         """What there is beside the target. Its copy can always be made."""
-        whole = self.draft not in ("lookup", "head", "self") and not self.draft_vocab
-        there = {
-            Role.SELF: True,
-            Role.DRAFT: self.draft != "lookup",
-            Role.READER: self.draft not in ("lookup", "head"),
-            Role.EXPERT: whole,
-            Role.MID: bool(self.mid),
-            Role.HEAD: bool(self.head),
-        }
-        return {role for role, is_there in there.items() if is_there}
+        named = {role for role in Role if role is Role.SELF or getattr(self, role.model)}
+        no_reader = {"lookup": {Role.DRAFT, Role.READER}, "head": {Role.READER}}.get(self.draft, set())
+        no_expert = self.draft in ("lookup", "head", "self") or self.draft_vocab
+        return named - no_reader - ({Role.EXPERT} if no_expert else set())
 
 
 @dataclass(frozen=True)
@@ -314,7 +308,9 @@ def parser() -> Parser:
     lists = {
         "methods": "; ".join(f"{name} ({method.title})" for name, method in METHODS.items() if not method.engine),
         "programs": "; ".join(f"{program} ({', '.join(kinds)})" for program, kinds in PROGRAMS.items()),
-        "left_out": ", ".join(name for name, method in METHODS.items() if not (method.in_all or method.engine)),
+        "left_out": ", ".join(
+            name for name, method in METHODS.items() if not ("compare" in method.in_all or method.engine)
+        ),
         "lossless": ", ".join(lossless_methods()),
     }
     first = result.add_argument_group("the flags that most people need first")

@@ -31,7 +31,7 @@ from inputs.models import DTYPES, find_model, load_model, model_version, read_co
 from inputs.progress import followed
 from inputs.prompts import Question, encode_turn
 from inputs.texts import Corpus
-from methods.catalogue import METHODS, build
+from methods.catalogue import METHODS, Role, build
 from methods.rehearsal import compile_samplers
 from methods.selfDraft import copies_of, trials
 from methods.translation import Translation
@@ -118,8 +118,7 @@ class Prepared:
     @property
     def translation(self) -> Translation | None:
         """To the draft's tokenizer, if that is another one. Then the draft guesses only the tokens that both have."""
-        translation: Any = self.settings.decoding.translation
-        return translation
+        return self.settings.decoding.translation
 
     @property
     def head(self) -> Path:
@@ -301,7 +300,8 @@ def models_of(settings: Settings) -> dict[str, str]:
     """{role: the name of its model} of the models that are needed. The target's copy is named "self" and the trained
     head "head", and where there is one, that is a role as well."""
     choice = settings.models
-    named = {"target": choice.target, "draft": choice.draft, "mid": choice.mid or "", "self": "self", "head": "head"}
+    named = {role.model: getattr(choice, role.model, "self") for role in Role}
+    named = {"target": choice.target} | named | {"head": "head"}
     needed = {role.model for name in settings.measuring.names for role in METHODS[name].needs}
     needed |= {"target"} if settings.decoding.lookup else {"target", "draft"}
     needed |= {named[role] for role in needed} & {"self", "head"}

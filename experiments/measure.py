@@ -23,7 +23,7 @@ from inputs.commandLine import visible
 from inputs.progress import Bar, followed
 from inputs.texts import Corpus
 from methods.catalogue import METHODS, build, repeatable
-from methods.samplers import Models, Sampler, Wrap, guesser, rule_of
+from methods.samplers import Models, Sampler, guesser, rule_of
 from utils import GREEDY, Sampling
 
 # (prepared, models, names, prompts, sampling, max_len, append) -> {name: method} of those that other programs compute
@@ -155,14 +155,11 @@ def append_overlaps(
 ) -> None:
     """The overlaps of p and q at each depth of a round, of the methods of --compare that guess."""
     settings, mapped = prepared.settings, prepared.processes.mapped
-    seed, max_len, target = settings.measuring.seed, conditions["maxLen"], models["target"]
+    seed, max_len, device = settings.measuring.seed, conditions["maxLen"], prepared.place.device
     names = [name for name in settings.measuring.groups["compare"] if METHODS[name].lossless and METHODS[name].guesses]
+    samplers = build(names, models, settings.decoding)
     for name in followed(names, "overlap of p and q", len(names)):
-
-        def make(wrap: Wrap, name: str = name) -> Sampler:
-            return METHODS[name].make(models, settings.decoding, wrap)
-
-        counts = overlaps_of(make, prompts, target, sampling, max_len, prepared.ends, seed, mapped)
+        counts = overlaps_of(samplers[name], prompts, device, sampling, max_len, prepared.ends, seed, mapped)
         figures = {"overlap_by_position": counts.positions, "rounds": counts.rounds, "accepted": counts.accepted}
         append(cast(OverlapLine, {"kind": "costs", "of": "overlap", **conditions, "method": name, **figures}))
 

@@ -139,7 +139,7 @@ def translation_of(
     for clash, message in (
         (settings.models.draft_vocab, "so it guesses only the tokens that both have; leave out --draftVocab"),
         (any(method.contrasts for method in methods), f"{contrasts}draft that shares the target's"),
-        (any(method.guesses_tree(settings.decoding) for method in methods), trees),
+        (settings.decoding.tree or any(method.grows_trees for method in methods), trees),
         (any(method.engine and method.needs for method in methods), assisted),
         (scored_alone, "so their perplexities cannot be compared; leave out --ppl"),
     ):

@@ -13,7 +13,7 @@ from experiments.flags import FLAGS, TIMED, Measuring, ModelChoice, Output, Samp
 from inputs.commandLine import filled, flags_of
 from inputs.models import default_head, default_mid, default_pair
 from inputs.starting import Something
-from methods.catalogue import METHODS, Role, build, check_roles, choose, choose_lossless, in_mode
+from methods.catalogue import METHODS, Role, build, check_roles, choose, in_mode
 from methods.samplers import Decoding, tree_choice
 from utils import UserError
 
@@ -124,10 +124,8 @@ def methods_of(args: argparse.Namespace, roles: set[Role]) -> tuple[dict[str, li
         check_roles([played], roles)
         return groups, played
     for mode in MODES:
-        if mode == "compare" and args.compare is not None:
-            groups[mode] = choose(args.compare, roles)
-        elif mode == "lossless" and args.lossless is not None:
-            groups[mode] = choose_lossless(args.lossless, roles)
+        if mode in ("compare", "lossless") and getattr(args, mode) is not None:
+            groups[mode] = choose(getattr(args, mode), roles, mode)
         elif getattr(args, mode):
             groups[mode] = [name for name in in_mode(mode) if name != "draft" or Role.READER in roles]
             check_roles(groups[mode], roles)

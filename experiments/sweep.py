@@ -17,9 +17,9 @@ from engine.cachedModel import CachedModel
 from experiments import theory
 from experiments.acceptance import expected, overlaps_of
 from experiments.intervals import interval, paired_ratios, summarize
-from experiments.lines import Costs, Positions, TimedText
+from experiments.lines import Costs, TimedText
 from experiments.speed import time_steps
-from methods.samplers import Sampler, Wrap
+from methods.samplers import Sampler
 from specSampling import specSampling
 from utils import Sampling, seen_after
 
@@ -57,29 +57,12 @@ def costs(
     """
     (scoring,) = spread(lambda prompt: scoring_costs(prompt, target, sampling, device), prompts[:1])
     for_alpha, by_position = (
-        overlaps(gamma, prompts, target, drafter, sampling, verify, max_len, seed, spread)
+        overlaps_of(
+            sampler(target, drafter, gamma, verify), prompts, device, sampling, max_len, None, seed, spread
+        ).positions
         for gamma in (ALPHA_GAMMA, max(GAMMAS))
     )
     return {"alpha": expected(for_alpha)["overlap"], "scoring": scoring, "overlap_by_position": by_position}
-
-
-def overlaps(
-    gamma: int,
-    prompts: Sequence[list[int]],
-    target: Model,
-    drafter: Drafter,
-    sampling: Sampling,
-    verify: VerificationRule,
-    max_len: int,
-    seed: int,
-    spread: Callable[..., Iterable[Any]] = map,
-) -> Positions:
-    """The overlaps by position in rounds with `gamma` guesses."""
-
-    def make(wrap: Wrap) -> Sampler:
-        return sampler(target, wrap(drafter), gamma, verify)
-
-    return overlaps_of(make, prompts, target, sampling, max_len, None, seed, spread).positions
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.drafter import Drafter, Guesses, WrappedDrafter
+from decoding.drafter import ChangedDrafter, Drafter, Guesses
 from decoding.rows import Rows
 from decoding.trees.rules import in_postorder, judge, traversal_rule
 from decoding.trees.tree import Places, Tree
@@ -263,15 +263,14 @@ class WrongSlotTarget(FlawedModel):
 # Drafters: f(drafter, sampling).
 
 
-class UnsureDropped(WrappedDrafter):
+def unsure_dropped(drafter: Drafter, sampling: Sampling) -> Drafter:
     """Takes back a guess whose q is below UNSURE, and all guesses after it."""
 
-    def __init__(self, drafter: Drafter, sampling: Sampling) -> None:
-        super().__init__(drafter)
-
-    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
+    def change(guesses: Guesses, gamma: int) -> Guesses:
         sure = guesses.of_drafts()[..., None] >= UNSURE
         return replace(guesses, q=guesses.q * sure.cumprod(1))
+
+    return ChangedDrafter(drafter, change)
 
 
 def unfiltered(drafter: Any, sampling: Sampling) -> Drafter:
@@ -373,7 +372,7 @@ MISTAKES = {
     "stale slot": Mistake("the cache keeps a rejected guess for its replacement", target=StaleSlotTarget),
     "dropped guess": Mistake(
         f"a guess whose q is below {UNSURE} is dropped, not verified",
-        drafter=UnsureDropped,
+        drafter=unsure_dropped,
         drafters=(ModelDrafter, OtherTokenizerDrafter, LookupFirst),
     ),
     "predecessor's slots": Mistake(

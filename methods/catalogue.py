@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from typing import Any
 
 from methods.programs import PROGRAMS
 from methods.samplers import (
@@ -15,18 +17,13 @@ from methods.samplers import (
     Maker,
     Models,
     Sampler,
-    Wrap,
-    alone,
-    as_flags_say,
     cascade,
     contrastive,
-    draft_model,
-    follows_no_clock,
-    has_fixed_shape,
-    head,
+    from_flags,
     lookup,
     lookup_first,
-    own_copy,
+    model_drafter,
+    plain,
     speculative,
     tree,
     without_cache,
@@ -61,181 +58,180 @@ class Role(str, Enum):
         return f"a {self.model} model beside the target; name one with --{self.model}"
 
 
+def no_clock(decoding: Decoding) -> bool:
+    """Rounds that follow the clock (costAware, --tree auto) guess otherwise in each run, and draw other tokens."""
+    return decoding.draft_length != "costAware" and decoding.tree != "auto"
+
+
+def fixed_tree(decoding: Decoding) -> bool:
+    """As `no_clock`, of a method that always guesses a tree: without --tree its shape is auto."""
+    return decoding.tree not in (None, "auto")
+
+
 @dataclass(frozen=True)
 class Method:
     """One decoding method.
 
-    name: what flags and records call it. title: one line of help.
-    make: f(models, decoding, wrap) -> sampler; wrap: wraps the drafter, to watch it.
+    name: what flags and records call it. title: one line of help. make: f(models, decoding) -> sampler.
     needs: roles it needs beside the target.
-    lossless: its text is distributed as the target's. seeded: f(decoding) -> whether the seed fixes its tokens.
-    baseline: what others are compared with; "all" methods of --lossless leave it out.
-    guesses: whether it guesses tokens for the target to verify.
-    contrasts: it needs two different models that both know every token.
-    guesser: the role of the model whose distributions are the q of its guesses.
-    guesses_tree: f(decoding) -> whether its guesses form a tree.
+    lossless: its text is distributed as the target's. guesses: it guesses tokens for the target to verify.
+    grows_trees: its guesses form trees, whatever the flags say.
+    seeded: f(decoding) -> whether the seed fixes its tokens.
     engine: the program that computes it, if that is not this one.
-    modes: the modes of `test.py` that measure it. in_all: whether `--compare all` includes it, because it
-        repeats no other row.
+    modes: the modes of `test.py` that measure it. in_all: the flags whose "all" includes it. One that repeats another
+        row is not compared; a baseline is not tested for losslessness.
     """
 
     name: str
     title: str
     make: Maker
     needs: tuple[Role, ...] = ()
-    lossless: bool = False
-    baseline: bool = False
-    seeded: Callable[[Decoding], bool] = lambda decoding: True
+    lossless: bool = True
     guesses: bool = True
-    contrasts: bool = False
-    guesser: str = "draft"
-    guesses_tree: Callable[[Decoding], bool] = lambda decoding: False
+    grows_trees: bool = False
+    seeded: Callable[[Decoding], bool] = lambda decoding: True
     engine: str = ""
     modes: tuple[str, ...] = ()
-    in_all: bool = True
+    in_all: tuple[str, ...] = ("compare", "lossless")
+
+    @property
+    def contrasts(self) -> bool:
+        """Whether it needs two different models that both know every token."""
+        return Role.EXPERT in self.needs and not self.engine
+
+    @property
+    def guesser(self) -> str:
+        """The role of the model whose distributions are the q of its guesses."""
+        return self.needs[0].model if self.needs else "draft"
 
 
-def elsewhere(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+def elsewhere(models: Models, decoding: Decoding) -> Sampler:
     """A method of another program has no sampler here."""
     raise NotImplementedError
+
+
+def chain(name: str, title: str, rule: str = "fixed", **options: Any) -> Method:
+    """Speculative sampling with that draft-length rule. options: of `samplers.speculative`, and fields of `Method`."""
+    how = {option: options.pop(option) for option in ("verification", "drafter") if option in options}
+    return Method(name, title, partial(speculative, rule=rule, **how), **options)
 
 
 CATALOGUE: tuple[Method, ...] = (
     Method(
         "draft",
         "the draft alone",
-        alone("draft"),
-        needs=(Role.READER,),
+        partial(plain, role="draft"),
+        (Role.READER,),
+        lossless=False,
         guesses=False,
         modes=("speed", "speedNew", "speedMulti", "sweep"),
-        in_all=False,
+        in_all=(),
     ),
     Method(
         "mid",
         "the mid model alone",
-        alone("mid"),
-        needs=(Role.MID,),
+        partial(plain, role="mid"),
+        (Role.MID,),
+        lossless=False,
         guesses=False,
         modes=("speedMulti",),
-        in_all=False,
+        in_all=(),
     ),
     Method(
         "target",
         "plain decoding: the target alone",
-        alone("target"),
-        lossless=True,
-        baseline=True,
+        plain,
         guesses=False,
         modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity", "steps"),
+        in_all=("compare",),
     ),
     Method(
         "speculative",
         "speculative sampling as the flags say",
-        as_flags_say,
-        lossless=True,
-        seeded=follows_no_clock,
-        guesses_tree=lambda decoding: decoding.tree is not None,
+        from_flags,
+        seeded=no_clock,
         modes=("speed", "speedMulti", "diversity"),
-        in_all=False,
+        in_all=("lossless",),
     ),
-    Method("fixed", "gamma guesses each round", speculative("fixed"), lossless=True, modes=("steps",)),
-    Method(
-        "additive",
-        "one guess more after a round accepted in full, else half",
-        speculative("additive"),
-        lossless=True,
-        modes=("speedNew",),
-    ),
-    Method("draftConfidence", "guesses until the draft is unsure", speculative("draftConfidence"), lossless=True),
-    Method("targetConfidence", "guesses only while the target is sure", speculative("targetConfidence"), lossless=True),
-    Method(
-        "costAware", "as many guesses as pay", speculative("costAware"), lossless=True, seeded=lambda decoding: False
-    ),
-    Method("block", "block verification", speculative("fixed", "block"), lossless=True),
+    chain("fixed", "gamma guesses each round", modes=("steps",)),
+    chain("additive", "one guess more after a round accepted in full, else half", "additive", modes=("speedNew",)),
+    chain("draftConfidence", "guesses until the draft is unsure", "draftConfidence"),
+    chain("targetConfidence", "guesses only while the target is sure", "targetConfidence"),
+    chain("costAware", "as many guesses as pay", "costAware", seeded=lambda decoding: False),
+    chain("block", "block verification", verification="block"),
     Method(
         "tree",
         "a tree of guesses (--tree), traversal verification",
-        tree("traversal"),
-        needs=(Role.DRAFT,),
-        lossless=True,
-        seeded=has_fixed_shape,
-        guesses_tree=lambda decoding: True,
+        partial(tree, rule="traversal"),
+        (Role.DRAFT,),
+        grows_trees=True,
+        seeded=fixed_tree,
     ),
     Method(
         "topDown",
         "the same tree, verified from the root down",
-        tree("topDown"),
-        needs=(Role.DRAFT,),
-        lossless=True,
-        seeded=has_fixed_shape,
-        guesses_tree=lambda decoding: True,
-        in_all=False,
+        partial(tree, rule="topDown"),
+        (Role.DRAFT,),
+        grows_trees=True,
+        seeded=fixed_tree,
+        in_all=("lossless",),
     ),
-    Method("lookup", "guesses from the text so far", speculative("fixed", None, lookup), lossless=True),
-    Method(
+    chain("lookup", "guesses from the text so far", drafter=lookup),
+    chain(
         "lookupFirst",
         "guesses from the text so far, and the draft's where it has none",
-        speculative("fixed", None, lookup_first),
+        drafter=lookup_first,
         needs=(Role.DRAFT,),
-        lossless=True,
     ),
-    Method(
+    chain(
         "self",
         "guesses from the target's own copy in few bits (--draftBits)",
-        speculative("fixed", None, own_copy),
+        drafter=partial(model_drafter, role="self"),
         needs=(Role.SELF,),
-        lossless=True,
-        guesser="self",
     ),
-    Method(
+    chain(
         "head",
         "guesses from the target's features, by a trained head (--head)",
-        speculative("fixed", None, head),
+        drafter=partial(model_drafter, role="head"),
         needs=(Role.HEAD,),
-        lossless=True,
-        guesser="head",
     ),
     Method(
         "cascade",
         "the draft guesses for the mid model, both for the target",
         cascade,
-        needs=(Role.MID,),
-        lossless=True,
-        guesser="mid",
+        (Role.MID,),
         modes=("speedMulti",),
     ),
     Method(
         "noCache",
         "plain decoding without a KV cache, as in the course report's code",
-        without_cache(alone("target")),
-        lossless=True,
-        baseline=True,
+        partial(without_cache, make=plain),
         guesses=False,
+        in_all=("compare",),
     ),
     Method(
         "speculativeNoCache",
         "gamma guesses each round, both models without a KV cache, as in the course report's code",
-        without_cache(speculative("fixed", "token", draft_model)),
-        needs=(Role.READER,),
-        lossless=True,
-        baseline=True,
+        partial(without_cache, make=partial(speculative, rule="fixed", verification="token", drafter=model_drafter)),
+        (Role.READER,),
+        in_all=("compare",),
     ),
     Method(
         "contrastive",
         "contrastive decoding",
-        contrastive(False),
-        needs=(Role.EXPERT,),
+        partial(contrastive, make=plain),
+        (Role.EXPERT,),
+        lossless=False,
         guesses=False,
-        contrasts=True,
         modes=("contrastive", "diversity"),
     ),
     Method(
         "speculativeContrastive",
         "contrastive decoding with guesses",
-        contrastive(True),
-        needs=(Role.EXPERT,),
-        contrasts=True,
-        seeded=follows_no_clock,
+        partial(contrastive, make=speculative),
+        (Role.EXPERT,),
+        lossless=False,
+        seeded=no_clock,
         modes=("contrastive", "diversity"),
     ),
 )
@@ -245,10 +241,11 @@ CATALOGUE += tuple(
         title,
         elsewhere,
         needs=(Role.EXPERT,) if kind in ("draft", "assisted", "custom") else (),
-        seeded=lambda decoding: False,
+        lossless=False,
         guesses=kind in ("draft", "assisted", "custom", "lookup", "copy"),
+        seeded=lambda decoding: False,
         engine=program,
-        in_all=False,
+        in_all=(),
     )
     for program, kinds in PROGRAMS.items()
     for kind, title in kinds.items()
@@ -266,46 +263,25 @@ def lossless_methods() -> list[str]:
     return [method.name for method in METHODS.values() if method.lossless]
 
 
-def choose(names: str, roles: Iterable[str]) -> list[str]:
-    """The methods of a comma-separated list, in its order, with the baseline first.
+def choose(names: str, roles: Iterable[str], flag: str = "compare") -> list[str]:
+    """The methods of a comma-separated list, in its order: for --compare with the target first, for --lossless only
+    lossless ones.
 
-    "all" is every method that the models of `roles` allow, but for those that repeat another's row; the name of another
-    program is all of its methods that they allow. Raises UserError for an unknown name, and for a method that lacks a
-    model.
+    "all" stands for the methods that the models of `roles` allow, the name of another program for all of its methods
+    that they allow. Raises UserError for an unknown name, and for a method that lacks a model.
     """
-    chosen: list[str] = []
+    known = [method for method in METHODS.values() if flag == "compare" or method.lossless]
+    chosen = ["target"] if flag == "compare" else []
     for name in (name.strip() for name in names.split(",")):
-        group = [m for m in METHODS.values() if (m.in_all if name == "all" else m.engine == name != "")]
-        if not group and name not in METHODS:
-            known = ", ".join(["all", *(method.name for method in METHODS.values() if not method.engine), *PROGRAMS])
-            raise UserError(f"unknown method {name!r}; known are: {known}")
+        group = [m for m in known if (flag in m.in_all if name == "all" else m.engine == name != "")]
+        if not group and METHODS.get(name) not in known:
+            unknown = f"unknown method {name!r}" if flag == "compare" else f"{name!r} is no lossless method"
+            shown = dict.fromkeys(method.engine or method.name for method in known)
+            raise UserError(f"{unknown}; known are: all, {', '.join(shown)}")
         if not group:
             check_roles([name], roles)
-        chosen += allowed(group, roles) if group else [name]
-    return list(dict.fromkeys(["target", *chosen]))
-
-
-def choose_lossless(names: str, roles: Iterable[str]) -> list[str]:
-    """The methods whose losslessness is to be tested, of a comma-separated list.
-
-    "all" is every lossless method that the models of `roles` allow, but for the baselines. Raises as `choose` does.
-    """
-    asked = [name.strip() for name in names.split(",")]
-    if asked == ["all"]:
-        methods = [method for method in METHODS.values() if method.lossless and not method.baseline]
-        return allowed(methods, roles)
-    for name in asked:
-        if name not in lossless_methods():
-            raise UserError(
-                f"{name!r} is not a method whose text is the target's; those are: all, {', '.join(lossless_methods())}"
-            )
-    check_roles(asked, roles)
-    return list(dict.fromkeys(asked))
-
-
-def allowed(methods: Iterable[Method], roles: Iterable[str]) -> list[str]:
-    """Names of the methods that need no model but those of `roles`."""
-    return [method.name for method in methods if set(method.needs) <= set(roles)]
+        chosen += [m.name for m in group if set(m.needs) <= set(roles)] if group else [name]
+    return list(dict.fromkeys(chosen))
 
 
 def check_roles(names: Iterable[str], roles: Iterable[str]) -> None:
@@ -321,8 +297,6 @@ def repeatable(name: str, decoding: Decoding) -> bool:
     return name not in METHODS or METHODS[name].seeded(decoding)
 
 
-def build(
-    names: Iterable[str], models: Models, decoding: Decoding, wrap: Wrap = lambda drafter: drafter
-) -> dict[str, Sampler]:
+def build(names: Iterable[str], models: Models, decoding: Decoding) -> dict[str, Sampler]:
     """{name: sampler} of those that are computed here."""
-    return {name: METHODS[name].make(models, decoding, wrap) for name in names if not METHODS[name].engine}
+    return {name: METHODS[name].make(models, decoding) for name in names if not METHODS[name].engine}

@@ -2,14 +2,14 @@
 
     model.generate(**inputs, custom_generate=speculative(draft), max_new_tokens=200, do_sample=True, top_p=0.9)
 
-`generate` prepares its arguments as always. Where its own loop would run, it calls what `speculative` returned. That
-reads what `generate` prepared, and raises a ValueError that names what speculative sampling cannot honour.
+`generate` prepares its arguments as always. Where its own loop would run, it calls the `speculative` object. That reads
+what `generate` prepared, and raises a ValueError that names what speculative sampling cannot honour.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import (
     EosTokenCriteria,
@@ -32,7 +33,7 @@ from transformers.generation import (
 from decoding.drafter import Drafter
 from decoding.lengthRules import LengthRule
 from decoding.record import Record
-from decoding.verification import RULES, VerificationRule
+from decoding.verification import RULES
 from engine.cachedModel import CachedModel
 from engine.head import load_head
 from engine.quantised import BITS
@@ -54,19 +55,14 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 _COPIES: WeakKeyDictionary[PreTrainedModel, dict[int, PreTrainedModel]] = WeakKeyDictionary()
 
 
-def speculative(
-    draft: PreTrainedModel | str | Path | None = None,
-    gamma: int | LengthRule = 4,
-    verify: str = "token",
-    vocabulary: int | None = None,
-    bits: int = 4,
-) -> Speculative:
+@dataclass(frozen=True, repr=False)
+class speculative:  # called like a function, as `torch.no_grad` is
     """Speculative sampling, as a `custom_generate` for `model.generate`.
 
-    draft: a smaller model with the same tokenizer, on the same device. Neither model is changed. None: the model's own
-        copy, whose weights have `bits` bits (selfDraft.py); it is made at the first call. A folder: that of a head
-        which was trained for the model (scripts/trainHead.py). It is read at each call. Whether the model's weights
-        are those that it was trained for is not known here: if they are not, its guesses fail.
+    draft: a smaller model with the same tokenizer. Neither model is changed. None: the model's own copy, whose weights
+        have `bits` bits (selfDraft.py); it is made at the first call. A folder: that of a head which was trained for
+        the model (scripts/trainHead.py). It is read at each call. Whether the model's weights are those that it was
+        trained for is not known here: if they are not, its guesses fail.
     gamma: tokens to guess in a round, or a rule that chooses (decoding/lengthRules.py).
     verify: "token" or "block" (decoding/verification.py).
     vocabulary: the tokenizer's size, to which the logits are cut. Needed if the models pad their vocabularies to
@@ -76,26 +72,22 @@ def speculative(
     repeatable. It is not the text that `generate` alone draws with that seed, but it has the same distribution.
     Raises ValueError, here or in `generate`, for what cannot be honoured.
     """
-    if not (Path(draft).is_dir() if isinstance(draft, (str, Path)) else isinstance(draft, (PreTrainedModel, NoneType))):
-        raise ValueError(f"the draft must be a transformers model or a head's folder, not {draft!r:.60}")
-    if verify not in RULES:
-        raise ValueError(f"verify must be one of {', '.join(RULES)}, not {verify!r}")
-    if isinstance(gamma, int) and gamma < 1:
-        raise ValueError(f"gamma must be 1 or more, not {gamma}")
-    if bits not in BITS:
-        raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {bits}")
-    return Speculative(draft, gamma, RULES[verify], vocabulary, bits)
 
+    draft: PreTrainedModel | str | Path | None = None
+    gamma: int | LengthRule = 4
+    verify: str = "token"
+    vocabulary: int | None = None
+    bits: int = 4
 
-@dataclass(frozen=True, repr=False)
-class Speculative:
-    """What `speculative` returns: the decoding loop, called by `generate` with what it prepared."""
-
-    draft: PreTrainedModel | str | Path | None
-    gamma: int | LengthRule
-    verify: VerificationRule
-    vocabulary: int | None
-    bits: int
+    def __post_init__(self) -> None:
+        draft: Any = self.draft
+        is_path = isinstance(draft, (str, Path))
+        if not (Path(draft).is_dir() if is_path else isinstance(draft, (PreTrainedModel, NoneType))):
+            raise ValueError(f"the draft must be a transformers model or a head's folder, not {draft!r:.60}")
+        if self.verify not in RULES:
+            raise ValueError(f"verify must be one of {', '.join(RULES)}, not {self.verify!r}")
+        if self.bits not in BITS:
+            raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {self.bits}")
 
     def drafter(self, target: CachedModel) -> Drafter:
         """What guesses for the target. A copy of the target is made once."""
@@ -119,13 +111,21 @@ class Speculative:
         **inputs: Any,
     ) -> Tensor | SpeculativeOutput:
         """`input_ids[B, L]` and the new tokens of each row, `[B, L + n]`, padded at the right."""
-        kept_back = not_handed_on(inspect.currentframe())
-        streamer = kept_back if streamer is None else streamer
+        # transformers (5.17 to 5.23) hands none of these on to a callable. If the streamer were ignored, whoever reads
+        # from it would wait forever. So they are looked up where they are: among the variables of `generate`.
+        caller: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
+        arguments = caller.f_locals if caller.f_code.co_name == "generate" else {}
+        streamer = arguments.get("streamer") if streamer is None else streamer
+        mode = generation_config.get_generation_mode(arguments.get("assistant_model"))
+        if mode not in ("greedy_search", "sample"):
+            refuse(f"the generation mode {mode.value}")
+        if arguments.get("synced_gpus"):
+            refuse("synced_gpus")
         check_settings(generation_config, inputs)
+        check_models(model, self.draft, self.vocabulary)
         prompts, padding = unpadded(input_ids, inputs)
         sampling = as_sampling(logits_processor, padding, generation_config.do_sample)
         stop = Stop(input_ids, stopping_criteria, generation_config)
-        check_models(model, self.draft if isinstance(self.draft, PreTrainedModel) else model, self.vocabulary)
         if streamer is not None and len(prompts) > 1:
             refuse(f"a streamer for a batch of {len(prompts)} rows")
 
@@ -144,55 +144,28 @@ class Speculative:
                 sampling=sampling,
                 end_of_text=stop.ends,
                 callback=None if streamer is None else stream,
-                verify=self.verify,
+                verify=RULES[self.verify],
             )
         except UserError as error:
             raise ValueError(str(error).replace("maxLen", "max_new_tokens")) from None
         if streamer is not None:
             streamer.end()
         sequences = stop.padded(tokens)
-        if generation_config.return_dict_in_generate:
-            return SpeculativeOutput(sequences=sequences, records=records)
-        return sequences
-
-
-def not_handed_on(frame: Any) -> Any:
-    """The streamer given to the `generate` that made the call of `frame`, or None.
-
-    transformers (5.17 to 5.23) hands neither `streamer`, `assistant_model` nor `synced_gpus` on to a callable. If the
-    streamer were ignored, whoever reads from it would wait forever. So they are looked up where they are: among the
-    variables of `generate`. The other two are refused.
-    """
-    arguments = frame.f_back.f_locals if frame.f_back.f_code.co_name == "generate" else {}
-    if arguments.get("assistant_model") is not None:
-        refuse("assistant_model beside the draft given to `speculative`")
-    if arguments.get("synced_gpus"):
-        refuse("synced_gpus")
-    return arguments.get("streamer")
+        return SpeculativeOutput(sequences, records=records) if generation_config.return_dict_in_generate else sequences
 
 
 # What `generate` prepared, read in this project's terms.
 
-# Settings of `generate`, and the values that are honoured. Others ask for another loop, for another cache, or for
+# Settings of `generate`, and the only value that is honoured beside None. Another would ask for another cache, or for
 # tensors that this loop does not keep.
-HONOURED: dict[str, Sequence[object]] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "penalty_alpha": (None, 0),
-    "dola_layers": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "use_mtp": (None, False),
-    "use_cache": (None, True),
-    "cache_implementation": (None, "dynamic"),
-    "prefill_chunk_size": (None,),
-    "min_new_tokens": (None, 0),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
+HONOURED = {
+    "use_cache": True,
+    "cache_implementation": "dynamic",
+    "prefill_chunk_size": None,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
 }
 INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 # The filters of `utils.probabilities` in its order: the argument of `Sampling`, and the attribute of the processor.
@@ -211,10 +184,9 @@ def refuse(what: str) -> NoReturn:
 
 def check_settings(config: GenerationConfig, inputs: dict[str, Any]) -> None:
     """Refuse settings of `generate`, and inputs of the model, that would be ignored."""
-    for name, values in HONOURED.items():
-        value = getattr(config, name, None)
-        if value not in values:
-            refuse(f"{name}={value!r}")
+    for name, honoured in HONOURED.items():
+        if getattr(config, name) not in (None, honoured):
+            refuse(f"{name}={getattr(config, name)!r}")
     for name, value in inputs.items():
         if name not in INPUTS and value is not None and value is not False:
             refuse(f"the input {name}")
@@ -223,57 +195,13 @@ def check_settings(config: GenerationConfig, inputs: dict[str, Any]) -> None:
         refuse("past_key_values of your own")
 
 
-def unpadded(input_ids: Tensor, inputs: dict[str, Any]) -> tuple[list[list[int]], Tensor]:
-    """The prompts of `input_ids[B, L]` without their padding, and how many tokens of padding each has, int64 `[B]`."""
-    mask = inputs.get("attention_mask")
-    held = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device) != 0
-    if held.shape != input_ids.shape:
-        refuse(f"an attention_mask of shape {list(held.shape)} for input_ids of shape {list(input_ids.shape)}")
-    padding = (~held).sum(1)
-    if (held != (torch.arange(held.shape[1], device=held.device) >= padding[:, None])).any():
-        refuse("an attention_mask with zeros after ones: pad on the left")
-    positions = inputs.get("position_ids")
-    if positions is not None and ((positions.to(held.device) != held.cumsum(1) - 1) & held).any():
-        refuse("position_ids of your own")
-    return [row[is_held].tolist() for row, is_held in zip(input_ids, held)], padding
-
-
-def as_sampling(processors: Iterable[Any], padding: Tensor, do_sample: bool) -> Sampling:
-    """The `Sampling` of the logits processors that `generate` prepared. padding: that of each row, int64 `[B]`."""
-    order, last = list(FILTERS), -1
-    options: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    for processor in processors:
-        kind = type(processor)
-        if kind not in FILTERS:
-            refuse(f"the logits processor {kind.__name__}")
-        if order.index(kind) <= last:
-            refuse(f"{kind.__name__} after {order[last].__name__}")
-        last, (name, attribute) = order.index(kind), FILTERS[kind]
-        options[name] = getattr(processor, attribute)
-        if (
-            getattr(processor, "min_tokens_to_keep", 1) != 1
-            or getattr(processor, "filter_value", -torch.inf) != -torch.inf
-        ):
-            refuse(f"{kind.__name__} with a min_tokens_to_keep or a filter_value")
-        ignored = getattr(processor, "prompt_ignore_length", None)  # Padding is never penalised here.
-        if ignored is not None and (torch.as_tensor(ignored).to(padding.device) != padding).any():
-            refuse("prompt_ignore_length")
-    if not do_sample:
-        options["temperature"] = 0.0
-    try:
-        return Sampling(**options)
-    except UserError as error:
-        raise ValueError(str(error)) from None
-
-
-def check_models(model: PreTrainedModel, draft: PreTrainedModel, vocabulary: int | None) -> None:
-    """Refuse models that do not fit together."""
-    for role, decoder in (("model", model), ("draft", draft)):
+def check_models(model: PreTrainedModel, draft: Any, vocabulary: int | None) -> None:
+    """Refuse models that do not fit together. draft: one that is no model guesses in the target's vocabulary."""
+    models = {"model": model, "draft": draft if isinstance(draft, PreTrainedModel) else model}
+    for role, decoder in models.items():
         if getattr(decoder, "peft_config", None):
             refuse(f"a {role} with adapters: merge them into its weights first")
-    if model.device != draft.device:
-        refuse(f"a draft on {draft.device} for a model on {model.device}")
-    sizes = [decoder.config.get_text_config().vocab_size for decoder in (model, draft)]
+    sizes = [decoder.config.get_text_config().vocab_size for decoder in models.values()]
     if vocabulary is None and sizes[0] != sizes[1]:
         raise ValueError(
             f"the model's vocabulary has {sizes[0]} entries and the draft's {sizes[1]}: they must share one tokenizer. "
@@ -283,6 +211,41 @@ def check_models(model: PreTrainedModel, draft: PreTrainedModel, vocabulary: int
         raise ValueError(f"vocabulary must lie in [1, {min(sizes)}], the entries that both models have: {vocabulary}")
 
 
+def unpadded(input_ids: Tensor, inputs: dict[str, Any]) -> tuple[list[list[int]], Tensor]:
+    """The prompts of `input_ids[B, L]` without their padding, and how many tokens of padding each has, int64 `[B]`."""
+    mask = inputs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else (mask != 0).long().to(input_ids.device)
+    if mask.shape != input_ids.shape or (mask.diff() < 0).any():
+        refuse("an attention_mask of another shape, or with zeros after ones: pad on the left")
+    positions = inputs.get("position_ids")
+    if positions is not None and ((positions.to(mask.device) - mask.cumsum(1) + 1) * mask).any():
+        refuse("position_ids of your own")
+    return [row[held].tolist() for row, held in zip(input_ids, mask.bool())], (mask == 0).sum(1)
+
+
+def as_sampling(processors: Sequence[Any], padding: Tensor, do_sample: bool) -> Sampling:
+    """The `Sampling` of the logits processors that `generate` prepared. padding: that of each row, int64 `[B]`."""
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    kinds = [type(processor) for processor in processors]
+    for kind, processor in zip(kinds, processors):
+        if kind not in FILTERS:
+            refuse(f"the logits processor {kind.__name__}")
+        name, attribute = FILTERS[kind]
+        options[name] = getattr(processor, attribute)
+        least, filled = getattr(processor, "min_tokens_to_keep", 1), getattr(processor, "filter_value", -torch.inf)
+        if (least, filled) != (1, -torch.inf):
+            refuse(f"{kind.__name__} with a min_tokens_to_keep or a filter_value")
+        ignored = getattr(processor, "prompt_ignore_length", None)  # Padding is never penalised here.
+        if ignored is not None and (torch.as_tensor(ignored).to(padding.device) != padding).any():
+            refuse("prompt_ignore_length")
+    if kinds != sorted(set(kinds), key=list(FILTERS).index):
+        refuse(f"logits processors in the order {', '.join(kind.__name__ for kind in kinds)}")
+    try:
+        return Sampling(**options if do_sample else options | {"temperature": 0.0})
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
 class Stop:
     """When rows end: at an end-of-text id, at `max_length` tokens (prompt and padding included), or by other criteria.
 
@@ -290,15 +253,10 @@ class Stop:
     """
 
     def __init__(self, input_ids: Tensor, criteria: StoppingCriteriaList, config: GenerationConfig) -> None:
-        lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
-        self.input_ids, self.max_length = input_ids, min([*lengths, config.max_length])
-        ends = [criterion.eos_token_id.tolist() for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
-        self.ids = {token for ids in ends for token in ids}
-        self.others = [
-            criterion for criterion in criteria if not isinstance(criterion, (MaxLengthCriteria, EosTokenCriteria))
-        ]
-        self.texts = input_ids.tolist()
-        self.pad = getattr(config, "_pad_token_tensor", None)
+        self.input_ids, self.max_length, self.texts = input_ids, criteria.max_length, input_ids.tolist()
+        self.ids = {id for each in criteria if isinstance(each, EosTokenCriteria) for id in each.eos_token_id.tolist()}
+        self.others = [each for each in criteria if not isinstance(each, (MaxLengthCriteria, EosTokenCriteria))]
+        self.pad = config._pad_token_tensor
         if self.others and self.pad is None and len(input_ids) > 1:
             refuse("stopping_criteria for a batch without a pad_token_id: its rows end at different lengths")
 
@@ -313,7 +271,6 @@ class Stop:
 
     def padded(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """`input_ids[B, L]` with the new tokens of each row, `[B, L + n]`; shorter rows are padded at the right."""
-        longest, device = max(map(len, tokens)), self.input_ids.device
         pad = 0 if self.pad is None else int(self.pad)
-        new = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in tokens], device=device)
-        return torch.cat([self.input_ids, new.to(self.input_ids.dtype)], 1)
+        new = pad_sequence([torch.tensor(row) for row in tokens], batch_first=True, padding_value=pad)
+        return torch.cat([self.input_ids, new.to(self.input_ids)], 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,32 +14,11 @@ from decoding.lengthRules import LengthRule
 from decoding.model import Model
 from decoding.rows import Rows, upload
 from methods.drafters import guess
+from methods.translation import GrowingText, Translation
 from utils import Sampling
 
 READ = 4  # Tokens that the draft reads at least before it guesses: few shapes serve most rounds.
 GROWTH = 4  # Room for so many of the draft's tokens for each of the target's.
-
-
-class Text(Protocol):
-    """A text of the target that grows."""
-
-    def row(self, tokens: Sequence[int]) -> list[int]:
-        """The text in the draft's tokens."""
-
-
-class Vocabularies(Protocol):
-    """What `inputs.translation.Translation` knows of the two tokenizers. target, draft: int64 `[N]`, the ids of the
-    tokens that both have. vocabulary: the target's number of tokens."""
-
-    target: Tensor
-    draft: Tensor
-    vocabulary: int
-
-    def growing(self) -> Text:
-        """For one text that grows."""
-
-    def row(self, tokens: Sequence[int]) -> list[int]:
-        """A text of the target in the draft's tokens."""
 
 
 class OtherTokenizerDrafter(Drafter):
@@ -56,7 +34,7 @@ class OtherTokenizerDrafter(Drafter):
     """
 
     def __init__(
-        self, model: Model, translation: Vocabularies, temperature: float | None = None, top_p: float | None = None
+        self, model: Model, translation: Translation, temperature: float | None = None, top_p: float | None = None
     ) -> None:
         self.model, self.translation, self.temperature, self.top_p = model, translation, temperature, top_p
         self.targets, self.drafts = translation.target.to(model.device), translation.draft.to(model.device)
@@ -68,7 +46,7 @@ class OtherTokenizerDrafter(Drafter):
 
     def begin(self, rows: Rows) -> None:
         """Raises UserError if a prompt does not fit into the draft's context."""
-        self.texts = [self.translation.growing() for _ in rows.prompts]
+        self.texts = [GrowingText(self.translation) for _ in rows.prompts]
         self.held = [text.row(prompt) for text, prompt in zip(self.texts, rows.prompts)]
         left, longest = rows.capacity - max(map(len, rows.prompts)), max(map(len, self.held))
         most = max(left, min(GROWTH * left, self.model.context - longest))

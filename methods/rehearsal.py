@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Generator
 
-from decoding.drafter import Guesses, WrappedDrafter
+from decoding.drafter import ChangedDrafter
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.rows import Rows
 from decoding.trees.shapes import FixedTree, TreeChoice
@@ -79,7 +79,8 @@ class Rehearsal:
         self.tokens = 2
         parts = {name: parameter.default for name, parameter in inspect.signature(loop).parameters.items()}
         if loop.func is specSampling:
-            drafter, gamma = PaddedDrafter(parts["drafter"]), parts["gamma"]
+            # Where a row has no guess, q is 0: the guesses have as many columns as were asked for.
+            drafter, gamma = ChangedDrafter(parts["drafter"], widened), parts["gamma"]
             self.lengths = LengthRehearsal(Fixed(gamma) if isinstance(gamma, int) else gamma, drafter.varies)
             sampler = partial(sampler, gamma=self.lengths, drafter=drafter)
             self.tokens += sum(self.lengths.counts) + len(self.lengths.counts)
@@ -131,10 +132,3 @@ class TreeRehearsal(TreeChoice):
 
     def tree(self) -> Tree | None:
         return self.left.pop(0) if self.left else None
-
-
-class PaddedDrafter(WrappedDrafter):
-    """Another drafter, whose guesses have as many columns as were asked for. Where there is no guess, q is 0."""
-
-    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
-        return widened(guesses, gamma)

@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from decoding.drafter import Drafter
 from decoding.lengthRules import RULES as LENGTH_RULES
-from decoding.lengthRules import Fixed, LengthRule
+from decoding.lengthRules import Fixed
 from decoding.model import Model
 from decoding.record import Record
-from decoding.rows import Callback, EndOfText, Generators
+from decoding.rows import Callback, EndOfText
 from decoding.trees.rules import TREE_RULES, synthetic_tree
 from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree
@@ -25,7 +25,8 @@ from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.otherTokenizer import OtherTokenizerDrafter, Vocabularies
+from methods.otherTokenizer import OtherTokenizerDrafter
+from methods.translation import Translation
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -87,7 +88,7 @@ class Decoding:
     highest score."""
     lookup: bool = False
     own_copy: bool = False
-    translation: Vocabularies | None = None
+    translation: Translation | None = None
 
     def gamma_of(self, rule: str, looks_up: bool = False) -> int:
         """--gamma, or its default for a draft-length rule. looks_up: the text so far guesses."""
@@ -100,45 +101,57 @@ def parameters_of(rule: str) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(LENGTH_RULES[rule]).parameters
 
 
-class Sampler(Protocol):
-    """A method with its models: continues prefixes (lists of token ids); returns the new tokens and the records."""
-
-    def __call__(
-        self,
-        prefixes: Sequence[Sequence[int]],
-        *,
-        max_len: int,
-        sampling: Sampling,
-        end_of_text: EndOfText = None,
-        generator: Generators = None,
-        callback: Callback | None = None,
-        batch: int | None = None,
-    ) -> tuple[list[list[int]], list[Record]]: ...
-
-
+# A method with its models. It is called as `specSampling`, without target and drafter, and with all but the prefixes by
+# name. A method that guesses nothing takes no observer.
+Sampler = Callable[..., tuple[list[list[int]], list[Record]]]
 Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted, self (the target's copy), head
-Wrap = Callable[[Any], Any]  # a drafter of any kind -> the same, watched
-Maker = Callable[[Models, Decoding, Wrap], Sampler]
+Maker = Callable[[Models, Decoding], Sampler]
 
 
-# Plain decoding.
+# Drafters.
 
 
-def alone(role: str) -> Maker:
+def model_drafter(models: Models, decoding: Decoding, role: str = "draft") -> Drafter:
+    """The model of that role. The draft is restricted if `--draftVocab` says so."""
+    options = decoding.draft_temperature, decoding.draft_top_p
+    if role != "draft":
+        return ModelDrafter(models[role], *options)
+    model = models.get("restricted") or models["draft"]
+    if decoding.translation is not None:
+        return OtherTokenizerDrafter(model, decoding.translation, *options)
+    return ModelDrafter(model, *options)
+
+
+def lookup(models: Models, decoding: Decoding) -> LookupDrafter:
+    """The text so far."""
+    return LookupDrafter(models["target"].vocabulary, decoding.ngram or 1)
+
+
+def lookup_first(models: Models, decoding: Decoding) -> Drafter:
+    """The text so far where it has a match, else the draft model. That is better than short matches."""
+    looked_up = LookupDrafter(models["target"].vocabulary, decoding.ngram or 4)
+    return LookupFirst(looked_up, model_drafter(models, decoding))
+
+
+def guesser(models: Models, decoding: Decoding) -> Drafter:
+    """What the flags say: the draft model, the text so far, or both."""
+    if "draft" not in models:
+        return lookup(models, decoding)
+    return lookup_first(models, decoding) if decoding.lookup_first else model_drafter(models, decoding)
+
+
+# Samplers.
+
+
+def plain(models: Models, decoding: Decoding, role: str = "target") -> Sampler:
     """One model without any other. A draft with a tokenizer of its own continues the prompts in its own tokens, and no
     id ends them."""
-
-    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
-        sampler = partial(regrSampling, target=models[role])
-        return (
-            partial(translated, decoding.translation, sampler) if role == "draft" and decoding.translation else sampler
-        )
-
-    return make
+    sampler = partial(regrSampling, target=models[role])
+    return partial(translated, decoding.translation, sampler) if role == "draft" and decoding.translation else sampler
 
 
 def translated(
-    translation: Vocabularies,
+    translation: Translation,
     sampler: Sampler,
     prefixes: Sequence[Sequence[int]],
     *,
@@ -150,51 +163,6 @@ def translated(
     return sampler([translation.row(prefix) for prefix in prefixes], **options)
 
 
-# Speculative sampling.
-
-
-def length_rule(name: str, decoding: Decoding, looks_up: bool = False) -> LengthRule:
-    """The draft-length rule of that name, as the flags set it. looks_up: no draft model guesses."""
-    options = {field: getattr(decoding, field) for field in parameters_of(name) if field != "length"}
-    return LENGTH_RULES[name](length=decoding.gamma_of(name, looks_up), **options)
-
-
-def guesser(models: Models, decoding: Decoding) -> Drafter:
-    """What the flags say: the draft model, the text so far, or both."""
-    if "draft" not in models:
-        return lookup(models, decoding)
-    return lookup_first(models, decoding) if decoding.lookup_first else draft_model(models, decoding)
-
-
-def draft_model(models: Models, decoding: Decoding) -> Drafter:
-    """The draft model, restricted if `--draftVocab` says so."""
-    model, options = models.get("restricted") or models["draft"], (decoding.draft_temperature, decoding.draft_top_p)
-    if decoding.translation is not None:
-        return OtherTokenizerDrafter(model, decoding.translation, *options)
-    return ModelDrafter(model, *options)
-
-
-def own_copy(models: Models, decoding: Decoding) -> Drafter:
-    """The target's copy in few bits."""
-    return ModelDrafter(models["self"], decoding.draft_temperature, decoding.draft_top_p)
-
-
-def head(models: Models, decoding: Decoding) -> Drafter:
-    """The trained head."""
-    return ModelDrafter(models["head"], decoding.draft_temperature, decoding.draft_top_p)
-
-
-def lookup(models: Models, decoding: Decoding) -> LookupDrafter:
-    """The text so far."""
-    return LookupDrafter(models["target"].vocabulary, decoding.ngram or 1)
-
-
-def lookup_first(models: Models, decoding: Decoding) -> Drafter:
-    """The text so far where it has a match, else the draft model. That is better than short matches."""
-    looked_up = LookupDrafter(models["target"].vocabulary, decoding.ngram or 4)
-    return LookupFirst(looked_up, draft_model(models, decoding))
-
-
 def rule_of(models: Models, decoding: Decoding, name: str | None = None) -> VerificationRule:
     """The verification rule of that name; None: that of the flags. A coin's where --acceptance says so."""
     if decoding.acceptance is not None:
@@ -203,46 +171,36 @@ def rule_of(models: Models, decoding: Decoding, name: str | None = None) -> Veri
 
 
 def speculative(
-    rule: str | None = None, verification: str | None = None, drafter: Callable[[Models, Decoding], Drafter] = guesser
-) -> Maker:
+    models: Models,
+    decoding: Decoding,
+    rule: str | None = None,
+    verification: str | None = None,
+    drafter: Callable[[Models, Decoding], Drafter] = guesser,
+) -> Sampler:
     """Speculative sampling with this draft-length rule and verification rule; None: those of the flags."""
-
-    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
-        return partial(
-            specSampling,
-            target=models["target"],
-            drafter=wrap(drafter(models, decoding)),
-            gamma=length_rule(rule or decoding.draft_length, decoding, decoding.lookup or drafter is lookup),
-            verify=rule_of(models, decoding, verification),
-        )
-
-    return make
+    rule = rule or decoding.draft_length
+    options = {field: getattr(decoding, field) for field in parameters_of(rule) if field != "length"}
+    return partial(
+        specSampling,
+        target=models["target"],
+        drafter=drafter(models, decoding),
+        gamma=LENGTH_RULES[rule](decoding.gamma_of(rule, decoding.lookup or drafter is lookup), **options),
+        verify=rule_of(models, decoding, verification),
+    )
 
 
-def follows_no_clock(decoding: Decoding) -> bool:
-    """What follows the clock, the costAware rule or --tree auto, guesses otherwise in each run, and draws other
-    tokens."""
-    return decoding.draft_length != "costAware" and decoding.tree != "auto"
-
-
-def cascade(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
-    """In each round the draft guesses gamma1 tokens for the mid model, and both together gamma2 for the target."""
-    verify = rule_of(models, decoding)
-    drafter = CascadeDrafter(models["mid"], guesser(models, decoding), Fixed(decoding.gamma1), verify)
-    target, gamma = models["target"], Fixed(decoding.gamma2)
-    return partial(specSampling, target=target, drafter=wrap(drafter), gamma=gamma, verify=verify)
-
-
-def without_cache(maker: Maker) -> Maker:
-    """The same method with models that keep no KV cache."""
-
-    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
-        return maker({role: UncachedModel(model) for role, model in models.items()}, decoding, wrap)
-
-    return make
-
-
-# Trees of guesses.
+def tree(models: Models, decoding: Decoding, rule: str | None = None) -> Sampler:
+    """A tree of guesses with this verification rule; None: that of the flags."""
+    model, verify = models.get("restricted") or models["draft"], TREE_RULES[rule or decoding.tree_rule]
+    if decoding.acceptance is not None:
+        verify = synthetic_tree(decoding.acceptance, models["target"].rule(verify))
+    return partial(
+        treeSampling,
+        target=models["target"],
+        drafter=TreeDrafter(model, decoding.draft_temperature, decoding.draft_top_p),
+        tree=tree_choice(decoding),
+        verify=verify,
+    )
 
 
 def tree_choice(decoding: Decoding) -> TreeChoice:
@@ -250,47 +208,28 @@ def tree_choice(decoding: Decoding) -> TreeChoice:
     return CostAwareTree() if decoding.tree in (None, "auto") else FixedTree(Tree.of(decoding.tree or ""))
 
 
-def tree(rule: str | None = None) -> Maker:
-    """A tree of guesses with this verification rule; None: that of the flags."""
-
-    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
-        model, verify = models.get("restricted") or models["draft"], TREE_RULES[rule or decoding.tree_rule]
-        if decoding.acceptance is not None:
-            verify = synthetic_tree(decoding.acceptance, models["target"].rule(verify))
-        return partial(
-            treeSampling,
-            target=models["target"],
-            drafter=wrap(TreeDrafter(model, decoding.draft_temperature, decoding.draft_top_p)),
-            tree=tree_choice(decoding),
-            verify=verify,
-        )
-
-    return make
-
-
-def has_fixed_shape(decoding: Decoding) -> bool:
-    """Whether the shape does not follow the clock: then the seed fixes the tokens."""
-    return decoding.tree not in (None, "auto")
-
-
-def as_flags_say(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
+def from_flags(models: Models, decoding: Decoding) -> Sampler:
     """A tree if --tree is given, else a chain."""
-    return (tree() if decoding.tree else speculative())(models, decoding, wrap)
+    return (tree if decoding.tree else speculative)(models, decoding)
 
 
-# Contrastive decoding.
+def cascade(models: Models, decoding: Decoding) -> Sampler:
+    """In each round the draft guesses gamma1 tokens for the mid model, and both together gamma2 for the target."""
+    verify = rule_of(models, decoding)
+    drafter = CascadeDrafter(models["mid"], guesser(models, decoding), Fixed(decoding.gamma1), verify)
+    return partial(specSampling, target=models["target"], drafter=drafter, gamma=Fixed(decoding.gamma2), verify=verify)
 
 
-def contrastive(is_speculative: bool) -> Maker:
+def without_cache(models: Models, decoding: Decoding, make: Maker) -> Sampler:
+    """The same method with models that keep no KV cache."""
+    return make({role: UncachedModel(model) for role, model in models.items()}, decoding)
+
+
+def contrastive(models: Models, decoding: Decoding, make: Maker) -> Sampler:
     """Contrastive decoding. It has its own temperature, 0 in the paper, and ignores the other sampling flags."""
-
-    def make(models: Models, decoding: Decoding, wrap: Wrap) -> Sampler:
-        contrast = Contrast(models["target"], models["draft"], decoding.plausibility, decoding.amateur_temperature)
-        maker = speculative() if is_speculative else alone("target")
-        sampler = maker(models | {"target": contrast}, decoding, wrap)
-        return partial(sampled_by, Sampling(decoding.contrastive_temperature, 0, 1.0), sampler)
-
-    return make
+    contrast = Contrast(models["target"], models["draft"], decoding.plausibility, decoding.amateur_temperature)
+    sampler = make(models | {"target": contrast}, decoding)
+    return partial(sampled_by, Sampling(decoding.contrastive_temperature, 0, 1.0), sampler)
 
 
 def sampled_by(

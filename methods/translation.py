@@ -62,32 +62,26 @@ def decoder_kinds(decoder: object) -> set[str]:
     return kinds | {SPACE} if decoder.get("pattern") == {"String": SPACE} else kinds
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """{name: id} of the special tokens. The end of text has the same name for all tokenizers."""
-    ids = {
-        added.content: index
-        for index, added in tokenizer.added_tokens_decoder.items()
-        if added.special and index < len(tokenizer)
-    }
-    return ids if tokenizer.eos_token_id is None else ids | {"end of text": tokenizer.eos_token_id}
+class Tokens:
+    """What a tokenizer's tokens stand for.
 
+    contents: as `token_bytes`. ids: {bytes: id}. special: {name: id} of the special tokens; the end of text has the
+    same name for all tokenizers. front: the ids before every text, such as a beginning of text. adds_space: a space is
+    put before every text, as SentencePiece does.
+    """
 
-def ids_by_bytes(contents: Sequence[bytes | None]) -> dict[bytes, int]:
-    """{bytes: id}. Of tokens with the same bytes the last is taken: SentencePiece has its single bytes first, and
-    writes a letter by the ordinary token."""
-    return {content: index for index, content in enumerate(contents) if content}
-
-
-def ids_in_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that the tokenizer puts before every text, such as a beginning of text."""
-    whole, text = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
-    return next(whole[:i] for i in range(len(whole) + 1) if whole[i : i + len(text)] == text)
-
-
-def adds_space(tokenizer: PreTrainedTokenizerBase, contents: Sequence[bytes | None]) -> bool:
-    """Whether the tokenizer puts a space before every text, as SentencePiece does."""
-    ids = tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids
-    return b"".join(contents[i] or b"" for i in ids).startswith(b" ")
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        self.contents = token_bytes(tokenizer, name)
+        # Of tokens with the same bytes the last is taken: SentencePiece has its single bytes first, and writes a letter
+        # by the ordinary token.
+        self.ids = {content: index for index, content in enumerate(self.contents) if content}
+        added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if index < len(tokenizer)}
+        self.special = {token.content: index for index, token in added.items() if token.special}
+        if tokenizer.eos_token_id is not None:
+            self.special["end of text"] = tokenizer.eos_token_id
+        whole, text = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+        self.front = next(whole[:i] for i in range(len(whole) + 1) if whole[i : i + len(text)] == text)
+        self.adds_space = b"".join(self.contents[i] or b"" for i in text).startswith(b" ")
 
 
 class Translation:
@@ -106,24 +100,19 @@ class Translation:
         names: tuple[str, str] = ("target", "draft"),
     ) -> None:
         self.names, self.vocabulary, self.tokenizer = names, len(target), draft
-        contents, draft_contents = token_bytes(target, names[0]), token_bytes(draft, names[1])
-        target_ids, draft_ids = ids_by_bytes(contents), ids_by_bytes(draft_contents)
-        pairs = {target_ids[content]: draft_ids[content] for content in target_ids if content in draft_ids}
+        self.tokens, self.draft_tokens = ours, theirs = Tokens(target, names[0]), Tokens(draft, names[1])
+        pairs = {ours.ids[content]: theirs.ids[content] for content in ours.ids if content in theirs.ids}
         if not pairs:
             raise UserError(f"the tokenizers of {names[0]} and {names[1]} have no token in common; name another draft")
-        target_special, draft_special = special_tokens(target), special_tokens(draft)
-        self.special = {target_special[name]: draft_special[name] for name in target_special if name in draft_special}
+        self.special = {ours.special[name]: theirs.special[name] for name in ours.special if name in theirs.special}
         partners: dict[int, int] = {}  # Two special tokens of the target may stand for one of the draft's.
         for target_id, draft_id in self.special.items():
             partners.setdefault(draft_id, target_id)
         pairs |= {target_id: draft_id for draft_id, target_id in partners.items()}
         self.target, self.draft = (torch.tensor(ids) for ids in zip(*sorted(pairs.items())))
-        names_of_special = {index: added.content.encode() for index, added in target.added_tokens_decoder.items()}
-        self.contents = [content or names_of_special.get(index, b"") for index, content in enumerate(contents)]
-        self.single_bytes = {content[0]: index for content, index in draft_ids.items() if len(content) == 1}
-        self.target_front, self.draft_front = ids_in_front(target), ids_in_front(draft)
-        # A space that the target's tokenizer puts before every text is taken off. The draft's adds its own.
-        self.target_adds_space, self.draft_adds_space = adds_space(target, contents), adds_space(draft, draft_contents)
+        added = {index: token.content.encode() for index, token in target.added_tokens_decoder.items()}
+        self.contents = [content or added.get(index, b"") for index, content in enumerate(ours.contents)]
+        self.single_bytes = {content[0]: index for content, index in theirs.ids.items() if len(content) == 1}
 
     @property
     def share(self) -> float:
@@ -143,10 +132,11 @@ class Translation:
         """The draft's tokens of a text, or of what follows a word (is_start False)."""
         ids: list[int] = []
         if is_start:
-            ids += self.draft_front
-            if list(tokens[: len(self.target_front)]) == self.target_front:
-                tokens = tokens[len(self.target_front) :]
-        drops_space = self.target_adds_space if is_start else self.draft_adds_space
+            ids += self.draft_tokens.front
+            if list(tokens[: len(self.tokens.front)]) == self.tokens.front:
+                tokens = tokens[len(self.tokens.front) :]
+        # A space that the target's tokenizer puts before every text is taken off. The draft's adds its own.
+        drops_space = (self.tokens if is_start else self.draft_tokens).adds_space
         for is_special, run in itertools.groupby(tokens, self.special.__contains__):
             if is_special:
                 ids += [self.special[token] for token in run]
@@ -160,10 +150,6 @@ class Translation:
             ids += [self.single_bytes[byte] for byte in decoder.getstate()[0] if byte in self.single_bytes]
             drops_space = False
         return ids
-
-    def growing(self) -> GrowingText:
-        """For one text that grows."""
-        return GrowingText(self)
 
 
 class GrowingText:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from decoding.drafter import Observer
 from decoding.lengthRules import Fixed
 from decoding.model import Model
 from decoding.record import Record
@@ -59,11 +60,13 @@ def treeSampling(
     callback: Callback | None = None,
     verify: TreeRule = traversal_rule,
     batch: int | None = None,
+    observer: Observer | None = None,
 ) -> tuple[list[list[int]], list[Record]]:
     """Continue each of `prefixes` with tokens distributed exactly as `target`'s own, in fewer forwards of `target`.
 
     tree: the shape of a round's guesses, or what chooses it (decoding/trees/shapes.py).
     verify: which guesses to accept (decoding/trees/rules.py).
+    observer: as in `specSampling`.
     The other arguments, both results and the errors are those of `regrSampling`.
 
     A round is a plain step, a round of `specSampling` if the shape is a chain, or a round with a tree. Each one adds
@@ -82,21 +85,25 @@ def treeSampling(
             continue
         shape = choice.tree()
         if shape is None:
-            last = plain_step(rows, target, drafter, sampling)
+            last = plain_step(rows, target, drafter, sampling, observer)
         elif shape.is_chain and verify in ON_CHAINS:
-            last = advance_chain(rows, target, drafter, shape.size, sampling, ON_CHAINS[verify])
+            last = advance_chain(rows, target, drafter, shape.size, sampling, ON_CHAINS[verify], observer)
         else:
-            last = advance(rows, target, drafter, shape, sampling, verify)
+            last = advance(rows, target, drafter, shape, sampling, verify, observer)
         # Learn which shape to guess in the next round. The last accepted node tells the path.
         choice.learn(last)
     return rows.tokens, rows.records
 
 
-def plain_step(rows: Rows, target: Model, drafter: TreeDrafter, sampling: Sampling) -> dict[int, int]:
+def plain_step(
+    rows: Rows, target: Model, drafter: TreeDrafter, sampling: Sampling, observer: Observer | None
+) -> dict[int, int]:
     """A round without guesses: one token, as in `regrSampling`. Returns {}: no node was accepted."""
-    drafter.draft(rows, [0] * rows.size, sampling)  # It is told of the round: it falls a token behind.
+    guesses = drafter.draft(rows, [0] * rows.size, sampling)  # It is told of the round: it falls a token behind.
     seen = rows.seen(target.vocabulary, sampling)
-    token, _ = target.draw(*rows.last(1), rows.uniform([1] * rows.size).T, sampling, seen)
+    token, p = target.draw(*rows.last(1), rows.uniform([1] * rows.size).T, sampling, seen)
+    if observer:
+        observer(rows, guesses, p, torch.zeros_like(token[:, 0]))
     rows.commit_one(token[:, 0])
     return {}
 
@@ -109,7 +116,13 @@ class FixedObserver(Fixed):
 
 
 def advance_chain(
-    rows: Rows, target: Model, drafter: TreeDrafter, gamma: int, sampling: Sampling, verify: VerificationRule
+    rows: Rows,
+    target: Model,
+    drafter: TreeDrafter,
+    gamma: int,
+    sampling: Sampling,
+    verify: VerificationRule,
+    observer: Observer | None,
 ) -> dict[int, int]:
     """One round whose tree is a chain of `gamma` guesses: a round of `specSampling`.
 
@@ -118,12 +131,18 @@ def advance_chain(
     """
     length = FixedObserver(gamma)
     length.begin(rows)
-    chain_round(rows, target, drafter, length, sampling, verify)
+    chain_round(rows, target, drafter, length, sampling, verify, observer)
     return length.accepted
 
 
 def advance(
-    rows: Rows, target: Model, drafter: TreeDrafter, tree: Tree, sampling: Sampling, verify: TreeRule
+    rows: Rows,
+    target: Model,
+    drafter: TreeDrafter,
+    tree: Tree,
+    sampling: Sampling,
+    verify: TreeRule,
+    observer: Observer | None,
 ) -> dict[int, int]:
     """One round. Returns {text: the last accepted node, or 0}, of the texts that had not ended."""
     # Draft level by level. The last token a row may add needs no guess: the target draws it.
@@ -131,7 +150,9 @@ def advance(
     # Score all nodes in one forward of the target. Verify: accept a path, draw the token after it.
     u = rows.uniform([tree.size + 1] * rows.size)
     block, seen = torch.cat([rows.last(1)[0], guesses.drafts], 1), rows.seen(target.vocabulary, sampling)
-    _, accepted, path, token = target.score_tree(tree, block, guesses.places, guesses.q, u, sampling, verify, seen)
+    p, accepted, path, token = target.score_tree(tree, block, guesses.places, guesses.q, u, sampling, verify, seen)
+    if observer:
+        observer(rows, guesses, p, path.amax(1))
     # Move the path's keys and values to the slots of its positions, in both models.
     move_path((target, *drafter.models), rows, tree, path)
     # Commit the path and the token after it. Here the host waits for the device, once in the round.

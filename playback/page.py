@@ -22,10 +22,11 @@ from utils import UserError
 
 PARTS = Path(__file__).with_name("page")
 TAGS = ("u", "del", "b")  # the HTML element of each of KINDS
+KEPT = "\n\t\u200c\u200d"  # control characters of a page; some scripts and emoji need U+200C and U+200D
 
 
-def write_file(path: str | os.PathLike[str], content: str) -> None:
-    """Write what --html asks for, as a whole or not at all. Raises UserError if it cannot be written."""
+def write_file(path: Path, content: str) -> None:
+    """Write what --html asks for, as a whole or not at all, and say so. Raises UserError if it cannot be written."""
     real = Path(os.path.realpath(path))
     try:
         if real.exists() and not real.is_file():
@@ -33,6 +34,7 @@ def write_file(path: str | os.PathLike[str], content: str) -> None:
         replace_file(real, content)
     except OSError as error:
         raise UserError(f"--html {path} cannot be written: {error.strerror or error}") from None
+    print(visible(f"Written to {path}", ""))
 
 
 def render(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, title: str, facts: Mapping[str, object]) -> str:
@@ -41,51 +43,33 @@ def render(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, title: str
     facts: {name: value}, shown under the title. Text of models and users is escaped here, and the script sets it as
     text: it is never markup.
     """
+
+    def allowed(text: str) -> str:
+        """The hash by which the Content-Security-Policy allows a style or a script."""
+        return "sha256-" + b64encode(sha256(text.encode()).digest()).decode()
+
+    def escaped(text: object) -> str:
+        return html.escape(visible(str(text), KEPT))
+
     template, style, script = ((PARTS / name).read_text("utf-8") for name in ("page.html", "style.css", "script.js"))
-    pieces = [(turn.prompt, pieces_of(turn.rounds, tokenizer)) for turn in turns]
-    # The prompt of a later turn stands in the text, before the turn's first round.
-    texts = [
-        (f"\n\n{prompt}" if number and not index else "", kinds)
-        for number, (prompt, rounds) in enumerate(pieces)
-        for index, kinds in enumerate(rounds)
-    ]
+    data: list[list[list[str]]] = []  # [round][kind][token]
+    text = ""
+    for number, turn in enumerate(turns):
+        for index, kinds in enumerate(pieces_of(turn.rounds, tokenizer)):
+            data.append([[visible(piece, KEPT) for piece in pieces] for pieces in kinds])
+            # The prompt of a later turn stands in the text, before the turn's first round.
+            prompt = f'<span class="dim">\n\n{escaped(turn.prompt)}</span>' if number and not index else ""
+            spans = (f"<{tag}>{escaped(''.join(pieces))}</{tag}>" for tag, pieces in zip(TAGS, kinds))
+            text += f"<span>{prompt}{''.join(spans)}</span>"
     return template.format(
         style=style,
         script=script,
-        policy=f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'",
-        data=as_json([kinds for _, kinds in texts]),
+        policy=f"default-src 'none'; style-src '{allowed(style)}'; script-src '{allowed(script)}'",
+        # In ASCII and without characters that mean something in HTML.
+        data=json.dumps(data).replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026"),
         title=escaped(title),
         facts=" \u00b7 ".join(f"{escaped(name)} {escaped(value)}" for name, value in facts.items()),
-        legend=" ".join(f"<{tag}>{html.escape(name)}</{tag}>" for tag, name in zip(TAGS, KINDS)),
+        legend=" ".join(f"<{tag}>{escaped(name)}</{tag}>" for tag, name in zip(TAGS, KINDS)),
         prompt=escaped(turns[0].prompt),
-        text="".join(
-            "<span>"
-            + (f'<span class="dim">{escaped(prompt)}</span>' if prompt else "")
-            + "".join(f"<{tag}>{escaped(''.join(pieces))}</{tag}>" for tag, pieces in zip(TAGS, kinds))
-            + "</span>"
-            for prompt, kinds in texts
-        ),
+        text=text,
     )
-
-
-def digest(text: str) -> str:
-    """The hash by which the Content-Security-Policy allows a style or a script."""
-    return "sha256-" + b64encode(sha256(text.encode()).digest()).decode()
-
-
-def printable(text: object) -> str:
-    """`text` without control characters. U+200C and U+200D stay: some scripts and emoji need them."""
-    return visible(str(text), "\n\t\u200c\u200d")
-
-
-def escaped(text: object) -> str:
-    """`text` for HTML."""
-    return html.escape(printable(text))
-
-
-def as_json(rounds: Sequence[Sequence[Sequence[str]]]) -> str:
-    """The pieces as JSON, in ASCII and without characters that mean something in HTML."""
-    data = json.dumps([[[printable(piece) for piece in pieces] for pieces in kinds] for kinds in rounds])
-    for character in "<>&":
-        data = data.replace(character, f"\\u{ord(character):04x}")
-    return data

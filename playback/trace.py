@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafter import Drafter, Guesses, WrappedDrafter
+from decoding.drafter import Guesses
 from decoding.rows import Rows
+from decoding.trees.guesses import TreeGuesses
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 KINDS = ("guesses accepted", "guesses rejected", "the target's own tokens")  # in the order of Round's fields
@@ -22,11 +24,6 @@ class Round(NamedTuple):
     rejected: list[int]
     target: list[int]
 
-    def without(self, ends: Collection[int]) -> Round:
-        """The round without committed tokens that end a text."""
-        accepted, target = ([token for token in tokens if token not in ends] for tokens in (self.accepted, self.target))
-        return Round(accepted, self.rejected, target)
-
 
 class Turn(NamedTuple):
     """A prompt, or a question as it is shown, and the rounds of the text after it."""
@@ -35,38 +32,25 @@ class Turn(NamedTuple):
     rounds: list[Round]
 
 
-class RecordingDrafter(WrappedDrafter):
-    """A drafter that remembers its last guesses for row 0."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        super().__init__(drafter)
-        self.guesses: list[int] = []
-
-    def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
-        real = guesses.of_drafts()[0] > 0  # The others only pad the row.
-        # The last token that a row may add is no guess: other rows may guess on.
-        self.guesses = guesses.drafts[0][real].tolist()[: max(0, rows.left[0] - 1)]
-        return guesses
-
-
 class Trace:
-    """The rounds of row 0, collected by `callback`, which a sampler calls. The first "round" is the prefill.
+    """The rounds of the first text, collected as a sampler's `callback` and `observer`. The first "round" is the
+    prefill. on_round: called with each round when it ends."""
 
-    drafter: the sampler's; None if nothing guesses. on_round: called with each round when it ends.
-    """
-
-    def __init__(
-        self, drafter: RecordingDrafter | None = None, on_round: Callable[[Round], object] | None = None
-    ) -> None:
-        self.drafter, self.on_round = drafter, on_round
+    def __init__(self, on_round: Callable[[Round], object] | None = None) -> None:
+        self.on_round = on_round
         self.rounds: list[Round] = []
+        self.guesses: list[int] = []  # of the round that is about to end
+
+    def observer(self, rows: Rows, guesses: Guesses | TreeGuesses, p: Tensor, last: Tensor) -> None:
+        """See `decoding.drafter.Observer`."""
+        drafts = guesses.drafts[0]
+        # Where q is 0, there is no guess.
+        self.guesses = drafts[guesses.q[0].gather(1, drafts[:, None])[:, 0] > 0].tolist()
 
     def callback(self, row: int, tokens: list[int], guessed: int) -> None:
-        """Row `row` has grown by `tokens`, of which the first `guessed` are accepted guesses."""
+        """See `decoding.rows.Callback`."""
         if row == 0:
-            # The prefill comes before any guess. What a used drafter remembers then belongs to an earlier prompt.
-            guesses = self.drafter.guesses if self.drafter and self.rounds else []
-            self.rounds.append(Round(tokens[:guessed], guesses[guessed:], tokens[guessed:]))
+            self.rounds.append(Round(tokens[:guessed], self.guesses[guessed:], tokens[guessed:]))
             if self.on_round:
                 self.on_round(self.rounds[-1])
 
@@ -84,24 +68,20 @@ class Pieces:
         self.pending: list[int] = []  # tokens after the last boundary
         self.returned = 0  # characters of their text that were returned
 
-    def decode(self) -> str:
-        """The text of the tokens that are kept."""
-        return self.tokenizer.decode(self.context + self.pending)
-
     def add(self, token: int) -> str:
         """The text that `token` adds; empty if it ends within a character."""
         self.pending = [*self.pending, token]
-        text = self.decode()
+        text = self.tokenizer.decode(self.context + self.pending)
         whole = text.rstrip(UNFINISHED)
         piece, self.returned = whole[self.returned :], max(self.returned, len(whole))
         if whole == text:
             self.context, self.pending = self.pending, []
-            self.returned = len(self.decode())
+            self.returned = len(self.tokenizer.decode(self.context))
         return piece
 
     def rest(self) -> str:
         """The text that is held back: a character that was never finished."""
-        return self.decode()[self.returned :]
+        return self.tokenizer.decode(self.context + self.pending)[self.returned :]
 
     def of(self, round: Round) -> list[list[str]]:
         """The pieces of the next round's tokens, in the order of KINDS."""

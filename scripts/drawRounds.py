@@ -25,7 +25,7 @@ from inputs.files import ROOT, replace_file
 from inputs.models import find_model, load_model, model_version
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
-from playback.trace import RecordingDrafter, Trace, pieces_of
+from playback.trace import Trace, pieces_of
 from regrSampling import regrSampling
 from specSampling import specSampling
 
@@ -99,14 +99,15 @@ def measure() -> None:
     """Decode the text with and without guesses, in turn; the repeat that took the median time is kept."""
     tokenizer, dtype = load_tokenizer(NAMES["target"]), pick_dtype("cpu")
     models = {role: load_model(name, tokenizer, dtype, "cpu") for role, name in NAMES.items()}
-    prompts, watched = [tokenizer(PROMPT)["input_ids"]], RecordingDrafter(ModelDrafter(models["draft"]))
+    prompts, drafter = [tokenizer(PROMPT)["input_ids"]], ModelDrafter(models["draft"])
     decoders: dict[str, Any] = {"plain": partial(regrSampling, prompts, models["target"], TOKENS)}
-    decoders["speculative"] = partial(specSampling, prompts, models["target"], watched, TOKENS, GAMMA)
+    decoders["speculative"] = partial(specSampling, prompts, models["target"], drafter, TOKENS, GAMMA)
     runs: dict[str, list[Any]] = {name: [] for name in decoders}
     for name, decode in [*decoders.items()] * (1 + REPEATS):  # The first time warms up.
-        trace = Trace(watched if name == "speculative" else None)
+        trace = Trace()
+        observed = {"observer": trace.observer} if name == "speculative" else {}
         with quiet("cpu"):
-            _, (timed,) = decode(generator=torch.Generator().manual_seed(0), callback=trace.callback)
+            _, (timed,) = decode(generator=torch.Generator().manual_seed(0), callback=trace.callback, **observed)
         runs[name].append((timed.times, trace.rounds))
     middle = {name: sorted(of[1:], key=lambda run: run[0][-1])[REPEATS // 2] for name, of in runs.items()}
     texts = {name: {"rounds": pieces_of(run[1], tokenizer), "seconds": run[0]} for name, run in middle.items()}

@@ -6,13 +6,11 @@ same folder. So the modules of this project that it needs are copied beside it, 
 
 from __future__ import annotations
 
-import argparse
-import ast
 import re
 import sys
 from collections.abc import Sequence
 
-from inputs.commandLine import Parser, as_command, path
+from inputs.commandLine import as_command, path, script_parser
 from inputs.files import ROOT
 from utils import UserError
 
@@ -21,29 +19,27 @@ SOURCE = ROOT / "custom_generate"
 
 def packed() -> dict[str, str]:
     """{file name: its text} of the folder. A module keeps the last part of its name."""
-    texts: dict[str, str] = {}
+    texts = {"requirements.txt": (SOURCE / "requirements.txt").read_text(encoding="utf-8")}
     files = [SOURCE / "generate.py"]
     for file in files:  # The list grows by what its files import, anywhere in them.
-        text = file.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)):
-            module = node.module if isinstance(node, ast.ImportFrom) and node.module else ""
-            copied = ROOT / f"{module.replace('.', '/')}.py"
-            if module and copied.exists():
-                files += [copied] if copied not in files else []
-                text = re.sub(
-                    rf"^(\s*)from {re.escape(module)} import", rf"\1from .{copied.stem} import", text, flags=re.M
-                )
-        texts[file.name] = text
-    assert len(texts) == len(files), "two modules have one name"
-    return texts | {"requirements.txt": (SOURCE / "requirements.txt").read_text(encoding="utf-8")}
+
+        def relative(found: re.Match[str]) -> str:
+            copied = ROOT / f"{found[2].replace('.', '/')}.py"
+            if not copied.exists():
+                return found[0]
+            files.extend([copied] if copied not in files else [])
+            return f"{found[1]}from .{copied.stem} import"
+
+        texts[file.name] = re.sub(r"^(\s*)from ([\w.]+) import", relative, file.read_text(encoding="utf-8"), flags=re.M)
+    assert len(texts) == 1 + len(files), "two modules have one name"
+    return texts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
 
     def work() -> None:
-        parser = Parser(prog="python -m scripts.packGenerate", allow_abbrev=False, description=__doc__)
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        parser = script_parser("python -m scripts.packGenerate", __doc__)
         parser.add_argument("folder", type=path)
         folder = parser.parse_args(argv).folder / "custom_generate"
         if folder.exists():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_specSampling import PROMPTS, near
 
+from decoding.drafter import Guesses
 from decoding.lengthRules import DraftConfidence
 from decoding.record import Record
 from decoding.trees.rules import TREE_RULES
@@ -16,37 +17,33 @@ from decoding.trees.shapes import expected as tokens_of
 from decoding.trees.tree import Tree
 from decoding.verification import token_rule
 from experiments import sweep, theory
-from experiments.acceptance import RoundGuesses, acceptance_of, chances, expected, overlaps_in_text, overlaps_of
+from experiments.acceptance import OverlapObserver, acceptance_of, chances, expected, overlaps_of
 from experiments.sweep import sampler
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
 from methods.samplers import Decoding, speculative, tree
 from methods.treeSampling import TreeDrafter, treeSampling
 from specSampling import specSampling
-from utils import Sampling, probabilities, residual
+from utils import Sampling, residual
 
 DRAW = Sampling(1.0, 0, 1.0)
 
 
-def test_one_round_has_the_overlaps_of_its_contexts():
-    """Of three guesses the first was accepted and the second not; the next round had none."""
-    target, q = helpers.tiny(), torch.rand(3, 61).softmax(-1)
-    record = Record([0.1, 0.2, 0.3], [1, 2, 1], [0, 3, 0], [0, 1, 0])
-    text, sampling = [7, 3, 9, 4], Sampling(0.8, 0, 0.9, 1.2)
-    guesses = RoundGuesses(torch.tensor([3, 5, 5]), q, [(1,), (2,), (3,), ()])
-    found = overlaps_in_text(
-        [5, 9], text, record, [guesses, RoundGuesses(guesses.drafts[:0], q[:0], [()])], target, sampling
-    )
-    overlaps = []
-    for i, known in enumerate(([5, 9, 7], [5, 9, 7, 3])):
-        seen = torch.zeros(1, 61, dtype=torch.bool).scatter(1, torch.tensor([known]), True)
-        p = probabilities(target.score(torch.tensor([known]))[:, -1], sampling, seen)[0]
-        overlaps.append(theory.overlap(p, q[i]).item())
-    assert [position[:2] for position in found] == [(2, 1), (1, 1)]
-    assert [position[2] for position in found] == pytest.approx(overlaps, abs=1e-5)
+def test_rounds_have_the_overlaps_of_their_contexts():
+    """Of three guesses the first was accepted and the second not; the next round had none. In the last the text ended
+    at the first of three accepted guesses."""
+    p, q = torch.rand(4, 61).softmax(-1), torch.rand(3, 61).softmax(-1)
+    record, observer = Record([0.1] * 4, [1, 2, 1, 1], [0, 3, 0, 1], [0, 1, 0, 1]), OverlapObserver()
+    for count, last in (3, 1), (0, 0), (3, 3):
+        guesses = Guesses(torch.tensor([[3, 5, 5]])[:, :count], q[None, :count])
+        observer(None, guesses, p[None, : count + 1], torch.tensor([last]))
+    found = observer.positions(record)
+    overlaps = theory.overlap(p[:3], q)
+    assert [position[:2] for position in found] == [(3, 2), (2, 1)]
+    assert [position[2] for position in found] == pytest.approx([2 * overlaps[0].item(), overlaps[1].item()])
     assert expected(found) == {
-        "overlap": pytest.approx(sum(overlaps) / 2, abs=1e-5),
-        "tokens": pytest.approx(1 + overlaps[0] / 2 * (1 + overlaps[1]), abs=1e-5),
+        "overlap": pytest.approx((2 * overlaps[0] + overlaps[1]).item() / 3),
+        "tokens": pytest.approx((1 + 2 * overlaps[0] / 3 * (1 + overlaps[1] / 2)).item()),
     }
 
 
@@ -69,11 +66,11 @@ def watched_alpha(prompts, target, drafter, max_len):
 def test_overlaps_are_those_that_verification_meets():
     target = helpers.tiny()
     draft = ModelDrafter(near(target, noise=0.3))
-    found = overlaps_of(lambda wrap: sampler(target, wrap(draft), 4, token_rule), PROMPTS, target, DRAW, 40, None, 0)
+    found = overlaps_of(sampler(target, draft, 4, token_rule), PROMPTS, "cpu", DRAW, 40, None, 0)
     watched = watched_alpha(PROMPTS, target, draft, 40)
     assert expected(found.positions)["overlap"] == pytest.approx(watched, abs=1e-5)
-    in_sweep = sweep.overlaps(4, PROMPTS, target, draft, DRAW, token_rule, 40, 0)
-    assert expected(in_sweep)["overlap"] == pytest.approx(watched, abs=1e-5)
+    in_sweep = sweep.costs(PROMPTS, target, draft, DRAW, token_rule, 40, 0, "cpu")
+    assert in_sweep["alpha"] == pytest.approx(watched, abs=1e-5) and len(in_sweep["overlap_by_position"]) == 10
 
 
 @pytest.mark.parametrize("name", ["model", "unsure", "lookup", "both"])
@@ -83,15 +80,8 @@ def test_tokens_a_round_are_those_expected(name):
     drafter = {"lookup": lookup, "both": LookupFirst(LookupDrafter(12, 2, worth=0), draft)}.get(name, draft)
     length = DraftConfidence(4, 0.4) if name == "unsure" else sweep.Fixed(4)
     prompts = [[token % 12 for token in prompt] for prompt in PROMPTS]
-    found = overlaps_of(
-        lambda wrap: partial(specSampling, target=target, drafter=wrap(drafter), gamma=length),
-        prompts,
-        target,
-        DRAW,
-        60,
-        None,
-        0,
-    )
+    method = partial(specSampling, target=target, drafter=drafter, gamma=length)
+    found = overlaps_of(method, prompts, "cpu", DRAW, 60, None, 0)
     _, records = specSampling(
         prompts * 15, target, drafter, 60, length, DRAW, generator=torch.Generator().manual_seed(1)
     )
@@ -139,12 +129,9 @@ def test_tokens_a_round_with_trees_are_those_expected(rule, shape):
     target = helpers.tiny(vocabulary=12, sharpness=2.0)
     draft = near(target, noise=0.3)
     prompts = [[token % 12 for token in prompt] for prompt in PROMPTS]
-
-    def make(wrap):
-        drafter, choice = wrap(TreeDrafter(draft)), Tree.of(shape) if shape else InTurn()
-        return partial(treeSampling, target=target, drafter=drafter, tree=choice, verify=TREE_RULES[rule])
-
-    found = overlaps_of(make, prompts * 8, target, DRAW, 40, None, 0)
+    drafter, choice = TreeDrafter(draft), Tree.of(shape) if shape else InTurn()
+    method = partial(treeSampling, target=target, drafter=drafter, tree=choice, verify=TREE_RULES[rule])
+    found = overlaps_of(method, prompts * 8, "cpu", DRAW, 40, None, 0)
     ratio = (1 + found.accepted / found.rounds) / expected(found.positions)["tokens"]
     assert ratio == pytest.approx(1, abs=0.05) if rule == "topDown" else 1 < ratio < 1.3
     if shape:
@@ -156,10 +143,10 @@ def test_a_chain_has_the_same_overlaps_whether_it_is_called_a_tree_or_not():
     target = helpers.tiny()
     models = {"target": target, "draft": near(target, noise=0.3)}
     found = [
-        overlaps_of(lambda wrap: make(models, decoding, wrap), PROMPTS, target, DRAW, 30, None, 0)  # noqa: B023
-        for make, decoding in (
-            (speculative("fixed", "block"), Decoding(gamma=3)),
-            (tree("traversal"), Decoding(tree="1,1,1")),
+        overlaps_of(method, PROMPTS, "cpu", DRAW, 30, None, 0)
+        for method in (
+            speculative(models, Decoding(gamma=3), "fixed", "block"),
+            tree(models, Decoding(tree="1,1,1"), "traversal"),
         )
     ]
     assert found[0] == found[1] and len(found[0].positions) == 3
@@ -167,7 +154,5 @@ def test_a_chain_has_the_same_overlaps_whether_it_is_called_a_tree_or_not():
 
 def test_nothing_guessed_is_expected_to_be_unknown():
     target = helpers.tiny()
-    found = overlaps_of(
-        lambda wrap: sampler(target, wrap(ModelDrafter(target)), 4, token_rule), [[5]], target, DRAW, 2, None, 0
-    )
+    found = overlaps_of(sampler(target, ModelDrafter(target), 4, token_rule), [[5]], "cpu", DRAW, 2, None, 0)
     assert found == ([], 1, 0) and all(value != value for value in expected(found.positions).values())

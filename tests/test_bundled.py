@@ -13,7 +13,7 @@ from engine.head import CONFIG, WEIGHTS, load_head
 from inputs.models import DTYPES, find_model, load_model, model_version
 from inputs.texts import load_corpora
 from inputs.tokenizers import load_tokenizer
-from methods.catalogue import build, choose_lossless
+from methods.catalogue import build, choose
 from methods.drafters import ModelDrafter
 from methods.samplers import Decoding
 from regrSampling import regrSampling
@@ -50,7 +50,9 @@ def mids_own(mid, prompts):
     return regrSampling(prompts, mid, 100, GREEDY)[0]
 
 
-@pytest.mark.parametrize("name", [name for name in choose_lossless("all", ("draft", "mid", "self")) if name != "fixed"])
+@pytest.mark.parametrize(
+    "name", [name for name in choose("all", ("draft", "mid", "self"), "lossless") if name != "fixed"]
+)
 def test_greedy_output_of_every_lossless_method_is_plain_decodings_on(pair, mid, prompts, request, name):
     """The target is the model of 4 layers, which costs a quarter of the one of 12. Only a cascade needs all three."""
     _, target, draft = pair

@@ -21,12 +21,12 @@ from experiments.lines import name_of_kind
 from inputs.prompts import encode_chat
 from inputs.tokenizers import load_tokenizer
 from methods import samplers as makers
-from methods.catalogue import METHODS, choose, choose_lossless, in_mode
+from methods.catalogue import METHODS, choose, in_mode
 from playback.play import Screen
 from utils import UserError
 
 ROLES = {"draft", "draft model", "whole draft model", "mid", "self"}
-EVERY, LOSSLESS = set(choose("all", ROLES)), choose_lossless("all", ROLES)  # methods
+EVERY, LOSSLESS = set(choose("all", ROLES)), choose("all", ROLES, "lossless")  # methods
 KINDS = {"speed": ["speed"], "ppl": ["ppl corpus", "ppl text"]}
 
 

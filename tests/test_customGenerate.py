@@ -6,8 +6,8 @@ import copy
 import gc
 import re
 import sys
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import helpers
 import pytest
@@ -25,9 +25,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     MinLengthLogitsProcessor,
-    MistralConfig,
-    MistralForCausalLM,
     StoppingCriteria,
     T5Config,
     T5ForConditionalGeneration,
@@ -72,6 +71,18 @@ def tiny(family="gpt_neox", **how):
     return plain(helpers.tiny(family, **how).model)
 
 
+def greedy(model, custom=None, rows=ROWS, **how):
+    """What `generate` returns, by `custom` or by its own loop."""
+    return model.generate(**batch(rows) | GREEDY | {"max_new_tokens": 20} | how, custom_generate=custom)
+
+
+def equal(model, custom, **how):
+    """The greedy texts by `custom`, which must be those of `generate` alone."""
+    ours = greedy(model, custom, **how).tolist()
+    assert ours == greedy(model, **how).tolist()
+    return ours
+
+
 @pytest.fixture(scope="module")
 def target():
     return tiny()
@@ -89,19 +100,14 @@ def draft():
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one row", "three ragged rows"])
 @pytest.mark.parametrize("family", helpers.FAMILIES)
 def test_greedy_texts_are_those_of_generate_alone(family, rows):
-    model, guesser, inputs = tiny(family), tiny(family, seed=1, layers=1), batch(rows)
-    alone = model.generate(**inputs, **GREEDY, max_new_tokens=24)
+    model, guesser = tiny(family), tiny(family, seed=1, layers=1)
     for verify in RULES:
-        ours = model.generate(
-            **inputs, **GREEDY, max_new_tokens=24, custom_generate=speculative(guesser, 3, verify=verify)
-        )
-        assert ours.tolist() == alone.tolist()
+        equal(model, speculative(guesser, 3, verify=verify), rows=rows)
 
 
 def test_so_they_are_with_a_draft_that_is_often_right(target, draft):
-    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 40, "return_dict_in_generate": True}
-    ours = target.generate(**arguments, custom_generate=speculative(draft))
-    assert ours.sequences.tolist() == target.generate(**arguments).sequences.tolist()
+    ours = greedy(target, speculative(draft), max_new_tokens=40, return_dict_in_generate=True)
+    assert ours.sequences.tolist() == greedy(target, max_new_tokens=40).tolist()
     accepted = {count for record in ours.records for count in record.accepted}
     assert 0 in accepted and max(accepted) == 4  # Rounds of every kind took place.
 
@@ -128,35 +134,27 @@ class AfterSum(StoppingCriteria):
     ids=["max_length", "one token", "one id", "several ids", "a criterion", "a penalty", "max_time", "ignored filters"],
 )
 def test_rows_end_where_those_of_generate_alone_end(target, draft, how):
-    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": None if "max_length" in how else 30} | how
-    if ends := arguments.pop("ends", 0):  # so many ids that the texts have
-        text = target.generate(**batch(ROWS), **GREEDY, max_new_tokens=30)[:, 9:]
+    how = {"max_new_tokens": None if "max_length" in how else 30} | how
+    if ends := how.pop("ends", 0):  # so many ids that the texts have
+        text = greedy(target, max_new_tokens=30)[:, 9:]
         ids = [text[0, 8].item(), text[1, 15].item(), text[2, 3].item()]
-        arguments["eos_token_id"] = ids[:ends] if ends > 1 else ids[0]
-    alone = target.generate(**arguments)
-    assert target.generate(**arguments, custom_generate=speculative(draft)).tolist() == alone.tolist()
+        how["eos_token_id"] = ids[:ends] if ends > 1 else ids[0]
+    equal(target, speculative(draft), **how)
 
 
-def test_a_prompt_without_a_mask_is_read_as_generate_reads_it(target, draft):
-    prompt = torch.tensor([[0, 0, 5, 9], [1, 2, 3, 4]])  # transformers takes the zeros for padding.
-    arguments = GREEDY | {"max_new_tokens": 20}
-    alone = target.generate(prompt, **arguments)
-    assert target.generate(prompt, **arguments, custom_generate=speculative(draft)).tolist() == alone.tolist()
-
-
-def test_a_rule_may_choose_how_many_tokens_to_guess(target, draft):
-    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 30}
-    ours = target.generate(**arguments, custom_generate=speculative(draft, DraftConfidence(6, 0.4)))
-    assert ours.tolist() == target.generate(**arguments).tolist()
+def test_other_prompts_and_rules(target, draft):
+    """A prompt without a mask, whose zeros transformers takes for padding; a rule that chooses the number of guesses;
+    and a window of attention that texts outgrow."""
+    equal(target, speculative(draft), input_ids=torch.tensor([[0, 0, 5, 9], [1, 2, 3, 4]]), attention_mask=None)
+    equal(target, speculative(draft, DraftConfidence(6, 0.4)), max_new_tokens=30)
+    equal(tiny("mistral", sliding_window=8, layers=1), speculative(draft), rows=ROWS[:1], max_new_tokens=30)
 
 
 def test_vocabularies_of_one_tokenizer_may_be_padded_differently(target):
     wider = tiny(seed=1, vocabulary=64)
-    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 20}
     with pytest.raises(ValueError, match="61 entries and the draft's 64: they must share one tokenizer"):
-        target.generate(**arguments, custom_generate=speculative(wider))
-    ours = target.generate(**arguments, custom_generate=speculative(wider, vocabulary=61))
-    assert ours.tolist() == target.generate(**arguments).tolist()
+        greedy(target, speculative(wider))
+    equal(target, speculative(wider, vocabulary=61))
 
 
 # Distributions.
@@ -171,19 +169,14 @@ FILTERS = [
 ]
 
 
-def prepared(model, **arguments):
-    """What `generate` hands to a callable."""
-
-    def keep(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
-        return input_ids, logits_processor, inputs
-
-    return model.generate(**arguments, max_new_tokens=5, custom_generate=keep)
-
-
 def difference(model, arguments, logits, changed=None):
     """The largest difference between our probabilities and those of transformers' own processors. Its release 5.17
     penalises the token that pads; nothing is compared there."""
-    input_ids, processors, inputs = prepared(model, **batch(ROWS), **FREE | arguments)
+
+    def prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
+        return input_ids, logits_processor, inputs
+
+    input_ids, processors, inputs = greedy(model, prepared, **FREE | arguments)
     prompts, padding = unpadded(input_ids, inputs)
     sampling = changed or as_sampling(processors, padding, True)
     seen = torch.stack([seen_after(torch.zeros(1, 61).bool(), torch.tensor([row]))[0, -1] for row in prompts])
@@ -214,11 +207,8 @@ def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=None, length=4, vocabulary=
 
 def test_texts_have_the_targets_probabilities():
     assert error(vocabulary=2) < 1e-6
-
-
-def test_so_they_have_with_filters_and_a_penalty():
-    arguments = {"repetition_penalty": 1.5, "top_p": 0.95}
-    assert error(((1, 0, 0, 1), (1,)), Sampling(1.0, 0, 0.95, 1.5), vocabulary=2, **arguments) < 1e-6
+    filters = {"repetition_penalty": 1.5, "top_p": 0.95}
+    assert error(((1, 0, 0, 1), (1,)), Sampling(1.0, 0, 0.95, 1.5), vocabulary=2, **filters) < 1e-6
 
 
 @pytest.mark.parametrize("mistake", ["accepts all", "reads padding", "loses a filter"])
@@ -233,14 +223,15 @@ def test_a_planted_mistake_is_caught(monkeypatch, mistake):
     assert error(sampling=Sampling(1.0, filters.get("top_k", 0), 1.0), length=3, **filters) > 1e-2
 
 
-@pytest.mark.parametrize("verify", RULES)
-def test_many_texts_of_one_prompt_are_distributed_as_the_targets(verify):
-    """With the random numbers of a run instead of every outcome, and an end of text in the middle of rounds."""
+@pytest.mark.parametrize("how", [{"verify": "token"}, {"verify": "block"}, {"draft": None}], ids=str)
+def test_many_texts_of_one_prompt_are_distributed_as_the_targets(how):
+    """With the random numbers of a run instead of every outcome, and an end of text in the middle of rounds. Without a
+    draft the model's own copy guesses."""
     model, guesser = small(2, 5)
     plain(model.model), plain(guesser.model)
     torch.manual_seed(0)
     arguments = FREE | {"eos_token_id": [3, 4], "top_k": 4, "temperature": 0.9, "max_new_tokens": 4}
-    custom = speculative(guesser.model, 3, verify)
+    custom = speculative(**{"draft": guesser.model, "gamma": 3} | how)
     texts = model.model.generate(
         torch.tensor([[1, 2]]), **arguments, num_return_sequences=helpers.DRAWS // 2, custom_generate=custom
     )[:, 2:]
@@ -264,13 +255,8 @@ def test_a_seed_repeats_a_text(target, draft):
         return target.generate(**batch(ROWS), **FREE, max_new_tokens=20, custom_generate=speculative(draft)).tolist()
 
     assert text(3) == text(3) != text(4)
-    many = target.generate(
-        torch.tensor([[5, 9]]),
-        **FREE,
-        max_new_tokens=12,
-        num_return_sequences=4,
-        custom_generate=speculative(draft, verify="block"),
-    )
+    how = FREE | {"max_new_tokens": 12, "num_return_sequences": 4}
+    many = target.generate(torch.tensor([[5, 9]]), **how, custom_generate=speculative(draft, verify="block"))
     assert many.shape == (4, 14) and len(set(map(tuple, many.tolist()))) == 4
 
 
@@ -278,36 +264,28 @@ def test_a_seed_repeats_a_text(target, draft):
 
 
 def test_neither_model_is_changed(target, draft):
-    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 20}
+    def states():
+        return [(repr(each.config), repr(each.generation_config), set(vars(each))) for each in (target, draft)]
+
+    alone, before = greedy(target).tolist(), states()
     target.train()
-    before = target.eval().generate(**arguments)
-    states = [(repr(each.config), repr(each.generation_config), set(vars(each))) for each in (target, draft)]
-    target.train()
-    ours = target.generate(**arguments, custom_generate=speculative(draft))
+    ours = greedy(target, speculative(draft)).tolist()
     assert all(module.training for module in target.modules())
     target.eval()
-    assert [(repr(each.config), repr(each.generation_config), set(vars(each))) for each in (target, draft)] == states
-    assert target.config._attn_implementation == draft.config._attn_implementation == "sdpa"
-    assert target.generate(**arguments).tolist() == before.tolist() == ours.tolist()
+    assert states() == before and target.config._attn_implementation == draft.config._attn_implementation == "sdpa"
+    assert greedy(target).tolist() == alone == ours
 
 
 def test_the_twin_of_a_model_is_kept_and_follows_it(draft):
-    model, arguments = tiny(seed=5), batch(ROWS) | GREEDY | {"max_new_tokens": 12}
-
-    def both(model):
-        ours = model.generate(**arguments, custom_generate=speculative(draft))
-        return ours.tolist(), model.generate(**arguments).tolist()
-
-    ours, alone = both(model)
-    first = kept_copy(model)
-    assert ours == alone and kept_copy(model) is first
+    model, custom = tiny(seed=5), speculative(draft)
+    ours, first = equal(model, custom), kept_copy(model)
+    assert kept_copy(model) is first
     with torch.no_grad():
         model.get_output_embeddings().weight.neg_()  # in place
-    changed, alone = both(model)
-    assert changed == alone != ours and kept_copy(model) is first
+    changed = equal(model, custom)
+    assert changed != ours and kept_copy(model) is first
     model.set_input_embeddings(torch.nn.Embedding.from_pretrained(draft.get_input_embeddings().weight.flip(0)))
-    again, alone = both(model)
-    assert again == alone != changed and kept_copy(model) is not first
+    assert equal(model, custom) != changed and kept_copy(model) is not first
     gone = weakref.ref(model)
     del model, first
     gc.collect()
@@ -315,19 +293,10 @@ def test_the_twin_of_a_model_is_kept_and_follows_it(draft):
 
 
 def test_calls_at_the_same_time_do_not_disturb_each_other(target, draft):
-    custom, results = speculative(draft), {}
-
-    def run(row):
-        results[row] = target.generate(**batch([ROWS[row]]), **GREEDY, max_new_tokens=30, custom_generate=custom)
-
-    threads = [threading.Thread(target=run, args=(row,)) for row in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for row in range(3):
-        alone = target.generate(**batch([ROWS[row]]), **GREEDY, max_new_tokens=30)
-        assert results[row].tolist() == alone.tolist()
+    custom = speculative(draft)
+    with ThreadPoolExecutor() as pool:
+        texts = list(pool.map(lambda row: greedy(target, custom, rows=[row], max_new_tokens=30).tolist(), ROWS))
+    assert texts == [greedy(target, rows=[row], max_new_tokens=30).tolist() for row in ROWS]
 
 
 @pytest.mark.parametrize("kind", ["gptj", "codegen", "xglm", "falcon", "gemma2", "mistral"])
@@ -337,19 +306,11 @@ def test_models_of_any_kind_that_the_gate_lets_in(kind):
     noisy = copy.deepcopy(model)
     with torch.no_grad():
         noisy.get_output_embeddings().weight.add_(torch.randn(96, 64) / 40)
-    arguments = GREEDY | {"max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None}
-    inputs = {"input_ids": torch.arange(3, 40)[None] % 96}
-    ours = model.generate(**inputs, **arguments, custom_generate=speculative(noisy))
-    assert ours.tolist() == model.generate(**inputs, **arguments).tolist()
+    equal(model, speculative(noisy), rows=[(torch.arange(3, 40) % 96).tolist()], max_new_tokens=24)
 
 
 def test_hooks_and_replaced_forwards_are_followed_or_refused(draft):
-    model, arguments = tiny(seed=6), batch(ROWS) | GREEDY | {"max_new_tokens": 12}
-
-    def both():
-        return model.generate(**arguments, custom_generate=speculative(draft)).tolist(), model.generate(
-            **arguments
-        ).tolist()
+    model, custom = tiny(seed=6), speculative(draft)
 
     class Steering:
         """A vector that is added to each token's hidden state; it may change between two calls."""
@@ -359,22 +320,19 @@ def test_hooks_and_replaced_forwards_are_followed_or_refused(draft):
         def add(self, module, given, output):
             return output + self.vector
 
-    steering, plain_text = Steering(), both()[1]
+    steering, plain_text = Steering(), equal(model, custom)
     hook = model.gpt_neox.layers[0].register_forward_hook(steering.add)
-    ours, alone = both()
-    assert ours == alone != plain_text
+    steered = equal(model, custom)
     steering.vector = -steering.vector
-    changed, alone = both()
-    assert changed == alone != ours
+    assert plain_text != steered != equal(model, custom)
     hook.remove()
-    assert both() == (plain_text, plain_text)
+    assert equal(model, custom) == plain_text
     layer = model.gpt_neox.layers[1].mlp
     layer.forward = lambda x: 0.5 * type(layer).forward(layer, x)
-    ours, alone = both()
-    assert ours == alone != plain_text
+    assert equal(model, custom) != plain_text
     layer.forward = lambda x: x.flip(1)
     with pytest.raises(ValueError, match="are not decoded here"):
-        both()
+        greedy(model, custom)
 
 
 # The model's own copy.
@@ -390,49 +348,29 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("family", helpers.FAMILIES)
 def test_without_a_draft_the_models_own_copy_guesses(family, monkeypatch):
     model, made = tiny(family, seed=7), counted(monkeypatch)
-    state = repr(model.config), set(vars(model)), {name: id(weight) for name, weight in model.named_parameters()}
-    for bits in None, 4, 6, 6:
-        for arguments in batch(ROWS) | GREEDY, {"input_ids": torch.tensor([ROWS[1]])} | GREEDY:
-            arguments |= {"max_new_tokens": 20}
-            custom = speculative() if bits is None else speculative(bits=bits, verify="block")
-            ours = model.generate(**arguments, custom_generate=custom, return_dict_in_generate=True)
-            assert ours.sequences.tolist() == model.generate(**arguments).tolist()
+
+    def state():
+        return repr(model.config), set(vars(model)), {name: id(weight) for name, weight in model.named_parameters()}
+
+    before = state()
+    for custom in speculative(), *(speculative(bits=bits, verify="block") for bits in (4, 6, 6)):
+        for rows in ROWS, ROWS[1:2]:
+            ours = greedy(model, custom, rows=rows, return_dict_in_generate=True)
+            assert ours.sequences.tolist() == greedy(model, rows=rows).tolist()
             assert max(record.alpha for record in ours.records) > 0.5
-    assert made == [4, 6]
-    assert state == (
-        repr(model.config),
-        set(vars(model)),
-        {name: id(weight) for name, weight in model.named_parameters()},
-    )
+    assert made == [4, 6] and state() == before
 
 
 def test_another_model_gets_a_copy_of_its_own_and_a_dead_one_leaves_none(monkeypatch):
-    made, arguments = counted(monkeypatch), batch(ROWS) | GREEDY | {"max_new_tokens": 12}
-    model = tiny(seed=8)
-    model.generate(**arguments, custom_generate=speculative())
+    made, model = counted(monkeypatch), tiny(seed=8)
+    equal(model, speculative())
     model.set_input_embeddings(torch.nn.Embedding.from_pretrained(model.get_input_embeddings().weight.flip(0)))
-    ours = model.generate(**arguments, custom_generate=speculative())
-    assert ours.tolist() == model.generate(**arguments).tolist() and made == [4, 4]
+    equal(model, speculative())
+    assert made == [4, 4]
     before, gone = len(customGenerate._COPIES), weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None and len(customGenerate._COPIES) < before
-
-
-def test_drawn_texts_of_the_copy_are_distributed_as_the_models():
-    model, _ = small(2)
-    plain(model.model)
-    torch.manual_seed(0)
-    texts = model.model.generate(
-        torch.tensor([[1, 2]]),
-        **FREE | {"max_new_tokens": 3},
-        num_return_sequences=helpers.DRAWS // 2,
-        custom_generate=speculative(gamma=2),
-    )[:, 2:]
-    joint = helpers.joint_distribution(model, [1, 2], 3, Sampling(1.0, 0, 1.0))
-    assert helpers.chi_square(texts, joint, 3) > 1e-4
-    texts[: len(texts) // 20, 1] = 0
-    assert helpers.chi_square(texts, joint, 3) < 1e-6
 
 
 def test_what_has_no_copy_is_refused():
@@ -440,7 +378,7 @@ def test_what_has_no_copy_is_refused():
         speculative(bits=7)
     odd = tiny(hidden_size=40)
     with pytest.raises(ValueError, match="the model cannot draft for itself: it has layers of 40 inputs") as refused:
-        odd.generate(torch.tensor([[5, 9]]), **GREEDY, max_new_tokens=5, custom_generate=speculative())
+        greedy(odd, speculative())
     assert "\n" not in str(refused.value)
 
 
@@ -451,13 +389,12 @@ def test_what_has_no_copy_is_refused():
 def test_a_heads_folder_may_be_the_draft(family, tmp_path):
     model = tiny(family, seed=9)
     save_head(network_for(CachedModel(tiny(family, seed=9))), tmp_path, "a version", {})
-    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 20}
-    ours = model.generate(**arguments, custom_generate=speculative(tmp_path), return_dict_in_generate=True)
-    assert ours.sequences.tolist() == model.generate(**arguments).tolist()
+    ours = greedy(model, speculative(tmp_path), return_dict_in_generate=True)
+    assert ours.sequences.tolist() == greedy(model).tolist()
     assert all(sum(record.drafted) > 0 for record in ours.records)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="holds no head for the model"):
-        model.generate(**arguments, custom_generate=speculative(str(tmp_path)))
+        greedy(model, speculative(str(tmp_path)))
 
 
 # Streamers.
@@ -477,28 +414,27 @@ class Heard:
 
 
 def test_a_streamer_hears_the_prompt_each_token_and_the_end(target, draft):
-    ours, theirs, arguments = Heard(), Heard(), batch(ROWS[:1]) | GREEDY | {"max_new_tokens": 12}
-    target.generate(**arguments, streamer=ours, custom_generate=speculative(draft))
-    target.generate(**arguments, streamer=theirs)
+    ours, theirs = Heard(), Heard()
+    greedy(target, speculative(draft), rows=ROWS[:1], max_new_tokens=12, streamer=ours)
+    greedy(target, rows=ROWS[:1], max_new_tokens=12, streamer=theirs)
     assert ours.heard == theirs.heard and len(ours.heard) == 14
     with pytest.raises(ValueError, match="a streamer for a batch of 3 rows"):
-        target.generate(**batch(ROWS), **GREEDY, max_new_tokens=5, streamer=Heard(), custom_generate=speculative(draft))
+        greedy(target, speculative(draft), streamer=Heard())
 
 
 def test_the_text_streamers_of_transformers_work(pair_folder, capsys):
     tokenizer = AutoTokenizer.from_pretrained(pair_folder / "target")
     model, guesser = (AutoModelForCausalLM.from_pretrained(pair_folder / name) for name in ("target", "draft"))
     inputs = tokenizer("The ship", return_tensors="pt")
-    arguments = inputs | {"do_sample": False, "max_new_tokens": 12, "custom_generate": speculative(guesser)}
-    text = tokenizer.decode(model.generate(**arguments)[0, inputs["input_ids"].shape[1] :])
+    how = inputs | {"do_sample": False, "max_new_tokens": 12, "custom_generate": speculative(guesser)}
+    text = tokenizer.decode(model.generate(**how)[0, inputs["input_ids"].shape[1] :])
     capsys.readouterr()
-    model.generate(**arguments, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    model.generate(**how, streamer=TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out == text + "\n"
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = threading.Thread(target=model.generate, kwargs=arguments | {"streamer": streamer})
-    thread.start()
-    pieces = list(streamer)
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(model.generate, **how, streamer=streamer)
+        pieces = list(streamer)
     assert "".join(pieces) == text and len(pieces) > 2
 
 
@@ -508,13 +444,14 @@ def test_the_text_streamers_of_transformers_work(pair_folder, capsys):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"num_beams": 2}, "num_beams=2"),
+        ({"num_beams": 2}, "the generation mode beam_search"),
+        ({"prompt_lookup_num_tokens": 3}, "the generation mode assisted_generation"),
         ({"use_cache": False}, "use_cache=False"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"past_key_values": DynamicCache()}, "past_key_values of your own"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores=True"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states=True"),
-        ({"min_new_tokens": 3, "eos_token_id": 1}, "min_new_tokens=3"),
+        ({"min_new_tokens": 3, "eos_token_id": 1}, "MinLengthLogitsProcessor"),
         ({"min_length": 9, "eos_token_id": 1}, "MinLengthLogitsProcessor"),
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
         ({"bad_words_ids": [[3]]}, "NoBadWordsLogitsProcessor"),
@@ -523,7 +460,7 @@ def test_the_text_streamers_of_transformers_work(pair_folder, capsys):
         ({"logits_processor": [MinLengthLogitsProcessor(2, 1)]}, "MinLengthLogitsProcessor"),
         (
             {"logits_processor": [TopPLogitsWarper(0.9)], "do_sample": True, "temperature": 0.5, "top_k": 0},
-            "TemperatureLogitsWarper after TopPLogitsWarper",
+            "in the order TopPLogitsWarper, TemperatureLogitsWarper",
         ),
         ({"logits_processor": [TopPLogitsWarper(0.9, min_tokens_to_keep=3)]}, "min_tokens_to_keep"),
         ({"logits_processor": [TemperatureLogitsWarper(1e-6)], "do_sample": True}, "temperature must be 0"),
@@ -538,44 +475,36 @@ def test_the_text_streamers_of_transformers_work(pair_folder, capsys):
 )
 def test_what_cannot_be_honoured_is_refused_by_name(target, draft, arguments, words):
     with pytest.raises(ValueError) as refused:
-        target.generate(
-            **{"input_ids": torch.tensor([ROWS[0]])} | GREEDY | {"max_new_tokens": 5} | arguments,
-            custom_generate=speculative(draft),
-        )
+        greedy(target, speculative(draft), **{"input_ids": torch.tensor([ROWS[0]]), "attention_mask": None} | arguments)
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_other_refusals(target, draft):
-    def refused(words, model=target, assistant=None, arguments=(), **how):
-        with pytest.raises(ValueError, match=words):
-            model.generate(
-                **{"input_ids": torch.tensor([ROWS[0]])} | GREEDY | {"max_new_tokens": 9} | dict(arguments),
-                custom_generate=speculative(assistant or draft, **how),
-            )
-
-    refused("gamma must be 1 or more", gamma=0)
-    refused(f"verify must be one of {', '.join(RULES)}, not 'blocks'", verify="blocks")
-    refused("a transformers model or a head's folder, not 'gpt2'", assistant="gpt2")
-    refused(r"vocabulary must lie in \[1, 61\]", vocabulary=62)
-    refused("assistant_model beside the draft", arguments={"assistant_model": draft})
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    windowed = MistralForCausalLM(
-        MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=8)
-    )
-    alone = windowed.eval().generate(torch.tensor([ROWS[0]]), **GREEDY, max_new_tokens=30)
-    ours = windowed.generate(torch.tensor([ROWS[0]]), **GREEDY, max_new_tokens=30, custom_generate=speculative(draft))
-    assert ours.tolist() == alone.tolist()  # beyond its window too
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ({"gamma": 0}, "gamma must be 1 or more"),
+        ({"verify": "blocks"}, f"verify must be one of {', '.join(RULES)}, not 'blocks'"),
+        ({"draft": "gpt2"}, "a transformers model or a head's folder, not 'gpt2'"),
+        ({"vocabulary": 62}, r"vocabulary must lie in \[1, 61\]"),
+        ({"draft": "t5"}, "models of the kind t5 are not decoded here: it is an encoder with a decoder"),
+        ({"draft": "adapted"}, "a draft with adapters"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_honoured_are_refused(target, draft, how, words):
+    adapted = tiny()
+    adapted.peft_config = {"default": None}
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=2))
-    refused("models of the kind t5 are not decoded here: it is an encoder with a decoder", assistant=t5)
+    how = {"draft": draft} | how
+    with pytest.raises(ValueError, match=words):
+        greedy(target, speculative(**how | {"draft": {"t5": t5, "adapted": adapted}.get(how["draft"], how["draft"])}))
+
+
+def test_other_calls_that_cannot_be_honoured_are_refused(target, draft):
+    with pytest.raises(ValueError, match="the generation mode assisted_generation"):
+        greedy(target, speculative(draft), assistant_model=draft)
     with pytest.raises(ValueError, match="stopping_criteria for a batch without a pad_token_id"):
-        target.generate(
-            **batch(ROWS) | GREEDY | {"pad_token_id": None},
-            stopping_criteria=[AfterSum()],
-            custom_generate=speculative(draft),
-        )
-    draft.peft_config = {"default": None}
-    refused("a draft with adapters")
-    del draft.peft_config
+        greedy(target, speculative(draft), pad_token_id=None, stopping_criteria=[AfterSum()])
 
 
 # The folder.
@@ -594,19 +523,17 @@ def modules(monkeypatch, tmp_path):
 
 
 def test_the_projects_folder_is_loaded_by_its_path(target, draft, modules):
-    arguments = batch(ROWS) | GREEDY | {"max_new_tokens": 20}
-    loaded = {"custom_generate": str(ROOT), "trust_remote_code": True}
-    ours = target.generate(**arguments, **loaded, assistant_model=draft, gamma=3, verify="block")
-    assert ours.tolist() == target.generate(**arguments).tolist()
-    alone = target.generate(**arguments, **loaded, bits=8)
-    assert alone.tolist() == ours.tolist()
+    loaded = {"custom": str(ROOT), "trust_remote_code": True}
+    alone = greedy(target).tolist()
+    assert greedy(target, **loaded, assistant_model=draft, gamma=3, verify="block").tolist() == alone
+    assert greedy(target, **loaded, bits=8).tolist() == alone
     for given, words in (
         ({"bits": 7}, "bits must be one of 4, 5, 6, 8, not 7"),
         ({"assistant_model": draft, "assistant_tokenizer": 1}, "does not support assistant_tokenizer"),
-        ({"assistant_model": draft, "num_beams": 2}, "does not support num_beams=2"),
+        ({"assistant_model": draft, "num_beams": 2}, "does not support the generation mode beam_search"),
     ):
         with pytest.raises(ValueError, match=words):
-            target.generate(**arguments, **loaded, **given)
+            greedy(target, **loaded, **given)
 
 
 def test_a_packed_folder_is_loaded_by_its_path_and_from_the_hub(target, draft, modules, hub, tmp_path, monkeypatch):
@@ -621,17 +548,15 @@ def test_a_packed_folder_is_loaded_by_its_path_and_from_the_hub(target, draft, m
     hub.models["some/speculative"] = Repository(
         {f"custom_generate/{file.name}": file.read_bytes() for file in folder.iterdir()}
     )
-    arguments = batch(ROWS[:1]) | GREEDY | {"max_new_tokens": 20}
+    alone = greedy(target, rows=ROWS[:1]).tolist()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "copies"))
     for place in (str(tmp_path / "packed"), "some/speculative"):
-        alone = target.generate(**arguments, custom_generate=place, trust_remote_code=True, bits=8)
-        assert alone.tolist() == target.generate(**arguments).tolist()
+        how = {"custom": place, "trust_remote_code": True, "rows": ROWS[:1]}
+        assert greedy(target, **how, bits=8).tolist() == alone
         assert [file.name for file in tmp_path.glob("copies/copies-*/*")] == ["8"]
         streamer = Heard()
-        ours = target.generate(
-            **arguments, custom_generate=place, trust_remote_code=True, assistant_model=draft, streamer=streamer
-        )
-        assert ours.tolist() == target.generate(**arguments).tolist() and streamer.heard[-1] == "end"
+        assert greedy(target, **how, assistant_model=draft, streamer=streamer).tolist() == alone
+        assert streamer.heard[-1] == "end"
     loaded = {str(module.__file__) for name, module in sys.modules.items() if name.endswith(".customGenerate")}
     assert sum(file.startswith(str(modules)) for file in loaded) == 2  # the copies, not the project's own
 
@@ -640,10 +565,11 @@ def test_a_model_that_comes_with_the_folder_uses_it(draft, modules, tmp_path):
     tiny().save_pretrained(tmp_path / "model")
     assert packGenerate.main([str(tmp_path / "model")]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
-    arguments = GREEDY | {"max_new_tokens": 20}
-    ours = model.generate(torch.tensor([ROWS[0]]), **arguments, assistant_model=draft, return_dict_in_generate=True)
-    assert ours.records[0].alpha > 0.2
-    assert ours.sequences.tolist() == type(model).generate(model, torch.tensor([ROWS[0]]), **arguments).tolist()
+    prompt, how = torch.tensor([ROWS[0]]), GREEDY | {"max_new_tokens": 20}
+    ours = model.generate(prompt, **how, assistant_model=draft, return_dict_in_generate=True)
+    assert (
+        ours.records[0].alpha > 0.2 and ours.sequences.tolist() == type(model).generate(model, prompt, **how).tolist()
+    )
 
 
 def test_packing_does_not_overwrite(tmp_path, capsys):
@@ -654,7 +580,4 @@ def test_packing_does_not_overwrite(tmp_path, capsys):
 
 def test_every_setting_that_is_refused_is_one_of_transformers():
     """A name that transformers has dropped would be checked for nothing."""
-    from transformers import GenerationConfig
-
-    known = set(vars(GenerationConfig())) | {"num_beam_groups", "constraints", "force_words_ids", "use_mtp"}
-    assert set(customGenerate.HONOURED) <= known
+    assert set(customGenerate.HONOURED) <= set(vars(GenerationConfig()))

@@ -24,7 +24,7 @@ from inputs.commandLine import as_command
 from inputs.tokenizers import load_tokenizer
 from methods import samplers as makers
 from methods.cascade import CascadeDrafter
-from methods.catalogue import choose, choose_lossless
+from methods.catalogue import choose
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
@@ -498,7 +498,7 @@ def test_a_context_that_is_exactly_full_is_enough_for_every_method(cli, flags, p
     roles = {"draft", "draft model", "whole draft model", "mid", "self"}
     assert {m["prompt_tokens"] for m in measured} == {CONTEXT - new} and len(measured) == len(choose("all", roles))
     hashes = {m["method"]: m["sha256"] for m in measured}
-    assert {hashes[name] for name in choose_lossless("all", roles) if name in hashes} == {hashes["target"]}
+    assert {hashes[name] for name in choose("all", roles, "lossless") if name in hashes} == {hashes["target"]}
     capsys.readouterr()
     assert cli.main([*arguments, "--maxLen", str(new + 1), "--out", str(tmp_path)]) == 2
     one_line(capsys, f"{CONTEXT - new} tokens and maxLen {new + 1} exceed the context")

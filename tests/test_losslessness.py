@@ -32,7 +32,7 @@ from lossless.scorer import TextScorer, greedy_figures
 from lossless.trial import BlockReader
 from methods import samplers
 from methods.cascade import CascadeDrafter
-from methods.catalogue import METHODS, choose_lossless
+from methods.catalogue import METHODS, choose
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
 from methods.otherTokenizer import OtherTokenizerDrafter
@@ -312,16 +312,16 @@ def outcome(cli, flags, folder, *more):
 def test_all_is_every_lossless_method_whose_models_are_there():
     every = {name for name, method in METHODS.items() if method.lossless} - {"target", "noCache", "speculativeNoCache"}
     assert {"speculative", "topDown"} < every
-    assert set(choose_lossless("all", {"draft", "mid", "self", "head"})) == every
-    assert set(choose_lossless("all", {"draft", "self"})) == every - {"cascade", "head"}
-    assert set(choose_lossless("all", set())) == {name for name in every if not METHODS[name].needs}
+    assert set(choose("all", {"draft", "mid", "self", "head"}, "lossless")) == every
+    assert set(choose("all", {"draft", "self"}, "lossless")) == every - {"cascade", "head"}
+    assert set(choose("all", set(), "lossless")) == {name for name in every if not METHODS[name].needs}
     help = " ".join(parser().format_help().split())
     assert "all stands for every one of them whose models are there, except target" in help
 
 
 def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, capsys):
     code, lines, text = outcome(cli, flags, tmp_path, "all", "--tokens", "30", "--maxLen", "6", "--compile")
-    names = choose_lossless("all", {"draft", "self"})
+    names = choose("all", {"draft", "self"}, "lossless")
     assert code == 0
     assert f"No difference found: 30 drawn tokens of each of {len(names)} methods were tested in float32 (" in text
     drawn, planted = ([m for m in lines if m.get("test") == test] for test in ("drawn", "mistake"))

@@ -23,7 +23,7 @@ from playback import page as page_module
 from playback import play as play_module
 from playback.page import render, write_file
 from playback.play import Screen
-from playback.trace import Pieces, RecordingDrafter, Round, Trace, Turn, pieces_of
+from playback.trace import Pieces, Round, Trace, Turn, pieces_of
 from regrSampling import regrSampling
 from specSampling import specSampling
 
@@ -98,23 +98,27 @@ def test_a_token_costs_the_same_however_long_the_text_is(tokenizer):
 
 
 def test_a_trace_holds_what_the_record_counts():
-    target, heard = tiny(), []
-    watched = RecordingDrafter(ModelDrafter(tiny(seed=1)))
-    for _ in range(2):  # a drafter used before must not lend its last guesses to the next prompt
-        trace = Trace(watched, heard.append)
-        (tokens,), (record,) = specSampling([[1, 2, 3]], target, watched, 10, callback=trace.callback)
-        assert [token for round in trace.rounds for token in round.accepted + round.target] == tokens
-        assert [len(round.accepted) for round in trace.rounds] == record.accepted
-        assert [len(round.accepted + round.rejected) for round in trace.rounds] == record.drafted
+    target, drafter, heard = tiny(), ModelDrafter(tiny(seed=1)), []
+    for _ in range(2):  # A drafter used before does not lend its last guesses to the next prompt.
+        trace = Trace(heard.append)
+        how = {"callback": trace.callback, "observer": trace.observer}
+        (tokens,), (record,) = specSampling([[1, 2, 3]], target, drafter, 10, **how)
+        assert holds(trace, tokens, record) and [len(round.accepted) for round in trace.rounds] == record.accepted
         assert heard[-len(trace.rounds) :] == trace.rounds and any(round.rejected for round in trace.rounds)
 
 
+def holds(trace, tokens, record):
+    return [token for round in trace.rounds for token in round.accepted + round.target] == tokens and [
+        len(round.accepted + round.rejected) for round in trace.rounds
+    ] == record.drafted
+
+
 def test_only_row_0_of_a_batch_is_traced_with_its_own_guesses():
-    watched = RecordingDrafter(LookupDrafter(61))  # row 0 has fewer guesses than the others, or none
-    trace = Trace(watched)
-    tokens, records = specSampling([[1, 2, 3], [5, 6] * 9], tiny(), watched, 12, callback=trace.callback)
-    assert [token for round in trace.rounds for token in round.accepted + round.target] == tokens[0]
-    assert [len(round.accepted + round.rejected) for round in trace.rounds] == records[0].drafted
+    """It has fewer guesses than the others, or none."""
+    trace, prompts = Trace(), [[1, 2, 3], [5, 6] * 9]
+    how = {"callback": trace.callback, "observer": trace.observer}
+    tokens, records = specSampling(prompts, tiny(), LookupDrafter(61), 12, **how)
+    assert holds(trace, tokens[0], records[0])
 
 
 def test_without_a_drafter_every_token_is_the_targets_own():
@@ -124,11 +128,9 @@ def test_without_a_drafter_every_token_is_the_targets_own():
 
 
 def test_guesses_after_the_end_of_the_text_are_not_accepted():
-    class Guessed:
-        guesses = [4, 0, 5]
-
-    trace = Trace(Guessed)
+    trace = Trace()
     trace.callback(0, [3], 0)
+    trace.guesses = [4, 0, 5]
     trace.callback(0, [4, 0], 2)
     assert trace.rounds == [Round([], [], [3]), Round([4, 0], [5], [])]
 
@@ -151,12 +153,13 @@ class Terminal(io.StringIO):
 
 
 def streamed(tokenizer, rounds, prompt="Once", **options):
-    screen = Screen(tokenizer, **options)
+    screen, file = Screen(tokenizer, **options), options["file"]
     screen.begin(prompt)
     for round in rounds:
         screen.round(round)
+        assert file.flushed[-1] == file.getvalue(), "a round is on the screen when it is over"
     screen.end()
-    return options["file"].getvalue()
+    return file.getvalue()
 
 
 def ids(tokenizer, *texts):
@@ -203,31 +206,19 @@ def test_colour_on_a_terminal(tokenizer, story, environment):
     environment()
     out = streamed(tokenizer, story, file=Terminal())
     assert "\x1b[9;31m not\\n\x1b[0m" in out and "\x1b[32m was [b]\x1b[0m\n" in out and "\x1b[1;94ma\x1b[0m" in out
-    assert streamed(tokenizer, story, file=Terminal(False), colour=True) == out
-    assert "\x1b" not in streamed(tokenizer, story, file=Terminal(), colour=False)
-    environment(NO_COLOR="1")
-    assert streamed(tokenizer, story, file=Terminal(), colour=True) == out  # asked for in so many words
 
 
 @pytest.mark.parametrize("colour", [False, True])
-def test_no_control_character_reaches_the_screen(tokenizer, colour):
+def test_no_control_character_reaches_the_screen(tokenizer, environment, colour):
+    environment()
     evil = "\x1b]0;title\x07\r\x08\x9b2J\u202e\t[bold red]:smile:[/]"
     rounds = of_text(tokenizer, evil)
     rounds.append(Round([], ids(tokenizer, evil)[0], ids(tokenizer, ".")[0]))
-    out = streamed(tokenizer, rounds, evil, file=Terminal(), colour=colour)
-    out = re.sub(r"\x1b\[[\d;]*m", "", out) if colour else out
+    out = streamed(tokenizer, rounds, evil, file=Terminal(colour))
+    assert ("\x1b[" in out) == colour
+    out = re.sub(r"\x1b\[[\d;]*m", "", out)
     assert all(c.isprintable() or c == "\n" for c in out)
     assert "\\x1b]0;title\\x07\\r\\x08\\x9b2J\\u202e\\t[bold red]:smile:[/]" in out
-
-
-def test_each_round_is_on_the_screen_when_it_is_over(tokenizer, story):
-    file = Terminal(False)
-    screen = Screen(tokenizer, file=file)
-    screen.begin("Once")
-    for round in story:
-        screen.round(round)
-        assert file.flushed[-1] == file.getvalue()
-        assert file.getvalue().endswith(visible(tokenizer.decode(round.target)))
 
 
 @pytest.mark.parametrize("terminal, slept", [(True, [1.0, 6.0]), (False, [])])
@@ -264,7 +255,7 @@ def test_text_the_screen_cannot_write_is_no_error(tokenizer):
 
 def test_a_screen_without_rounds_ends_without_an_error(tokenizer):
     """As after Ctrl-C during the prefill."""
-    assert streamed(tokenizer, [], file=Terminal(False), colour=False).endswith("Once|\n\n0 tokens\n")
+    assert streamed(tokenizer, [], file=Terminal(False)).endswith("Once|\n\n0 tokens\n")
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -352,16 +343,8 @@ def browser(tmp_path_factory):
     profile = tmp_path_factory.mktemp("profile")
 
     def dump(address):
-        command = [
-            program,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            f"--user-data-dir={profile}",
-            "--virtual-time-budget=60000",
-            "--dump-dom",
-            address,
-        ]
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=60000", "--dump-dom"]
+        command = [program, *flags, f"--user-data-dir={profile}", address]
         return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120).stdout
 
     (profile / "trivial.html").write_text("<p id=trivial>yes</p>")
@@ -402,11 +385,8 @@ def test_a_browser_plays_the_turns_of_a_conversation_one_after_the_other(tokeniz
     last = len(first) + len(second) - 1
     begun = f"Yes, {MANY_BYTES}\n\n> {visible(CURSED)}\n\n"
     tokens = sum(len(round.accepted) + len(round.target) for round in first + second)
-    assert at(len(first)) == (
-        begun + tokenizer.decode(second[0].target),
-        "The next prompt is read",
-        at(len(first) - 1)[2],
-    )
+    mean = at(len(first) - 1)[2]
+    assert at(len(first)) == (begun + tokenizer.decode(second[0].target), "The next prompt is read", mean)
     assert at(last) == (begun + "No, not today.", f"Round {last} of {last}", f"{(tokens - 2) / (last - 1):.2f}")
 
 
@@ -439,25 +419,6 @@ def test_keys_buttons_and_slider(tokenizer, tmp_path, browser, monkeypatch):
     def at(round, play="Play"):
         return (f"Round {round} of {last}" if round else "The prompt is read") + f"#{round}{play}"
 
-    assert log == [
-        at(1),
-        at(2),
-        at(1),
-        at(last),
-        at(last),
-        at(0),
-        at(0),
-        at(0, "Pause"),
-        at(0),
-        at(0),
-        at(1),
-        at(2),
-        at(1),
-        at(last),
-        at(0),
-        at(0, "Pause"),
-        at(0),
-        at(0),
-        at(2),
-        at(3),
-    ]
+    pressed = [at(1), at(2), at(1), at(last), at(last), at(0), at(0), at(0, "Pause"), at(0), at(0)]
+    clicked = [at(1), at(2), at(1), at(last), at(0), at(0, "Pause"), at(0)]
+    assert log == [*pressed, *clicked, at(0), at(2), at(3)]

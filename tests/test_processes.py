@@ -19,6 +19,7 @@ from conftest import ROOT, prompted, refused
 from decoding.verification import token_rule
 from experiments import processes as sharing
 from experiments import sweep
+from experiments.acceptance import overlaps_of
 from experiments.processes import ALONE, Processes
 from experiments.runRecord import devices
 from inputs.commandLine import as_command
@@ -220,8 +221,8 @@ def test_overlaps_in_a_sweep_are_the_same_for_any_number_of_processes():
 
     def overlaps(processes):
         target, drafter = pairs[processes.index]
-        prompts, options = [[5, 9], [7], [3, 3]], (Sampling(), token_rule, 9, 0)
-        return sweep.overlaps(sweep.ALPHA_GAMMA, prompts, target, drafter, *options, processes.mapped)
+        sampler = sweep.sampler(target, drafter, sweep.ALPHA_GAMMA, token_rule)
+        return overlaps_of(sampler, [[5, 9], [7], [3, 3]], "cpu", Sampling(), 9, None, 0, processes.mapped)
 
     assert everywhere(group(2)[0], overlaps) == [overlaps(ALONE)] * 2
 

@@ -11,7 +11,7 @@ from decoding.trees.tree import Tree
 from engine.steps import Block, Draw, Growth, Nodes, Prompt
 from experiments import flags, loading, settings
 from methods import catalogue
-from methods.catalogue import Method, Role, build, choose, choose_lossless, repeatable
+from methods.catalogue import Method, Role, build, choose, repeatable
 from methods.drafters import ModelDrafter
 from methods.rehearsal import compile_samplers
 from methods.samplers import Decoding
@@ -86,9 +86,8 @@ def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
     toy = Method(
         "toy",
         "an example of a method",
-        lambda models, decoding, wrap: models["target"],
+        lambda models, decoding: models["target"],
         needs=(Role.DRAFT,),
-        lossless=True,
         seeded=lambda decoding: decoding.verification != "block",
         modes=("speed",),
     )
@@ -97,7 +96,7 @@ def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
     assert settings.parse([*models, "--compare", "toy"]).measuring.groups == {"compare": ["target", "toy"]}
     assert settings.parse([*models, "--lossless", "toy"]).measuring.groups == {"lossless": ["toy"]}
     assert settings.parse([*models, "--speed"]).measuring.groups["speed"][-1] == "toy"
-    assert "toy" in choose("all", {"draft"}) and "toy" in choose_lossless("all", {"draft"})
+    assert "toy" in choose("all", {"draft"}) and "toy" in choose("all", {"draft"}, "lossless")
     assert "toy" not in choose("all", ())
     helps = {action.dest: action.help for action in flags.parser()._actions}
     assert "toy (an example of a method)" in helps["compare"] and "toy" in helps["lossless"]

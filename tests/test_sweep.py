@@ -10,7 +10,7 @@ from test_speed import measurement
 
 from decoding.verification import token_rule
 from experiments import sweep, theory
-from experiments.acceptance import expected
+from experiments.acceptance import expected, overlaps_of
 from methods.drafters import ModelDrafter
 from report.runTables import sweep_table
 from report.tables import cells
@@ -22,8 +22,8 @@ DRAW = Sampling(1.0, 0, 1.0)
 
 def alpha(prompts, target, drafter, max_len):
     """The alpha that the sweep records."""
-    positions = sweep.overlaps(sweep.ALPHA_GAMMA, prompts, target, drafter, DRAW, token_rule, max_len, 0)
-    return expected(positions)["overlap"]
+    sampler = sweep.sampler(target, drafter, sweep.ALPHA_GAMMA, token_rule)
+    return expected(overlaps_of(sampler, prompts, "cpu", DRAW, max_len, None, 0).positions)["overlap"]
 
 
 def test_alpha_by_overlap_agrees_with_counting_and_is_that_of_the_visited_contexts():

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from inputs.files import DATASETS
-from methods.translation import TAIL, Translation
+from methods.translation import TAIL, GrowingText, Translation
 
 TEXTS = [
     "The harbour was dark,\nand   café 1987 “old” naïve 漢字 🙂 end",
@@ -83,7 +83,7 @@ def test_a_text_that_grows_is_written_as_a_whole_one(kinds, ours, theirs):
     ends, encode, lengths = [*range(1, len(ids) + 1, 3), 5, 90, 150, 149, len(ids)], translation.encode, []
     wanted = [translation.row(ids[:end]) for end in ends]
     translation.encode = lambda tokens, *rest: lengths.append(len(tokens)) or encode(tokens, *rest)
-    growing = translation.growing()
+    growing = GrowingText(translation)
     assert [growing.row(ids[:end]) for end in ends] == wanted
     assert len(ids) > 5 * TAIL and sum(length > 2 * TAIL for length in lengths) < 9
 
