@@ -258,9 +258,9 @@ def test_any_configuration_of_a_compiled_kind_is_right_eager_and_compiled(config
         assert float(error.max()) < 2e-3
 
 
-# FULL=1 asks for every kind of transformers: minutes.
-@pytest.mark.parametrize(
-    "config", MODEL_FOR_CAUSAL_LM_MAPPING if helpers.FULL else [], ids=lambda config: config.model_type
-)
+EVERY = MODEL_FOR_CAUSAL_LM_MAPPING if helpers.FULL else []  # FULL=1 asks for every kind of transformers: minutes.
+
+
+@pytest.mark.parametrize("config", EVERY, ids=lambda config: config.model_type)
 def test_every_kind_is_right_or_refused(config):
     assert zoo.verdict(config)[0] in ("right", "refused", "unmade")

@@ -12,14 +12,14 @@ import pytest
 import torch
 from conftest import few_mistakes, refused
 from mistakes import always_accept, p_shifted, replace_from_p
-from outcomes import largest_error, small
+from outcomes import speculative_error
 from safetensors.torch import load_file, save_file
 from test_specSampling import PROMPTS, near
 from torch.nn.functional import linear
 
 from decoding.lengthRules import CostAware, DraftConfidence, Fixed
 from decoding.trees.tree import Tree
-from decoding.verification import block_rule, token_rule
+from decoding.verification import block_rule
 from engine import copies as engineCopies
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
@@ -131,13 +131,11 @@ def drafters(target, made, draft):
 
     return {
         "chain": chain(ModelDrafter(made)),
-        "own temperature": chain(ModelDrafter(made, 0.5)),
         "block": chain(ModelDrafter(made), verify=block_rule),
         "draft confidence": chain(ModelDrafter(made), DraftConfidence(6, 0.4)),
         "as costs say": chain(ModelDrafter(made), CostAware(6)),
         "lookup first": chain(LookupFirst(LookupDrafter(target.vocabulary, 1), ModelDrafter(made))),
         "three levels": chain(CascadeDrafter(made, ModelDrafter(draft), Fixed(2))),
-        "lookup below": chain(CascadeDrafter(made, LookupDrafter(target.vocabulary), Fixed(3))),
         "tree": lambda prompts, max_len, sampling, generator=None: treeSampling(
             prompts, target, TreeDrafter(made), max_len, Tree.of("3,2,1"), sampling, None, generator
         )[0],
@@ -214,17 +212,14 @@ def test_noise_in_the_guesses_slots_changes_no_text(shared, name, monkeypatch):
     assert write() == wanted and noisy
 
 
-def error(gamma=2, verify=token_rule, levels=2, scored_by=lambda target: target, length=3, **where):
+def error(levels=2, **options):
     """The largest difference between the probability of a text and the target's."""
-    target, draft = small(2)
-    guesser = ModelDrafter(rounded_copy(target, 4))
-    if levels == 3:
-        guesser = CascadeDrafter(rounded_copy(target, 4), ModelDrafter(draft), Fixed(1))
 
-    def sample(prefixes):
-        return specSampling(prefixes, scored_by(target), guesser, length, gamma, FREE, verify=verify)[0]
+    def drafter(target, draft, _):
+        made = rounded_copy(target, 4)
+        return ModelDrafter(made) if levels == 2 else CascadeDrafter(made, ModelDrafter(draft), Fixed(1))
 
-    return largest_error(sample, target, length, FREE, **where)
+    return speculative_error(drafter, **options)
 
 
 @pytest.mark.parametrize("options", [{"length": 4}, {"verify": block_rule}, {"levels": 3, "prefixes": [[1, 2, 0]]}])
@@ -238,7 +233,7 @@ def test_a_planted_mistake_in_verification_is_caught(verify):
 
 
 def test_a_target_that_leaves_the_copys_keys_is_caught():
-    assert error(scored_by=DraftKeysTarget, length=4) > 1e-4
+    assert error(target=DraftKeysTarget, length=4) > 1e-4
     assert MISTAKES["draft's keys"].own_copy and MISTAKES["draft's keys"].target is DraftKeysTarget
 
 

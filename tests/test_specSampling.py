@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import DRAWS, FULL
 from mistakes import always_accept, bonus_from_q, p_shifted, replace_from_p
-from outcomes import largest_error, small
+from outcomes import FREE, largest_error, small, speculative_error
 
 import specSampling as loop
 from decoding.model import Model
@@ -51,18 +51,12 @@ def test_greedy_rows_equal_plain_greedy_and_transformers_alone(family, gamma):
 
 
 # The distribution of whole texts, exactly: every guess, decision and token of several rounds, without sampling noise.
-FREE = Sampling(1.0, 0, 1.0)
 SETTINGS = [FREE, Sampling(0.85, 0, 0.9), Sampling(1.5, 2, 1.0), Sampling(1.0, 0, 0.95, 1.5)]
 
 
-def error(gamma=2, verify=token_rule, vocabulary=3, length=3, sampling=FREE, own=(None, None), **where):
+def error(gamma=2, verify=token_rule, own=(None, None), **options):
     """The largest difference between the probability of a text and the target's. own: the draft's sampling."""
-    target, draft = small(2, vocabulary)
-
-    def sample(prefixes):
-        return specSampling(prefixes, target, ModelDrafter(draft, *own), length, gamma, sampling, verify=verify)[0]
-
-    return largest_error(sample, target, length, sampling, **where)
+    return speculative_error(lambda target, draft, _: ModelDrafter(draft, *own), gamma, verify, **options)
 
 
 @pytest.mark.parametrize(
