@@ -93,6 +93,15 @@ def test_probabilities_too_small_for_a_float_still_count():
         assert got.item() == pytest.approx(log_p[0, token].item(), rel=1e-5, abs=1e-5)
 
 
+def test_logits_that_are_not_finite_have_no_perplexity(pair):
+    broken = helpers.tiny()
+    with torch.no_grad():
+        broken.model.lm_head.weight[7] = torch.inf
+    for models in (broken,), (pair[0], broken):
+        with refused("gpt_neox-0 gives logits that are not finite in float32"):
+            PPL.perplexities(tokens_of(20), *models)
+
+
 def test_identical_models_have_no_residual_and_no_nan(pair):
     ids = tokens_of(60)
     plain = PPL.calculate_ppl_regr(ids, pair[0])
