@@ -102,7 +102,7 @@ def by_definition(source, text, guesses):
     return torch.stack(logits)
 
 
-def rounds(target, drafter, sampling=FREE, tree=None, count=6):
+def rounds(target, drafter, sampling=FREE, tree=None, count=6, prompts=SHORT):
     """Rounds of a batch: (the texts before, the guesses, the rows after) of each."""
     found = []
     draft = drafter.grow if tree else drafter.draft
@@ -113,7 +113,6 @@ def rounds(target, drafter, sampling=FREE, tree=None, count=6):
 
     setattr(drafter, "grow" if tree else "draft", watched)
     generator = torch.Generator().manual_seed(0)
-    prompts = [*SHORT, torch.randint(FEW, (300,), generator=generator).tolist()]  # more than are read at once
     rows = Rows(prompts, 40, [target, *drafter.models], spare=tree.size if tree else 0, generator=generator)
     drafter.begin(rows)
     length = Fixed(3)
@@ -130,12 +129,12 @@ def rounds(target, drafter, sampling=FREE, tree=None, count=6):
             yield before, found[-1], rows
 
 
-def check_rounds(source, models, tree=None):
+def check_rounds(source, models, tree=None, **options):
     """Assert that guesses are drawn from what the design says, and that after each round the features of all tokens
     that the target has read are those of one forward. source: the eager models. Returns how many guesses were
     accepted."""
     target, head = models
-    for before, guesses, rows in rounds(target, TreeDrafter(head), tree=tree):
+    for before, guesses, rows in rounds(target, TreeDrafter(head), tree=tree, **options):
         for row, text in enumerate(before):
             drafts = guesses.drafts[row].tolist()
             # The first of some siblings is drawn from q itself.
@@ -163,8 +162,11 @@ KINDS = {
 }
 
 
-@ENGINES
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, engine",
+    [*((kind, "compiled") for kind in KINDS), ("gpt_neox", "eager"), ("llama", "eager")],
+    indirect=["engine"],
+)
 @pytest.mark.parametrize("tree", [None, "2/1,1/1,0"])
 def test_guesses_and_features_are_those_of_the_design(kind, tree, engine):
     models = (pair(engine=engine, **KINDS[kind]) for engine in ("eager", engine))
@@ -172,8 +174,13 @@ def test_guesses_and_features_are_those_of_the_design(kind, tree, engine):
     assert accepted > 5 or kind == "few tokens"  # The equalities above are worth something.
 
 
+def test_more_tokens_than_are_read_at_once(kernels):
+    models = (pair(engine=engine) for engine in ("eager", "compiled"))
+    check_rounds(*models, prompts=[[3], torch.arange(300).remainder(FEW).tolist()], count=2)
+
+
 def test_any_number_of_threads_computes_the_same(kernels, three_threads):
-    check_rounds(*(pair(engine=engine, **KINDS["wide"]) for engine in ("eager", "compiled")))
+    check_rounds(*(pair(engine=engine, **KINDS["wide"]) for engine in ("eager", "compiled")), count=3)
 
 
 def few_are_read(monkeypatch):
