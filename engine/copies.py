@@ -121,15 +121,12 @@ class Copies:
         os.replace(draft, self.file(codes.bits, name))
 
 
-def rounded_copy(model: CachedModel, bits: int, group: int = GROUP, head: int | None = None) -> CachedModel:
+def rounded_copy(model: CachedModel, bits: int) -> CachedModel:
     """A copy of `model` whose weights are rounded each by itself, without a text (`calibration.rounded`). It shares the
-    model's KV cache. head: the bits of the output layer, if they are others."""
-    weights, codes = weights_of(model.model), {}
-    for name, weight in weights.items():
-        count = head if head and name == list(weights)[-1] else bits
-        codes[name] = Codes(*rounded(weight, count, group), count)
-    name = f"{model.name} in {bits} bits"
-    return CachedModel(quantised_copy(model.model, codes), model.vocabulary, name, model)
+    model's KV cache."""
+    weights = weights_of(model.model)
+    codes = {name: Codes(*rounded(weight, bits, GROUP), bits) for name, weight in weights.items()}
+    return CachedModel(quantised_copy(model.model, codes), model.vocabulary, f"{model.name} in {bits} bits", model)
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -54,9 +54,9 @@ class QuantisedLinear(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """A `QuantisedLinear` with 4 bits in bfloat16, by torch's own operator. Its inputs stay in bfloat16.
+    """A `QuantisedLinear` with 4 bits in bfloat16, by torch's operator for a GPU. Its inputs stay in bfloat16.
 
-    Raises RuntimeError if the device's operator is missing, or does not compute the layer's product.
+    Raises RuntimeError if the operator is missing, or does not compute the layer's product.
     """
 
     def __init__(self, layer: QuantisedLinear) -> None:
@@ -65,19 +65,16 @@ class Int4Linear(nn.Module):
         self.group, self.bits = codes.shape[1] // len(scales), layer.bits
         # The operator adds a zero point to (code - 8) * scale.
         self.register_buffer("scales", torch.stack([scales, torch.zeros_like(scales)], -1), persistent=False)
-        if codes.device.type == "cpu":
-            packed, self.multiply = torch._convert_weight_to_int4pack_for_cpu, torch._weight_int4pack_mm_for_cpu
-        else:
-            packed, self.multiply = torch._convert_weight_to_int4pack, torch._weight_int4pack_mm
-        in_bytes = codes.int() if codes.device.type == "cpu" else codes[:, ::2] << 4 | codes[:, 1::2]
-        self.register_buffer("codes", packed(in_bytes, 8), persistent=False)
+        packed = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
+        self.register_buffer("codes", packed, persistent=False)
         self.register_buffer("bias", layer.bias, persistent=False)
         x = torch.eye(codes.shape[1], device=codes.device, dtype=torch.bfloat16)[:: max(codes.shape[1] // 8, 1)]
         if not torch.allclose(self(x), layer(x), rtol=0.02, atol=0.02 * float(layer.scales.abs().max())):
             raise RuntimeError("torch's operator for 4 bits does not compute this product on this device")
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.multiply(x.flatten(0, -2).contiguous(), self.codes, self.group, self.scales).unflatten(0, x.shape[:-1])
+        y = torch._weight_int4pack_mm(x.flatten(0, -2).contiguous(), self.codes, self.group, self.scales)
+        y = y.unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 

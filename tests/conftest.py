@@ -15,16 +15,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # Several workers share the processor: 
 import downloads
 import helpers
 import pytest
+import torch
 from huggingface_hub import constants
 from localHub import LocalHub
-from tokenizerKinds import KINDS
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizerKinds import KINDS, byte_level
 
 from engine import copies, gate
 from engine.kernels import loader
 from inputs import files, progress
-from inputs.files import DATASETS
 from lossless.mistakes import MISTAKES
 from methods import selfDraft
 from utils import UserError
@@ -82,25 +80,8 @@ def idle_machine():
 def pair_folder(tmp_path_factory):
     """A folder that holds `target` and `draft`: random GPT-NeoX models that share a byte-level BPE tokenizer."""
     folder = tmp_path_factory.mktemp("models")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train(
-        [str(DATASETS / "sample" / "articles.raw")],
-        trainers.BpeTrainer(
-            vocab_size=VOCABULARY,
-            special_tokens=[END_OF_TEXT],
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        unk_token=END_OF_TEXT,
-        model_max_length=CONTEXT,
-    )
+    tokenizer = byte_level(VOCABULARY, end=END_OF_TEXT)
+    tokenizer.unk_token, tokenizer.model_max_length = END_OF_TEXT, CONTEXT
     for seed, (name, layers) in enumerate({"target": 2, "draft": 1}.items()):
         helpers.tiny(seed=seed, vocabulary=PADDED, layers=layers, context=CONTEXT).model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -168,6 +149,15 @@ def kernels():
         loader.load()
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no C++ compiler")
+
+
+@pytest.fixture
+def three_threads():
+    """Torch and the kernels compute with three threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Tiny models of every tested family, and exact reference computations."""
 
+import ctypes
 import itertools
+import mmap
 import os
 
 import torch
@@ -25,10 +27,11 @@ from transformers import (
 
 from engine.cachedModel import CachedModel
 from engine.compiledModel import CompiledModel
+from engine.quantised import Codes
 from utils import probabilities, seen_after
 
 FULL = bool(os.environ.get("FULL"))  # FULL=1 in the environment asks for what takes minutes
-DRAWS = 200_000 if FULL else 20_000  # of a distribution test
+DRAWS = 200_000 if FULL else 10_000  # of a distribution test
 
 FAMILIES = {
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {"intermediate_size": 64}),
@@ -70,6 +73,23 @@ def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, cont
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(sharpness / 4)
     return CachedModel(model, vocabulary, f"{family}-{seed}")
+
+
+def random_codes(out, size, bits, group=32):
+    """A weight `[out, size]` in few bits."""
+    generator = torch.Generator().manual_seed(out + size + bits)
+    codes = torch.randint(2**bits, (out, size), generator=generator).to(torch.uint8)
+    return Codes(codes, torch.randn(out, size // group, generator=generator).bfloat16(), bits)
+
+
+def at_the_end_of_memory(tensor):
+    """A copy of a tensor, behind which reading is a fault."""
+    room = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=room - tensor.nbytes)
+    behind = copy.data_ptr() + copy.nbytes
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    return copy.copy_(tensor.flatten()).view(tensor.shape)
 
 
 class Rehearsing(CompiledModel):

@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 
 from decoding import model, verification
 from decoding.rows import Rows
+from decoding.verification import token_rule
 from lossless import mistakes as planted
+from specSampling import specSampling
 from utils import Sampling
+
+FREE = Sampling(1.0, 0, 1.0)
 
 
 class Outcomes:
@@ -129,7 +133,7 @@ def small(count, vocabulary=3):
     return [helpers.tiny(seed=i, vocabulary=vocabulary, layers=1, sharpness=2.0) for i in range(count)]
 
 
-def largest_error(sample, target, length=4, sampling=Sampling(1.0, 0, 1.0), prefixes=((1, 2, 0, 1, 2), (1,))):
+def largest_error(sample, target, length=4, sampling=FREE, prefixes=((1, 2, 0, 1, 2), (1,))):
     """The largest difference, over all texts of `length` tokens, between the probability of `sample(prefixes)` (the new
     tokens of each prefix) and that of plain sampling from `target` without a cache. The prefixes are rows of one batch.
 
@@ -147,6 +151,18 @@ def largest_error(sample, target, length=4, sampling=Sampling(1.0, 0, 1.0), pref
         emitted = torch.zeros_like(wanted).index_add_(0, texts[which == i], weight[which == i])
         largest = max(largest, (emitted - wanted).abs().max().item())
     return largest
+
+
+def speculative_error(drafter, gamma=2, verify=token_rule, vocabulary=3, length=3, sampling=FREE, target=None, **where):
+    """`largest_error` of speculative sampling from a small target. drafter: f(target, two smaller models) -> what
+    guesses. target: f(target) -> the model that scores, if it is another."""
+    models = small(3, vocabulary)
+    guesser, scored_by = drafter(*models), (target or (lambda right: right))(models[0])
+
+    def sample(prefixes):
+        return specSampling(prefixes, scored_by, guesser, length, gamma, sampling, verify=verify)[0]
+
+    return largest_error(sample, models[0], length, sampling, **where)
 
 
 def at(tree, texts):

@@ -43,7 +43,7 @@ def play(model, prompts, rounds, capacity=96):
 
 
 @pytest.mark.parametrize("family", helpers.FAMILIES)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_cached_logits_equal_uncached_after_any_rollbacks(family, data):
     token, rows = st.integers(0, 60), 3
@@ -132,7 +132,7 @@ def loop(patch, data):
     assert all(len(text) == max_len or text[-1] == end for text in texts)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.data())
 def test_all_models_of_a_loop_read_what_is_committed_whatever_is_guessed_and_accepted(data):
     with pytest.MonkeyPatch.context() as patch:
@@ -175,53 +175,28 @@ def test_the_comparison_catches_one_stale_slot():
     assert (bad - good).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", helpers.FAMILIES)
-def test_a_tree_of_candidates_scores_each_branch_as_a_chain(family):
-    """Siblings share a position, not a slot; a node attends to its ancestors only."""
-    model = model_of(family)
-    prompt, tree, parents = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [-1, -1, 0, 0, 1]
-    model.reserve(1, 32)
-    model.forward(torch.tensor([prompt]), torch.arange(5)[None])
-    paths = []
-    for node, parent in enumerate(parents):
-        paths.append((paths[parent] if parent >= 0 else []) + [node])
-    positions = torch.tensor([[4 + len(path) for path in paths]])
-    ancestors = torch.tensor([1 + sum(2 << node for node in path) for path in paths])
-    places = Places(positions, torch.arange(5, 10)[None], torch.tensor([4]), ancestors)
-    got = model.forward(torch.tensor([tree]), positions, places)[0]
-    for node, path in enumerate(paths):
-        wanted = model.score(torch.tensor([prompt + [tree[n] for n in path]]))[0, -1]
-        torch.testing.assert_close(got[node], wanted, atol=1e-4, rtol=1e-4)
-
-
 RAGGED = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6]]
 ROUNDS = [([[7, 8, 9], [1, 1, 1], [3, 0, 3]], [3, 0, 1]), ([[4], [5], [6]], [1, 1, 0]), ([[2, 2]] * 3, [2, 2, 2])]
 
 
-@pytest.mark.parametrize("family", helpers.FAMILIES)
-def test_without_a_kv_cache_each_forward_reads_the_whole_text(family):
-    for got, wanted in play(UncachedModel(model_of(family)), RAGGED, ROUNDS):
-        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+class Forgetful(UncachedModel):
+    """A planted mistake: the first row's tokens are not kept."""
+
+    def forward(self, tokens, positions, places=None, keep=None):
+        before = self.text.clone()
+        logits = super().forward(tokens, positions, places, keep)
+        self.text[0] = before[0]
+        return logits
 
 
-def test_without_a_kv_cache_a_token_that_was_not_kept_is_caught(monkeypatch):
-    class Forgetful(UncachedModel):
-        def forward(self, tokens, positions, places=None, keep=None):
-            before = self.text.clone()
-            logits = super().forward(tokens, positions, places, keep)
-            self.text[0] = before[0]
-            return logits
-
-    with pytest.raises(AssertionError, match="not close"):
-        for got, wanted in play(Forgetful(model_of("gpt_neox")), RAGGED, ROUNDS):
-            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_without_a_kv_cache_there_are_no_trees():
-    model = UncachedModel(model_of("gpt_neox"))
+@pytest.mark.parametrize("kind, family", [(UncachedModel, "gpt_neox"), (UncachedModel, "opt"), (Forgetful, "gpt_neox")])
+def test_without_a_kv_cache_each_forward_reads_the_whole_text(kind, family):
+    model = kind(model_of(family))
+    same = [torch.allclose(*pair, atol=1e-4, rtol=1e-4) for pair in play(model, RAGGED, ROUNDS)]
+    assert all(same) == (kind is UncachedModel)
     places = Places(torch.tensor([[0]]), torch.tensor([[0]]), torch.tensor([0]), torch.tensor([1]))
     with pytest.raises(TypeError, match="reads no tree"):
-        model.forward(torch.tensor([[1]]), torch.tensor([[0]]), places)
+        UncachedModel(model_of(family)).forward(torch.tensor([[1]]), torch.tensor([[0]]), places)
 
 
 @pytest.mark.parametrize("kind", [lambda model: model, UncachedModel])
@@ -231,21 +206,3 @@ def test_kept_logits_are_those_of_the_named_tokens(kind):
     tokens, positions = torch.randint(0, 61, (3, 7)), torch.arange(7).repeat(3, 1)
     whole, keep = model.forward(tokens, positions), torch.tensor([6, 2])
     torch.testing.assert_close(model.forward(tokens, positions, keep=keep), whole[:, keep])
-
-
-def test_a_cache_is_used_again_whatever_was_left_in_it():
-    model = model_of("gpt_neox")
-    model.reserve(1, 32)
-    tokens = torch.tensor([[7, 8, 9]])
-    first = model.forward(tokens, torch.arange(3)[None]).clone()
-    model.forward(torch.randint(0, 61, (1, 32)), torch.arange(32)[None])
-    model.reserve(1, 32)
-    torch.testing.assert_close(model.forward(tokens, torch.arange(3)[None]), first, atol=0, rtol=0)
-
-
-def test_logits_are_cut_to_the_vocabulary_and_float32():
-    model = helpers.tiny(vocabulary=61)
-    model.vocabulary = 50
-    model.model.to(torch.bfloat16)
-    logits = model.score(torch.tensor([[1, 2]]))
-    assert logits.shape == (1, 2, 50) and logits.dtype == torch.float32

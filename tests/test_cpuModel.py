@@ -16,7 +16,7 @@ from test_otherTokenizer import pair as other_pair
 from test_specSampling import PROMPTS, near
 from torch import nn
 
-from decoding.lengthRules import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
+from decoding.lengthRules import DraftConfidence, Fixed, TargetConfidence
 from decoding.model import Model
 from decoding.rows import uniform
 from decoding.trees.rules import TREE_RULES
@@ -28,6 +28,7 @@ from engine.compiling import compiled, is_compiled
 from engine.cpuModel import CpuModel
 from engine.decoderLayers import Description, PackedLayer
 from engine.kernels import loader
+from engine.kernels.packedLinear import packed
 from engine.sharedWeights import RestrictedModel
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 FREE = Sampling(1.0, 0, 1.0)
 ROPE = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
-ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"low_freq_factor": 1, "high_freq_factor": 4}
 # Kinds of models that the kernels know: {name: (family, sizes of its config)}.
 KINDS = {
     **{family: (family, {}) for family in helpers.FAMILIES},
@@ -52,31 +53,34 @@ KINDS = {
     "odd sizes": ("llama", {"hidden_size": 36, "num_attention_heads": 6, "intermediate_size": 50}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     "one layer": ("llama", {"num_hidden_layers": 1, "head_dim": 12}),
-    "llama3": (
-        "llama",
-        {"rope_parameters": ROPE | {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4}},
-    ),
+    "llama3": ("llama", {"rope_parameters": ROPE | {"rope_type": "llama3"}}),
     "yarn": ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn"}}),
     "norms of heads": ("qwen3", {"head_dim": 16}),
     "mistral": ("mistral", {"sliding_window": None}),
     "plain norms": ("opt", {"layer_norm_elementwise_affine": False, "enable_bias": False}),
-    # Wide enough for several threads:
+    # Wide enough for several threads, and for several parts of a block (`FAR` of multiply.cpp):
     "wide": ("llama", {"hidden_size": 128, "intermediate_size": 400}),
     "wide, in parallel": ("gpt_neox", {"hidden_size": 192, "intermediate_size": 600}),
-    "wide, with norms of heads": ("qwen3", {"hidden_size": 96, "intermediate_size": 600, "head_dim": 80}),
+    "wide, with norms of heads": ("qwen3", {"hidden_size": 96, "intermediate_size": 3000, "head_dim": 80}),
     "tied": ("llama", {"tie_word_embeddings": True}),
     **{f"{name} with a gate": ("llama", {"hidden_act": name}) for name in ("gelu", "relu", "gelu_pytorch_tanh")},
     **{name: ("gpt2", {"activation_function": name}) for name in ("gelu", "silu", "gelu_fast")},
+    **{f"heads of {width}": ("llama", {"head_dim": width}) for width in (2, 64, 96, 128, 130, 256)},
 }
 
 
 def scattered(model):
-    """The model, with norms and biases that are not all ones and zeros: what is left out is seen."""
+    """The model, with norms and biases that are not all ones and zeros: what is left out is seen. Half of an MLP's
+    numbers are so large that an exponential would overflow."""
     torch.manual_seed(9)
     with torch.no_grad():
-        for weight in model.model.parameters():
+        for name, weight in model.model.named_parameters():
             if weight.dim() == 1:
                 weight.add_(0.3 * torch.randn_like(weight))
+            if "mlp.c_fc" in name or "mlp.down_proj.weight" in name:
+                weight[..., ::2].mul_(1e4 if "c_fc" in name else 1e-4)
+            elif "mlp.c_proj.weight" in name or "mlp.gate_proj" in name:
+                weight[::2].mul_(1e4 if "gate_proj" in name else 1e-4)
     return model
 
 
@@ -102,7 +106,12 @@ def block_at(starts, width):
     return torch.tensor(starts)[:, None] + torch.arange(width)
 
 
-def near_enough(found, wanted, error):
+def layers_of(model):
+    """The keys of all layers in the cache of a compiled model, then the values."""
+    return sum(model.keys_values(), [])
+
+
+def near_enough(found, wanted, error=1e-5):
     """Assert that two tensors of logits are as near as their dtype allows, in the mean and everywhere."""
     assert found.shape == wanted.shape and found.dtype == torch.float32
     assert (found - wanted).norm() <= error * wanted.norm()
@@ -111,105 +120,105 @@ def near_enough(found, wanted, error):
 
 def check(eager, model, rows=1, error=1e-5, widths=(1, 2, 3, 4, 5, 6, 11, 12, 13, 16, 17, 31, 33, 64, 70)):
     """Assert that two models compute the same logits, keys and values: of prompts, of blocks of any width at any place,
-    of kept tokens, of nodes of trees, and of whole texts, whatever is in the cache."""
+    of kept tokens, of nodes of trees, and of whole texts, whatever is in the cache. The compiled one's cache has other
+    rows too."""
     generator = draws(rows)
-    for each in eager, model:
-        each.reserve(rows, 400)
+
+    def same(*inputs):
+        near_enough(*(each.forward(*inputs) for each in (model, eager)), error)
+
+    eager.reserve(rows, 400)
+    model.reserve(rows + 2, 400)
+    model.first_row = 1
+    for layer in layers_of(model):
+        layer.fill_(torch.nan)  # What no token was written to is not read, and no other row.
     for length in 40, 300, 129:  # More than the 256 tokens of all rows that the kernels read at once, and less.
         prompt, at = tokens_of(rows, length, generator), block_at([0] * rows, length)
-        keep = torch.tensor([length - 1, 2, length // 2])
-        near_enough(*(each.forward(prompt, at, keep=keep) for each in (model, eager)), error)
+        same(prompt, at, None, torch.tensor([length - 1, 2, length // 2]))
     for keep in torch.tensor([100, 3, 100, 100, 4]), torch.zeros(140, dtype=torch.long):  # Some more than once.
-        near_enough(*(each.forward(prompt, at, keep=keep) for each in (model, eager)), error)
+        same(prompt, at, None, keep)
     for width in widths:
-        starts = torch.randint(330, (rows,), generator=generator).tolist()
-        block, at = tokens_of(rows, width, generator), block_at(starts, width)
-        near_enough(*(each.forward(block, at) for each in (model, eager)), error)
-    for kept, wanted in zip(model.keys_values(), ([layer.keys for layer in eager.cache.layers], None)):
-        for ours, eagers in zip(kept, wanted or [layer.values for layer in eager.cache.layers]):
-            near_enough(ours[:, :, :300].float(), eagers[:, :, :300], error)
+        starts = torch.randint(330 - width - 30, (rows,), generator=generator).tolist()
+        same(tokens_of(rows, width, generator), block_at(starts, width))
+    wanted = [layer.keys for layer in eager.cache.layers] + [layer.values for layer in eager.cache.layers]
+    for ours, eagers in zip(layers_of(model), wanted):
+        near_enough(ours[1 : 1 + rows, :, :300].float(), eagers[:, :, :300], error)
+        assert ours[[0, -1]].isnan().all()
     for tree in Tree.of("3/2,1,0/1,2,0"), Tree.of("40"), Tree.of("2,2,2,2"):
-        roots = torch.randint(300, (rows,), generator=generator)
+        roots = torch.randint(230, (rows,), generator=generator)
         slots = roots[:, None] + torch.arange(tree.size + 1)
         places = Places(roots[:, None] + torch.tensor(tree.depths), slots, roots, torch.tensor(tree.ancestors))
         for nodes in range(tree.size + 1), tree.levels[1], tree.levels[-1]:
             some, block = places.only(list(nodes)), tokens_of(rows, len(nodes), generator)
-            near_enough(*(each.forward(block, some.positions, some) for each in (model, eager)), error)
-            keep = torch.tensor([len(nodes) - 1])
-            near_enough(*(each.forward(block, some.positions, some, keep) for each in (model, eager)), error)
-    texts = tokens_of(rows, 70, generator)
-    before = model.cache, [kept.clone() for kept in model.keys_values()[0]]
+            same(block, some.positions, some)
+            same(block, some.positions, some, torch.tensor([len(nodes) - 1]))
+    model.first_row, texts = 0, tokens_of(rows, 70, generator)
+    before = model.cache, [layer.clone() for layer in model.keys_values()[0]]
     near_enough(*(each.score(texts) for each in (model, eager)), error)
-    block, at = tokens_of(rows, 3, generator), block_at([31] * rows, 3)
-    assert model.cache is before[0] and all(map(torch.equal, model.keys_values()[0], before[1]))
-    near_enough(*(each.forward(block, at) for each in (model, eager)), error)
+    assert model.cache is before[0]
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(model.keys_values()[0], before[1]))
+    model.first_row = 1
+    same(tokens_of(rows, 3, generator), block_at([31] * rows, 3))
+    model.first_row = 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_keys_and_values_are_eagers(kind):
-    check(*both(kind))
+@pytest.mark.parametrize(
+    "kind, rows", [*((kind, 1) for kind in KINDS), ("gpt_neox", 2), ("llama", 3), ("gpt2", 9), ("qwen2", 0)]
+)
+def test_logits_keys_and_values_are_eagers(kind, rows):
+    """Of one row and of rows that have positions of their own; 0: of every width of 1 to 70 tokens."""
+    eager, model = both(kind)
+    check(eager, model, rows or 1, **{} if rows else {"widths": range(1, 71)})
+    if "heads of" not in kind:
+        check_ragged(model)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "wide" in kind])
-def test_any_number_of_threads_computes_the_same(kind):
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        check(*both(kind), 2, widths=(1, 8, 9, 17))
-        check_ragged(both(kind)[1])
-    finally:
-        torch.set_num_threads(before)
+def test_any_number_of_threads_computes_the_same(kind, three_threads):
+    eager, model = both(kind)
+    check(eager, model, 2, widths=(1, 8, 9, 17))
+    check_ragged(model)
 
 
-@pytest.mark.parametrize("rows", [2, 3, 9])
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "gpt2"])
-def test_rows_of_a_batch_have_positions_of_their_own(kind, rows):
-    check(*both(kind), rows, widths=(1, 2, 5, 11, 12, 17, 40))
-
-
-@pytest.mark.parametrize("kind", [*helpers.FAMILIES, "norms of heads"])
+@pytest.mark.parametrize("kind", [*helpers.FAMILIES, "norms of heads", "heads of 96", "heads of 130", "heads of 256"])
 def test_in_bfloat16_logits_are_as_near_as_transformers(kind):
     """To those of the same weights in float32. Transformers rounds after each operator."""
-    exact, eager = CachedModel(both(kind, torch.bfloat16)[0].model.float(), 61), both(kind, torch.bfloat16)[0]
+    eager, model = both(kind, torch.bfloat16)
+    exact = CachedModel(copy.deepcopy(eager.model).float(), 61)
     for rows in 1, 3:
-        _, model = both(kind, torch.bfloat16)
-        check(eager, model, rows, error=0.1, widths=(1, 2, 5, 12, 17, 40))
+        check(eager, model, rows, error=0.15, widths=(1, 2, 5, 12, 17, 40))
         for width in 1, 5, 60:
             tokens = tokens_of(rows, width, draws(width))
             near, far = ((each.score(tokens) - exact.score(tokens)).norm() for each in (model, eager))
             assert near <= 1.2 * far
-
-
-def test_keys_and_values_of_a_16_bit_model_have_16_bits():
-    eager, model = both("llama", torch.bfloat16)
-    for each in eager, model:
-        each.reserve(1, 5)
+    if "heads of" not in kind:
+        check_ragged(model, 0.02)
     assert model.keys_values()[0][0].dtype == torch.bfloat16 and eager.cache_dtype == torch.float32
 
 
-def test_all_widths():
-    eager, model = both("qwen2")
-    check(eager, model, widths=range(1, 71))
+@pytest.mark.parametrize("processor", list(loader.KINDS)[1:])
+def test_the_kernels_of_each_kind_of_processor_compute_the_same(processor):
+    """Whole models; for the loop that the kinds have of their own see test_multiply.py."""
+    if loader.use(processor) != processor:
+        pytest.skip(f"no {processor} here")
+    try:
+        for kind, dtype, error in ("wide", torch.float32, 1e-5), ("wide, in parallel", torch.bfloat16, 0.1):
+            check(*both(kind, dtype), 2, error, widths=(1, 3, 13, 40))
+    finally:
+        loader.use()
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_new", "relu", "silu"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_activations_of_large_numbers(name, family, monkeypatch):
-    """Where an exponential would overflow, with a gate and without."""
-    right = helpers.tiny
-
-    def steep(*given, **sizes):
-        model = right(*given, **sizes)
-        with torch.no_grad():
-            for key, weight in model.model.named_parameters():
-                if "c_fc" in key or "gate_proj" in key:
-                    weight.mul_(1e4)
-                elif "mlp.c_proj" in key or "down_proj" in key:
-                    weight.mul_(1e-4)
-        return model
-
-    monkeypatch.setattr(helpers, "tiny", steep)
-    check(*both(family, **{"activation_function" if family == "gpt2" else "hidden_act": name}))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_behind_the_weights_and_the_cache_is_read(dtype, monkeypatch):
+    monkeypatch.setattr(decoderLayers, "packed", lambda weight: helpers.at_the_end_of_memory(packed(weight)))
+    for kind in "odd sizes", "wide", "heads of 130":
+        _, model = both(kind, dtype, num_hidden_layers=1)
+        model.reserve(2, 71)
+        states = [[helpers.at_the_end_of_memory(layer) for layer in layers] for layers in model.keys_values()]
+        model.decoder.bind(*states, *model.description.angles(71), None)
+        for width in 1, 2, 5, 13, 71:
+            logits = model.forward(tokens_of(2, width, draws()), block_at([71 - width] * 2, width))
+            assert logits.isfinite().all()
 
 
 made, angles = Description.made, Description.angles
@@ -227,43 +236,42 @@ def test_a_mistake_in_a_models_description_is_seen_before_its_layers_are_packed(
     with pytest.raises(RuntimeError, match="something that the kernels do not"):
         CpuModel(helpers.tiny().model)
     monkeypatch.setattr(Description, "check", lambda self, layers: None)
-    eager, model = both()
+    models = both()
     with pytest.raises(AssertionError):
-        check(eager, model)
-
-
-WRONG_STEPS = {
-    "a token": lambda forward: lambda tokens, *rest: forward(60 - tokens, *rest),
-    "a position": lambda forward: lambda tokens, at, *rest: forward(tokens, at + 1, *rest),
-    "no tree": lambda forward: (
-        lambda tokens, at, slots, root, ancestors, *rest: forward(tokens, at, slots, None, None, *rest)
-    ),
-    "no slots": lambda forward: lambda tokens, at, slots, *rest: forward(tokens, at, None, *rest),
-    "other tokens are kept": lambda forward: (
-        lambda *given: forward(*given[:5], None if given[5] is None else given[5].flip(0), *given[6:])
-    ),
-}
+        check(*models)
 
 
 class Wrong:
-    """A decoder whose forward is wrapped."""
+    """A decoder with another `forward`, and another `draw`."""
 
-    def __init__(self, decoder, wrap):
-        self.forward, self.bind = wrap(decoder.forward), decoder.bind
+    def __init__(self, decoder, forward=None, draw=None):
+        self.bind, self.forward, self.draw = decoder.bind, forward or decoder.forward, draw or decoder.draw
 
 
-@pytest.mark.parametrize("mistake", [*WRONG_STEPS, "score leaves its cache"])
-def test_a_wrong_step_is_seen(mistake, monkeypatch):
-    eager, model = both()
-    check(eager, model)
-    if mistake in WRONG_STEPS:
-        model.decoder = Wrong(model.decoder, WRONG_STEPS[mistake])
+WRONG = {  # {mistake: what it makes of the arguments of a decoder's forward}
+    "a token": lambda tokens, *rest: (60 - tokens, *rest),
+    "a position": lambda tokens, at, *rest: (tokens, at + 1, *rest),
+    "no tree": lambda *given: (*given[:3], None, None, *given[5:]),
+    "no slots": lambda *given: (*given[:2], None, *given[3:]),
+    "other tokens are kept": lambda *given: (*given[:5], None if given[5] is None else given[5].flip(0), *given[6:]),
+    "the next row": lambda *given: (*given[:-1], given[-1] + 1),
+    "one token more": lambda *given: (*given[:-2], None if given[-2] is None else given[-2] + 1, given[-1]),
+    "all tokens": lambda *given: (*given[:-2], None, given[-1]),
+    "another row's count": lambda *given: (*given[:-2], None if given[-2] is None else given[-2].flip(0), given[-1]),
+}
+
+
+@pytest.mark.parametrize("mistake", [*WRONG, "score leaves its cache"])
+def test_a_wrong_forward_is_seen(mistake, monkeypatch):
+    eager, model = both("llama")
+    forward, kernels = model.decoder.forward, model.kernels
+    if mistake in WRONG:
+        model.decoder = Wrong(model.decoder, lambda *given: forward(*WRONG[mistake](*given)))
     else:
-        right = model.kernels
-        monkeypatch.setattr(
-            model, "kernels", lambda: model.decoder if model.bound[0] and model.bound[0].capacity == 70 else right()
-        )
-    with pytest.raises(AssertionError):
+        text = lambda: model.bound[0] and model.bound[0].capacity == 70  # noqa: E731 - the cache of a text that is scored
+        monkeypatch.setattr(model, "kernels", lambda: model.decoder if text() else kernels())
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_ragged(model)
         check(eager, model)
 
 
@@ -271,7 +279,7 @@ def test_a_wrong_step_is_seen(mistake, monkeypatch):
 
 
 @torch.inference_mode()
-def drawn(model, prompts, width, count, sampling, wrong=None):
+def drawn(model, prompts, width, count, sampling):
     """What `model` draws after a block of that width: tokens and distributions. And the logits that come next."""
     generator, rows = draws(count), len(prompts)
     model.reserve(rows, 40)
@@ -312,8 +320,7 @@ def test_a_wrong_draw_is_seen(mistake):
         settings = torch.tensor([1.0, 0, 1]).double() if mistake == "a filter" else settings
         return draw(tokens, positions, u, settings, *rest)
 
-    model.decoder = Wrong(model.decoder, lambda forward: forward)
-    model.decoder.draw = wrong
+    model.decoder = Wrong(model.decoder, draw=wrong)
     wanted, found = (drawn(each, prompts, 2, 7, Sampling(0.7, 8, 0.9)) for each in (eager, model))
     assert not torch.equal(found[0], wanted[0]) or not torch.allclose(found[1], wanted[1], atol=1e-5)
 
@@ -362,7 +369,7 @@ def test_what_cannot_be_read_is_refused_and_nothing_is_written():
         model.first_row = 0
         for counts in torch.tensor([1]), torch.tensor([3, 0]), torch.tensor([0, -1]), torch.tensor([1.0, 1.0]):
             refused(RuntimeError, counts=counts)
-        for counts in torch.tensor([1]), torch.tensor([1.0, 1.0]):
+        for counts in [1], [1.0, 1.0]:
             with pytest.raises(RuntimeError, match="a count for each row"):
                 model.draw(right, at, torch.rand(1, 2), Sampling(), None, counts)
         refused(RuntimeError, positions=at[:, :1])
@@ -379,30 +386,32 @@ def test_what_cannot_be_read_is_refused_and_nothing_is_written():
         model.reserve(2, 21)
         with pytest.raises(RuntimeError, match="no slot"):
             model.move(torch.tensor([[0], [21]]), torch.tensor([[0], [0]]))
-        assert not any(kept.any() for each in model.keys_values() for kept in each)
+        assert not any(kept.any() for kept in layers_of(model))
         model.forward(right, at, tree, torch.tensor([1, 0]))  # The mistake that the check is for.
-        assert all(kept.any() for each in model.keys_values() for kept in each)
+        assert all(kept.any() for kept in layers_of(model))
 
 
 @torch.inference_mode()
 def test_moved_slots_are_eagers():
-    models = both("llama")
+    eager, model = both("llama")
     source, slots = torch.tensor([[3, 4, 1], [9, 2, 2]]), torch.tensor([[4, 3, 0], [2, 9, 0]])
-    kept = []
-    for model in models:
-        model.reserve(2, 20)
-        model.forward(tokens_of(2, 10, draws()), block_at([0, 0], 10))
-        model.move(source, slots)
-        kept.append([layer.keys for layer in model.cache.layers] + [layer.values for layer in model.cache.layers])
-    for wanted, found in zip(*kept):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-    models[1].move(slots, source)
-    assert not torch.allclose(kept[1][0], kept[0][0], atol=1e-2)
+    eager.reserve(2, 20)
+    model.reserve(5, 20)
+    model.first_row = 2
+    for each in eager, model:
+        each.forward(tokens_of(2, 10, draws()), block_at([0, 0], 10))
+        each.move(source, slots)
+    wanted = [layer.keys for layer in eager.cache.layers] + [layer.values for layer in eager.cache.layers]
+    for layer, right in zip(layers_of(model), wanted):
+        torch.testing.assert_close(layer[2:4], right, atol=1e-4, rtol=1e-4)
+        assert not layer[[0, 1, 4]].any()
+    model.move(slots, source)
+    assert not torch.allclose(layers_of(model)[0][2:4], wanted[0], atol=1e-2)
 
 
 # Ragged blocks: of each row only its first tokens are computed, and the rows are a part of the cache.
 
-CACHE_ROWS, SLOTS = 6, 400
+CACHE_ROWS, SLOTS = 6, 310
 
 
 def ragged_forward(model, first, counts, width, places, generator, kept=None):
@@ -410,21 +419,21 @@ def ragged_forward(model, first, counts, width, places, generator, kept=None):
     after the same tokens, and the keys and values before, with and without."""
     rows = len(counts)
     model.reserve(CACHE_ROWS, SLOTS)
-    for states in model.keys_values():
-        for layer in states:
-            layer.copy_(torch.randn(layer.shape, generator=generator))
+    layers = layers_of(model)
+    for layer in layers:
+        layer.copy_(torch.randn(layer.shape, generator=generator))
     model.first_row = first
-    before = [layer.clone() for states in model.keys_values() for layer in states]
+    before = [layer.clone() for layer in layers]
     starts = torch.randint(SLOTS - width, (rows,), generator=generator)
     if places is not None:
         places = Places(starts[:, None] + places[0], block_at(starts.tolist(), width), starts, places[1])
     positions = block_at(starts.tolist(), width) if places is None else places.positions
     tokens, results = tokens_of(rows, width, generator), []
     for given in torch.tensor(counts), None:
-        for layer, old in zip([layer for states in model.keys_values() for layer in states], before):
+        for layer, old in zip(layers, before):
             layer.copy_(old)
         logits = model.forward(tokens, positions, places, kept, given)
-        results.append((logits, [layer.clone() for states in model.keys_values() for layer in states]))
+        results.append((logits, [layer.clone() for layer in layers]))
     return starts, before, *results
 
 
@@ -436,7 +445,7 @@ def check_ragged(model, error=1e-5):
         tree = Tree.of("3/2,1,0/1,2,0")
         nodes = torch.tensor(tree.depths), torch.tensor(tree.ancestors)
         own = torch.stack([torch.randperm(width, generator=generator)[:2] for _ in counts])
-        for kept in None, torch.tensor([1, 0]), torch.tensor([0, width - 1, 0]), own:
+        for kept in None, torch.tensor([0, width - 1, 0]), own:
             for places in None, nodes:
                 some = counts if places is None else [min(count, tree.size) for count in counts]
                 wide, keep = width if places is None else tree.size + 1, kept
@@ -461,78 +470,6 @@ def check_ragged(model, error=1e-5):
                     assert torch.equal(wanted[outside], old[outside])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_ragged_block_gives_what_the_full_one_gives(kind):
-    check_ragged(both(kind)[1])
-
-
-@pytest.mark.parametrize("kind", [*helpers.FAMILIES, "norms of heads"])
-def test_a_ragged_block_in_bfloat16(kind):
-    check_ragged(both(kind, torch.bfloat16)[1], 0.02)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("kind", ["llama", "wide", "wide, in parallel"])
-@pytest.mark.parametrize("first", [0, 3])
-def test_rows_within_a_larger_cache_are_those_of_a_cache_of_their_own(kind, first):
-    """As the eager model computes them, which has no other rows."""
-    eager, model = both(kind)
-    generator, lengths = draws(first), [70, 3, 12]
-    prompts = tokens_of(3, 70, generator)
-    eager.reserve(3, 90)
-    model.reserve(7, 90)
-    for layer in sum(model.keys_values(), []):
-        layer.fill_(3.0)  # A neighbour's slots are not to be read.
-    model.first_row = first
-    ends = torch.tensor(lengths)[:, None] - 1
-    wanted = eager.forward(prompts, block_at([0] * 3, 70)).gather(1, ends[:, :, None].expand(-1, -1, 61))
-    near_enough(model.forward(prompts, block_at([0] * 3, 70), None, ends, torch.tensor(lengths)), wanted, 1e-5)
-    block, at, counts = tokens_of(3, 5, generator), block_at(lengths, 5), torch.tensor([5, 2, 4])
-    found, wanted = model.forward(block, at, counts=counts), eager.forward(block, at)
-    for row, count in enumerate(counts):
-        near_enough(found[row, :count], wanted[row, :count], 1e-5)
-    source, slots = torch.tensor([[3, 4], [2, 2], [0, 1]]), torch.tensor([[4, 3], [1, 0], [5, 6]])
-    for each in eager, model:
-        each.move(source, slots)
-    near_enough(model.forward(block, at)[:, -1:], eager.forward(block, at)[:, -1:], 1e-5)
-    assert all((layer[:first] == 3).all() and (layer[first + 3 :] == 3).all() for layer in sum(model.keys_values(), []))
-
-
-WRONG_ROWS = {
-    "the next row": lambda *given: (*given[:-1], given[-1] + 1),
-    "one token more": lambda *given: (*given[:-2], None if given[-2] is None else given[-2] + 1, given[-1]),
-    "all tokens": lambda *given: (*given[:-2], None, given[-1]),
-    "another row's count": lambda *given: (*given[:-2], None if given[-2] is None else given[-2].flip(0), given[-1]),
-}
-
-
-@pytest.mark.parametrize("mistake", WRONG_ROWS)
-def test_a_wrong_ragged_block_is_seen(mistake):
-    _, model = both("llama")
-    model.decoder = Wrong(model.decoder, lambda forward: lambda *given: forward(*WRONG_ROWS[mistake](*given)))
-    with pytest.raises((AssertionError, RuntimeError)):
-        check_ragged(model)
-
-
-def test_a_neighbours_slots_are_seen():
-    """The mistake that rows of other numbers in the cache are for: those of the row before are read instead."""
-    _, model = both("llama")
-    states = model.keys_values
-
-    def neighbours():
-        return [[layer.roll(1, 0) for layer in layers] for layers in states()]
-
-    generator = draws()
-    prompt, at = tokens_of(2, 9, generator), block_at([0, 0], 9)
-    model.reserve(4, 40)
-    model.first_row = 1
-    model.forward(prompt, at)
-    block, after = tokens_of(2, 2, generator), block_at([9, 9], 2)
-    right = model.forward(block, after)
-    model.decoder.bind(*neighbours(), *model.description.angles(40), None)
-    assert not torch.allclose(model.forward(block, after), right, atol=1e-2)
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("sampling", [FREE, GREEDY, Sampling(0.7, 8, 0.9)])
 def test_ragged_draws_are_the_first_of_full_draws(sampling):
@@ -540,14 +477,14 @@ def test_ragged_draws_are_the_first_of_full_draws(sampling):
     prompts, counts, generator = tokens_of(4, 9, draws()), [2, 0, 5, 1], draws(1)
     u, at = uniform(5, 4, device=torch.device("cpu"), generator=generator), block_at([7] * 4, 6)
     results = []
-    for first, given in (0, None), (2, torch.tensor(counts)):
+    for first, given in (0, None), (2, counts):
         model.reserve(6 + first, 40)
         model.first_row = first
         model.forward(prompts, block_at([0] * 4, 9))
-        for layer in sum(model.keys_values(), []):
+        for layer in layers_of(model):
             layer[:, :, 9:] = 7.0
         forwards = model.draw(prompts[:, -2:], at, u, sampling, None, given)
-        results.append((*forwards, [layer[first : first + 4].clone() for layer in sum(model.keys_values(), [])]))
+        results.append((*forwards, [layer[first : first + 4].clone() for layer in layers_of(model)]))
     (tokens, q, kept), (some, some_q, some_kept) = results
     for row, count in enumerate(counts):
         assert torch.equal(some[row, :count], tokens[row, :count]) and not some[row, count:].any()
@@ -632,20 +569,13 @@ def guessing(length, drafter=lambda m: ModelDrafter(m.draft), **options):
 SAMPLERS = {
     "plain": lambda m: partial(regrSampling, target=m.target),
     **{f"{n} guesses": guessing(n) for n in (1, 4, 9)},
-    "a length that adapts": guessing(Additive(4)),
     "while the draft is sure": guessing(DraftConfidence(6, 0.2)),
     "while the target is sure": guessing(TargetConfidence(4, 0.2)),
-    "as costs say": guessing(CostAware(6)),
     "blocks": guessing(4, verify=block_rule),
-    "a surer draft": guessing(4, lambda m: ModelDrafter(m.draft, 0.5, 0.9)),
     "few tokens": guessing(4, lambda m: ModelDrafter(m.few)),
-    "lookup": guessing(4, lambda m: LookupDrafter(61)),
     "lookup first": guessing(4, lambda m: LookupFirst(LookupDrafter(61), ModelDrafter(m.draft))),
     "cascade": guessing(4, lambda m: CascadeDrafter(m.mid, ModelDrafter(m.draft), Fixed(2))),
-    "contrastive": lambda m: partial(regrSampling, target=Contrast(m.target, m.draft)),
-    "speculative contrastive": lambda m: partial(
-        specSampling, target=Contrast(m.target, m.mid), drafter=ModelDrafter(m.draft)
-    ),
+    "contrastive": lambda m: partial(specSampling, target=Contrast(m.target, m.mid), drafter=ModelDrafter(m.draft)),
     **{
         f"tree {shape}, {rule}": lambda m, shape=shape, rule=rule: partial(
             treeSampling, target=m.target, drafter=TreeDrafter(m.draft), tree=Tree.of(shape), verify=TREE_RULES[rule]
@@ -659,27 +589,12 @@ SAMPLERS = {
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_texts_are_those_of_eager_models(models, name):
     """Of one row and of several, greedy and drawn, with a penalty and without."""
-    for sampling in GREEDY, Sampling(0.85, 0, 0.9), Sampling(1.0, 5, 1.0, 1.3):
-        if sampling != GREEDY and name == "as costs say":
-            continue  # How many numbers are drawn depends on the clock.
-        for prompts in PROMPTS[2:3], PROMPTS:
-            wanted, found = (
-                SAMPLERS[name](m)(prompts, max_len=40, sampling=sampling, generator=draws(3))[0] for m in models
-            )
-            assert found == wanted and set(map(len, found)) == {40}
-
-
-@pytest.mark.parametrize("kind", [kind for kind in helpers.FAMILIES if kind != "gpt_neox"])
-def test_texts_of_every_family_are_those_of_eager_models(kind):
-    eager, model = both(kind)
-    eager_draft, draft = near(eager, 0.1), compiled(near(eager, 0.1))
-    for prompts in PROMPTS[:1], PROMPTS:
-        wanted = regrSampling(prompts, eager, 40, GREEDY)[0]
-        assert regrSampling(prompts, model, 40, GREEDY)[0] == wanted
-        assert specSampling(prompts, model, ModelDrafter(draft), 40, 4, GREEDY)[0] == wanted
-        assert treeSampling(prompts, model, TreeDrafter(draft), 40, Tree.of("2,2"), GREEDY)[0] == wanted
-        found = specSampling(prompts, model, ModelDrafter(draft), 40, 4, FREE, None, draws())[0]
-        assert found == specSampling(prompts, eager, ModelDrafter(eager_draft), 40, 4, FREE, None, draws())[0]
+    nucleus, penalty = Sampling(0.85, 0, 0.9), Sampling(1.0, 5, 1.0, 1.3)
+    for sampling, prompts in (GREEDY, PROMPTS), (nucleus, PROMPTS[2:3]), (nucleus, PROMPTS), (penalty, PROMPTS):
+        wanted, found = (
+            SAMPLERS[name](m)(prompts, max_len=24, sampling=sampling, generator=draws(3))[0] for m in models
+        )
+        assert found == wanted and set(map(len, found)) == {24}
 
 
 def test_a_wrong_text_is_seen(models):
@@ -689,7 +604,8 @@ def test_a_wrong_text_is_seen(models):
     for role, samplings in ("draft", [FREE]), ("target", [GREEDY, FREE]):
         wrong = vars(m)[role] = copy.copy(getattr(right, role))
         wrong.store, wrong.bound, wrong.draw = Store(), (None, None), partial(Model.draw, wrong)
-        wrong.decoder = Wrong(wrong.description.pack(), WRONG_STEPS["a token"])
+        decoder = wrong.description.pack()
+        wrong.decoder = Wrong(decoder, lambda tokens, *rest, right=decoder.forward: right(60 - tokens, *rest))
         for sampling in samplings:
             one, other = (
                 SAMPLERS["4 guesses"](each)(PROMPTS, max_len=40, sampling=sampling, generator=draws(3))[0]

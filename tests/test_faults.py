@@ -14,7 +14,7 @@ import threading
 import helpers
 import pytest
 import torch
-from conftest import CONTEXT, END_OF_TEXT, PADDED, ROOT, VOCABULARY, prompted, refused
+from conftest import CONTEXT, END_OF_TEXT, ROOT, prompted, refused
 from huggingface_hub import constants
 from localHub import Repository
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decoding.verification import RULES
 from inputs.commandLine import as_command
 from inputs.tokenizers import load_tokenizer
-from methods import samplers as makers
 from methods.cascade import CascadeDrafter
 from methods.catalogue import choose
 from methods.contrastive import Contrast
@@ -139,37 +138,19 @@ def test_a_models_folder_that_is_read_only_is_one_line(cli, flags, disk, hub, pa
     one_line(capsys, str(disk.folder / ".target.lock"), "Read-only")
 
 
-def run_alone(cli, arguments, patch=None):
-    """The exit code of a run in a process of its own, which has only one thread."""
-    torch.set_num_threads(1)
-    if patch:
-        setattr(results.os, *patch)
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-        sys.exit(cli.main(arguments))
-
-
-def test_two_runs_at_once_lose_nothing(cli, flags, tmp_path):
-    arguments = [*flags, "--speed", "--maxLen", "2", "--repeats", "4", "--out", str(tmp_path)]
-    both = [FORK.Process(target=run_alone, args=(cli, arguments)) for _ in range(2)]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join(120)
-        assert process.exitcode == 0
-    for _, measurements in results.Results(tmp_path).runs():
-        assert [m["kind"] for m in measurements] == ["speed"] * 24 + ["end"]  # 3 methods, 2 prompts, 4 repeats
-    text = (tmp_path / "results.txt").read_text()
-    assert text.count("Run ") == text.count("Speed: ") == 2 and "not finished" not in text
-    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
-
-
 def test_a_kill_while_results_are_written_leaves_them_whole(cli, flags, tmp_path):
     """At the moment when the new text takes the old one's place."""
     arguments = [*flags, "--speed", "--maxLen", "2", "--out", str(tmp_path)]
     assert cli.main(arguments) == 0
     before = (tmp_path / "results.txt").read_text()
-    kill = ("replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    killed = FORK.Process(target=run_alone, args=(cli, arguments, kill))
+
+    def run():
+        torch.set_num_threads(1)
+        results.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+            cli.main(arguments)
+
+    killed = FORK.Process(target=run)
     killed.start()
     killed.join(120)
     assert killed.exitcode == -signal.SIGKILL and (tmp_path / "results.txt").read_text() == before
@@ -192,7 +173,7 @@ def test_of_two_renderings_at_once_the_last_shows_all(tmp_path, monkeypatch):
     def slow(*names):
         if threading.current_thread() is threading.main_thread():
             read.set()
-            thread.join(0.5)
+            thread.join(0.1)
         replace(*names)
 
     monkeypatch.setattr(results.os, "replace", slow)
@@ -225,11 +206,10 @@ def test_results_that_nobody_can_read_are_kept_and_do_not_stop_a_run(cli, flags,
     assert "target alone" in text and text.count("was written by another version") == 2 and "\x1b" not in text
 
 
-@pytest.mark.parametrize("place", ["results.jsonl", "results.txt"])
-def test_a_folder_in_the_place_of_results_is_one_line(cli, flags, tmp_path, capsys, place):
-    (tmp_path / place).mkdir()
+def test_a_folder_in_the_place_of_results_is_one_line(cli, flags, tmp_path, capsys):
+    (tmp_path / "results.jsonl").mkdir()
     assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
-    one_line(capsys, place, "Is a directory")
+    one_line(capsys, "results.jsonl", "Is a directory")
 
 
 @pytest.fixture(scope="module")
@@ -263,94 +243,46 @@ sys.exit(test.main(sys.argv[3:]))
 """
 
 
-def run_limited(function, room, arguments):
-    command = [sys.executable, "-c", LIMITED, function, str(room), *map(str, arguments)]
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc tells how much memory is used")
+@pytest.mark.parametrize(
+    "function, room, words",
+    [
+        ("run", 8, ["target does not fit into the memory of cpu", "smaller dtype or model"]),
+        # A window of 220 tokens asks for 88 MB at once.
+        ("measure_perplexity", 40, ["out of memory; use smaller models", "What was measured is kept"]),
+    ],
+)
+def test_out_of_memory_is_one_line_and_what_was_measured_is_kept(flags, wide_pair, tmp_path, function, room, words):
+    arguments = [*flags, *wide_pair, "--maxLen", "2", "--window", "256", "--out", str(tmp_path)]
+    command = [sys.executable, "-c", LIMITED, function, str(room), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
     assert done.stderr.startswith("test.py: error: ") and done.stderr.count("\n") == 1, done.stderr
-    return done
-
-
-needs_proc = pytest.mark.skipif(
-    not os.path.exists("/proc/self/status"), reason="no /proc tells how much memory is used"
-)
-
-
-@needs_proc
-def test_out_of_memory_at_load_is_one_line(flags, wide_pair, tmp_path):
-    done = run_limited("run", 8, [*flags, *wide_pair, "--speed", "--out", tmp_path])
-    assert "target does not fit into the memory of cpu" in done.stderr and "smaller dtype or model" in done.stderr
-    assert os.listdir(tmp_path) == []
-
-
-@needs_proc
-def test_out_of_memory_in_the_middle_keeps_and_shows_what_was_measured(flags, wide_pair, tmp_path):
-    arguments = [*flags, *wide_pair, "--maxLen", "2", "--window", "256", "--out", tmp_path]
-    done = run_limited("measure_perplexity", 40, arguments)  # A window of 220 tokens asks for 88 MB at once.
-    assert "out of memory; use smaller models" in done.stderr and "What was measured is kept" in done.stderr
+    if function == "run":
+        assert os.listdir(tmp_path) == []
+        return
     assert [line["kind"] for line in lines_of(tmp_path) if line.get("of") != "text"] == ["run"] + ["speed"] * 6
     for shown in done.stdout, (tmp_path / "results.txt").read_text():
         assert ", not finished" in shown and "target alone" in shown
 
 
-def allocations():
-    yield MemoryError()
-    yield torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\na lot")
-    yield RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")
-    yield RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)")
-
-
-@pytest.mark.parametrize("error", allocations(), ids=lambda error: type(error).__name__)
-def test_whatever_says_that_memory_is_full_is_one_line(cli, flags, tmp_path, capsys, monkeypatch, error):
-    def full(*_, **__):
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\na lot"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_says_that_memory_is_full_is_one_line(capsys, error):
+    def full():
         raise error
 
-    monkeypatch.setattr(makers, "specSampling", full)
-    assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
+    assert as_command("test.py", full, "") == 2
     one_line(capsys, "out of memory")
-
-
-def test_a_mistake_of_the_program_itself_is_not_hidden(capsys):
-    def wrong():
-        raise RuntimeError("shapes do not match")
-
-    with pytest.raises(RuntimeError, match="shapes"):
-        as_command("test.py", wrong, "")
-
-
-def test_a_broken_model_folder_is_one_line(cli, flags, model_folder, tmp_path, capsys):
-    config, weights = (model_folder / name for name in ("config.json", "model.safetensors"))
-    right = config.read_text(), weights.read_bytes()
-    settings = json.loads(right[0])
-    for broken, words in {
-        '{"model_type": "gpt': ["config.json cannot be read"],
-        "[" * 100_000: ["config.json cannot be read"],
-        json.dumps(settings | {"hidden_size": 64}): ["do not match"],
-        json.dumps(settings | {"num_attention_heads": 0}): ["config.json", "download"],
-        json.dumps(settings | {"vocab_size": 10**9}): ["needs about", "smaller"],
-    }.items():
-        config.write_text(broken)
-        assert cli.main([*flags, "--target", str(model_folder), "--out", str(tmp_path)]) == 2
-        one_line(capsys, str(model_folder.name), *words)
-    config.write_text(right[0])
-    weights.write_bytes(right[1][:-1])
-    assert cli.main([*flags, "--target", str(model_folder), "--out", str(tmp_path)]) == 2
-    one_line(capsys, "model.safetensors cannot be read", "download it again")
-    assert sorted(os.listdir(tmp_path)) == ["model"]
-
-
-def test_a_tokenizer_one_token_larger_than_the_model_is_one_line(cli, flags, model_folder, tmp_path, capsys):
-    tokenizer = load_tokenizer(model_folder)
-    arguments = [*flags, "--target", str(model_folder), "--draft", str(model_folder), "--speed", "--out", str(tmp_path)]
-    tokenizer.add_tokens([f"more {i}" for i in range(PADDED - VOCABULARY)])
-    tokenizer.save_pretrained(model_folder)
-    assert cli.main(arguments) == 0
-    tokenizer.add_tokens(["one more"])
-    tokenizer.save_pretrained(model_folder)
-    capsys.readouterr()
-    assert cli.main(arguments) == 2
-    one_line(capsys, f"model has {PADDED} tokens and its tokenizer {PADDED + 1}", "do not belong together")
 
 
 def broken(tokens, seed=0):
@@ -361,8 +293,7 @@ def broken(tokens, seed=0):
     return model
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(1.0, 5, 1.0)], ids=["greedy", "top-p", "top-k"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule, sampling", zip([*RULES, *RULES], [GREEDY, Sampling(), Sampling(1.0, 5, 1.0)]))
 def test_logits_that_stop_being_finite_are_told_with_model_and_dtype(sampling, rule):
     """In the middle of a text, whichever model it is, and whoever reads for whom."""
     prompts, seen = [[1, 2, 3], [4, 5]], []
@@ -412,11 +343,6 @@ def test_what_overflows_in_float16_is_told_and_what_came_before_kept(cli, flags,
     first = {(method, 0) for method in ("draft", "target", "speculative")}
     assert first <= measured <= first | {("draft", 1)}  # whichever comes first after the second prompt
     assert cli.main([*speed, "--dtype", "float32"]) == 0
-    (tmp_path / "text.txt").write_text("The bell rang, and Ω was cut into its side in letters a hand high.")
-    capsys.readouterr()
-    arguments += ["--ppl", "--sentenceLimit", "60", "--dataset", str(tmp_path / "text.txt")]
-    assert cli.main([*arguments, "--dtype", "float16"]) == 2
-    one_line(capsys, "large gives logits that are not finite in float16", "use --dtype float32")
 
 
 def test_a_hub_that_fails_is_one_line(cli, flags, hub, pair_folder, tmp_path, capsys, monkeypatch):
@@ -460,7 +386,7 @@ def test_a_hub_that_does_not_answer_in_time_is_one_line(cli, flags, hub, tmp_pat
     one_line(capsys, "no connection to", "Timeout", "HF_ENDPOINT")
 
 
-@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
+@pytest.mark.parametrize("prompt", [" ".join(PROMPTS[:5]), *PROMPTS[5:7]], ids=range(3))
 def test_any_text_is_continued_and_shown_without_a_control_character(cli, flags, tmp_path, capsys, prompt):
     page = tmp_path / "page.html"
     assert cli.main([*prompted(flags), "--show", "--html", str(page), "--prompt", prompt]) == 0

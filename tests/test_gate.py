@@ -66,48 +66,52 @@ def test_another_kind_is_refused_in_one_line_that_names_it_and_the_reason(name):
         check_kind(*kind_of(name))
 
 
-def windowed(**how):
-    return small_twin(MistralConfig(**{"sliding_window": 4096} | how), MistralForCausalLM)
+class Shifted(Ungated):
+    """Positions that are wrong beyond the twentieth."""
+
+    def forward(self, tokens, positions, *more, **how):
+        return super().forward(tokens, positions + (positions > 20), *more, **how)
+
+
+class Stateful(Ungated):
+    """A state that survives a rollback."""
+
+    total = 0.0
+
+    def forward(self, tokens, *more, **how):
+        self.total = 0.9 * self.total + 0.01 * tokens.float().sum()
+        return super().forward(tokens, *more, **how) + self.total * torch.arange(self.vocabulary)
+
+
+def stale_slot(positions, seen, places):
+    return kvCache.Block(positions, seen | seen.roll(1, -1), places)
+
+
+def slots_for_positions(places, reach):
+    return torch.arange(reach).expand(len(places.root), len(places.ancestors), -1) + 3
 
 
 MISTAKES = {  # what is replaced, and by what
     "a mask without windows": (kvCache.Block, "mask", lambda block, kind: block.seen[:, None]),
-    "a mask that shows a stale slot": (
-        cachedModel,
-        "Block",
-        lambda positions, seen, places: kvCache.Block(positions, seen | seen.roll(1, -1), places),
-    ),
-    "slots for positions in a tree": (
-        Places,
-        "key_positions",
-        lambda places, reach: torch.arange(reach).expand(len(places.root), len(places.ancestors), -1) + 3,
-    ),
+    "a mask that shows a stale slot": (cachedModel, "Block", stale_slot),
+    "slots for positions in a tree": (Places, "key_positions", slots_for_positions),
 }
+
+
+def windowed():
+    return small_twin(MistralConfig(sliding_window=4096), MistralForCausalLM)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_seen(name, monkeypatch):
-    right = gate.errors_of(windowed(), Ungated)
-    assert max(right.values()) < 1e-5
-    where, what, wrong = MISTAKES[name]
-    monkeypatch.setattr(where, what, wrong)
+    assert max(gate.errors_of(windowed(), Ungated).values()) < 1e-5
+    monkeypatch.setattr(*MISTAKES[name])
     assert max(gate.errors_of(windowed(), Ungated).values()) > 1e-2
 
 
-def test_wrong_positions_and_a_state_that_survives_a_rollback_are_seen():
-    class Shifted(Ungated):
-        def forward(self, tokens, positions, *more, **how):
-            return super().forward(tokens, positions + (positions > 20), *more, **how)
-
-    class Stateful(Ungated):
-        total = 0.0
-
-        def forward(self, tokens, *more, **how):
-            self.total = 0.9 * self.total + 0.01 * tokens.float().sum()
-            return super().forward(tokens, *more, **how) + self.total * torch.arange(self.vocabulary)
-
-    for kind in Shifted, Stateful:
-        assert gate.errors_of(windowed(), kind)[gate.BLOCKS] > 1e-2
+@pytest.mark.parametrize("kind", [Shifted, Stateful])
+def test_a_model_that_is_wrong_is_seen(kind):
+    assert gate.errors_of(windowed(), kind)[gate.BLOCKS] > 1e-2
 
 
 def test_what_a_hook_does_with_the_end_of_a_block_is_refused_and_what_it_does_with_each_token_is_not():
@@ -193,20 +197,14 @@ ROPES = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
 }
 ACTIVATIONS = st.sampled_from(["silu", "gelu", "relu", "gelu_new", "quick_gelu"])
+WINDOWED = {"sliding_window": st.just(16), "max_window_layers": st.sampled_from([0, 1, 9])}
+WINDOWED |= {"use_sliding_window": st.booleans()}
 # {kind: {what is drawn of its configuration: from what}}, beside sizes, heads and the rotary embedding.
 DRAWN = {
     "llama": {"attention_bias": st.booleans(), "mlp_bias": st.booleans(), "hidden_act": ACTIVATIONS},
     "mistral": {"sliding_window": st.sampled_from([None, 16, 40, 4096]), "hidden_act": ACTIVATIONS},
-    "qwen2": {
-        "use_sliding_window": st.booleans(),
-        "sliding_window": st.just(16),
-        "max_window_layers": st.sampled_from([0, 1, 9]),
-    },
-    "qwen3": {
-        "use_sliding_window": st.booleans(),
-        "sliding_window": st.just(16),
-        "max_window_layers": st.sampled_from([0, 1, 9]),
-    },
+    "qwen2": WINDOWED,
+    "qwen3": WINDOWED,
     "gpt_neox": {"use_parallel_residual": st.booleans(), "attention_bias": st.booleans(), "hidden_act": ACTIVATIONS},
     "gpt2": {"scale_attn_by_inverse_layer_idx": st.booleans(), "scale_attn_weights": st.booleans()},
     "opt": {"do_layer_norm_before": st.booleans(), "enable_bias": st.booleans(), "ffn_dim": st.sampled_from([32, 64])},
@@ -260,7 +258,9 @@ def test_any_configuration_of_a_compiled_kind_is_right_eager_and_compiled(config
         assert float(error.max()) < 2e-3
 
 
-@pytest.mark.skipif(not helpers.FULL, reason="FULL=1 asks for every kind of transformers: minutes")
-@pytest.mark.parametrize("config", MODEL_FOR_CAUSAL_LM_MAPPING, ids=lambda config: config.model_type)
+EVERY = MODEL_FOR_CAUSAL_LM_MAPPING if helpers.FULL else []  # FULL=1 asks for every kind of transformers: minutes.
+
+
+@pytest.mark.parametrize("config", EVERY, ids=lambda config: config.model_type)
 def test_every_kind_is_right_or_refused(config):
     assert zoo.verdict(config)[0] in ("right", "refused", "unmade")

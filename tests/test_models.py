@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import pickle
 
 import pytest
 import torch
@@ -26,8 +25,8 @@ def load(folder, tokenizer=None, dtype="float32"):
     return load_model(folder, tokenizer or load_tokenizer(folder), dtype, "cpu")
 
 
-def configure(folder, **changes):
-    file = folder / "config.json"
+def configure(folder, name="config.json", /, **changes):
+    file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
@@ -67,93 +66,85 @@ def test_pythia_is_the_default_once_both_are_there(tmp_path, monkeypatch):
     assert default_pair() == ("pythia-2.8b", "pythia-70m")
 
 
-def test_a_folder_without_config_is_refused(model_folder):
-    (model_folder / "config.json").unlink()
-    with refused("no config.json", "download"):
-        find_model(model_folder)
+def cut(folder, size):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
 
 
-def test_a_folder_with_pickled_weights_only_is_refused(model_folder):
-    (model_folder / "model.safetensors").unlink()
-    (model_folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    with refused("no .safetensors", "download"):
-        load(model_folder)
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-@pytest.mark.parametrize("kept", [0, 7, 50, 90_000])
-def test_truncated_weights_are_refused(model_folder, kept):
-    file = model_folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
-    with refused("model.safetensors", "download it again"):
-        load(model_folder)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b'{"model_type": "gpt',
-        b"[]",
-        b"{}",
-        b"\xff\xfe\0",
-        b'{"model_type": "none"}',
-        b'{"model_type": "gpt_neox", "hidden_size": "x"}',
-    ],
-)
-def test_a_garbled_config_is_refused(model_folder, content):
-    tokenizer = load_tokenizer(model_folder)
-    (model_folder / "config.json").write_bytes(content)
-    with refused(str(model_folder), "download"):
-        load(model_folder, tokenizer)
-
-
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        ({"model_type": "vit"}, "is no causal language model"),
-        ({"model_type": "bart"}, "the kind bart are not decoded here: it is an encoder with a decoder"),
-        ({"model_type": "bert"}, "its tokens attend to those after them, as is_decoder is false"),
-        ({"model_type": "mamba"}, "keep a state that positions cannot address"),
-        ({"model_type": "jamba"}, "keep a state that positions cannot address"),
-    ],
-)
-def test_another_kind_of_model_is_refused_before_its_weights_are_read(model_folder, content, words):
-    tokenizer = load_tokenizer(model_folder)
-    (model_folder / "config.json").write_text(json.dumps(content))
-    (model_folder / "model.safetensors").write_bytes(b"none")
-    with refused(words):
-        load(model_folder, tokenizer)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_hidden_layers": 4},
-        {"num_hidden_layers": 1},
-        {"num_hidden_layers": -1},
-        {"hidden_size": 64},
-        {"vocab_size": PADDED + 1},
-    ],
-)
-def test_weights_that_do_not_match_the_config_are_refused(model_folder, changes):
-    """transformers would go on, with random weights or without some layers."""
-    configure(model_folder, **changes)
-    with refused("do not match", ".weight" if "num_hidden_layers" not in changes else "layers.", "download"):
-        load(model_folder)
-
-
-def test_a_lost_weight_is_refused(model_folder):
-    weights = load_file(model_folder / "model.safetensors")
+def without_a_weight(folder):
+    weights = load_file(folder / "model.safetensors")
     del weights["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
-    save_file(weights, model_folder / "model.safetensors", metadata={"format": "pt"})
-    with refused("gpt_neox.layers.1.mlp.dense_h_to_4h.weight", "download"):
-        load(model_folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def sharded(index):
+    """Weights in several files, of which one is lost, or with another index."""
+
+    def change(folder):
+        files = shard(folder)
+        files[-1].unlink() if index is None else (folder / "model.safetensors.index.json").write_bytes(index)
+
+    return change
+
+
+def of_kind(kind):
+    """Another kind of model, refused before its weights are read."""
+
+    def change(folder):
+        cut(folder, 0)
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+
+    return change
+
+
+def configured(**changes):
+    return lambda folder: configure(folder, **changes)
+
+
+GARBLED = b"", b'{"model_type": "gpt', b"[]", b"[" * 100_000, b"{}", b"\xff\xfe\0", b'{"model_type": "none"}'
+MISMATCH = ["do not match", "download"]  # transformers would go on, with random weights or without some layers.
+REFUSED = [
+    (lambda folder: (folder / "config.json").unlink(), ["no config.json", "download"]),
+    (pickled, ["no .safetensors", "download"]),
+    *((lambda folder, size=size: cut(folder, size), ["model.safetensors", "download it again"]) for size in (0, 7, -1)),
+    *(
+        (lambda folder, text=text: (folder / "config.json").write_bytes(text), ["/model", "download"])
+        for text in GARBLED
+    ),
+    (configured(hidden_size="x"), ["/model", "download"]),
+    (configured(num_attention_heads=0), ["/model", "download"]),
+    (configured(vocab_size=10**9), ["needs about", "smaller"]),
+    *((configured(num_hidden_layers=count), [*MISMATCH, "layers."]) for count in (4, 1, -1)),
+    (configured(hidden_size=64), [*MISMATCH, ".weight"]),
+    (configured(vocab_size=PADDED + 1), [*MISMATCH, ".weight"]),
+    (without_a_weight, ["gpt_neox.layers.1.mlp.dense_h_to_4h.weight", "download"]),
+    *((sharded(index), ["/model", "download it again"]) for index in (None, b"{}", b"[]", b'{"weight_map": 3}', b"{")),
+    (of_kind("vit"), ["is no causal language model"]),
+    (of_kind("bart"), ["the kind bart are not decoded here: it is an encoder with a decoder"]),
+    (of_kind("bert"), ["its tokens attend to those after them, as is_decoder is false"]),
+    (of_kind("mamba"), ["keep a state that positions cannot address"]),
+    (of_kind("jamba"), ["keep a state that positions cannot address"]),
+]
+
+
+@pytest.mark.parametrize("change, words", REFUSED, ids=range(len(REFUSED)))
+def test_a_folder_that_cannot_be_used_is_refused(model_folder, change, words):
+    tokenizer = load_tokenizer(model_folder)
+    change(model_folder)
+    with refused(*words):
+        load(find_model(model_folder), tokenizer)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(model_folder):
     tokenizer = load_tokenizer(model_folder)
-    tokenizer.add_tokens([f"more {i}" for i in range(PADDED - VOCABULARY + 1)])
-    with refused(str(PADDED), str(PADDED + 1), "download"):
+    tokenizer.add_tokens([f"more {i}" for i in range(PADDED - VOCABULARY)])
+    assert load(model_folder, tokenizer).vocabulary == PADDED
+    tokenizer.add_tokens(["one more"])
+    with refused(f"model has {PADDED} tokens and its tokenizer {PADDED + 1}", "do not belong together", "download"):
         load(model_folder, tokenizer)
 
 
@@ -190,17 +181,6 @@ def test_weights_in_several_files_load_to_the_same_model(pair_folder, model_fold
     assert torch.equal(load(model_folder).score(tokens), load(pair_folder / "target").score(tokens))
 
 
-@pytest.mark.parametrize("index", [None, b"{}", b"[]", b'{"weight_map": 3}', b"{"])
-def test_a_lost_file_or_garbled_index_of_several_is_refused(model_folder, index):
-    files = shard(model_folder)
-    if index is None:
-        files[-1].unlink()
-    else:
-        (model_folder / "model.safetensors.index.json").write_bytes(index)
-    with refused(str(model_folder), "download it again"):
-        load(model_folder)
-
-
 def test_the_version_changes_with_a_weight_and_only_then(model_folder):
     before = model_version(model_folder)
     assert before.startswith("sha256:") and len(before) == 23
@@ -230,18 +210,10 @@ def test_code_that_comes_with_a_model_is_never_run(pair_folder, model_folder, tm
     (model_folder / "evil.py").write_text(
         f"open({str(marker)!r}, 'w')\nclass Config: pass\nclass Model: pass\nclass Tokenizer: pass\n"
     )
-    configure(
-        model_folder,
-        model_type=model_type,
-        auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
-    )
-    file = model_folder / "tokenizer_config.json"
-    file.write_text(
-        json.dumps(
-            json.loads(file.read_text())
-            | {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
-        )
-    )
+    maps = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    configure(model_folder, model_type=model_type, auto_map=maps)
+    tokenizer = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
+    configure(model_folder, "tokenizer_config.json", **tokenizer)
     if model_type == "gpt_neox":
         load(model_folder)
     else:

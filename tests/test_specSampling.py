@@ -1,14 +1,13 @@
 """The samplers: greedy equality, exact distributions, planted mistakes, ragged rows, records."""
 
 import copy
-import functools
 
 import helpers
 import pytest
 import torch
 from helpers import DRAWS, FULL
 from mistakes import always_accept, bonus_from_q, p_shifted, replace_from_p
-from outcomes import largest_error, small
+from outcomes import FREE, largest_error, small, speculative_error
 
 import specSampling as loop
 from decoding.model import Model
@@ -37,67 +36,49 @@ def near(model, noise=0.15, seed=7):
     return draft
 
 
-@functools.cache
-def greedy(family):
-    """A target, and its greedy texts by plain decoding and by transformers, one prompt at a time."""
-    target = helpers.tiny(family)
-    alone = [
-        target.model.generate(torch.tensor([p]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)[
-            0, len(p) :
-        ].tolist()
-        for p in PROMPTS
-    ]
-    return target, regrSampling(PROMPTS, target, 40, GREEDY)[0], alone
-
-
-@pytest.mark.parametrize("gamma", [1, 2, 4, 9])
-@pytest.mark.parametrize("family", helpers.FAMILIES)
+@pytest.mark.parametrize(
+    "family, gamma", [*((family, 4) for family in helpers.FAMILIES), *zip(["gpt_neox"] * 3, (1, 2, 9))]
+)
 def test_greedy_rows_equal_plain_greedy_and_transformers_alone(family, gamma):
-    target, plain, alone = greedy(family)
-    draft = near(target) if family == "gpt_neox" else helpers.tiny(family, seed=1)
-    spec, records = specSampling(PROMPTS, target, ModelDrafter(draft), 40, gamma, GREEDY)
-    assert spec == plain == alone
-    if family == "gpt_neox" and gamma > 1:  # the equality above is worth something: rounds of every kind took place
+    target = helpers.tiny(family)
+    how = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    alone = [target.model.generate(torch.tensor([p]), **how)[0, len(p) :].tolist() for p in PROMPTS]
+    spec, records = specSampling(PROMPTS, target, ModelDrafter(near(target)), 24, gamma, GREEDY)
+    assert spec == regrSampling(PROMPTS, target, 24, GREEDY)[0] == alone
+    if gamma > 1:  # the equality above is worth something: rounds of every kind took place
         accepted = {a for r in records for a in r.accepted[1:]}
         assert 0 in accepted and max(accepted) >= 2
 
 
 # The distribution of whole texts, exactly: every guess, decision and token of several rounds, without sampling noise.
-FREE = Sampling(1.0, 0, 1.0)
 SETTINGS = [FREE, Sampling(0.85, 0, 0.9), Sampling(1.5, 2, 1.0), Sampling(1.0, 0, 0.95, 1.5)]
 
 
-def error(gamma=2, verify=token_rule, vocabulary=3, length=4, sampling=FREE, own=(None, None), **where):
+def error(gamma=2, verify=token_rule, own=(None, None), **options):
     """The largest difference between the probability of a text and the target's. own: the draft's sampling."""
-    target, draft = small(2, vocabulary)
-
-    def sample(prefixes):
-        return specSampling(prefixes, target, ModelDrafter(draft, *own), length, gamma, sampling, verify=verify)[0]
-
-    return largest_error(sample, target, length, sampling, **where)
-
-
-def test_texts_have_the_targets_probabilities():
-    assert error() < 1e-6
-
-
-@pytest.mark.parametrize("sampling", SETTINGS[1:])
-def test_so_they_have_with_filters_and_a_penalty(sampling):
-    assert error(sampling=sampling, prefixes=[[1, 2, 0, 1]]) < 1e-6
+    return speculative_error(lambda target, draft, _: ModelDrafter(draft, *own), gamma, verify, **options)
 
 
 @pytest.mark.parametrize(
-    "own, sampling, verify",
+    "options",
     [
-        ((0.5, None), FREE, token_rule),
-        ((1.7, 0.8), SETTINGS[1], token_rule),
-        ((0.0, None), SETTINGS[3], token_rule),
-        ((None, 1.0), SETTINGS[1], block_rule),
-        ((0.7, 1.0), GREEDY, token_rule),
+        {"length": 4, "prefixes": [[1, 2, 0, 1, 2], [1]]},
+        *({"sampling": sampling} for sampling in SETTINGS[1:]),
+        # The draft has a temperature and a top-p of its own.
+        {"own": (0.5, None)},
+        {"own": (1.7, 0.8), "sampling": SETTINGS[1]},
+        {"own": (0.0, None), "sampling": SETTINGS[3]},
+        {"own": (None, 1.0), "sampling": SETTINGS[1], "verify": block_rule},
+        {"own": (0.7, 1.0), "sampling": GREEDY},
     ],
 )
-def test_so_they_have_where_the_draft_has_a_temperature_and_a_top_p_of_its_own(own, sampling, verify):
-    assert error(own=own, sampling=sampling, verify=verify, prefixes=[[1, 2, 0, 1]]) < 1e-6
+def test_texts_have_the_targets_probabilities(options):
+    assert error(**{"prefixes": [[1, 2, 0, 1]], "length": 4, **options}) < 1e-6
+
+
+def test_texts_of_plain_decoding_have_the_models_probabilities():
+    (target,), sampling = small(1, 4), Sampling(0.8, 3, 0.95, 1.2)
+    assert largest_error(lambda prefixes: regrSampling(prefixes, target, 4, sampling)[0], target, 4, sampling) < 1e-6
 
 
 @pytest.mark.parametrize("swapped", [0, 1])
@@ -110,32 +91,41 @@ def test_the_sampling_of_one_model_told_to_the_other_is_caught(monkeypatch, swap
         given = (q, sampling.but(0.4, None)) if swapped else (hotter / hotter.sum(-1, keepdim=True), sampling)
         return whole(target, block, positions, given[0], u, given[1], *rest)
 
-    assert error(own=(0.4, None), length=3) < 1e-6
     monkeypatch.setattr(Model, "score_block", wrong)
-    assert error(own=(0.4, None), length=3) > 1e-2
+    assert error(own=(0.4, None)) > 1e-2
 
 
 @pytest.mark.parametrize("mistake", [always_accept, replace_from_p, bonus_from_q, p_shifted])
 def test_a_planted_mistake_in_verification_is_caught(mistake):
-    assert error(gamma=1, verify=mistake, length=3) > 1e-2
+    assert error(gamma=1, verify=mistake) > 1e-2
 
 
-def test_a_filter_on_one_side_only_is_caught(monkeypatch):
+def filter_on_one_side_only(patch):
     whole = Model.score_block
-    monkeypatch.setattr(Model, "score_block", lambda *given: whole(*given[:5], Sampling(1, 0, 1), *given[6:]))
-    assert error(sampling=Sampling(1.0, 0, 0.8), length=3) > 1e-2
+    patch.setattr(Model, "score_block", lambda *given: whole(*given[:5], Sampling(1, 0, 1), *given[6:]))
 
 
-def test_a_penalty_that_forgets_the_guesses_is_caught(monkeypatch):
+def penalty_that_forgets_the_guesses(patch):
     """At each position of a block the tokens before it count, guesses included."""
-    monkeypatch.setattr("decoding.model.seen_after", lambda seen, block: seen[:, None].expand(-1, block.shape[1], -1))
-    assert error(sampling=SETTINGS[3], vocabulary=5, length=3) > 1e-3
+    patch.setattr("decoding.model.seen_after", lambda seen, block: seen[:, None].expand(-1, block.shape[1], -1))
 
 
-def test_positions_off_by_one_in_the_target_are_caught(monkeypatch):
+def positions_off_by_one_in_the_target(patch):
     right = loop.Rows.positions
-    monkeypatch.setattr(loop.Rows, "positions", lambda rows, first, count: right(rows, first + (first == -1), count))
-    assert error(length=3) > 1e-2
+    patch.setattr(loop.Rows, "positions", lambda rows, first, count: right(rows, first + (first == -1), count))
+
+
+@pytest.mark.parametrize(
+    "mistake, options",
+    [
+        (filter_on_one_side_only, {"sampling": Sampling(1.0, 0, 0.8)}),
+        (penalty_that_forgets_the_guesses, {"sampling": SETTINGS[3], "vocabulary": 5}),
+        (positions_off_by_one_in_the_target, {}),
+    ],
+)
+def test_a_planted_mistake_in_the_loop_is_caught(mistake, options, monkeypatch):
+    mistake(monkeypatch)
+    assert error(**options) > 1e-3
 
 
 @pytest.mark.skipif(not FULL, reason="FULL=1: 131,072 outcomes for each prefix")
@@ -154,8 +144,7 @@ def test_nothing_is_guessed_past_a_rows_end(pair):
         left.append(rows[-1].left)
         return token_rule(p, q, drafts, u)
 
-    rows = []
-    drafter = ModelDrafter(near(target))
+    rows, drafter = [], ModelDrafter(near(target))
     begin = drafter.begin
     drafter.begin = lambda given: (rows.append(given), begin(given))
     specSampling(PROMPTS, target, drafter, 20, 6, FREE, None, torch.Generator().manual_seed(0), None, verify)
@@ -165,7 +154,7 @@ def test_nothing_is_guessed_past_a_rows_end(pair):
 
 
 def test_drawn_texts_are_distributed_as_the_targets():
-    """With the random numbers of a run instead of every outcome: 20,000 draws, or 200,000 with FULL=1."""
+    """With the random numbers of a run instead of every outcome: 10,000 draws, or 200,000 with FULL=1."""
     (target, draft), prefixes = small(2, 6), [[1, 2, 3], [4]]
     tokens, _ = specSampling(
         prefixes * (DRAWS // 2), target, ModelDrafter(draft), 4, 3, FREE, None, torch.Generator().manual_seed(0)
@@ -179,52 +168,32 @@ def test_a_draft_equal_to_the_target_is_always_accepted(pair):
     """Any slot of the draft's cache that held another token's keys would show as a rejection."""
     target, _ = pair
     for sampling in (GREEDY, Sampling(1.0, 0, 1.0), Sampling(0.85, 0, 0.9, 1.3)):
-        _, records = specSampling(
-            PROMPTS,
-            target,
-            ModelDrafter(near(target, noise=0)),
-            60,
-            4,
-            sampling,
-            generator=torch.Generator().manual_seed(0),
-        )
+        same, generator = ModelDrafter(near(target, noise=0)), torch.Generator().manual_seed(0)
+        _, records = specSampling(PROMPTS, target, same, 30, 4, sampling, generator=generator)
         for record in records:
-            assert record.committed == [1] + [5] * 11 + [4]
-            assert record.alpha > 0.999
+            assert record.committed == [1] + [5] * 5 + [4] and record.alpha > 0.999
 
 
-@pytest.mark.parametrize("sampler", ["regr", "spec"])
-def test_end_of_text_stops_a_row_and_only_that_row(pair, sampler):
-    target, _ = pair
-
-    def run(**how):
-        return (
-            regrSampling(PROMPTS, target, 40, GREEDY, **how)
-            if sampler == "regr"
-            else specSampling(PROMPTS, target, ModelDrafter(near(target)), 40, 4, GREEDY, **how)
-        )[0]
-
-    free = run()
-    end = free[0][len(free[0]) // 2]
-    stopped = run(end_of_text=end)
-    assert stopped == [row[: row.index(end) + 1] if end in row else row for row in free]
-    assert len(stopped[0]) < 40
+def test_end_of_text_stops_a_row_and_only_that_row(pair):
+    target, draft = pair[0], ModelDrafter(near(pair[0]))
+    free = regrSampling(PROMPTS, target, 40, GREEDY)[0]
+    end = free[0][20]
+    stopped = [row[: row.index(end) + 1] if end in row else row for row in free]
+    assert regrSampling(PROMPTS, target, 40, GREEDY, end)[0] == stopped and len(stopped[0]) < 40
+    assert specSampling(PROMPTS, target, draft, 40, 4, GREEDY, end)[0] == stopped
 
 
-@pytest.mark.parametrize("max_len", [1, 2, 3, 5, 6, 7])
-def test_max_len_is_never_exceeded_nor_missed(pair, max_len):
-    tokens, _ = specSampling(PROMPTS, pair[0], ModelDrafter(near(pair[0])), max_len, 4, GREEDY)
-    assert tokens == regrSampling(PROMPTS, pair[0], max_len, GREEDY)[0]
-    assert all(len(row) == max_len for row in tokens)
+def test_max_len_is_never_exceeded_nor_missed(pair):
+    texts = regrSampling(PROMPTS, pair[0], 7, GREEDY)[0]
+    for max_len in 1, 2, 3, 5, 6, 7:
+        tokens, _ = specSampling(PROMPTS, pair[0], ModelDrafter(near(pair[0])), max_len, 4, GREEDY)
+        assert tokens == [text[:max_len] for text in texts]
 
 
 def test_the_same_seed_gives_the_same_tokens(pair):
-    def run(seed):
-        return specSampling(PROMPTS, pair[0], ModelDrafter(pair[1]), 20, generator=torch.Generator().manual_seed(seed))[
-            0
-        ]
-
-    assert run(3) == run(3) != run(4)
+    generators = (torch.Generator().manual_seed(seed) for seed in (3, 3, 4))
+    texts = [specSampling(PROMPTS, pair[0], ModelDrafter(pair[1]), 20, generator=each)[0] for each in generators]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_guesses_after_the_end_of_a_text_do_not_count():

@@ -11,7 +11,7 @@ WIKI = [" = Tarn = \n", "", " A tarn is a small lake . \n", " = = Origin = = \n"
 
 
 def test_the_sample_is_two_corpora_of_two_styles():
-    articles, narrative = load_corpora("sample")
+    articles, narrative = load_corpora("sample")  # and not the note beside them
     assert (articles.name, narrative.name) == ("articles.raw", "narrative.txt")
     assert len(articles.documents) == len(narrative.documents) == 1
     assert " = Tarrel Estuary = \n" in articles.documents[0] and "CHAPTER I\n" in narrative.documents[0]
@@ -33,36 +33,10 @@ def test_passages_of_both_styles_by_hand():
     plain = "CHAPTER I\n\nA line\nand its second.\n \n\nShort.\n\nThe last paragraph."
     assert Corpus("plain", [plain]).passages(10) == ["A line\nand its second.", "The last paragraph."]
     assert Corpus("plain", [plain, plain]).passages(20) == ["A line\nand its second."] * 2
-
-
-def test_an_unknown_data_set_is_refused(tmp_path, monkeypatch):
-    with refused("nowhere", "sample, wikitext, pg19"):
-        load_corpora("nowhere")
-    with refused("~nobody-of-this-name"):
-        load_corpora("~nobody-of-this-name/x")
-    with refused("no such path"):
-        load_corpora("x" * 5000)
-    monkeypatch.setattr(files, "DATASETS", tmp_path)
-    with refused("datasets/wikitext", "downloadData.py", "--dataset sample"):
-        load_corpora("wikitext")
-
-
-def test_a_place_without_text_is_refused(tmp_path):
-    (tmp_path / "notes.pdf").write_text("not a text file's ending")
-    with refused(str(tmp_path), ".txt"):
-        load_corpora(str(tmp_path))
-    (tmp_path / "blank.txt").write_text(" \n\n")
-    for place in (tmp_path, tmp_path / "blank.txt"):
-        with refused("no text", ".txt"):
-            load_corpora(str(place))
-
-
-@pytest.mark.parametrize("content", [b"\x80\x81 not UTF-8", b"zeros\0\0\0", "UTF-16".encode("utf-16")])
-def test_a_binary_file_is_refused(tmp_path, content):
-    (tmp_path / "data.txt").write_bytes(content)
-    for place in (tmp_path, tmp_path / "data.txt"):
-        with refused("data.txt"):
-            load_corpora(str(place))
+    # A passage can run on into the text behind it.
+    assert Corpus("plain", [plain]).passages(10, 30) == [plain[11:41], "The last paragraph."]
+    wiki = "".join(WIKI)
+    assert Corpus("wiki", [wiki]).passages(22, 10_000) == [wiki[wiki.index(" A tarn") :]]
 
 
 def test_a_folder_of_books_is_one_corpus_of_many_documents(tmp_path, monkeypatch):
@@ -72,6 +46,7 @@ def test_a_folder_of_books_is_one_corpus_of_many_documents(tmp_path, monkeypatch
         (tmp_path / name).write_text(text, encoding="utf-8")
     (corpus,) = load_corpora(str(tmp_path))
     assert corpus == Corpus(tmp_path.name, ["First.", "Second.", "Third."])  # no byte order mark, nothing blank
+    assert load_corpora(str(tmp_path), books=2)[0].documents == ["First.", "Second."]
     monkeypatch.chdir(tmp_path)
     assert load_corpora(".") == [corpus] and load_corpora("b.txt") == [Corpus("b.txt", ["Second."])]
 
@@ -93,31 +68,27 @@ def test_the_rows_of_wikitext_are_joined_and_its_test_split_used(tmp_path, monke
     assert corpus.passages(5) == [" A tarn is a small lake . ", " It was cut by ice . "]
 
 
-def test_a_saved_data_set_of_another_kind_is_refused(tmp_path):
-    Dataset.from_dict({"words": ["x"]}).save_to_disk(tmp_path / "columns")
-    Dataset.from_dict({"text": [1, 2]}).save_to_disk(tmp_path / "numbers")
+def test_what_has_no_text_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "DATASETS", tmp_path)
+    for name, rows in {"columns": {"words": ["x"]}, "numbers": {"text": [1, 2]}}.items():
+        Dataset.from_dict(rows).save_to_disk(tmp_path / name)
     DatasetDict({"train": Dataset.from_dict({"text": ["x"]})}).save_to_disk(tmp_path / "splits")
-    (tmp_path / "garbled").mkdir()
+    for name in "garbled", "pdf", "blank", *"abc":
+        (tmp_path / name).mkdir()
     (tmp_path / "garbled" / "dataset_info.json").write_text("{")
-    for name in ("columns", "numbers", "splits", "garbled"):
-        with refused(name, "'text'", "'test'"):
-            load_corpora(str(tmp_path / name))
-
-
-def test_a_passage_can_run_on_into_the_text_behind_it():
-    plain = "A line\nand its second.\n \n\nShort.\n\nThe last paragraph."
-    assert Corpus("plain", [plain]).passages(10, 30) == [plain[:30], "The last paragraph."]
-    wiki = "".join(WIKI)
-    assert Corpus("wiki", [wiki]).passages(22, 10_000) == [wiki[wiki.index(" A tarn") :]]
-
-
-def test_books_limits_the_documents_of_a_folder(tmp_path):
-    for name in "abc":
-        (tmp_path / f"{name}.txt").write_text(f"Book {name}.")
-    assert load_corpora(str(tmp_path), books=2)[0].documents == ["Book a.", "Book b."]
-    assert len(load_corpora(str(tmp_path))[0].documents) == 3
-
-
-def test_the_note_beside_the_sample_texts_is_not_read():
-    assert (files.DATASETS / "sample" / "README.md").exists()
-    assert [corpus.name for corpus in load_corpora("sample")] == ["articles.raw", "narrative.txt"]
+    (tmp_path / "pdf" / "notes.pdf").write_text("not a text file's ending")
+    (tmp_path / "blank" / "blank.txt").write_text(" \n\n")
+    for name, content in zip("abc", (b"\x80\x81 not UTF-8", b"zeros\0\0\0", "UTF-16".encode("utf-16"))):
+        (tmp_path / name / "data.txt").write_bytes(content)
+    for place, words in {
+        "nowhere": ["nowhere", "sample, wikitext, pg19"],
+        "~nobody-of-this-name/x": ["~nobody-of-this-name"],
+        "x" * 5000: ["no such path"],
+        "wikitext": ["datasets/wikitext", "downloadData.py", "--dataset sample"],
+        tmp_path / "pdf": [str(tmp_path), ".txt"],
+        **dict.fromkeys((tmp_path / "blank", tmp_path / "blank" / "blank.txt"), ["no text", ".txt"]),
+        **{tmp_path / part: ["data.txt"] for name in "abc" for part in (name, f"{name}/data.txt")},
+        **{tmp_path / name: [name, "'text'", "'test'"] for name in ("columns", "numbers", "splits", "garbled")},
+    }.items():
+        with refused(*words):
+            load_corpora(str(place))

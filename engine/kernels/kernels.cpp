@@ -4,10 +4,6 @@
 #include "trees.h"
 
 void pack(const at::Tensor& weight, const at::Tensor& packed);
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t out);
-at::Tensor attend_slots(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-                        const at::Tensor& at, const std::optional<at::Tensor>& root,
-                        const std::optional<at::Tensor>& ancestors, double scale);
 
 // The operator `move`: copies the slots source[B, m] of each kept [rows, G, capacity, d] to slots[B, m], in B rows from
 // the first one on. All are read before any is written.
@@ -48,10 +44,6 @@ TORCH_LIBRARY(native, library) {
     library.def("accept_tree(Tensor p, Tensor q, Tensor drafts, Tensor u, int[] parents, int depth, bool traversal) -> "
                 "(Tensor, Tensor, Tensor)");
     library.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
-    // Parts of a forward, for tests.
-    library.def("linear(Tensor x, Tensor packed, int out) -> Tensor");
-    library.def("attend(Tensor queries, Tensor keys, Tensor values, Tensor at, Tensor? root, Tensor? ancestors, "
-                "float scale) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(native, CPU, library) {
@@ -65,6 +57,4 @@ TORCH_LIBRARY_IMPL(native, CPU, library) {
     library.impl("accept_block", accept_block);
     library.impl("accept_tree", accept_tree);
     library.impl("pack", pack);
-    library.impl("linear", linear);
-    library.impl("attend", attend_slots);
 }
