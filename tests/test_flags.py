@@ -163,7 +163,7 @@ GUARDED = {
         "experiments.loading.load_model",
         "report.results.Results.append",
     ],
-"downloadModel": ["downloadModel.download", "downloadModel.print_folders"],
+    "downloadModel": ["downloadModel.download", "downloadModel.print_folders"],
     "downloadData": [f"downloadData.{name}" for name in ("download", "install_from", "print_folders")],
     "trainBundled": [
         f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train", "PreTrainedTokenizerFast")
