@@ -131,11 +131,6 @@ def test_a_proxy_that_needs_another_package_says_which():
         raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed.")
 
 
-def test_an_empty_endpoint_is_named(models_folder, capsys, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "")
-    assert_error(capsys, "HF_ENDPOINT is empty")
-
-
 def test_without_a_terminal_a_download_says_how_far_it_is(hub, pythia, capsys, monkeypatch):
     monkeypatch.setattr(progress, "PAUSE", 0)
     assert download(NAME) == 0
@@ -164,9 +159,15 @@ def test_a_part_longer_than_the_file_is_begun_again(hub, pythia):
     assert download(NAME) == 0 and matches(pythia, hub.models[NAME])
 
 
-def test_no_network_names_the_host_and_the_remedies(models_folder, capsys, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert_error(capsys, "http://127.0.0.1:9", "HF_ENDPOINT", "--offline")
+@pytest.mark.parametrize(
+    "endpoint, words",
+    [("http://127.0.0.1:9", ["http://127.0.0.1:9", "HF_ENDPOINT", "--offline"]), ("", ["HF_ENDPOINT is empty"])],
+)
+def test_an_endpoint_that_does_not_answer_is_named_with_the_remedies(
+    models_folder, capsys, monkeypatch, endpoint, words
+):
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    assert_error(capsys, *words)
 
 
 @pytest.mark.parametrize("wrong", [b"1" * WEIGHTS, b"1" * (WEIGHTS - 5)])

@@ -14,6 +14,7 @@ import time
 
 import accelerate.state  # noqa: F401 - so that no fork has to import it
 import helpers
+import psutil
 import pytest
 from conftest import ROOT, prompted, refused
 
@@ -359,9 +360,27 @@ def test_what_all_find_wrong_is_said_once(cli, flags, tmp_path):
     assert logs[1].read_text() == ""
 
 
-@pytest.mark.skipif(not os.environ.get("FULL"), reason="two more imports of torch; FULL=1 asks for it")
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes"]
+full = pytest.mark.skipif(not os.environ.get("FULL"), reason="more imports of torch; FULL=1 asks for it")
+
+
+@full
 def test_accelerate_starts_the_processes(flags, tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     work = [ROOT / "test.py", *prompted(flags, "--promptLen"), "--ppl", "--device", "cpu", "--out", tmp_path]
-    subprocess.run([*command, *map(str, work)], check=True, timeout=120)
+    subprocess.run([*LAUNCH, "2", *map(str, work)], check=True, timeout=120)
     assert len(lines_of(tmp_path)[0]["processes"]) == 2
+
+
+@full
+def test_a_death_under_accelerate_is_one_line_of_process_0_and_its_report(flags, tmp_path):
+    work = [ROOT / "test.py", *flags, "--compare", "block", "--repeats", "10000", "--device", "cpu", "--out", tmp_path]
+    launcher = subprocess.Popen([*LAUNCH, "3", *map(str, work)], stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not lines_of(tmp_path)[1:] and time.monotonic() < end:
+        time.sleep(0.1)
+    victim = next(child for child in psutil.Process(launcher.pid).children() if child.environ().get("RANK") == "2")
+    victim.kill()
+    said = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode != 0 and said.count("test.py: error: another process ended unexpectedly") == 1
+    assert "test.py: error" not in said.replace("test.py: error: another process", "") and "rank" in said
+    assert "not finished" in (tmp_path / "results.txt").read_text()
