@@ -15,9 +15,10 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,18 +34,8 @@ from huggingface_hub import constants
 from inputs import files
 from inputs.commandLine import as_command, counted, one_line, script_parser, text, whole
 from inputs.files import file_errors, gigabytes, lock_folder, replace_folder
-from inputs.hub import check_disk, fetch, hub_errors, list_repository, missing_bytes
-from inputs.manifest import (
-    UNFINISHED,
-    HubFile,
-    Manifest,
-    damaged,
-    digest_of,
-    is_whole,
-    print_folders,
-    read_manifest,
-    write_manifest,
-)
+from inputs.hub import fetch, hub_errors, list_repository
+from inputs.manifest import UNFINISHED, HubFile, Manifest, files_of, is_whole, print_folders, verify_offline
 from inputs.progress import followed
 from inputs.prompts import SETS, read_questions
 from inputs.texts import ENDINGS, FOLDERS, HEADING, is_saved, read
@@ -61,9 +52,10 @@ SPEC_BENCH_URL = f"https://raw.githubusercontent.com/{SPEC_BENCH}/{SPEC_BENCH_CO
 SPEC_BENCH_FILE = HubFile(
     Path(SETS["specbench"]).name, 698_768, "sha256:4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 )
-SPLITS = {"train": "train", "valid": "validation"}  # {part of a file's name: its split}
-KNOWN = "wikitext", "pg19", "specbench"
+REPOSITORIES = {"wikitext": WIKITEXT, "pg19": PG19, "specbench": SPEC_BENCH}
 TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # {ending: the library's format}
+
+Content = tuple[str, dict[str, int]]  # the commit, "" if there is none, and {split: number of rows} of a data set
 
 
 def folder_of(name: str) -> Path:
@@ -73,198 +65,129 @@ def folder_of(name: str) -> Path:
     return files.DATASETS / FOLDERS.get(name, name)
 
 
-def is_installed(
-    name: str, repo: str, offline: bool, is_enough: Callable[[Manifest], bool] = lambda manifest: True
-) -> bool:
-    """Whether a data set was downloaded from `repo` before and is whole. Raises UserError if it is not, and may not be
-    replaced or downloaded."""
-    folder = folder_of(name)
-    manifest = read_manifest(folder)
-    broken = damaged(folder, manifest.files) if manifest else []
-    if manifest and not broken and is_enough(manifest):
+def download(name: str, books: int = 10, offline: bool = False) -> None:
+    """Download a data set, unless it is there and whole. books: how many of pg19."""
+    folder, repo = folder_of(name), REPOSITORIES[name]
+    manifest = Manifest.read(folder)
+    enough = manifest if manifest and (name != "pg19" or manifest.rows.get("test", 0) >= books) else None
+    if offline:
+        return verify_offline(name, folder, enough)
+    if enough and not enough.damaged(folder):
         print(f"{name}: whole, in {folder}; nothing to download")
-        return True
+        return
     if folder.exists() and (manifest is None or manifest.repo != repo):
         raise UserError(
             f"{folder} holds texts from {manifest.repo if manifest else 'elsewhere'}, not all that is "
             f"asked for of {repo}; move it away first"
         )
-    if offline and broken:
-        raise UserError(f"{folder / broken[0].path} is damaged; run this again without --offline to repair it")
-    if offline:
-        raise UserError(
-            f"{name} is not in {folder}, or not enough of it, and --offline (or HF_HUB_OFFLINE) forbids to download it"
-        )
-    return False
+    if name == "pg19":
+        install(name, repo, lambda temporary: write_pg19(temporary, books))
+    else:
+        install(name, repo, write_wikitext if name == "wikitext" else write_specbench)
 
 
-@contextmanager
-def installation(name: str) -> Iterator[Path]:
-    """A folder to make the data set `name` in; the block calls `install`. Raises UserError for what goes broken.
+@file_errors()
+def install(name: str, repo: str, write: Callable[[Path], Content]) -> None:
+    """Make the folder of a data set, which appears when it is complete. Raises UserError for what cannot be read.
 
-    The folder is `<the data set's>.incomplete`. Files that are downloaded into it stay there after an error, so they
-    are not fetched again; everything else is removed.
+    write(folder) writes into the empty folder `<folder>/saved`. What else it writes there is temporary.
     """
-    folder = folder_of(name)
-    staging = folder.with_name(folder.name + UNFINISHED)
-    with file_errors(), lock_folder(folder), library_errors(name):
-        try:
-            shutil.rmtree(staging / "saved", ignore_errors=True)
-            staging.mkdir(parents=True, exist_ok=True)
-            yield staging
-        finally:
-            for unneeded in "saved", "cache":
-                shutil.rmtree(staging / unneeded, ignore_errors=True)
-            if staging.exists() and not any(path.is_file() for path in staging.rglob("*")):
-                shutil.rmtree(staging)
-    if manifest := read_manifest(folder):
-        print(f"{name}: whole, in {folder} ({row_counts(manifest.rows)})")
-
-
-def install(name: str, staging: Path, splits: DatasetDict, repo: str, commit: str) -> None:
-    """Save a data set as the folder `datasets/<name>`, which appears when it is complete."""
-    check_splits(name, splits)
-    check_disk(staging, sum(rows.data.nbytes for rows in splits.values()))
-    splits.save_to_disk(staging / "saved")
-    finish(name, staging, {split: len(rows) for split, rows in splits.items()}, repo, commit)
-
-
-def finish(name: str, staging: Path, rows: dict[str, int], repo: str, commit: str) -> None:
-    """Give the folder `staging`/saved its manifest and the name of the data set."""
-    saved = staging / "saved"
-    hashes = [
-        HubFile(path.relative_to(saved).as_posix(), path.stat().st_size, digest_of(path, "sha256"))
-        for path in sorted(saved.rglob("*"))
-        if path.is_file()
-    ]
-    write_manifest(saved, hashes, rows=rows, repo=repo, commit=commit)
-    replace_folder(folder_of(name), saved)
-    shutil.rmtree(staging)
-
-
-@contextmanager
-def library_errors(name: str) -> Iterator[None]:
-    """Raise the errors of the `datasets` library as UserErrors, and silence its log: the one line says what it would
-    report."""
     from datasets.exceptions import DatasetsError
 
     import datasets
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    try:
-        yield
-    except (DatasetsError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        if isinstance(error.__cause__, OSError):  # The library wraps the error of a full disk.
-            raise error.__cause__ from None
-        raise UserError(
-            f"{name} cannot be read as a data set ({type(error).__name__}: {one_line(error)}); choose another source"
-        ) from None
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # The one line says what it would report.
+    datasets.disable_progress_bars()
+    folder = folder_of(name)
+    with lock_folder(folder), tempfile.TemporaryDirectory(prefix=f".{name}.", dir=files.DATASETS) as temporary:
+        saved = Path(temporary) / "saved"
+        saved.mkdir()
+        try:
+            commit, rows = write(Path(temporary))
+        except (DatasetsError, ValueError, TypeError, KeyError, RuntimeError) as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, OSError):  # The library wraps the error of a full disk.
+                raise cause from None
+            why = f"{type(cause).__name__}: {one_line(cause)}"
+            raise UserError(f"{repo} cannot be read as a data set ({why}); choose another source") from None
+        Manifest(repo, commit, rows=rows, files=files_of(saved)).write(saved)
+        replace_folder(folder, saved)
+    print(f"{name}: whole, in {folder}")
 
 
-def check_splits(name: str | Path, splits: DatasetDict | dict[str, Dataset]) -> None:
-    """Raise UserError unless `inputs.texts.load_corpora` will find texts in a data set."""
+def save(name: str | Path, splits: DatasetDict, temporary: Path) -> dict[str, int]:
+    """Save a data set into `<temporary>/saved`; returns {split: rows}. Raises UserError unless
+    `inputs.texts.load_corpora` will find texts in it."""
     if "test" not in splits:
         raise UserError(f"{name} has no split 'test', only {', '.join(splits)}; measurements are made on that")
     for rows in splits.values():
-        if "text" not in rows.column_names:
-            raise UserError(f"{name} has no column 'text', only {', '.join(rows.column_names)}")
-        if getattr(rows.features["text"], "dtype", "") not in ("string", "large_string"):
-            raise UserError(f"{name} has a column 'text' that does not hold text")
+        check_column(name, rows)
+    splits.save_to_disk(temporary / "saved")
+    return {split: len(rows) for split, rows in splits.items()}
 
 
-def download_wikitext(offline: bool = False) -> None:
-    """Download WikiText-2 in its raw form, all splits, unless it is there: the hub's Parquet files, with one line of
-    text in each row. The files are verified."""
-    if is_installed("wikitext", WIKITEXT, offline):
-        return
+def check_column(name: str | Path, rows: Dataset) -> None:
+    """Raise UserError unless a table has texts."""
+    if getattr(rows.features.get("text"), "dtype", "") not in ("string", "large_string"):
+        raise UserError(f"{name} has no column 'text' that holds text, only {', '.join(rows.column_names)}")
+
+
+def write_wikitext(temporary: Path) -> Content:
+    """WikiText-2 in its raw form, all splits: the hub's Parquet files, with one line of text in each row. They are
+    verified, and stay in `<folder>.incomplete` until all have come."""
     from datasets import load_dataset
 
-    with installation("wikitext") as staging:
-        commit, repository = list_repository(WIKITEXT, kind="dataset")
-        tables = [
-            file
-            for path, file in repository.items()
-            if path.startswith(f"{CONFIGURATION}/") and path.endswith(".parquet")
-        ]
-        if not tables:
-            raise UserError(
-                f"{WIKITEXT} at {constants.ENDPOINT} holds no {CONFIGURATION}/*.parquet; try another mirror"
-            )
-        to_fetch = damaged(staging, tables)
-        missing = sum(missing_bytes(staging, file) for file in to_fetch)
-        check_disk(staging, 5 * missing)  # Room for the tables and for the text in them.
-        print(f"wikitext: {gigabytes(missing)} to download from {constants.ENDPOINT}", flush=True)
-        for file in to_fetch:
-            fetch(WIKITEXT, commit, file, staging, "dataset")
-        paths: dict[str, list[str]] = {}
-        for file in tables:
-            paths.setdefault(Path(file.path).name.split("-")[0], []).append(str(staging / file.path))
-        splits = load_dataset("parquet", data_files=paths, cache_dir=str(staging / "cache"))
-        install("wikitext", staging, splits, WIKITEXT, commit)
+    repository = list_repository(WIKITEXT, kind="dataset")
+    tables = [file for file in repository.files if re.fullmatch(rf"{CONFIGURATION}/.*\.parquet", file.path)]
+    if not tables:
+        raise UserError(f"{WIKITEXT} at {constants.ENDPOINT} holds no {CONFIGURATION}/*.parquet; try another mirror")
+    staging = folder_of("wikitext").with_name(FOLDERS["wikitext"] + UNFINISHED)
+    fetch(replace(repository, files=tables), staging, "dataset")
+    splits = load_dataset(str(staging / CONFIGURATION), cache_dir=str(temporary / "cache"))
+    rows = save("wikitext", splits, temporary)
+    shutil.rmtree(staging)
+    return repository.commit, rows
 
 
-def download_pg19(books: int = 10, offline: bool = False) -> None:
-    """Download the first `books` books of PG-19's test split, unless they are there. They are streamed: only the row
-    groups of the Parquet file that hold them are fetched."""
-    if is_installed("pg19", PG19, offline, lambda manifest: manifest.rows.get("test", 0) >= books):
-        return
+def write_pg19(temporary: Path, books: int) -> Content:
+    """The first `books` books of PG-19's test split. They are streamed: only the row groups of the Parquet file that
+    hold them are fetched."""
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     from datasets import Dataset, DatasetDict, load_dataset
 
-    with installation("pg19") as staging:
-        commit, _ = list_repository(PG19, kind="dataset")
-        print(f"pg19: {counted(books, 'book')} to stream from {constants.ENDPOINT}", flush=True)
-        with hub_errors(PG19, commit):
-            stream = load_dataset(
-                PG19,
-                split="test",
-                revision=commit,
-                streaming=True,
-                fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False),
-            )
-            rows = list(followed(itertools.islice(stream, books), "books", books))
-        if not rows:
-            raise UserError(f"{PG19} at {constants.ENDPOINT} holds no book; try another mirror")
-        if len(rows) < books:
-            print(f"pg19: the test split has only {counted(len(rows), 'book')}")
-        install("pg19", staging, DatasetDict(test=Dataset.from_list(rows)), PG19, commit)
+    commit = list_repository(PG19, kind="dataset").commit
+    print(f"pg19: {counted(books, 'book')} to stream from {constants.ENDPOINT}", flush=True)
+    with hub_errors(PG19, commit):
+        options = ParquetFragmentScanOptions(pre_buffer=False)
+        stream = load_dataset(PG19, split="test", revision=commit, streaming=True, fragment_scan_options=options)
+        rows = list(followed(itertools.islice(stream, books), "books", books))
+    if len(rows) < books:
+        print(f"pg19: the test split has only {counted(len(rows), 'book')}")
+    return commit, save("pg19", DatasetDict(test=Dataset.from_list(rows)), temporary)
 
 
-def download_specbench(offline: bool = False, source: Path | None = None) -> None:
-    """Install the prompts of Spec-Bench, unless they are there: from GitHub, or from the file `source`. The content is
-    verified."""
-    if is_installed("specbench", SPEC_BENCH, offline):
-        return
-    with installation("specbench") as staging:
-        file = staging / "saved" / SPEC_BENCH_FILE.path
-        file.parent.mkdir()
-        if source is not None:
-            shutil.copyfile(source, file)
-        else:
-            print(f"specbench: {gigabytes(SPEC_BENCH_FILE.size)} to download from {SPEC_BENCH_URL}", flush=True)
-            file.write_bytes(fetch_specbench())
-        if not is_whole(file, SPEC_BENCH_FILE):
+def write_specbench(temporary: Path, source: Path | None = None) -> Content:
+    """The prompts of Spec-Bench, from GitHub or from the file `source`. The content is verified."""
+    file = temporary / "saved" / SPEC_BENCH_FILE.path
+    if source is not None:
+        shutil.copyfile(source, file)
+    else:
+        print(f"specbench: {gigabytes(SPEC_BENCH_FILE.size)} to download from {SPEC_BENCH_URL}", flush=True)
+        try:
+            with urllib.request.urlopen(SPEC_BENCH_URL, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as answer:
+                file.write_bytes(answer.read(SPEC_BENCH_FILE.size + 1))
+        except (OSError, HTTPException) as error:
             raise UserError(
-                f"{source or SPEC_BENCH_URL} has another hash than Spec-Bench's file; "
-                + (f"test.py --prompts {source} reads it as it is" if source else "try again later")
-            )
-        finish("specbench", staging, {"test": len(read_questions(str(file)))}, SPEC_BENCH, SPEC_BENCH_COMMIT)
-
-
-def fetch_specbench() -> bytes:
-    """The content of Spec-Bench's file, as far as it is as long as it should be. Raises UserError if it does not
-    come."""
-    try:
-        with urllib.request.urlopen(SPEC_BENCH_URL, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as answer:
-            return answer.read(SPEC_BENCH_FILE.size + 1)
-    except (OSError, HTTPException) as error:
+                f"specbench does not come from {urlsplit(SPEC_BENCH_URL).hostname} ({one_line(error)}); check the "
+                f"network, or get {SPEC_BENCH_URL} elsewhere and give it with --from"
+            ) from None
+    if not is_whole(file, SPEC_BENCH_FILE):
         raise UserError(
-            f"specbench does not come from {urlsplit(SPEC_BENCH_URL).hostname} ({one_line(error)}); check the network, "
-            f"or get {SPEC_BENCH_URL} elsewhere and give it with --from"
-        ) from None
+            f"{source or SPEC_BENCH_URL} has another hash than Spec-Bench's file; "
+            + (f"test.py --prompts {source} reads it as it is" if source else "try again later")
+        )
+    return SPEC_BENCH_COMMIT, {"test": len(read_questions(str(file)))}
 
 
 def install_from(name: str, source: str) -> None:
@@ -276,9 +199,9 @@ def install_from(name: str, source: str) -> None:
     if folder_of(name).exists():
         raise UserError(f"{folder_of(name)} is there already; move it away first")
     if name == "specbench":
-        return download_specbench(source=path)
-    with installation(name) as staging:
-        install(name, staging, read_splits(path, staging / "cache"), str(path), "")
+        install(name, SPEC_BENCH, lambda temporary: write_specbench(temporary, path))
+    else:
+        install(name, str(path), lambda temporary: ("", save(path, read_splits(path, temporary / "cache"), temporary)))
 
 
 def read_splits(source: Path, cache: Path) -> DatasetDict:
@@ -290,10 +213,11 @@ def read_splits(source: Path, cache: Path) -> DatasetDict:
         return saved if isinstance(saved, DatasetDict) else DatasetDict(test=saved)
     splits: dict[str, list[Dataset]] = {}
     for path in [source] if source.is_file() else sorted(source.rglob("*")):
-        if path.is_file() and path.suffix.lower() in (*ENDINGS, *TABLES) or path == source:
-            split = next((split for word, split in SPLITS.items() if word in path.stem.lower()), "test")
+        if path == source or (path.is_file() and path.suffix.lower() in (*ENDINGS, *TABLES)):
+            name = path.stem.lower()
+            split = "train" if "train" in name else "validation" if "valid" in name else "test"
             splits.setdefault(split, []).append(read_rows(path, cache))
-    if not any(map(len, itertools.chain.from_iterable(splits.values()))):
+    if not any(map(len, itertools.chain(*splits.values()))):
         raise UserError(f"--from {source} holds no text ({', '.join((*ENDINGS, *TABLES))})")
     return DatasetDict({split: concatenate_datasets(parts) for split, parts in splits.items()})
 
@@ -306,41 +230,18 @@ def read_rows(path: Path, cache: Path) -> Dataset:
         content = read(path)
         wiki = any(HEADING.match(line) for line in content.split("\n")[:50])
         return Dataset.from_dict({"text": re.findall(r"[^\n]*\n|[^\n]+", content) if wiki else [content]})
-    try:
-        rows = load_dataset(TABLES[path.suffix.lower()], data_files=str(path), split="train", cache_dir=str(cache))
-    except Exception as error:  # The library raises types of its own, of pyarrow and of Python.
-        raise UserError(f"{path} cannot be read as a table ({type(error).__name__}: {one_line(error)})") from None
-    check_splits(path, {"test": rows})
+    rows = load_dataset(TABLES[path.suffix.lower()], data_files=str(path), split="train", cache_dir=str(cache))
+    check_column(path, rows)
     return rows.select_columns("text").cast_column("text", Value("string"))
-
-
-def row_counts(rows: dict[str, int]) -> str:
-    """The number of rows of each split, as a person reads it."""
-    return ", ".join(f"{count:,} rows of {split}" for split, count in rows.items())
-
-
-def show_data_sets() -> None:
-    """Print a line for each folder of datasets/: its size, whether it is whole, where it is from, and its rows."""
-
-    def origin(manifest: Manifest) -> str:
-        return f"{manifest.repo} {manifest.commit[:12]}".strip() + f"; {row_counts(manifest.rows)}".rstrip("; ")
-
-    print_folders(files.DATASETS, origin, ("no record", ""))
 
 
 def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = script_parser("downloadData.py", __doc__)
-    parser.add_argument(
-        "names",
-        nargs="*",
-        type=text,
-        metavar="NAME",
-        help="wikitext, pg19 (default: both), specbench, or any with --from",
-    )
+    names = "wikitext, pg19 (default: both), specbench, or any with --from"
+    parser.add_argument("names", nargs="*", type=text, metavar="NAME", help=names)
     parser.add_argument("--books", type=whole(1, 100_000), default=10, metavar="N", help="books of PG-19 (10)")
-    parser.add_argument(
-        "--from", dest="source", type=text, metavar="PATH", help="a file or folder to install under NAME"
-    )
+    source = "a file or folder to install under NAME"
+    parser.add_argument("--from", dest="source", type=text, metavar="PATH", help=source)
     parser.add_argument("--offline", action="store_true", help="only verify what is there")
     parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
     return parser.parse_args(argv)
@@ -352,18 +253,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = args.names or ["wikitext", "pg19"]
         if args.source and len(args.names) != 1:
             raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
-        if not args.source and (unknown := [name for name in names if name not in KNOWN]):
-            raise UserError(f"{unknown[0]!r} is none of {', '.join(KNOWN)}; other texts are installed with --from")
-        offline = args.offline or constants.HF_HUB_OFFLINE
+        if not args.source and (unknown := [name for name in names if name not in REPOSITORIES]):
+            known = ", ".join(REPOSITORIES)
+            raise UserError(f"{unknown[0]!r} is none of {known}; other texts are installed with --from")
         if args.list:
-            return show_data_sets()
+            return print_folders(files.DATASETS)
         if args.source:
             return install_from(args.names[0], args.source)
-        if "wikitext" in names:
-            download_wikitext(offline)
-        if "pg19" in names:
-            download_pg19(args.books, offline)
-        if "specbench" in names:
-            download_specbench(offline)
+        for name in dict.fromkeys(names):
+            download(name, args.books, args.offline or constants.HF_HUB_OFFLINE)
 
     return as_command("downloadData.py", work, "What came is kept; run this again to go on.")

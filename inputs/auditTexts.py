@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from inputs.commandLine import one_line
 from inputs.files import replace_file
 from inputs.models import Outline
-from inputs.texts import read
-from utils import UserError
+from inputs.texts import parse_lines
 
 
 @dataclass(frozen=True)
@@ -31,24 +30,12 @@ class AuditText:
 def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: Outline) -> list[AuditText]:
     """The texts of a file, at least one. Raises UserError, which names the line, for what `model` cannot have
     written."""
-    lines = [(number, line) for number, line in enumerate(read(file).split("\n"), 1) if line.strip()]
-    if not lines:
-        raise UserError(f"--audit {file} is empty; write one JSON object a line, with prompt and tokens")
-    texts = []
-    for number, line in lines:
-        try:
-            texts.append(text_of(number, line, tokenizer, model))
-        except ValueError as error:
-            raise UserError(f"--audit {file}, line {number}: {one_line(error)}") from None
-    return texts
+    parse = partial(text_of, tokenizer=tokenizer, model=model)
+    return parse_lines("--audit", file, "prompt and tokens", parse)
 
 
-def text_of(number: int, line: str, tokenizer: PreTrainedTokenizerBase, model: Outline) -> AuditText:
+def text_of(number: int, fields: Any, tokenizer: PreTrainedTokenizerBase, model: Outline) -> AuditText:
     """The text of a line. Raises ValueError for a line that cannot be used."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"this is no JSON ({error})") from None
     if not isinstance(fields, dict) or "prompt" not in fields or not {"tokens", "text"} & fields.keys():
         raise ValueError('this is no object with "prompt" and with "tokens" or "text"')
     ids = fields.get("tokens")

@@ -37,7 +37,7 @@ from inputs import files
 from inputs.commandLine import one_line, visible
 from inputs.files import file_errors, gigabytes, lock_folder, replace_folder
 from inputs.hub import check_disk
-from inputs.manifest import UNFINISHED, HubFile, damaged, digest_of, read_manifest, write_manifest
+from inputs.manifest import UNFINISHED, Manifest, digest_of, files_of
 from utils import UserError, out_of_memory
 
 try:
@@ -82,9 +82,9 @@ def convert(source: str, name: str, offline: bool = False) -> Path:
     elif offline:
         raise UserError(f"there is no file {source}, and --offline forbids to download the package of that name")
     if folder.exists():
-        manifest = read_manifest(folder)
+        manifest = Manifest.read(folder)
         same = manifest and manifest.repo == origin and not (is_file and manifest.commit != hash_of(Path(source)))
-        if not manifest or not same or damaged(folder, manifest.files):
+        if not manifest or not same or manifest.damaged(folder):
             raise UserError(f"{folder} is there and not {origin}, whole; move it away first")
         print(f"{name}: whole, in {folder}; nothing to convert")
         return folder
@@ -180,8 +180,7 @@ def write_model(file: Path, folder: Path, work: Path, origin: str) -> str:
     tokenizer.save_pretrained(folder)
     generation_config(config, tokenizer, about).save_pretrained(folder)
     kinds = ", ".join(f"{kind} ({size / sizes.total():.0%})" for kind, size in sizes.most_common() if size)
-    written = [HubFile(path.name, path.stat().st_size, digest_of(path, "sha256")) for path in sorted(folder.iterdir())]
-    write_manifest(folder, written, repo=origin, revision=kinds, commit=hash_of(file))
+    Manifest(origin, hash_of(file), kinds, files=files_of(folder)).write(folder)
     return f"{kinds}, written as bfloat16: {parameters / 1e6:.1f} M parameters, {gigabytes(2 * parameters)}"
 
 

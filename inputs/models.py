@@ -31,7 +31,7 @@ from inputs import files
 from inputs.commandLine import one_line, visible
 from inputs.devices import all_devices, available_memory
 from inputs.files import gigabytes
-from inputs.manifest import MANIFEST, UNFINISHED, read_manifest
+from inputs.manifest import MANIFEST, UNFINISHED, Manifest
 from utils import UserError, out_of_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -282,8 +282,9 @@ def model_version(name: str | Path) -> str:
     """What identifies the weights of a model: the hub's commit if downloadModel.py recorded one and no file has changed
     since, else 'sha256:' and 16 digits of a hash of the safetensors files."""
     folder = find_model(name)
-    weights, manifest = weight_files(folder), read_manifest(folder)
-    if manifest and all(path.stat().st_mtime <= (folder / MANIFEST).stat().st_mtime for path in weights):
+    weights, manifest = weight_files(folder), Manifest.read(folder)
+    newest = max(path.stat().st_mtime for path in weights)
+    if manifest and manifest.commit and newest <= (folder / MANIFEST).stat().st_mtime:
         return manifest.commit
     digest = hashlib.sha256()
     for path in weights:

@@ -24,7 +24,8 @@ class Bar:
     def __init__(self, what: str, total: int | None, unit: str = "") -> None:
         self.what, self.end, self.done = what, f"{unit}{f' of {total:,}' if total is not None else ''}", 0
         self.shown = os.environ.get("RANK", "0") == "0"
-        self.bar = tqdm(total=total, desc=what, unit=unit or "it", disable=None if self.shown else True, leave=False)
+        scale = {"unit": unit or "it", "unit_scale": bool(unit)}
+        self.bar = tqdm(total=total, desc=what, disable=None if self.shown else True, leave=False, **scale)
         self.last = time.monotonic()  # when the last line was printed, or the work began
 
     def update(self, steps: int = 1) -> None:

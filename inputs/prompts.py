@@ -1,7 +1,6 @@
 """Token ids of the texts that are continued or scored: those given by flag, or the first of each corpus."""
 
 import itertools
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from inputs import files
 from inputs.commandLine import one_line
-from inputs.texts import Corpus, read
+from inputs.texts import Corpus, parse_lines, read
 from utils import UserError
 
 CHARACTERS = 16  # of text kept for each token of a prompt: far more than any text needs
@@ -55,15 +54,7 @@ def read_questions(name: str) -> list[Question]:
     that holds no such object or no text, and for a category of one line, which would be compared by one text.
     """
     file = find_prompts(name)
-    lines = [(number, line) for number, line in enumerate(read(file).split("\n"), 1) if line.strip()]
-    questions = []
-    for number, line in lines:
-        try:
-            questions.append(question_of(number, line))
-        except ValueError as error:
-            raise UserError(f"--prompts {file}, line {number}: {one_line(error)}") from None
-    if not questions:
-        raise UserError(f"--prompts {file} is empty; write one JSON object a line, with prompt and category")
+    questions = parse_lines("--prompts", file, "prompt and category", question_of)
     if {question.category for question in questions} >= MT_BENCH:
         questions = [replace(q, category="mt_bench") if q.category in MT_BENCH else q for q in questions]
     counts = Counter(question.category for question in questions)
@@ -89,12 +80,8 @@ def find_prompts(name: str) -> Path:
     return file
 
 
-def question_of(number: int, line: str) -> Question:
+def question_of(number: int, fields: Any) -> Question:
     """The question of a line. Raises ValueError for a line that cannot be used."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"this is no JSON ({error})") from None
     if not isinstance(fields, dict) or not {"prompt", "turns"} & fields.keys():
         raise ValueError('this is no object with "prompt" or "turns"')
     turns: Any = fields["turns"] if "turns" in fields else [fields["prompt"]]

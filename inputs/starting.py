@@ -34,23 +34,17 @@ class Something(metaclass=Anything):
     pass
 
 
-class Library(ModuleType):
-    """A module that has every name."""
-
-    def __getattr__(self, name: str) -> Any:
-        return Something
-
-
 class Libraries:
-    """The finder and loader of `Library` in the place of each module that is installed and not Python's own."""
+    """The finder and loader of a module that has every name, in the place of each that is installed and not Python's
+    own."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         loader: Any = self
         return ModuleSpec(name, loader, is_package=True) if is_library(name) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = Library(spec.name)
-        module.__file__ = ""
+        module = ModuleType(spec.name)
+        module.__dict__.update(__file__="", __getattr__=lambda name: Something)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -113,5 +107,5 @@ def answered(name: str, flags: str) -> int:
     finally:
         sys.meta_path.remove(finder)
         for module in sys.modules.keys() - before:
-            if isinstance(sys.modules[module], Library) or is_own(module):
+            if is_own(module) or getattr(sys.modules[module].__spec__, "loader", None) is finder:
                 del sys.modules[module]

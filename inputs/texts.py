@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from inputs import files
 from inputs.commandLine import one_line
 from inputs.manifest import MANIFEST
 from utils import UserError
+
+T = TypeVar("T")
 
 FOLDERS = {"sample": "sample", "wikitext": "wikitext", "pg19": "pg19_sample"}  # {data set: folder of datasets/}
 ENDINGS = (".txt", ".raw", ".tokens")
@@ -99,6 +104,26 @@ def read(path: Path) -> str:
     if "\0" in text:
         raise UserError(f"{path} is a binary file; name a text file")
     return text
+
+
+def parse_lines(flag: str, file: Path, fields: str, parse: Callable[[int, Any], T]) -> list[T]:
+    """`parse(number of the line, its JSON value)` of each line of a file that is not blank. Raises UserError, which
+    names the flag and the line, for a line that is not JSON or of which `parse` raises ValueError.
+
+    fields: what a line has, in words.
+    """
+    lines = [(number, line) for number, line in enumerate(read(file).split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"{flag} {file} is empty; write one JSON object a line, with {fields}")
+    parsed = []
+    for number, line in lines:
+        try:
+            parsed.append(parse(number, json.loads(line)))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{flag} {file}, line {number}: this is no JSON ({one_line(error)})") from None
+        except ValueError as error:
+            raise UserError(f"{flag} {file}, line {number}: {one_line(error)}") from None
+    return parsed
 
 
 def is_saved(path: Path) -> bool:

@@ -22,7 +22,7 @@ from experiments.categories import OVERALL, by_category, spec_bench
 from experiments.intervals import Range
 from experiments.speed import digest
 from inputs import files
-from inputs.manifest import HubFile, read_manifest
+from inputs.manifest import HubFile, Manifest
 from inputs.prompts import MT_BENCH, Question, encode_turn, read_questions
 from inputs.tokenizers import load_tokenizer
 from report import figures
@@ -308,7 +308,7 @@ def test_spec_benchs_prompts_come_and_are_read_by_name(specbench, tmp_path, caps
     assert_refused(capsys, "--offline", arguments=("specbench", "--offline"))
     assert downloadData.main(["specbench"]) == 0 and "whole" in capsys.readouterr().out
     assert [question.turns for question in read_questions("specbench")][1:] == [(s["prompt"],) for s in STORY[1:]]
-    manifest = read_manifest(tmp_path / "datasets" / "specbench")
+    manifest = Manifest.read(tmp_path / "datasets" / "specbench")
     assert (manifest.repo, manifest.rows) == ("hemingkx/Spec-Bench", {"test": 4})
     (specbench / "question.jsonl").unlink()  # It is not fetched again,
     assert downloadData.main(["specbench", "--offline"]) == downloadData.main(["specbench"]) == 0

@@ -163,11 +163,8 @@ GUARDED = {
         "experiments.loading.load_model",
         "report.results.Results.append",
     ],
-    "downloadModel": ["downloadModel.download", "downloadModel.show_models"],
-    "downloadData": [
-        f"downloadData.{name}"
-        for name in ("download_wikitext", "download_pg19", "download_specbench", "install_from", "show_data_sets")
-    ],
+    "downloadModel": ["downloadModel.download", "downloadModel.print_folders"],
+    "downloadData": [f"downloadData.{name}" for name in ("download", "install_from", "print_folders")],
     "trainBundled": [
         f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train", "PreTrainedTokenizerFast")
     ],

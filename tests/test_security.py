@@ -14,7 +14,7 @@ import downloadData
 import downloadModel
 from inputs import files
 from inputs.hub import list_repository
-from inputs.manifest import HubFile, read_manifest, write_manifest
+from inputs.manifest import HubFile, Manifest
 from inputs.models import load_model, weight_files
 from inputs.tokenizers import load_tokenizer
 from scripts import drawRounds
@@ -73,11 +73,11 @@ def test_no_record_of_a_download_removes_a_file_elsewhere(hub, outside, capsys, 
     hub.models["some/thing"] = Repository({"config.json": b"{}", "model.safetensors": b"x"})
     folder = outside / "models" / "thing"
     folder.mkdir(parents=True)
-    write_manifest(folder, [HubFile("../../mine", 1, "sha256:0")], repo="some/thing", commit="0")
-    assert read_manifest(folder) is None
+    Manifest("some/thing", "0", files=[HubFile("../../mine", 1, "sha256:0")]).write(folder)
+    assert Manifest.read(folder) is None
     assert downloadModel.main(["some/thing"]) == 2 and "move it away" in capsys.readouterr().err
-    write_manifest(folder, [HubFile(path, 1, "sha256:0")], repo="some/thing", commit="0")
-    assert read_manifest(folder) is None
+    Manifest("some/thing", "0", files=[HubFile(path, 1, "sha256:0")]).write(folder)
+    assert Manifest.read(folder) is None
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_no_record_of_a_download_removes_a_file_elsewhere(hub, outside, capsys, 
 )
 def test_a_record_that_is_none_is_none(tmp_path, content):
     (tmp_path / "download.json").write_text(content)
-    assert read_manifest(tmp_path) is None
+    assert Manifest.read(tmp_path) is None
 
 
 def test_what_a_record_says_does_not_steer_the_screen(outside, capsys):
     for folder, module in (outside / "models" / "a", downloadModel), (outside / "datasets" / "b", downloadData):
         folder.mkdir(parents=True)
-        write_manifest(folder, [], repo=CURSED, commit=CURSED)
+        Manifest(CURSED, CURSED).write(folder)
         assert module.main(["--list"]) == 0
         shown = capsys.readouterr().out
         assert "\\x1b[31mred" in shown and shown.count("\n") == 1 and shown.rstrip("\n").isprintable()
