@@ -169,7 +169,7 @@ GUARDED = {
         for name in ("download_wikitext", "download_pg19", "download_specbench", "install_from", "show_data_sets")
     ],
     "trainBundled": [
-        f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train", "PreTrainedTokenizerFast")
+        f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train_model", "PreTrainedTokenizerFast")
     ],
 }
 MODULES = {"trainBundled": "scripts.trainBundled"}

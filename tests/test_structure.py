@@ -205,11 +205,10 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "render": "docs",
     "blocks": "docs",
     "codeBlocks": "docs",
-    "training": "trainBundled",
+    "training": "trainHead",
+    "losses": "trainBundled",
     "headTexts": "trainHead",
-    "headStates": "trainHead",
     "headNetworks": "trainHead",
-    "headLosses": "trainHead",
     "packGenerate": "customGenerate",
     "test": "cli",
 }
