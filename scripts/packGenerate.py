@@ -6,20 +6,19 @@ same folder. So the modules of this project that it needs are copied beside it, 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
 from collections.abc import Sequence
 
-from inputs.commandLine import Parser, as_command, path
+from inputs.commandLine import as_command, path, script_parser
 from inputs.files import ROOT
 from utils import UserError
 
 SOURCE = ROOT / "custom_generate"
 
 
-def packed() -> dict[str, str]:
+def packed_files() -> dict[str, str]:
     """{file name: its text} of the folder. A module keeps the last part of its name."""
     texts: dict[str, str] = {}
     files = [SOURCE / "generate.py"]
@@ -38,22 +37,22 @@ def packed() -> dict[str, str]:
     return texts | {"requirements.txt": (SOURCE / "requirements.txt").read_text(encoding="utf-8")}
 
 
+def pack(argv: Sequence[str] | None) -> None:
+    """Parse the flags and write the folder."""
+    parser = script_parser("python -m scripts.packGenerate", __doc__)
+    parser.add_argument("folder", type=path)
+    folder = parser.parse_args(argv).folder / "custom_generate"
+    if folder.exists():
+        raise UserError(f"{folder} exists already; name another folder, or remove it first")
+    folder.mkdir(parents=True)
+    for name, text in packed_files().items():
+        (folder / name).write_text(text, encoding="utf-8")
+    print(f"Written to {folder}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
-
-    def work() -> None:
-        parser = Parser(prog="python -m scripts.packGenerate", allow_abbrev=False, description=__doc__)
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        parser.add_argument("folder", type=path)
-        folder = parser.parse_args(argv).folder / "custom_generate"
-        if folder.exists():
-            raise UserError(f"{folder} exists already; name another folder, or remove it first")
-        folder.mkdir(parents=True)
-        for name, text in packed().items():
-            (folder / name).write_text(text, encoding="utf-8")
-        print(f"Written to {folder}")
-
-    return as_command("packGenerate", work, "Nothing was written.")
+    return as_command("packGenerate", lambda: pack(argv), "Nothing was written.")
 
 
 if __name__ == "__main__":
