@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from shutil import disk_usage
 from typing import NamedTuple
 
 import torch
@@ -31,14 +31,15 @@ from engine.compiling import compiled
 from engine.sharedWeights import RestrictedHead
 from inputs.commandLine import one_line
 from inputs.devices import pick_dtype
-from inputs.files import gigabytes, replace_file
+from inputs.files import replace_file
+from inputs.hub import check_disk
 from inputs.models import load_model, model_version, read_json
 from inputs.progress import Bar
 from inputs.prompts import CHARACTERS, encode, read_questions
 from inputs.texts import Corpus, load_corpora
 from inputs.tokenizers import end_tokens, load_tokenizer
 from regrSampling import regrSampling
-from scripts.headNetworks import tapped
+from scripts.headNetworks import LAYERS, tapped
 from scripts.losses import SAMPLING, at_a_time, output_logits, sums_of
 from scripts.trainBundled import read_documents
 from utils import Sampling, UserError
@@ -93,15 +94,15 @@ class TextWriter:
         self.questions, self.seed = questions, seed
         self.pieces = chat_pieces(self.tokenizer) if self.tokenizer.chat_template else None
         different = list(dict.fromkeys(passages))  # A text of --texts that counts several times has each so often.
-        held_out = set(random.Random(seed).sample(different, max(1, len(different) // 10)))
-        self.all_passages = [[p for p in passages if (p in held_out) == (part == 0)] for part in range(2)]
+        first = set(random.Random(seed).sample(different, max(1, len(different) // 10)))
+        self.held_out, self.trained_on = ([p for p in passages if (p in first) == held] for held in (True, False))
 
     def write(self, part: int, count: int) -> list[WrittenText]:
         """The texts of a part. Part 0 is held out: its passages are in no other part, and all is drawn with
         SAMPLING."""
         self.rng = random.Random(f"{self.seed} {part}")
         self.generator = torch.Generator().manual_seed(self.rng.randrange(1 << 40))
-        self.passages = self.all_passages[min(part, 1)]
+        self.passages = self.trained_on if part else self.held_out
         plain = round(PLAIN_SHARE * count) if part else 0
         texts = []
         for sampling, number_of_texts in (SAMPLING, count - plain), (PLAIN, plain):
@@ -165,21 +166,17 @@ class TextWriter:
         return WrittenText(text.tokens[:-1], text.drawn[:-1]) if text.tokens[-1] in self.ends else text
 
 
-def chat_pieces(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], list[int]]:
+def chat_pieces(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of a chat template before the user's first turn, between a turn of the user and the answer, and between
     an answer and the user's next turn. Raises UserError for a template that cannot be cut so."""
-    marks = ["11111", "22222", "33333"]
-    roles = ["user", "assistant", "user"]
-    chat = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
+    turns = [("user", "11111"), ("assistant", "22222"), ("user", "33333")]
+    chat = [{"role": role, "content": content} for role, content in turns]
     try:
-        words = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        first, rest = words.split(marks[0])
-        after_user, rest = rest.split(marks[1])
-        after_model, _ = rest.split(marks[2])
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        first, after_user, after_model, _ = re.split("11111|22222|33333", text)
     except Exception as error:  # A template is a program. It may do anything but what its sandbox forbids.
         raise UserError(f"the chat template cannot be cut into its turns ({one_line(error)})") from None
-    ids = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in (first, after_user, after_model)]
-    return ids[0], ids[1], ids[2]
+    return [tokenizer(x, add_special_tokens=False)["input_ids"] for x in (first, after_user, after_model)]
 
 
 def prompts_of(args: Namespace) -> tuple[list[str], list[str]]:
@@ -251,6 +248,8 @@ def prepare_parts(args: Namespace, target: CachedModel) -> list[dict[str, Tensor
     if description.exists() and read_json(description) != about:
         raise UserError(f"{args.data} holds texts of another target or seed; name another --data")
     replace_file(description, json.dumps(about))
+    config = target.model.config.get_text_config()
+    bytes_of_token = 2 * len(LAYERS["three"]) * config.hidden_size + 4 + 4 + 1 + 12  # states, tokens, text, drawn, sums
     parts: list[dict[str, Tensor]] = []
     writer: TextWriter | None = None
     reader: StateReader | None = None
@@ -259,7 +258,7 @@ def prepare_parts(args: Namespace, target: CachedModel) -> list[dict[str, Tensor
         while left > 0:
             file = args.data / f"{len(parts):05}.safetensors"
             if not file.exists():
-                check_states_fit(args, target, left)
+                check_disk(args.data, left * bytes_of_token)
                 writer = writer or TextWriter(args.folder, args.device, *prompts_of(args), args.seed)
                 reader = reader or StateReader(target)
                 begin = time.monotonic()
@@ -277,15 +276,3 @@ def prepare_parts(args: Namespace, target: CachedModel) -> list[dict[str, Tensor
             bar.update(tokens)
             left -= tokens if len(parts) > 1 else 0
     return parts
-
-
-def check_states_fit(args: Namespace, target: CachedModel, tokens: int) -> None:
-    """Raise UserError if the hidden states of so many tokens do not fit on the disk."""
-    config = target.model.config.get_text_config()
-    bytes_of_token = 2 * len(tapped(config, "three")) * config.hidden_size + 4 + 4 + 1 + 12
-    needed, free = tokens * bytes_of_token, disk_usage(args.data).free
-    if needed > free:
-        raise UserError(
-            f"the hidden states of {tokens:,} tokens need {gigabytes(needed)} and {args.data} has {gigabytes(free)} "
-            "free; lower --written, or name another --data"
-        )

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,34 +59,26 @@ MIXED = (256, 256, 1024, CONTEXT)  # row lengths
 WRITTEN = (*[256] * 8, 1024)  # in training for acceptance, the target writes the rows of 256
 
 
-class Bundled(NamedTuple):
-    """A bundled model. teacher: the model whose distribution it learns; None: it learns the text."""
-
-    layers: int
-    width: int
-    teacher: str | None
-    stages: Sequence[Recipe]
-
-
 # The target's first stage has long rows only at its end, where the rates are too low to learn from them. Its second
 # stage repaired part of that; its third, at full rates and on more text, the rest. The draft's second stage read too
 # few windows of the corpus, again and again; its third reads more. Its fourth reads more texts that the target wrote:
 # alone it agreed less at temperature 1, the mean with the weights before does not. Its fifth reads still more, at
 # higher rates; there a mean does not help.
-MODELS = {
-    "target": Bundled(12, 192, None, [
+# {name: (layers, width, the model whose distribution it learns or None for the text, stages)}
+MODELS: dict[str, tuple[int, int, str | None, list[Recipe]]] = {
+    "target": (12, 192, None, [
         Recipe(12_600_000, lengths=(256,), last_lengths=(CONTEXT,)),
         Recipe(4_000_000, lengths=MIXED, peak=0.3),
         Recipe(10_200_000, lengths=MIXED),
     ]),
-    "draft": Bundled(1, 128, "target", [
+    "draft": (1, 128, "target", [
         Recipe(7_000_000, lengths=MIXED),
         Recipe(12_288_000, lengths=(256, 256, 1024), labelled={256: 3328, 1024: 256}, peak=0.5),
         Recipe(21_356_544, lengths=(1024, 256, 1024, 256, 1024), labelled={256: 3328, 1024: 1920}, peak=0.5),
         Recipe(8_367_496, lengths=WRITTEN, labelled={256: 4352, 1024: 150}, peak=0.45, averaged=True),
         Recipe(30_287_896, lengths=WRITTEN, labelled={256: 12_160, 1024: 200}, peak=0.8),
     ]),
-    "mid": Bundled(4, 160, "target", [Recipe(4_000_000, lengths=MIXED)]),
+    "mid": (4, 160, "target", [Recipe(4_000_000, lengths=MIXED)]),
 }  # fmt: skip
 
 
@@ -258,13 +250,13 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
     for name in args.models:
-        bundled = MODELS[name]
-        if args.stage > len(bundled.stages):
-            raise UserError(f"bundled-{name} has no stage {args.stage}, the last is {len(bundled.stages)}")
+        *_, teacher, stages = MODELS[name]
+        if args.stage > len(stages):
+            raise UserError(f"bundled-{name} has no stage {args.stage}, the last is {len(stages)}")
         if args.stage > 1:
             find_model(bundled_folder(args, name))
-        if bundled.teacher and bundled.teacher not in args.models:
-            find_model(bundled_folder(args, bundled.teacher))
+        if teacher and teacher not in args.models:
+            find_model(bundled_folder(args, teacher))
     args.device = pick_device(args.device)
     return args
 
@@ -300,11 +292,11 @@ def run(args: Namespace) -> None:
 
 def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerBase, tokens: Tensor) -> nn.Module:
     """Train a model through its stages and save it after each. Returns it in float32, with the weights as stored."""
-    bundled, folder = MODELS[name], bundled_folder(args, name)
+    (layers, width, learnt, stages), folder = MODELS[name], bundled_folder(args, name)
     torch.manual_seed(args.seed)
-    model = new_model(bundled.layers, bundled.width) if args.stage == 1 else load_float32(folder)
-    teacher = load_float32(bundled_folder(args, bundled.teacher)).eval().to(args.device) if bundled.teacher else None
-    for stage, recipe in list(enumerate(bundled.stages, 1))[args.stage - 1 :]:
+    model = new_model(layers, width) if args.stage == 1 else load_float32(folder)
+    teacher = load_float32(bundled_folder(args, learnt)).eval().to(args.device) if learnt else None
+    for stage, recipe in list(enumerate(stages, 1))[args.stage - 1 :]:
         begin, rng = time.monotonic(), random.Random(args.seed + stage - 1)
         rows = rows_of(recipe, tokens, args.minutes / 3, teacher, args.device, rng)
         minutes = max(args.minutes - (time.monotonic() - begin) / 60, args.minutes / 3)

@@ -16,7 +16,6 @@ head-TARGET --from OUT` keeps it for the documentation.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
@@ -42,6 +41,7 @@ from inputs.tokenizers import end_tokens, load_tokenizer
 from scripts.headNetworks import LAYERS, TextBatch, TrainedHead, batch_of, begin_near_target, chain_weights, new_network
 from scripts.headTexts import WRITTEN, prepare_parts
 from scripts.losses import SAMPLING, at_a_time, chain_loss, distributions, output_logits
+from scripts.trainBundled import read_documents
 from scripts.training import GAMMA, Recipe, Trainer
 from utils import UserError, probabilities
 
@@ -65,7 +65,6 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of an ablation: what differs from REC
 }
 RECORDED = "kind", "layers", "unroll", "feature_loss", "opening", "finish"  # what files say of a recipe
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
-FEATURE = 1.0  # weight of the feature loss beside the cross-entropy, with --featureLoss
 Parts = list[dict[str, Tensor]]  # of `prepare_parts`; the first is held out
 FITTED = 4  # one text in so many of a part is read for the beginning of a head
 SEEDS = 1 << 20  # a step's windows are drawn from the seed `--seed * SEEDS + step`
@@ -88,8 +87,8 @@ class HeadTrainer(Trainer):
         self.held_out = list(self.texts_of(parts[0]))
         out.mkdir(parents=True, exist_ok=True)
         self.recorded = {name: getattr(recipe, name) for name in RECORDED}
-        about = {"recipe": self.recorded, "tokens": output.tokens}
-        super().__init__(recipe, network, out.name, out / "training.pt", about)
+        self.checkpoint, self.about = out / "training.pt", {"recipe": self.recorded, "tokens": output.tokens}
+        super().__init__(recipe, network, out.name)
 
     def texts_of(self, part: dict[str, Tensor]) -> Iterator[TextBatch]:
         """Each text of a part, as a batch of its own."""
@@ -117,7 +116,7 @@ class HeadTrainer(Trainer):
         loss = chain_loss(hidden.flatten(1, 2), last, sums, weights.flatten(1), self.output, finishing)
         if recipe.feature_loss and not finishing:
             away = F.smooth_l1_loss(hidden, batch.last.float().expand_as(hidden), reduction="none").mean(-1)
-            feature_loss = FEATURE * (away * weights).sum()
+            feature_loss = (away * weights).sum()
             loss = loss + (feature_loss - feature_loss.detach())
         return loss
 
@@ -167,16 +166,10 @@ def acceptance_on(
     for batch in texts:
         with torch.autocast(batch.tokens.device.type, autocast, autocast != torch.float32):
             hidden = network.chain(batch, GAMMA)[:, 0].float()
-        parts = [
-            passing_chances(output, *few)
-            for few in zip(
-                hidden.split(count, 1),
-                batch.last[0].split(count),
-                batch.sums[0].split(count),
-                F.pad(batch.tokens[0, 1:], (0, 1)).split(count),
-            )
-        ]
-        overlap, ratio = (torch.cat(x, 1).cpu().double().numpy() for x in zip(*parts))
+        following = F.pad(batch.tokens[0, 1:], (0, 1))
+        parts = zip(hidden.split(count, 1), *(x.split(count) for x in (batch.last[0], batch.sums[0], following)))
+        chances = zip(*(passing_chances(output, *part) for part in parts))
+        overlap, ratio = (torch.cat(x, 1).cpu().double().numpy() for x in chances)
         counts = expected_counts(overlap, ratio, batch.drawn[0].tolist())
         tested, passed = tested + counts[0], passed + counts[1]
     tested = np.maximum(tested, 1e-9)
@@ -253,10 +246,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     args.data = args.data or args.out / "texts"
     if args.prompts and find_prompts(args.prompts).resolve() == find_prompts("sample").resolve():
         raise UserError(f"--prompts {args.prompts} are what heads are measured on; train on others")
-    if args.texts:
-        for name in args.texts:
-            if not os.path.exists(name.rpartition(":")[0] if name.rpartition(":")[2].isdigit() else name):
-                raise UserError(f"--texts {name}: there is no such file or folder")
+    for name in args.texts or ():
+        read_documents(name)  # Raises UserError if it cannot be read.
     if args.kind == "medusa" and (args.layers != "three" or args.unroll != GAMMA or args.featureLoss):
         raise UserError("--layers, --unroll and --featureLoss are for --kind head; leave them out")
     return args

@@ -62,25 +62,17 @@ class Recipe:
 
 
 class Trainer(ABC):
-    """Trains the weights of `network` that require a gradient.
+    """Trains the weights of `network` that require a gradient. label: its name in the log."""
 
-    label: its name in the log. checkpoint: the file that is written every CHECKPOINT_EVERY seconds, and from which
-    `train` goes on. about: what a checkpoint must have in common with this training.
-    """
+    checkpoint: Path | None = None  # written every CHECKPOINT_EVERY seconds; `train` goes on from it
+    about: Mapping[str, Any] = {}  # what a checkpoint must have in common with this training
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        network: nn.Module,
-        label: str,
-        checkpoint: Path | None = None,
-        about: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, recipe: Recipe, network: nn.Module, label: str) -> None:
         self.recipe, self.network, self.label = recipe, network, label
-        self.checkpoint, self.about = checkpoint, about or {}
         self.weights = {name: p for name, p in network.named_parameters() if p.requires_grad}
         self.device = next(iter(self.weights.values())).device
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, weight in self.weights.items():
             is_matrix = weight.ndim == 2 and not re.search("embed|lm_head", name)
             (matrices if is_matrix else others).append(weight)

@@ -10,7 +10,7 @@ from inputs.models import load_model
 from inputs.tokenizers import load_tokenizer
 from scripts import losses, trainBundled
 from scripts.losses import SAMPLING, TOP, acceptance_gradient, most_probable, rejection_loss, soft_nucleus
-from scripts.trainBundled import MIXED, PROMPT, Bundled, StageTrainer, continue_prompts, corpus_windows, label_texts
+from scripts.trainBundled import MIXED, PROMPT, StageTrainer, continue_prompts, corpus_windows, label_texts
 from scripts.training import Recipe
 from utils import Sampling, probabilities
 
@@ -19,7 +19,7 @@ def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, c
     monkeypatch.setattr(trainBundled, "VOCABULARY", 320)
     target = [Recipe(lengths=(256,), last_lengths=(2048,)), Recipe(peak=0.3, lengths=MIXED, last_lengths=(256,))]
     draft = [Recipe(), Recipe(peak=0.3, lengths=(80, 512), labelled={80: 9, 512: 4}, averaged=True)]
-    models = {"target": Bundled(2, 64, None, target), "draft": Bundled(1, 32, "target", draft)}
+    models = {"target": (2, 64, None, target), "draft": (1, 32, "target", draft)}
     monkeypatch.setattr(trainBundled, "MODELS", models)
     sample = DATASETS / "sample"
     words = f"--texts {sample / 'articles.raw'} {sample} --heldout {sample / 'narrative.txt'} --models target draft"
