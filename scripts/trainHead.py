@@ -52,6 +52,7 @@ RECIPE = Recipe(
     head_start=1e-4,
     weight_decay=0.1,  # With few texts, a head otherwise learns them by heart.
     clip=1.0,
+    fused=False,
 )
 VARIANTS: dict[str, dict[str, Any]] = {  # of an ablation: what differs from RECIPE; eagle-1 is the first EAGLE's
     "head": {},

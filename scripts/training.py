@@ -49,6 +49,7 @@ class Recipe:
     warm_up: float = 0.02  # share over which they rise
     head_start: float = 0.0  # share by which they are ahead: with 0, the first step changes nothing
     weight_decay: float = 0.0  # of matrices
+    fused: bool = True  # AdamW as one kernel, which rounds otherwise and is faster for embeddings
     clip: float = math.inf  # the longest gradient
     averaged: bool = False  # the result is the mean of the weights before and after
 
@@ -78,7 +79,7 @@ class Trainer(ABC):
             (matrices if is_matrix else others).append(weight)
         self.optimizers = [
             torch.optim.Muon(matrices, lr=0.0, weight_decay=recipe.weight_decay, adjust_lr_fn="original"),
-            torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+            torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=recipe.fused),
         ]
         self.step, self.seconds = 0, 0.0
         self.losses: list[float] = []
