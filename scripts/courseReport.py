@@ -17,10 +17,11 @@ import shlex
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import downloadData
 import downloadModel
@@ -71,19 +72,6 @@ class Column(NamedTuple):
     methods: Methods
 
 
-class Plan(NamedTuple):
-    """What to measure, as the flags say. flags: for every run of test.py."""
-
-    target: str
-    draft: str
-    mid: str | None
-    data: list[str]
-    books: int
-    tokens: int | None
-    flags: list[str]
-    out: Path
-
-
 class Step(NamedTuple):
     """One run of test.py. command: its flags without --out."""
 
@@ -91,7 +79,7 @@ class Step(NamedTuple):
     command: list[str]
 
 
-def settings_of(plan: Plan) -> Iterator[Step]:
+def steps_of_setting(plan: Namespace) -> Iterator[Step]:
     """All runs, those of the report's own figures first, in the setting of its code, without the flags of the plan."""
     models = ["--target", plan.target, "--draft", plan.draft]
     mid = ["--mid", plan.mid] if plan.mid else []
@@ -117,9 +105,9 @@ def settings_of(plan: Plan) -> Iterator[Step]:
     yield Step(f"Tests of losslessness: {name}", ["--lossless", "all", *tokens, *texts])
 
 
-def steps(plan: Plan) -> Iterator[Step]:
+def steps(plan: Namespace) -> Iterator[Step]:
     """All runs. The plan's flags stand last and replace those of the setting; those without effect are left out."""
-    for title, command in settings_of(plan):
+    for title, command in steps_of_setting(plan):
         idle, kept = without_effect(parse([*command, *plan.flags], again=True), plan.flags), True
         for word in plan.flags:
             kept = word.split("=")[0] not in idle if word.startswith("--") else kept
@@ -134,13 +122,13 @@ def run_of(step: Step, store: Results) -> Run | None:
     return next((pair for pair in reversed(finished) if without_places(pair[0]).get("command") == command), None)
 
 
-def test(words: Sequence[str]) -> int:
+def test_py(words: Sequence[str]) -> int:
     """Run test.py in a process of its own: whatever stops it leaves the other steps alone. Its tables are on the page,
     so only what it says on stderr is shown. Returns its exit code."""
     return subprocess.run([sys.executable, str(ROOT / "test.py"), *words], stdout=subprocess.DEVNULL).returncode
 
 
-def download(plan: Plan) -> bool:
+def download_missing(plan: Namespace) -> bool:
     """Download the models and the data sets that are missing; whether all are there."""
     named = filter(None, (plan.target, plan.draft, plan.mid))
     models = [name for name in named if downloadModel.is_hub_id(name) and not downloadModel.downloaded_folder(name)]
@@ -152,43 +140,39 @@ def download(plan: Plan) -> bool:
     return not any(codes)
 
 
-def measure(plan: Plan, store: Results) -> list[str]:
+def run_steps(plan: Namespace, store: Results) -> list[str]:
     """Run every step that has no finished run, and write the page after it. Returns the titles of those that failed."""
     failed, all_steps = [], list(steps(plan))
     for number, step in enumerate(all_steps, 1):
         place = f"[{number}/{len(all_steps)}] {step.title}"
-        if found := run_of(step, store):
-            print(f"{place}: measured before, run {found[0]['run']}", flush=True)
+        if run := run_of(step, store):
+            print(f"{place}: measured before, run {run[0]['run']}", flush=True)
             continue
         print(f"{place}: python test.py {shlex.join(step.command)}", flush=True)
         start = time.monotonic()
-        code = test([*step.command, "--out", str(plan.out)])
+        code = test_py([*step.command, "--out", str(plan.out)])
         if code == 130:
             raise KeyboardInterrupt
-        found = run_of(step, store)
-        failed += [] if found else [step.title]
-        how = "done" if found else f"FAILED (exit code {code})"
+        done = run_of(step, store) is not None
+        failed += [] if done else [step.title]
+        how = "done" if done else f"FAILED (exit code {code})"
         print(f"{place}: {how}, {time.monotonic() - start:.0f} s", flush=True)
-        write(plan, store)
+        replace_file(plan.out / PAGE, page(plan, store))
     return failed
 
 
-def write(plan: Plan, store: Results) -> None:
-    """Write the page."""
-    replace_file(plan.out / PAGE, page(plan, store))
-
-
-def page(plan: Plan, store: Results) -> str:
+def page(plan: Namespace, store: Results) -> str:
     """The page: the report's figures beside those measured, and every table of every step."""
     runs = [(step, run_of(step, store)) for step in steps(plan)]
+    measured = [run for _, run in runs if run]
     pieces = ["# The course report's protocol, measured"]
-    if first := next((found for _, found in runs if found), None):  # the models and the machine
-        pieces.append("\n".join(["```text", *map(str, list(heading(first[0], True))[3:]), "```"]))
-    if differ := differences([found[0] for _, found in runs if found]):
+    if measured:  # the models and the machine
+        pieces.append("\n".join(["```text", *map(str, list(heading(measured[0][0], True))[3:]), "```"]))
+    if differ := differences([run for run, _ in measured]):
         pieces.append(f"**Not one experiment: the runs differ in {', '.join(differ)}.** Measure into another folder.")
     pieces += ["## Beside the report's figures", *beside(runs), NOTES]
-    for step, found in runs:
-        pieces += [f"## {step.title}", *(tables(found) if found else ["Not measured."])]
+    for step, run in runs:
+        pieces += [f"## {step.title}", *(tables_of_run(run) if run else ["Not measured."])]
     return "\n\n".join(pieces) + "\n"
 
 
@@ -205,7 +189,7 @@ def differences(runs: Sequence[RunLine]) -> list[str]:
 
 def beside(runs: Sequence[tuple[Step, Run | None]]) -> Iterator[str]:
     """The report's figures beside those measured."""
-    found = [run for _, run in runs if run]
+    measured = [run for _, run in runs if run]
     eager, compiled = (
         [line for step, run in runs if run and step.title == title for line in of_kind(run[1], SpeedLine)]
         for title in (SPEED, f"{SPEED}, compiled")
@@ -216,16 +200,16 @@ def beside(runs: Sequence[tuple[Step, Run | None]]) -> Iterator[str]:
         Column("here, KV cache, compiled", compiled, CACHED),
     )
     yield f"**Speed**\n\n{markdown(speeds_beside(columns))}"
-    if texts := [line for _, lines in found for line in of_kind(lines, TextPerplexityLine)]:
-        pythia = any(is_the_reports(run) for run, _ in found)
+    if texts := [line for _, lines in measured for line in of_kind(lines, TextPerplexityLine)]:
+        pythia = any(is_the_reports(run) for run, _ in measured)
         yield f"**Perplexity per text**\n\n{markdown(perplexities_beside(texts, pythia))}"
 
 
-def tables(found: Run) -> Iterator[str]:
+def tables_of_run(measured: Run) -> Iterator[str]:
     """All tables, notes and figures of a run in Markdown."""
-    run, lines = found
+    run, lines = measured
     dtypes = ", ".join(dict.fromkeys(str(line.get("dtype")) for line in lines if "dtype" in line))
-    yield f"{source(cast(RunLine, without_places(run)), dtypes)} Run {run['run']}."
+    yield f"{source(without_places(run), dtypes)} Run {run['run']}."
     for piece in list(shown(run, lines))[len(list(heading(run, True))) :]:
         if isinstance(piece, Table):
             yield "\n\n".join(filter(None, [f"**{piece.title}**", markdown(piece), piece.notes]))
@@ -246,8 +230,8 @@ def speeds_beside(columns: Sequence[Column]) -> Table:
 def beside_report(column: Column) -> list[Cell]:
     """What was measured of each figure of `REPORT_SPEED`."""
     rows = {row["method"]: row for row in summarize(column.lines, column.methods["target"])}
-    found = [(rows.get(column.methods.get(figure.role, "")), figure) for figure in REPORT_SPEED]
-    return [span(row[figure.field], figure.scale) if row else "" for row, figure in found]
+    pairs = [(rows.get(column.methods.get(figure.role, "")), figure) for figure in REPORT_SPEED]
+    return [span(row[figure.field], figure.scale) if row else "" for row, figure in pairs]
 
 
 def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool) -> Table:
@@ -262,23 +246,21 @@ def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool) -> Ta
     return table
 
 
-def read(argv: Sequence[str] | None) -> Plan:
-    """The plan that the flags say. Raises UserError for what test.py would refuse."""
+def read_plan(argv: Sequence[str] | None) -> Namespace:
+    """What to measure, as the flags say. Raises UserError for what test.py would refuse."""
     parser = script_parser("python -m scripts.courseReport", __doc__)
     parser.add_argument("target", type=text, nargs="?", default=PAIR[0], metavar="TARGET", help=f"({PAIR[0]})")
     parser.add_argument("draft", type=text, nargs="?", default=PAIR[1], metavar="DRAFT", help=f"({PAIR[1]})")
-    parser.add_argument(
-        "--mid", type=text, metavar="MODEL", help=f"for the cascade ({MID} with the default models, else none)"
-    )
+    mid = f"for the cascade ({MID} with the default models, else none)"
+    parser.add_argument("--mid", type=text, metavar="MODEL", help=mid)
     parser.add_argument("--data", type=text, nargs="+", default=DATA, metavar="NAME", help=f"({' '.join(DATA)})")
     parser.add_argument("--books", type=whole(1, 100_000), default=2, metavar="N", help="documents of a data set (2)")
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="of each method that --lossless tests (100000)")
-    handed = "handed to each test.py that reads them"
-    parser.add_argument("--flags", type=shlex.split, default=[], metavar='"FLAGS"', help=handed)
+    flags = "handed to each test.py that reads them"
+    parser.add_argument("--flags", type=shlex.split, default=[], metavar='"FLAGS"', help=flags)
     parser.add_argument("--out", type=path, default=OUT, metavar="FOLDER", help=f"where everything is written ({OUT})")
-    args = parser.parse_args(argv)
-    mid = args.mid or (MID if (args.target, args.draft) == PAIR else None)
-    plan = Plan(args.target, args.draft, mid, args.data, args.books, args.tokens, args.flags, args.out)
+    plan = parser.parse_args(argv)
+    plan.mid = plan.mid or (MID if (plan.target, plan.draft) == PAIR else None)
     for name in filter(None, (plan.target, plan.draft, plan.mid)):
         if not downloadModel.is_hub_id(name):
             find_model(name)
@@ -291,24 +273,26 @@ def read(argv: Sequence[str] | None) -> Plan:
     return plan
 
 
-def work(argv: Sequence[str] | None) -> int:
-    """Download, measure, write the page."""
-    plan = read(argv)
+def make_report(argv: Sequence[str] | None) -> int:
+    """Download, measure, write the page. Returns the exit code."""
+    plan = read_plan(argv)
     store, start = Results(plan.out), time.monotonic()
-    complete = download(plan)
-    failed = measure(plan, store)
-    write(plan, store)
+    complete = download_missing(plan)
+    failed = run_steps(plan, store)
+    replace_file(plan.out / PAGE, page(plan, store))
     print(f"Written: {plan.out / PAGE}, after {time.monotonic() - start:.0f} s.")
     if failed:
         print(f"{len(failed)} failed: {'; '.join(failed)}. The same command measures only what is missing.")
-    found = [run_of(step, store) for step in steps(plan)]
-    lossless = all(losslessReport.verdict(pair[1])[0] for pair in found if pair and of_kind(pair[1], LosslessLine))
+    runs = [run_of(step, store) for step in steps(plan)]
+    lossless = all(losslessReport.verdict(run[1])[0] for run in runs if run and of_kind(run[1], LosslessLine))
     return 0 if complete and not failed and lossless else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
-    return as_command("courseReport", partial(work, argv), "What was measured is kept; the same command goes on.")
+    return as_command(
+        "courseReport", partial(make_report, argv), "What was measured is kept; the same command goes on."
+    )
 
 
 if __name__ == "__main__":

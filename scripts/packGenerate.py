@@ -17,7 +17,7 @@ from utils import UserError
 SOURCE = ROOT / "custom_generate"
 
 
-def packed() -> dict[str, str]:
+def packed_files() -> dict[str, str]:
     """{file name: its text} of the folder. A module keeps the last part of its name."""
     texts = {"requirements.txt": (SOURCE / "requirements.txt").read_text(encoding="utf-8")}
     files = [SOURCE / "generate.py"]
@@ -35,21 +35,22 @@ def packed() -> dict[str, str]:
     return texts
 
 
+def pack(argv: Sequence[str] | None) -> None:
+    """Parse the flags and write the folder."""
+    parser = script_parser("python -m scripts.packGenerate", __doc__)
+    parser.add_argument("folder", type=path)
+    folder = parser.parse_args(argv).folder / "custom_generate"
+    if folder.exists():
+        raise UserError(f"{folder} exists already; name another folder, or remove it first")
+    folder.mkdir(parents=True)
+    for name, text in packed_files().items():
+        (folder / name).write_text(text, encoding="utf-8")
+    print(f"Written to {folder}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
-
-    def work() -> None:
-        parser = script_parser("python -m scripts.packGenerate", __doc__)
-        parser.add_argument("folder", type=path)
-        folder = parser.parse_args(argv).folder / "custom_generate"
-        if folder.exists():
-            raise UserError(f"{folder} exists already; name another folder, or remove it first")
-        folder.mkdir(parents=True)
-        for name, text in packed().items():
-            (folder / name).write_text(text, encoding="utf-8")
-        print(f"Written to {folder}")
-
-    return as_command("packGenerate", work, "Nothing was written.")
+    return as_command("packGenerate", lambda: pack(argv), "Nothing was written.")
 
 
 if __name__ == "__main__":

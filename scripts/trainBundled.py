@@ -4,12 +4,11 @@
 
 `PATH:3` counts a text three times in each pass over the corpus. The smaller models learn the target's distribution
 instead of the text's next token (distillation; DistillSpec, arXiv 2310.08461): speculative decoding gains from a draft
-that agrees with the target. The draft is then trained for acceptance (scripts/training.py).
+that agrees with the target. The draft is then trained for acceptance (scripts/losses.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import os
@@ -18,14 +17,15 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from engine.cachedModel import CachedModel
-from inputs.commandLine import Parser, as_command, number, path, text, whole
+from inputs.commandLine import as_command, number, path, script_parser, text, whole
 from inputs.devices import pick_device
 from inputs.files import ROOT
 from inputs.models import find_model
@@ -45,7 +45,8 @@ from inputs.progress import followed
 from inputs.texts import read
 from PPL import calculate_ppl_corpus
 from regrSampling import regrSampling
-from scripts.training import AT_A_TIME, SAMPLING, LabelledText, Stage, most_probable, train
+from scripts.losses import SAMPLING, at_a_time, most_probable, rejection_loss
+from scripts.training import Recipe, Trainer
 from utils import UserError
 
 VOCABULARY = 4096
@@ -55,46 +56,33 @@ HEAD = 32  # width of an attention head
 PROMPT = 64  # tokens of the corpus that the target continues
 TOGETHER = 256  # rows written at a time
 MIXED = (256, 256, 1024, CONTEXT)  # row lengths
-MORE_WRITTEN = (256, 256, 1024)  # in training for acceptance, the target writes the rows of 256
-MORE_READ = (1024, 256, 1024, 256, 1024)
-MOST_WRITTEN = (*[256] * 8, 1024)
+WRITTEN = (*[256] * 8, 1024)  # in training for acceptance, the target writes the rows of 256
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a model is made. teacher: the model whose distribution it learns; None learns the text."""
-
-    layers: int
-    width: int
-    teacher: str | None
-    stages: list[Stage]
-
-
-# The target's first stage has long rows only at its end, where the learning rates are too low to learn from them. Its
-# second stage repaired part of that. Its third stage, at full rates and on more text, repaired the rest. The draft's
-# second stage read too few windows of the corpus, again and again; its third reads more. Its fourth reads more
-# texts that the target wrote. Alone it agreed less at temperature 1; the mean of the weights before and after does not.
-# Its fifth reads more such texts, at higher rates. A mean with the weights before it does not help.
-TARGET = [
-    Stage(12_600_000, 1.0, (256,), (CONTEXT,)),
-    Stage(4_000_000, 0.3, MIXED, MIXED),
-    Stage(10_200_000, 1.0, MIXED, MIXED),
-]
-DRAFT = [
-    Stage(7_000_000, 1.0, MIXED, MIXED),
-    Stage(12_288_000, 0.5, MORE_WRITTEN, MORE_WRITTEN, {256: 3328, 1024: 256}),
-    Stage(21_356_544, 0.5, MORE_READ, MORE_READ, {256: 3328, 1024: 1920}),
-    Stage(8_367_496, 0.45, MOST_WRITTEN, MOST_WRITTEN, {256: 4352, 1024: 150}, averaged=True),
-    Stage(30_287_896, 0.8, MOST_WRITTEN, MOST_WRITTEN, {256: 12_160, 1024: 200}),
-]
-MODELS = {
-    "target": Recipe(12, 192, None, TARGET),
-    "draft": Recipe(1, 128, "target", DRAFT),
-    "mid": Recipe(4, 160, "target", [Stage(4_000_000, 1.0, MIXED, MIXED)]),
-}
+# The target's first stage has long rows only at its end, where the rates are too low to learn from them. Its second
+# stage repaired part of that; its third, at full rates and on more text, the rest. The draft's second stage read too
+# few windows of the corpus, again and again; its third reads more. Its fourth reads more texts that the target wrote:
+# alone it agreed less at temperature 1, the mean with the weights before does not. Its fifth reads still more, at
+# higher rates; there a mean does not help.
+# {name: (layers, width, the model whose distribution it learns or None for the text, stages)}
+MODELS: dict[str, tuple[int, int, str | None, list[Recipe]]] = {
+    "target": (12, 192, None, [
+        Recipe(12_600_000, lengths=(256,), last_lengths=(CONTEXT,)),
+        Recipe(4_000_000, lengths=MIXED, peak=0.3),
+        Recipe(10_200_000, lengths=MIXED),
+    ]),
+    "draft": (1, 128, "target", [
+        Recipe(7_000_000, lengths=MIXED),
+        Recipe(12_288_000, lengths=(256, 256, 1024), labelled={256: 3328, 1024: 256}, peak=0.5),
+        Recipe(21_356_544, lengths=(1024, 256, 1024, 256, 1024), labelled={256: 3328, 1024: 1920}, peak=0.5),
+        Recipe(8_367_496, lengths=WRITTEN, labelled={256: 4352, 1024: 150}, peak=0.45, averaged=True),
+        Recipe(30_287_896, lengths=WRITTEN, labelled={256: 12_160, 1024: 200}, peak=0.8),
+    ]),
+    "mid": (4, 160, "target", [Recipe(4_000_000, lengths=MIXED)]),
+}  # fmt: skip
 
 
-def read_texts(path: str | Path) -> list[str]:
+def read_documents(path: str | Path) -> list[str]:
     """The documents of a file or folder, given as `PATH` or `PATH:TIMES`.
 
     A WikiText file is split at its article headings. Its word-level version replaces rare words by `<unk>`; these are
@@ -127,27 +115,31 @@ def train_tokenizer(documents: Sequence[str], folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(documents, trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        unk_token=END_OF_TEXT,
-        model_max_length=CONTEXT,
-    ).save_pretrained(folder)
+    ends = {f"{end}_token": END_OF_TEXT for end in ("bos", "eos", "unk")}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=CONTEXT, **ends).save_pretrained(folder)
 
 
-def load(folder: Path) -> nn.Module:
-    """The model of a folder in float32."""
+def new_model(layers: int, width: int) -> nn.Module:
+    """A GPT-NeoX model with random weights."""
+    config = GPTNeoXConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // HEAD,
+        intermediate_size=4 * width,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPTNeoXForCausalLM(config)
+
+
+def load_float32(folder: Path) -> nn.Module:
+    """The model of a folder."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Tensor:
-    """All documents as one int64 tensor, each after an end-of-text token."""
-    pieces = [np.array([tokenizer.eos_token_id] + tokenizer(d, verbose=False)["input_ids"]) for d in documents]
-    return torch.from_numpy(np.concatenate(pieces).astype(np.int64))
-
-
-def windows(tokens: Tensor, length: int, rng: random.Random) -> Iterator[Tensor]:
+def corpus_windows(tokens: Tensor, length: int, rng: random.Random) -> Iterator[Tensor]:
     """Endless windows `[length + 1]` of `tokens[N]`: passes over the corpus from a random offset, in random order."""
     while True:
         starts = list(range(rng.randrange(length), len(tokens) - length - 1, length))
@@ -156,7 +148,7 @@ def windows(tokens: Tensor, length: int, rng: random.Random) -> Iterator[Tensor]
             yield tokens[start : start + length + 1]
 
 
-def write_texts(teacher: nn.Module, prompts: Iterator[Tensor], count: int, length: int, minutes: float) -> Tensor:
+def continue_prompts(teacher: nn.Module, prompts: Iterator[Tensor], count: int, length: int, minutes: float) -> Tensor:
     """Texts `[count, length]`: prompts of the corpus, continued by the teacher with SAMPLING. Fewer rows if they take
     longer than `minutes`."""
     model = CachedModel(copy.deepcopy(teacher).to(torch.bfloat16))
@@ -173,67 +165,76 @@ def write_texts(teacher: nn.Module, prompts: Iterator[Tensor], count: int, lengt
 
 
 @torch.inference_mode()
-def label_texts(teacher: nn.Module, texts: Tensor, device: str, prompt: int = 1) -> list[LabelledText]:
-    """The texts `[N, n + 1]` with the teacher's distributions over the tokens that follow the first `prompt`."""
+def label_texts(teacher: nn.Module, texts: Tensor, device: str, prompt: int = 1) -> list[tuple[Tensor, ...]]:
+    """The texts `[N, n + 1]`, each as int16 `[n + 1]`, and what `losses.rejection` reads of the teacher's distributions
+    over the tokens that follow the first `prompt`, `[n + 1 - prompt, TOP]`. The teacher's forward costs several times a
+    step of the draft, so it is computed once for each text, and 1.5 KiB of a token are stored."""
     labelled = []
     for tokens in followed(texts, "the target reads", len(texts)):
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
             logits = teacher(tokens[None, :-1].to(device), use_cache=False).logits[0, prompt - 1 :]
-        parts = zip(*map(most_probable, logits.split(AT_A_TIME)))
-        labelled.append(LabelledText(tokens.to(torch.int16), *(torch.cat(part).cpu() for part in parts)))
+        parts = zip(*map(most_probable, logits.split(at_a_time(logits.device))))
+        labelled.append((tokens.to(torch.int16), *(torch.cat(part).cpu() for part in parts)))
     return labelled
 
 
-def shuffled(texts: Sequence[LabelledText], rng: random.Random) -> Iterator[LabelledText]:
+def shuffled(texts: Sequence[tuple[Tensor, ...]], rng: random.Random) -> Iterator[tuple[Tensor, ...]]:
     """The texts in random order, again and again."""
     while True:
         yield from rng.sample(texts, len(texts))
 
 
-def sources_of(
-    stage: Stage, tokens: Tensor, minutes: float, teacher: nn.Module | None, device: str, rng: random.Random
-) -> dict[int, Iterator[Any]]:
-    """For each row length of a stage, endless windows of `tokens[N]`, or for acceptance endless `LabelledText`s. The
-    teacher writes for `minutes` at most."""
-    if not stage.acceptance:
-        return {length: windows(tokens, length, rng) for length in (*stage.lengths, *stage.last_lengths)}
-    assert teacher is not None, "acceptance is a teacher's"
-    sources = {}
-    for length, count in stage.acceptance.items():
-        if length == min(stage.acceptance):
-            texts = write_texts(teacher, windows(tokens, PROMPT - 1, rng), count, length + 1, minutes)
-            labelled = label_texts(teacher, texts, device, PROMPT)
+def rows_of(
+    recipe: Recipe, tokens: Tensor, minutes: float, teacher: nn.Module | None, device: str, rng: random.Random
+) -> dict[int, Iterator[tuple[Tensor, ...]]]:
+    """{row length: endless texts} of a stage: windows of the corpus `tokens[N]`, or texts of `label_texts`. Of these
+    the teacher writes the shortest ones, for `minutes` at most."""
+    if not recipe.labelled or teacher is None:
+        lengths = {*recipe.lengths, *(recipe.last_lengths or ())}
+        return {length: zip(corpus_windows(tokens, length, rng)) for length in lengths}  # tuples of one tensor
+    rows = {}
+    for length, count in recipe.labelled.items():
+        if length == min(recipe.labelled):
+            texts = continue_prompts(teacher, corpus_windows(tokens, PROMPT - 1, rng), count, length + 1, minutes)
+            rows[length] = shuffled(label_texts(teacher, texts, device, PROMPT), rng)
         else:
-            texts = torch.stack(list(islice(windows(tokens, length, rng), count)))
-            labelled = label_texts(teacher, texts, device)
-        sources[length] = shuffled(labelled, rng)
-    return sources
+            texts = torch.stack(list(islice(corpus_windows(tokens, length, rng), count)))
+            rows[length] = shuffled(label_texts(teacher, texts, device), rng)
+    return rows
 
 
-def new_model(layers: int, width: int) -> nn.Module:
-    """A GPT-NeoX model with random weights."""
-    return GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=width // HEAD,
-            intermediate_size=4 * width,
-            max_position_embeddings=CONTEXT,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+class StageTrainer(Trainer):
+    """A stage of a bundled model, on {row length: endless texts} of `rows_of`."""
+
+    def __init__(
+        self, recipe: Recipe, network: nn.Module, label: str, rows: Mapping[int, Any], teacher: nn.Module | None = None
+    ) -> None:
+        super().__init__(recipe, network.train(), label)
+        self.rows, self.teacher = rows, teacher
+
+    def batch(self, rows: int, length: int) -> list[Tensor]:
+        texts = [next(self.rows[length]) for _ in range(rows)]
+        return [torch.stack(parts).to(self.device) for parts in zip(*texts)]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        """Of labelled texts the share of guesses that the target would reject. Else the cross-entropy, in nats, to the
+        teacher's distribution, or to the text."""
+        tokens, *labels = batch
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            logits = self.network(tokens[:, :-1].long(), use_cache=False).logits
+            targets = tokens[:, 1:].flatten()
+            if self.teacher is not None and not labels:
+                with torch.no_grad():
+                    targets = self.teacher(tokens[:, :-1], use_cache=False).logits.flatten(0, 1).float().softmax(-1)
+        if labels:
+            after_prompt = logits[:, -labels[0].shape[1] :].flatten(0, 1)
+            return rejection_loss(after_prompt, *(label.flatten(0, 1) for label in labels))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets)
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
     """The flags, checked. Raises UserError for what cannot be used."""
-    parser = Parser(
-        prog="python -m scripts.trainBundled",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("python -m scripts.trainBundled", __doc__)
     texts = "files or folders to train on; PATH:3 counts it three times"
     parser.add_argument("--texts", nargs="+", type=text, required=True, help=texts)
     parser.add_argument("--heldout", nargs="*", type=path, default=[], help="texts whose perplexity is printed")
@@ -249,33 +250,35 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
     for name in args.models:
-        recipe = MODELS[name]
-        if args.stage > len(recipe.stages):
-            raise UserError(f"bundled-{name} has no stage {args.stage}, the last is {len(recipe.stages)}")
+        *_, teacher, stages = MODELS[name]
+        if args.stage > len(stages):
+            raise UserError(f"bundled-{name} has no stage {args.stage}, the last is {len(stages)}")
         if args.stage > 1:
-            find_model(folder_of(args, name))
-        if recipe.teacher and recipe.teacher not in args.models:
-            find_model(folder_of(args, recipe.teacher))
+            find_model(bundled_folder(args, name))
+        if teacher and teacher not in args.models:
+            find_model(bundled_folder(args, teacher))
     args.device = pick_device(args.device)
     return args
 
 
-def folder_of(args: Namespace, name: str) -> Path:
+def bundled_folder(args: Namespace, name: str) -> Path:
     """The folder of a bundled model."""
     return Path(os.path.abspath(args.out)) / f"bundled-{name}"
 
 
 def run(args: Namespace) -> None:
     """Train the tokenizer if there is none, then the models, and print their perplexities."""
-    documents = [document for path in args.texts for document in read_texts(path)]
+    documents = [document for path in args.texts for document in read_documents(path)]
     heldout = {file: read(file) for file in args.heldout}
     if not documents:
         raise UserError("the --texts hold no text; name others")
-    folder = folder_of(args, "target")
+    folder = bundled_folder(args, "target")
     if not (folder / "tokenizer.json").exists():
         train_tokenizer(sorted(set(documents)), folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokens = encode(tokenizer, documents)
+    # Each document comes after an end-of-text token.
+    pieces = [np.array([tokenizer.eos_token_id] + tokenizer(d, verbose=False)["input_ids"]) for d in documents]
+    tokens = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
     print(f"{len(documents)} documents, {sum(map(len, documents)):,} characters, {len(tokens):,} tokens", flush=True)
     if len(tokens) <= 2 * CONTEXT:
         raise UserError(f"the --texts hold {len(tokens)} tokens, and rows of {CONTEXT} are cut from them; give more")
@@ -289,19 +292,21 @@ def run(args: Namespace) -> None:
 
 def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerBase, tokens: Tensor) -> nn.Module:
     """Train a model through its stages and save it after each. Returns it in float32, with the weights as stored."""
-    recipe, folder = MODELS[name], folder_of(args, name)
+    (layers, width, learnt, stages), folder = MODELS[name], bundled_folder(args, name)
     torch.manual_seed(args.seed)
-    model = new_model(recipe.layers, recipe.width) if args.stage == 1 else load(folder)
-    teacher = load(folder_of(args, recipe.teacher)).eval().to(args.device) if recipe.teacher else None
-    for turn, stage in list(enumerate(recipe.stages, 1))[args.stage - 1 :]:
-        begin, rng = time.monotonic(), random.Random(args.seed + turn - 1)
-        sources = sources_of(stage, tokens, args.minutes / 3, teacher, args.device, rng)
-        left = max(args.minutes - (time.monotonic() - begin) / 60, args.minutes / 3)
-        stage = replace(stage, tokens=min(stage.tokens, args.tokens or stage.tokens))
-        steps, seen, loss = train(model, sources, stage, left, teacher, args.device, f"bundled-{name}, stage {turn}")
+    model = new_model(layers, width) if args.stage == 1 else load_float32(folder)
+    teacher = load_float32(bundled_folder(args, learnt)).eval().to(args.device) if learnt else None
+    for stage, recipe in list(enumerate(stages, 1))[args.stage - 1 :]:
+        begin, rng = time.monotonic(), random.Random(args.seed + stage - 1)
+        rows = rows_of(recipe, tokens, args.minutes / 3, teacher, args.device, rng)
+        minutes = max(args.minutes - (time.monotonic() - begin) / 60, args.minutes / 3)
+        recipe = replace(recipe, tokens=min(recipe.tokens, args.tokens or recipe.tokens), seconds=60 * minutes)
+        trainer = StageTrainer(recipe, model.to(args.device), f"bundled-{name}, stage {stage}", rows, teacher)
+        trainer.train()
+        loss = np.mean(trainer.losses[-max(1, trainer.step // 20) :])
         print(
-            f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, stage {turn}: "
-            f"{steps:,} steps, {seen:,} tokens, loss {loss:.4f}",
+            f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, stage {stage}: "
+            f"{trainer.step:,} steps, {trainer.step * recipe.batch:,} tokens, loss {loss:.4f}",
             flush=True,
         )
         model = model.cpu().to(torch.bfloat16)  # As stored: the next stage starts from what is stored.

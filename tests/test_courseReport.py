@@ -64,7 +64,7 @@ def tables_of(page, heading):
 def test_the_whole_protocol_downloads_measures_and_writes_one_page(served, cli, tmp_path, monkeypatch, capsys):
     calls = []
     few_mistakes(monkeypatch)
-    monkeypatch.setattr(courseReport, "test", lambda words: calls.append(words) or cli.main(words))
+    monkeypatch.setattr(courseReport, "test_py", lambda words: calls.append(words) or cli.main(words))
     folder = tmp_path / "out"
     code = run(folder, "--flags", SMALL)
     output = capsys.readouterr()
@@ -113,15 +113,15 @@ def test_a_step_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatc
     stub = 'import sys\nprint("a table")\nsys.exit("test.py: error: no room" if "--sweep" in sys.argv else 0)\n'
     (tmp_path / "test.py").write_text(stub)
     monkeypatch.setattr(courseReport, "ROOT", tmp_path)  # where test.py is
-    real = courseReport.test
-    monkeypatch.setattr(courseReport, "test", lambda words: real(words) or finished(words))
+    real = courseReport.test_py
+    monkeypatch.setattr(courseReport, "test_py", lambda words: real(words) or finished(words))
     assert run(tmp_path, *LOCAL) == 1
     output = capsys.readouterr().out
     assert output.count("FAILED") == 1 and re.search(r"Speed over gamma: sample: FAILED \(exit code 1\), \d+ s", output)
     assert output.count(": done, ") == 6 and "1 failed: Speed over gamma: sample." in output
     assert (tmp_path / "report.md").read_text().count("Not measured.") == 1
     commands = []
-    monkeypatch.setattr(courseReport, "test", lambda words: commands.append(words) or finished(words))
+    monkeypatch.setattr(courseReport, "test_py", lambda words: commands.append(words) or finished(words))
     assert run(tmp_path, *LOCAL) == 0 and [command[0] for command in commands] == ["--sweep"]
     assert "Not one experiment" not in (tmp_path / "report.md").read_text()
     lines = (tmp_path / "results.jsonl").read_text()
@@ -132,7 +132,7 @@ def test_a_step_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatc
 
 def test_an_interruption_leaves_a_page_and_goes_on(tmp_path, monkeypatch, capsys):
     answers = iter([0, 130])
-    monkeypatch.setattr(courseReport, "test", lambda words: next(answers) or finished(words))
+    monkeypatch.setattr(courseReport, "test_py", lambda words: next(answers) or finished(words))
     assert run(tmp_path, *LOCAL) == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert (tmp_path / "report.md").read_text().count("Not measured.") == 6
@@ -140,7 +140,7 @@ def test_an_interruption_leaves_a_page_and_goes_on(tmp_path, monkeypatch, capsys
 
 def test_a_download_that_fails_is_one_line_and_an_exit_code(served, tmp_path, monkeypatch, capsys):
     del served.datasets["emozilla/pg19"]
-    monkeypatch.setattr(courseReport, "test", finished)
+    monkeypatch.setattr(courseReport, "test_py", finished)
     assert run(tmp_path) == 1
     error = capsys.readouterr().err
     assert error.startswith("downloadData.py: error: ") and error.count("\n") == 1
@@ -195,15 +195,15 @@ def test_perplexities_stand_beside_the_reports_and_only_wikitext_is_divided_by_i
 
 
 def test_the_default_models_are_the_reports():
-    plan = courseReport.read(["--out", str(ROOT / "docs")])
+    plan = courseReport.read_plan(["--out", str(ROOT / "docs")])
     assert (plan.target, plan.mid, plan.draft) == (TARGET, MID, DRAFT) and {TARGET, MID, DRAFT} == set(
         downloadModel.PYTHIA
     )
-    assert courseReport.read([TARGET, "b/c", "--out", str(ROOT / "docs")]).mid is None
+    assert courseReport.read_plan([TARGET, "b/c", "--out", str(ROOT / "docs")]).mid is None
 
 
 def test_the_default_setting_is_that_of_the_reports_code(monkeypatch):
-    plan = courseReport.read(["--out", str(ROOT / "docs"), "--flags", "--device cpu"])
+    plan = courseReport.read_plan(["--out", str(ROOT / "docs"), "--flags", "--device cpu"])
     on_cpu = {step.title: step.command for step in courseReport.steps(plan)}
     monkeypatch.setattr(courseReport, "pick_device", lambda name: "cuda")
     on_gpu = {step.title: step.command for step in courseReport.steps(plan)}

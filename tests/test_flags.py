@@ -166,7 +166,7 @@ GUARDED = {
     "downloadModel": ["downloadModel.download", "downloadModel.print_folders"],
     "downloadData": [f"downloadData.{name}" for name in ("download", "install_from", "print_folders")],
     "trainBundled": [
-        f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train", "PreTrainedTokenizerFast")
+        f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train_model", "PreTrainedTokenizerFast")
     ],
 }
 MODULES = {"trainBundled": "scripts.trainBundled"}

@@ -99,7 +99,7 @@ def test_what_is_no_head_for_the_target_is_one_line(cli, flags, pair_folder, hea
     for folder, *words in (
         (other, "holds no head for target", "sha256:0123456789abcdef"),
         (cut, "holds no head for target", "join.weight"),
-        (pair_folder / "draft", "is a model, and no trained head"),
+        (pair_folder / "draft", "is a model, not a trained head"),
     ):
         assert run_of(cli, flags, tmp_path, "--head", str(folder), "--compare", "head") == (2, [])
         one_line(capsys, *words)

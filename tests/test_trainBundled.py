@@ -8,57 +8,23 @@ import torch
 from inputs.files import DATASETS
 from inputs.models import load_model
 from inputs.tokenizers import load_tokenizer
-from scripts import trainBundled, training
-from scripts.trainBundled import MIXED, PROMPT, Recipe, label_texts, windows, write_texts
-from scripts.training import (
-    KEPT,
-    SAMPLING,
-    RejectionLoss,
-    Stage,
-    acceptance_gradient,
-    most_probable,
-    soft_nucleus,
-    train,
-)
+from scripts import losses, trainBundled
+from scripts.losses import SAMPLING, TOP, acceptance_gradient, most_probable, rejection_loss, soft_nucleus
+from scripts.trainBundled import MIXED, PROMPT, StageTrainer, continue_prompts, corpus_windows, label_texts
+from scripts.training import Recipe
 from utils import Sampling, probabilities
 
 
 def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trainBundled, "VOCABULARY", 320)
-    monkeypatch.setattr(
-        trainBundled,
-        "MODELS",
-        {
-            "target": Recipe(2, 64, None, [Stage(10**6, 1.0, (256,), (2048,)), Stage(10**6, 0.3, MIXED, (256,))]),
-            "draft": Recipe(
-                1,
-                32,
-                "target",
-                [
-                    Stage(10**6, 1.0, (256,), (256,)),
-                    Stage(10**6, 0.3, (80, 512), (80, 512), {80: 9, 512: 4}, averaged=True),
-                ],
-            ),
-        },
-    )
+    target = [Recipe(lengths=(256,), last_lengths=(2048,)), Recipe(peak=0.3, lengths=MIXED, last_lengths=(256,))]
+    draft = [Recipe(), Recipe(peak=0.3, lengths=(80, 512), labelled={80: 9, 512: 4}, averaged=True)]
+    models = {"target": (2, 64, None, target), "draft": (1, 32, "target", draft)}
+    monkeypatch.setattr(trainBundled, "MODELS", models)
     sample = DATASETS / "sample"
-    command = [
-        "--texts",
-        sample / "articles.raw",
-        sample,
-        "--heldout",
-        sample / "narrative.txt",
-        "--models",
-        "target",
-        "draft",
-        "--tokens",
-        "30000",
-        "--out",
-        tmp_path,
-        "--device",
-        "cpu",
-    ]
-    assert trainBundled.main(list(map(str, command))) == 0
+    words = f"--texts {sample / 'articles.raw'} {sample} --heldout {sample / 'narrative.txt'} --models target draft"
+    command = f"{words} --tokens 30000 --out {tmp_path} --device cpu"
+    assert trainBundled.main(command.split()) == 0
     printed = capsys.readouterr().out
     assert printed.count("perplexity on narrative.txt") == 2 and "bundled-draft" in printed
     tokenizer = load_tokenizer(tmp_path / "bundled-target")
@@ -77,7 +43,7 @@ def distributions():
 
 @pytest.mark.parametrize("most", [30, 40])
 def test_most_probable_is_the_distribution_that_tokens_are_drawn_from(monkeypatch, distributions, most):
-    monkeypatch.setattr(training, "KEPT", most)
+    monkeypatch.setattr(losses, "TOP", most)
     kept, p, plain = most_probable(distributions[1])
     assert kept.shape == (6, most)
     for sampling, found in ((SAMPLING, p), (Sampling(1.0, 0, 1.0), plain)):
@@ -87,10 +53,10 @@ def test_most_probable_is_the_distribution_that_tokens_are_drawn_from(monkeypatc
 
 @pytest.mark.parametrize("most", [20, 39])
 def test_the_gradient_is_that_of_acceptance_and_of_the_divergence(monkeypatch, distributions, most):
-    monkeypatch.setattr(training, "KEPT", most)
+    monkeypatch.setattr(losses, "TOP", most)
     kept, p, plain = most_probable(distributions[1])
     one, two = (distributions[0].clone().requires_grad_() for _ in range(2))
-    share = RejectionLoss.apply(one, kept, p, plain)
+    share = rejection_loss(one, kept, p, plain)
     share.backward()
 
     q = two.softmax(-1).gather(-1, kept.long())
@@ -99,7 +65,7 @@ def test_the_gradient_is_that_of_acceptance_and_of_the_divergence(monkeypatch, d
     entropy.mean().backward()
     passed, descent = acceptance_gradient(distributions[0], kept.long(), p.float())
     torch.testing.assert_close(share, (1 - passed).mean())
-    torch.testing.assert_close(one.grad, descent / 6 + training.DIVERGENCE * two.grad, atol=1e-4, rtol=1e-2)
+    torch.testing.assert_close(one.grad, descent / 6 + losses.DIVERGENCE * two.grad, atol=1e-4, rtol=1e-2)
 
 
 def test_the_gradient_of_acceptance_is_a_difference_quotient_with_as_much_in_the_nucleus(distributions):
@@ -109,7 +75,7 @@ def test_the_gradient_of_acceptance_is_a_difference_quotient_with_as_much_in_the
     kept, p = kept.long(), p.double()
 
     def inside(probs, edge):
-        return (training.SHARPNESS * (probs / edge).log()).sigmoid()
+        return (losses.SHARPNESS * (probs / edge).log()).sigmoid()
 
     probs = (draft / 0.85).softmax(-1)
     found, edge = soft_nucleus(probs)
@@ -137,7 +103,7 @@ def test_the_gradient_of_acceptance_is_a_difference_quotient_with_as_much_in_the
 def test_a_token_near_the_edge_of_the_nucleus_is_partly_inside():
     """The edge lies between 0.15, the last token that top-p keeps, and 0.05; or, far from 0.001, below 0.3."""
     found, edge = soft_nucleus(torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.699, 0.3, 0.001, 0.0]]))
-    torch.testing.assert_close(edge[:, 0], torch.tensor([(0.15 * 0.05) ** 0.5, training.WIDEST * 0.3]))
+    torch.testing.assert_close(edge[:, 0], torch.tensor([(0.15 * 0.05) ** 0.5, losses.WIDEST * 0.3]))
     torch.testing.assert_close(found[0], torch.tensor([0.9991, 0.9931, 0.9, 0.1]), atol=1e-4, rtol=0)
     assert found[1, 1] > 0.99 and found[1, 2] < 0.001
 
@@ -161,7 +127,7 @@ def test_steps_on_acceptance_raise_the_overlap_of_what_is_drawn(distributions):
 
     assert overlap() < 0.1
     for _ in range(300):
-        RejectionLoss.apply(logits, *labels).backward()
+        rejection_loss(logits, *labels).backward()
         logits.data -= 5 * logits.grad
         logits.grad = None
     assert overlap() > 0.6
@@ -172,8 +138,8 @@ def test_an_averaged_stage_keeps_the_mean_of_the_weights_before_and_after():
         torch.manual_seed(0)
         model = trainBundled.new_model(1, 32)
         before = [p.detach().clone() for p in model.parameters()]
-        source = windows(torch.arange(1, 4000), 256, random.Random(0))
-        train(model, {256: source}, Stage(6000, 1.0, (256,), (256,), averaged=averaged))
+        rows = {256: zip(corpus_windows(torch.arange(1, 4000), 256, random.Random(0)))}
+        StageTrainer(Recipe(6000, averaged=averaged), model, "a model", rows).train()
         return before, list(model.parameters())
 
     (before, after), (_, mean) = weights(False), weights(True)
@@ -185,10 +151,10 @@ def test_the_teacher_writes_what_follows_its_prompts():
     torch.manual_seed(0)
     teacher = trainBundled.new_model(1, 32).eval()
     prompts = [torch.randint(1, 4096, (PROMPT,)) for _ in range(3)]
-    texts = write_texts(teacher, iter(prompts), 3, PROMPT + 5, 1.0)
+    texts = continue_prompts(teacher, iter(prompts), 3, PROMPT + 5, 1.0)
     assert texts.shape == (3, PROMPT + 5) and texts[:, :PROMPT].equal(torch.stack(prompts))
     rows = label_texts(teacher, texts, "cpu")
-    assert [tuple(part.shape) for part in rows[0]] == [(PROMPT + 5,), *[(PROMPT + 4, KEPT)] * 3]
+    assert [tuple(part.shape) for part in rows[0]] == [(PROMPT + 5,), *[(PROMPT + 4, TOP)] * 3]
     after = label_texts(teacher, texts, "cpu", PROMPT)
     assert all(torch.equal(part, whole[-5:]) for part, whole in zip(after[0][1:], rows[0][1:]))
 
@@ -196,14 +162,17 @@ def test_the_teacher_writes_what_follows_its_prompts():
 def test_wikitext_is_split_at_its_articles_and_loses_unk(tmp_path):
     file = tmp_path / "wiki.tokens"
     file.write_text(" \n = One = \n \n A <unk> word . \n = = Part = = \n more \n = Two = \n \n end \n")
-    assert trainBundled.read_texts(file) == [" = One = \n A word . \n = = Part = = \n more \n", " = Two = \n end \n"]
-    assert len(trainBundled.read_texts(f"{file}:3")) == 6
+    assert trainBundled.read_documents(file) == [
+        " = One = \n A word . \n = = Part = = \n more \n",
+        " = Two = \n end \n",
+    ]
+    assert len(trainBundled.read_documents(f"{file}:3")) == 6
 
 
 @pytest.mark.parametrize("length", [4, 7])
 def test_windows_cover_the_corpus_in_each_pass(length):
     tokens = torch.arange(100)
-    source = windows(tokens, length, random.Random(0))
+    source = corpus_windows(tokens, length, random.Random(0))
     firsts = {int(next(source)[0]) for _ in range((100 - 2 * length) // length)}
     assert len(firsts) == (100 - 2 * length) // length
     assert len({f % length for f in firsts}) == 1

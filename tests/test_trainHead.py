@@ -13,26 +13,28 @@ from conftest import refused
 from transformers import LlamaConfig
 
 from engine.head import HeadModel, load_head
+from engine.sharedWeights import RestrictedHead
 from inputs.files import DATASETS
 from inputs.models import load_model, model_version
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
-from scripts import headNetworks, headStates, headTexts, trainHead
-from scripts.headLosses import ChainLoss, Labels, chances, measure, rounds
+from scripts import headTexts, trainHead, training
 from scripts.headNetworks import (
-    GAMMA,
-    Batch,
-    Recipe,
+    TextBatch,
     TrainedHead,
     batch_of,
     begin_near_target,
+    chain_attention,
     chain_weights,
     new_network,
     shifted,
+    tapped,
 )
-from scripts.headStates import OutputLayer
 from scripts.headTexts import chat_pieces
+from scripts.losses import SAMPLING, chain_loss, distributions, output_logits, sums_of
+from scripts.trainHead import RECIPE, HeadTrainer, acceptance_on, expected_counts, passing_chances
+from scripts.training import GAMMA
 from specSampling import specSampling
 from utils import probabilities
 
@@ -40,12 +42,10 @@ SAMPLE = DATASETS / "sample" / "articles.raw"
 
 
 def make_small(monkeypatch):
-    for name, value in {"TOGETHER": 4, "LENGTH": 96, "PROMPT": (4, 12)}.items():
+    for name, value in {"TOGETHER": 4, "LENGTH": 96, "PROMPT": (4, 12), "TEXTS": 6, "HELD_OUT": 3}.items():
         monkeypatch.setattr(headTexts, name, value)
-    for name, value in {"TEXTS": 6, "HELD_OUT": 3, "LENGTH": 96}.items():
-        monkeypatch.setattr(headStates, name, value)
-    for name, value in {"BATCH": 128, "LENGTHS": (32, 64), "MEASURED": 1}.items():
-        monkeypatch.setattr(trainHead, name, value)
+    monkeypatch.setattr(trainHead, "RECIPE", replace(RECIPE, batch=128, lengths=(32, 64)))
+    monkeypatch.setattr(training, "LOG_LINES", 1)
 
 
 @pytest.fixture
@@ -71,22 +71,26 @@ def target():
 def network(target):
     """An untrained head of it."""
     torch.manual_seed(1)
-    head = new_network(Recipe(), target, None)
-    for weight in head.parameters_of_training().values():
+    head = new_network(RECIPE, target, None)
+    for weight in [p for p in head.parameters() if p.requires_grad]:
         torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3 if weight.ndim == 2 else 0.1)
     return head
 
 
+def output_of(target, tokens):
+    return RestrictedHead(target.model.get_output_embeddings(), tokens)
+
+
 def a_batch(target, tokens, kept_as=torch.float32):
     """The batch of int64 `tokens[B, n]`, read by the target, and its output layer. All are of one text."""
-    layers = headStates.tapped(target.model.config, "three")
+    layers = tapped(target.model.config, "three")
     with torch.no_grad():
         read = target.model.base_model(tokens, use_cache=False, output_hidden_states=True).hidden_states
     states = torch.cat([read[layer] for layer in layers], -1).to(kept_as).float()
-    output = OutputLayer.of(target.model, torch.arange(target.vocabulary))
-    sums = headStates.sums_of(output, states[..., -32:])
+    output = output_of(target, torch.arange(target.vocabulary))
+    sums = sums_of(output, states[..., -32:])
     zeros = torch.zeros_like(tokens)
-    return Batch(tokens, zeros, zeros == 0, shifted(states, 1), states[..., -32:], sums), output
+    return TextBatch(tokens, zeros, zeros == 0, shifted(states, 1), states[..., -32:], sums), output
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -107,7 +111,7 @@ def test_the_chain_is_what_decoding_computes(target, network, late):
 
 def check_chain(target, network, tokens, batch, output):
     with torch.no_grad():
-        expected = output(network.chain(batch, GAMMA))[:, 0]
+        expected = output_logits(output, network.chain(batch, GAMMA))[:, 0]
     head = HeadModel(network, target)
     for last in range(1, 12 - GAMMA):  # the last committed token's place: its feature is not known
         target.reserve(1, 16), head.reserve(1, 16)
@@ -152,9 +156,9 @@ def test_the_attention_of_each_step_is_that_of_a_loop(groups):
     texts = torch.tensor([[0] * 5 + [1] * 6])
     inputs = torch.randn(GAMMA, 1, 11, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     angles = head.model.rotary_emb(inputs[0], torch.arange(11)[None])
-    cache, weights = headNetworks.KeysValues(texts), chain_weights(texts, GAMMA)
+    cache, weights = [], chain_weights(texts, GAMMA)
     for step in range(GAMMA):
-        found = headNetworks.attention(layer, inputs[step], angles, cache)[0]
+        found = chain_attention(layer, inputs[step], angles, texts, cache)[0]
         expected = naive_attention(layer, inputs[: step + 1, 0], angles, texts[0])
         there = weights[step, 0] > 0
         assert there.sum() == 11 - 2 * step
@@ -169,7 +173,7 @@ def test_a_window_knows_where_texts_begin():
         "states": torch.arange(1.0, 21.0).view(10, 2),
         "sums": torch.zeros(10, 3),
     }
-    batch = batch_of([(part, 0, 5), (part, 2, 5), (part, 5, 5)], 1, torch.device("cpu"))
+    batch = batch_of([(part, 0, 5), (part, 2, 5), (part, 5, 5)], torch.zeros(7, 1))
     assert batch.tokens.tolist() == [[0, 1, 2, 3, 4], [2, 3, 4, 5, 6], [5, 6, 7, 8, 9]]
     assert batch.before[..., 0].tolist() == [[0, 1, 3, 5, 0], [3, 5, 0, 9, 11], [9, 11, 13, 15, 17]]
     assert batch.last[..., 0].tolist() == [[2, 4, 6, 8, 10], [6, 8, 10, 12, 14], [12, 14, 16, 18, 20]]
@@ -179,26 +183,25 @@ def test_a_window_knows_where_texts_begin():
 def test_labels_are_the_distributions_that_the_target_draws_from(target):
     tokens = torch.randint(1, 61, (1, 30), generator=torch.Generator().manual_seed(0))
     batch, output = a_batch(target, tokens, torch.bfloat16)
-    logits = output(batch.last[0])
+    logits = output_logits(output, batch.last[0])
     few = torch.tensor([1, 5, 8, 30, 44])
-    for some, places in (output, slice(None)), (OutputLayer.of(target.model, few), few):
-        labels = Labels.of(some, batch.last[0], batch.sums[0])
-        torch.testing.assert_close(labels.plain, logits.softmax(-1)[:, places], atol=1e-5, rtol=1e-4)
-        expected = probabilities(logits, headStates.SAMPLING)[:, places]
-        torch.testing.assert_close(labels.p, expected, atol=1e-5, rtol=1e-4)
+    for some, places in (output, slice(None)), (output_of(target, few), few):
+        plain, drawn = distributions(output_logits(some, batch.last[0]), batch.sums[0])
+        torch.testing.assert_close(plain, logits.softmax(-1)[:, places], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(drawn, probabilities(logits, SAMPLING)[:, places], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("count", [61, 20])
 def test_the_gradient_of_the_cross_entropy_is_autograds(target, count):
     generator = torch.Generator().manual_seed(0)
     batch, _ = a_batch(target, torch.randint(1, 61, (1, 80), generator=generator), torch.bfloat16)
-    output = OutputLayer.of(target.model, torch.arange(count))
+    output = output_of(target, torch.arange(count))
     hidden, weights = torch.randn(2, 80, 32, generator=generator), torch.rand(2, 80, generator=generator)
     one, two = (hidden.clone().requires_grad_() for _ in range(2))
-    loss = ChainLoss.apply(one, batch.last[0], batch.sums[0], weights, output, False)
+    loss = chain_loss(one, batch.last[0], batch.sums[0], weights, output, False)
     loss.backward()
-    p = Labels.of(output, batch.last[0], batch.sums[0]).plain
-    expected = -((p * output(two).log_softmax(-1)).sum(-1) * weights).sum()
+    p, _ = distributions(output_logits(output, batch.last[0]), batch.sums[0])
+    expected = -((p * output_logits(output, two).log_softmax(-1)).sum(-1) * weights).sum()
     expected.backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(one.grad, two.grad, atol=1e-5, rtol=1e-4)
@@ -214,14 +217,14 @@ def test_the_figures_are_those_of_decoding(target, network):
     for text in texts:
         batch, output = a_batch(target, torch.tensor([[3, *text]]), torch.bfloat16)
         batches.append(batch._replace(drawn=torch.arange(61)[None] > 0))
-    quality = measure(network, output, batches, torch.float32)
+    quality = acceptance_on(network, output, batches, torch.float32)
     head = HeadModel(network, target)
     _, records = specSampling([[3]] * 60, target, ModelDrafter(head), 60, GAMMA, generator=generator)
     tested, passed = np.array([record.acceptance_by_position for record in records]).sum(0).T
-    for found, share, count in zip(quality.acceptance, passed / tested, tested):
+    for found, share, count in zip(quality["acceptance"], passed / tested, tested):
         assert abs(found - share) < 4 * math.sqrt(0.25 / count) + 0.01
     tokens = np.mean([record.tokens_per_round for record in records])
-    assert quality.tokens_per_round == pytest.approx(tokens, rel=0.05)
+    assert quality["tokens_per_round"] == pytest.approx(tokens, rel=0.05)
 
 
 def test_rounds_are_those_of_each_way_to_decode():
@@ -229,7 +232,7 @@ def test_rounds_are_those_of_each_way_to_decode():
     rng = np.random.default_rng(0)
     ratio, n = rng.random((2, 14)), 14
     drawn = [False] * 3 + [True] * 11
-    tested, passed = rounds(ratio, ratio, drawn)
+    tested, passed = expected_counts(ratio, ratio, drawn)
     counts = np.zeros((2, 2))
     for _ in range(4_000):
         s = 3
@@ -246,9 +249,9 @@ def test_rounds_are_those_of_each_way_to_decode():
 
 def test_what_is_not_guessed_never_passes(target):
     batch, _ = a_batch(target, torch.randint(1, 61, (1, 30), generator=torch.Generator().manual_seed(0)))
-    some = OutputLayer.of(target.model, torch.arange(0, 60, 3))
+    some = output_of(target, torch.arange(0, 60, 3))
     following = torch.arange(1, 31)
-    overlap, ratio = chances(some, torch.randn(2, 30, 32), batch.last[0], batch.sums[0], following)
+    overlap, ratio = passing_chances(some, torch.randn(2, 30, 32), batch.last[0], batch.sums[0], following)
     assert (ratio[:, following % 3 != 0] == 0).all() and (overlap <= 1).all()
 
 
@@ -268,76 +271,87 @@ def test_a_short_training_makes_a_head_that_loads(pair_folder, tmp_path, small, 
 
 
 @pytest.fixture(scope="module")
-def made(pair_folder, tmp_path_factory):
-    """The options and the parts of a small training."""
+def sources(pair_folder, tmp_path_factory):
+    """What a small training reads: its options, parts, target, and the output layer."""
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
         folder = tmp_path_factory.mktemp("head")
-        words = [pair_folder / "target", folder, "--texts", SAMPLE, "--written", 300, "--device", "cpu", "--steps", 12]
+        words = [pair_folder / "target", folder, "--texts", SAMPLE, "--written", 300, "--device", "cpu"]
         args = trainHead.parse([str(word) for word in words])
-        return trainHead.Workplace.of(args)
+        target = load_model(args.folder, load_tokenizer(args.folder), "float32", "cpu")
+        target.model.requires_grad_(False)
+        return args, headTexts.prepare_parts(args, target), target, output_of(target, torch.arange(target.vocabulary))
 
 
-@pytest.mark.parametrize("recipe", [Recipe(finish=0.5), Recipe(layers="last", feature_loss=True), Recipe("medusa")])
-def test_an_interrupted_training_ends_with_the_same_weights(made, small, monkeypatch, tmp_path, recipe):
-    whole, first, second = (trainHead.Trainer(recipe, tmp_path / name, made) for name in ("whole", "cut", "cut"))
+def head_trainer(sources, out, steps=12, **changes):
+    recipe = trainHead.RECIPE
+    return HeadTrainer(replace(recipe, tokens=steps * recipe.batch, **changes), out, *sources)
+
+
+RECIPES = [{"finish": 0.5}, {"layers": "last", "feature_loss": True}, {"kind": "medusa"}]
+
+
+@pytest.mark.parametrize("changes", RECIPES)
+def test_an_interrupted_training_ends_with_the_same_weights(sources, small, monkeypatch, tmp_path, changes):
+    whole, first, second = (head_trainer(sources, tmp_path / name, **changes) for name in ("whole", "cut", "cut"))
     whole.train()
-    step = trainHead.Trainer.one_step
+    step = HeadTrainer.one_step
 
     def interrupted(self):
         if self.step == 7:
             raise KeyboardInterrupt
         step(self)
 
-    monkeypatch.setattr(trainHead, "KEEP", 0.0)
-    monkeypatch.setattr(trainHead.Trainer, "one_step", interrupted)
+    monkeypatch.setattr(training, "CHECKPOINT_EVERY", 0.0)
+    monkeypatch.setattr(HeadTrainer, "one_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         first.train()
-    monkeypatch.setattr(trainHead.Trainer, "one_step", step)
+    monkeypatch.setattr(HeadTrainer, "one_step", step)
     second.train()
     assert second.step == 12 and [line["step"] for line in second.history] == [12]
     for one, two in zip(whole.network.parameters(), second.network.parameters()):
         assert torch.equal(one, two)
     with refused("other flags"):
-        trainHead.Trainer(replace(recipe, unroll=2), tmp_path / "cut", made).train()
+        head_trainer(sources, tmp_path / "cut", **changes | {"unroll": 2}).train()
+    (tmp_path / "cut" / "training.pt").write_bytes(b"broken")
+    with refused("cannot be read", "remove it"):
+        head_trainer(sources, tmp_path / "cut", **changes).train()
 
 
-def test_a_training_begins_on_true_features_alone(made, small, monkeypatch, tmp_path):
-    trainer, steps = trainHead.Trainer(Recipe(opening=0.5), tmp_path / "head", made), []
+@pytest.mark.parametrize("kind, first", [("head", 1), ("medusa", GAMMA)])
+def test_a_training_begins_on_true_features_alone(sources, small, monkeypatch, tmp_path, kind, first):
+    trainer, steps = head_trainer(sources, tmp_path / "head", opening=0.5, kind=kind), []
     chain = trainer.network.chain
     monkeypatch.setattr(trainer.network, "chain", lambda batch, count: steps.append(count) or chain(batch, count))
     for _ in range(12):
         trainer.one_step()
-    assert steps == [1] * 6 + [GAMMA] * 6
-    assert Recipe("medusa").steps(0.0) == GAMMA
+    assert steps == [first] * 6 + [GAMMA] * 6
 
 
-def test_the_loss_goes_down(made, small, tmp_path):
-    made = made._replace(args=SimpleNamespace(**vars(made.args) | {"steps": 100}))
-    trainer = trainHead.Trainer(Recipe(finish=0.0), tmp_path / "head", made)
-    trainer.one_step()
-    before = trainer.losses[0]
+def test_the_loss_goes_down(sources, small, tmp_path):
+    trainer = head_trainer(sources, tmp_path / "head", steps=100, finish=0.0)
     trainer.train()
-    assert np.mean(trainer.losses[-10:]) < before - 0.3
+    assert np.mean(trainer.losses[-10:]) < trainer.losses[0] - 0.3
 
 
-def test_parts_that_are_there_are_not_made_again(made, small, monkeypatch):
-    monkeypatch.setattr(headStates, "Writer", None)
-    parts = headStates.prepare(made.args)
-    assert [len(part["tokens"]) for part in parts] == [len(part["tokens"]) for part in made.parts]
-    assert sum(len(part["tokens"]) for part in parts[1:]) >= 300
+def test_parts_that_are_there_are_not_made_again(sources, small, monkeypatch):
+    args, parts, target, _ = sources
+    monkeypatch.setattr(headTexts, "TextWriter", None)
+    again = headTexts.prepare_parts(args, target)
+    assert [len(part["tokens"]) for part in again] == [len(part["tokens"]) for part in parts]
+    assert sum(len(part["tokens"]) for part in again[1:]) >= 300
     with refused("another target or seed"):
-        headStates.prepare(SimpleNamespace(**vars(made.args) | {"seed": 1}))
+        headTexts.prepare_parts(SimpleNamespace(**vars(args) | {"seed": 1}), target)
 
 
-def test_texts_are_what_the_target_writes_after_passages(made):
-    part = made.parts[0]
-    tokenizer = load_tokenizer(made.args.folder)
+def test_texts_are_what_the_target_writes_after_passages(sources):
+    args, (part, *_), target, _ = sources
+    tokenizer = load_tokenizer(args.folder)
     first = part["text"] == 0
     begins = tokenizer.decode(part["tokens"][first & ~part["drawn"]])
     assert " ".join(begins.split()) in " ".join(SAMPLE.read_text().split())
     assert 4 <= int((first & ~part["drawn"]).sum()) <= 12
-    read = made.target.model.base_model(part["tokens"][first][None].long(), output_hidden_states=True)
+    read = target.model.base_model(part["tokens"][first][None].long(), output_hidden_states=True)
     torch.testing.assert_close(
         part["states"][first, -32:].float(), read.hidden_states[-1][0].float(), atol=0.05, rtol=0.02
     )
@@ -347,9 +361,9 @@ PASSAGES = [f"{i} " + "word " * 99 for i in range(30)]
 
 
 def test_a_passage_that_counts_twice_is_held_out_with_its_copy(model_folder):
-    passages = headTexts.Writer(model_folder, "cpu", PASSAGES * 2, [], 0).passages
-    assert not set(passages[True]) & set(passages[False])
-    assert sorted(passages[True] + passages[False]) == sorted(PASSAGES * 2) and len(passages[True]) == 6
+    writer = headTexts.TextWriter(model_folder, "cpu", PASSAGES * 2, [], 0)
+    assert not set(writer.held_out) & set(writer.trained_on)
+    assert sorted(writer.held_out + writer.trained_on) == sorted(PASSAGES * 2) and len(writer.held_out) == 6
 
 
 class Answers:
@@ -365,13 +379,13 @@ class Answers:
 def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, monkeypatch):
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|endoftext|>{% endfor %}"
     (model_folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}<assistant>{% endif %}")
-    writer = headTexts.Writer(model_folder, "cpu", PASSAGES, [], 0)
+    writer = headTexts.TextWriter(model_folder, "cpu", PASSAGES, [], 0)
     monkeypatch.setattr(headTexts, "regrSampling", Answers(0))
     monkeypatch.setattr(headTexts, "TURN", 4)
     monkeypatch.setattr(headTexts, "ANSWER", 8)
     monkeypatch.setattr(headTexts, "STARTED", 0.0)
     writer.write(1, 0)
-    texts = writer.conversations(2, headTexts.SAMPLING, False)
+    texts = writer.conversations(2, SAMPLING)
     first, after_user, after_model = chat_pieces(writer.tokenizer)
     assert writer.tokenizer.decode(after_user) == "<|endoftext|><assistant>"
     turns = [*first, 7, 8, *after_user, 7, 8, *after_model, 7, 8, *after_user, 7, 8, 0]
@@ -382,17 +396,17 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
     assert texts[0].tokens == [*first, *task, *turns[len(first) + 2 :]]
     assert sum(texts[0].drawn) == 5
     writer.questions = ["word"]
-    given = [text.tokens for text in writer.conversations(2, headTexts.SAMPLING, False)]
+    given = [text.tokens for text in writer.conversations(2, SAMPLING)]
     assert given == [[*first, *writer.tokenizer("word")["input_ids"], *turns[len(first) + 2 :]]] * 2
     monkeypatch.setattr(headTexts, "STARTED", 1.0)
-    whole = writer.tokenizer.decode(writer.conversations(2, headTexts.SAMPLING, False)[0].tokens)
+    whole = writer.tokenizer.decode(writer.conversations(2, SAMPLING)[0].tokens)
     assert any(writer.tokenizer.decode(after_model) + words in whole for words in headTexts.STARTS)
 
 
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--texts", "nowhere"], "no such file"),
+        (["--texts", "nowhere"], "nowhere cannot be read"),
         (["--prompts", "sample"], "measured on"),
         (["--kind", "medusa", "--unroll", "1"], "--kind head"),
         (["--steps", "0"], "--steps"),
@@ -412,16 +426,17 @@ def test_a_target_that_is_none_and_too_few_texts_are_one_line(pair_folder, text_
 
 
 def test_a_disk_without_room_is_one_line(pair_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(headStates, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("inputs.hub.SPARE", 10**18)
     assert train(pair_folder / "target", tmp_path / "head") == 2
-    assert "lower --written" in capsys.readouterr().err
+    assert "make room" in capsys.readouterr().err
 
 
 def test_a_target_that_scales_its_logits_is_refused(model_folder, monkeypatch):
-    score = headStates.CachedModel.score
-    monkeypatch.setattr(headStates.CachedModel, "score", lambda self, tokens: score(self, tokens) / 4)
+    target = load_model(model_folder, load_tokenizer(model_folder), "float32", "cpu")
+    score = target.score
+    monkeypatch.setattr(target, "score", lambda tokens: score(tokens) / 4)
     with refused("changes its logits"):
-        headStates.Reader(model_folder, "cpu")
+        headTexts.StateReader(target)
 
 
 def test_the_ablation_trains_every_variant(pair_folder, tmp_path, small, capsys):
@@ -442,7 +457,7 @@ def test_a_head_begins_near_its_target(family):
     *texts, new = (a_batch(target, row[None])[0] for row in tokens)
 
     def away(begun):
-        network = new_network(Recipe(), target, None)
+        network = new_network(RECIPE, target, None)
         if begun is not None:
             begin_near_target(network, target, begun)
         with torch.no_grad():
