@@ -208,9 +208,9 @@ class Rows:
         return u.to(self.device)
 
     @property
-    def settled(self) -> list[int]:
-        """How many of its first tokens each row keeps for good: all, except in a cascade, where other rows may replace
-        the last ones."""
+    def committed_lengths(self) -> list[int]:
+        """Committed tokens of each row, on the host. In a cascade the rows of the inner sampler hold more: guesses that
+        the outer target may still reject."""
         return list(map(len, self.texts))
 
     @property

@@ -74,9 +74,9 @@ class LookupDrafter(Drafter):
 
     def read(self, rows: Rows) -> None:
         """Extend the automata by the tokens that stay, and learn whether looking up would have found them."""
-        for number, text, settled in zip(rows.numbers, rows.texts, rows.settled):
+        for number, text, committed in zip(rows.numbers, rows.texts, rows.committed_lengths):
             automaton = self.automata[number]
-            for token in text[automaton.size : settled]:
+            for token in text[automaton.size : committed]:
                 match = automaton.continued(automaton.whole())
                 if match.length:
                     self.rates[number].learn(match.length, automaton.continuation(match) == token)
