@@ -14,9 +14,9 @@ from decoding.drafter import Guesses, WrappedDrafter
 from decoding.model import Model
 from decoding.record import Record
 from decoding.rows import EndOfText, Rows
-from decoding.trees.guesses import TreeGuesses
 from decoding.trees.rules import after_child
 from decoding.trees.shapes import Acceptance
+from decoding.trees.tree import Tree
 from experiments import theory
 from experiments.lines import Positions
 from methods.samplers import Sampler, Wrap
@@ -42,14 +42,13 @@ class OverlapDrafter(WrappedDrafter):
 
     def changed(self, guesses: Guesses, rows: Rows, gamma: int) -> Guesses:
         drafts, q = guesses.drafts[0], guesses.q[0].clone()
-        self.rounds.append(RoundGuesses(drafts, q, [*((node,) for node in range(1, len(drafts) + 1)), ()]))
+        shape = guesses.tree or Tree.chain(len(drafts))
+        self.rounds.append(RoundGuesses(drafts, q, shape.children))
         return guesses
 
-    def grow(self, *args: Any) -> TreeGuesses:
+    def grow(self, rows: Rows, tree: Tree, *args: Any) -> Guesses:
         """As of a `TreeDrafter`, whose guesses are kept too."""
-        guesses = cast(TreeDrafter, self.drafter).grow(*args)
-        self.rounds.append(RoundGuesses(guesses.drafts[0], guesses.q[0], guesses.tree.children))
-        return guesses
+        return self.changed(cast(TreeDrafter, self.drafter).grow(rows, tree, *args), rows, tree.depth)
 
 
 class OverlapCounts(NamedTuple):

@@ -23,6 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from decoding.lengthRules import LengthRule
+from decoding.trees.tree import Tree
 from engine.cachedModel import CachedModel
 from engine.compiledModel import CompiledModel
 from utils import probabilities, seen_after
@@ -70,6 +72,25 @@ def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, cont
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(sharpness / 4)
     return CachedModel(model, vocabulary, f"{family}-{seed}")
+
+
+class InTurn(LengthRule):
+    """Plain decoding and these shapes in turn. last: {text: last accepted node} of each round."""
+
+    def __init__(self, *shapes):
+        self.shapes, self.last = [Tree.chain(0), *shapes], []
+
+    def begin(self, rows):
+        self.rows = rows
+
+    def shape(self):
+        return self.shapes[(len(self.last) + 1) % len(self.shapes)]
+
+    def gammas(self):
+        return [self.shape().depth] * self.rows.size
+
+    def learn(self, drafted, last, sure):
+        self.last.append(last)
 
 
 class Rehearsing(CompiledModel):
