@@ -217,7 +217,8 @@ class CostAware(LengthRule):
         return guesses
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
-        seconds, (_, tree), self.chosen = time.perf_counter() - self.start, self.current, False
+        seconds = time.perf_counter() - self.start
+        (_, tree), self.chosen = self.current, False
         self.acceptance.add(tree, accepted, self.asked)
         for text, count in accepted.items() if tree.is_chain and len(accepted) > 1 else ():
             predicted, passed = self.of_text.get(text, (0.0, 0.0))
@@ -256,8 +257,8 @@ class Search:
 
     PROBE = 24  # One pair of rounds in so many tries another shape at most.
     LOSS = 0.01
-    WORTH = 0.3  # A shape is not tried for the first time that seems to give less than this share of the best's speed,
-    AT_FIRST = 0.8  # or this share, at first.
+    WORTH = 0.3  # A shape that was never timed is not tried if it seems to have less than this share of the best speed,
+    AT_FIRST = 0.8  # and in the opening less than this share.
 
     def __init__(self, costs: Costs[Tree], opening: Sequence[Tree]) -> None:
         self.costs, self.opening, self.best = costs, list(opening), opening[0]
