@@ -279,7 +279,8 @@ class Search:
             tree = self.opening.pop(0)
             if tree.size == 0 or not timed or rate(tree) > self.AT_FIRST * max(map(rate, timed)):
                 return tree
-        self.lost += 2 * seconds(self.chosen) * max(0.0, 1 - rate(self.chosen) / rate(self.best))
+        if self.chosen != self.best:
+            self.lost += 2 * seconds(self.chosen) * max(0.0, 1 - rate(self.chosen) / rate(self.best))
         self.lost = max(0.0, self.lost - self.LOSS * 2 * seconds(self.best))
         if self.rounds // 2 % self.PROBE or self.lost:
             return self.best
