@@ -150,6 +150,7 @@ class CostAware(LengthRule):
     """
 
     LENGTHS = (0, 1, 2, 3, 4, 6, 10)
+    OPENING = (0, 1, 2, 3)  # Tried first: the shapes so many quarters up in the order of cost, plain decoding first.
     LOOK = 16  # Rounds between two looks for the best shape: a small model's rounds notice the time that they take.
     OF_TEXT = 0.9  # Weight of a text's past in each round.
     FAITH = 4  # Accepted guesses of the average text that a new text begins with.
@@ -191,7 +192,7 @@ class CostAware(LengthRule):
             search = self.searches[near] if near else None
             seconds = search.costs.seconds if search else lambda tree: 1 + 0.25 * tree.depth + 0.02 * tree.size
             by_cost = sorted(self.shapes, key=seconds)
-            opening = [by_cost[len(by_cost) * i // 4] for i in range(4)]
+            opening = [by_cost[len(by_cost) * quarters // 4] for quarters in self.OPENING]
             costs = Costs({tree: seconds(tree) for tree in self.shapes})
             self.searches[rows] = Search(costs, [search.best, *opening] if search else opening)
         return self.searches[rows]
