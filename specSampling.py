@@ -76,9 +76,9 @@ def advance(
         observer(rows, guesses, p, accepted)
     sure = length.sure(drawn_with(p, accepted, token)) if length.sure else None
     # Commit the accepted guesses and the token after them. Here the host waits for the device, once in the round.
-    drafted, kept, noted = rows.commit(guesses.drafts, accepted, token, guesses.counts(), sure)
+    drafted, passed, noted = rows.commit(guesses.drafts, accepted, token, guesses.counts(), sure)
     if min(drafted.values()) < 0:
         raise not_finite(drafter.models[0])
     # Learn how many tokens to guess in the next round.
-    length.learn(drafted, kept, {text: bool(is_sure) for text, is_sure in noted.items()})
+    length.learn(drafted, passed, {text: bool(is_sure) for text, is_sure in noted.items()})
     return p, accepted

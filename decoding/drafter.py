@@ -4,61 +4,67 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from decoding.rows import Rows, upload
+from decoding.trees.tree import Tree, depths_of
 from utils import Sampling
 
 if TYPE_CHECKING:
     from decoding.lengthRules import LengthRule
     from decoding.model import Model
-    from decoding.trees.guesses import TreeGuesses
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """The guesses of one round.
+    """The guesses of one round: a chain of n, or a tree with n nodes beside the root.
 
     drafts: int64 `[B, n]`.
-    q: float32 `[B, n, V]`, the distributions the drafts were drawn from. Where a row has no guess, q is 0. It is valid
-        until the drafter guesses again.
-    limits: the most guesses that each row has, as far as the host knows; None: n.
+    q: float32 `[B, n, V]`, the distributions the drafts were drawn from. Siblings of a tree are drawn without
+        replacement: that of a later one is q without the earlier ones, renormalised. Where a row has no guess, q is 0.
+        It is valid until the drafter guesses again.
+    limits: the depth of the deepest guess that each row may have, as far as the host knows; None: that of the last one.
+    tree: the shape; None: a chain.
     """
 
     drafts: Tensor
     q: Tensor
     limits: Sequence[int] | None = None
+    tree: Tree | None = None
 
     def of_drafts(self) -> Tensor:
         """q of each draft, float32 `[B, n]`; 0 where a row has no guess."""
         return self.q.gather(-1, self.drafts[..., None])[..., 0]
 
     def counts(self) -> Tensor:
-        """How many guesses each row has, int64 `[B]`; -1 if one was drawn from a q of nan."""
+        """How many guesses each row could accept, int64 `[B]`; -1 if one was drawn from a q of nan."""
         if self.drafts.shape[1] == 0:
             return self.drafts.new_zeros(len(self.drafts))
         q_x = self.of_drafts()  # A distribution is nan everywhere or nowhere.
-        return (q_x > 0).sum(1).masked_fill_(q_x.isnan().any(1), -1)
+        guessed = q_x > 0
+        counts = guessed.sum(1) if self.tree is None else (guessed * depths_of(self.tree, q_x.device)).amax(1)
+        return counts.masked_fill_(q_x.isnan().any(1), -1)
 
     def limited(self, gammas: Sequence[int]) -> Guesses:
-        """The same guesses, where row i keeps only the first `gammas[i]`: q is 0 beyond them."""
+        """The same guesses, where row i keeps only those down to depth `gammas[i]`: q is 0 beyond them."""
         count, device = self.drafts.shape[1], self.drafts.device
-        before = list(self.limits or [count] * len(gammas))
+        before = list(self.limits or [self.tree.depth if self.tree else count] * len(gammas))
         limits = [min(pair) for pair in zip(gammas, before)]
         if limits == before:
             return self
-        kept = torch.arange(count, device=device) < upload(gammas, device)[:, None]
-        return Guesses(self.drafts, self.q * kept[..., None], limits)
+        depths = depths_of(self.tree, device) if self.tree else torch.arange(1, count + 1, device=device)
+        within = depths <= upload(gammas, device)[:, None]
+        return replace(self, q=self.q * within[..., None], limits=limits)
 
 
 class Observer(Protocol):
     """What is told of each round of a sampler."""
 
-    def __call__(self, rows: Rows, guesses: Guesses | TreeGuesses, p: Tensor, last: Tensor) -> object:
+    def __call__(self, rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> object:
         """A round was verified and is not committed yet.
 
         p: float32 `[B, n + 1, V]`, the target's distributions after node 0, the last committed token, and after nodes

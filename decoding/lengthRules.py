@@ -1,4 +1,4 @@
-"""How many tokens to guess in the next round: the draft-length rules.
+"""How many tokens to guess in the next round, and in which shape: the draft-length rules.
 
 `Fixed` is the rule of the paper. Others adapt to the text, and `CostAware` to the machine too.
 """
@@ -9,33 +9,35 @@ import itertools
 import operator
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from decoding.costs import Costs
 from decoding.rows import Rows
+from decoding.trees.shapes import MENU, Acceptance, expected
+from decoding.trees.tree import Tree
 from utils import UserError, check_share
 
 
 class LengthRule(ABC):
-    """How many tokens to guess in each round.
+    """How many tokens to guess in each round, and in `methods.treeSampling` in which shape.
 
     RULES names the rules. The first sentence of a rule's docstring is its help. Of a rule's parameters, `length` is
     gamma, with the default that --gamma has for it; the others have the names and values of fields of
     `methods.samplers.Decoding`.
 
-    A rule may look at committed tokens, past rounds and guesses already drawn. A guess once drawn is always submitted
-    to verification. This keeps every rule lossless.
+    A rule may look at committed tokens, past rounds, times, and guesses already drawn. A guess once drawn is always
+    submitted to verification. This keeps every rule lossless.
 
-    lengths: the numbers of guesses it may choose; None if they are many.
+    shapes: what it may choose; None: chains of any length.
     stop: `stop(q_x)` is asked after each guess, whose probability was `q_x[B]`, float32: which rows guess no further,
         bool `[B]`. None: the rule never asks.
     sure: `sure(p_x)` is asked after each round, in which the target drew its last token with probability `p_x[B]`,
         float32. It returns bool `[B]`, which `learn` is told. None: the rule never asks.
     """
 
-    lengths: Collection[int] | None = None
+    shapes: Sequence[Tree] | None = None
     stop: Callable[[Tensor], Tensor] | None = None
     sure: Callable[[Tensor], Tensor] | None = None
 
@@ -45,12 +47,17 @@ class LengthRule(ABC):
 
     @abstractmethod
     def gammas(self) -> Sequence[int]:
-        """A round begins: the most tokens to guess for each row."""
+        """For the round that begins: the most tokens to guess for each row; in a tree, the depth of the deepest."""
+
+    def shape(self) -> Tree:
+        """The shape of the round that begins, the same until `learn`."""
+        return Tree.chain(max(self.gammas()))
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
-        """Learn from a round.
+        """Learn from the round that ended.
 
-        drafted, accepted: {text: tokens guessed}, {text: guesses accepted}, of the texts that had not ended.
+        drafted: {text: tokens guessed}, of the texts that had not ended; in a tree, the depth of the deepest.
+        accepted: {text: guesses accepted}; in a tree, the number of the last accepted node, or 0.
         sure: {text: what `sure` said of the token that the target drew last}, if the rule has a `sure`.
         """
         return
@@ -62,7 +69,7 @@ class Fixed(LengthRule):
     def __init__(self, length: int = 4) -> None:
         if length < 1:
             raise UserError(f"gamma must be 1 or more, not {length}")
-        self.length, self.lengths = length, (length,)
+        self.length, self.shapes = length, [Tree.chain(length)]
 
     def begin(self, rows: Rows) -> None:
         self.rows, self.next = rows, [self.length] * len(rows.prompts)  # of each text
@@ -71,12 +78,23 @@ class Fixed(LengthRule):
         return [self.next[text] for text in self.rows.numbers]
 
 
+class FixedTree(Fixed):
+    """Always the same tree."""
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__(tree.depth)
+        self.tree, self.shapes = tree, [tree]
+
+    def shape(self) -> Tree:
+        return self.tree
+
+
 class Additive(Fixed):
     """One token more after a round accepted in full, else half as many, but at least gamma (the report's rule)."""
 
     def __init__(self, length: int = 4) -> None:
         super().__init__(length)
-        self.lengths = None
+        self.shapes = None
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         for text, guesses in drafted.items():
@@ -104,7 +122,7 @@ class TargetConfidence(Fixed):
 
     def __init__(self, length: int = 4, target_threshold: float = 0.5) -> None:
         super().__init__(length)
-        self.lengths, self.threshold = (0, length), check_share("threshold", target_threshold)
+        self.threshold = check_share("threshold", target_threshold)
 
     def sure(self, p_x: Tensor) -> Tensor:
         return p_x >= self.threshold
@@ -114,168 +132,164 @@ class TargetConfidence(Fixed):
             self.next[text] = self.length if is_sure else 0
 
 
-class Search:
-    """The search for the best of some lengths, with about so many rows in the batch.
-
-    costs: the seconds of a whole round of each length. rounds: so far. opening: the lengths tried first, unless
-    one seems far worse than the best by then. best: the best length so far.
-
-    Later other lengths are tried as far as that costs little: at most LOSS of the time is lost by it.
-    """
-
-    PROBE = 24  # One pair of rounds in so many tries another length at most.
-    LOSS = 0.01
-    WORTH = 0.3  # A length is not tried that seems to give less than this share of the tokens per second of the best,
-    AT_FIRST = 0.8  # or this share, at first.
-
-    def __init__(self, expected: Mapping[int, float], opening: Sequence[int], best: int) -> None:
-        self.costs, self.lengths = Costs(expected), sorted(expected)
-        self.opening, self.best, self.rounds = list(opening), best, 0
-        self.lost, self.tries, self.chosen = 0.0, 0, best
-
-    def choose(self, rate: Callable[[int], float]) -> int:
-        """The length of the next round. rate: the tokens per second that a length should give."""
-        self.rounds += 1
-        if self.rounds % 2:  # The second round of a pair has the length of the first.
-            self.chosen = self.next(rate)
-        return self.chosen
-
-    def next(self, rate: Callable[[int], float]) -> int:
-        """The length of the next pair of rounds."""
-        while self.opening:
-            length, timed = self.opening.pop(0), self.costs.timings
-            if not timed or rate(length) > self.AT_FIRST * max(map(rate, timed)):
-                return length
-        self.lost = max(0.0, self.lost - self.LOSS * 2 * self.costs.seconds(self.best))
-        if self.rounds // 2 % self.PROBE or self.lost:
-            return self.best
-        at, last = self.lengths.index(self.best), len(self.lengths) - 1
-        other = self.lengths[(0, max(at - 1, 1), min(at + 1, last), max(at, 1))[self.tries % 4]]
-        self.tries += 1
-        share = rate(other) / rate(self.best)
-        if share < self.WORTH:
-            return self.best
-        self.lost += 2 * self.costs.seconds(other) * max(0.0, 1 - share)
-        return other
-
-
 class CostAware(LengthRule):
-    """As many tokens as pay, by measured acceptance and costs, at most gamma. It is the length of LENGTHS with the most
-    expected tokens per second; 0 (plain decoding) is one of them.
+    """As many tokens as pay, by measured acceptance and costs, at most gamma. It is the length with the most expected
+    tokens per second; 0 (plain decoding) is one of them.
 
-    The rule keeps running estimates of alpha at each position of a round, and of the seconds of a whole round of each
-    length (`Costs`). What guesses cost depends on the number of rows that are decoded together: the more rows, the
-    less of the target's time is spent waiting for memory. So each number of rows, up to the next power of two, has a
-    `Search` of its own, which begins with what another one has learnt.
+    Lengths are shapes: `CostAwareTree` chooses among trees in the same way. The rule keeps running estimates of how
+    often guesses are accepted (`Acceptance`), and of the seconds of a whole round of each shape (`Costs`). What guesses
+    cost depends on the number of rows that are decoded together: the more rows, the less of the target's time is spent
+    waiting for memory. So each number of rows, up to the next power of two, has a `Search` of its own. The estimates
+    outlive a text: use one object for all texts. Shapes are few, as those that return often are faster.
 
-    Lengths come in pairs of rounds and the first is not timed: it finds cold caches, and the draft may have to read
-    what it missed. Some pairs try a length beside the best one, so that a change is noticed. The estimates outlive a
-    text: use one object for all texts. LENGTHS are few, as shapes that return often are faster.
+    Shapes come in pairs of rounds and the first is not timed: it finds cold caches, and the draft may have to read what
+    it missed.
 
-    Of several rows, each has an alpha of its own, and a row whose guesses fail guesses less: a guess is made if its
-    chance of being accepted, over its cost, reaches PRICE times the tokens per second of the batch.
+    Of several rows with chains, each has an acceptance of its own, and a row whose guesses fail guesses less: a guess
+    is made if its chance of being accepted, over its cost, reaches PRICE times the tokens per second of the batch.
     """
 
     LENGTHS = (0, 1, 2, 3, 4, 6, 10)
-    OPENING = (4, 2, 0, 6, 1)  # What is tried first.
-    MEMORY = 0.995  # Weight of the past in each round,
-    OF_TEXT = 0.9  # and for the alpha of one text.
-    # A position with few tests borrows FAITH tests from the position before it; the first position borrows from alpha
-    # = HOPE. Old tests lose weight, so a draft that was once unlucky is tried again. A text borrows from all texts.
-    FAITH, HOPE = 4, 0.7
+    OPENING = (0, 1, 2, 3)  # Tried first: the shapes so many quarters up in the order of cost, plain decoding first.
+    LOOK = 16  # Rounds between two looks for the best shape: a small model's rounds notice the time that they take.
+    OF_TEXT = 0.9  # Weight of a text's past in each round.
+    FAITH = 4  # Accepted guesses of the average text that a new text begins with.
     PRICE = 0.5  # A guess costs less than its share of the round: the draft makes the step for other rows all the same.
-    WHOLE = 0.8  # Rounds with a smaller share of the guesses do not teach what rounds of that length cost.
-    GUESS = 0.25  # Expected cost of a guess beside plain decoding, until rounds were timed.
+    WHOLE = 0.8  # Rounds with a smaller share of the guesses do not teach what rounds of that shape cost.
 
     def __init__(self, length: int = 10) -> None:
         if length < 1:
             raise UserError(f"gamma must be 1 or more, not {length}")
-        self.lengths: list[int] = [choice for choice in self.LENGTHS if choice < length] + [length]
-        self.longest = length
-        self.tested, self.passed = [0.0] * length, [0.0] * length
+        self.use([Tree.chain(choice) for choice in (*self.LENGTHS, length) if choice <= length])
+
+    def use(self, shapes: Sequence[Tree]) -> None:
+        """Choose among these shapes. Nothing is known yet."""
+        self.shapes: list[Tree] = list(dict.fromkeys(shapes))
+        self.extent = max(tree.depth for tree in shapes), 1 + max(max(tree.ranks, default=0) for tree in shapes)
+        self.acceptance = Acceptance()
+        self.table = self.acceptance.table(*self.extent)
         self.searches: dict[int, Search] = {}  # {rows: the search}
 
     def begin(self, rows: Rows) -> None:
-        self.rows, self.before = rows, (0, 0)
-        self.of_text: dict[int, tuple[float, float]] = {}  # {text: guesses tested, passed}
+        self.rows, self.chosen = rows, False
+        self.before: tuple[int, Tree] | None = None  # rows and shape of the round before
+        self.of_text: dict[int, tuple[float, float]] = {}  # {text: accepted guesses expected, accepted}
 
-    def gammas(self) -> Sequence[int]:
-        self.start, left = time.perf_counter(), self.rows.left
-        self.live = [text for text, more in zip(self.rows.numbers, left) if more]
-        rows = 1 << (len(self.live) - 1).bit_length()
-        self.search = self.search_for(rows)
-        self.kind = rows, self.search.choose(self.rate)
-        plan = self.plan(self.kind[1])
-        self.asked = {text: min(plan[text], more - 1) for text, more in zip(self.rows.numbers, left) if more}
-        return [plan.get(text, 0) for text in self.rows.numbers]
+    def shape(self) -> Tree:
+        if not self.chosen:
+            self.chosen, self.start = True, time.perf_counter()
+            self.left = {text: left for text, left in zip(self.rows.numbers, self.rows.left) if left}
+            rows = 1 << (len(self.left) - 1).bit_length()
+            self.search = self.search_for(rows)
+            self.current = rows, self.search.choose(self.rate)
+        return self.current[1]
 
     def search_for(self, rows: int) -> Search:
         """The search with so many rows. A new one begins with what another one has learnt, for the next number of
         rows."""
         if rows not in self.searches:
             near = min(self.searches, key=lambda other: max(other, rows) / min(other, rows), default=None)
-            if near is None:
-                expected = {length: 1 + self.GUESS * length for length in self.lengths}
-                # With several rows, guesses may be far too dear: what is tried first costs little.
-                lengths = self.OPENING if rows == 1 else sorted(self.OPENING)
-                opening = [min(length, self.longest) for length in lengths]
-                self.searches[rows] = Search(expected, opening, min(4, self.longest))
-            else:
-                search = self.searches[near]
-                expected = {length: search.costs.seconds(length) for length in self.lengths}
-                opening = [search.best, *sorted({*self.OPENING} & {*self.lengths} - {search.best})]
-                self.searches[rows] = Search(expected, opening, search.best)
+            search = self.searches[near] if near else None
+            seconds = search.costs.seconds if search else lambda tree: 1 + 0.25 * tree.depth + 0.02 * tree.size
+            by_cost = sorted(self.shapes, key=seconds)
+            opening = [by_cost[len(by_cost) * quarters // 4] for quarters in self.OPENING]
+            costs = Costs({tree: seconds(tree) for tree in self.shapes})
+            self.searches[rows] = Search(costs, [search.best, *opening] if search else opening)
         return self.searches[rows]
 
-    def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
-        """A guess that a drafter was asked for and did not make counts as one that was rejected."""
-        seconds = time.perf_counter() - self.start
-        # A position that is no longer tested falls back on the one before it, in time.
-        self.tested = [self.MEMORY * count for count in self.tested]
-        self.passed = [self.MEMORY * count for count in self.passed]
-        for text, taken in accepted.items() if self.kind[1] else ():
-            more = min(taken + 1, self.asked[text])
-            for i in range(more):
-                self.tested[i] += 1 / len(accepted)
-            for i in range(taken):
-                self.passed[i] += 1 / len(accepted)
-            tested, passed = self.of_text.get(text, (0.0, 0.0))
-            self.of_text[text] = self.OF_TEXT * tested + more, self.OF_TEXT * passed + taken
-        is_whole = sum(self.asked.values()) >= self.WHOLE * self.kind[1] * len(accepted)
-        if self.kind == self.before and is_whole:
-            self.search.costs.learn(self.kind[1], seconds)
-        self.before = self.kind
-        # The search costs a hundredth of a small model's round, and more with several rows.
-        if self.search.rounds % (4 if self.search.opening or len(self.live) == 1 else 16) == 0:
-            self.search.best = max(self.lengths, key=self.rate)
+    def gammas(self) -> Sequence[int]:
+        guesses = self.plan(self.shape())
+        # The last token that a text may add needs no guess.
+        self.asked = {text: min(guesses[text], left - 1) for text, left in self.left.items()}
+        return [guesses.get(text, 0) for text in self.rows.numbers]
 
-    def alphas(self, length: int) -> list[float]:
-        """Estimates of alpha at the first `length` positions."""
-        found, alpha = [], self.HOPE
-        for tested, passed in zip(self.tested[:length], self.passed[:length]):
-            alpha = (passed + self.FAITH * alpha) / (tested + self.FAITH)
-            found.append(alpha)
-        return found
-
-    def rate(self, length: int) -> float:
-        """Expected tokens per second of a row, in rounds where every row makes that many guesses."""
-        tokens = 1 + sum(itertools.accumulate(self.alphas(length), operator.mul))
-        return tokens / self.search.costs.seconds(length)
-
-    def plan(self, length: int) -> dict[int, int]:
-        """{text: its guesses} in a round: of `length` guesses those that are worth their time."""
-        if not length or len(self.live) == 1:
-            return dict.fromkeys(self.live, length)
-        seconds, alphas = self.search.costs.seconds, self.alphas(length)
-        price = self.PRICE * self.rate(length) * max(0.0, seconds(length) - seconds(0)) / length  # in tokens
-        mean = (sum(self.passed) + self.FAITH * self.HOPE) / (sum(self.tested) + self.FAITH)
-        guesses = {}
-        for text in self.live:
-            tested, passed = self.of_text.get(text, (0.0, 0.0))
-            share = (passed + self.FAITH * mean) / (tested + self.FAITH) / mean  # of this text's alpha, in that of all
-            chances = itertools.accumulate((min(1.0, share * alpha) for alpha in alphas), operator.mul)
-            guesses[text] = sum(1 for chance in chances if chance >= price)
+    def plan(self, tree: Tree) -> dict[int, int]:
+        """{text: its guesses} in a round: of a chain, those that are worth their time."""
+        if not tree.depth or len(self.left) == 1 or not tree.is_chain:
+            return dict.fromkeys(self.left, tree.depth)
+        seconds, guesses = self.search.costs.seconds, {}
+        cost = max(0.0, seconds(tree) - seconds(self.shapes[0])) / tree.depth  # of a guess for each row
+        price = self.PRICE * self.rate(tree) * cost  # in tokens
+        for text in self.left:
+            predicted, accepted = self.of_text.get(text, (0.0, 0.0))
+            share = (accepted + self.FAITH) / (predicted + self.FAITH)  # of this text's acceptance in that of all
+            chances = itertools.accumulate((min(1.0, share * row[0]) for row in self.table), operator.mul)
+            guesses[text] = sum(1 for chance in itertools.islice(chances, tree.depth) if chance >= price)
         return guesses
+
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
+        seconds = time.perf_counter() - self.start
+        (_, tree), self.chosen = self.current, False
+        self.acceptance.add(tree, accepted, self.asked)
+        for text, count in accepted.items() if tree.is_chain and len(accepted) > 1 else ():
+            predicted, passed = self.of_text.get(text, (0.0, 0.0))
+            more = sum(row[0] for row in self.table[: min(count + 1, self.asked[text])])
+            self.of_text[text] = self.OF_TEXT * predicted + more, self.OF_TEXT * passed + count
+        is_whole = sum(self.asked.values()) >= self.WHOLE * tree.depth * len(accepted)
+        if self.current == self.before and is_whole:
+            self.search.costs.learn(tree, seconds)
+        self.before = self.current
+        if self.search.rounds < self.LOOK or self.search.rounds % self.LOOK == 0:
+            self.table = self.acceptance.table(*self.extent)
+            self.search.best = max(self.shapes, key=self.rate)
+
+    def rate(self, tree: Tree) -> float:
+        """Expected tokens per second of a row, in rounds where every row has all guesses of that shape."""
+        return expected(tree, self.table) / self.search.costs.seconds(tree)
+
+
+class CostAwareTree(CostAware):
+    """The shape of a menu with the most expected tokens per second (Sequoia, arXiv 2402.12374, with measured costs)."""
+
+    def __init__(self, shapes: Sequence[Tree] = MENU) -> None:
+        self.use(shapes)
+
+
+class Search:
+    """The search for the best shape, with about so many rows in the batch, in pairs of rounds.
+
+    costs: the seconds of a whole round of each shape. opening: the shapes tried first: plain decoding, and others
+    unless one seems far worse than the best by then. best: the best shape so far. rounds: so far.
+
+    Later other shapes are tried, as far as that costs little: at most LOSS of the time is lost by it. By turns that is
+    the one that seems second best, and each in order, as one that seems slow may have been timed while the machine was
+    busy.
+    """
+
+    PROBE = 24  # One pair of rounds in so many tries another shape at most.
+    LOSS = 0.01
+    WORTH = 0.3  # A shape that was never timed is not tried if it seems to have less than this share of the best speed,
+    AT_FIRST = 0.8  # and in the opening less than this share.
+
+    def __init__(self, costs: Costs[Tree], opening: Sequence[Tree]) -> None:
+        self.costs, self.opening, self.best = costs, list(opening), opening[0]
+        self.shapes, self.chosen = list(costs.expected), self.best
+        self.rounds, self.tries, self.lost = 0, 0, 0.0
+
+    def choose(self, rate: Callable[[Tree], float]) -> Tree:
+        """The shape of the next round. rate: the tokens per second that a shape should give."""
+        self.rounds += 1
+        if self.rounds % 2:  # The second round of a pair has the shape of the first.
+            self.chosen = self.next(rate)
+        return self.chosen
+
+    def next(self, rate: Callable[[Tree], float]) -> Tree:
+        """The shape of the next pair of rounds."""
+        timed, seconds = self.costs.timings, self.costs.seconds
+        while self.opening:
+            tree = self.opening.pop(0)
+            if tree.size == 0 or not timed or rate(tree) > self.AT_FIRST * max(map(rate, timed)):
+                return tree
+        if self.chosen != self.best:
+            self.lost += 2 * seconds(self.chosen) * max(0.0, 1 - rate(self.chosen) / rate(self.best))
+        self.lost = max(0.0, self.lost - self.LOSS * 2 * seconds(self.best))
+        if self.rounds // 2 % self.PROBE or self.lost:
+            return self.best
+        self.tries += 1
+        other = self.shapes[self.tries // 2 % len(self.shapes)]
+        if self.tries % 2:
+            other = max((tree for tree in self.shapes if tree != self.best), key=rate, default=self.best)
+        return other if other in timed or rate(other) > self.WORTH * rate(self.best) else self.best
 
 
 RULES: dict[str, Callable[..., LengthRule]] = {

@@ -159,14 +159,14 @@ class Rows:
         size = self.target.rows_computed(len(going))
         if not going or size >= len(self.ended):
             return
-        kept = list(range(size))
-        for row, last in zip([row for row in kept if self.ended[row]], [row for row in going if row >= size]):
-            kept[row] = last
+        sources = list(range(size))  # the row that moves to each place
+        for row, last in zip([row for row in sources if self.ended[row]], [row for row in going if row >= size]):
+            sources[row] = last
             for model in self.models:
                 model.copy_row(last, row)
-        self.numbers, self.texts = [self.numbers[row] for row in kept], [self.texts[row] for row in kept]
-        self.ended = [self.ended[row] for row in kept]
-        self.sequence = self.sequence[kept]
+        self.numbers, self.texts = [self.numbers[row] for row in sources], [self.texts[row] for row in sources]
+        self.ended = [self.ended[row] for row in sources]
+        self.sequence = self.sequence[sources]
         self.lengths, self.going = self.state()
 
     def of_rows(self) -> tuple[list[int], list[list[int]], list[bool]]:
@@ -208,9 +208,9 @@ class Rows:
         return u.to(self.device)
 
     @property
-    def settled(self) -> list[int]:
-        """How many of its first tokens each row keeps for good: all, except in a cascade, where other rows may replace
-        the last ones."""
+    def committed_lengths(self) -> list[int]:
+        """Committed tokens of each row, on the host. In a cascade the rows of the inner sampler hold more: guesses that
+        the outer target may still reject."""
         return list(map(len, self.texts))
 
     @property
@@ -283,17 +283,17 @@ class Rows:
         columns = [accepted, counts] if note is None else [accepted, counts, note]
         host = torch.cat([fresh, torch.stack(columns, 1)], 1).tolist()
         now, before, width = time.perf_counter() - self.start, sum(self.ended), fresh.shape[1]
-        drafted, kept, notes = {}, {}, {}
+        drafted, passed, notes = {}, {}, {}
         for row, values in enumerate(host):
             if not self.ended[row]:
                 text = self.numbers[row]
-                kept[text], drafted[text] = values[width : width + 2]
+                passed[text], drafted[text] = values[width : width + 2]
                 notes[text] = 0 if note is None else values[-1]
-                self.grow(row, values[:width], drafted[text], kept[text], now)
+                self.grow(row, values[:width], drafted[text], passed[text], now)
         if sum(self.ended) > before:  # A row that ends may keep less than was added.
             self.lengths, self.going = self.state()
         self.unread = 0
-        return drafted, kept, notes
+        return drafted, passed, notes
 
     def state(self) -> tuple[Tensor, Tensor]:
         """`lengths` and `going`, from what the host knows."""

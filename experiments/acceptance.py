@@ -13,7 +13,6 @@ from torch import Generator, Tensor
 from decoding.drafter import Guesses
 from decoding.record import Record
 from decoding.rows import EndOfText, Rows
-from decoding.trees.guesses import TreeGuesses
 from decoding.trees.rules import after_child
 from decoding.trees.shapes import Acceptance
 from experiments import theory
@@ -37,9 +36,9 @@ class OverlapObserver:
     def __init__(self) -> None:
         self.rounds: list[list[list[float]]] = []
 
-    def __call__(self, rows: Rows, guesses: Guesses | TreeGuesses, p: Tensor, last: Tensor) -> None:
+    def __call__(self, rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> None:
         chain = range(guesses.drafts.shape[1])
-        parents: Sequence[int] = guesses.tree.parents if isinstance(guesses, TreeGuesses) else chain
+        parents: Sequence[int] = guesses.tree.parents if guesses.tree else chain
         path = [int(last[0])]
         while path[0]:
             path.insert(0, parents[path[0] - 1])

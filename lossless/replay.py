@@ -43,10 +43,6 @@ class FollowingTarget:
         self.target.prefill(rows)
         rows.commit_first(upload([self.texts[rows.numbers[row]][0] for row in rows.fresh], rows.device))
 
-    def draw(self, *args: Any) -> tuple[Tensor, Tensor]:
-        tokens, q = self.target.draw(*args)
-        return self.follow(tokens[:, :0], q[:, :0], None)[1][:, None], q
-
     def score_and_verify(
         self, rows: Rows, guesses: Guesses, u: Tensor, sampling: Sampling, verify: VerificationRule
     ) -> tuple[Tensor, Tensor, Tensor]:

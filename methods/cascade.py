@@ -10,7 +10,6 @@ import specSampling
 from decoding.drafter import Drafter, Guesses, no_guesses
 from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
-from decoding.record import Record
 from decoding.rows import Rows
 from decoding.verification import VerificationRule, token_rule
 from methods.drafters import DrafterWithModel
@@ -18,29 +17,29 @@ from utils import Sampling
 
 
 class InnerRows(Rows):
-    """The rows of `outer`, for a sampler that guesses for `outer`. They follow `outer`. A row ends when it has as many
-    tokens beyond those of `outer` as are wanted."""
+    """The rows of a sampler that guesses for `outer`: the committed tokens of `outer`, and the guesses after them.
 
-    def __init__(self, outer: Rows, target: Model) -> None:
-        vars(self).update(vars(outer))
-        self.target = target
-        self.max_len, self.end_of_text, self.callback = 1 << 60, None, None
-        self.records = [Record() for _ in outer.records]
+    A row ends when it has as many guesses as are wanted, whatever they are, so no text ends at a guess.
+    """
 
-    def follow(self, outer: Rows, wanted: Sequence[int], unread: int = 0) -> None:
-        """Take over the committed tokens of `outer` and forget those committed here beyond them. wanted: tokens of each
-        row. unread: how many before the last one this target has not read."""
-        self.sequence, self.numbers, self.fresh = outer.sequence.clone(), list(outer.numbers), outer.fresh
-        self.texts, self.wanted = [list(text) for text in outer.texts], wanted
+    def __init__(self, outer: Rows, models: Sequence[Model]) -> None:
+        room = outer.capacity - max(map(len, outer.prompts))
+        super().__init__(outer.prompts, room, models, spare=outer.spare, generator=outer.generator, batch=outer.batch)
+        self.max_len = self.capacity  # The room of the rows is the only limit.
+
+    def sync(self, outer: Rows, wanted: Sequence[int], unread: int = 0) -> None:
+        """Take over the rows of `outer` and drop all guesses. wanted: guesses for each row. unread: committed tokens
+        before each row's last one that the target of these rows has not read."""
+        self.numbers, self.fresh, self.sequence = list(outer.numbers), outer.fresh, outer.sequence.clone()
+        self.texts, self.wanted, self.unread = [list(text) for text in outer.texts], wanted, unread
         self.ended = [ended or not count for ended, count in zip(outer.ended, wanted)]
+        self.tokens: list[list[int]] = [[] for _ in outer.tokens]
         self.lengths, self.going = self.state()
-        self.tokens = [[] for _ in outer.tokens]
-        self.unread, self.outer_settled = unread, outer.settled
+        self.committed_by_outer = outer.committed_lengths
 
     @property
-    def settled(self) -> list[int]:
-        """What the outermost rows have committed."""
-        return self.outer_settled
+    def committed_lengths(self) -> list[int]:
+        return self.committed_by_outer
 
     def grow(self, row: int, tokens: list[int], drafted: int, accepted: int, now: float) -> None:
         super().grow(row, tokens, drafted, accepted, now)
@@ -65,13 +64,13 @@ class CascadeDrafter(DrafterWithModel):
 
     def begin(self, rows: Rows) -> None:
         super().begin(rows)
-        self.inner = InnerRows(rows, self.model)
+        self.inner = InnerRows(rows, self.models)
         self.drafter.begin(self.inner)
         self.length.begin(self.inner)
 
     def read_prompts(self, rows: Rows) -> None:
         super().read_prompts(rows)
-        self.inner.follow(rows, [0] * rows.size)
+        self.inner.sync(rows, [0] * rows.size)
         self.drafter.read_prompts(self.inner)
 
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
@@ -85,7 +84,7 @@ class CascadeDrafter(DrafterWithModel):
             self.behind += 1
             return no_guesses(rows, self.model.vocabulary)
         self.drafter.rewind(self.behind)
-        self.inner.follow(rows, gammas, self.unread(most))
+        self.inner.sync(rows, gammas, self.unread(most))
         q = torch.zeros(rows.size, most + 1, self.model.vocabulary, device=rows.device)  # one to spare
         while not all(self.inner.ended):
             first = self.inner.lengths - rows.lengths

@@ -92,8 +92,8 @@ def guess(
     row. The other arguments are those of `Model.draw`; all tensors are on the model's device.
     """
     if stop is None:
-        some = counts if counts and min(counts) < len(u) else None
-        drafts, q = model.draw(tokens, positions, u, sampling, seen, some)
+        is_ragged = counts is not None and min(counts) < len(u)
+        drafts, q = model.draw(tokens, positions, u, sampling, seen, counts if is_ragged else None)
     else:
         drafts, q = draw_until(stop, going, model, tokens, positions, u, sampling, seen)
     return drafts.clamp_(max=model.vocabulary - 1), q  # A guess from nan is no token: the round reports it.

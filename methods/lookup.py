@@ -10,45 +10,77 @@ from torch import Tensor
 from decoding.drafter import Drafter, Guesses, no_guesses
 from decoding.lengthRules import LengthRule
 from decoding.rows import Rows, upload
-from methods.suffixAutomaton import SuffixAutomaton
 from utils import Sampling, UserError
 
 
-class HitRate:
-    """How often a token that was looked up was the next token, for each length of the match. Matches of more than
-    LONGEST tokens count as matches of LONGEST.
+class Continuations:
+    """What followed the n-grams of a text, for each n from `ngram` to LONGEST, and how often that was right.
 
-    Before anything is observed, the rate is n / (n + 4) for a match of n tokens. Novels and articles show about that.
-    This first estimate counts as much as PRIOR observations.
+    Longer n-grams than LONGEST hardly ever tell more, and each n costs memory: about 300 bytes a token.
+
+    counts: {n-gram: {token: how often it followed}}, in the order in which they followed last.
+    right, tested: {n: count}, of the tokens after an n-gram that occurred before, n being as large as possible: how
+        often what had followed it most often was the next token. n counts as at most 4.
     """
 
-    LONGEST, PRIOR = 4, 2
+    LONGEST = 8
 
-    def __init__(self) -> None:
-        self.hits: Counter[int] = Counter()
-        self.seen: Counter[int] = Counter()
+    def __init__(self, ngram: int) -> None:
+        self.sizes = range(ngram, max(ngram, self.LONGEST) + 1)
+        self.counts: dict[tuple[int, ...], dict[int, int]] = {}
+        self.right: Counter[int] = Counter()
+        self.tested: Counter[int] = Counter()
+        self.size = 0  # tokens read
 
-    def learn(self, length: int, hit: bool) -> None:
-        """Observe one token after a match of `length` tokens."""
-        length = min(length, self.LONGEST)
-        self.hits[length] += hit
-        self.seen[length] += 1
+    def read(self, text: Sequence[int], test: bool = True) -> None:
+        """Read the tokens of `text` that were not read yet. test: whether they count in `rate`."""
+        for end in range(self.size, len(text)):
+            context, token = tuple(text[max(0, end - self.sizes[-1]) : end]), text[end]
+            following = [self.counts.setdefault(context[-n:], {}) for n in self.sizes if n <= len(context)]
+            if test and (longest := sum(map(bool, following))):  # What occurred before, did so with all its endings.
+                n = min(self.sizes[longest - 1], 4)
+                self.tested[n] += 1
+                self.right[n] += likeliest(following[longest - 1]) == token
+            for counts in following:
+                counts[token] = counts.pop(token, 0) + 1
+        self.size = len(text)
 
-    def __call__(self, length: int) -> float:
-        """The rate for matches of `length` tokens."""
-        length = min(length, self.LONGEST)
-        return (self.hits[length] + self.PRIOR * length / (length + 4)) / (self.seen[length] + self.PRIOR)
+    def rate(self, n: int) -> float:
+        """The estimated chance that the token after an n-gram is what followed it most often.
+
+        Before anything was tested it is n / (n + 4). Novels and articles show about that. It counts as two tests.
+        """
+        n = min(n, 4)
+        return (self.right[n] + 2 * n / (n + 4)) / (self.tested[n] + 2)
+
+    def guesses(self, text: Sequence[int], gamma: int, worth: float) -> list[int]:
+        """At most `gamma` guesses after `text`, which may go on beyond the tokens read. Each is the likeliest after the
+        longest n-gram before it, and all up to it are right with an estimated chance of `worth` or more."""
+        guesses: list[int] = []
+        chance = 1.0
+        while len(guesses) < gamma:
+            context = (*text[-self.sizes[-1] :], *guesses)
+            known = [self.counts[context[-n:]] for n in self.sizes if n <= len(context) and context[-n:] in self.counts]
+            if not known or (chance := chance * self.rate(self.sizes[len(known) - 1])) < worth:
+                break
+            guesses.append(likeliest(known[-1]))
+        return guesses
+
+
+def likeliest(counts: dict[int, int]) -> int:
+    """The token that followed most often, of several the latest."""
+    return max(reversed(counts), key=counts.__getitem__)
 
 
 class LookupDrafter(Drafter):
-    """The text so far guesses: what followed most often where the longest possible ending of the text occurred before
-    (prompt lookup decoding, Saxena 2023; by a suffix automaton, arXiv 2411.10666). No model is needed. q is one-hot, so
-    a guess is accepted with probability p.
+    """The text so far guesses: what followed most often where the longest possible ending of the text, of at most 8
+    tokens, occurred before (prompt lookup decoding, Saxena 2023). No model is needed. q is one-hot, so a guess is
+    accepted with probability p.
 
     ngram: endings of fewer tokens are not looked up.
     worth: a guess must be worth its place in the target's forward. So it is made only if it and all guesses before it
-        are right with an estimated chance of `worth` or more. The estimate is the text's `HitRate` in the tokens
-        generated so far. Prompts do not count, because a model need not repeat itself as its prompt does.
+        are right with an estimated chance of `worth` or more: `Continuations.rate` in the tokens generated so far.
+        Prompts do not count, because a model need not repeat itself as its prompt does.
 
     What is guessed depends on committed tokens alone, so nothing is dropped after it was drawn.
     """
@@ -62,25 +94,12 @@ class LookupDrafter(Drafter):
         self.zeros, self.ones = torch.zeros(0), torch.zeros(0, dtype=torch.long)  # of `one_hot`
 
     def begin(self, rows: Rows) -> None:
-        self.automata: dict[int, SuffixAutomaton] = {}  # {text: its automaton}
-        self.rates: dict[int, HitRate] = {}
+        self.known: dict[int, Continuations] = {}  # of each text
 
     def read_prompts(self, rows: Rows) -> None:
-        """Read the prompts, and the tokens after them."""
-        for row in rows.fresh:
-            number = rows.numbers[row]
-            self.automata[number], self.rates[number] = SuffixAutomaton(rows.prompts[number]), HitRate()
-        self.read(rows)
-
-    def read(self, rows: Rows) -> None:
-        """Extend the automata by the tokens that stay, and learn whether looking up would have found them."""
-        for number, text, settled in zip(rows.numbers, rows.texts, rows.settled):
-            automaton = self.automata[number]
-            for token in text[automaton.size : settled]:
-                match = automaton.continued(automaton.whole())
-                if match.length:
-                    self.rates[number].learn(match.length, automaton.continuation(match) == token)
-                automaton.append(token)
+        for text in (rows.numbers[row] for row in rows.fresh):
+            self.known[text] = Continuations(self.ngram)
+            self.known[text].read(rows.prompts[text], test=False)
 
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
         """As many guesses as the row with most has."""
@@ -88,36 +107,20 @@ class LookupDrafter(Drafter):
 
     def find(self, rows: Rows, gammas: Sequence[int]) -> list[list[int]]:
         """The guesses of each row, at most as many as its gamma; a row that has ended has none."""
-        self.read(rows)
-        return [
-            [] if ended else self.after(number, text, gamma)
-            for number, text, ended, gamma in zip(rows.numbers, rows.texts, rows.ended, gammas)
-        ]
-
-    def after(self, number: int, text: Sequence[int], gamma: int) -> list[int]:
-        """At most `gamma` guesses after `text`, of which its automaton has read the beginning."""
-        automaton, rate = self.automata[number], self.rates[number]
-        tail = text[automaton.size :]
-        match = automaton.whole()
-        for token in tail:
-            match = automaton.follow(match, token)
-        match = automaton.continued(match)
-        guesses: list[int] = []
-        chance = rate(match.length)
-        while len(guesses) < gamma and match.length >= self.ngram and chance >= self.worth:
-            guesses.append(automaton.continuation(match))
-            match = automaton.continued(automaton.follow(match, guesses[-1]))
-            chance *= rate(match.length)
+        guesses = []
+        for i, (number, text, committed) in enumerate(zip(rows.numbers, rows.texts, rows.committed_lengths)):
+            self.known[number].read(text[:committed])
+            guesses.append([] if rows.ended[i] else self.known[number].guesses(text, gammas[i], self.worth))
         return guesses
 
-    def guesses(self, rows: Rows, found: Sequence[Sequence[int]]) -> Guesses:
-        """What `find` found, as tensors."""
-        width = max(map(len, found))
+    def guesses(self, rows: Rows, tokens: Sequence[Sequence[int]]) -> Guesses:
+        """The guesses of each row as tensors."""
+        width = max(map(len, tokens))
         if width == 0:
             return no_guesses(rows, self.vocabulary)
-        padded = upload([[*tokens, *[-1] * (width - len(tokens))] for tokens in found], rows.device)
+        padded = upload([[*row, *[-1] * (width - len(row))] for row in tokens], rows.device)
         drafts = padded.clamp(min=0)
-        return Guesses(drafts, self.one_hot(drafts, padded >= 0), list(map(len, found)))
+        return Guesses(drafts, self.one_hot(drafts, padded >= 0), list(map(len, tokens)))
 
     def one_hot(self, drafts: Tensor, guessed: Tensor) -> Tensor:
         """q, float32 `[B, n, V]`: 1 at each of `drafts[B, n]` that is `guessed`, and 0 elsewhere.
@@ -135,10 +138,10 @@ class LookupDrafter(Drafter):
 
 
 class LookupFirst(Drafter):
-    """`lookup` guesses for each row that has a match, and `drafter` for the others.
+    """`lookup` guesses for each row whose last tokens occurred before, and `drafter` for the others.
 
     Who guesses for a row depends on its committed tokens alone, so no guess is dropped after it was drawn. A round in
-    which all rows match needs no forward of `drafter`; it reads what it missed when it is asked again.
+    which all rows are looked up needs no forward of `drafter`; it reads what it missed when it is asked again.
     """
 
     varies = True
@@ -149,8 +152,7 @@ class LookupFirst(Drafter):
     def begin(self, rows: Rows) -> None:
         self.lookup.begin(rows)
         self.drafter.begin(rows)
-        self.known: dict[int, int] = {}  # {text: the first of its tokens, which `drafter` has read, and which stayed}
-        self.asked: set[int] = set(range(len(rows.prompts)))  # The texts it guessed for in the round before.
+        self.read: dict[int, int] = {}  # {text: tokens that `drafter` had read, when it did not guess for that text}
         self.replaced = 0
 
     def read_prompts(self, rows: Rows) -> None:
@@ -162,42 +164,39 @@ class LookupFirst(Drafter):
 
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
         """The guesses of both."""
-        found = self.lookup.find(rows, gammas)
-        others = [0 if guesses or ended else gamma for guesses, ended, gamma in zip(found, rows.ended, gammas)]
+        tokens = self.lookup.find(rows, gammas)
+        others = [0 if guesses or ended else gamma for guesses, ended, gamma in zip(tokens, rows.ended, gammas)]
         missed = self.missed(rows, others)
         if not any(others):
-            return self.lookup.guesses(rows, found)
+            return self.lookup.guesses(rows, tokens)
         self.drafter.rewind(missed - 2)
         drafted = self.drafter.draft(rows, others, sampling, length).limited(others)
-        if not any(found):
+        if not any(tokens):
             return drafted
-        looked_up = upload(list(map(bool, found)), rows.device)[:, None]
-        copied = self.lookup.guesses(rows, found)
-        width = max(copied.drafts.shape[1], drafted.drafts.shape[1])
-        copied, drafted = widened(copied, width), widened(drafted, width)
+        is_looked_up = upload(list(map(bool, tokens)), rows.device)[:, None]
+        looked_up = self.lookup.guesses(rows, tokens)
+        width = max(looked_up.drafts.shape[1], drafted.drafts.shape[1])
+        looked_up, drafted = widened(looked_up, width), widened(drafted, width)
         return Guesses(
-            torch.where(looked_up, copied.drafts, drafted.drafts),
-            torch.where(looked_up[..., None], copied.q, drafted.q),
-            [len(tokens) or gamma for tokens, gamma in zip(found, others)],
+            torch.where(is_looked_up, looked_up.drafts, drafted.drafts),
+            torch.where(is_looked_up[..., None], looked_up.q, drafted.q),
+            [len(guesses) or gamma for guesses, gamma in zip(tokens, others)],
         )
 
     def missed(self, rows: Rows, gammas: Sequence[int]) -> int:
         """How many of the last tokens `drafter` must read: at least two, as in any round. gammas: how many guesses it
         is asked for."""
-        texts = dict(zip(rows.numbers, rows.texts))
-        unread = {}
-        for number, text in texts.items():
-            # Of what it guessed itself it has read all but the last token, and not the target's own token after it.
-            stayed, known = len(text) - 2 - self.replaced, self.known.get(number, 0)
-            self.known[number] = stayed if number in self.asked else min(known, stayed)
-            unread[number] = len(text) - self.known[number]
-        asked = {number for number, gamma in zip(rows.numbers, gammas) if gamma}
-        missed = max((unread[number] for number in asked), default=0)
-        for number, count in unread.items():
-            if count <= missed:
-                self.known[number] += count
-        # The texts of rows that come later are new to it: their prompts are read when they come.
-        self.asked, self.replaced = asked | (self.asked - self.known.keys()), 0
+        unread = []
+        for number, text in zip(rows.numbers, rows.texts):
+            # Of a text that it guessed for it has read all but the last guess, and not the target's own token.
+            most = len(text) - 2 - self.replaced
+            unread.append(len(text) - min(self.read.get(number, most), most))
+        missed = max((count for count, gamma in zip(unread, gammas) if gamma), default=0)
+        for number, text, count, gamma in zip(rows.numbers, rows.texts, unread, gammas):
+            self.read[number] = len(text) - (0 if count <= missed else count)
+            if gamma:
+                del self.read[number]
+        self.replaced = 0
         return missed
 
 

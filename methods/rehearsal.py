@@ -11,9 +11,8 @@ from typing import Any
 from torch import Generator
 
 from decoding.drafter import ChangedDrafter
-from decoding.lengthRules import Fixed, LengthRule
+from decoding.lengthRules import Additive, Fixed, FixedTree, LengthRule
 from decoding.rows import Rows
-from decoding.trees.shapes import FixedTree, TreeChoice
 from decoding.trees.tree import Tree
 from engine.cachedModel import CachedModel
 from engine.compiledModel import CompiledModel
@@ -75,60 +74,54 @@ class Rehearsal:
         loop = sampler
         while loop.func not in (regrSampling, specSampling, treeSampling):
             loop = loop.args[-1]  # the sampler that it wraps
-        self.lengths = self.trees = None
+        self.shapes: ShapeRehearsal | None = None
         self.tokens = 2
         parts = {name: parameter.default for name, parameter in inspect.signature(loop).parameters.items()}
         if loop.func is specSampling:
             # Where a row has no guess, q is 0: the guesses have as many columns as were asked for.
             drafter, gamma = ChangedDrafter(parts["drafter"], widened), parts["gamma"]
-            self.lengths = LengthRehearsal(Fixed(gamma) if isinstance(gamma, int) else gamma, drafter.varies)
-            sampler = partial(sampler, gamma=self.lengths, drafter=drafter)
-            self.tokens += sum(self.lengths.counts) + len(self.lengths.counts)
+            self.shapes = ShapeRehearsal(Fixed(gamma) if isinstance(gamma, int) else gamma, drafter.varies)
+            sampler = partial(sampler, gamma=self.shapes, drafter=drafter)
         elif loop.func is treeSampling:
             tree = parts["tree"]
-            self.trees = TreeRehearsal(FixedTree(tree) if isinstance(tree, Tree) else tree)
-            sampler = partial(sampler, tree=self.trees)
-            self.tokens += sum(tree.depth for tree in self.trees.shapes if tree) + len(self.trees.shapes)
+            self.shapes = ShapeRehearsal(FixedTree(tree) if isinstance(tree, Tree) else tree)
+            sampler = partial(sampler, tree=self.shapes)
+        if self.shapes:
+            self.tokens += sum(tree.depth + 1 for tree in self.shapes.shapes)
         self.sampler = sampler
 
     def ends(self, row: int, token: int) -> bool:
-        """Whether all rounds are over."""
-        return (self.lengths is not None and not self.lengths.left) or (self.trees is not None and not self.trees.left)
+        """Whether this is the last round."""
+        return self.shapes is not None and len(self.shapes.left) < 2
 
 
-class LengthRehearsal(LengthRule):
-    """The numbers of guesses that `rule` may choose, one after the other; if they are many, FEW of them.
+class ShapeRehearsal(LengthRule):
+    """The shapes that `rule` may choose, and plain decoding, one after the other; if they are many, chains of FEW.
 
-    varies: whether a drafter may guess fewer.
+    varies: whether a drafter may guess fewer tokens.
     """
 
-    def __init__(self, rule: LengthRule, varies: bool) -> None:
+    def __init__(self, rule: LengthRule, varies: bool = False) -> None:
         self.rule, self.stop, self.sure = rule, rule.stop, rule.sure
-        counts = set(rule.lengths or FEW)
-        if isinstance(rule, Fixed):  # Also one that begins with `length` guesses and goes on with any number.
-            counts.add(rule.length)
-        if (varies or rule.stop) and max(counts) > SHORT:
-            counts |= {count for count in FEW if count < max(counts)}
+        shapes = {Tree.chain(0), *(rule.shapes or map(Tree.chain, FEW))}
+        if isinstance(rule, Additive):  # It begins with that many.
+            shapes.add(Tree.chain(rule.length))
+        longest = max(tree.size for tree in shapes)
+        if (varies or rule.stop) and longest > SHORT:
+            shapes |= {Tree.chain(count) for count in FEW if count < longest}
         # The greatest first: after a round without guesses, a draft reads more than in others.
-        self.counts = sorted(counts | {0}, reverse=True)
-        self.left = list(self.counts)
+        self.shapes: list[Tree] = sorted(shapes, key=lambda tree: -tree.size)
+        self.left = list(self.shapes)
 
     def begin(self, rows: Rows) -> None:
         self.rule.begin(rows)
         self.rows = rows
 
+    def shape(self) -> Tree:
+        return self.left[0]
+
     def gammas(self) -> Sequence[int]:
-        count = self.left.pop(0) if self.left else 0
-        self.lengths = self.rule.lengths if count in (self.rule.lengths or ()) else None
-        return [count] * self.rows.size
+        return [self.shape().depth] * self.rows.size
 
-
-class TreeRehearsal(TreeChoice):
-    """The shapes that `choice` may choose, and plain decoding, one after the other, the largest first."""
-
-    def __init__(self, choice: TreeChoice) -> None:
-        self.shapes = [*sorted(filter(None, choice.shapes), key=lambda tree: -tree.size), None]
-        self.left = list(self.shapes)
-
-    def tree(self) -> Tree | None:
-        return self.left.pop(0) if self.left else None
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
+        self.left = self.left[1:] or self.left

@@ -10,12 +10,11 @@ from typing import Any
 
 from decoding.drafter import Drafter
 from decoding.lengthRules import RULES as LENGTH_RULES
-from decoding.lengthRules import Fixed
+from decoding.lengthRules import CostAwareTree, Fixed, FixedTree, LengthRule
 from decoding.model import Model
 from decoding.record import Record
 from decoding.rows import Callback, EndOfText
 from decoding.trees.rules import TREE_RULES, synthetic_tree
-from decoding.trees.shapes import CostAwareTree, FixedTree, TreeChoice
 from decoding.trees.tree import Tree
 from decoding.verification import RULES as VERIFICATIONS
 from decoding.verification import VerificationRule, synthetic
@@ -203,7 +202,7 @@ def tree(models: Models, decoding: Decoding, rule: str | None = None) -> Sampler
     )
 
 
-def tree_choice(decoding: Decoding) -> TreeChoice:
+def tree_choice(decoding: Decoding) -> LengthRule:
     """What `--tree` asks for; "auto" if it is not given."""
     return CostAwareTree() if decoding.tree in (None, "auto") else FixedTree(Tree.of(decoding.tree or ""))
 

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafter import Guesses
 from decoding.rows import Rows
-from decoding.trees.guesses import TreeGuesses
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 KINDS = ("guesses accepted", "guesses rejected", "the target's own tokens")  # in the order of Round's fields
@@ -41,7 +40,7 @@ class Trace:
         self.rounds: list[Round] = []
         self.guesses: list[int] = []  # of the round that is about to end
 
-    def observer(self, rows: Rows, guesses: Guesses | TreeGuesses, p: Tensor, last: Tensor) -> None:
+    def observer(self, rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> None:
         """See `decoding.drafter.Observer`."""
         drafts = guesses.drafts[0]
         # Where q is 0, there is no guess.

@@ -25,6 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from decoding.lengthRules import LengthRule
+from decoding.trees.tree import Tree
 from engine.cachedModel import CachedModel
 from engine.compiledModel import CompiledModel
 from engine.quantised import Codes
@@ -90,6 +92,25 @@ def at_the_end_of_memory(tensor):
     behind = copy.data_ptr() + copy.nbytes
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
     return copy.copy_(tensor.flatten()).view(tensor.shape)
+
+
+class InTurn(LengthRule):
+    """Plain decoding and these shapes in turn. last: {text: last accepted node} of each round."""
+
+    def __init__(self, *shapes):
+        self.shapes, self.last = [Tree.chain(0), *shapes], []
+
+    def begin(self, rows):
+        self.rows = rows
+
+    def shape(self):
+        return self.shapes[(len(self.last) + 1) % len(self.shapes)]
+
+    def gammas(self):
+        return [self.shape().depth] * self.rows.size
+
+    def learn(self, drafted, last, sure):
+        self.last.append(last)
 
 
 class Rehearsing(CompiledModel):

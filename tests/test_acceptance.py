@@ -12,7 +12,6 @@ from decoding.drafter import Guesses
 from decoding.lengthRules import DraftConfidence
 from decoding.record import Record
 from decoding.trees.rules import TREE_RULES
-from decoding.trees.shapes import TreeChoice
 from decoding.trees.shapes import expected as tokens_of
 from decoding.trees.tree import Tree
 from decoding.verification import token_rule
@@ -107,19 +106,6 @@ def test_the_share_of_each_sibling_is_what_it_adds_on_average():
     assert found[0] == pytest.approx(float(theory.overlap(p, q)))
 
 
-class InTurn(TreeChoice):
-    """Plain decoding, a chain and a tree in turn."""
-
-    shapes = None, Tree.chain(2), Tree.of("3,1")
-
-    def __init__(self):
-        self.rounds = 0
-
-    def tree(self):
-        self.rounds += 1
-        return self.shapes[self.rounds % 3]
-
-
 @pytest.mark.parametrize(
     "rule, shape",
     [("topDown", "3,2,1"), ("topDown", None), ("traversal", "3,2,1"), *[("topDown", "2/2,1")] * helpers.FULL],
@@ -129,7 +115,8 @@ def test_tokens_a_round_with_trees_are_those_expected(rule, shape):
     target = helpers.tiny(vocabulary=12, sharpness=2.0)
     draft = near(target, noise=0.3)
     prompts = [[token % 12 for token in prompt] for prompt in PROMPTS]
-    drafter, choice = TreeDrafter(draft), Tree.of(shape) if shape else InTurn()
+    drafter = TreeDrafter(draft)
+    choice = Tree.of(shape) if shape else helpers.InTurn(*map(Tree.of, ("1,1", "3,1")))
     method = partial(treeSampling, target=target, drafter=drafter, tree=choice, verify=TREE_RULES[rule])
     found = overlaps_of(method, prompts * 8, "cpu", DRAW, 40, None, 0)
     ratio = (1 + found.accepted / found.rounds) / expected(found.positions)["tokens"]

@@ -68,7 +68,7 @@ class Oracle:
         for model in models:
             patch.setattr(model, "forward", functools.partial(self.compare, model, model.forward))
         # What is guessed may stay in a cache, what is committed must be there.
-        for kind, name in (Rows, "commit"), (Rows, "commit_first"), (InnerRows, "follow"):
+        for kind, name in (Rows, "commit"), (Rows, "commit_first"), (InnerRows, "sync"):
             patch.setattr(kind, name, self.then_take_over(getattr(kind, name)))
         patch.setattr(Rows, "close_ranks", lambda rows: None)  # The texts stay in their rows.
 

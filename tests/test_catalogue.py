@@ -42,9 +42,9 @@ def lookup_first(*models, ngram=1):
 
 #  name: drafter of the smaller models, how many of them, draft-length rule, verification
 class GuessingAtFirst(CostAware):
-    """With several rows the rule begins without guesses. Here texts are too short for that."""
+    """The rule begins without guesses. Here texts are too short for that."""
 
-    OPENING = (2, 4)
+    OPENING = (2, 3)
 
 
 METHODS = {

@@ -169,8 +169,8 @@ def test_a_rehearsal_of_trees():
     assert asked["target"] == PLAIN | {Nodes(1, 10), Move(1, 2)}
     assert asked["draft"] == {Prompt(1), Growth(1, 2, tree), Move(1, 2)}
     asked = rehearsed("tree", Decoding(tree="auto"))
-    chains = [tree.size for tree in MENU if tree and tree.is_chain]
-    trees = [tree for tree in MENU if tree and not tree.is_chain]
+    chains = [tree.size for tree in MENU if tree.size and tree.is_chain]
+    trees = [tree for tree in MENU if not tree.is_chain]
     moves = {Move(1, tree.depth) for tree in trees}
     assert asked["target"] == PLAIN | widths(chains) | moves | {Nodes(1, tree.size + 1) for tree in trees}
     draws = {Draw(1, 2, count) for count in chains}

@@ -7,23 +7,25 @@ import helpers
 import pytest
 import torch
 from conftest import refused
+from hypothesis import given
+from hypothesis import strategies as st
 
 from decoding.lengthRules import Fixed, TargetConfidence
 from decoding.rows import Rows
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
-from methods.lookup import HitRate, LookupDrafter, LookupFirst
-from methods.suffixAutomaton import SuffixAutomaton
+from methods.lookup import Continuations, LookupDrafter, LookupFirst
 from specSampling import specSampling
 from utils import Sampling
 
 FREE = Sampling(1.0, 0, 1.0)
 
 
-def looked_up(drafter, text, tail=(), gamma=5):
+def looked_up(text, tail=(), gamma=5, ngram=1, worth=0.0):
     """The guesses after `text`, which is read, and `tail`, which may be replaced."""
-    drafter.automata, drafter.rates = {0: SuffixAutomaton(text)}, {0: HitRate()}
-    return drafter.after(0, [*text, *tail], gamma)
+    known = Continuations(ngram)
+    known.read(text, test=False)
+    return known.guesses([*text, *tail], gamma, worth)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +41,28 @@ def looked_up(drafter, text, tail=(), gamma=5):
     ],
 )
 def test_lookup_guesses_what_followed_most_often(text, wanted):
-    assert looked_up(LookupDrafter(61, worth=0), text) == wanted
-    assert looked_up(LookupDrafter(61, 4), text) == []
+    assert looked_up(text) == wanted
+    assert looked_up(text, ngram=4) == looked_up(text, ngram=10**9) == []
+    assert looked_up(text * 2, gamma=1, ngram=len(text)) == text[:1]  # Any number of tokens may be asked for.
 
 
 def test_tokens_that_may_be_replaced_are_followed_but_not_read():
-    assert looked_up(LookupDrafter(61, worth=0), [1, 2, 3, 9, 5], [1, 2, 3], 2) == [9, 5]
-    assert looked_up(LookupDrafter(61), [1, 2, 3, 9, 5], [7, 8, 7]) == []
+    assert looked_up([1, 2, 3, 9, 5], [1, 2, 3], 2) == [9, 5]
+    assert looked_up([1, 2, 3, 9, 5], [7, 8, 7], worth=0.3) == []
+
+
+def ends(text, part):
+    """Where `part` ends in `text`, but for its end."""
+    return [i + len(part) for i in range(len(text) - len(part)) if text[i : i + len(part)] == part]
+
+
+@given(st.integers(1, 4).flatmap(lambda kinds: st.lists(st.integers(0, kinds - 1), min_size=1, max_size=40)))
+def test_a_guess_is_that_of_a_naive_search(text):
+    sizes = [n for n in range(1, min(Continuations.LONGEST, len(text)) + 1) if ends(text, text[-n:])]
+    followed = [text[end] for end in ends(text, text[-max(sizes) :])] if sizes else []
+    most = max(map(followed.count, followed), default=0)
+    wanted = next(([token] for token in reversed(followed) if followed.count(token) == most), [])
+    assert looked_up(text, gamma=1) == wanted
 
 
 def test_q_of_looked_up_guesses_is_one_hot_in_every_round_though_its_memory_is_used_again():
@@ -65,17 +82,16 @@ def test_lookup_guesses_where_it_was_right_so_far():
     rows, drafter, guessed = Rows([[1, 2, 3, 1, 2]], 40, [helpers.tiny()]), LookupDrafter(61), []
     drafter.begin(rows)
     drafter.read_prompts(rows)
-    assert (
-        drafter.rates[0](2) == 1 / 3 and drafter.rates[0](9) == drafter.rates[0](4) == 1 / 2
-    )  # Nothing was learnt of the prompt.
+    rate = drafter.known[0].rate
+    assert rate(2) == 1 / 3 and rate(9) == rate(4) == 1 / 2  # Nothing was learnt of the prompt.
     for token in [3, 1, 2, 3, 1, 2]:
         rows.commit_one(torch.tensor([token]))
         guessed.append(len(drafter.find(rows, [5])[0]))
     assert guessed == [1, 1, 2, 4, 5, 5]
     for token in [5, 4, 6, 7, 3, 1, 8, 1, 2, 9, 3, 1, 10, 2, 3, 11, 3, 1]:  # Each pair had another token after it.
         rows.commit_one(torch.tensor([token]))
-        drafter.read(rows)
-    assert drafter.rates[0](2) < drafter.worth < drafter.rates[0](4) and drafter.find(rows, [5]) == [[]]
+        assert len(drafter.find(rows, [5])) == 1
+    assert rate(2) < drafter.worth < rate(4) and drafter.find(rows, [5]) == [[]]
     drafter.worth = 0
     assert len(drafter.find(rows, [5])[0]) == 5
 
@@ -148,7 +164,7 @@ def test_guesses_come_from_the_q_they_are_returned_with(cascade):
     drafter.begin(rows)
     drafter.read_prompts(rows)
     guesses = drafter.draft(rows, [4, 4], FREE)
-    for prompt, drafts, given in zip(prompts, guesses.drafts.tolist(), guesses.q):
+    for prompt, drafts, q in zip(prompts, guesses.drafts.tolist(), guesses.q):
         wanted = model.score(torch.tensor([prompt + drafts]))[0, len(prompt) - 1 : -1].softmax(-1)
-        torch.testing.assert_close(given, wanted, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(q, wanted, atol=1e-5, rtol=1e-4)
     assert drafter.draft(rows, [0, 0], FREE).drafts.shape == (2, 0)

@@ -12,6 +12,7 @@ from test_specSampling import PROMPTS, near
 
 from decoding.costs import Costs
 from decoding.lengthRules import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
+from decoding.trees.tree import Tree
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import Sampling
@@ -115,16 +116,16 @@ def test_cost_aware_is_near_the_best_length_wherever_that_is(alpha, price):
 def test_cost_aware_follows_a_change():
     rule = CostAware(8)
     simulate(rule, 0.9, 0.05, 1.0)
-    before = rule.search.best
+    before = rule.search.best.size
     simulate(rule, 0.1, 0.3, 1.0)
-    assert before > 4 and rule.search.best <= 1
+    assert before > 4 and rule.search.best.size <= 1
 
 
 def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(monkeypatch):
     """By a clock that only drafting and scoring move."""
     clock, learnt = [0.0], []
     monkeypatch.setattr("decoding.lengthRules.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(Costs, "learn", lambda costs, kind, seconds: learnt.append((kind, seconds)))
+    monkeypatch.setattr(Costs, "learn", lambda costs, kind, seconds: learnt.append((kind.size, seconds)))
 
     def takes(seconds, work):
         def slower(*args, **options):
@@ -136,7 +137,7 @@ def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(
     target, drafter = helpers.tiny(), ModelDrafter(helpers.tiny(seed=1))
     drafter.draft, target.forward = takes(1.0, drafter.draft), takes(10.0, target.forward)
     specSampling(PROMPTS[:1], target, drafter, 20, CostAware(4))
-    assert [kind for kind, _ in learnt[:4]] == [4, 2, 0, 4] and {seconds for _, seconds in learnt} == {11.0}
+    assert [size for size, _ in learnt[:3]] == [0, 1, 2] and {seconds for _, seconds in learnt} == {11.0}
 
 
 def simulate_batch(rule, alphas, cost, tokens=20_000, seed=0):
@@ -193,10 +194,10 @@ def test_a_larger_batch_finds_its_own_length():
     """What pays for 8 rows costs more than it brings for 32."""
     rule = CostAware(8)
     simulate_batch(rule, [0.7] * 8, lambda guesses: 1 + 0.05 * guesses)
-    assert rule.search.best > 0
+    assert rule.search.best.size > 0
     plain = 32 / 1.025
     assert simulate_batch(rule, [0.7] * 32, lambda guesses: 1 + 0.05 * guesses) > 0.93 * plain
-    assert rule.search.best == 0
+    assert rule.search.best.size == 0
 
 
 def test_a_length_that_was_slow_once_is_tried_again():
@@ -204,12 +205,13 @@ def test_a_length_that_was_slow_once_is_tried_again():
     rule = CostAware(4)
     rule.begin(rows(1))
     costs = rule.search_for(1).costs
-    for length in rule.lengths:
+    for chain in rule.shapes:
         for _ in range(2):
-            costs.learn(length, 100.0 if length == 2 else 1.0 + 0.3 * length)
-    assert costs.seconds(2) > 2.5
+            costs.learn(chain, 100.0 if chain.size == 2 else 1.0 + 0.3 * chain.size)
+    one, two = Tree.chain(1), Tree.chain(2)
+    assert costs.seconds(two) > 2.5
     simulate(rule, 0.62, 0.3, 1.0)
-    assert costs.seconds(2) == pytest.approx(costs.seconds(1) * 1.6 / 1.3, rel=0.2)
+    assert costs.seconds(two) == pytest.approx(costs.seconds(one) * 1.6 / 1.3, rel=0.2)
 
 
 def test_a_length_that_is_far_too_long_is_never_tried():

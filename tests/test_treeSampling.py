@@ -11,8 +11,7 @@ from test_specSampling import PROMPTS, near
 from decoding.rows import Rows
 from decoding.trees import tree as trees
 from decoding.trees.rules import TREE_RULES, top_down_rule, traversal_rule
-from decoding.trees.shapes import TreeChoice
-from decoding.trees.tree import Tree
+from decoding.trees.tree import Places, Tree
 from methods import treeSampling as loop
 from methods.drafters import ModelDrafter
 from methods.treeSampling import ON_CHAINS, TreeDrafter, treeSampling
@@ -97,9 +96,10 @@ def scores(pair, shape="3,2"):
     drafter.begin(rows)
     pair[0].first_token(rows, GREEDY)
     drafter.read_prompts(rows)
-    guesses = drafter.grow(rows, tree, FREE)
+    places = Places.of(rows, tree)
+    guesses = drafter.grow(rows, tree, places, FREE)
     block = torch.cat([rows.last(1)[0], guesses.drafts], 1)
-    found = pair[0].forward(block, guesses.places.positions, guesses.places)
+    found = pair[0].forward(block, places.positions, places)
     paths = [[0, *tree.path(node)] for node in range(tree.size + 1)]
     alone = [
         [pair[0].score(torch.tensor([text[:-1] + block[row, path].tolist()]))[0, -1] for path in paths]
@@ -180,31 +180,21 @@ def test_a_chain_takes_the_rounds_of_a_chain(pair, rule, on_chains):
         assert texts == wanted and [r.accepted for r in records] == [r.accepted for r in theirs]
 
 
-class InTurn(TreeChoice):
-    """Plain decoding, chains and trees in turn. last: the nodes that it was told of."""
-
-    shapes = None, Tree.chain(2), Tree.of("3,1"), None, None, Tree.chain(3), Tree.of("2/2,1")
-
-    def __init__(self):
-        self.rounds, self.last = 0, []
-
-    def tree(self):
-        self.rounds += 1
-        return self.shapes[self.rounds % len(self.shapes)]
-
-    def learn(self, last):
-        self.last.append(last)
+def in_turn():
+    """Plain decoding, chains and trees in turn."""
+    shapes = Tree.chain(2), Tree.of("3,1"), Tree.chain(0), Tree.chain(0), Tree.chain(3), Tree.of("2/2,1")
+    return helpers.InTurn(*shapes)
 
 
 @pytest.mark.parametrize("rule", TREE_RULES.values())
 def test_rounds_of_all_kinds_follow_one_another(pair, rule):
-    choice, plain = InTurn(), regrSampling(PROMPTS, pair[0], 40, GREEDY)[0]
+    choice, plain = in_turn(), regrSampling(PROMPTS, pair[0], 40, GREEDY)[0]
     texts, records = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 40, choice, GREEDY, verify=rule)
     assert texts == plain
     for row, record in enumerate(records):
         told = [last.get(row, 0) for last in choice.last[: len(record.accepted) - 1]]
         assert [node > 0 for node in told] == [accepted > 0 for accepted in record.accepted[1:]]
-    assert p_value(InTurn(), rule) > 1e-4
+    assert p_value(in_turn(), rule) > 1e-4
 
 
 def test_rows_end_at_their_own_token_and_at_max_len(pair):

@@ -1,14 +1,20 @@
 """The shape of a tree of guesses, and what chooses it."""
 
+import functools
+import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.trees.shapes import MENU, CostAwareTree, best_by_cost, expected
+from decoding.lengthRules import CostAwareTree
+from decoding.trees.shapes import MENU, expected
 from decoding.trees.tree import MOST, Tree
 from utils import UserError
+
+PLAIN = Tree.chain(0)
 
 
 @st.composite
@@ -56,31 +62,59 @@ class Clock:
         self.now, self.seconds, self.accepted = 0.0, seconds, accepted
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
-    def play(self, choice, rounds):
-        """The shapes that `choice` asks for."""
+    def play(self, rule, rounds):
+        """The shapes that `rule` asks for."""
         asked = []
-        choice.begin(None)
+        rule.begin(SimpleNamespace(numbers=[0], left=[1 << 20]))
         for _ in range(rounds):
-            tree = choice.tree()
+            tree = rule.shape()
+            assert rule.gammas() == [tree.depth]
             self.now += self.seconds(tree)
             last = 0
-            while tree and tree.children[last] and tree.depths[last] < self.accepted:
+            while tree.children[last] and tree.depths[last] < self.accepted:
                 last = tree.children[last][0]
-            choice.learn({0: last} if tree else {})
+            rule.learn({0: tree.depth}, {0: last}, {})
             asked.append(tree)
         return asked
 
 
 def test_auto_finds_the_shape_with_the_most_tokens_per_second(monkeypatch):
     """Scoring is free: the largest tree. Guesses cost as much as plain decoding and are never right: no guesses."""
-    free = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + 0.001 * tree.size, accepted=9)
+    free = Clock(monkeypatch, lambda tree: 1.0 + 0.001 * tree.size, accepted=9)
     asked = free.play(CostAwareTree(), 400)
     assert max(map(asked[200:].count, MENU)) > 150
     favourite = max(MENU, key=asked[200:].count)
-    assert favourite.depth == max(tree.depth for tree in MENU if tree)
-    dear = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + tree.depth, accepted=0)
+    assert favourite.depth == max(tree.depth for tree in MENU)
+    dear = Clock(monkeypatch, lambda tree: 1.0 + tree.depth, accepted=0)
     asked = dear.play(CostAwareTree(), 400)
-    assert asked[200:].count(None) > 150
+    assert asked[200:].count(PLAIN) > 150
+
+
+def best_expected(budget, table):
+    """The expected tokens of the best tree of at most `budget` guesses below a node, by dynamic programming (Sequoia,
+    arXiv 2402.12374, section 3.1)."""
+
+    @functools.cache
+    def below(depth, rank, left):
+        """Of the siblings from `rank` on at this depth, with `left` guesses for them and all below them."""
+        if depth == len(table) or rank == len(table[depth]):
+            return 0.0
+        ways = (
+            table[depth][rank] * (1 + below(depth + 1, 0, size - 1)) + below(depth, rank + 1, left - size)
+            for size in range(1, left + 1)
+        )
+        return max(ways, default=0.0)
+
+    return 1 + below(0, 0, budget)
+
+
+def test_no_tree_is_better_than_the_best():
+    table = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.1], [0.7, 0.1, 0.0]]
+    shapes = [(0, *rest) for rest in itertools.product(range(5), repeat=4)]
+    every = [
+        Tree(parents) for parents in shapes if all(a <= b <= i for i, (a, b) in enumerate(zip(parents, parents[1:]), 1))
+    ]
+    assert best_expected(5, table) == pytest.approx(max(expected(tree, table) for tree in every))
 
 
 @pytest.mark.parametrize("first", [0.4, 0.6, 0.9])
@@ -90,18 +124,26 @@ def test_the_menu_is_nearly_as_good_as_the_best_shape(first, level, node):
     row = [first]
     for share in (0.39, 0.27, 0.19, 0.15, 0.09):  # of what the siblings before leave
         row.append(share * (1 - sum(row)))
-    table = [row] * 10
 
-    def rate(tree):
-        return expected(tree, table) / (1 + level * tree.depth + node * tree.size) if tree else 1.0
+    def rate(tokens, depth, size):
+        return tokens / (1 + level * depth + node * size)
 
-    _, best = best_by_cost(table, level, lambda tokens: 1 + node * (tokens - 1), (2, 4, 6, 8, 12, 16, 24, 32))
-    assert max(map(rate, MENU)) > 0.91 * best
-    assert max(map(rate, MENU)) > 0.97 * max(rate(Tree.chain(length)) for length in range(1, 11))
+    def rates(shapes):
+        return [rate(expected(tree, [row] * 10), tree.depth, tree.size) for tree in shapes]
+
+    sizes = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+    best = max(
+        rate(best_expected(size, [row] * depth), depth, size)
+        for depth in range(1, 11)
+        for size in sizes
+        if size >= depth
+    )
+    assert max(rates(MENU)) > 0.91 * max(1.0, best)
+    assert max(rates(MENU)) > 0.97 * max(rates(map(Tree.chain, range(11))))
 
 
 def test_auto_tries_other_shapes_again(monkeypatch):
-    free = Clock(monkeypatch, lambda tree: 1.0 if tree is None else 1.0 + 0.02 * tree.size, accepted=2)
+    free = Clock(monkeypatch, lambda tree: 1.0 + 0.02 * tree.size, accepted=2)
     assert len(set(free.play(CostAwareTree(), 800)[100:])) > 3
 
 
@@ -112,8 +154,8 @@ def test_auto_forgets_a_busy_start(monkeypatch):
     def seconds(tree):
         nonlocal rounds
         rounds += 1
-        busy = 30.0 if rounds < 20 and tree else 1.0
-        return busy * (1.0 + 0.01 * tree.size if tree else 1.0)
+        busy = 30.0 if rounds < 20 and tree.size else 1.0
+        return busy * (1.0 + 0.01 * tree.size)
 
     asked = Clock(monkeypatch, seconds, accepted=9).play(CostAwareTree(), 4000)
-    assert asked[20:60].count(None) > 20 and asked[-500:].count(None) < 50
+    assert asked[20:60].count(PLAIN) > 20 and asked[-500:].count(PLAIN) < 50

@@ -1,46 +1,11 @@
-"""`TreeGuesses`: the guesses of a round whose guesses form a tree, and `siblings`, which draws those of one level."""
-
-from __future__ import annotations
+"""`siblings`: draws the guesses of one level of a tree."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from decoding.rows import upload
-from decoding.trees.tree import Places, Tree, numbers
 from utils import pick
-
-
-@dataclass(frozen=True)
-class TreeGuesses:
-    """The guesses of one round, in a tree with n nodes beside the root.
-
-    drafts: int64 `[B, n]`. q: float32 `[B, n, V]`, the law that each was drawn from. Siblings are drawn without
-    replacement: the law of a later one is q without the earlier ones, renormalised. Where a row has no guess, q is 0.
-    places: of all nodes, the root first.
-    """
-
-    tree: Tree
-    drafts: Tensor
-    q: Tensor
-    places: Places
-
-    def counts(self) -> Tensor:
-        """How many guesses each row could accept, the depth of its deepest guess: int64 `[B]`; -1 if one was drawn
-        from a q of nan."""
-        # A distribution is nan everywhere or nowhere.
-        q_x = self.q.gather(-1, self.drafts[..., None])[..., 0]
-        depths = numbers(self.tree, self.drafts.device)[0][1:]
-        return ((q_x > 0) * depths).amax(1).masked_fill_(q_x.isnan().any(1), -1)
-
-    def limited(self, gammas: Sequence[int]) -> TreeGuesses:
-        """The same guesses, where row i keeps only those down to depth `gammas[i]`: q is 0 below."""
-        if min(gammas) >= self.tree.depth:
-            return self
-        kept = numbers(self.tree, self.drafts.device)[0][1:] <= upload(gammas, self.drafts.device)[:, None]
-        return replace(self, q=self.q * kept[..., None])
 
 
 def siblings(q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:

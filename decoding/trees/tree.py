@@ -30,20 +30,19 @@ MOST = 62  # guesses; with the root, a node's ancestors must fit into the bits o
 class Tree:
     """The shape of a tree with nodes 0 (the root) to n. parents: the parents of nodes 1, ..., n, in ascending order.
 
-    Raises UserError if the tree has no guess or more than MOST.
+    A chain may have any number of guesses, also none: that is plain decoding. A tree with branches has at most MOST.
     """
 
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.parents) <= MOST:
-            raise UserError(f"a tree has 1 to {MOST} guesses, not {len(self.parents)}")
+        assert self.is_chain or len(self.parents) <= MOST, "the ancestors of a node are bits of an int64"
         assert list(self.parents) == sorted(self.parents), "nodes are numbered level by level"
         assert all(0 <= parent <= i for i, parent in enumerate(self.parents)), "a parent comes before its children"
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """Each node has one child: ordinary speculative decoding with gamma = `length`."""
+        """Each node but the last has one child: ordinary speculative decoding with gamma = `length`."""
         return cls(tuple(range(length)))
 
     @classmethod
@@ -144,7 +143,7 @@ class Tree:
     @property
     def is_chain(self) -> bool:
         """Whether no node has two children."""
-        return self.depth == self.size
+        return self.parents == tuple(range(self.size))
 
 
 class Places(NamedTuple):
@@ -214,6 +213,11 @@ def numbers(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Depths, numbers and ancestors of the nodes 0, ..., n: int64 `[n + 1]` each."""
     depths, order, ancestors = upload([tree.depths, range(tree.size + 1), tree.ancestors], device)
     return depths, order, ancestors
+
+
+def depths_of(tree: Tree, device: torch.device) -> Tensor:
+    """The depths of nodes 1, ..., n: int64 `[n]`."""
+    return numbers(tree, device)[0][1:]
 
 
 def columns(x: Tensor, nodes: Sequence[int]) -> Tensor:
