@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from engine.cachedModel import CachedModel
-from engine.compiledModel import CompiledModel
 from utils import probabilities, seen_after
 
 FULL = bool(os.environ.get("FULL"))  # FULL=1 in the environment asks for what takes minutes
@@ -70,15 +69,6 @@ def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, cont
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(sharpness / 4)
     return CachedModel(model, vocabulary, f"{family}-{seed}")
-
-
-class Rehearsing(CompiledModel):
-    """An engine whose graphs are the steps themselves: it only notes which shapes of steps it is asked for."""
-
-    chunk = 64
-
-    def by_graph(self, step, *inputs):
-        return self.eagerly(step, *inputs)
 
 
 @torch.inference_mode()

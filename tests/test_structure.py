@@ -139,7 +139,7 @@ def test_the_engine_does_not_show_in_the_algorithm():
     """The loop, the model's steps, the drafters and the rules know nothing of graphs, captures or kernels."""
     words = re.compile(r"graphs?\b|kernel|compil|captur", re.I)
     algorithm = [ROOT / "specSampling.py", ROOT / "regrSampling.py", *(ROOT / "decoding").glob("**/*.py")]
-    algorithm += [file for file in (ROOT / "methods").glob("*.py") if file.name not in ("rehearsal.py", "programs.py")]
+    algorithm += [file for file in (ROOT / "methods").glob("*.py") if file.name != "programs.py"]
     assert [file.name for file in algorithm if words.search(file.read_text())] == []
 
 
@@ -164,7 +164,6 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "guesses": "treeDrawing",
     "shapes": "treeShapes",
     "rules": "treeVerification",
-    "steps": "compiledModel",
     "compiling": "cpuModel",
     "copies": "selfDraft",
     "quantised": "selfDraft",
@@ -174,7 +173,6 @@ TESTED_WITH = {  # {module: its tests}, where these have another name
     "lookup": "drafters",
     "cascade": "drafters",
     "samplers": "settings",
-    "rehearsal": "settings",
     "programs": "catalogue",
     "hub": "downloadModel",
     "manifest": "downloadModel",
