@@ -82,8 +82,8 @@ def in_turns(
 
 
 def timed(call: Callable[[bool], Result], device: torch.device | str) -> Result:
-    """What `call(False)` gives in a timed stretch, right after `call(True)`. If steps had to be computed eagerly because
-    no CUDA graph had been captured for them, it is called untimed, which captures them, and timed again."""
+    """What `call(False)` gives in a timed stretch, right after `call(True)`. If steps had to be computed eagerly, as no
+    CUDA graph had been captured for them, it is called untimed, which captures them, and timed again."""
     for _ in range(AGAIN + 1):  # A method that follows the clock may ask for other steps each time.
         with quiet(device):
             call(True)

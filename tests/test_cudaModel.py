@@ -255,13 +255,13 @@ def test_texts_are_timed_without_captures(gpu):
     samplers, timings = build(GUESSING, models, Decoding(gamma=6)), []
 
     def timed(name):
-        def method(prompt, generator, first=None):
+        def method(prompts, generators, batch, first=None):
             before = gpu.captures
             ends = None if first is None else (lambda row, token: True)
-            options = {"max_len": 24, "sampling": FREE, "generator": generator, "end_of_text": ends}
-            texts, records = samplers[name]([prompt], **options)
+            options = {"max_len": 24, "sampling": FREE, "generator": generators, "end_of_text": ends}
+            texts, records = samplers[name](prompts, **options)
             if CudaModel.missed is not None:
-                timings.append((name, len(prompt), gpu.captures - before, len(CudaModel.missed)))
+                timings.append((name, len(prompts[0]), gpu.captures - before, len(CudaModel.missed)))
             return texts, records
 
         return method
