@@ -51,7 +51,8 @@ def gpu():
 
 
 WITHOUT_CACHE = {"noCache", "speculativeNoCache"}  # They compute no step that could be captured.
-ON_GPU = [name for name in METHODS if name != "head"]  # The trained head has its test in test_head.py.
+# Other programs run as they do. The trained head has its test in test_head.py.
+ON_GPU = [name for name, method in METHODS.items() if not method.engine and name != "head"]
 
 
 def models(device, vocabulary=MANY):
