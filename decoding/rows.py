@@ -166,7 +166,7 @@ class Rows:
                 model.copy_row(last, row)
         self.numbers, self.texts = [self.numbers[row] for row in sources], [self.texts[row] for row in sources]
         self.ended = [self.ended[row] for row in sources]
-        self.sequence = self.sequence[sources]
+        self.sequence = self.sequence[upload(sources, self.device)]
         self.lengths, self.going = self.state()
 
     def of_rows(self) -> tuple[list[int], list[list[int]], list[bool]]:

@@ -1,130 +1,252 @@
-"""`CudaModel`: on a GPU, a step is captured as a CUDA graph, once for each shape, and replayed.
+"""`CudaModel`: on a GPU, a step is captured as a CUDA graph at its first use, once for each shape, and then replayed.
 
 A replay costs the host one call instead of one for each of hundreds of kernels. A captured graph reads and writes fixed
-memory: inputs are copied into tensors of its own, and a new cache needs new captures.
+memory: inputs are copied into tensors of its own, and a new cache needs new graphs.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from decoding.model import Model
-from decoding.trees.tree import Places
-from engine.compiledModel import CompiledModel, Step
-from engine.steps import Move, Shape
+from decoding.rows import upload
+from decoding.trees.rules import TreeRule
+from decoding.trees.tree import Places, Tree
+from decoding.verification import VerificationRule
+from engine.cachedModel import CachedModel
+from utils import Sampling
 
-Work = Callable[..., Sequence[Tensor]]
-Capture = tuple[list[Tensor], Callable[[], object], Sequence[Tensor]]
+CHUNK = 64  # Capacities and the tokens of a prompt are rounded up to multiples of this, so that few graphs serve all.
+MOST = 1024  # Reading more tokens than this should take a GPU longer than the host needs to launch the kernels.
+
+Step = Callable[..., Any]  # step(model, *inputs): tensors, or nothing, from the inputs and the model's cache
 
 
-class CudaModel(CompiledModel):
-    """A model whose steps are captured on a GPU, at their first use after a new cache."""
+class CudaModel(CachedModel):
+    """A `CachedModel` whose steps are captured and replayed.
 
-    chunk = 64  # A prompt of any length is read in chunks by one graph.
+    eager: whether steps are computed as they are: inside a capture, and for a text that is scored.
+    missed: see `no_captures`; None outside.
+    """
 
-    def forget(self) -> None:
-        super().forget()
-        self.captures: dict[tuple[Any, ...], Capture] = {}
-        self.captured: tuple[object, ...] = (None, None)  # the KV cache and features that the captures read and write
+    eager = False
+    missed: list[str] | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.graphs: dict[tuple[Any, ...], Graph] = {}
+        self.captured: tuple[object, object] = None, None  # the KV cache and features that the graphs read and write
+        self.refused: set[str] = set()  # the steps that cannot be captured
+
+    def run(self, step: Step, *inputs: Any) -> Any:
+        """`step(self, *inputs)`, by a graph if there can be one. inputs: tensors, `Places`, and what is hashable."""
+        waits = any(getattr(x, "waits", False) for x in inputs)  # A rule that synchronises with the host.
+        if CudaModel.eager or self.cache is None or waits or step.__name__ in self.refused:
+            return step(self, *inputs)
+        if self.captured[0] is not self.cache or self.captured[1] is not self.features:
+            self.captured, self.graphs = (self.cache, self.features), {}
+        leaves, spec = tree_flatten(inputs)
+        # A step that writes features is another one.
+        key = step.__name__, self.keeps_features, *(x.shape if isinstance(x, Tensor) else x for x in leaves)
+        if key in self.graphs:
+            return self.graphs[key].replay(leaves)
+        if CudaModel.missed is None:
+            return self.capture(key, step, leaves, spec)
+        CudaModel.missed.append(step.__name__)
+        return step(self, *inputs)
+
+    def capture(self, key: tuple[Any, ...], step: Step, leaves: Sequence[Any], spec: TreeSpec) -> Any:
+        """What a step gives at its first use, and its graph for the next ones. The first use is computed eagerly: so
+        libraries choose kernels and allocate memory before the capture, and the result is right though that fails."""
+        if (pool := POOLS.get(self.device)) is None:
+            pool = POOLS[self.device] = Pool(self.device)
+        copies, graph = [x.clone() if isinstance(x, Tensor) else x for x in leaves], torch.cuda.CUDAGraph()
+        now = torch.cuda.current_stream(self.device)  # Its device need not be the current one.
+        pool.stream.wait_stream(now)
+        with eagerly(), torch.cuda.stream(pool.stream):  # After an error, `torch.cuda.graph` does not leave its stream.
+            first = step(self, *tree_unflatten(leaves, spec))
+            try:
+                with torch.cuda.graph(graph, pool.handle, pool.stream):
+                    results = step(self, *tree_unflatten(copies, spec))
+                self.graphs[key] = Graph(graph, copies, results, pool)
+            except RuntimeError as error:
+                self.refused.add(step.__name__)
+                FAILED.append(graph)
+                del POOLS[self.device]  # To torch's allocator, its last capture has not ended.
+                reason = " ".join(str(error.__context__ or error).split())[:200]
+                print(f"{self.name}: the step {step.__name__} stays eager: no CUDA graph ({reason})", file=sys.stderr)
+        now.wait_stream(pool.stream)
+        return first
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Captured graphs live as long as their cache: a longer one is kept."""
+        """Graphs live as long as their cache: a longer one is kept."""
+        capacity = -(-capacity // CHUNK) * CHUNK
         super().reserve(rows, max(capacity, self.cache.capacity) if self.cache and self.rows == rows else capacity)
 
-    def make(self, shape: Shape) -> bool:
-        """Graphs are captured at their first use."""
-        return True
+    def rows_computed(self, rows: int) -> int:
+        """The next power of two, so that the batches at the end of a queue have few sizes."""
+        return 1 << (rows - 1).bit_length()
+
+    # The steps.
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
+    ) -> Tensor:
+        """A long block is read eagerly, and so is a text of which only some logits are asked for."""
+        if keep is not None or tokens.shape[1] > CHUNK:
+            return super().forward(tokens, positions, places, keep)
+        return self.run(CachedModel.forward, tokens, positions, places)
+
+    def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Prompts of several lengths, and those that are new in a batch, are read eagerly: a graph reads all rows."""
+        if len(set(lengths)) > 1 or len(lengths) < self.rows:
+            return super().read_prompts(prompts, lengths)
+        return self.read(prompts, torch.arange(prompts.shape[1], device=self.device).expand_as(prompts))
+
+    def read(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Read a block `[B, n]`; float32 logits `[B, V]` after its end. It is padded with its last token, at the same
+        position."""
+        n = tokens.shape[1]
+        last, width = upload([n - 1], self.device), -(-n // CHUNK) * CHUNK
+        if len(tokens) * width > MOST:
+            return CachedModel.forward(self, tokens, positions, keep=last)[:, 0]
+        at = torch.arange(width, device=self.device).clamp_(max=n - 1)
+        return self.run(CachedModel.forward, tokens[:, at], positions[:, at], None, last)[:, 0]
+
+    def recent(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The end of a block, in a width that many rounds have: two tokens, after what a draft missed besides was read.
+        A model that reads features reads many tokens in every round. Its block begins with its first token several
+        times, in the same slot, and its width is a power of two.
+
+        tokens: int64 `[B, w]`. positions: int64 `[B, m]`, of these tokens and of those after them.
+        """
+        w = tokens.shape[1]
+        width = 1 << (w - 1).bit_length() if self.reads_features else min(w, 2)
+        if w == width:
+            return tokens, positions
+        if w > width:
+            self.read(tokens[:, : w - width], positions[:, : w - width])
+        at = torch.arange(w - width, positions.shape[1], device=self.device).clamp_(min=0)
+        return tokens[:, at[:width]], positions[:, at]
+
+    def draw(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        seen: Tensor | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return self.run(Model.draw, *self.recent(tokens, positions), u, sampling, seen)
+
+    def score_block(
+        self,
+        block: Tensor,
+        positions: Tensor,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: VerificationRule,
+        seen: Tensor | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.run(Model.score_block, block, positions, q, u, sampling, verify, seen)
+
+    def grow(
+        self,
+        tree: Tree,
+        tokens: Tensor,
+        positions: Tensor,
+        places: Places,
+        u: Tensor,
+        sampling: Sampling,
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return self.run(Model.grow, tree, *self.recent(tokens, positions), places, u, sampling, seen)
+
+    def score_tree(
+        self,
+        tree: Tree,
+        block: Tensor,
+        places: Places,
+        q: Tensor,
+        u: Tensor,
+        sampling: Sampling,
+        verify: TreeRule,
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.run(Model.score_tree, tree, block, places, q, u, sampling, verify, seen)
 
     def move(self, source: Tensor, slots: Tensor) -> None:
-        if not self.ready(Move(*slots.shape)):
-            return super().move(source, slots)
-        if not self.is_current() or self.key_of(moved, (slots, slots)) not in self.captures:
-            self.run(moved, slots, slots)  # A capture runs its work several times: this one is safe.
-        self.run(moved, source, slots)
+        self.run(CachedModel.move, source, slots)
 
-    def by_graph(self, step: Step, *inputs: Any) -> Any:
-        if not self.is_current():
-            self.captured, self.captures = (self.cache, self.features), {}
-        key, tensors = self.key_of(step, inputs), list(flattened(inputs))
-        if key not in self.captures:
-
-            def work(*copies: Tensor) -> Sequence[Tensor]:
-                results = self.eagerly(step, *unflattened(inputs, iter(copies)))
-                return [results] if isinstance(results, Tensor) else list(results)
-
-            self.captures[key] = capture(tensors, work)
-        copies, again, results = self.captures[key]
-        for copy, tensor in zip(copies, tensors):
-            copy.copy_(tensor)
-        again()
-        found = [result.clone() for result in results]
-        return found[0] if len(found) == 1 else tuple(found)
-
-    def is_current(self) -> bool:
-        """Whether the captures read and write what the model does now."""
-        return self.captured[0] is self.cache and self.captured[1] is self.features
-
-    def key_of(self, step: Step, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """`key_of`; a step that writes features is another one."""
-        return (*key_of(step, inputs), *["features"] * self.keeps_features)
+    def score_after(self, other: CachedModel, tokens: Tensor) -> Tensor:
+        with eagerly():
+            return super().score_after(other, tokens)
 
 
-def moved(model: Model, source: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
-    """`Model.move`, as a step that has results: none."""
-    model.move(source, slots)
-    return ()
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Steps are computed as they are, though they have a graph."""
+    before, CudaModel.eager = CudaModel.eager, True
+    try:
+        yield
+    finally:
+        CudaModel.eager = before
 
 
-def key_of(step: Step, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """What tells the graph for these inputs from others: their shapes, and all that is no tensor."""
-    shapes = [tuple(x.shape) if isinstance(x, Tensor) else len(x) if isinstance(x, Places) else x for x in inputs]
-    return step.__name__, *shapes
+@contextmanager
+def no_captures() -> Iterator[list[str]]:
+    """A timed stretch: a capture would take many times as long as the step. Gives the names of the steps that are
+    computed eagerly there because they have no graph yet: if there are any, the time is not that of graphs."""
+    before, CudaModel.missed = CudaModel.missed, []
+    try:
+        yield CudaModel.missed
+    finally:
+        CudaModel.missed = before
 
 
-def flattened(inputs: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors among the inputs of a step."""
-    for x in inputs:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, Places):
-            yield from x
+class Pool:
+    """The memory and the stream of all graphs of a device.
 
-
-def unflattened(inputs: Sequence[Any], tensors: Iterator[Tensor]) -> Iterator[Any]:
-    """The inputs of a step, with other tensors."""
-    for x in inputs:
-        if isinstance(x, Tensor):
-            yield next(tensors)
-        else:
-            yield Places(*(next(tensors) for _ in x)) if isinstance(x, Places) else x
-
-
-def capture(inputs: Sequence[Tensor], work: Work) -> Capture:
-    """(copies of the inputs, a function that runs `work` on them again, the tensors where it leaves the results).
-
-    Without a GPU, the function runs the same work instead of replaying it.
+    The replay of one graph may overwrite what another one of its pool has left, results too. That is safe where replays
+    follow one another and no result is used after the next one (pytorch, pull request 166975). Here they run on the
+    device's current stream, and results are cloned at once. Only captures on one stream share memory, and what a
+    warm-up has allocated is used again on its stream alone.
     """
-    copies = [x.clone() for x in inputs]
-    if copies[0].device.type != "cuda":
-        results = work(*copies)
 
-        def again() -> None:
-            for result, new in zip(results, work(*copies)):
-                result.copy_(new)
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.handle = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-        return copies, again, results
-    device = copies[0].device  # It need not be the current one: a draft can have a GPU of its own.
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):  # Warm-up: libraries choose kernels and allocate memory before the capture.
-        for _ in range(3):
-            work(*copies)
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        results = work(*copies)
-    return copies, graph.replay, results
+
+# Held by their graphs: torch's allocator refuses the handle of a pool whose graphs are all gone.
+POOLS: WeakValueDictionary[torch.device, Pool] = WeakValueDictionary()
+FAILED: list[torch.cuda.CUDAGraph] = []  # Torch's allocator keeps pointers to captures that have not ended.
+
+
+@dataclass
+class Graph:
+    """A captured step. inputs: what it reads, tensors of its own among them. results: tensors, where it writes them."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Sequence[Any]
+    results: Any
+    pool: Pool
+
+    def replay(self, inputs: Sequence[Any]) -> Any:
+        """What the step gives for other tensors of the same shapes."""
+        for x, new in zip(self.inputs, inputs):
+            if isinstance(x, Tensor):
+                x.copy_(new)
+        self.graph.replay()
+        return tree_map_only(Tensor, torch.clone, self.results)

@@ -32,7 +32,6 @@ from inputs.progress import followed
 from inputs.prompts import Question, encode_turn
 from inputs.texts import Corpus
 from methods.catalogue import METHODS, Role, build
-from methods.rehearsal import compile_samplers
 from methods.selfDraft import copies_of, trials
 from methods.translation import Translation
 from utils import UserError
@@ -167,8 +166,8 @@ class Prepared:
         return sizes
 
     def load_as_timed(self, dtype: str) -> LoadedModels:
-        """The models in that dtype: compiled if the flags say so and text is generated, with the graphs that the
-        methods need, and a line that says how long that took. No measurement includes it."""
+        """The models in that dtype: compiled if the flags say so and text is generated, and a line that says how long
+        that took. No measurement includes it."""
         models, compiles = self.load(dtype), self.settings.models.compile and self.settings.continues
         if any(
             METHODS[name].engine == "generate" for name in self.settings.measuring.names
@@ -186,7 +185,7 @@ class Prepared:
             key: compiled(model, target if model.cache_of or model.features_of else None) for key, model in once.items()
         }
         models = {role: by_id[id(model)] for role, model in models.items()}
-        if make_all_graphs(models, self.settings, self.inputs.rows[0]) is not None:
+        if all(map(is_compiled, models.values())):
             print(f"Compiled in {time.perf_counter() - start:.1f} s.")
         return models
 
@@ -211,7 +210,7 @@ class Prepared:
         """The models of what comes first, and lines that say what memory they take."""
         measuring, bits = self.settings.measuring, 0
         dtype = self.place.dtype if measuring.timed or measuring.played else self.place.text_dtype
-        if len(self.settings.sizes) > 1 and self.inputs.slots:
+        if self.settings.queues and self.inputs.slots:
             size = gigabytes(sum(self.caches(dtype).values()))
             print(f"The KV caches of {self.settings.rows} texts take {size}.")
         models = self.load_as_timed(dtype)
@@ -279,21 +278,6 @@ def copy_bytes(copy: CachedModel, weights: int, bits: int) -> float:
     """The memory that the target's copy takes. weights: how many of them have few bits."""
     packed = is_compiled(copy) and copy.device.type == "cpu"
     return weights * ((bits / 8 if packed else 1) + SCALE)
-
-
-def make_all_graphs(models: LoadedModels, settings: Settings, prompt: Sequence[int]) -> float | None:
-    """Make the graphs of compiled `models` that the methods need. prompt: token ids for a rehearsal. Returns the
-    seconds, or None if some failed."""
-    sweep = "sweep" in settings.measuring.groups
-    names = [*sorted(settings.measuring.names), *(["additive"] if sweep else [])]
-    return compile_samplers(
-        build(names, dict(models), settings.decoding).values(),
-        models.values(),
-        prompt,
-        settings.sampling.of("compare"),
-        settings.sizes,
-        follow=lambda graphs: followed(graphs, "compiling", len(graphs)),
-    )
 
 
 def models_of(settings: Settings) -> dict[str, str]:

@@ -76,7 +76,7 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
 def where_to_run(settings: Settings, processes: Processes) -> Place:
     """The devices and dtypes. Raises UserError for what cannot be used."""
     choice = settings.models
-    if len(settings.sizes) > 1 and processes.count > 1:
+    if settings.queues and processes.count > 1:
         raise UserError("--batch and --sweep batch are for one process: start test.py without accelerate launch")
     if settings.measuring.steps and processes.count > 1:
         raise UserError("--steps measures in one process: start test.py without accelerate launch")

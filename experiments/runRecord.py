@@ -17,7 +17,6 @@ import torch
 import transformers
 
 from engine.cachedModel import CachedModel
-from engine.compiledModel import CompiledModel
 from engine.compiling import is_compiled
 from experiments.lines import Machine, ModelRecord, Origin, ProcessRecord, RunLine
 from experiments.loading import LoadedModels, Prepared
@@ -169,5 +168,4 @@ def processor_name() -> str:
 
 def model_record(name: str, version: str, model: CachedModel) -> ModelRecord:
     """A model in a record. version: what identifies its weights (`inputs.models.model_version`)."""
-    compiled = is_compiled(model) and (not isinstance(model, CompiledModel) or bool(model.shapes))
-    return {"name": name, "version": version, "parameters": model.parameters, "compiled": compiled}
+    return {"name": name, "version": version, "parameters": model.parameters, "compiled": is_compiled(model)}

@@ -66,10 +66,9 @@ class Settings:
         return min(TEXTS, -(-self.tokens // self.sampling.max_len_of("lossless")))
 
     @property
-    def sizes(self) -> list[int]:
-        """The numbers of rows that batches have. A queue ends in smaller batches: of half as many rows, and so on."""
-        queues = self.measuring.batch or self.measuring.sweep == "batch"
-        return [self.rows >> i for i in range(self.rows.bit_length() if queues else 1)]
+    def queues(self) -> bool:
+        """Whether texts are a queue for several rows."""
+        return self.rows > 1 and bool(self.measuring.batch or self.measuring.sweep == "batch")
 
     @property
     def tokens(self) -> int:

@@ -28,7 +28,6 @@ from transformers import (
 from decoding.lengthRules import LengthRule
 from decoding.trees.tree import Tree
 from engine.cachedModel import CachedModel
-from engine.compiledModel import CompiledModel
 from engine.quantised import Codes
 from utils import probabilities, seen_after
 
@@ -111,15 +110,6 @@ class InTurn(LengthRule):
 
     def learn(self, drafted, last, sure):
         self.last.append(last)
-
-
-class Rehearsing(CompiledModel):
-    """An engine whose graphs are the steps themselves: it only notes which shapes of steps it is asked for."""
-
-    chunk = 64
-
-    def by_graph(self, step, *inputs):
-        return self.eagerly(step, *inputs)
 
 
 @torch.inference_mode()

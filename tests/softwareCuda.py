@@ -9,6 +9,8 @@ compute on the CPU, but refuse what CUDA refuses, and `gpu` counts what CUDA mak
 - A CUDA graph records operators and runs them again on the same memory. During a capture nothing is computed: what it
   wrote to older memory is undone, and its own results hold nan and -1 until they are replayed. A sync, a random draw,
   pinned memory and `torch.cuda.empty_cache` raise. Memory that was freed after a capture is nan and -1 for its replays.
+- A replay overwrites what the graph before it has left, if they share a pool. After an error in a capture its pool
+  cannot be used, nor can one whose graphs are all gone.
 - `gpu.memory` is the size of each device's memory; more raises `torch.OutOfMemoryError`.
 
 `machine(kind="mps")` gives `mps:0`, the GPU of an Apple computer, instead. It has no CUDA graphs, and refuses what MPS
@@ -87,6 +89,7 @@ class Machine:
 
     syncs, copies: (what, "file:line" of the project) of each host sync, and of each asynchronous copy to a device.
     done: work up to this number is known to be complete; queued: work so far. recording: the graph being captured.
+    captures: so far. streams: on which graphs were captured.
     """
 
     def __init__(self, count: int, memory: int, kind: str) -> None:
@@ -95,6 +98,7 @@ class Machine:
         self.copies: list[tuple[str, str]] = []
         self.queued = self.done = 0
         self.recording: Graph | None = None
+        self.captures, self.streams = 0, weakref.WeakSet()
 
     def sync(self, what: str) -> None:
         """The host waits for the device."""
@@ -352,8 +356,29 @@ def perform(func, args: tuple, kwargs: dict) -> object:
     return result
 
 
+class PoolHandle:
+    """`torch.cuda.graph_pool_handle`. graphs: that use the memory. last: the one that was replayed last."""
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.was_used = self.is_capturing = False
+        self.last: Graph | None = None
+
+    def begin(self, graph: Graph) -> None:
+        """A capture begins."""
+        if self.is_capturing:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        if self.was_used and not self.graphs:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: all graphs of the pool are gone")
+        self.was_used = self.is_capturing = True
+        self.graphs.add(graph)
+        graph.pool = self
+
+
 class Graph:
     """`torch.cuda.CUDAGraph`: the operators of a capture, run again on the same memory by `replay`."""
+
+    pool: PoolHandle
 
     def __init__(self, *args: object, **options: object) -> None:
         self.tape: list[tuple] = []
@@ -385,6 +410,10 @@ class Graph:
         for whole, held in self.kept.values():
             whole.copy_(held)
         self.kept.clear()
+        self.overwrite()
+
+    def overwrite(self) -> None:
+        """Its own memory holds anything."""
         for each in self.made.values():
             poison(each)
 
@@ -395,6 +424,9 @@ class Graph:
         MACHINE.queued += 1
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
             self.lose_freed()
+            if self.pool.last not in (None, self):
+                self.pool.last.overwrite()
+            self.pool.last = self
             for func, args, kwargs, result in self.tape:
                 for kept, new in zip(tensors(result), tensors(func(*args, **kwargs))):
                     if kept.data_ptr() != new.data_ptr():
@@ -413,14 +445,20 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def capture(graph: Graph, *args: object, **options: object):
+def capture(graph: Graph, pool: PoolHandle | None = None, stream: Stream | None = None):
     """`torch.cuda.graph`."""
     if MACHINE.recording is not None:
         raise RuntimeError("CUDA error: a capture inside a capture")
     MACHINE.sync("torch.cuda.graph")  # It synchronises before a capture begins.
-    MACHINE.recording = graph
+    (pool or PoolHandle()).begin(graph)
+    MACHINE.recording, MACHINE.captures = graph, MACHINE.captures + 1
+    MACHINE.streams.add(stream or Stream())
     try:
         yield
+    except RuntimeError:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
+    else:
+        graph.pool.is_capturing = False
     finally:
         MACHINE.recording = None
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
@@ -612,6 +650,7 @@ def cuda(own: Machine) -> dict[str, object]:
         "current_stream": lambda *device: Stream(),
         "stream": lambda stream: contextlib.nullcontext(),
         "CUDAGraph": Graph,
+        "graph_pool_handle": PoolHandle,
         "graph": capture,
         "get_device_name": lambda *device: "a GPU made of software",
         "get_device_capability": lambda *device: (8, 0),

@@ -1,14 +1,13 @@
 """`test.py --batch`: a queue of texts is timed and tested; its figures, its memory, its graphs, and what is refused."""
 
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import helpers
 import pytest
 import torch
 from conftest import few_mistakes, prompted, refused
-from test_queue import PROMPTS, TEXTS, models, written
+from test_queue import PROMPTS
 from test_speed import measurement
 
 from decoding.record import Record
@@ -20,10 +19,7 @@ from experiments.speed import WARM, ends_after, measure
 from inputs import models as loading
 from lossless.mistakes import PredecessorTarget
 from lossless.trial import BlockReader
-from methods.drafters import ModelDrafter
-from methods.rehearsal import compile_samplers
 from regrSampling import regrSampling
-from specSampling import specSampling
 from utils import GREEDY, Sampling
 
 
@@ -183,36 +179,6 @@ def test_caches_are_announced_and_refused_if_they_do_not_fit(cli, flags, tmp_pat
     assert choose(folder, config, "float32", "cpu", 20, False, 999) == {"": "cpu"}
     with refused("KV caches of the batch", "a smaller --batch"):
         choose(folder, config, "float32", "cpu", 20, False, 1000)
-
-
-# Graphs.
-
-
-def test_graphs_are_made_for_every_size_of_a_queue(flags):
-    def rows(*argv):
-        return settings.parse([*flags, *argv]).sizes
-
-    assert rows("--speed") == [1] and rows("--speed", "--batch", "6") == [6, 3, 1]
-    assert rows("--lossless") == [64] and rows("--lossless", "--batch", "4") == [4, 2, 1]
-
-
-@pytest.mark.parametrize(("sizes", "computed"), [([4, 2, 1], {4, 1}), ([4], {4})])
-def test_a_queue_on_an_engine_of_graphs_writes_the_same(monkeypatch, sizes, computed):
-    """By the graphs for 4 rows, which serve 3 too, and then by those for the last text, if there are any."""
-    eager, _ = written("fixed", 4, *models(False))
-    target, draft, mid = (helpers.Rehearsing(model.model, model.vocabulary) for model in models(False))
-    sampler = partial(specSampling, target=target, drafter=ModelDrafter(draft), gamma=3)
-    compile_samplers([sampler], [target, draft], list(range(16)), Sampling(1.0, 0, 1.0), sizes)
-    seen = set()
-    honest = helpers.Rehearsing.run
-
-    def run(self, step, tokens, *rest):
-        seen.add(len(tokens))
-        return honest(self, step, tokens, *rest)
-
-    monkeypatch.setattr(helpers.Rehearsing, "run", run)
-    texts, _ = written("fixed", 4, target, draft, mid)
-    assert texts == eager and seen == computed and len(texts) == TEXTS
 
 
 # Losslessness.

@@ -1,91 +1,73 @@
-"""What is captured on a GPU, run again without one. What a capture forbids, and the distribution of texts, are in
+"""What `CudaModel` captures, beside the eager model on a CPU. All methods, and what a capture forbids, are in
 test_softwareCuda.py."""
 
+import inspect
 import itertools
 
 import helpers
 import pytest
+import softwareCuda
 import torch
 from test_acceptance import watched_alpha
 from test_specSampling import FREE, PROMPTS, near
 
 from decoding.lengthRules import Fixed
-from decoding.rows import Rows, uniform
-from decoding.verification import RULES
-from engine import compiledModel
-from engine.cudaModel import CudaModel
-from engine.steps import Block, Draw, Prompt
-from methods.cascade import CascadeDrafter
+from decoding.model import Model
+from decoding.rows import Rows
+from decoding.verification import RULES, token_rule
+from engine import cudaModel
+from engine.cachedModel import CachedModel
+from engine.compiling import compiled
+from engine.cpuModel import CpuModel
+from engine.cudaModel import CudaModel, no_captures
+from experiments.speed import measure
+from methods.catalogue import build
 from methods.drafters import ModelDrafter
+from methods.samplers import Decoding
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling
 
-
-def captured(model, *shapes):
-    """`model`, as if its steps of these shapes were captured on a GPU."""
-    model = CudaModel(model.model, model.vocabulary, model.name)
-    model.reads_filled = False
-    model.add(set(shapes))
-    return model
+PENALISED = Sampling(0.9, 40, 0.99, 1.3)
 
 
-def draw_key(read, count, sampling):
-    """The key of a capture that draws for one row."""
-    return "draw", (1, read), (1, read + count - 1), (count, 1), sampling
+@pytest.fixture(autouse=True)
+def gpu():
+    with softwareCuda.machine(2) as machine:
+        yield machine
 
 
-def score_key(rows, width, n, sampling, rule):
-    """The key of a capture that scores and verifies blocks with n guesses."""
-    return "score_block", (rows, width), (rows, width), (rows, n, 61), (rows, n + 1), sampling, rule
+def captured(model, device="cuda"):
+    """A model on a GPU, whose steps are captured."""
+    return compiled(CachedModel(model.model.to(device), model.vocabulary, model.name))
 
 
-@pytest.mark.parametrize("rule", RULES.values())
-def test_recorded_forwards_are_the_same_without_a_gpu(rule):
-    """The steps of a recording, copied inputs and filled-up blocks, run again where a GPU would replay them."""
-    eager, target = helpers.tiny(), captured(helpers.tiny(), Block(1, 1), Block(1, 5), Draw(1, 1, 1))
-    draft = captured(near(helpers.tiny(), noise=0.1), Block(1, 2), Draw(1, 2, 4))
-    for prompt in PROMPTS:
-        wanted = regrSampling([prompt], eager, 40, GREEDY)[0]
-        assert specSampling([prompt], target, ModelDrafter(draft), 40, 4, GREEDY, verify=rule)[0] == wanted
-        assert regrSampling([prompt], target, 40, GREEDY)[0] == wanted
-    # A round without guesses uses the recording of plain decoding.
-    assert target.used > 100
-    assert set(target.captures) == {score_key(1, 5, 4, GREEDY, rule), draw_key(1, 1, GREEDY)}
-    assert set(draft.captures) == {draw_key(2, 4, GREEDY)}
+def captured_pair(device="cuda"):
+    """A target, and a draft that often agrees with it."""
+    return captured(helpers.tiny()), captured(near(helpers.tiny(), noise=0.1), device)
 
 
-def test_a_cascades_inner_target_is_recorded_too():
-    """It has tokens to read that nobody judges: as many as it is behind."""
-    target = captured(helpers.tiny(), Block(1, 4))
-    mid = captured(near(helpers.tiny(), noise=0.1), Block(1, 2), Block(1, 4))
-    drafter = CascadeDrafter(mid, ModelDrafter(near(helpers.tiny(), noise=0.2)), Fixed(2))
-    for prompt in PROMPTS:
-        wanted = regrSampling([prompt], helpers.tiny(), 40, GREEDY)[0]
-        assert specSampling([prompt], target, drafter, 40, 3, GREEDY)[0] == wanted
-    assert {key[:4] for key in mid.captures} >= {score_key(1, 4, n, GREEDY, None)[:4] for n in (2, 3)}
+def on_device(inputs):
+    return [x.to("cuda") if isinstance(x, torch.Tensor) else x for x in inputs]
 
 
-def test_draws_are_captured_with_the_drafts_own_sampling():
-    target = captured(helpers.tiny(), Block(1, 1), Block(1, 5))
-    draft = captured(near(helpers.tiny()), Block(1, 2), Draw(1, 2, 4))
-    wanted = regrSampling(PROMPTS[:1], helpers.tiny(), 40, GREEDY)[0]
-    assert specSampling(PROMPTS[:1], target, ModelDrafter(draft, 0.4, 0.8), 40, 4, GREEDY)[0] == wanted
-    assert set(draft.captures) == {draw_key(2, 4, Sampling(0.4, 0, 0.8))}
-    assert {key[5] for key in target.captures} == {GREEDY}
+def steps_of(model):
+    """The names of the steps that have a graph."""
+    return {key[0] for key in model.graphs}
 
 
-def test_what_is_not_captured():
-    """A rule that waits, and tokens that are penalised as they come: they only use the forwards."""
-    target, drafter = captured(helpers.tiny(), Block(1, 1), Block(1, 5)), ModelDrafter(near(helpers.tiny(), noise=0.3))
-    forwards = {("read_block", (1, width), (1, width)) for width in (1, 5)}
-    alpha = watched_alpha(PROMPTS, target, drafter, 20)
-    assert alpha == pytest.approx(watched_alpha(PROMPTS, helpers.tiny(), drafter, 20), abs=1e-5)
-    assert ("read_block", (1, 5), (1, 5)) in target.captures and set(target.captures) <= forwards
-    penalised = Sampling(0.0, 0, 1.0, 1.3)
-    wanted = regrSampling(PROMPTS[:1], helpers.tiny(), 30, penalised)[0]
-    assert specSampling(PROMPTS[:1], target, drafter, 30, 4, penalised)[0] == wanted
-    assert ("read_block", (1, 5), (1, 5)) in target.captures and set(target.captures) <= forwards
+def test_all_models_have_one_interface():
+    for kind in CachedModel, CpuModel, CudaModel:
+        for name, function in vars(kind).items():
+            if hasattr(Model, name) and inspect.isfunction(function) and not name.startswith("_"):
+                base = next(getattr(parent, name) for parent in kind.__mro__[1:] if hasattr(parent, name))
+                own, inherited = (list(inspect.signature(f).parameters.values()) for f in (function, base))
+                more = own[len(inherited) :]  # What only this engine can do.
+                assert [p.name for p in own[: len(inherited)]] == [p.name for p in inherited], name
+                assert all(parameter.default is None for parameter in more), name
+
+
+# Steps.
 
 
 @torch.inference_mode()
@@ -98,131 +80,62 @@ def judged(models, rows, n, behind, sampling, rule):
     if rows == 2:
         q[1, n - 1 :] = 0
     positions = torch.arange(4 - behind, 5 + n).expand(rows, -1)
-    for turn in range(6):  # the first of them makes the recording
+    for turn in range(4):  # The first one makes the capture.
         drafts = torch.randint(61, (rows, n), generator=generator)
         block = torch.cat([prompts[:, 4 - behind :], drafts], 1)
         u = torch.rand(rows, n + 1, generator=generator)
         u[:, :n] *= turn % 3 / 20  # 0: every guess stands that p allows
+        seen = torch.zeros(rows, 61, dtype=torch.bool).scatter(1, prompts, True) if sampling == PENALISED else None
         found = []
         for model in models:
             model.reserve(rows, 20)
             if not turn:
-                model.forward(prompts, torch.arange(5).expand(rows, 5), keep=torch.tensor([4]))
-            found.append(model.score_block(block, positions, q, u, sampling, rule))
+                model.forward(*(x.to(model.device) for x in (prompts, torch.arange(5).expand(rows, 5))))
+            inputs = [block, positions, q, u, sampling, rule, seen]
+            results = model.score_block(*(on_device(inputs) if model.device.type == "cuda" else inputs))
+            found.append([result.cpu() for result in results])
         yield found
 
 
-def unlike(model, rule, sampling=FREE):
-    """How many blocks `model` judges unlike a model without recordings."""
-    eager, different, accepted = helpers.tiny(), 0, set()
-    for b, n, behind in itertools.product((1, 2), range(5), (0, 1)):
-        for wanted, found in judged((eager, model), b, n, behind, sampling, rule):
-            assert found[0].shape == (b, n + 1, 61)
+@pytest.mark.parametrize("rule", RULES.values())
+@pytest.mark.parametrize("sampling", [FREE, Sampling(0.9, 40, 0.99), PENALISED])
+def test_a_judged_block_is_that_of_the_cpu(rule, sampling):
+    """Of any width, of rows with fewer guesses than others, and where nothing is guessed."""
+    eager, model, accepted = helpers.tiny(), captured(helpers.tiny()), set()
+    for rows, n, behind in itertools.product((1, 2), (0, 1, 4), (0, 1)):
+        for wanted, found in judged((eager, model), rows, n, behind, sampling, rule):
             torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=1e-4)
-            different += not (torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2]))
+            assert torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2])
             accepted |= set(wanted[1].tolist())
-    assert accepted == set(range(5))
-    return different
+    assert max(accepted) > 2 and steps_of(model) == {"forward", "score_block"} and not model.refused
 
 
-def any_width():
-    return captured(helpers.tiny(), *(Block(rows, width) for rows in (1, 2) for width in (1, 3, 6)))
-
-
-@pytest.mark.parametrize("rule", RULES.values())
-@pytest.mark.parametrize("sampling", [FREE, Sampling(0.9, 40, 0.99)])
-def test_a_judged_block_is_what_it_is_without_recordings(rule, sampling):
-    """Of any width, filled up or not, of rows with fewer guesses than others, and where nothing is guessed."""
-    model = any_width()
-    assert unlike(model, rule, sampling) == 0
-    wanted = {score_key(2, w, w - b, sampling, rule) for w in (1, 3, 6) for b in (1, 2) if w >= b}
-    assert set(model.captures) == wanted
-
-
-@pytest.mark.parametrize("rule", RULES.values())
-def test_tokens_filled_in_that_count_as_guesses_are_caught(rule, monkeypatch):
-    pad = compiledModel.pad
-    monkeypatch.setattr(compiledModel, "pad", lambda x, by: pad(x, by, value=0.1 if len(by) == 4 else 0.0))
-    assert unlike(any_width(), rule)
-
-
-@pytest.mark.parametrize("counts", [(1,), (4,), (1, 2, 4), (3, 5)])
-@pytest.mark.parametrize("block", [1, 2])
+@pytest.mark.parametrize("width", [1, 2, 3, 9])
+@pytest.mark.parametrize("sampling", [Sampling(0.9, 40, 0.95), PENALISED])
 @torch.inference_mode()
-def test_a_run_by_graphs_of_any_lengths_is_the_run_step_by_step(counts, block):
-    """Longer ones are cut into those there are, the last one is cut short; a block too narrow is filled up."""
-    eager, model = helpers.tiny(), captured(helpers.tiny(), *(Draw(2, 2, count) for count in counts))
-    prompts = torch.tensor([[5, 9, 2, 11], [7, 7, 30, 1]])
-    for wanted in range(1, 8):
+def test_draws_are_those_of_the_cpu(width, sampling):
+    """A graph reads two tokens at most; what a draft missed besides is read before."""
+    eager, model = helpers.tiny(), captured(helpers.tiny())
+    prompts = torch.tensor([[5, 9, 2, 11, 8, 3, 1, 0, 4, 2], [7, 7, 30, 1, 5, 5, 9, 8, 8, 6]])
+    for count in 1, 4, 4, 2:
+        seen = torch.zeros(2, 61, dtype=torch.bool).scatter(1, prompts, True) if sampling == PENALISED else None
+        u, positions = torch.rand(count, 2), torch.arange(10 - width, 9 + count).expand(2, -1)
         found = []
         for each in eager, model:
             each.reserve(2, 20)
-            each.forward(prompts, torch.arange(4).expand(2, 4))
-            positions = torch.arange(4 - block, 3 + wanted).expand(2, -1)
-            u = uniform(wanted, 2, device=each.device, generator=torch.Generator().manual_seed(wanted))
-            found.append(each.draw(prompts[:, -block:], positions, u, Sampling(0.9, 40, 0.95)))
-        assert torch.equal(found[0][0], found[1][0]) and found[1][0].shape == (2, wanted)
+            read = prompts[:, : 10 - width], torch.arange(10 - width).expand(2, -1)
+            each.forward(*(x.to(each.device) for x in read))
+            inputs = [prompts[:, -width:], positions, u, sampling, seen]
+            results = each.draw(*(on_device(inputs) if each is model else inputs))
+            found.append([result.cpu() for result in results])
+        assert torch.equal(found[0][0], found[1][0])
         torch.testing.assert_close(found[0][1], found[1][1], atol=1e-5, rtol=1e-4)
-    assert model.used >= 7
+    assert {key[2] for key in model.graphs if key[0] == "draw"} == {(2, min(width, 2))}
 
 
-# Prompts.
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("prompt", [1, 2, 7, 15, 16, 17, 40])
-@torch.inference_mode()
-def test_the_graph_of_prefill_reads_prompts_of_all_lengths(monkeypatch, prompt, rows):
-    """In one chunk and in several, and into a cache that held another text before."""
-    monkeypatch.setattr(CudaModel, "chunk", 15)
-    eager, target = helpers.tiny(), captured(helpers.tiny(), Prompt(rows))
-    texts = torch.randint(61, (2, rows, prompt), generator=torch.Generator().manual_seed(prompt)).tolist()
-    for text in texts:
-        used = target.used
-        wanted, found = (model.prefill(Rows(text, 9, [model])) for model in (eager, target))
-        assert target.used == used + -(-prompt // 15) and len(target.captures) == 1
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-        for ours, eagers in zip(target.cache.layers, eager.cache.layers):
-            torch.testing.assert_close(ours.keys[:, :, :prompt], eagers.keys[:, :, :prompt], atol=1e-5, rtol=1e-4)
-    with pytest.raises(AssertionError):  # The mistake that the check is for.
-        torch.testing.assert_close(target.prefill(Rows(texts[0], 9, [target])), wanted, atol=1e-5, rtol=1e-4)
-
-
-@torch.inference_mode()
-def test_prompts_of_different_lengths_are_read_eagerly():
-    eager, target = helpers.tiny(), captured(helpers.tiny(), Prompt(2))
-    wanted, found = (model.prefill(Rows([[5, 9, 2], [7]], 9, [model])) for model in (eager, target))
-    assert target.used == 0
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("count", [1, 2, 20])
-@torch.inference_mode()
-def test_the_graph_of_prefill_reads_what_a_model_missed(monkeypatch, count):
-    """Anywhere in a text, in one chunk and in several."""
-    monkeypatch.setattr(CudaModel, "chunk", 7)
-    eager, target = helpers.tiny(), captured(helpers.tiny(), Prompt(1))
-    text = torch.randint(61, (1, 40), generator=torch.Generator().manual_seed(count))
-    block, at = text[:, 11 : 11 + count], torch.arange(11, 11 + count)[None]
-    for model in eager, target:
-        model.reserve(1, 60)
-        model.forward(text[:, :11], torch.arange(11)[None])
-    eager.forward(block, at)
-    target.read(block, at)
-    wanted, found = (model.forward(text[:, -2:], torch.tensor([[11, 12]]) + count) for model in (eager, target))
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_a_draft_that_missed_rounds_reads_them_by_a_graph_and_guesses_by_another(monkeypatch):
-    draft, counts = captured(helpers.tiny(), Prompt(1), Draw(1, 1, 4)), []
-    read = draft.read
-
-    def counted(tokens, positions):
-        counts.append(tokens.shape[1])
-        return read(tokens, positions)
-
+def test_a_draft_that_missed_rounds_reads_them_and_guesses_by_the_same_graphs():
     class Pausing(Fixed):
-        """Three rounds without guesses after each with."""
+        """Rounds without guesses after each with."""
 
         round = 0
 
@@ -230,8 +143,134 @@ def test_a_draft_that_missed_rounds_reads_them_by_a_graph_and_guesses_by_another
             self.round += 1
             return [0 if self.round % 4 else 4]
 
-    monkeypatch.setattr(draft, "read", counted)
-    text = specSampling(PROMPTS[:1], helpers.tiny(), ModelDrafter(draft), 30, Pausing(4), GREEDY)[0]
+    target, draft = captured_pair()
+    text = specSampling(PROMPTS[:1], target, ModelDrafter(draft), 30, Pausing(4), GREEDY)[0]
     assert text == regrSampling(PROMPTS[:1], helpers.tiny(), 30, GREEDY)[0]
-    # The first is the prompt. Then the draft is five tokens behind, and the graph that guesses reads one.
-    assert counts[0] == 4 and set(counts[1:]) == {4} and len(counts) > 3
+    assert {key[:3] for key in draft.graphs} == {("forward", False, (1, 64)), ("draw", False, (1, 2))}
+
+
+def test_a_rule_that_waits_is_computed_eagerly_after_a_forward_by_a_graph():
+    target, drafter = captured(helpers.tiny()), ModelDrafter(captured(near(helpers.tiny(), noise=0.3)))
+    eager = ModelDrafter(near(helpers.tiny(), noise=0.3))
+    alpha = watched_alpha(PROMPTS, target, drafter, 20)
+    assert alpha == pytest.approx(watched_alpha(PROMPTS, helpers.tiny(), eager, 20), abs=1e-5)
+    assert steps_of(target) == {"forward"} and not target.refused
+
+
+# Prompts.
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@torch.inference_mode()
+def test_a_graph_reads_prompts_of_all_lengths(monkeypatch, rows):
+    """Also into a cache that held another text before."""
+    monkeypatch.setattr(cudaModel, "CHUNK", 16)
+    eager, target = helpers.tiny(), captured(helpers.tiny())
+    for prompt in 40, 16, 17, 1, 7:
+        for seed in range(2):
+            text = torch.randint(61, (rows, prompt), generator=torch.Generator().manual_seed(seed)).tolist()
+            wanted, found = (model.prefill(Rows(text, 50 - prompt, [model])).cpu() for model in (eager, target))
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+            for ours, eagers in zip(target.cache.layers, eager.cache.layers):
+                keys = ours.keys[:, :, :prompt].cpu()
+                torch.testing.assert_close(keys, eagers.keys[:, :, :prompt], atol=1e-5, rtol=1e-4)
+    assert {key[2] for key in target.graphs} == {(rows, 16), (rows, 32), (rows, 48)}
+    with pytest.raises(AssertionError):  # The mistake that the check is for.
+        torch.testing.assert_close(target.prefill(Rows([[5]] * rows, 9, [target])).cpu(), wanted, atol=1e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_prompts_of_different_lengths_are_read_eagerly():
+    eager, target = helpers.tiny(), captured(helpers.tiny())
+    wanted, found = (model.prefill(Rows([[5, 9, 2], [7]], 9, [model])).cpu() for model in (eager, target))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert not target.graphs
+
+
+def test_graphs_live_as_long_as_their_cache(gpu):
+    """Its capacity is a multiple of 64, and never shrinks. All graphs go with it, and with them their pool."""
+    target = captured(helpers.tiny())
+    for length, captures in (20, 2), (60, 0), (61, 2), (20, 0):
+        before = gpu.captures
+        text = regrSampling([[5, 9, 2, 11]], target, length, GREEDY)[0]
+        assert text == regrSampling([[5, 9, 2, 11]], helpers.tiny(), length, GREEDY)[0]
+        assert gpu.captures - before == captures
+    assert target.cache.capacity == 128
+
+
+# Captures.
+
+
+def test_all_graphs_of_a_device_have_one_pool_and_one_stream(gpu):
+    target, draft = captured_pair()
+    far = captured(helpers.tiny(), "cuda:1")
+    specSampling(PROMPTS[:1], target, ModelDrafter(draft), 20, 4, GREEDY)
+    specSampling(PROMPTS[:1], target, ModelDrafter(far), 20, 4, GREEDY)
+    pools = {graph.pool for model in (target, draft) for graph in model.graphs.values()}
+    assert len(pools) == 1 and pools.isdisjoint(graph.pool for graph in far.graphs.values())
+    assert len(target.graphs) + len(draft.graphs) > 4 and len(gpu.streams) == 2
+
+
+def test_a_step_that_cannot_be_captured_stays_eager(capsys):
+    """One line says which step, and why. The text is right, and other steps have graphs, in a pool that can be used."""
+
+    def waiting(p, q, drafts, u):
+        assert p.sum().item() > 0
+        return token_rule(p, q, drafts, u)
+
+    wanted = regrSampling(PROMPTS[:1], helpers.tiny(), 40, GREEDY)[0]
+    target, draft = captured_pair()
+    for _ in range(2):
+        assert specSampling(PROMPTS[:1], target, ModelDrafter(draft), 40, 4, GREEDY, verify=waiting)[0] == wanted
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{target.name}: the step score_block stays eager" in line and "stream is capturing" in line
+    assert steps_of(target) == {"forward"} and steps_of(draft) == {"forward", "draw"} and not draft.refused
+
+
+def test_nothing_is_captured_in_a_timed_stretch(gpu):
+    """Steps without a graph are computed eagerly, and named; afterwards they are captured."""
+    wanted = regrSampling(PROMPTS[:1], helpers.tiny(), 20, GREEDY)[0]
+    target, draft = captured_pair()
+
+    def write(gamma):
+        return specSampling(PROMPTS[:1], target, ModelDrafter(draft), 20, gamma, GREEDY)[0]
+
+    with no_captures() as missed:
+        assert write(4) == wanted
+    assert {"forward", "draw", "score_block"} <= set(missed) and gpu.captures == 0
+    assert write(4) == wanted and gpu.captures > 0
+    with no_captures() as missed:
+        assert write(4) == wanted and missed == []
+        assert write(5) == wanted and {"draw", "score_block"} <= set(missed)
+
+
+GUESSING = "fixed", "additive", "draftConfidence", "lookup", "costAware"
+
+
+def test_texts_are_timed_without_captures(gpu):
+    """Prompts and KV caches that grow, of methods whose rounds are of many lengths. What a text needs that was not
+    captured yet is captured, and the text timed again."""
+    target, draft = captured_pair()
+    models = {"target": target, "draft": draft}
+    samplers, timings = build(GUESSING, models, Decoding(gamma=6)), []
+
+    def timed(name):
+        def method(prompts, generators, batch, first=None):
+            before = gpu.captures
+            ends = None if first is None else (lambda row, token: True)
+            options = {"max_len": 24, "sampling": FREE, "generator": generators, "end_of_text": ends}
+            texts, records = samplers[name](prompts, **options)
+            if CudaModel.missed is not None:
+                timings.append((name, len(prompts[0]), gpu.captures - before, len(CudaModel.missed)))
+            return texts, records
+
+        return method
+
+    prompts = [[5, 9, 2, 11, 30, 1][: 2 + i] * (3 * i + 1) for i in range(4)]
+    lines = list(measure({name: timed(name) for name in GUESSING}, prompts, 1, 0, "cuda", warm_up=0))
+    assert len(lines) == 20 and target.cache.capacity == 128
+    assert all(captures == 0 for _, _, captures, _ in timings)
+    last = {(name, prompt): missed for name, prompt, _, missed in timings}  # costAware follows the clock.
+    assert all(missed == 0 for (name, _), missed in last.items() if name != "costAware")
+    assert len(timings) > len(lines)  # Some were timed again.
+    assert not target.refused and not draft.refused

@@ -20,7 +20,6 @@ from decoding.trees.tree import Places, Tree
 from decoding.verification import token_rule
 from engine import head as heads
 from engine.cachedModel import CachedModel, Tap
-from engine.compiledModel import CompiledModel
 from engine.compiling import compiled
 from engine.copies import rounded_copy
 from engine.cpuModel import CpuModel
@@ -28,7 +27,6 @@ from engine.head import HeadModel, HeadNetwork, load_head, save_head
 from methods import treeSampling as trees
 from methods.cascade import CascadeDrafter
 from methods.drafters import DrafterWithModel, ModelDrafter
-from methods.rehearsal import compile_samplers
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -424,13 +422,11 @@ def test_on_a_gpu_its_steps_are_captured(name):
         head = HeadModel(source[1].model.to("cuda"), target)
         target = compiled(target)
         head = compiled(head, target)
-        assert isinstance(target, CompiledModel) and isinstance(head, CompiledModel)
         sampler = SAMPLERS[name](target, head)
-        assert compile_samplers([sampler], [target, head], range(FEW), GREEDY, 2) is not None
         for prompts in SHORT[:2], SHORT[2:], SHORT[:2]:
-            texts.append(sampler(prompts, max_len=9, sampling=GREEDY))
-            assert regrSampling(prompts, target, 9, GREEDY)[0] == texts[-1][0]
-        assert head.used and target.used
+            texts.append(sampler(prompts, max_len=12, sampling=GREEDY))
+            assert regrSampling(prompts, target, 12, GREEDY)[0] == texts[-1][0]
+        assert head.graphs and target.graphs and not head.refused | target.refused
     for (text, records), (right, right_records) in zip(texts, [*wanted, wanted[0]]):
         assert text == right
         assert [record.accepted for record in records] == [record.accepted for record in right_records]
