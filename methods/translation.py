@@ -8,6 +8,7 @@ SentencePiece writes a space as U+2581, and most other characters as they are.
 from __future__ import annotations
 
 import codecs
+import functools
 import itertools
 import json
 import re
@@ -19,7 +20,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from utils import UserError
 
-BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write bytes
+
+@functools.cache
+def byte_of() -> dict[str, int]:
+    """{letter: the byte that it stands for in byte-level tokenizers}. Not computed at import: --help needs no library."""
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
 FALLBACK = r"<0x([0-9A-F]{2})>"  # as SentencePiece writes a byte that is in no other token
 SPACE = "\u2581"  # as SentencePiece writes a space
 TAIL = 32  # At least this many tokens at the end of a growing text are encoded again.
@@ -44,8 +51,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, name: str) -> list[bytes | N
             if fallback:
                 contents[index] = bytes([int(fallback[1], 16)])
             elif "ByteLevel" in kinds:
-                is_spelled = BYTE_OF.keys() >= set(token)
-                contents[index] = bytes(BYTE_OF[letter] for letter in token) if is_spelled else token.encode()
+                is_spelled = byte_of().keys() >= set(token)
+                contents[index] = bytes(byte_of()[letter] for letter in token) if is_spelled else token.encode()
             else:
                 contents[index] = token.replace(SPACE, " ").encode()
     for index, added in tokenizer.added_tokens_decoder.items():  # They are written as they are.

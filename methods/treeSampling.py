@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-import specSampling
 from decoding.drafter import Guesses, Observer
 from decoding.lengthRules import FixedTree, LengthRule
 from decoding.model import Model
@@ -18,6 +17,7 @@ from decoding.trees.rules import TreeRule, top_down_rule, traversal_rule
 from decoding.trees.tree import Places, Tree
 from decoding.verification import VerificationRule, block_rule, token_rule
 from methods.drafters import ModelDrafter
+from specSampling import advance as advance_chain
 from utils import Sampling, not_finite
 
 # What a rule for trees is on a chain.
@@ -81,7 +81,7 @@ def treeSampling(
             drafter.read_prompts(rows)
         elif rule.shape().is_chain and (verify in ON_CHAINS or not rule.shape().size):
             on_chains = ON_CHAINS.get(verify, token_rule)
-            specSampling.advance(rows, target, drafter, rule, sampling, on_chains, observer)
+            advance_chain(rows, target, drafter, rule, sampling, on_chains, observer)
         else:
             advance(rows, target, drafter, rule, sampling, verify, observer)
     return rows.tokens, rows.records
@@ -94,7 +94,7 @@ def advance(
     rule: LengthRule,
     sampling: Sampling,
     verify: TreeRule,
-    observer: Observer | None,
+    observer: Observer | None = None,
 ) -> None:
     """One round, as `specSampling.advance`."""
     tree = rule.shape()

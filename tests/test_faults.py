@@ -333,7 +333,7 @@ def test_what_overflows_in_float16_is_told_and_what_came_before_kept(cli, flags,
     with torch.no_grad():
         model.get_input_embeddings().weight[omega] = 70_000.0  # 65504 is the largest number of float16
     model.save_pretrained(folder)
-    (tmp_path / "prompts.txt").write_text("The bell\nThe bell Ω\n")
+    (tmp_path / "prompts.txt").write_text("The bell and the lamp\nThe bell Ω\n")  # warmed up by the longest
     arguments = [*prompted(flags), "--target", str(folder), "--maxLen", "3", "--temperature", "0", "--out", str(out)]
     speed = [*arguments, "--speed", "--promptFile", str(tmp_path / "prompts.txt")]
     assert cli.main([*speed, "--dtype", "float16"]) == 2

@@ -13,7 +13,7 @@ from test_specSampling import PROMPTS
 from transformers import LlamaConfig
 
 import specSampling as loop
-from decoding.lengthRules import DraftConfidence, Fixed
+from decoding.lengthRules import DraftConfidence, Fixed, FixedTree
 from decoding.rows import Rows
 from decoding.trees.rules import traversal_rule
 from decoding.trees.tree import Places, Tree
@@ -113,7 +113,7 @@ def rounds(target, drafter, sampling=FREE, tree=None, count=6, prompts=SHORT):
     generator = torch.Generator().manual_seed(0)
     rows = Rows(prompts, 40, [target, *drafter.models], spare=tree.size if tree else 0, generator=generator)
     drafter.begin(rows)
-    length = Fixed(3)
+    length = FixedTree(tree) if tree else Fixed(3)
     length.begin(rows)
     with torch.inference_mode():
         target.first_token(rows, sampling)
@@ -121,7 +121,7 @@ def rounds(target, drafter, sampling=FREE, tree=None, count=6, prompts=SHORT):
         for _ in range(count):
             before = copy.deepcopy(rows.texts)
             if tree:
-                trees.advance(rows, target, drafter, tree, sampling, traversal_rule)
+                trees.advance(rows, target, drafter, length, sampling, traversal_rule)
             else:
                 loop.advance(rows, target, drafter, length, sampling, token_rule)
             yield before, found[-1], rows
@@ -416,7 +416,7 @@ def test_a_copy_that_scores_a_heads_guesses_writes_their_features(engine):
 def test_on_a_gpu_its_steps_are_captured(name):
     """Greedy texts in two caches, and plain decoding in between, which writes no features."""
     source, texts = pair(), []
-    wanted = [SAMPLERS[name](*source)(prompts, max_len=9, sampling=GREEDY) for prompts in (SHORT[:2], SHORT[2:])]
+    wanted = [SAMPLERS[name](*source)(prompts, max_len=12, sampling=GREEDY) for prompts in (SHORT[:2], SHORT[2:])]
     with softwareCuda.machine(1):
         target = CachedModel(source[0].model.to("cuda"), FEW, "target")
         head = HeadModel(source[1].model.to("cuda"), target)
