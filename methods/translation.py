@@ -20,16 +20,15 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from utils import UserError
 
-
-@functools.cache
-def byte_of() -> dict[str, int]:
-    """{letter: the byte that it stands for in byte-level tokenizers}. Not computed at import: --help needs no library."""
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}
-
-
 FALLBACK = r"<0x([0-9A-F]{2})>"  # as SentencePiece writes a byte that is in no other token
 SPACE = "\u2581"  # as SentencePiece writes a space
 TAIL = 32  # At least this many tokens at the end of a growing text are encoded again.
+
+
+@functools.cache  # Not computed at import: --help needs no library.
+def byte_of() -> dict[str, int]:
+    """{letter: the byte that it stands for in byte-level tokenizers}."""
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
