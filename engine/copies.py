@@ -117,7 +117,8 @@ class Copies:
     def write(self, name: str, codes: Codes) -> None:
         """The file appears when it is complete."""
         draft = self.folder / f"{os.getpid()}.safetensors"
-        save_file({"codes": codes.codes.contiguous(), "scales": codes.scales.contiguous()}, draft)
+        parts = {"codes": codes.codes, "scales": codes.scales}
+        save_file({part: tensor.cpu().contiguous() for part, tensor in parts.items()}, draft)
         os.replace(draft, self.file(codes.bits, name))
 
 
