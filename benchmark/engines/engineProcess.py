@@ -235,14 +235,25 @@ class EngineProcess:
         self.errors.close()
 
 
+# What `python -m benchmark.engines.install` leaves of each engine.
+INSTALLED = {
+    "openvinoGenai": SITE / "openvino_genai",
+    "llamaCpp": SERVER,
+    "cTranslate": SITE / "ctranslate2",
+    "vllmCpu": ENVIRONMENTS["vllmCpu"] / "bin" / "python",
+}
+
+
 def start_engine(module: str) -> EngineProcess:
-    """The process of an engine. It runs the Python of the engine's own environment, if that is installed; otherwise
-    this one's, which says what is missing.
+    """The process of an engine. It runs the Python of the engine's own environment, if that has one. Raises PeerError if
+    the engine is not installed.
 
     vLLM's documentation wants an allocator and Intel's OpenMP loaded first, where they are installed.
     """
+    if not INSTALLED[module].exists():
+        raise PeerError("it is not installed: `make bench-peers` installs it")
     folder = ENVIRONMENTS.get(module)
-    if folder is None or not (folder / "bin" / "python").exists():
+    if folder is None:
         return EngineProcess()
     preload = [find_library("tcmalloc_minimal"), *map(str, (folder / "lib").glob("libiomp5.so"))]
     return EngineProcess([str(folder / "bin" / "python"), "-c", CODE], list(filter(None, preload)))

@@ -187,12 +187,12 @@ def convert(module: str, source: Source, stored: float, start_process: StartProc
     bits = int(8 * stored)  # 4 of a copy, without its scales
     folder = source.converted / f"{module}-{bits}"
     if not (folder / DONE).exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         check_free("converting", SPACE * WORKING * source.parameters, available_memory("cpu"), "of memory")
-        check_free("converting", SPACE * stored * source.parameters, shutil.disk_usage(folder).free, "on the disk")
-        words = {"module": module, "source": str(source.folder), "folder": str(folder)}
         with closing(start_process(module)) as process:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            check_free("converting", SPACE * stored * source.parameters, shutil.disk_usage(folder).free, "on the disk")
+            words = {"module": module, "source": str(source.folder), "folder": str(folder)}
             process.ask("convert", **words, vocabulary=source.vocabulary, bits=bits)
         (folder / DONE).touch()
     return folder
