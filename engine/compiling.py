@@ -13,7 +13,7 @@ from engine.cudaModel import CudaModel
 def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedModel:
     """The same model, computed by kernels on a CPU, and on a GPU by graphs that are captured at their first use. It
     shares the weights: on a CPU, its layers are packed for good (engine/decoderLayers.py). If that is not possible, one
-    line says why, and the model stays as it is.
+    line prints the reason, and the model stays eager.
 
     target: for a model that shares the KV cache of another one, or reads its features, that one, compiled.
     """
@@ -32,12 +32,12 @@ def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedMod
         elif model.reads_features and target is not None:
             model.features_of = target
         return model
-    made.parameters = model.parameters  # Layers that another model has packed are no parameters any more.
+    made.parameters = model.parameters  # Layers that another model has packed are not parameters any more.
     return made
 
 
 def is_compiled(model: CachedModel) -> bool:
-    """Whether the model is one that `compiled` makes."""
+    """Whether the model is a result of `compiled`."""
     return isinstance(model, (CudaModel, CpuModel))
 
 

@@ -1,6 +1,6 @@
 """`Description`: a Hugging Face causal language model as the kernels know it (kernels/decoder.h).
 
-The architectures that people run are made of the same parts: two norms, one matrix for queries, keys and values,
+Common architectures consist of the same parts: two norms, one matrix for queries, keys and values,
 attention, and an MLP with or without a gate. They differ in names, in the order of some rows, and in a few sizes.
 """
 
@@ -31,7 +31,7 @@ WIDEST = 256  # numbers in a head (attention.h)
 
 @dataclass(frozen=True)
 class Names:
-    """Where an architecture has its parts. Names of a layer's parts count from the layer."""
+    """Names of an architecture's parts. Those of a layer's parts are relative to the layer."""
 
     base: str
     layers: str = "layers"
@@ -110,7 +110,7 @@ class PackedLayer(nn.Module):
 
 
 def names_of(model: PreTrainedModel) -> Names:
-    """Where a model has its parts. Raises RuntimeError, with the reason, if that is not known."""
+    """The names of a model's parts. Raises RuntimeError, with the reason, if they are not known."""
     config = model.config
     names = next((NAMES[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in NAMES), None)
     if names is None:
@@ -129,9 +129,9 @@ def window_of(config: PretrainedConfig) -> int | None:
 
 
 class Description:
-    """The parts of a model, and its sizes. `pack` makes the `Decoder` and replaces the layers by packed ones.
+    """The parts of a model, and its sizes. `pack` builds the `Decoder` and replaces the layers by packed ones.
 
-    tap: what makes features of its hidden states, if it has one.
+    tap: the `Tap` of its hidden states, or None.
     """
 
     def __init__(self, model: PreTrainedModel, vocabulary: int, tap: Tap | None = None) -> None:
@@ -181,7 +181,7 @@ class Description:
     def arranged(self, name: str, rows: Sequence[Tensor]) -> Tensor:
         """Rows `[out, ...]` of the linear layers that make one matrix, in the order that the kernels want."""
         if name == "up" and len(rows) == 2:
-            return interleaved(rows)  # Blocks of the gate and of what it opens take turns.
+            return interleaved(rows)  # Blocks of the gate and of `up` alternate.
         if name == "qkv" and self.names.by_head:  # [heads * (q, k, v) * d, ...]: all queries, all keys, all values
             return rows[0].unflatten(0, (self.heads, 3, self.width)).transpose(0, 1).flatten(0, 2)
         return rows[0] if len(rows) == 1 else torch.cat(list(rows))
@@ -272,14 +272,14 @@ class Description:
 
     def compare(self, found: Tensor, wanted: Tensor, layers: nn.ModuleList) -> None:
         """Raise RuntimeError if two results differ by more than rounding."""
-        # With few bits, an input that lies between two numbers of int8 is rounded to the one or to the other.
+        # With few bits, an input that lies between two numbers of int8 may be rounded to either.
         quantised = any(isinstance(part, QuantisedLinear) for part in layers.modules())
         tolerance = TOLERANCE[torch.bfloat16 if quantised else self.model.dtype]
         if not (found - wanted).norm() < tolerance * wanted.norm():
             raise RuntimeError("its layers compute something that the kernels do not")
 
     def pack(self) -> Any:
-        """The `Decoder` of the whole model. Packed layers replace the model's own one by one: memory stays the same."""
+        """The `Decoder` of the whole model. Layers are packed one by one, so memory use stays the same."""
         layers = getattr(self.base, self.names.layers)
         if not isinstance(layers[0], PackedLayer):
             self.check(layers)
@@ -287,7 +287,7 @@ class Description:
             if not isinstance(layer, PackedLayer):  # A model that shares its layers may have packed them already.
                 layers[i] = PackedLayer(self.parts(layer))
         made, head = self.made([layer.parts for layer in layers], self.tap), self.model.get_output_embeddings()
-        if isinstance(head, QuantisedLinear):  # Nobody reads its codes any more.
+        if isinstance(head, QuantisedLinear):  # Its codes are not used any more.
             head.codes = head.scales = None
         return made
 

@@ -144,7 +144,7 @@ _LOCAL = threading.local()  # block: the one that this thread's forward reads
 
 @contextmanager
 def reading(block: Block) -> Iterator[None]:
-    """While a model reads this block, its masks are those of `Block.mask`."""
+    """Use the masks of `Block.mask` while a model reads this block."""
     _LOCAL.block = block
     try:
         yield
@@ -190,8 +190,8 @@ def sdpa_over_slots(module: nn.Module, *states: Any, **options: Any) -> tuple[Te
 
 
 def eager_over_slots(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """The attention that the code of a model defines beside its class, with what torch's does not know: caps of the
-    scores, sinks."""
+    """The attention that the code of a model defines beside its class, including features that torch's lacks, such as
+    capped scores and sinks."""
     own = sys.modules[type(module).__module__].eager_attention_forward
     return in_cache_dtype(own, module, *states, **options)
 
@@ -203,8 +203,8 @@ AttentionMaskInterface.register(EAGER, added_slots_mask)
 
 
 def set_attention(model: PreTrainedModel) -> str:
-    """Make a model attend over slots: by torch's attention where its class supports it, else by its own. Returns the
-    name of the way."""
+    """Make a model attend over slots: with torch's attention if its class supports it, else with its own. Returns the
+    name of the implementation."""
     way = SDPA if model._supports_sdpa and model._can_set_attn_implementation() else EAGER
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -230,5 +230,5 @@ def cache_shape(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def cache_bytes(config: PretrainedConfig, slots: int, dtype: torch.dtype) -> int:
-    """Bytes of a KV cache of that many slots in all its rows."""
+    """Bytes of a KV cache with `slots` slots, of all rows together."""
     return 2 * config.num_hidden_layers * math.prod(cache_shape(config)) * slots * dtype.itemsize

@@ -86,7 +86,7 @@ def in_int8(x: Tensor, group: int) -> Tensor:
 
 
 def quantised_copy(model: PreTrainedModel, codes: Mapping[str, Codes]) -> PreTrainedModel:
-    """A copy of the model whose layers of these names have weights of few bits. It shares all other weights."""
+    """A copy of the model whose layers named in `codes` have weights of few bits. It shares all other weights."""
     copy = sharing_copy(model)
     by_torch = model.device.type == "cuda" and model.dtype == torch.bfloat16
     for name, weight in codes.items():

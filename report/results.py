@@ -56,8 +56,8 @@ from utils import UserError
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A lock on a folder: of several processes that render its results, one reads and writes at a time. So the last
-    text holds the lines of all. Where no lock can be had, nothing is locked."""
+    """A lock on a folder: of several processes that render its results, one reads and writes at a time, so the last
+    text has the lines of all. If locks are not supported, nothing is locked."""
     with ExitStack() as stack:
         with suppress(OSError):
             status = folder.stat()

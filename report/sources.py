@@ -13,7 +13,7 @@ from experiments.lines import RunLine
 class Reported(NamedTuple):
     """A figure of speed in the course report.
 
-    role: which decoding it is of. words: what it is. field: its name in `intervals.summarize`, in units of 1 / scale.
+    role: of the decoding. words: its description. field: its name in `intervals.summarize`, in units of 1 / scale.
     best, typical: of its two groups of runs, as printed (TTFT: in seconds). Of one configuration, group one is the best
     of several runs, which the report calls not representative, and group two is typical.
     """

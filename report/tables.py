@@ -64,7 +64,7 @@ Columns = Mapping[str, Callable[[Row], Cell]]  # {title of a column: f(row), the
 @dataclass
 class Table:
     """heads: titles of the columns, broken where they have a newline. left: columns of words beside the first.
-    folded: those among them that are as narrow as the screen wants it. notes: are shown below it."""
+    folded: those among them that may be folded to fit the screen. notes: are shown below it."""
 
     title: str
     heads: list[str]
@@ -177,5 +177,5 @@ def plain(value: object) -> Text:
 
 
 def number(value: float, digits: int) -> str:
-    """A number with that many decimals; from a million on in powers of ten, so that it fits its column."""
+    """A number with `digits` decimals; from a million on in powers of ten, so that it fits its column."""
     return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"

@@ -1,4 +1,4 @@
-"""What the blocks of the documentation hold: tables as they are printed of a record, and single figures."""
+"""The contents of the documentation's blocks: tables as they are printed of a record, and single figures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pieces_of(name: str, records: Records) -> tuple[Mapping[str, Any], list[Any]
 def printed(
     name: str, titles: str, records: Records, columns: str = "", rows: str = "", by: str = "", notes: bool = False
 ) -> str:
-    """The tables of a record whose titles match a pattern, and the line that says how they were measured.
+    """The tables of a record whose titles match a pattern, and a line on how they were measured.
 
     columns, rows: see `markdown`. by: the column by which rows are sorted. notes: with the sentences under the tables.
     """
@@ -65,7 +65,7 @@ def printed(
         elif taken and notes and not re.match("Figure:|Medians|$", str(piece)):
             parts.append(str(piece))
     if not parts:
-        raise UserError(f"nothing that is printed of {name} has a title like {titles!r}")
+        raise UserError(f"no table of {name} has a title like {titles!r}")
     return "\n\n".join([*parts, source(record, dtype_of(records.run(name)[1]))])
 
 
@@ -100,7 +100,7 @@ def excerpt(records: Records) -> str:
 
 
 def lossless_verdict(records: Records) -> str:
-    """The sentence that `--lossless` prints."""
+    """The verdict of `--lossless`."""
     run, lines = records.run("lossless")
     text = wrap(verdict(lines)[1], 100, break_long_words=False, break_on_hyphens=False)
     return "\n".join(["```text", f"$ {command_of(run)}", *text, "```"])
@@ -121,7 +121,7 @@ def chat(records: Records) -> str:
 
 
 def trainings(names: Sequence[str], records: Records) -> str:
-    """What trained heads cost, and how good they are."""
+    """The costs and the acceptance of trained heads."""
     kept, sources = [records.file(name) for name in names], []
     for record in kept:
         target, written = record["models"]["target"]["name"], record["written"]

@@ -79,7 +79,7 @@ class Records:
         return self.runs[self.index[name]]
 
     def file(self, name: str) -> dict[str, Any]:
-        """The record in a file of its own, by its name without .json. Raises UserError if there is none."""
+        """The record in a file of its own, by its name without .json. Raises UserError if it does not exist."""
         return read_json(self.folder / f"{name}.json")
 
     def files(self) -> dict[str, Mapping[str, Any]]:
@@ -103,13 +103,13 @@ def source(record: Mapping[str, Any], dtype: str = "") -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError if there is none."""
+    """The object in a JSON file. Raises UserError if it does not exist."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{file.name} cannot be read as a record: {error}") from None
     if not isinstance(record, dict):
-        raise UserError(f"{file.name} is not a record: it holds no object")
+        raise UserError(f"{file.name} is not a record: it is not a JSON object")
     return record
 
 
@@ -162,8 +162,8 @@ def of_processes(runs: Sequence[Run]) -> Run:
     for row in chain.from_iterable(map(summarize, groups.values())):
         if row["drafted"] and row["speedup"].low > (most := row["tokens_per_round"].high):
             raise UserError(
-                f"{row['method']} is {row['speedup'].middle:.2f} times as fast as plain decoding, at {most:.2f} tokens "
-                "a round at most: no round can be; was the machine busy? Measure again"
+                f"{row['method']} is {row['speedup'].middle:.2f} times as fast as plain decoding, but a round commits "
+                f"at most {most:.2f} tokens: a fault of the measurement; was the machine busy? Measure again"
             )
     return run, kept + [line for line in lines if line["kind"] not in TIMED]
 

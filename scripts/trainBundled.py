@@ -233,7 +233,7 @@ class StageTrainer(Trainer):
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
-    """The flags, checked. Raises UserError for what cannot be used."""
+    """The flags, checked. Raises UserError for invalid ones."""
     parser = script_parser("python -m scripts.trainBundled", __doc__)
     texts = "files or folders to train on; PATH:3 counts it three times"
     parser.add_argument("--texts", nargs="+", type=text, required=True, help=texts)
@@ -267,11 +267,11 @@ def bundled_folder(args: Namespace, name: str) -> Path:
 
 
 def run(args: Namespace) -> None:
-    """Train the tokenizer if there is none, then the models, and print their perplexities."""
+    """Train the tokenizer if it does not exist, then the models, and print their perplexities."""
     documents = [document for path in args.texts for document in read_documents(path)]
     heldout = {file: read(file) for file in args.heldout}
     if not documents:
-        raise UserError("the --texts hold no text; name others")
+        raise UserError("--texts contains no text; name others")
     folder = bundled_folder(args, "target")
     if not (folder / "tokenizer.json").exists():
         train_tokenizer(sorted(set(documents)), folder)
@@ -281,7 +281,7 @@ def run(args: Namespace) -> None:
     tokens = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
     print(f"{len(documents)} documents, {sum(map(len, documents)):,} characters, {len(tokens):,} tokens", flush=True)
     if len(tokens) <= 2 * CONTEXT:
-        raise UserError(f"the --texts hold {len(tokens)} tokens, and rows of {CONTEXT} are cut from them; give more")
+        raise UserError(f"--texts has {len(tokens)} tokens, too few for rows of {CONTEXT}; add more texts")
     for name in args.models:
         model = CachedModel(train_model(args, name, tokenizer, tokens))
         for file, words in heldout.items():

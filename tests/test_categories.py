@@ -74,7 +74,7 @@ WRONG = {
     "is no list": '{"turns": [], "category": "story"}',
     "category": '{"prompt": "x"}',
     '"category"': '{"prompt": "x", "category": " "}',
-    "'rare' has this prompt alone": '{"prompt": "x", "category": "rare"}',
+    "'rare' has only this prompt": '{"prompt": "x", "category": "rare"}',
     '"turns" is no list of texts': '{"turns": "x", "category": "story"}',
     '"prompt" is no text': '{"prompt": "\\ud800", "category": "story"}',
 }
@@ -322,9 +322,12 @@ def test_spec_benchs_prompts_come_and_are_read_by_name(specbench, tmp_path, caps
 @pytest.mark.parametrize("content", [FILE[:-1], FILE + b"\n", FILE.replace(b"tarn", b"lake")])
 def test_another_file_is_never_taken_for_spec_benchs(specbench, tmp_path, capsys, content):
     (specbench / "question.jsonl").write_bytes(content)
-    assert_refused(capsys, "another hash")
+    assert_refused(capsys, "does not have the hash")
     assert_refused(
-        capsys, "another hash", "--prompts", arguments=("specbench", "--from", str(specbench / "question.jsonl"))
+        capsys,
+        "does not have the hash",
+        "--prompts",
+        arguments=("specbench", "--from", str(specbench / "question.jsonl")),
     )
     (specbench / "question.jsonl").unlink()
     assert_refused(capsys, "404", "--from", "127.0.0.1")

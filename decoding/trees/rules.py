@@ -41,7 +41,7 @@ def traversal_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) 
     beyond the last one; and the token after them, int64 `[B]`. The token is V if p is nan there.
 
     The root has the mass p, and a child w_x p_x, where w_x = min(1, m(x) / q(x)) for the mass m that the children
-    before it have left. Nodes are asked in depth-first order, each after its children. The first that passes ends the
+    before it have left. Nodes are visited in depth-first order, each after its children. The first that passes ends the
     accepted path.
     """
     judgement = judge(p, q, drafts, tree, carried=True)
@@ -57,9 +57,9 @@ def top_down_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -
     """Multi-round speculative sampling, from the root down (SpecInfer, arXiv 2305.09781; without replacement: Sequoia,
     arXiv 2402.12374). Arguments and results are those of `traversal_rule`. On a chain it is `token_rule`.
 
-    The children of a node are asked in the order they were drawn. Child x is accepted with probability
-    min(1, p(x) / q(x)), and then its children are asked. After each rejection p becomes norm(max(0, p - q)). The token
-    comes from what is left of p.
+    The children of a node are visited in the order they were drawn. Child x is accepted with probability
+    min(1, p(x) / q(x)), and then its children are visited. After each rejection p becomes norm(max(0, p - q)). The
+    token comes from what is left of p.
     """
     judgement = judge(p, q, drafts, tree, carried=False)
     return judgement.end(first_passed(u[:, :-1] < judgement.ratios, tree), u[:, -1], tree)
@@ -77,7 +77,7 @@ def in_postorder(tree: Tree, node: int = 0) -> Iterator[int]:
 
 @dataclass
 class Judgement:
-    """What all nodes would do if they were asked.
+    """Whether each node accepts, if it is reached.
 
     p: as in `traversal_rule`. masses: `[B, n + 1, V]`, what is left of the mass of each node after its children.
     weights: `[B, n + 1]`, their sums, the probability that the node accepts then. ratios: `[B, n]`, w_x of nodes 1 to
@@ -95,7 +95,7 @@ class Judgement:
         accepted, path = path_of(route, tree)
         at = path.amax(1)[:, None, None].expand(-1, 1, self.p.shape[-1])
         left = self.masses.gather(1, at)[:, 0]
-        # Nothing is left where p equals q up to rounding. Any choice is right then, but a token must come.
+        # Nothing is left where p equals q up to rounding. Any token is right then, but there must be one.
         left = torch.where(left.sum(-1, keepdim=True) > 0, left, self.p.gather(1, at)[:, 0])
         return accepted, path, pick(left, u)
 
@@ -125,7 +125,7 @@ def judge(p: Tensor, q: Tensor, drafts: Tensor, tree: Tree, carried: bool) -> Ju
     """Go through the tree level by level. What a node's children leave of its mass does not depend on what is below
     them, so all nodes of a level are computed together.
 
-    carried: a child's mass is w_x p_x (traversal); else p_x, because it is asked only if w_x accepted it (top-down).
+    carried: a child's mass is w_x p_x (traversal); else p_x, because it is visited only if w_x accepted it (top-down).
     """
     begin = {0: torch.ones_like(p[:, 0, 0])}
     masses: dict[int, Tensor] = {}
@@ -167,8 +167,8 @@ def after_child(mass: Tensor, w: Tensor, law: Tensor, x: Tensor) -> tuple[Tensor
 
 @functools.cache
 def synthetic_tree(alpha: float, rule: TreeRule = traversal_rule) -> TreeRule:
-    """As `decoding.verification.synthetic` for trees: the k-th child of a node is accepted with probability alpha / k,
-    if its parent was and those before it were not. rule: its work is done, and its token is kept."""
+    """`decoding.verification.synthetic` for trees: the k-th child of a node is accepted with probability alpha / k,
+    if its parent was and those before it were not. rule: computed as usual; its token is used."""
 
     def verify(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
         token = rule(p, q, drafts, u, tree)[2]

@@ -36,7 +36,7 @@ def load() -> ctypes.CDLL:
     """Make the operators `torch.ops.native` that kernels.cpp defines.
 
     Returns the library. Linear layers use the best kernel of KINDS that the processor, the compiler and the operating
-    system allow. A line says so if that is not the best one of the processor. Raises OSError or CalledProcessError if
+    system allow. Prints a line if that is not the best one of the processor. Raises OSError or CalledProcessError if
     no compiler can build the kernels.
     """
     compiler = os.environ.get("CXX", "g++")
@@ -56,7 +56,7 @@ def load() -> ctypes.CDLL:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a built library is as it was written: to load one that was cut short kills the process."""
+    """Whether a built library is complete: loading a truncated one kills the process."""
     try:
         return path.with_suffix(".sha256").read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, ValueError):
@@ -86,13 +86,13 @@ def missing(made: ctypes.CDLL) -> list[str]:
 
 
 def use(kind: str | None = None) -> str:
-    """Use the kernel of that kind from now on; None: the best one. Returns the kind in use: the same as before if the
-    one asked for is not available."""
+    """Use the kernel `kind` from now on; None: the best one. Returns the kind in use: the previous one if `kind` is not
+    available."""
     return load().use_kernel(kind and kind.encode()).decode()
 
 
 def native_flags(compiler: str) -> list[str]:
-    """The flags that let this compiler use everything that the processor at hand has."""
+    """The flags that let this compiler use all instructions of this processor."""
     return [
         flag for flag in ("-march=native", "-mcpu=native", "-mprefer-vector-width=512") if accepts(compiler, [flag])
     ]
