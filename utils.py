@@ -1,4 +1,4 @@
-"""What every sampler is made of: logits to probabilities, drawing a token, and the residual distribution.
+"""The parts of every sampler: logits to probabilities, drawing a token, and the residual distribution.
 
 The last axis of every tensor here is the vocabulary, `V`. Probabilities are float32 whatever the model's dtype: a
 half-precision distribution does not sum to 1 and loses its tail.
@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 
 class UserError(Exception):
-    """Something the user gave cannot be used. The message is one line: what is wrong, and the remedy."""
+    """Invalid input of the user. The message is one line: the error and the remedy."""
 
 
 class Named(Protocol):
@@ -34,7 +34,7 @@ def not_finite(model: Named) -> UserError:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory is full. Each allocator has its own type or words for that."""
+    """Whether an exception means that memory is full. Each allocator has its own type or message."""
     words = ("can't allocate memory", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
 
@@ -73,7 +73,7 @@ class Sampling:
             raise UserError(f"repetition_penalty must lie in [0.01, 100], not {self.repetition_penalty}")
 
     def but(self, temperature: float | None, top_p: float | None) -> Sampling:
-        """The same filters with another temperature and another top-p; None leaves either as it is."""
+        """The same filters with another temperature and another top-p; None keeps the current value."""
         return replace(
             self,
             temperature=self.temperature if temperature is None else temperature,

@@ -82,12 +82,12 @@ def measure_batches(
 
 
 def predict(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
-    """{batch: what was measured, and what theory predicts}.
+    """{batch: the measurements, and the predictions of theory}.
 
     "plain": tokens per second of plain decoding, an `Interval`. "rows": for each other method "gamma", its "speedup"
     over plain decoding of the same batch (median of ratios, repeat by repeat), "throughput", "tokens_per_round", and
-    "theory": tokens a round over what drafting and scoring cost. "controller": the share that costAware reaches of the
-    speed of the best cell, repeat by repeat.
+    "theory": tokens a round over what drafting and scoring cost. "controller": the speed of costAware over that of the
+    best cell, repeat by repeat.
     """
     found: dict[int, dict[str, Any]] = {}
     queued, costs_of = of_kind(lines, QueueLine), {line["batch"]: line for line in of_kind(lines, BatchCostsLine)}

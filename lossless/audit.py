@@ -1,4 +1,4 @@
-"""The audit of texts that anything wrote: are they the target's, under these sampling settings?
+"""The audit of texts of any origin: are they the target's, under these sampling settings?
 
 Drawn texts are tested with the statistics of evidence.py, greedy ones token by token. `test.py --audit` and the rows of
 other engines in the benchmark are judged here.
@@ -29,7 +29,7 @@ from lossless.scorer import Texts, TextScorer, gap_figures
 from methods.catalogue import build
 from utils import Sampling
 
-ROWS = 64  # texts that are shared out at a time
+ROWS = 64  # texts of a piece of work
 LISTED = 20  # tokens that are listed with their places
 # The share of impossible tokens that is put down to the tokenizer, where texts came without token ids: an engine that
 # samples may write the letters of a word in other tokens. On the bundled pair 0.1 % of the tokens become impossible.
@@ -58,7 +58,7 @@ class Auditor:
     guessing: Any = None
 
     def drawn(self, prompts: Texts, texts: Texts, sampling: Sampling, lines: Sequence[int] = ()) -> AuditFigures:
-        """The figures of texts that are drawn with `sampling`, and what they show. lines: the name of each text, as in
+        """The figures of texts that are drawn with `sampling`, and the conclusions. lines: the name of each text, as in
         a file; none: from 1."""
         evidence = self.evidence(prompts, texts, sampling)
         figures = evidence.figures()
@@ -117,7 +117,7 @@ class Auditor:
         return sum(parts[1:], parts[0])
 
     def mapped(self, work: Any, texts: int) -> Any:
-        """`work` for the first of each ROWS texts, shared out."""
+        """`work` for the first of each ROWS texts, distributed over the processes."""
         firsts = range(0, texts, ROWS)
         return followed(self.processes.mapped(work, firsts), "audit", len(firsts))
 
@@ -141,7 +141,7 @@ def alike(u: np.ndarray) -> float:
 
 
 def power_of(evidence: Evidence, limit: float) -> Power:
-    """The departures from the target that texts of so many tokens would have shown with probability SEEN.
+    """The deviations from the target that these texts would have shown with probability SEEN.
 
     surprise: of the mean of -log p(x) from the entropy, in nats a token: a normal number with this mean crosses the
     limit. variation: of the distribution of u from the uniform one, at the place where it is largest. That is the total

@@ -11,8 +11,8 @@ any models:
 - Surprise. The mean of -log p(x) is H, the entropy of p, and its variance follows from p too. The differences from the
   mean are a martingale, so their sum over its standard deviation is a standard normal z (Brown 1971).
 - Guesses. Let x be a guess that is drawn after the same text and independently of the token. The token is x with
-  probability p(x), whatever drew x and whatever is said of its distribution. So the number of tokens that are the
-  guess, minus the sum of p(x), is a martingale too. It grows if what the drafter guesses leaks into the text.
+  probability p(x), whatever drew x and whatever its reported distribution. So the number of tokens that are the
+  guess, minus the sum of p(x), is a martingale too. It grows if the drafter's guesses leak into the text.
 
 Greedy decoding draws nothing. There each token is compared with the target's argmax (`scorer.greedy_figures`).
 """
@@ -69,7 +69,7 @@ class Evidence:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """All arrays that there are."""
+        """All arrays, without those that are None."""
         return [array for array in vars(self).values() if array is not None]
 
     @property
@@ -153,5 +153,5 @@ def seen_by(figures: Mapping[str, Any], limit: float) -> list[str]:
 
 
 def limit_of(methods: int) -> float:
-    """The p-value below which a test of a run on that many methods fails (Bonferroni correction)."""
+    """The p-value below which a test of a run on `methods` methods fails (Bonferroni correction)."""
     return FALSE_ALARM / (methods * (len(TESTS) - 1))

@@ -1,4 +1,4 @@
-"""`TextScorer`: computes the distributions of the target for texts already written, and the evidence that they give."""
+"""`TextScorer`: computes the target's distributions for texts already written, and their `Evidence`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Batch:
 
     tokens: int64 `[B, n]`, prompts and texts; shorter rows are padded on the right.
     at: int64 `[B, m, 1]`, the places whose logits predict the texts' tokens x, int64 `[B, m, 1]`.
-    written: bool `[B, m]`, the tokens that there are; the others pad texts that are shorter than the longest.
+    written: bool `[B, m]`, False for the padding of texts shorter than the longest.
     seen: bool `[B, m, V]`, the tokens before each of x, if the sampling has a repetition penalty.
     guesses: int64 `[B, m, places]`, guesses that are independent of x, -1 where there is none; None: none are known.
     """

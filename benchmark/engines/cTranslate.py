@@ -62,7 +62,7 @@ class Engine:
         self.settings = {"intra_threads": best}
 
     def start(self, threads: int) -> float:
-        """Load the model for so many threads, and return the seconds of decoding a few tokens."""
+        """Load the model for `threads` threads, and return the seconds of decoding a few tokens."""
         self.generator = None  # The memory of the model before it must be free.
         compute_type = "int8" if self.request.precision == "int8" else "float32"
         self.generator = self.library.Generator(self.request.target, compute_type=compute_type, intra_threads=threads)

@@ -1,4 +1,4 @@
-"""`Peer`: a method that another engine computes: its model converted and loaded, and its texts asked for."""
+"""`Peer`: a method that another engine computes: it converts and loads its model, and requests its texts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ StartProcess = Callable[[str], EngineProcess]  # of the engine of that module
 
 @dataclass(frozen=True)
 class Row:
-    """What an engine computes.
+    """A method of an engine.
 
     module: of the engine, in this folder. precision: one of BITS, or "" for the run's dtype. stored: bytes of a stored
     weight. draft: the role of the model that drafts; "target" stands for the target's own copy in 4 bits, "lookup" for
-    the text so far. batches: whether it decodes many texts at once.
+    prompt lookup. batches: whether it decodes many texts at once.
     """
 
     module: str
@@ -91,7 +91,7 @@ class Peer:
         self.failed: str | None = None
         self.memory = 0.0  # bytes that it takes while it is loaded
         self.version: str | None = None
-        self.settings: dict[str, Any] = {}  # what the engine was told
+        self.settings: dict[str, Any] = {}  # the settings given to the engine
 
     @property
     def unit_roundoff(self) -> float:
