@@ -21,7 +21,7 @@ def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedMod
         return model
     cache_of, features = (None, target or model.features_of) if model.reads_features else (target, model.tap)
     try:
-        made = compiled_class(model)(model.model, model.vocabulary, model.name, cache_of, features)
+        result = compiled_class(model)(model.model, model.vocabulary, model.name, cache_of, features)
     except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
         no_compiler = isinstance(error, subprocess.CalledProcessError)
         reason = "the C++ compiler failed" if no_compiler else " ".join(str(error).split())[:200]
@@ -32,8 +32,8 @@ def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedMod
         elif model.reads_features and target is not None:
             model.features_of = target
         return model
-    made.parameters = model.parameters  # Layers that another model has packed are not parameters any more.
-    return made
+    result.parameters = model.parameters  # Layers that another model has packed are not parameters any more.
+    return result
 
 
 def is_compiled(model: CachedModel) -> bool:

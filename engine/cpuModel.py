@@ -97,8 +97,8 @@ class CpuModel(CachedModel):
         """Rows without draws read nothing."""
         if seen is not None:  # The penalty depends on what is drawn.
             return super().draw(tokens, positions, u, sampling, seen)
-        some = None if counts is None else torch.tensor(counts)
-        return self.kernels().draw(tokens, positions, u, as_tensor(sampling), some, self.first_row)
+        needed = None if counts is None else torch.tensor(counts)
+        return self.kernels().draw(tokens, positions, u, as_tensor(sampling), needed, self.first_row)
 
     def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
         """The padding of shorter prompts is not computed."""

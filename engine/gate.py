@@ -147,11 +147,11 @@ def errors_of(model: PreTrainedModel, wrap: Wrap) -> dict[str, float]:
             compare(BLOCKS, logits[row, :count], right[row][start : start + count])
 
     read([0, 0], 30)
-    kept = torch.tensor([7, 29], device=device)
+    indices = torch.tensor([7, 29], device=device)
     compare(
         BLOCKS,
-        cached.forward(texts[:, :30], torch.arange(30, device=device).repeat(2, 1), keep=kept)[0],
-        right[0][kept],
+        cached.forward(texts[:, :30], torch.arange(30, device=device).repeat(2, 1), keep=indices)[0],
+        right[0][indices],
     )
     starts = [30, 9]  # The second prompt is shorter: what was read beyond its end is stale.
     for width in (5, 3, 1, 4, 9):

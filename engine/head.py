@@ -147,8 +147,8 @@ def load_head(folder: Path, target: CachedModel, version: str | None = None) -> 
         raise refuse(f"it cannot be read ({one_line(error)})") from None
     if version is not None and trained_for != version:
         raise refuse(f"it was trained for {trained_for}, and the target is {version}")
-    if (found := [config.vocab_size, config.hidden_size]) != (wanted := list(embedding_of(target).shape)):
-        raise refuse("it has {} tokens and a width of {}, and the target {} and {}".format(*found, *wanted))
+    if (sizes := [config.vocab_size, config.hidden_size]) != (wanted := list(embedding_of(target).shape)):
+        raise refuse("it has {} tokens and a width of {}, and the target {} and {}".format(*sizes, *wanted))
     tokens = weights.pop("tokens", None)
     if (None if tokens is None else len(tokens)) != count or not within(tokens, target.vocabulary):
         raise refuse(f"{WEIGHTS} does not have the tokens of {CONFIG}")

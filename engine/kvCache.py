@@ -62,12 +62,12 @@ class SlotLayer(StaticLayer):
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         """Copy the slots `source[B, m]` to `slots[B, m]`."""
-        for kept in (self.keys[: len(source)], self.values[: len(source)]):
+        for states in (self.keys[: len(source)], self.values[: len(source)]):
             read, written = (
-                x.to(kept.device)[:, None, :, None].expand(-1, kept.shape[1], -1, kept.shape[3])
+                x.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
                 for x in (source, slots)
             )
-            kept.scatter_(2, written, kept.gather(2, read))
+            states.scatter_(2, written, states.gather(2, read))
 
     def get_seq_length(self) -> int:
         """The slots before a block of which attention sees `reach`: from this, alibi knows how many keys there are.
@@ -110,8 +110,8 @@ class SlotCache(Cache):
     def copy_row(self, source: int, row: int) -> None:
         """Copy the keys and values of row `source` to another row."""
         for layer in self.used_layers:
-            for kept in (layer.keys, layer.values):
-                kept[row] = kept[source]
+            for states in (layer.keys, layer.values):
+                states[row] = states[source]
 
     def address(self, slots: Tensor, reach: int | None = None, first: int = 0) -> None:
         """The next tokens go to `slots` (int64 `[B, n]`, on the model's device) of the B rows from `first` on.
@@ -192,8 +192,8 @@ def sdpa_over_slots(module: nn.Module, *states: Any, **options: Any) -> tuple[Te
 def eager_over_slots(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """The attention that the code of a model defines beside its class, including features that torch's lacks, such as
     capped scores and sinks."""
-    own = sys.modules[type(module).__module__].eager_attention_forward
-    return in_cache_dtype(own, module, *states, **options)
+    attention = sys.modules[type(module).__module__].eager_attention_forward
+    return in_cache_dtype(attention, module, *states, **options)
 
 
 AttentionInterface.register(SDPA, sdpa_over_slots)

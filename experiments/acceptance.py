@@ -54,7 +54,7 @@ class OverlapObserver:
         for shares, drafted, accepted in zip(self.rounds, record.drafted[1:], record.accepted[1:]):
             # A row may end before its last accepted guess.
             tested = [shares[depth] if depth < drafted else [] for depth in range(accepted + 1)]
-            by_round.append([(1, *(x for share in some or [0.0] for x in (len(some) > 0, share))) for some in tested])
+            by_round.append([(1, *(x for share in node or [0.0] for x in (len(node) > 0, share))) for node in tested])
         return total(by_round)
 
 

@@ -89,7 +89,7 @@ def predict(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
     "theory": tokens a round over what drafting and scoring cost. "controller": the speed of costAware over that of the
     best cell, repeat by repeat.
     """
-    found: dict[int, dict[str, Any]] = {}
+    predictions: dict[int, dict[str, Any]] = {}
     queued, costs_of = of_kind(lines, QueueLine), {line["batch"]: line for line in of_kind(lines, BatchCostsLine)}
     for batch in dict.fromkeys(line["batch"] for line in queued):
         speeds: dict[str, dict[int, QueueLine]] = {}
@@ -121,13 +121,13 @@ def predict(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
             )
             for name, of in (("best", fixed[best]), ("plain", plain))
         }
-        found[batch] = {
+        predictions[batch] = {
             "plain": interval([line["throughput"] for line in plain.values()]),
             "rows": rows,
             "best": best,
             "controller": shares,
         }
-    return found
+    return predictions
 
 
 def cost_of_round(line: BatchCostsLine, drafted: float) -> float:

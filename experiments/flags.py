@@ -339,10 +339,10 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     if len(prompts) > 1:
         raise UserError(f"--{prompts[0]} and --{prompts[1]} both give the prompt; use one of them")
     words = [] if args.prompt is None else [("prompt", args.prompt)]
-    for name, said in words + [("question", question) for question in args.question or ()]:
-        if not said.strip("\n" if name == "prompt" else None):
+    for name, value in words + [("question", question) for question in args.question or ()]:
+        if not value.strip("\n" if name == "prompt" else None):
             raise UserError(f"--{name} is empty: give some text")
-        if said != said.encode(errors="replace").decode():
+        if value != value.encode(errors="replace").decode():
             raise UserError(f"--{name} is not text in this terminal's encoding: give UTF-8")
     if args.html and not os.path.isdir(os.path.dirname(os.path.abspath(args.html))):
         raise UserError(f"--html {args.html} is in no folder that exists")

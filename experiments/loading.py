@@ -193,17 +193,17 @@ class Prepared:
     def choose_bits(self, models: LoadedModels, compiles: bool) -> None:
         """Put the fastest copy of the target in the place of any other, and its number of bits into the settings: a
         repetition of the run does not measure it again."""
-        target, made, roles = models["target"], self.made, self.roles_of("self")
-        assert made is not None
+        target, all_copies, roles = models["target"], self.made, self.roles_of("self")
+        assert all_copies is not None
         for role in roles:
             del models[role]
         sampling, gamma = self.settings.sampling.of("compare"), self.settings.decoding.gamma_of("fixed")
         make = partial(compiled, target=target) if compiles else lambda copy: copy
-        measured = list(followed(trials(target, made, sampling, gamma, make), "measuring copies", len(BITS)))
+        measured = list(followed(trials(target, all_copies, sampling, gamma, make), "measuring copies", len(BITS)))
         best = max(measured, key=lambda trial: trial.gain)
         bits = self.processes.gathered(best.bits)[0]  # All processes use the same copy.
         self.settings = replace(self.settings, models=replace(self.settings.models, draft_bits=str(bits)))
-        models |= dict.fromkeys(roles, made.of(bits, target))
+        models |= dict.fromkeys(roles, all_copies.of(bits, target))
         copies = "; ".join(f"{t.bits} bits: acceptance {t.alpha:.2f}, {t.cost:.2f} of a step" for t in measured)
         print(f"Copies of the target were measured ({copies}); the copy in {bits} bits is used.")
 

@@ -159,9 +159,9 @@ def check_modes(args: argparse.Namespace) -> None:
             args.ppl = 0
     if not any(getattr(args, mode) for mode in ALL_MODES):
         raise UserError("--speed 0 and --ppl 0 leave nothing to measure; leave out one of them")
-    for own in "lossless", "audit":
-        if getattr(args, own) is not None and any(getattr(args, mode) for mode in ALL_MODES if mode != own):
-            raise UserError(f"--{own} cannot be combined with other modes")
+    for alone in "lossless", "audit":
+        if getattr(args, alone) is not None and any(getattr(args, mode) for mode in ALL_MODES if mode != alone):
+            raise UserError(f"--{alone} cannot be combined with other modes")
 
 
 def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
@@ -226,16 +226,16 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
 
 def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
     """{flag: message} of the flags among `words` that have no effect in a run with these settings."""
-    of_guessing, read, found = flags_of(Decoding), fields_read(settings), {}
+    of_guessing, read, messages = flags_of(Decoding), fields_read(settings), {}
     for name in (word.split("=")[0][2:] for word in words if word.startswith("--")):
         if name not in FLAGS:
             continue  # It is the value of a flag.
         purpose, is_asked_for = FLAGS[name].metadata.get("only", (None, None))
         if purpose and not is_asked_for(settings):
-            found[f"--{name}"] = f"--{name} is for {purpose}, and this run has none; leave it out, or add that"
+            messages[f"--{name}"] = f"--{name} is for {purpose}, which this run lacks; leave it out, or add that"
         elif name in of_guessing and of_guessing[name].name not in read:
-            found[f"--{name}"] = f"--{name} changes nothing here: no method that is measured reads it; leave it out"
-    return found
+            messages[f"--{name}"] = f"--{name} has no effect here: no measured method uses it; leave it out"
+    return messages
 
 
 def fields_read(settings: Settings) -> set[str]:

@@ -63,7 +63,7 @@ class Auditor:
         evidence = self.evidence(prompts, texts, sampling)
         figures = evidence.figures()
         tests = self.rejecting(figures)
-        some = max(1, int(np.searchsorted(np.cumsum([len(text) for text in texts]), FITTED)))
+        fitted = max(1, int(np.searchsorted(np.cumsum([len(text) for text in texts]), FITTED)))
         findings = {
             **asdict(sampling),
             "unit": self.unit,
@@ -76,7 +76,7 @@ class Auditor:
             "fits": [
                 asdict(other)
                 for other in (others(sampling) if tests else ())
-                if not self.rejecting(self.evidence(prompts[:some], texts[:some], other).figures())
+                if not self.rejecting(self.evidence(prompts[:fitted], texts[:fitted], other).figures())
             ],
         }
         return cast(AuditFigures, {**figures, **findings})
@@ -122,12 +122,12 @@ class Auditor:
         return followed(self.processes.mapped(work, firsts), "audit", len(firsts))
 
 
-def places(found: Any, texts: Texts, lines: Sequence[int]) -> list[Place]:
-    """The first tokens `found`, (text, position) each: the line of each text, the position in the text and the token's
+def places(tokens: Any, texts: Texts, lines: Sequence[int]) -> list[Place]:
+    """The first of `tokens`, (text, position) each: the line of each text, the position in the text and the token's
     id, both from 1 but for the id."""
     return [
         {"line": lines[row] if lines else int(row) + 1, "position": int(at) + 1, "token": int(texts[row][at])}
-        for row, at in found[:LISTED]
+        for row, at in tokens[:LISTED]
     ]
 
 
@@ -135,9 +135,9 @@ def alike(u: np.ndarray) -> float:
     """The p-value of "the numbers u at one position of the texts are independent". u: as in `Evidence`. Texts that were
     drawn with one seed share their random numbers: the mean of u at a position then varies too much."""
     counts = (~np.isnan(u)).sum(0)
-    kept = counts > 1
-    means = np.nanmean(u[:, kept], 0)
-    return float(chi2.sf((12 * counts[kept] * (means - 0.5) ** 2).sum(), kept.sum())) if kept.any() else 1.0
+    several = counts > 1
+    means = np.nanmean(u[:, several], 0)
+    return float(chi2.sf((12 * counts[several] * (means - 0.5) ** 2).sum(), several.sum())) if several.any() else 1.0
 
 
 def power_of(evidence: Evidence, limit: float) -> Power:
@@ -148,10 +148,10 @@ def power_of(evidence: Evidence, limit: float) -> Power:
     variation distance of the sampler from p, averaged over contexts, if the order of the vocabulary shows it. Then the
     share of tokens below that place is a binomial one, and its standard deviation is at most 1 / (2 sqrt(n)).
     """
-    kept = ~np.isnan(evidence.u)
-    n, margin = max(1, int(kept.sum())), norm.ppf(SEEN)
+    possible = ~np.isnan(evidence.u)
+    n, margin = max(1, int(possible.sum())), norm.ppf(SEEN)
     return {
-        "surprise": float((norm.isf(limit / 2) + margin) * evidence.variance[kept].sum() ** 0.5 / n),
+        "surprise": float((norm.isf(limit / 2) + margin) * evidence.variance[possible].sum() ** 0.5 / n),
         "variation": float(min(1, kstwo.isf(limit, n) + margin / (2 * n**0.5))),
     }
 

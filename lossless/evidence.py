@@ -79,13 +79,13 @@ class Evidence:
 
     def figures(self) -> EvidenceFigures:
         """The figures of a line of results: counts, p-values by test, perplexities."""
-        kept = ~np.isnan(self.u)
-        counts = np.histogram(self.u[kept], BINS, (0, 1))[0]
-        z = z_score((self.surprise - self.entropy)[kept].sum(), self.variance[kept].sum())
+        possible = ~np.isnan(self.u)
+        counts = np.histogram(self.u[possible], BINS, (0, 1))[0]
+        z = z_score((self.surprise - self.entropy)[possible].sum(), self.variance[possible].sum())
         p = {
             # With fewer than 5 numbers a bin, the statistic does not have a chi-square distribution.
             "chi_square": chisquare(counts).pvalue if counts.mean() >= 5 else 1.0,
-            "kolmogorov_smirnov": kstest(self.u[kept], "uniform").pvalue if kept.any() else 1.0,
+            "kolmogorov_smirnov": kstest(self.u[possible], "uniform").pvalue if possible.any() else 1.0,
             "surprise": 2 * norm.sf(abs(z)),
             "neighbours": 2 * norm.sf(abs(self.neighbours())),
         }
@@ -97,8 +97,8 @@ class Evidence:
             "counts": counts.tolist(),
             "p": {name: float(value) for name, value in p.items()},
             "z": z,
-            "perplexity": float(np.exp(self.surprise[kept].mean())) if kept.any() else float("nan"),
-            "expected_perplexity": float(np.exp(self.entropy[kept].mean())) if kept.any() else float("nan"),
+            "perplexity": float(np.exp(self.surprise[possible].mean())) if possible.any() else float("nan"),
+            "expected_perplexity": float(np.exp(self.entropy[possible].mean())) if possible.any() else float("nan"),
         }
         if self.chances is not None:
             figures["guesses"], figures["p"]["guesses"] = self.guesses()
@@ -142,8 +142,8 @@ def hits_p_value(hits: np.ndarray, p: np.ndarray) -> float:
     (Barndorff-Nielsen and Cox 1979).
     """
     total = hits.sum()
-    found = minimize_scalar(lambda s: np.log1p(p * np.expm1(s)).sum() - s * total, bounds=(-30, 30), method="bounded")
-    return float(chi2.sf(max(0.0, -2 * found.fun), 1))
+    minimum = minimize_scalar(lambda s: np.log1p(p * np.expm1(s)).sum() - s * total, bounds=(-30, 30), method="bounded")
+    return float(chi2.sf(max(0.0, -2 * minimum.fun), 1))
 
 
 def seen_by(figures: Mapping[str, Any], limit: float) -> list[str]:

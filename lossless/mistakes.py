@@ -206,8 +206,8 @@ class KeepingTarget(FlawedModel):
     def score_and_verify(self, rows: Rows, guesses: Guesses, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         assert self.cache is not None
         _, slots = rows.last(1, guesses.drafts.shape[1])
-        kept = self.kept(rows, slots)
-        row, slot = kept.nonzero()[:, 0], slots[kept]
+        mask = self.kept(rows, slots)
+        row, slot = mask.nonzero()[:, 0], slots[mask]
         states = [states for layer in self.cache.layers for states in (layer.keys, layer.values)]
         before = [x[row, :, slot] for x in states]
         result = super().score_and_verify(rows, guesses, *rest)

@@ -135,11 +135,11 @@ class TextScorer:
         d = rounding(self.target, logits, self.unit)
         raised = logits.scatter_add(-1, x, d)
         top_p, temperature = self.sampling.top_p, self.sampling.temperature or 1
-        kept = []
+        results = []
         for i in range(len(x)):
             wider = replace(self.sampling, top_p=min(1.0, top_p + top_p * (1 - top_p) * float(d[i]) / temperature))
-            kept.append(probabilities(raised[i], wider, None if seen is None else seen[i])[x[i, 0]] > 0)
-        return torch.stack(kept)
+            results.append(probabilities(raised[i], wider, None if seen is None else seen[i])[x[i, 0]] > 0)
+        return torch.stack(results)
 
     @torch.inference_mode()
     def logit_gaps(self, prompts: Texts, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:

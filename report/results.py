@@ -160,9 +160,9 @@ class Results:
         index = index[:NEWEST] if len(index) > 1 else []
         above = len(index) + 2 if index else 0
         lines = [f"{'line':>5}  {'run':{ROOM}}  what it found"] * bool(index)
-        for at, command, found in index:
+        for at, command, figure in index:
             short = command if len(command) <= ROOM else command[: ROOM - 3] + "..."
-            lines.append(f"{above + at + 1:5}  {visible(short, ''):{ROOM}}  {found}")
+            lines.append(f"{above + at + 1:5}  {visible(short, ''):{ROOM}}  {figure}")
         return "\n".join(line.rstrip() for line in [*lines, *[""] * bool(index), *shown]) + "\n"
 
 

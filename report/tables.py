@@ -122,8 +122,8 @@ def markdown(table: Table, columns: str = "", rows: str = "") -> str:
     chosen = [titles.index(title) for title in columns.split(" | ")] if columns else filled or range(len(titles))
     written = [[str(row[index]).replace("\n", " ").replace("|", r"\|") if index < len(row) else "" for index in chosen]
                for row in table.rows if not rows or re.fullmatch(rows, str(row[0]))]  # fmt: skip
-    said = [[cell for cell in column if cell] for column in zip(*written)]
-    numbers = [bool(column) and all(re.match(r"[-+]?\d|-$", cell) for cell in column) for column in said]
+    nonempty = [[cell for cell in column if cell] for column in zip(*written)]
+    numbers = [bool(column) and all(re.match(r"[-+]?\d|-$", cell) for cell in column) for column in nonempty]
     lines = [titles[index] for index in chosen], ["---:" if is_number else "---" for is_number in numbers], *written
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -137,8 +137,8 @@ def notation(*tables: Table) -> str:
     """The legend of what follows the medians in `tables`, such as " [95 % bootstrap interval]", or an empty string."""
     words = {False: " [95 % bootstrap interval]", True: f" (range of fewer than {FEW} independent values)"}
     figures = [cell for table in tables for row in table.rows for cell in row if isinstance(cell, Measured)]
-    found = {figure.of_range for figure in figures if "\n" in figure.written("\n")}
-    return " or".join(words[of_range] for of_range in sorted(found))
+    kinds = {figure.of_range for figure in figures if "\n" in figure.written("\n")}
+    return " or".join(words[of_range] for of_range in sorted(kinds))
 
 
 def cells(*tables: Table) -> list[str]:

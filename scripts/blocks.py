@@ -92,8 +92,8 @@ def excerpt(records: Records) -> str:
     """What `make run` prints, without the notes and without the perplexity of whole corpora."""
     run, lines = records.run("first")
     buffer = StringIO()
-    kept = [line for line in lines if line.get("of") != "corpus"]
-    show(run, kept, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
+    shown_lines = [line for line in lines if line.get("of") != "corpus"]
+    show(run, shown_lines, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
     text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip("= \n"))
     text = re.sub(r"\nAcceptance.*?\n(?=Perplexity)", "\n[...]\n", text, flags=re.S)
     return f"```text\n{re.sub(r'speculative: .*', '', text, flags=re.S)}[...]\n```"
@@ -122,12 +122,12 @@ def chat(records: Records) -> str:
 
 def trainings(names: Sequence[str], records: Records) -> str:
     """The costs and the acceptance of trained heads."""
-    kept, sources = [records.file(name) for name in names], []
-    for record in kept:
+    training_records, sources = [records.file(name) for name in names], []
+    for record in training_records:
         target, written = record["models"]["target"]["name"], record["written"]
         texts = f"{target}: {written['tokens']:,} tokens, written and read in {written['seconds'] / 60:.0f} min"
         sources.append(f"Texts of {texts}. {source(record, record['dtype'])}")
-    return "\n\n".join([markdown(training_table(kept)), *sources])
+    return "\n\n".join([markdown(training_table(training_records)), *sources])
 
 
 def one_experiment(records: Records) -> dict[str, Any]:
@@ -138,10 +138,10 @@ def one_experiment(records: Records) -> dict[str, Any]:
     versions: dict[str, str] = {}
     for name, (run, _) in runs.items():
         models = {role: model["version"] for role, model in run["models"].items()}
-        own = {"code": run.get("code"), "gamma": run["flags"].get("gamma"), **models}
+        settings = {"code": run.get("code"), "gamma": run["flags"].get("gamma"), **models}
         wanted = first | {role: versions.setdefault(role, version) for role, version in models.items()}
-        differ = [what for what in wanted if own[what] != wanted[what]]
-        if differ := differ or ["code, which was not recorded"] * (own["code"] is None):
+        differ = [what for what in wanted if settings[what] != wanted[what]]
+        if differ := differ or ["code, which was not recorded"] * (settings["code"] is None):
             raise UserError(f"first and {name} are not one experiment: they differ in {', '.join(differ)}")
     return runs
 

@@ -32,15 +32,15 @@ def imports() -> dict[str, list[str]]:
     """{folder of code or file in the root: the others among them that it imports}, from the lowest to the highest."""
     files = {folder.parent.name: [*folder.parent.rglob("*.py")] for folder in ROOT.glob("*/__init__.py")}
     files = {name: of for name, of in files.items() if name != "tests"} | {f.stem: [f] for f in ROOT.glob("*.py")}
-    found: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     for name, of in files.items():
         nodes = [node for file in of for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
         modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         modules |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
-        found[name] = {module.split(".")[0] for module in modules} & files.keys() - {name}
-    sorted_names = {name: sorted(found[name]) for name in sorted(found)}
+        imported[name] = {module.split(".")[0] for module in modules} & files.keys() - {name}
+    sorted_names = {name: sorted(imported[name]) for name in sorted(imported)}
     order = list(graphlib.TopologicalSorter(sorted_names).static_order())
-    return {name: [other for other in order if other in found[name]] for name in order}
+    return {name: [other for other in order if other in imported[name]] for name in order}
 
 
 def docstring(name: str) -> str:

@@ -25,9 +25,9 @@ def siblings(q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tenso
     going = list(range(len(counts)))
     left = q
     for k in range(max(counts)):
-        kept = [i for i, node in enumerate(going) if counts[node] > k]
-        if len(kept) < len(going):
-            left, going = torch.stack([left[:, i] for i in kept], 1), [going[i] for i in kept]
+        parents = [i for i, node in enumerate(going) if counts[node] > k]
+        if len(parents) < len(going):
+            left, going = torch.stack([left[:, i] for i in parents], 1), [going[i] for i in parents]
         total = left.sum(-1, keepdim=True)
         law = left if k == 0 else left / total.masked_fill(total == 0, 1)
         tokens = pick(law, torch.stack([u[:, node, k] for node in going], 1))

@@ -47,12 +47,12 @@ def load() -> ctypes.CDLL:
         if not is_whole(path):
             print("Building the kernels for this processor, once: this takes about a minute.", file=sys.stderr)
             build(compiler, native, path)
-    made = typed(ctypes.CDLL(str(path)))
+    kernels = typed(ctypes.CDLL(str(path)))
     torch.ops.load_library(path)
     torch.set_flush_denormal(False)  # A library built with -ffast-math switches it on, for the whole process.
-    for line in missing(made):
+    for line in missing(kernels):
         print(line, file=sys.stderr)
-    return made
+    return kernels
 
 
 def is_whole(path: Path) -> bool:
@@ -69,18 +69,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(home) / "torch_extensions")
 
 
-def typed(made: ctypes.CDLL) -> ctypes.CDLL:
+def typed(dll: ctypes.CDLL) -> ctypes.CDLL:
     """The library, with the types of its C functions."""
-    made.use_kernel.restype, made.processor_has.restype, made.is_built.restype = ctypes.c_char_p, *[ctypes.c_bool] * 2
-    return made
+    dll.use_kernel.restype, dll.processor_has.restype, dll.is_built.restype = ctypes.c_char_p, *[ctypes.c_bool] * 2
+    return dll
 
 
-def missing(made: ctypes.CDLL) -> list[str]:
+def missing(dll: ctypes.CDLL) -> list[str]:
     """A line for each kind of kernel that the processor has and that is better than the best one available."""
-    best, lines = made.use_kernel(None).decode(), []
+    best, lines = dll.use_kernel(None).decode(), []
     for kind in itertools.takewhile(lambda kind: kind != best, KINDS):
-        if made.processor_has(kind.encode()):
-            who = "operating system refuses" if made.is_built(kind.encode()) else "compiler cannot build"
+        if dll.processor_has(kind.encode()):
+            who = "operating system refuses" if dll.is_built(kind.encode()) else "compiler cannot build"
             lines.append(f"linear layers use the kernel {best}, because the {who} {kind}")
     return lines
 
