@@ -119,7 +119,6 @@ class CorpusPerplexity:
 
     @property
     def token_ppl(self) -> float:
-        """Perplexity per token."""
         return exp(self.nll / self.tokens)
 
     @property

@@ -55,7 +55,7 @@ SPEC_BENCH_FILE = HubFile(
 REPOSITORIES = {"wikitext": WIKITEXT, "pg19": PG19, "specbench": SPEC_BENCH}
 TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # {ending: the library's format}
 
-Content = tuple[str, dict[str, int]]  # the commit, "" if there is none, and {split: number of rows} of a data set
+Content = tuple[str, dict[str, int]]  # the commit or "", and {split: number of rows} of a data set
 
 
 def folder_of(name: str) -> Path:
@@ -242,8 +242,8 @@ def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--books", type=whole(1, 100_000), default=10, metavar="N", help="books of PG-19 (10)")
     source = "a file or folder to install under NAME"
     parser.add_argument("--from", dest="source", type=text, metavar="PATH", help=source)
-    parser.add_argument("--offline", action="store_true", help="only verify what is there")
-    parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
+    parser.add_argument("--offline", action="store_true", help="only verify existing files")
+    parser.add_argument("--list", action="store_true", help="list what is installed, and whether it is complete")
     return parser.parse_args(argv)
 
 

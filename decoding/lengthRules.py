@@ -150,12 +150,12 @@ class CostAware(LengthRule):
     """
 
     LENGTHS = (0, 1, 2, 3, 4, 6, 10)
-    OPENING = (0, 1, 2, 3)  # Tried first: the shapes so many quarters up in the order of cost, plain decoding first.
+    OPENING = (0, 1, 2, 3)  # Tried first: the shapes at these quarters of the order of cost, plain decoding first.
     LOOK = 16  # Rounds between two looks for the best shape: a small model's rounds notice the time that they take.
     OF_TEXT = 0.9  # Weight of a text's past in each round.
     FAITH = 4  # Accepted guesses of the average text that a new text begins with.
     PRICE = 0.5  # A guess costs less than its share of the round: the draft makes the step for other rows all the same.
-    WHOLE = 0.8  # Rounds with a smaller share of the guesses do not teach what rounds of that shape cost.
+    WHOLE = 0.8  # Rounds with a smaller share of the guesses do not update the cost of the shape.
 
     def __init__(self, length: int = 10) -> None:
         if length < 1:
@@ -255,7 +255,7 @@ class Search:
     each in order, because one that seems slow may have been timed while the machine was busy.
     """
 
-    PROBE = 24  # One pair of rounds in so many tries another shape at most.
+    PROBE = 24  # At most one pair of rounds in this number tries another shape.
     LOSS = 0.01
     WORTH = 0.3  # A shape that was never timed is not tried if it seems to have less than this share of the best speed,
     AT_FIRST = 0.8  # and in the opening less than this share.

@@ -51,7 +51,6 @@ class Model(ABC):
 
     @property
     def reads_features(self) -> bool:
-        """Whether it reads another model's features."""
         return self.features_of is not None
 
     @abstractmethod
@@ -234,7 +233,7 @@ class Model(ABC):
             used = len(nodes) * max(counts)
             drawn, law = self.siblings(q, u[:, :used].unflatten(1, (len(nodes), max(counts))), counts)
             u = u[:, used:]
-            # A token drawn from nan is none, and cannot be read: the round reports it when it commits.
+            # A token drawn from nan is invalid, and cannot be read: the round reports it when it commits.
             drafts = torch.cat([drafts, drawn.clamp(max=q.shape[-1] - 1)], 1)
             laws.append(law)
         return drafts, torch.cat(laws, 1)

@@ -23,7 +23,6 @@ class Record:
     begun: float = 0.0
 
     def add(self, now: float, committed: int, drafted: int, accepted: int) -> None:
-        """Add a round."""
         self.times.append(now)
         self.committed.append(committed)
         self.drafted.append(drafted)

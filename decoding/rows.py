@@ -175,7 +175,7 @@ class Rows:
 
     @property
     def size(self) -> int:
-        """Rows of the batch."""
+        """The number of rows of the batch."""
         return len(self.numbers)
 
     def padded_prompts(self, rows: Sequence[int]) -> Tensor:

@@ -116,7 +116,6 @@ class CachedModel(Model):
 
     @property
     def cache(self) -> SlotCache | None:
-        """Its KV cache."""
         return self.store.cache
 
     @property
@@ -126,7 +125,6 @@ class CachedModel(Model):
 
     @property
     def keeps_features(self) -> bool:
-        """Whether its forwards write features."""
         return self.store.tap is not None and self.store.keeps
 
     @property

@@ -42,7 +42,7 @@ def is_compiled(model: CachedModel) -> bool:
 
 
 def compiled_class(model: CachedModel) -> type[CpuModel | CudaModel]:
-    """The engine for the model's device. Raises RuntimeError if there is none."""
+    """The engine for the model's device. Raises RuntimeError if no engine supports it."""
     if model.device.type not in ("cpu", "cuda"):
         raise RuntimeError(f"it can be compiled on a CPU and on CUDA, not on {model.device.type}")
     if model.is_spread:

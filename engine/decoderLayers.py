@@ -317,7 +317,7 @@ def weight_of(linear: nn.Module) -> Tensor:
 
 
 def interleaved(rows: Sequence[Tensor]) -> Tensor:
-    """Blocks of SIDE rows of several tensors `[out, ...]` in turns; the last block of each is filled with zeros."""
+    """Alternating blocks of SIDE rows of several tensors `[out, ...]`; the last block of each is filled with zeros."""
     missing = -len(rows[0]) % SIDE
     blocks = [pad(x, (0,) * (2 * x.dim() - 1) + (missing,)).unflatten(0, (-1, SIDE)) for x in rows]
     return torch.stack(blocks, 1).flatten(0, 2)

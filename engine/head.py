@@ -27,9 +27,9 @@ OF_TARGET = ("model.embed_tokens.", "lm_head.")  # weights that are not trained
 class HeadNetwork(LlamaForCausalLM):
     """A Llama of one layer. What it reads at position t is the token t and the feature before it, at t - 1.
 
-    A feature `[d]` is made by `fuse` from the hidden states of some of the target's layers. Where the target has not
-    read a token yet, the network's own last hidden state stands for the feature. The token embedding is the target's,
-    and so is the output layer, or some of its rows (`RestrictedHead`): neither is trained.
+    A feature `[d]` is computed by `fuse` from the hidden states of some of the target's layers. Where the target has
+    not read a token yet, the network's own last hidden state stands for the feature. The token embedding is the
+    target's, and so is the output layer, or some of its rows (`RestrictedHead`): neither is trained.
 
     config.head: "layers", whose hidden states make a feature, counted as transformers' `hidden_states` (0: embeddings,
         the last one: after the last norm).

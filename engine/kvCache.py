@@ -93,7 +93,6 @@ class SlotCache(Cache):
 
     @property
     def allocated(self) -> bool:
-        """Whether its memory is allocated."""
         return self.layers[0].is_initialized
 
     @property

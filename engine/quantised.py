@@ -33,7 +33,7 @@ class Codes(NamedTuple):
         return self.codes.shape[1] // self.scales.shape[1]
 
     def weight(self) -> Tensor:
-        """The weight, float32 `[out, in]`."""
+        """The dequantised weight, float32 `[out, in]`."""
         return dequantised(self.codes, self.scales, self.bits)
 
 

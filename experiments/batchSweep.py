@@ -69,7 +69,7 @@ def measure_batches(
     append: Append,
 ) -> None:
     """Measure the whole map, batch by batch. methods: those of `samplers`, whose texts have no end but `maxLen`. The
-    prompts are used in turn, each text with a seed of its own."""
+    prompts are used cyclically, each text with a seed of its own."""
     with Bar("batches", len(BATCHES) * len(methods) * repeats) as bar:
         for batch in BATCHES:
             scoring, drafting = costs(batch, prompts, target, drafter, sampling, device)

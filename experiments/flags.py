@@ -298,7 +298,6 @@ FLAGS = {name: declared for part in PARTS for name, declared in flags_of(part).i
 
 
 def parser() -> Parser:
-    """The parser of `test.py`."""
     result = Parser(
         prog="test.py",
         usage="%(prog)s [flags]",

@@ -159,7 +159,7 @@ def machine(device: str) -> Machine:
 
 
 def processor_name() -> str:
-    """The name of the CPU: from Linux's /proc/cpuinfo, or what Python knows if there is none."""
+    """The name of the CPU: from Linux's /proc/cpuinfo, otherwise from Python's platform module."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -82,7 +82,7 @@ OWN = {"name", "first", "only"}  # options of `flag` that argparse does not know
 
 
 def flag(kind: Callable[[str], Any], default: Any = None, metavar: str | None = "N", **options: Any) -> Any:
-    """A field that is a flag with a value of that kind. default None: no default, or one that depends on other flags.
+    """A field that is a flag with a value of type `kind`. default None: no default, or one that depends on other flags.
 
     options: those of `add_argument`, and name: the flag's name, if it is not the field's; first: whether it is among
     the flags that most people need; only: (the purpose, f(settings) -> whether it is used) of a flag that has no

@@ -34,7 +34,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds. commit: "" if there is none, or if not all files are in their places. rows: of a data set,
+    """The content of a folder. commit: "" if unknown, or if not all files are in their places. rows: of a data set,
     {split: their number}."""
 
     repo: str
@@ -55,7 +55,6 @@ class Manifest:
             return None
 
     def write(self, folder: Path) -> None:
-        """Write the manifest of a folder."""
         replace_file(folder / MANIFEST, json.dumps(asdict(self), indent=1))
 
     def damaged(self, folder: Path) -> list[HubFile]:

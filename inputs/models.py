@@ -134,7 +134,7 @@ def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
 
 def working_bytes(config: PretrainedConfig, tokens: int) -> int:
     """Bytes that a model needs in addition to its weights to read `tokens` tokens in one forward: float32 logits and
-    the tensors made of them, keys and values, and activations."""
+    the tensors computed from them, keys and values, and activations."""
     hidden = config.hidden_size
     return WORKING_MEMORY + tokens * (
         3 * 4 * config.vocab_size + 2 * 4 * hidden * config.num_hidden_layers + 16 * 4 * hidden

@@ -145,7 +145,8 @@ def choose_prompts(
     """Token ids of `count` prompts for each length, {length: prompts}.
 
     A prompt is the text from the start of a passage on, cut to the length. Passages of at least
-    `least` characters are taken from each corpus in turn. If too few texts are that long, the longest others are added.
+    `least` characters are taken from the corpora alternately. If too few texts are that long, the longest others are
+    added.
     """
     prompts = {}
     for length in sorted(set(lengths)):

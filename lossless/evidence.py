@@ -74,7 +74,6 @@ class Evidence:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens."""
         return int((~np.isnan(self.surprise)).sum())
 
     def figures(self) -> EvidenceFigures:

@@ -28,7 +28,7 @@ class Batch:
     at: int64 `[B, m, 1]`, the places whose logits predict the texts' tokens x, int64 `[B, m, 1]`.
     written: bool `[B, m]`, False for the padding of texts shorter than the longest.
     seen: bool `[B, m, V]`, the tokens before each of x, if the sampling has a repetition penalty.
-    guesses: int64 `[B, m, places]`, guesses that are independent of x, -1 where there is none; None: none are known.
+    guesses: int64 `[B, m, places]`, guesses that are independent of x, -1 where there is no guess; None: no guesses.
     """
 
     tokens: Tensor

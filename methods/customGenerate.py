@@ -60,8 +60,8 @@ class speculative:  # called like a function, as `torch.no_grad` is
     """Speculative sampling, as a `custom_generate` for `model.generate`.
 
     draft: a smaller model with the same tokenizer. Neither model is changed. None: the model's own copy, whose weights
-        have `bits` bits (selfDraft.py); it is made at the first call. A folder: that of a head which was trained for
-        the model (scripts/trainHead.py). It is read at each call. Whether the model's weights are those that it was
+        have `bits` bits (selfDraft.py); it is computed at the first call. A folder: that of a head which was trained
+        for the model (scripts/trainHead.py). It is read at each call. Whether the model's weights are those that it was
         trained for is not known here: if they are not, its guesses fail.
     gamma: tokens to guess in a round, or a rule that chooses (decoding/lengthRules.py).
     verify: "token" or "block" (decoding/verification.py).

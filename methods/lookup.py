@@ -55,8 +55,8 @@ class Continuations:
         return (self.right[n] + 2 * n / (n + 4)) / (self.tested[n] + 2)
 
     def guesses(self, text: Sequence[int], gamma: int, worth: float) -> list[int]:
-        """At most `gamma` guesses after `text`, which may go on beyond the tokens read. Each is the likeliest after the
-        longest n-gram before it, and all up to it are right with an estimated chance of `worth` or more."""
+        """At most `gamma` guesses after `text`, which may extend beyond the tokens read. Each is the likeliest after
+        the longest n-gram before it, and all up to it are right with an estimated chance of `worth` or more."""
         guesses: list[int] = []
         chance = 1.0
         while len(guesses) < gamma:

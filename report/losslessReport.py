@@ -136,7 +136,7 @@ def power_clauses(lines: Sequence[Line]) -> Iterator[str]:
         counts = Counter(name_of(line.get("method", "")) for line in power)
         planted = ", ".join(f"{count} in {method}" for method, count in counts.items())
         yield (
-            f"with so many tokens each planted mistake is seen, within {most:,} tokens: {planted}"
+            f"each planted mistake is detected, within {most:,} tokens: {planted}"
             if not missed
             else f"but {', '.join(missed)} would not be seen with {most:,} tokens: give more --tokens"
         )
@@ -157,7 +157,6 @@ def greedy_clauses(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def audits_of(lines: Sequence[Line]) -> list[AuditLine | GreedyAuditLine]:
-    """The audits of a run."""
     return [*of_kind(lines, AuditLine), *of_kind(lines, GreedyAuditLine)]
 
 

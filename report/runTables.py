@@ -91,7 +91,7 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     if values["compile"] and ran and not all(ran.values()):  # The dtype that ran, not the flag's.
         eager = ", ".join(role for role, is_compiled in ran.items() if not is_compiled)
         values["compile"] = (
-            f"but for {eager}, which stayed eager" if any(ran.values()) else "asked for, but all stayed eager"
+            f"but for {eager}, which stayed eager" if any(ran.values()) else "requested, but all stayed eager"
         )
     shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
     prompts = counted(len({line["prompt"] for line in lines}), "prompt")

@@ -41,7 +41,7 @@ class Measured:
     unit: str = ""
 
     def written(self, between: str = " ") -> str:
-        """The figure, and after `between` its ends: [low, high], or (low–high) of a range; "-" if there is none."""
+        """The figure, and after `between` its ends: [low, high], or (low–high) of a range; "-" for nan."""
         if self.value != self.value:
             return "-"
         largest, digits = max(self.value, *self.ends, 0), self.digits
@@ -74,7 +74,6 @@ class Table:
     notes: str = ""
 
     def add(self, *cells: Cell) -> None:
-        """Add a row."""
         self.rows.append([*cells])
 
     def titles(self) -> list[str]:

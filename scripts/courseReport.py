@@ -116,7 +116,7 @@ def steps(plan: Namespace) -> Iterator[Step]:
 
 
 def run_of(step: Step, store: Results) -> Run | None:
-    """The newest finished run by the step's command; None if there is none."""
+    """The newest finished run by the step's command, or None."""
     command = shlex.join(step.command)
     finished = [(run, lines) for run, lines in store.runs() if of_kind(lines, EndLine)]
     return next((pair for pair in reversed(finished) if without_places(pair[0]).get("command") == command), None)
@@ -258,7 +258,7 @@ def read_plan(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="of each method that --lossless tests (100000)")
     flags = "handed to each test.py that reads them"
     parser.add_argument("--flags", type=shlex.split, default=[], metavar='"FLAGS"', help=flags)
-    parser.add_argument("--out", type=path, default=OUT, metavar="FOLDER", help=f"where everything is written ({OUT})")
+    parser.add_argument("--out", type=path, default=OUT, metavar="FOLDER", help=f"the folder of all results ({OUT})")
     plan = parser.parse_args(argv)
     plan.mid = plan.mid or (MID if (plan.target, plan.draft) == PAIR else None)
     for name in filter(None, (plan.target, plan.draft, plan.mid)):

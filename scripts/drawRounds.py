@@ -96,7 +96,7 @@ def draw_rounds(record: dict[str, Any], path: Path, comment: str = "") -> None:
 
 
 def measure() -> None:
-    """Decode the text with and without guesses, in turn; the repeat that took the median time is kept."""
+    """Decode the text with and without guesses, alternately; the repeat that took the median time is kept."""
     tokenizer, dtype = load_tokenizer(NAMES["target"]), pick_dtype("cpu")
     models = {role: load_model(name, tokenizer, dtype, "cpu") for role, name in NAMES.items()}
     prompts, drafter = [tokenizer(PROMPT)["input_ids"]], ModelDrafter(models["draft"])

@@ -95,8 +95,8 @@ def soft_nucleus(probs: Tensor) -> tuple[Tensor, Tensor]:
     """How far each token is inside the nucleus of `probs[N, V]`, from 0 to 1 `[N, V]`, and the edge of the nucleus
     `[N, 1]`.
 
-    A token is inside the nucleus or outside; a step from 0 to 1 has no gradient. So the step is made a slope. Its
-    middle, the edge, is the geometric mean of the least probability inside and of the greatest one outside, and at
+    A token is inside the nucleus or outside; a step from 0 to 1 has no gradient. So the step is replaced by a slope.
+    Its middle, the edge, is the geometric mean of the least probability inside and of the greatest one outside, and at
     least WIDEST times the former. A token at the edge counts as half inside, and one of twice its probability as 0.94.
 
     With top-p 0.9 and the probabilities 0.5, 0.3, 0.15 and 0.05, the first three tokens are the nucleus. The edge is

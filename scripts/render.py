@@ -182,7 +182,7 @@ def render(root: Path) -> list[str]:
 def work(root: Path, argv: Sequence[str] | None) -> int:
     """Parse the flags, render or check. Returns 1 if a check finds faults."""
     parser = script_parser("python -m scripts.render", __doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing, and say what would change")
+    parser.add_argument("--check", action="store_true", help="change nothing, and list what would change")
     if parser.parse_args(argv).check:
         faults = check(root)
         print(*faults or ["Everything is as its record says."], sep="\n")

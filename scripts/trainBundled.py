@@ -244,7 +244,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--tokens", type=whole(1), help="at most this many tokens for each stage of a model")
     parser.add_argument("--stage", type=whole(1, 5), default=1, help="start at this stage, from the weights in --out")
     parser.add_argument("--out", type=path, default=ROOT / "models")
-    parser.add_argument("--device", type=text, help="(cuda if there is one)")
+    parser.add_argument("--device", type=text, help="(cuda if available)")
     parser.add_argument("--seed", type=whole(0, 10**9), default=0)
     args = parser.parse_args(argv)
     if not os.path.isdir(args.out):
@@ -262,7 +262,6 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def bundled_folder(args: Namespace, name: str) -> Path:
-    """The folder of a bundled model."""
     return Path(os.path.abspath(args.out)) / f"bundled-{name}"
 
 

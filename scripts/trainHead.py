@@ -233,13 +233,13 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--steps", type=whole(1), help=f"of training, of {RECIPE.batch} tokens each, instead of --hours"
     )
-    parser.add_argument("--draftVocab", type=whole(1), help="guess only so many frequent tokens (all)")
-    parser.add_argument("--kind", choices=["head", "medusa"], default="head", help="what is trained (head)")
+    parser.add_argument("--draftVocab", type=whole(1), help="guess only this number of frequent tokens (all)")
+    parser.add_argument("--kind", choices=["head", "medusa"], default="head", help="the kind of network (head)")
     parser.add_argument("--layers", choices=list(LAYERS), default="three", help="of the target, for features (three)")
     parser.add_argument("--unroll", type=whole(1, 8), default=GAMMA, help=f"steps of training-time test ({GAMMA})")
     parser.add_argument("--featureLoss", action="store_true", help="also learn the target's last hidden states")
-    parser.add_argument("--ablation", action="store_true", help="train each variant, so long each, and compare them")
-    parser.add_argument("--device", type=text, help="(cuda if there is one)")
+    parser.add_argument("--ablation", action="store_true", help="train each variant for that time, and compare them")
+    parser.add_argument("--device", type=text, help="(cuda if available)")
     parser.add_argument("--seed", type=whole(0, 10**9), default=0)
     args = parser.parse_args(argv)
     args.folder = find_model(args.target)

@@ -38,7 +38,7 @@ class Recipe:
 
     # What a step reads: rows of one length.
     batch: int = 2048  # tokens
-    lengths: tuple[int, ...] = (256,)  # of the rows of each step, in turn
+    lengths: tuple[int, ...] = (256,)  # of the rows of each step, cyclically
     last_lengths: tuple[int, ...] | None = None  # those of the last fifth; None: the same
     labelled: Mapping[int, int] | None = None  # {row length: how many rows} that a teacher labels once for acceptance
 

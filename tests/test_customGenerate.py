@@ -469,7 +469,7 @@ def test_the_text_streamers_of_transformers_work(pair_folder, capsys):
         ({"synced_gpus": True}, "synced_gpus"),
         ({"max_new_tokens": 200}, "exceed the context of the"),
         ({"max_new_tokens": 200}, "max_new_tokens 200"),
-        ({"input_ids": torch.tensor([[5, 99]])}, "a token outside the models' vocabulary of 61"),
+        ({"input_ids": torch.tensor([[5, 99]])}, "a token id outside the models' vocabulary of 61"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -69,7 +69,6 @@ class Engine:
         return min(self.generate(TRIAL)[1][-1][0] for _ in range(TRIALS))
 
     def generate(self, request: TextRequest) -> Answer:
-        """Continue one prompt."""
         self.library.set_random_seed(request.seed32)
         options: dict[str, Any] = {"sampling_topk": 1}
         if request.temperature:

@@ -265,17 +265,14 @@ class RequestHandler:
     engine: Any = None
 
     def convert(self, module: str, source: str, folder: str, vocabulary: int, bits: int) -> dict[str, Any]:
-        """Convert the model in the folder `source`."""
         engine_module(module).convert(Weights(Path(source), vocabulary), Path(folder), bits)
         return {}
 
     def load(self, module: str, **fields: Any) -> dict[str, Any]:
-        """Load converted models."""
         self.engine = engine_module(module).Engine(LoadRequest(**fields))
         return {"version": self.engine.version, "settings": getattr(self.engine, "settings", {})}
 
     def generate(self, **fields: Any) -> dict[str, Any]:
-        """Continue a prompt."""
         tokens, times = self.engine.generate(TextRequest(**fields))
         return {"tokens": list(map(int, tokens)), "times": times}
 

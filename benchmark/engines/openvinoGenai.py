@@ -75,7 +75,6 @@ class Engine:
         self.pipeline = openvino_genai.LLMPipeline(request.target, "CPU", **settings, **options)
 
     def generate(self, request: TextRequest) -> Answer:
-        """Continue one prompt."""
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.rng_seed = request.count, True, request.seed32
         if request.temperature:

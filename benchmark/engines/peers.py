@@ -95,7 +95,6 @@ class Peer:
 
     @property
     def unit_roundoff(self) -> float:
-        """The unit roundoff of its precision."""
         return 2.0 ** -BITS[self.precision]
 
     def load(
@@ -149,7 +148,7 @@ class Peer:
             answer = self.process.ask("batch", prompts=list(prompts), seeds=list(seeds), batch=batch, **fields)
             texts = answer["texts"]
         if len(texts) != len(prompts):
-            raise PeerError(f"it wrote {len(texts)} texts, and {len(prompts)} were asked for")
+            raise PeerError(f"it wrote {len(texts)} texts, and {len(prompts)} were requested")
         return [text["tokens"] for text in texts], [record_of(text, count) for text in texts]
 
     def fail(self, error: Exception) -> None:
@@ -171,7 +170,7 @@ def record_of(text: Mapping[str, Any], count: int) -> Record:
         if new:
             record.add(seconds, new, 0, 0)
     if not len(text["tokens"]) == record.tokens == count:
-        raise PeerError(f"it wrote {len(text['tokens'])} tokens, and {count} were asked for")
+        raise PeerError(f"it wrote {len(text['tokens'])} tokens, and {count} were requested")
     return record
 
 

@@ -7,7 +7,7 @@ Why a node that is judged with mass m emits m. A mass is a distribution over the
 the probability with which the node must accept. A child x is drawn from its law q, and judged with the mass w_x p_x for
 w_x = min(1, m(x) / q(x)). If that emits what it must, the path to the child is emitted with probability
 q(x) w_x = min(q(x), m(x)), and max(0, m - q) is what is missing. All children before the next one are rejected with
-probability 1 - sum min(m, q), so the node must go on with the mass max(0, m - q) / (1 - sum min(m, q)). This holds
+probability 1 - sum min(m, q), so the node must continue with the mass max(0, m - q) / (1 - sum min(m, q)). This holds
 whatever x was, so the law of the next child may depend on it, as it does without replacement. When no child is left,
 the node accepts with probability sum m, and emits a token of m / sum m.
 """
@@ -152,8 +152,8 @@ def judge(p: Tensor, q: Tensor, drafts: Tensor, tree: Tree, carried: bool) -> Ju
 def after_child(mass: Tensor, w: Tensor, law: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Judge a child x `[B, m]` that was drawn from `law[B, m, V]`, for parents of `mass[B, m, V]`, whose sum is w.
 
-    Returns w_x = min(1, m(x) / q(x)), 0 if there is no child; and what the parents go on with if it is rejected:
-    max(0, m - q) / (1 - sum min(m, q)), and its sum.
+    Returns w_x = min(1, m(x) / q(x)), 0 if there is no child; and the mass with which the parents continue if it is
+    rejected: max(0, m - q) / (1 - sum min(m, q)), and its sum.
     """
     q_x, m_x = (dist.gather(-1, x[..., None])[..., 0] for dist in (law, mass))
     drawn = (q_x > 0) & (m_x >= 0)  # Neither is nan.
