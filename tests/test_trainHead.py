@@ -407,7 +407,7 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
     "flags, words",
     [
         (["--texts", "nowhere"], "nowhere cannot be read"),
-        (["--prompts", "sample"], "measured on"),
+        (["--prompts", "sample"], "reserved for measuring"),
         (["--kind", "medusa", "--unroll", "1"], "--kind head"),
         (["--steps", "0"], "--steps"),
         (["--draftVocab", "301", "--steps", "1"], "exceeds the vocabulary of 300"),
