@@ -245,8 +245,8 @@ INSTALLED = {
 
 
 def start_engine(module: str) -> EngineProcess:
-    """The process of an engine. It runs the Python of the engine's own environment, if that has one. Raises PeerError if
-    the engine is not installed.
+    """The process of an engine. It runs the Python of the engine's own environment, if that has one. Raises PeerError
+    if the engine is not installed.
 
     vLLM's documentation wants an allocator and Intel's OpenMP loaded first, where they are installed.
     """
