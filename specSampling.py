@@ -1,5 +1,5 @@
 """Speculative sampling: guess ahead with a cheap drafter, score all guesses with one forward of the target, and keep
-what the target would have said (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
+the tokens that the target accepts (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def specSampling(
 ) -> tuple[list[list[int]], list[Record]]:
     """Continue each of `prefixes` with tokens distributed exactly as `target`'s own, in fewer forwards of `target`.
 
-    drafter: what guesses (methods/drafters.py).
+    drafter: guesses the tokens (methods/drafters.py).
     gamma: tokens to guess in a round, or a rule that chooses (decoding/lengthRules.py).
     verify: which guesses to accept (decoding/verification.py).
     observer: called in each round, with the guesses and their verification (decoding/drafter.py).

@@ -65,8 +65,8 @@ def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes)
 
 
 def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None) -> Run:
-    """Measure what was asked for and write the results; earlier: the record of the run that this one repeats. Returns
-    the run. Processes other than the first write nothing."""
+    """Run the requested measurements and write the results; earlier: the record of the run that this one repeats.
+    Returns the run. Processes other than the first write nothing."""
     models = prepared.load_first()
     store, record = Results(prepared.settings.output.folder), run_record(prepared, models, argv)
     if not prepared.processes.first:
@@ -94,7 +94,7 @@ def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None)
 
 
 def measure(prepared: Prepared, models: LoadedModels, append: Append) -> None:
-    """Everything the settings ask for. Models in another dtype are loaded after those before them are released."""
+    """Run all measurements of the settings. Models in another dtype are loaded after those before them are released."""
     measuring = prepared.settings.measuring
     for mode in measuring.timed:
         if mode == "steps":

@@ -1,4 +1,4 @@
-"""What every sampler is made of: logits to probabilities, drawing a token, and the residual distribution.
+"""The parts of every sampler: logits to probabilities, drawing a token, and the residual distribution.
 
 The last axis of every tensor here is the vocabulary, `V`. Probabilities are float32 whatever the model's dtype: a
 half-precision distribution does not sum to 1 and loses its tail.
@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 
 class UserError(Exception):
-    """Something the user gave cannot be used. The message is one line: what is wrong, and the remedy."""
+    """Invalid input of the user. The message is one line: the error and the remedy."""
 
 
 class Named(Protocol):
@@ -34,7 +34,7 @@ def not_finite(model: Named) -> UserError:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory is full. Each allocator has its own type or words for that."""
+    """Whether an exception means that memory is full. Each allocator has its own type or message."""
     words = ("can't allocate memory", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
 
@@ -73,7 +73,7 @@ class Sampling:
             raise UserError(f"repetition_penalty must lie in [0.01, 100], not {self.repetition_penalty}")
 
     def but(self, temperature: float | None, top_p: float | None) -> Sampling:
-        """The same filters with another temperature and another top-p; None leaves either as it is."""
+        """The same filters with another temperature and another top-p; None keeps the current value."""
         return replace(
             self,
             temperature=self.temperature if temperature is None else temperature,
@@ -127,9 +127,9 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
     """Top-p (nucleus) filter of `probs[..., V]`, renormalised (Holtzman et al., arXiv 1904.09751)."""
     if probs.device.type == "cpu":
         for bound in BOUNDS if probs.numel() >= WORTHWHILE else ():
-            kept = nucleus_above(probs, top_p, bound)
-            if kept is not None:
-                return kept
+            result = nucleus_above(probs, top_p, bound)
+            if result is not None:
+                return result
         # numpy's sort uses vector instructions and is 20 to 30 times faster than torch's.
         ordered = torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)
     else:  # Selecting candidates would need a host sync for their number.
@@ -152,22 +152,22 @@ def nucleus_above(probs: Tensor, top_p: float, bound: float) -> Tensor | None:
     """
     rows = probs.numpy().reshape(-1, probs.shape[-1])
     where = np.flatnonzero(rows >= bound)
-    found = rows.ravel()[where]
+    candidates = rows.ravel()[where]
     ends = np.searchsorted(where, np.arange(len(rows) + 1) * rows.shape[1])
     counts = np.diff(ends)
     if not counts.all():
         return None
     ragged = np.zeros((len(rows), counts.max()), np.float32)
-    ragged[np.arange(ragged.shape[1]) < counts[:, None]] = found
+    ragged[np.arange(ragged.shape[1]) < counts[:, None]] = candidates
     ordered = torch.from_numpy(np.sort(ragged, axis=-1)[:, ::-1].copy())
     # Summed in the order of the full sort, so that rounding gives the same result.
     if not (ordered.cumsum(-1)[:, -1] >= top_p).all():
         return None
     least = least_kept(ordered, top_p).numpy()
-    found *= found >= np.repeat(least[:, 0], counts)
-    kept = np.zeros_like(rows)
-    kept.ravel()[where] = found / np.repeat(np.add.reduceat(found, ends[:-1]), counts)
-    return torch.from_numpy(kept).view(probs.shape)
+    candidates *= candidates >= np.repeat(least[:, 0], counts)
+    result = np.zeros_like(rows)
+    result.ravel()[where] = candidates / np.repeat(np.add.reduceat(candidates, ends[:-1]), counts)
+    return torch.from_numpy(result).view(probs.shape)
 
 
 def draw(probs: Tensor, generator: Generator | None = None) -> Tensor:

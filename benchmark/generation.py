@@ -39,9 +39,9 @@ class RecordStreamer(BaseStreamer):
 class LibraryMethod:
     """A method of `transformers`.
 
-    kind: "plain"; "static" with a static cache; "compiled", the same with its forward compiled by the library, which a
-    CPU gets only if it is asked for; "lookup": its prompt lookup; "draft": its assisted decoding with `gamma` guesses a
-    round, "assisted" with as many as it likes; "custom": this project's speculative sampling inside `generate`.
+    kind: "plain"; "static" with a static cache; "compiled", the same with its forward compiled by the library, on a
+    CPU only if requested; "lookup": its prompt lookup; "draft": its assisted decoding with `gamma` guesses a
+    round, "assisted" with a number that it chooses; "custom": this project's speculative sampling inside `generate`.
     models: {role: model}, with the library's own attention. vocabulary: models may have more logits than the tokenizer
         has tokens.
     """

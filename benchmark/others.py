@@ -1,4 +1,4 @@
-"""`other_methods`: what other programs compute, checked and ready to be timed beside this project's methods."""
+"""`other_methods`: methods of other programs, checked and ready to be timed beside this project's methods."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def other_methods(
     append: Append,
     start_process: StartProcess = start_engine,
 ) -> Iterator[dict[str, Timed]]:
-    """{method: what `speed.measure` times} of those among `names` that other programs compute. A line of results says
-    what each is, and why if it is left out. They run until the context ends."""
+    """{method: the function that `speed.measure` times} of those among `names` that other programs compute. A line of
+    results describes each, with the reason if it is left out. They run until the context ends."""
     settings = prepared.settings
     rows: dict[str, Other] = {}
     batch = settings.measuring.batch or 1

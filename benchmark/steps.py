@@ -1,5 +1,5 @@
-"""`measure_steps`: what the steps of decoding cost (`test.py --steps`): forwards beside the time to read as many bytes,
-prefill, the growth with the context, and the parts of a round."""
+"""`measure_steps`: the costs of the steps of decoding (`test.py --steps`): forwards beside the time to read as many
+bytes, prefill, the growth with the context, and the parts of a round."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measure_steps(prepared: Prepared, models: LoadedModels, append: Append) -> N
 
 
 def times(steps: Mapping[Any, Step], seed: int, device: torch.device | str) -> dict[Any, list[float]]:
-    """The seconds of steps that are timed in turn, for BUDGET seconds."""
+    """The seconds of steps that are timed interleaved, for BUDGET seconds."""
 
     def turns() -> Iterator[int]:
         began = time.perf_counter()

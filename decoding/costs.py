@@ -1,4 +1,4 @@
-"""`Costs`: what rounds of each kind take, learnt from rounds that were timed."""
+"""`Costs`: seconds of a round of each kind, estimated from timed rounds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Kind = TypeVar("Kind", bound=Hashable)
 class Costs(Generic[Kind]):
     """Seconds of rounds of several kinds, on a machine whose speed drifts.
 
-    expected: {kind: what it costs beside the others}, before anything was timed, in any unit.
+    expected: {kind: its cost relative to the others}, before anything was timed, in any unit.
 
     The seconds of a kind are `expected * exp(speed + offset)`. `speed` is the machine's and changes with every round,
-    whatever its kind. `offset` is the kind's. It changes much in a kind that was timed seldom or long ago, and little
-    in one that is timed all the time. So a slower hour makes all kinds slower, not only the one that is in use. Of a
-    kind that was never timed, `offset` is interpolated between the kinds next to it in `expected`.
+    whatever its kind. `offset` is the kind's. It changes much for a kind that was timed seldom or long ago, and little
+    for one that is timed all the time. So a slower hour slows down all kinds, not only the one in use. For a kind that
+    was never timed, `offset` is interpolated between the kinds next to it in `expected`.
     """
 
     FADE = 0.99  # Weight of earlier timings after each round.
@@ -31,11 +31,11 @@ class Costs(Generic[Kind]):
         self.timings: dict[Kind, float] = {}
 
     def seconds(self, kind: Kind) -> float:
-        """Expected seconds of a round of that kind."""
+        """Expected seconds of a round of `kind`."""
         return self.expected[kind] * math.exp(self.speed + self.correction(kind))
 
     def correction(self, kind: Kind) -> float:
-        """`offset` of a kind: learnt, or interpolated between the next cheaper and the next dearer kind."""
+        """`offset` of a kind: learnt, or interpolated between the next cheaper and the next more expensive kind."""
         if kind in self.offsets or not self.offsets:
             return self.offsets.get(kind, 0.0)
         cost = self.expected[kind]
@@ -45,7 +45,7 @@ class Costs(Generic[Kind]):
         return low if x >= z else low + (high - low) * (cost - x) / (z - x)
 
     def learn(self, kind: Kind, seconds: float) -> None:
-        """A round of that kind took so many seconds."""
+        """Learn that a round of `kind` took `seconds`."""
         if not self.offsets:
             self.speed = math.log(max(seconds, 1e-9) / self.expected[kind])
         surprise = min(math.log(max(seconds, 1e-9) / self.seconds(kind)), self.MOST)

@@ -1,4 +1,4 @@
-"""`Drafter`: what guesses the next tokens, and `Guesses`: what it gives a round."""
+"""`Drafter` guesses the next tokens; `Guesses` are its result for one round."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Guesses:
     q: float32 `[B, n, V]`, the distributions the drafts were drawn from. Siblings of a tree are drawn without
         replacement: that of a later one is q without the earlier ones, renormalised. Where a row has no guess, q is 0.
         It is valid until the drafter guesses again.
-    limits: the depth of the deepest guess that each row may have, as far as the host knows; None: that of the last one.
+    limits: the depth of the deepest guess that each row may have, if the host knows it; None: that of the last one.
     tree: the shape; None: a chain.
     """
 
@@ -62,7 +62,7 @@ class Guesses:
 
 
 class Observer(Protocol):
-    """What is told of each round of a sampler."""
+    """Called after each round of a sampler."""
 
     def __call__(self, rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> object:
         """A round was verified and is not committed yet.
@@ -74,23 +74,23 @@ class Observer(Protocol):
 
 
 def no_guesses(rows: Rows, vocabulary: int) -> Guesses:
-    """No guesses, in tensors of the right shapes: `[B, 0]` and `[B, 0, V]`."""
+    """Empty guesses: `[B, 0]` and `[B, 0, V]`."""
     drafts = rows.sequence.new_zeros(rows.size, 0)
     return Guesses(drafts, torch.zeros(*drafts.shape, vocabulary, device=rows.device))
 
 
 class Drafter(ABC):
-    """What guesses: a draft model, the text so far, a cascade of samplers (methods/).
+    """Guesses tokens: a draft model, prompt lookup, a cascade of samplers (methods/).
 
-    models: the models that must be able to read the rows. varies: whether it may guess fewer tokens than it is asked
-    for.
+    models: the models that must be able to read the rows. varies: whether it may guess fewer tokens than
+    requested.
     """
 
     models: Sequence[Model] = ()
     varies = False
 
     def begin(self, rows: Rows) -> None:
-        """A new batch, or a queue of texts."""
+        """Start a new batch, or a queue of texts."""
         return
 
     def read_prompts(self, rows: Rows) -> None:
@@ -98,17 +98,17 @@ class Drafter(ABC):
         return
 
     def rewind(self, count: int) -> None:
-        """Up to `count` of the last tokens read were replaced, in addition to those of the round before."""
+        """Mark the last `count` tokens read as replaced, in addition to those of the previous round."""
         return
 
     @abstractmethod
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
-        """At most `gammas[i]` guesses for row i, and the distributions that each was really drawn from. `length` may
-        stop a row's guessing early."""
+        """Draw at most `gammas[i]` guesses for row i, with the distributions they were drawn from. `length` may stop a
+        row's guessing early."""
 
 
 class ChangedDrafter(Drafter):
-    """Another drafter, whose guesses `change(guesses, gamma)` replaces. gamma: the most that a row was asked for."""
+    """Another drafter, whose guesses `change(guesses, gamma)` replaces. gamma: the most that any row requested."""
 
     def __init__(self, drafter: Drafter, change: Callable[[Guesses, int], Guesses]) -> None:
         self.drafter, self.change, self.models, self.varies = drafter, change, drafter.models, drafter.varies

@@ -31,10 +31,10 @@ class LengthRule(ABC):
     submitted to verification. This keeps every rule lossless.
 
     shapes: what it may choose; None: chains of any length.
-    stop: `stop(q_x)` is asked after each guess, whose probability was `q_x[B]`, float32: which rows guess no further,
-        bool `[B]`. None: the rule never asks.
-    sure: `sure(p_x)` is asked after each round, in which the target drew its last token with probability `p_x[B]`,
-        float32. It returns bool `[B]`, which `learn` is told. None: the rule never asks.
+    stop: `stop(q_x)` is called after each guess with its probability `q_x[B]`, float32. Returns which rows stop
+        guessing, bool `[B]`. None: never called.
+    sure: `sure(p_x)` is called after each round with the target's probability `p_x[B]`, float32, of the last token it
+        drew. Its result, bool `[B]`, is passed to `learn`. None: never called.
     """
 
     shapes: Sequence[Tree] | None = None
@@ -43,7 +43,7 @@ class LengthRule(ABC):
 
     @abstractmethod
     def begin(self, rows: Rows) -> None:
-        """A new batch, or a queue of texts."""
+        """Start a new batch, or a queue of texts."""
 
     @abstractmethod
     def gammas(self) -> Sequence[int]:
@@ -58,7 +58,7 @@ class LengthRule(ABC):
 
         drafted: {text: tokens guessed}, of the texts that had not ended; in a tree, the depth of the deepest.
         accepted: {text: guesses accepted}; in a tree, the number of the last accepted node, or 0.
-        sure: {text: what `sure` said of the token that the target drew last}, if the rule has a `sure`.
+        sure: {text: the result of `sure` for the token that the target drew last}, if the rule has a `sure`.
         """
         return
 
@@ -90,7 +90,7 @@ class FixedTree(Fixed):
 
 
 class Additive(Fixed):
-    """One token more after a round accepted in full, else half as many, but at least gamma (the report's rule)."""
+    """One more token after a fully accepted round, otherwise half as many, but at least gamma (the report's rule)."""
 
     def __init__(self, length: int = 4) -> None:
         super().__init__(length)
@@ -105,7 +105,7 @@ class Additive(Fixed):
 
 
 class DraftConfidence(Fixed):
-    """At most gamma tokens, until the draft is unsure: stop after a token that it gave a probability below
+    """At most gamma tokens, until the draft is not confident: stop after a token whose draft probability is below
     --draftThreshold. That token is submitted like the others; dropping it would bias the text."""
 
     def __init__(self, length: int = 10, draft_threshold: float = 0.4) -> None:
@@ -117,8 +117,8 @@ class DraftConfidence(Fixed):
 
 
 class TargetConfidence(Fixed):
-    """Gamma tokens while the target is sure, else none. If its probability of the last token it drew is below
-    --targetThreshold, the row continues without guesses, one token at a time, until it is sure again."""
+    """gamma tokens while the target is confident, otherwise none. If its probability of the last token it drew is below
+    --targetThreshold, the row continues without guesses, one token at a time, until it is confident again."""
 
     def __init__(self, length: int = 4, target_threshold: float = 0.5) -> None:
         super().__init__(length)
@@ -133,29 +133,29 @@ class TargetConfidence(Fixed):
 
 
 class CostAware(LengthRule):
-    """As many tokens as pay, by measured acceptance and costs, at most gamma. It is the length with the most expected
-    tokens per second; 0 (plain decoding) is one of them.
+    """The number of tokens with the highest expected speed, by measured acceptance and costs; at most gamma. It may be
+    0 (plain decoding).
 
     Lengths are shapes: `CostAwareTree` chooses among trees in the same way. The rule keeps running estimates of how
-    often guesses are accepted (`Acceptance`), and of the seconds of a whole round of each shape (`Costs`). What guesses
-    cost depends on the number of rows that are decoded together: the more rows, the less of the target's time is spent
-    waiting for memory. So each number of rows, up to the next power of two, has a `Search` of its own. The estimates
-    outlive a text: use one object for all texts. Shapes are few, as those that return often are faster.
+    often guesses are accepted (`Acceptance`), and of the seconds of a whole round of each shape (`Costs`). The cost of
+    guesses depends on the number of rows that are decoded together: the more rows, the less of the target's time is
+    spent waiting for memory. So each number of rows, up to the next power of two, has its own `Search`. The estimates
+    outlive a text: use one object for all texts. There are few shapes, because a shape that is used often runs faster.
 
-    Shapes come in pairs of rounds and the first is not timed: it finds cold caches, and the draft may have to read what
-    it missed.
+    A shape is used for two rounds in a row and only the second is timed: in the first, caches are cold, and the draft
+    may have to read tokens that it missed.
 
-    Of several rows with chains, each has an acceptance of its own, and a row whose guesses fail guesses less: a guess
-    is made if its chance of being accepted, over its cost, reaches PRICE times the tokens per second of the batch.
+    With several rows and chains, each row has its own acceptance, and a row whose guesses fail guesses less: a guess is
+    made if its chance of being accepted, over its cost, reaches PRICE times the tokens per second of the batch.
     """
 
     LENGTHS = (0, 1, 2, 3, 4, 6, 10)
-    OPENING = (0, 1, 2, 3)  # Tried first: the shapes so many quarters up in the order of cost, plain decoding first.
+    OPENING = (0, 1, 2, 3)  # Tried first: the shapes at these quarters of the order of cost, plain decoding first.
     LOOK = 16  # Rounds between two looks for the best shape: a small model's rounds notice the time that they take.
     OF_TEXT = 0.9  # Weight of a text's past in each round.
     FAITH = 4  # Accepted guesses of the average text that a new text begins with.
     PRICE = 0.5  # A guess costs less than its share of the round: the draft makes the step for other rows all the same.
-    WHOLE = 0.8  # Rounds with a smaller share of the guesses do not teach what rounds of that shape cost.
+    WHOLE = 0.8  # Rounds with a smaller share of the guesses do not update the cost of the shape.
 
     def __init__(self, length: int = 10) -> None:
         if length < 1:
@@ -185,7 +185,7 @@ class CostAware(LengthRule):
         return self.current[1]
 
     def search_for(self, rows: int) -> Search:
-        """The search with so many rows. A new one begins with what another one has learnt, for the next number of
+        """The search for this number of rows. A new search starts from the estimates for the nearest number of
         rows."""
         if rows not in self.searches:
             near = min(self.searches, key=lambda other: max(other, rows) / min(other, rows), default=None)
@@ -234,7 +234,7 @@ class CostAware(LengthRule):
             self.search.best = max(self.shapes, key=self.rate)
 
     def rate(self, tree: Tree) -> float:
-        """Expected tokens per second of a row, in rounds where every row has all guesses of that shape."""
+        """Expected tokens per second of a row if every row has all guesses of the shape."""
         return expected(tree, self.table) / self.search.costs.seconds(tree)
 
 
@@ -246,17 +246,16 @@ class CostAwareTree(CostAware):
 
 
 class Search:
-    """The search for the best shape, with about so many rows in the batch, in pairs of rounds.
+    """Search for the best shape, for batches of about `rows` rows, in pairs of rounds.
 
     costs: the seconds of a whole round of each shape. opening: the shapes tried first: plain decoding, and others
     unless one seems far worse than the best by then. best: the best shape so far. rounds: so far.
 
-    Later other shapes are tried, as far as that costs little: at most LOSS of the time is lost by it. By turns that is
-    the one that seems second best, and each in order, as one that seems slow may have been timed while the machine was
-    busy.
+    Later, other shapes are tried for at most a share LOSS of the time: alternately the one that seems second best, and
+    each in order, because one that seems slow may have been timed while the machine was busy.
     """
 
-    PROBE = 24  # One pair of rounds in so many tries another shape at most.
+    PROBE = 24  # At most one pair of rounds in this number tries another shape.
     LOSS = 0.01
     WORTH = 0.3  # A shape that was never timed is not tried if it seems to have less than this share of the best speed,
     AT_FIRST = 0.8  # and in the opening less than this share.

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 class Model(ABC):
     """A causal language model whose KV cache is addressed by position.
 
-    name: what messages and records call it. vocabulary: the number of logits. context: tokens it can read.
+    name: its name in messages and records. vocabulary: the number of logits. context: tokens it can read.
     cache_of: the model whose KV cache it reads and writes; None: it has its own. A draft that shares the target's cache
         finds the committed tokens there, read by the target. What it writes for its guesses, the target overwrites when
         it scores them.
     features_of: the model whose features of the tokens it reads; None: it reads none. A token has a feature once that
-        model has read it. So what it guessed in a round, it reads again when the round is over.
+        model has read it. So it reads its guesses of a round again when the round is over.
     first_row: the row of the KV cache that belongs to the first row of a block; the others follow. A cache may have
         more rows than a block.
     """
@@ -51,7 +51,6 @@ class Model(ABC):
 
     @property
     def reads_features(self) -> bool:
-        """Whether it reads another model's features."""
         return self.features_of is not None
 
     @abstractmethod
@@ -154,7 +153,7 @@ class Model(ABC):
         tokens: int64 `[B, w]`. positions: int64 `[B, w + n - 1]`, of the block and of all drawn tokens but the last,
             which is not read.
         seen: `Rows.seen` up to the block's end, if `sampling` has a repetition penalty.
-        counts: how many tokens each row needs; None: all. An engine may leave out the others: then q is 0.
+        counts: how many tokens each row needs; None: all. An engine may skip the others: q is 0 there.
         Returns the tokens `[B, n]` and the distributions `[B, n, V]` they were drawn from.
         """
         drawn, q = [], []
@@ -234,7 +233,7 @@ class Model(ABC):
             used = len(nodes) * max(counts)
             drawn, law = self.siblings(q, u[:, :used].unflatten(1, (len(nodes), max(counts))), counts)
             u = u[:, used:]
-            # A token drawn from nan is none, and cannot be read: the round reports it when it commits.
+            # A token drawn from nan is invalid, and cannot be read: the round reports it when it commits.
             drafts = torch.cat([drafts, drawn.clamp(max=q.shape[-1] - 1)], 1)
             laws.append(law)
         return drafts, torch.cat(laws, 1)

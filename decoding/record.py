@@ -1,4 +1,4 @@
-"""`Record`: the history of one text, from which all figures of its speed follow."""
+"""`Record`: the history of one text, from which all measures of its speed are computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Record:
     begun: float = 0.0
 
     def add(self, now: float, committed: int, drafted: int, accepted: int) -> None:
-        """One more round."""
         self.times.append(now)
         self.committed.append(committed)
         self.drafted.append(drafted)

@@ -1,7 +1,7 @@
 """`Rows`: the committed tokens of a ragged batch, whose rows grow by different amounts.
 
 A batch may be smaller than the number of texts. Then the texts are a queue: when one ends, its row goes to the next
-prompt, while the other rows go on (continuous batching; Yu et al., Orca, OSDI 2022).
+prompt, while the other rows continue (continuous batching; Yu et al., Orca, OSDI 2022).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # callback(text, tokens, guessed): a text has grown by `tokens`; the first `guessed` of them are accepted guesses.
 Callback = Callable[[int, list[int], int], None]
-# The id that ends a text, or ends(text, token): whether it ends at the token it has grown by. Each is asked once.
+# The id that ends a text, or ends(text, token): whether it ends at its new token. Called once for each token.
 EndOfText = int | Callable[[int, int], bool] | None
 # For all texts, or one for each: then a text does not depend on which others are decoded with it.
 Generators: TypeAlias = Generator | Sequence[Generator] | None
@@ -46,7 +46,7 @@ def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence
         raise UserError("the prompt is empty: give at least one token")
     vocabulary = min(model.vocabulary for model in models)
     if not all(0 <= token < vocabulary for prefix in prefixes for token in prefix):
-        raise UserError(f"the prompt holds a token outside the models' vocabulary of {vocabulary}")
+        raise UserError(f"the prompt contains a token id outside the models' vocabulary of {vocabulary}")
     longest, least = max(map(len, prefixes)), min(models, key=lambda model: model.context)
     if longest + max_len > least.context:
         raise UserError(
@@ -71,8 +71,8 @@ class Rows:
     """A batch of texts: prefixes of different lengths, and the tokens generated after each.
 
     prefixes: lists of token ids (or an int tensor `[B, L]`). Every text gets at most `max_len` more tokens. It ends
-        early at `end_of_text`, which is kept as its last token. That is an id, or a function `ends(text, token)` that
-        is asked for each token in turn.
+        early at `end_of_text`, which is kept as its last token. That is an id, or a function `ends(text, token)`,
+        called for each token in order.
     models: the models that will read the rows. The first is the target, whose tokens the rows grow by. The shortest
         context and the smallest vocabulary among them are the limits.
     callback: called as `callback(text, tokens, guessed)` when a text has grown; the first `guessed` tokens are accepted
@@ -83,9 +83,9 @@ class Rows:
     Raises UserError before any work if a prefix is empty, holds an unknown token or leaves no room for `max_len`.
 
     tokens, records: of each text, in the order of `prefixes`.
-    numbers: the text in each row of the batch. What belongs to a text is kept under its number: rows come and go.
+    numbers: the text in each row of the batch. State of a text is stored under its number, not under its row.
     texts, ended: the committed tokens of the text in each row and whether it has ended, on the host.
-    lengths, going: int64 and bool `[B]`, committed tokens of each row and whether it goes on, on the device.
+    lengths, going: int64 and bool `[B]`, committed tokens of each row and whether it continues, on the device.
     fresh: the rows whose prompts the models have not read yet.
     unread: how many committed tokens before each row's last one the target has not read yet. Always 0, except in a
         cascade, where other models extend the rows.
@@ -153,8 +153,8 @@ class Rows:
             self.lengths, self.going = self.state()
 
     def close_ranks(self) -> None:
-        """Take rows that have ended out of the batch, as far as the target computes fewer rows faster. The last rows
-        move to the places of others."""
+        """Take rows that have ended out of the batch, if the target is faster with fewer rows. The last rows move to
+        the places of others."""
         going = [row for row, ended in enumerate(self.ended) if not ended]
         size = self.target.rows_computed(len(going))
         if not going or size >= len(self.ended):
@@ -170,12 +170,12 @@ class Rows:
         self.lengths, self.going = self.state()
 
     def of_rows(self) -> tuple[list[int], list[list[int]], list[bool]]:
-        """What the host knows of each row."""
+        """The host's data of each row."""
         return self.numbers, self.texts, self.ended
 
     @property
     def size(self) -> int:
-        """Rows of the batch."""
+        """The number of rows of the batch."""
         return len(self.numbers)
 
     def padded_prompts(self, rows: Sequence[int]) -> Tensor:
@@ -189,7 +189,7 @@ class Rows:
         return x if len(self.fresh) == self.size else x[upload(self.fresh, x.device)]
 
     def uniform(self, counts: Sequence[int], width: int | None = None, last: bool = False) -> Tensor:
-        """Uniform numbers in [0, 1), float32 `[B, width]`, for a row as many as its entry of `counts`.
+        """Uniform numbers in [0, 1), float32 `[B, width]`; row i has `counts[i]`.
 
         They come from the text's own generator, if each has one, and then a row that has ended draws none: its text
         does not depend on other rows. width: None: the most. A row with more numbers drops the last ones.
@@ -270,10 +270,10 @@ class Rows:
     ) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
         """Add the first `accepted[B]` of `drafts[B, g]` and then `token[B]` to each row that has not ended.
 
-        counts: int64 `[B]`, how many of the drafts are a row's own guesses (None: all). note: `[B]`, what else the host
-        wants to know, if anything. The host reads all of it at once: the host sync of a round.
-        Returns {text: count}, {text: accepted}, {text: note} of the texts that had not ended. Raises UserError if the
-        token is none, because the target's distribution was nan.
+        counts: int64 `[B]`, how many of the drafts are a row's own guesses (None: all). note: `[B]`, other
+        results that the host needs, if any. The host reads everything at once: the only host sync of a round.
+        Returns {text: count}, {text: accepted}, {text: note} of the texts that had not ended. Raises UserError if there
+        is no token because the target's distribution was nan.
         """
         fresh = torch.cat([drafts, token[:, None]], 1).scatter_(1, accepted[:, None], token[:, None])
         where = self.lengths[:, None] + self.offsets(0, fresh.shape[1])
@@ -296,7 +296,7 @@ class Rows:
         return drafted, passed, notes
 
     def state(self) -> tuple[Tensor, Tensor]:
-        """`lengths` and `going`, from what the host knows."""
+        """`lengths` and `going`, from the host's data."""
         state = upload([[len(text) for text in self.texts], [not ended for ended in self.ended]], self.device)
         return state[0], state[1].bool()
 
@@ -312,12 +312,12 @@ class Rows:
         self.tokens[number] += tokens
         self.texts[row] += tokens
         self.ended[row] = len(self.tokens[number]) == self.max_len or end is not None
-        if accepted >= len(tokens):  # The text ends at a guess. Those after it are no part of it.
+        if accepted >= len(tokens):  # The text ends at a guess; later guesses are not part of it.
             drafted = accepted = len(tokens)
         self.records[number].add(now, len(tokens), drafted, accepted)
         if self.callback:
             self.callback(number, tokens, accepted)
 
     def ends(self, number: int, token: int) -> bool:
-        """Whether that text ends at this token."""
+        """Whether text `number` ends at `token`."""
         return self.end_of_text(number, token) if callable(self.end_of_text) else token == self.end_of_text

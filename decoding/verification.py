@@ -59,8 +59,8 @@ def token_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor,
 
 
 def block_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Block verification: the guesses of a round are judged together, and at least as many are accepted on average (Sun
-    et al., arXiv 2403.10444, Algorithm 2). Arguments and results are those of `token_rule`.
+    """Block verification: verifies the guesses of a round jointly; accepts at least as many on average (Sun et al.,
+    arXiv 2403.10444, Algorithm 2). Arguments and results are those of `token_rule`.
 
     Let w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)). Draft i ends the accepted part with probability
     h_i = S_i / (S_i + 1 - w_i), where S_i is the sum of max(0, w_i p - q) over the vocabulary after draft i. The last i
@@ -74,7 +74,7 @@ def block_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor,
     # Past the last draft q is 0, so S is w there and h is w, as the algorithm requires.
     weighted, q = w[..., None] * p, F.pad(q, (0, 0, 0, 1))
     s = (weighted - q).clamp_(min=0).sum(-1)
-    # If p equals q so far and after, any choice is right.
+    # If p equals q here and at all later drafts, any choice is right.
     h = (s / (s + 1 - w)).masked_fill_(s + 1 - w == 0, 1.0)
     passed = (u[:, :-1] < h[:, 1:]) & (q_x > 0)
     order = torch.arange(1, drafts.shape[1] + 1, device=p.device)
@@ -87,7 +87,7 @@ def block_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor,
 def synthetic(alpha: float, rule: VerificationRule = token_rule) -> VerificationRule:
     """A rule that accepts each guess with probability `alpha`, whatever p and q are: for models with random weights,
     whose agreement is an accident. The text is not the target's. rule: the token rule, or an engine's version of it,
-    which does the same work as ever."""
+    which is computed as usual."""
 
     def verify(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         at = drafts[..., None]

@@ -30,7 +30,7 @@ def context_of(config: PretrainedConfig) -> int:
 
 @dataclass(frozen=True)
 class Tap:
-    """What makes a feature `[d]` of a token: `fuse` of its hidden states, side by side, after some of a model's layers.
+    """Computes a feature `[d]` of a token: `fuse` of its concatenated hidden states after some of a model's layers.
 
     layers: counted as transformers' `hidden_states` (0: embeddings, the last one: after the last norm).
     """
@@ -44,10 +44,10 @@ class Tap:
 
 @dataclass
 class Store:
-    """Where a model finds its KV cache, and so do the models that share it. cache: None until a prompt is read. slots:
-    their numbers, int64 `[capacity]`.
+    """The KV cache of a model, and of the models that share it. cache: None until a prompt is read. slots: the slots'
+    numbers, int64 `[capacity]`.
 
-    tap: what makes features of the tokens that are read, if there are any. keeps: whether they are written.
+    tap: computes features of the tokens that are read, or None. keeps: whether features are written.
     features: float32 `[rows, capacity + 1, d]` of a model with a tap. That of the token in slot s is at s + 1; before
         the first token it is 0. They follow the keys and values of their tokens. In any dtype they are few bytes beside
         the KV cache of all layers; in float32 nothing is rounded between the model that writes and the one that reads.
@@ -66,10 +66,10 @@ class CachedModel(Model):
     model: a transformers causal language model. Its attention is set to that of engine/kvCache.py.
     vocabulary: logits are cut to this many entries, the tokenizer's size: sizes of one family pad it differently.
     cache_of: see `Model`. That model has the same layers, and reserves the cache.
-    features: what makes features of its hidden states; or, for a head, the model whose features it reads (head.py).
+    features: the `Tap` of its hidden states; or, for a head, the model whose features it reads (head.py).
     reads_trees: whether it reads trees of guesses. Where alibi counts slots as positions, it does not.
 
-    Raises UserError if models of its kind are not decoded right (gate.py).
+    Raises UserError if models of its type are not decoded correctly (gate.py).
     """
 
     passes_gate = True
@@ -116,17 +116,15 @@ class CachedModel(Model):
 
     @property
     def cache(self) -> SlotCache | None:
-        """Its KV cache."""
         return self.store.cache
 
     @property
     def tap(self) -> Tap | None:
-        """What makes features of its hidden states."""
+        """The `Tap` of its hidden states, or None."""
         return self.store.tap
 
     @property
     def keeps_features(self) -> bool:
-        """Whether its forwards write features."""
         return self.store.tap is not None and self.store.keeps
 
     @property
@@ -140,8 +138,7 @@ class CachedModel(Model):
         return self.cache.rows if self.cache else 0
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """A cache of that shape is used again as it is: what an earlier text left in it is masked like any other stale
-        slot."""
+        """A cache of the same shape is reused: slots of an earlier text are stale like any others, and masked."""
         if self.cache is None or (self.rows, self.cache.capacity) != (rows, capacity):
             self.store.cache = SlotCache(
                 self.model.config.get_text_config(decoder=True).num_hidden_layers, rows, capacity, self.cache_dtype
@@ -163,7 +160,7 @@ class CachedModel(Model):
     ) -> Tensor:
         assert self.cache is not None, "call `reserve` first"
         if places is not None and not self.reads_trees:
-            raise UserError(f"{self.name} reads no trees of guesses; use a method without a tree")
+            raise UserError(f"{self.name} cannot verify trees of guesses; use a method without a tree")
         slots = positions if places is None else places.slots
         reach = int(slots.max()) + 1 if self.reads_filled else self.cache.capacity
         seen = self.store.slots[:reach] <= positions[..., None] if places is None else places.mask(reach)
@@ -183,7 +180,7 @@ class CachedModel(Model):
             self.write_features(self.tap(outputs.hidden_states), slots)
         elif self.reads_features and keep is None:
             # Its own last hidden state stands for the feature of a token that the other model has not read: the last
-            # one of a block, or a node. If only some logits are asked for, the block is a text that was read before.
+            # one of a block, or a node. If only some logits are requested, the block is a text that was read before.
             last = slice(-1 if places is None else 0, None)
             self.write_features(outputs.hidden_states[-1][:, last], slots[:, last])
         self.forwards += 1
@@ -255,20 +252,20 @@ class CachedModel(Model):
 
 
 class Ungated(CachedModel):
-    """A model that the gate itself looks at."""
+    """A model that is not checked, because the gate itself is running on it."""
 
     passes_gate = False
 
 
 def admitted(model: PreTrainedModel) -> bool:
-    """Whether a model reads trees of guesses too. Raises UserError if models of its kind are not decoded right."""
+    """Whether a model reads trees of guesses, too. Raises UserError if models of its type are not decoded correctly."""
     trees = reads_trees(model.config, type(model), Ungated)
-    if trees is None or is_altered(model):  # What a twin does not show, the model itself does.
+    if trees is None or is_altered(model):  # What a twin cannot show is tested on the model.
         trees = trees_of(model, model.config, Ungated, TOLERANCE.get(model.dtype, 0.1))
     return trees
 
 
 def check_kind(config: PretrainedConfig, kind: type[PreTrainedModel]) -> None:
-    """Raise UserError if models of class `kind` with this configuration are not decoded right, as far as that can be
-    known before they are loaded."""
+    """Raise UserError if models of class `kind` with this configuration are not decoded correctly, if this is known
+    before they are loaded."""
     reads_trees(config, kind, Ungated)

@@ -92,10 +92,10 @@ def calibrated(
     passes: int = PASSES,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name of a module, codes, scales) of every linear layer of the decoder layers, in order, and of the output
-    embedding. The model stays as it is, and needs the memory of one more layer.
+    embedding. The model is not changed; this needs the memory of one more layer.
 
-    tokens: [rows, n], text that the model wrote itself. done: what an earlier run yielded, {name: (codes, scales)}:
-    it is neither computed nor yielded again. passes: of `compensated`; each takes longer than the rest of it.
+    tokens: [rows, n], text that the model wrote itself. done: the results of an earlier run, {name: (codes, scales)}:
+    they are neither computed nor yielded again. passes: of `compensated`; each takes longer than the rest of it.
     """
     names, done = names_of(model), done or {}
     layers: Any = model.get_submodule(where := f"{names.base}.{names.layers}")

@@ -13,7 +13,7 @@ from engine.cudaModel import CudaModel
 def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedModel:
     """The same model, computed by kernels on a CPU, and on a GPU by graphs that are captured at their first use. It
     shares the weights: on a CPU, its layers are packed for good (engine/decoderLayers.py). If that is not possible, one
-    line says why, and the model stays as it is.
+    line prints the reason, and the model stays eager.
 
     target: for a model that shares the KV cache of another one, or reads its features, that one, compiled.
     """
@@ -21,7 +21,7 @@ def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedMod
         return model
     cache_of, features = (None, target or model.features_of) if model.reads_features else (target, model.tap)
     try:
-        made = compiled_class(model)(model.model, model.vocabulary, model.name, cache_of, features)
+        result = compiled_class(model)(model.model, model.vocabulary, model.name, cache_of, features)
     except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
         no_compiler = isinstance(error, subprocess.CalledProcessError)
         reason = "the C++ compiler failed" if no_compiler else " ".join(str(error).split())[:200]
@@ -32,17 +32,17 @@ def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedMod
         elif model.reads_features and target is not None:
             model.features_of = target
         return model
-    made.parameters = model.parameters  # Layers that another model has packed are no parameters any more.
-    return made
+    result.parameters = model.parameters  # Layers that another model has packed are not parameters any more.
+    return result
 
 
 def is_compiled(model: CachedModel) -> bool:
-    """Whether the model is one that `compiled` makes."""
+    """Whether the model is a result of `compiled`."""
     return isinstance(model, (CudaModel, CpuModel))
 
 
 def compiled_class(model: CachedModel) -> type[CpuModel | CudaModel]:
-    """The engine for the model's device. Raises RuntimeError if there is none."""
+    """The engine for the model's device. Raises RuntimeError if no engine supports it."""
     if model.device.type not in ("cpu", "cuda"):
         raise RuntimeError(f"it can be compiled on a CPU and on CUDA, not on {model.device.type}")
     if model.is_spread:

@@ -1,4 +1,4 @@
-"""`Copies`: a model's own copies with weights of few bits. Their codes are made once and kept on disk."""
+"""`Copies`: a model's own copies with weights of few bits. Their codes are computed once and kept on disk."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ CALIBRATED = (4, 5)  # bits with which calibration pays; with more, rounding eac
 LARGE = 1 << 30  # Weights of a model for which the passes of `compensated` take too long.
 LONG = 50_000_000  # Weights from which on the work is announced.
 TOLD = "Rounding the {millions:,.0f} M weights of {name}, once: this takes about a second for each million of them."
-METHOD = b"compensated, fitted"  # how codes are found: those of another method are not taken from the disk
+METHOD = b"compensated, fitted"  # of the method that computes codes: codes of another method on disk are ignored
 
 
 def unfollowed(work: Iterable[Any], title: str, steps: int) -> Iterable[Any]:
-    """The work, without a sign of progress."""
+    """Iterate without a progress bar."""
     return work
 
 
 class Copies:
     """Copies of `model`, which share its KV cache and all weights but those of the linear layers.
 
-    bits: the numbers of bits that `of` will be asked for. text: f() -> tokens `[rows, n]` that the model wrote; the
-    weights are rounded so that its outputs on these change least (calibration.py). It is asked only if the codes are
-    not on disk, beside the built kernels, in a folder whose name has a hash of the weights. Interrupted work goes on
-    where it stopped. Raises RuntimeError, with the reason, if the layers cannot be rounded.
+    bits: the numbers of bits that `of` will be called with. text: f() -> tokens `[rows, n]` that the model wrote; the
+    weights are rounded so that its outputs on these change least (calibration.py). It is called only if the codes
+    are not on disk, beside the built kernels, in a folder whose name has a hash of the weights. Interrupted work is
+    resumed. Raises RuntimeError, with the reason, if the layers cannot be rounded.
     """
 
     def __init__(self, model: CachedModel, bits: Sequence[int], text: Callable[[], Tensor], follow: Follow) -> None:
@@ -85,16 +85,16 @@ class Copies:
         self.like = quantised_copy(model.model, dict.fromkeys(weights, nothing))
 
     def of(self, bits: int, cache_of: CachedModel) -> CachedModel:
-        """The copy with weights of that many bits. cache_of: the model whose KV cache it shares."""
+        """The copy with weights of `bits` bits. cache_of: the model whose KV cache it shares."""
         model = quantised_copy(self.like, self.codes(bits))
         return CachedModel(model, self.vocabulary, f"{self.name} in {bits} bits", cache_of)
 
     def codes(self, bits: int) -> dict[str, Codes]:
-        """{name: weight in that many bits} of all linear layers."""
+        """{name: weight in `bits` bits} of all linear layers."""
         return {name: self.read(bits, name) for name in self.names}
 
     def version(self, bits: int) -> str:
-        """What identifies the weights in that many bits: 16 digits of a hash of their files."""
+        """Identifies the weights in `bits` bits: 16 digits of a hash of their files."""
         digest = hashlib.sha256()
         for name in self.names:
             digest.update(self.file(bits, name).read_bytes())
@@ -107,7 +107,7 @@ class Copies:
         return Codes(**load_file(self.file(bits, name)), bits=bits)
 
     def is_whole(self, bits: int, name: str) -> bool:
-        """Whether a weight is on disk; what was cut short there is made again."""
+        """Whether a weight is on disk; incomplete files are ignored and computed again."""
         try:
             self.read(bits, name)
             return True
@@ -115,7 +115,7 @@ class Copies:
             return False
 
     def write(self, name: str, codes: Codes) -> None:
-        """The file appears when it is complete."""
+        """Write to a temporary file and rename it, so that the file is never incomplete."""
         draft = self.folder / f"{os.getpid()}.safetensors"
         parts = {"codes": codes.codes, "scales": codes.scales}
         save_file({part: tensor.cpu().contiguous() for part, tensor in parts.items()}, draft)
@@ -132,7 +132,7 @@ def rounded_copy(model: CachedModel, bits: int) -> CachedModel:
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """{name: weight `[out, in]`} of the linear layers in the decoder's layers, in their order, and of the output layer.
-    Raises RuntimeError if nothing is known of a model of this kind."""
+    Raises RuntimeError for an unknown type of model."""
     names, head = names_of(model), model.get_output_embeddings()
     inside = f"{names.base}.{names.layers}."
     return {

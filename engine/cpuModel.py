@@ -41,8 +41,8 @@ class CpuModel(CachedModel):
         self.bound: tuple[object, ...] = (None, None)  # the memory that the decoder reads and writes
         if (window := window_of(model.config)) and window < self.context:
             print(
-                f"{self.name} is compiled for texts of up to {window} tokens, its attention's window; eager, it reads "
-                f"{self.context}",
+                f"{self.name}, when compiled, reads texts of up to {window} tokens, the window of its attention; "
+                f"eager, up to {self.context}",
                 file=sys.stderr,
             )
             self.context = window
@@ -77,7 +77,7 @@ class CpuModel(CachedModel):
         keep: Tensor | None = None,
         counts: Tensor | None = None,
     ) -> Tensor:
-        """keep: also `[B, K]`, for each row its own.
+        """keep: may also be `[B, K]`, with other tokens for each row.
 
         counts: int64 `[B]`; only the first `counts[b]` tokens of row b are computed. The logits of the others are 0,
             and nothing of them is written.
@@ -94,11 +94,11 @@ class CpuModel(CachedModel):
         seen: Tensor | None = None,
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Of a row that draws none, nothing is read."""
+        """Rows without draws read nothing."""
         if seen is not None:  # The penalty depends on what is drawn.
             return super().draw(tokens, positions, u, sampling, seen)
-        some = None if counts is None else torch.tensor(counts)
-        return self.kernels().draw(tokens, positions, u, as_tensor(sampling), some, self.first_row)
+        needed = None if counts is None else torch.tensor(counts)
+        return self.kernels().draw(tokens, positions, u, as_tensor(sampling), needed, self.first_row)
 
     def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
         """The padding of shorter prompts is not computed."""
@@ -116,8 +116,7 @@ class CpuModel(CachedModel):
         seen: Tensor | None = None,
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What lies beyond a row's guesses is not computed, and p is 0 there. A block without guesses is a plain
-        step."""
+        """Positions after a row's last guess are not computed; p is 0 there. Without guesses this is a plain step."""
         if not q.shape[1] and seen is None:
             drawn, p = self.draw(block, positions, u.T, sampling)
             return p, torch.zeros_like(drawn[:, 0]), drawn[:, 0]
@@ -129,7 +128,7 @@ class CpuModel(CachedModel):
         return p, *self.rule(verify)(p, q, block[:, first:], u)
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Through a KV cache of its own."""
+        """Computed with a temporary KV cache."""
         if self.reads_features:
             return super().score(tokens)
         before, self.store = self.store, Store()

@@ -34,7 +34,7 @@ Step = Callable[..., Any]  # step(model, *inputs): tensors, or nothing, from the
 class CudaModel(CachedModel):
     """A `CachedModel` whose steps are captured and replayed.
 
-    eager: whether steps are computed as they are: inside a capture, and for a text that is scored.
+    eager: whether steps are computed eagerly: inside a capture, and for a text that is scored.
     missed: see `no_captures`; None outside.
     """
 
@@ -48,7 +48,7 @@ class CudaModel(CachedModel):
         self.refused: set[str] = set()  # the steps that cannot be captured
 
     def run(self, step: Step, *inputs: Any) -> Any:
-        """`step(self, *inputs)`, by a graph if there can be one. inputs: tensors, `Places`, and what is hashable."""
+        """`step(self, *inputs)`, by a graph if possible. inputs: tensors, `Places`, and hashable values."""
         waits = any(getattr(x, "waits", False) for x in inputs)  # A rule that synchronises with the host.
         if CudaModel.eager or self.cache is None or waits or step.__name__ in self.refused:
             return step(self, *inputs)
@@ -65,8 +65,9 @@ class CudaModel(CachedModel):
         return step(self, *inputs)
 
     def capture(self, key: tuple[Any, ...], step: Step, leaves: Sequence[Any], spec: TreeSpec) -> Any:
-        """What a step gives at its first use, and its graph for the next ones. The first use is computed eagerly: so
-        libraries choose kernels and allocate memory before the capture, and the result is right though that fails."""
+        """The result of a step at its first use; captures its graph for later uses. The first use is computed eagerly:
+        so libraries choose kernels and allocate memory before the capture, and the result is right even if the capture
+        fails."""
         if (pool := POOLS.get(self.device)) is None:
             pool = POOLS[self.device] = Pool(self.device)
         copies, graph = [x.clone() if isinstance(x, Tensor) else x for x in leaves], torch.cuda.CUDAGraph()
@@ -101,7 +102,7 @@ class CudaModel(CachedModel):
     def forward(
         self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
-        """A long block is read eagerly, and so is a text of which only some logits are asked for."""
+        """A long block is read eagerly, and so is a text of which only some logits are requested."""
         if keep is not None or tokens.shape[1] > CHUNK:
             return super().forward(tokens, positions, places, keep)
         return self.run(CachedModel.forward, tokens, positions, places)
@@ -123,9 +124,9 @@ class CudaModel(CachedModel):
         return self.run(CachedModel.forward, tokens[:, at], positions[:, at], None, last)[:, 0]
 
     def recent(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The end of a block, in a width that many rounds have: two tokens, after what a draft missed besides was read.
-        A model that reads features reads many tokens in every round. Its block begins with its first token several
-        times, in the same slot, and its width is a power of two.
+        """The end of a block, in a width that many rounds share: two tokens; any others that a draft missed are read
+        first. A model that reads features reads many tokens in every round. Its block begins with its first token
+        several times, in the same slot, and its width is a power of two.
 
         tokens: int64 `[B, w]`. positions: int64 `[B, m]`, of these tokens and of those after them.
         """
@@ -197,7 +198,7 @@ class CudaModel(CachedModel):
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Steps are computed as they are, though they have a graph."""
+    """Compute steps eagerly, even if they have a graph."""
     before, CudaModel.eager = CudaModel.eager, True
     try:
         yield
@@ -207,7 +208,7 @@ def eagerly() -> Iterator[None]:
 
 @contextmanager
 def no_captures() -> Iterator[list[str]]:
-    """A timed stretch: a capture would take many times as long as the step. Gives the names of the steps that are
+    """While text is timed: a capture would take many times as long as the step. Yields the names of the steps that are
     computed eagerly there because they have no graph yet: if there are any, the time is not that of graphs."""
     before, CudaModel.missed = CudaModel.missed, []
     try:
@@ -244,7 +245,7 @@ class Graph:
     pool: Pool
 
     def replay(self, inputs: Sequence[Any]) -> Any:
-        """What the step gives for other tensors of the same shapes."""
+        """The results of the step for other tensors of the same shapes."""
         for x, new in zip(self.inputs, inputs):
             if isinstance(x, Tensor):
                 x.copy_(new)

@@ -1,6 +1,6 @@
 """`Description`: a Hugging Face causal language model as the kernels know it (kernels/decoder.h).
 
-The architectures that people run are made of the same parts: two norms, one matrix for queries, keys and values,
+Common architectures consist of the same parts: two norms, one matrix for queries, keys and values,
 attention, and an MLP with or without a gate. They differ in names, in the order of some rows, and in a few sizes.
 """
 
@@ -31,7 +31,7 @@ WIDEST = 256  # numbers in a head (attention.h)
 
 @dataclass(frozen=True)
 class Names:
-    """Where an architecture has its parts. Names of a layer's parts count from the layer."""
+    """Names of an architecture's parts. Those of a layer's parts are relative to the layer."""
 
     base: str
     layers: str = "layers"
@@ -110,7 +110,7 @@ class PackedLayer(nn.Module):
 
 
 def names_of(model: PreTrainedModel) -> Names:
-    """Where a model has its parts. Raises RuntimeError, with the reason, if that is not known."""
+    """The names of a model's parts. Raises RuntimeError, with the reason, if they are not known."""
     config = model.config
     names = next((NAMES[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in NAMES), None)
     if names is None:
@@ -129,9 +129,9 @@ def window_of(config: PretrainedConfig) -> int | None:
 
 
 class Description:
-    """The parts of a model, and its sizes. `pack` makes the `Decoder` and replaces the layers by packed ones.
+    """The parts of a model, and its sizes. `pack` builds the `Decoder` and replaces the layers by packed ones.
 
-    tap: what makes features of its hidden states, if it has one.
+    tap: the `Tap` of its hidden states, or None.
     """
 
     def __init__(self, model: PreTrainedModel, vocabulary: int, tap: Tap | None = None) -> None:
@@ -166,22 +166,22 @@ class Description:
     def parts(self, layer: nn.Module) -> dict[str, Tensor]:
         """The packed weights of a layer."""
         names = self.names
-        made: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for name in "before_attention", "before_mlp", "query", "key":
             if where := getattr(names, name):
-                made |= norm(name, layer.get_submodule(where))
+                weights |= norm(name, layer.get_submodule(where))
         for name in "qkv", "out", "up", "down":
             where = getattr(names, name)
             linears = [layer.get_submodule(each) for each in ([where] if isinstance(where, str) else where)]
-            made[name] = in_blocks(linears, partial(self.arranged, name))
+            weights[name] = in_blocks(linears, partial(self.arranged, name))
             if linears[0].bias is not None:
-                made[f"{name}.bias"] = self.arranged(name, [linear.bias.detach() for linear in linears])
-        return made
+                weights[f"{name}.bias"] = self.arranged(name, [linear.bias.detach() for linear in linears])
+        return weights
 
     def arranged(self, name: str, rows: Sequence[Tensor]) -> Tensor:
         """Rows `[out, ...]` of the linear layers that make one matrix, in the order that the kernels want."""
         if name == "up" and len(rows) == 2:
-            return interleaved(rows)  # Blocks of the gate and of what it opens take turns.
+            return interleaved(rows)  # Blocks of the gate and of `up` alternate.
         if name == "qkv" and self.names.by_head:  # [heads * (q, k, v) * d, ...]: all queries, all keys, all values
             return rows[0].unflatten(0, (self.heads, 3, self.width)).transpose(0, 1).flatten(0, 2)
         return rows[0] if len(rows) == 1 else torch.cat(list(rows))
@@ -240,7 +240,7 @@ class Description:
         self.check_layers(list(dict.fromkeys([layers[0], layers[len(layers) // 2], layers[-1]])), 64)
 
     @torch.inference_mode()
-    def check_layers(self, some: list[nn.Module], count: int) -> None:
+    def check_layers(self, chosen: list[nn.Module], count: int) -> None:
         """Raise RuntimeError if the kernels do not compute what the model computes with some of its layers alone, when
         it reads `count` tokens: logits and features."""
         layers = getattr(self.base, self.names.layers)
@@ -248,48 +248,48 @@ class Description:
         tokens, positions = torch.arange(count)[None] % self.vocabulary, torch.arange(count)[None]
         tap = None
         if self.tap is not None:
-            places = (min(layer, 1) if layer < len(layers) else len(some) for layer in self.tap.layers)
+            places = (min(layer, 1) if layer < len(layers) else len(chosen) for layer in self.tap.layers)
             tap = Tap(tuple(places), self.tap.fuse)
-        decoder = self.made([self.parts(layer) for layer in some], tap)
+        decoder = self.made([self.parts(layer) for layer in chosen], tap)
         shape, dtype = (1, self.groups, count, self.width), self.model.dtype
-        states = [[torch.zeros(shape, dtype=dtype) for _ in some] for _ in range(2)]
+        states = [[torch.zeros(shape, dtype=dtype) for _ in chosen] for _ in range(2)]
         features = torch.rand(1, count + 1, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
         before = {"features": features[:, :count].to(dtype)} if isinstance(self.model, HeadNetwork) else {}
         decoder.bind(*states, *self.angles(count), features)
-        found = decoder.forward(tokens, positions, *[None] * 5, 0)
-        setattr(self.base, self.names.layers, nn.ModuleList(some))
+        logits = decoder.forward(tokens, positions, *[None] * 5, 0)
+        setattr(self.base, self.names.layers, nn.ModuleList(chosen))
         try:
             outputs = self.model(input_ids=tokens, **before, use_cache=False, output_hidden_states=bool(tap or before))
         finally:
             setattr(self.base, self.names.layers, layers)
         wanted = outputs.logits[..., : self.vocabulary].float()
-        found, wanted = (x.nan_to_num(neginf=0) for x in (found, wanted))  # A restricted head gives -inf.
-        self.compare(found, wanted, layers)
+        logits, wanted = (x.nan_to_num(neginf=0) for x in (logits, wanted))  # A restricted head gives -inf.
+        self.compare(logits, wanted, layers)
         if tap is not None:
             self.compare(features[:, 1:], tap(outputs.hidden_states).float(), layers)
         if before:
             self.compare(features[:, count], outputs.hidden_states[-1][:, count - 1].float(), layers)
 
-    def compare(self, found: Tensor, wanted: Tensor, layers: nn.ModuleList) -> None:
+    def compare(self, actual: Tensor, wanted: Tensor, layers: nn.ModuleList) -> None:
         """Raise RuntimeError if two results differ by more than rounding."""
-        # With few bits, an input that lies between two numbers of int8 is rounded to the one or to the other.
+        # With few bits, an input that lies between two numbers of int8 may be rounded to either.
         quantised = any(isinstance(part, QuantisedLinear) for part in layers.modules())
         tolerance = TOLERANCE[torch.bfloat16 if quantised else self.model.dtype]
-        if not (found - wanted).norm() < tolerance * wanted.norm():
+        if not (actual - wanted).norm() < tolerance * wanted.norm():
             raise RuntimeError("its layers compute something that the kernels do not")
 
     def pack(self) -> Any:
-        """The `Decoder` of the whole model. Packed layers replace the model's own one by one: memory stays the same."""
+        """The `Decoder` of the whole model. Layers are packed one by one, so memory use stays the same."""
         layers = getattr(self.base, self.names.layers)
         if not isinstance(layers[0], PackedLayer):
             self.check(layers)
         for i, layer in enumerate(layers):
             if not isinstance(layer, PackedLayer):  # A model that shares its layers may have packed them already.
                 layers[i] = PackedLayer(self.parts(layer))
-        made, head = self.made([layer.parts for layer in layers], self.tap), self.model.get_output_embeddings()
-        if isinstance(head, QuantisedLinear):  # Nobody reads its codes any more.
+        decoder, head = self.made([layer.parts for layer in layers], self.tap), self.model.get_output_embeddings()
+        if isinstance(head, QuantisedLinear):  # Its codes are not used any more.
             head.codes = head.scales = None
-        return made
+        return decoder
 
 
 def norm(name: str, module: nn.Module) -> dict[str, Tensor]:
@@ -317,7 +317,7 @@ def weight_of(linear: nn.Module) -> Tensor:
 
 
 def interleaved(rows: Sequence[Tensor]) -> Tensor:
-    """Blocks of SIDE rows of several tensors `[out, ...]` in turns; the last block of each is filled with zeros."""
+    """Alternating blocks of SIDE rows of several tensors `[out, ...]`; the last block of each is filled with zeros."""
     missing = -len(rows[0]) % SIDE
     blocks = [pad(x, (0,) * (2 * x.dim() - 1) + (missing,)).unflatten(0, (-1, SIDE)) for x in rows]
     return torch.stack(blocks, 1).flatten(0, 2)

@@ -1,8 +1,8 @@
-"""The gate: models of a kind are decoded right here, or refused in one line. Which of the two is found by computing.
+"""The gate: a type of model is either decoded correctly or refused in one line. This is tested by computing.
 
 A small twin of the model (smallTwin.py) reads a ragged batch over the slots of a KV cache: prompts, blocks of any
 width, wrong guesses that are rolled back, siblings of a tree. Its logits must be those of its own forward without a
-cache. Reasons are looked for only after that failed, for the line that the user reads.
+cache. A reason is looked for only if they are not, for the error message.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Wrap = Callable[[PreTrainedModel], Model]  # a model as the samplers see it, wit
 
 
 def reads_trees(config: PretrainedConfig, kind: type[PreTrainedModel], wrap: Wrap) -> bool | None:
-    """Whether models of class `kind` with this configuration read trees of guesses too. None: a small twin cannot be
-    made, so that only a model itself can tell. Raises UserError if they are not decoded right.
+    """Whether models of class `kind` with this configuration read trees of guesses, too. None: no small twin can be
+    created, so only the model itself can be tested. Raises UserError if they are not decoded correctly.
 
-    What was found right is kept beside the built kernels, under a hash of the configuration, the class, and the
+    A positive verdict is kept beside the built kernels, under a hash of the configuration, the class, and the
     versions of the code. A later process computes nothing.
     """
     key = key_of(config, kind, wrap)
@@ -54,7 +54,7 @@ def reads_trees(config: PretrainedConfig, kind: type[PreTrainedModel], wrap: Wra
             known[key] = trees_of(twin, config, wrap, TOLERANCE[torch.float32])
         except UserError:
             raise
-        except Exception as error:  # A class that makes no small model can raise nearly anything.
+        except Exception as error:  # A class that cannot be instantiated at this size can raise nearly anything.
             if reason := known_reason(config, kind):
                 raise refusal(config, reason) from error
             return None
@@ -66,10 +66,10 @@ def reads_trees(config: PretrainedConfig, kind: type[PreTrainedModel], wrap: Wra
 
 
 def trees_of(model: PreTrainedModel, config: PretrainedConfig, wrap: Wrap, tolerance: float) -> bool:
-    """Whether this model reads trees of guesses too. Raises UserError if it does not decode right."""
+    """Whether this model reads trees of guesses, too. Raises UserError if it is not decoded correctly."""
     try:
         errors = errors_of(model, wrap)
-    except Exception as error:  # A model that takes no such cache can raise nearly anything.
+    except Exception as error:  # A model that does not support such a cache can raise nearly anything.
         words = " ".join(f"{type(error).__name__}: {error}".split())
         reason = known_reason(config, type(model)) or f"it does not run with a KV cache of slots ({words[:160]})"
         raise refusal(config, reason) from error
@@ -84,15 +84,15 @@ def trees_of(model: PreTrainedModel, config: PretrainedConfig, wrap: Wrap, toler
 
 
 def refusal(config: PretrainedConfig, reason: str) -> UserError:
-    """The UserError for a kind of model that is not decoded right."""
+    """The UserError for a type of model that is not decoded correctly."""
     return UserError(
-        f"models of the kind {config.model_type} are not decoded here: {reason}; name a model whose layers attend to "
-        "positions, such as Llama, GPT-NeoX or Qwen"
+        f"models of type {config.model_type} are not supported: {reason}; choose a model whose layers use attention "
+        "only, such as Llama, GPT-NeoX or Qwen"
     )
 
 
 def known_reason(config: PretrainedConfig, kind: type[PreTrainedModel]) -> str | None:
-    """Why models of this kind cannot be decoded over slots, if their configuration or their class says it."""
+    """Why models of this type cannot be decoded over slots, by their configuration or class; None if unknown."""
     try:
         text = config.get_text_config(decoder=True)
     except ValueError:
@@ -103,7 +103,7 @@ def known_reason(config: PretrainedConfig, kind: type[PreTrainedModel]) -> str |
         kinds - {*LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, "attention", "mlp", "moe"} | kinds & {"linear_attention"}
     )
     if states or kind._is_stateful:
-        which = f"its layers of the kind {states[0]}" if states else "its layers"
+        which = f"its layers of type {states[0]}" if states else "its layers"
         return f"{which} keep a state that positions cannot address"
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder with a decoder"
@@ -114,7 +114,7 @@ def known_reason(config: PretrainedConfig, kind: type[PreTrainedModel]) -> str |
 
 @torch.inference_mode()
 def errors_of(model: PreTrainedModel, wrap: Wrap) -> dict[str, float]:
-    """{what was read: the largest relative error of its logits}. Right are those of its own forward without a cache."""
+    """{what was read: the largest relative error of its logits}. The reference is a forward without a cache."""
     config, device = model.config.get_text_config(decoder=True), model.device
     generator = torch.Generator().manual_seed(0)
     length = max(LENGTHS) + TREE.size
@@ -147,11 +147,11 @@ def errors_of(model: PreTrainedModel, wrap: Wrap) -> dict[str, float]:
             compare(BLOCKS, logits[row, :count], right[row][start : start + count])
 
     read([0, 0], 30)
-    kept = torch.tensor([7, 29], device=device)
+    indices = torch.tensor([7, 29], device=device)
     compare(
         BLOCKS,
-        cached.forward(texts[:, :30], torch.arange(30, device=device).repeat(2, 1), keep=kept)[0],
-        right[0][kept],
+        cached.forward(texts[:, :30], torch.arange(30, device=device).repeat(2, 1), keep=indices)[0],
+        right[0][indices],
     )
     starts = [30, 9]  # The second prompt is shorter: what was read beyond its end is stale.
     for width in (5, 3, 1, 4, 9):
@@ -174,8 +174,8 @@ def branch(text: Tensor, end: int, leaf: int) -> Tensor:
 
 
 def is_altered(model: nn.Module) -> bool:
-    """Whether hooks or replaced forwards change what the class computes. Those of accelerate do not: they move layers
-    between devices."""
+    """Whether hooks or replaced forwards change the computation of the class. Those of accelerate do not: they move
+    layers between devices."""
     return any(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -184,12 +184,12 @@ def is_altered(model: nn.Module) -> bool:
     )
 
 
-# What was found right, from one process to the next.
+# Positive verdicts, kept for later processes.
 
 
 def key_of(config: PretrainedConfig, kind: type[PreTrainedModel], wrap: Wrap) -> str:
-    """What a verdict depends on, as a hash: the configuration and its class, the libraries, the code that reads over
-    slots."""
+    """A hash of everything that a verdict depends on: the configuration and its class, the libraries, the code that
+    reads over slots."""
     settings = {name: value for name, value in config.to_dict().items() if name not in NOT_KEPT}
     parts = [settings, f"{kind.__module__}.{kind.__qualname__}", torch.__version__, transformers.__version__]
     text = json.dumps([*parts, digest_of_code(wrap)], sort_keys=True, default=str)
@@ -210,8 +210,8 @@ def file_of_verdicts() -> Path:
 
 @functools.cache
 def kept_verdicts() -> dict[str, bool]:
-    """{key: whether models of that kind read trees}, of the kinds that were found right. Lines that are not whole are
-    passed over."""
+    """{key: whether models of the type read trees}, for types that are decoded correctly. Incomplete lines are
+    skipped."""
     verdicts: dict[str, bool] = {}
     try:
         lines = file_of_verdicts().read_text(encoding="utf-8").splitlines()

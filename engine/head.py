@@ -1,5 +1,5 @@
 """`HeadNetwork`: one decoder layer that guesses from the target's own features (EAGLE, Li et al., arXiv 2401.15077;
-EAGLE-3, arXiv 2503.01840). `HeadModel`: the draft model that it makes for a target."""
+EAGLE-3, arXiv 2503.01840). `HeadModel`: the draft model of a head and a target."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ OF_TARGET = ("model.embed_tokens.", "lm_head.")  # weights that are not trained
 class HeadNetwork(LlamaForCausalLM):
     """A Llama of one layer. What it reads at position t is the token t and the feature before it, at t - 1.
 
-    A feature `[d]` is made by `fuse` from the hidden states of some of the target's layers. Where the target has not
-    read a token yet, the network's own last hidden state stands for the feature. The token embedding is the target's,
-    and so is the output layer, or some of its rows (`RestrictedHead`): neither is trained.
+    A feature `[d]` is computed by `fuse` from the hidden states of some of the target's layers. Where the target has
+    not read a token yet, the network's own last hidden state stands for the feature. The token embedding is the
+    target's, and so is the output layer, or some of its rows (`RestrictedHead`): neither is trained.
 
     config.head: "layers", whose hidden states make a feature, counted as transformers' `hidden_states` (0: embeddings,
         the last one: after the last norm).
@@ -43,11 +43,11 @@ class HeadNetwork(LlamaForCausalLM):
         self.token_norm, self.feature_norm = LlamaRMSNorm(d, eps), LlamaRMSNorm(d, eps)
 
     def joined(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """What `join` reads, `[B, n, 2 * d]`, of int64 `tokens[B, n]` and the features before them `[B, n, d]`."""
+        """The input of `join`, `[B, n, 2 * d]`, from int64 `tokens[B, n]` and the features before them `[B, n, d]`."""
         return torch.cat([self.token_norm(self.model.embed_tokens(tokens)), self.feature_norm(features)], -1)
 
     def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """What the layer reads, `[B, n, d]`, of the same."""
+        """The input of the layer, `[B, n, d]`, from the same."""
         return self.join(self.joined(tokens, features))
 
     def forward(
@@ -74,19 +74,20 @@ class HeadNetwork(LlamaForCausalLM):
         return network
 
     def trained(self) -> dict[str, Tensor]:
-        """{name: weight} of what is trained."""
+        """{name: weight} of the trained weights."""
         return {name: x for name, x in self.state_dict().items() if not name.startswith(OF_TARGET)}
 
 
 class HeadModel(CachedModel):
     """A draft that reads the features of `features_of`, its target, and has a KV cache of one layer.
 
-    Positions instead of rollback, for features too. The target writes the features of all tokens that it reads beside
-    its KV cache. The network reads the one before each token, and writes its own last hidden state for the last token
-    of a block, or for every node: their features are not known yet. When the target scores the guesses, it overwrites
-    them. A wrong feature costs acceptance, and no more: q is what a guess was drawn from.
+    Features are addressed by position and overwritten, never rolled back, like keys and values. The target writes the
+    features of all tokens that it reads beside its KV cache. The network reads the one before each token, and writes
+    its own last hidden state for the last token of a block, or for every node: their features are not known yet. When
+    the target scores the guesses, it overwrites them. A wrong feature costs acceptance, and no more: q is what a guess
+    was drawn from.
 
-    Making one gives the target its tap; that of an earlier head is replaced. Make it before the target is compiled.
+    Creating one sets the target's tap and replaces that of an earlier head. Create it before the target is compiled.
     Raises UserError if the network cannot read this target's features.
     """
 
@@ -99,7 +100,7 @@ class HeadModel(CachedModel):
             raise UserError(f"{name} reads the layers {layers}, and {target.name} has 0 to {depth}")
         weight = network.join.weight
         if target.is_spread or (weight.device, weight.dtype) != (target.device, target.dtype):
-            raise UserError(f"{name} must be on the device of {target.name}, which must be one, and have its dtype")
+            raise UserError(f"{name} must have the dtype of {target.name} and be on the same, single device")
         target.keep_features(Tap(tuple(layers), network.fuse))
         super().__init__(network, target.vocabulary, name, features=target)
 
@@ -107,8 +108,8 @@ class HeadModel(CachedModel):
 def save_head(network: HeadNetwork, folder: Path, target: str, record: Mapping[str, Any]) -> None:
     """Write a trained network to a folder, which `load_head` reads: CONFIG and WEIGHTS, in bfloat16.
 
-    target: the version of the target's weights (`inputs.models.model_version`). record: what else config.json is to say
-    of the training, under "head".
+    target: the version of the target's weights (`inputs.models.model_version`). record: further entries of config.json
+    on the training, under "head".
     """
     output, weights = network.get_output_embeddings(), network.trained()
     tokens = output.tokens if isinstance(output, RestrictedHead) else None
@@ -124,19 +125,19 @@ def save_head(network: HeadNetwork, folder: Path, target: str, record: Mapping[s
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / f"{WEIGHTS}.new")
     (folder / f"{CONFIG}.new").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in WEIGHTS, CONFIG:  # They appear when they are complete.
+    for name in WEIGHTS, CONFIG:  # Renamed when complete.
         os.replace(folder / f"{name}.new", folder / name)
 
 
 def load_head(folder: Path, target: CachedModel, version: str | None = None) -> HeadModel:
     """The head in a folder that `save_head` wrote, for `target`.
 
-    version: of the target's weights (`inputs.models.model_version`); None: it is not known. Raises UserError if the
-    head is another target's, or if the folder does not hold a whole head.
+    version: of the target's weights (`inputs.models.model_version`); None: unknown. Raises UserError if the head
+    belongs to another target, or if the folder does not contain a complete head.
     """
 
     def refuse(reason: str) -> UserError:
-        return UserError(f"{folder} holds no head for {target.name}: {reason}; train one, or name another")
+        return UserError(f"{folder} is not a head for {target.name}: {reason}; train one, or name another folder")
 
     try:
         config = LlamaConfig(**json.loads((folder / CONFIG).read_text(encoding="utf-8")))
@@ -145,19 +146,19 @@ def load_head(folder: Path, target: CachedModel, version: str | None = None) -> 
     except Exception as error:  # A broken folder can raise nearly anything.
         raise refuse(f"it cannot be read ({one_line(error)})") from None
     if version is not None and trained_for != version:
-        raise refuse(f"it is that of {trained_for}, and the target is {version}")
-    if (found := [config.vocab_size, config.hidden_size]) != (wanted := list(embedding_of(target).shape)):
-        raise refuse("it has {} tokens and a width of {}, and the target {} and {}".format(*found, *wanted))
+        raise refuse(f"it was trained for {trained_for}, and the target is {version}")
+    if (sizes := [config.vocab_size, config.hidden_size]) != (wanted := list(embedding_of(target).shape)):
+        raise refuse("it has {} tokens and a width of {}, and the target {} and {}".format(*sizes, *wanted))
     tokens = weights.pop("tokens", None)
     if (None if tokens is None else len(tokens)) != count or not within(tokens, target.vocabulary):
-        raise refuse(f"{WEIGHTS} does not have the tokens that {CONFIG} says")
+        raise refuse(f"{WEIGHTS} does not have the tokens of {CONFIG}")
     try:
         network = HeadNetwork.of(config, target, tokens)
     except Exception as error:
         raise refuse(f"{CONFIG} describes no network ({one_line(error)})") from None
     shapes, found_shapes = ({name: x.shape for name, x in part.items()} for part in (network.trained(), weights))
     if wrong := sorted(name for name, _ in shapes.items() ^ found_shapes.items()):
-        raise refuse(f"{wrong[0]} is missing, left over or of another shape in {WEIGHTS}")
+        raise refuse(f"{wrong[0]} is missing, unexpected or of another shape in {WEIGHTS}")
     network.load_state_dict(weights, strict=False)
     network.to(target.device).requires_grad_(False)
     for weight in network.parameters():  # The rotary embeddings stay in float32.
@@ -179,5 +180,5 @@ def within(tokens: Tensor | None, vocabulary: int) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """The message of an error, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

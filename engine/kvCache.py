@@ -62,12 +62,12 @@ class SlotLayer(StaticLayer):
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         """Copy the slots `source[B, m]` to `slots[B, m]`."""
-        for kept in (self.keys[: len(source)], self.values[: len(source)]):
+        for states in (self.keys[: len(source)], self.values[: len(source)]):
             read, written = (
-                x.to(kept.device)[:, None, :, None].expand(-1, kept.shape[1], -1, kept.shape[3])
+                x.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
                 for x in (source, slots)
             )
-            kept.scatter_(2, written, kept.gather(2, read))
+            states.scatter_(2, written, states.gather(2, read))
 
     def get_seq_length(self) -> int:
         """The slots before a block of which attention sees `reach`: from this, alibi knows how many keys there are.
@@ -93,7 +93,6 @@ class SlotCache(Cache):
 
     @property
     def allocated(self) -> bool:
-        """Whether its memory is allocated."""
         return self.layers[0].is_initialized
 
     @property
@@ -110,8 +109,8 @@ class SlotCache(Cache):
     def copy_row(self, source: int, row: int) -> None:
         """Copy the keys and values of row `source` to another row."""
         for layer in self.used_layers:
-            for kept in (layer.keys, layer.values):
-                kept[row] = kept[source]
+            for states in (layer.keys, layer.values):
+                states[row] = states[source]
 
     def address(self, slots: Tensor, reach: int | None = None, first: int = 0) -> None:
         """The next tokens go to `slots` (int64 `[B, n]`, on the model's device) of the B rows from `first` on.
@@ -144,7 +143,7 @@ _LOCAL = threading.local()  # block: the one that this thread's forward reads
 
 @contextmanager
 def reading(block: Block) -> Iterator[None]:
-    """While a model reads this block, its masks are those of `Block.mask`."""
+    """Use the masks of `Block.mask` while a model reads this block."""
     _LOCAL.block = block
     try:
         yield
@@ -190,10 +189,10 @@ def sdpa_over_slots(module: nn.Module, *states: Any, **options: Any) -> tuple[Te
 
 
 def eager_over_slots(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """The attention that the code of a model defines beside its class, with what torch's does not know: caps of the
-    scores, sinks."""
-    own = sys.modules[type(module).__module__].eager_attention_forward
-    return in_cache_dtype(own, module, *states, **options)
+    """The attention that the code of a model defines beside its class, including features that torch's lacks, such as
+    capped scores and sinks."""
+    attention = sys.modules[type(module).__module__].eager_attention_forward
+    return in_cache_dtype(attention, module, *states, **options)
 
 
 AttentionInterface.register(SDPA, sdpa_over_slots)
@@ -203,8 +202,8 @@ AttentionMaskInterface.register(EAGER, added_slots_mask)
 
 
 def set_attention(model: PreTrainedModel) -> str:
-    """Make a model attend over slots: by torch's attention where its class supports it, else by its own. Returns the
-    name of the way."""
+    """Make a model attend over slots: with torch's attention if its class supports it, else with its own. Returns the
+    name of the implementation."""
     way = SDPA if model._supports_sdpa and model._can_set_attn_implementation() else EAGER
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -230,5 +229,5 @@ def cache_shape(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def cache_bytes(config: PretrainedConfig, slots: int, dtype: torch.dtype) -> int:
-    """Bytes of a KV cache of that many slots in all its rows."""
+    """Bytes of a KV cache with `slots` slots, of all rows together."""
     return 2 * config.num_hidden_layers * math.prod(cache_shape(config)) * slots * dtype.itemsize

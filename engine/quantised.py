@@ -33,7 +33,7 @@ class Codes(NamedTuple):
         return self.codes.shape[1] // self.scales.shape[1]
 
     def weight(self) -> Tensor:
-        """The weight, float32 `[out, in]`."""
+        """The dequantised weight, float32 `[out, in]`."""
         return dequantised(self.codes, self.scales, self.bits)
 
 
@@ -86,7 +86,7 @@ def in_int8(x: Tensor, group: int) -> Tensor:
 
 
 def quantised_copy(model: PreTrainedModel, codes: Mapping[str, Codes]) -> PreTrainedModel:
-    """A copy of the model whose layers of these names have weights of few bits. It shares all other weights."""
+    """A copy of the model whose layers named in `codes` have weights of few bits. It shares all other weights."""
     copy = sharing_copy(model)
     by_torch = model.device.type == "cuda" and model.dtype == torch.bfloat16
     for name, weight in codes.items():

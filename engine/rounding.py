@@ -11,7 +11,7 @@ from torch import Tensor
 
 SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76)  # candidates for a scale, of the one that fits the largest number
 DAMPING = 0.01  # of a hessian's mean diagonal, added to the diagonal
-PASSES = 2  # of improving scales and codes in turn
+PASSES = 2  # of improving scales and codes alternately
 BLOCK = 128  # columns whose changes reach the columns after them in one product
 OUTPUTS = 1024  # whose scales are fitted together: it bounds memory
 

@@ -47,7 +47,7 @@ class RestrictedModel(CachedModel):
     embedding. Text is mostly frequent tokens. The target draws the rarer ones: q is 0 there, so the text stays
     distributed exactly as the target's.
 
-    It shares all weights but the output layer with `draft`, which stays as it was. Make it before `draft` is compiled.
+    It shares all weights but the output layer with `draft`, which is not changed. Create it before `draft` is compiled.
     """
 
     def __init__(self, draft: CachedModel, tokens: Tensor) -> None:
@@ -55,14 +55,16 @@ class RestrictedModel(CachedModel):
         model._modules = dict(draft.model._modules)
         whole = draft.model.get_output_embeddings()
         if isinstance(whole, RestrictedHead):
-            raise UserError(f"{draft.name} guesses {len(whole.tokens)} tokens as it is; leave out --draftVocab")
+            raise UserError(
+                f"{draft.name} already has an output layer of {len(whole.tokens)} tokens; leave out --draftVocab"
+            )
         self.tokens = tokens.to(draft.device)
         model.set_output_embeddings(RestrictedHead(whole, self.tokens))
         if draft.model.get_output_embeddings() is not whole:
             draft.model.set_output_embeddings(whole)
             raise UserError(
-                f"the output layer of {draft.name} cannot be cut to some tokens; leave out --draftVocab, or name a "
-                "draft that has the target's tokenizer"
+                f"the output layer of {draft.name} cannot be restricted to some tokens; leave out --draftVocab, or "
+                "name a draft that has the target's tokenizer"
             )
         name = f"{draft.name} ({len(tokens)} tokens)"
         super().__init__(model, draft.vocabulary, name, draft.cache_of, draft.features_of)
@@ -73,7 +75,7 @@ _COPIES: WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[Any]]] =
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A second model that shares the weights and the hooks. What is set or replaced in one of the two does not change
+    """A second model that shares the weights and the hooks. Setting or replacing a part of one does not change
     the other."""
     return copy.deepcopy(model, {id(part): part for part in shared_parts(model)})
 
@@ -88,8 +90,8 @@ def library_twin(model: PreTrainedModel) -> PreTrainedModel:
 def kept_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The sharing copy that is kept for `model` as long as the model lives.
 
-    It is made anew if a weight or a hook is another than it was, as after `resize_token_embeddings`, or if a module's
-    `forward` was replaced. A weight that changes in place, as in training, changes in both.
+    It is created again if a weight or a hook was replaced, as by `resize_token_embeddings`, or if a module's `forward`
+    was replaced. A weight that changes in place, as in training, changes in both.
     """
     parts = [*shared_parts(model), *(vars(module).get("forward") for module in model.modules())]
     shared, before = _COPIES.get(model, (None, []))

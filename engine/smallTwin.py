@@ -1,9 +1,9 @@
 """`small_twin`: a model of the same class and configuration as another, of a few layers and thousands of weights.
 
-Which tokens a layer attends to, where positions go, what a cache keeps: all of this is code of a model's class, chosen
-by its configuration. It does not depend on the weights. So whether a model is decoded right can be seen from a twin
-with random weights, in milliseconds and before the model's own weights are loaded. Its windows are small too: a few
-dozen tokens go beyond them.
+Which tokens a layer attends to, where positions go, what a cache keeps: all of this is code of a model's class,
+selected by its configuration, and does not depend on the weights. So a twin with random weights shows whether a model
+is decoded correctly, in milliseconds and before the model's own weights are loaded. Its windows are small, too: a few
+dozen tokens exceed them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ WINDOW = 16  # tokens, where a configuration has a window or chunks of any size
 CONTEXT = 128  # tokens that the twin can read; where rotary embeddings are stretched, half of them without that
 HEADS, HEAD = 4, 16  # heads of queries, and numbers in each
 LAYERS = 8  # the most, if fewer do not have a layer of each kind among them
-WEIGHTS = 1 << 26  # the most; more are a sign of sizes that are not known here
+WEIGHTS = 1 << 26  # the most; more mean that some sizes were not recognised
 
-# What configurations call their sizes, and the twin's; below, the most that it has. The first that matches counts.
+# Names of sizes in configurations, and the twin's values; below, the most that it has. The first match counts.
 EXACT = {
     r".*vocab(_size.*)?": 96,
     r"original_max_position_embeddings": CONTEXT // 2,
@@ -47,8 +47,8 @@ COUNTS_LAYERS = r"(num_hidden|n|num|decoder|num_decoder|encoder|num_encoder)_lay
 
 
 def small_twin(config: PretrainedConfig, kind: type[PreTrainedModel]) -> PreTrainedModel:
-    """The twin of a model of class `kind`, float32 on the CPU. Raises whatever transformers raises if the class makes
-    no model of these sizes, and ValueError if it is not small."""
+    """The twin of a model of class `kind`, float32 on the CPU. Raises whatever transformers raises if the class does
+    not support these sizes, and ValueError if the twin is not small."""
     small = copy.deepcopy(config if isinstance(config, kind.config_class) else config.get_text_config(decoder=True))
     for part in parts(small):
         shrink(part)
@@ -81,7 +81,7 @@ def shrink(config: PretrainedConfig) -> None:
     kinds = list(zip(*(values[name] for name in per_layer if len(set(map(str, values[name]))) <= 4)))
     last_new = max((i for i, kind in enumerate(kinds) if kind not in kinds[:i]), default=0)
     layers = min(depth, max(2, last_new + 1), LAYERS)
-    if shared := values.pop("num_kv_shared_layers", 0):  # So many of the last layers read the keys of earlier ones.
+    if shared := values.pop("num_kv_shared_layers", 0):  # This number of last layers read the keys of earlier ones.
         layers = min(2 * layers, depth)
         config.num_kv_shared_layers = min(shared, layers // 2)
     heads = next((values[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in values), 0)
@@ -107,7 +107,7 @@ def shrink(config: PretrainedConfig) -> None:
 
 
 def size_of(name: str, value: Any, heads: int) -> Any:
-    """The small value of a field of that name. heads: of queries; those of keys are as many, or 1, or between."""
+    """The small value of the field `name`. heads: query heads. There are between 1 and `heads` key heads."""
     if isinstance(value, (list, tuple)) and value and all(isinstance(entry, int) for entry in value):
         return type(value)(size_of(name, entry, heads) for entry in value)
     if not isinstance(value, int) or isinstance(value, bool):

@@ -13,8 +13,8 @@ class UncachedModel(Model):
     """Another model, decoding without a KV cache: each forward reads the whole text again, as in the course report's
     code. Its steps are computed eagerly.
 
-    It keeps the tokens of each row in place of their keys and values. Rows may be ragged: a row reads past its end as
-    far as the longest one, and causal attention hides that from its own logits. It reads no trees.
+    It stores the tokens of each row instead of their keys and values. Rows may be ragged: a row is read past its
+    end up to the longest one, and causal attention hides that from its own logits. It does not read trees.
     """
 
     def __init__(self, model: Model) -> None:

@@ -1,5 +1,5 @@
-"""How many guesses should be accepted, in the contexts visited: the overlap of p and q, the sum of min(p, q), and in a
-tree what siblings add to it."""
+"""The expected number of accepted guesses, in the contexts visited: the overlap of p and q, the sum of min(p, q), and
+in a tree what siblings add to it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OverlapObserver:
         for shares, drafted, accepted in zip(self.rounds, record.drafted[1:], record.accepted[1:]):
             # A row may end before its last accepted guess.
             tested = [shares[depth] if depth < drafted else [] for depth in range(accepted + 1)]
-            by_round.append([(1, *(x for share in some or [0.0] for x in (len(some) > 0, share))) for some in tested])
+            by_round.append([(1, *(x for share in node or [0.0] for x in (len(node) > 0, share))) for node in tested])
         return total(by_round)
 
 
@@ -70,7 +70,7 @@ def overlaps_of(
 ) -> OverlapCounts:
     """The overlaps at each depth of a round, over one text after each of `prompts`.
 
-    sampler: one that is not timed: what it learns of these texts must not show in the times. device: the target's.
+    sampler: one that is not timed: what it learns from these texts must not affect the times. device: the target's.
     spread: applies a function to each item, as the builtin `map`.
     """
 
@@ -122,9 +122,9 @@ def acceptance_of(positions: Positions) -> Acceptance:
 
 
 def expected(positions: Positions) -> dict[str, float]:
-    """What positions say. "overlap": the mean over all guesses that were tested (in a tree, over first children), which
-    is the probability that one guess is accepted. "tokens": the tokens a round that should follow if guesses are judged
-    one by one. nan where nothing was guessed."""
+    """The expectations that follow from `positions`. "overlap": the mean over all guesses that were tested (in a tree,
+    over first children), which is the probability that one guess is accepted. "tokens": the tokens a round that should
+    follow if guesses are judged one by one. nan where nothing was guessed."""
     tested = sum(position[1] for position in positions)
     if not tested:
         return {"overlap": float("nan"), "tokens": float("nan")}

@@ -69,7 +69,7 @@ def measure_batches(
     append: Append,
 ) -> None:
     """Measure the whole map, batch by batch. methods: those of `samplers`, whose texts have no end but `maxLen`. The
-    prompts are used in turn, each text with a seed of its own."""
+    prompts are used cyclically, each text with a seed of its own."""
     with Bar("batches", len(BATCHES) * len(methods) * repeats) as bar:
         for batch in BATCHES:
             scoring, drafting = costs(batch, prompts, target, drafter, sampling, device)
@@ -82,14 +82,14 @@ def measure_batches(
 
 
 def predict(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
-    """{batch: what was measured, and what theory predicts}.
+    """{batch: the measurements, and the predictions of theory}.
 
     "plain": tokens per second of plain decoding, an `Interval`. "rows": for each other method "gamma", its "speedup"
     over plain decoding of the same batch (median of ratios, repeat by repeat), "throughput", "tokens_per_round", and
-    "theory": tokens a round over what drafting and scoring cost. "controller": the share that costAware reaches of the
-    speed of the best cell, repeat by repeat.
+    "theory": tokens a round over what drafting and scoring cost. "controller": the speed of costAware over that of the
+    best cell, repeat by repeat.
     """
-    found: dict[int, dict[str, Any]] = {}
+    predictions: dict[int, dict[str, Any]] = {}
     queued, costs_of = of_kind(lines, QueueLine), {line["batch"]: line for line in of_kind(lines, BatchCostsLine)}
     for batch in dict.fromkeys(line["batch"] for line in queued):
         speeds: dict[str, dict[int, QueueLine]] = {}
@@ -121,13 +121,13 @@ def predict(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
             )
             for name, of in (("best", fixed[best]), ("plain", plain))
         }
-        found[batch] = {
+        predictions[batch] = {
             "plain": interval([line["throughput"] for line in plain.values()]),
             "rows": rows,
             "best": best,
             "controller": shares,
         }
-    return found
+    return predictions
 
 
 def cost_of_round(line: BatchCostsLine, drafted: float) -> float:

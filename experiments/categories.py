@@ -37,7 +37,7 @@ def spec_bench(texts: Sequence[TimedText], method: str, baseline: str = "target"
 
     The speed of a question is the new tokens of all its turns over their seconds, prefill included. The speed-up is the
     mean speed of the method over the mean speed of the baseline, and that of several runs, here repeats, the mean of
-    theirs. Spec-Bench's "overall" is the same over the questions of all tasks: it is no mean over tasks.
+    theirs. Spec-Bench's "overall" is the same over the questions of all tasks: it is not a mean over tasks.
 
     Texts that only one of the two has written, and repeats that lack questions, do not count. The interval is a
     bootstrap over questions; of fewer than FEW, their `Range`.

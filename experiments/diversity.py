@@ -1,4 +1,4 @@
-"""Figures of how varied texts are: n-gram entropy, distinct-n, repetition, and their perplexity under the target.
+"""Measures of the diversity of texts: n-gram entropy, distinct-n, repetition, and their perplexity under the target.
 
 The prompts, and the figures to compare with, are those of R. Gadgil, "Combining Large and Small LLMs to Boost Inference
 Time and Quality" (2024): GPT-2 large with GPT-2, one text of 50 tokens, including the prompt, for each prompt

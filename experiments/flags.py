@@ -1,7 +1,7 @@
-"""The flags of `test.py`: a field each, with its help below it. settings.py says what they mean together.
+"""The flags of `test.py`: a field each, with its help below it. settings.py interprets them.
 
 A new flag takes two places: its field here (of how to guess: in `Decoding`), and where it is used. The parser, --help,
-the record of a run and --rerun follow from the field.
+the record of a run and --rerun are derived from the field.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from methods.samplers import Decoding
 from utils import Sampling, UserError
 
 TIMED = ("speed", "speedNew", "speedMulti", "contrastive", "compare", "sweep", "steps")  # modes that measure speed
-# Defaults that differ from mode to mode; the value for the other modes stands where they are used.
+# Defaults that differ between modes; those for the other modes are where they are used.
 MAX_LEN = {"speedNew": 1000, "diversity": 45}
 REPEATS = {"compare": 2, "sweep": 2, "diversity": 20}
 FILTERS = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naive sampling has neither
@@ -51,7 +51,7 @@ class Measuring:
     """Measure the speed of contrastive decoding, plain and speculative."""
     compare: str | None = flag(text, None, "METHODS", first=True)
     """Measure the speed of several methods side by side. Give all, or a comma-separated list of: {methods}. The target
-    alone is always measured too, as the baseline. all stands for every method whose models are there, except
+    alone is always measured too, as the baseline. all stands for every method whose models are available, except
     {left_out}. Other programs: {programs}. llama.cpp:int8 is one of its methods, llama.cpp all of them. Those other
     than generate (of transformers) must be installed: make bench-peers."""
     sweep: str | None = flag(str, None, None, nargs="?", const="gamma", choices=("gamma", "batch"))
@@ -65,23 +65,23 @@ class Measuring:
     """Measure the perplexity of the draft, the target and the speculative sampler: of each text, and of the whole
     corpus. --ppl 0 switches it off."""
     diversity: bool = switch()
-    """Measure how varied the texts of each method are: n-gram entropy, distinct n-grams, repetition, and their
+    """Measure the diversity of each method's texts: n-gram entropy, distinct n-grams, repetition, and their
     perplexity under the target."""
     lossless: str | None = flag(text, None, "METHODS", nargs="?", const="speculative", first=True)
     """Test whether the text of a method is distributed as the target's own. Give all, or a comma-separated list of:
-    {lossless}. all stands for every one of them whose models are there, except target, which is what they are compared
-    with, and the two without a KV cache, which are slow. Without a value: speculative. This is a run of its own. The
-    exit code is 0 if no test finds a difference and 1 otherwise."""
+    {lossless}. all stands for every one of them whose models are available, except target, which is what they are
+    compared with, and the two without a KV cache, which are slow. Without a value: speculative. Cannot be combined with
+    other modes. The exit code is 0 if no test finds a difference and 1 otherwise."""
     audit: Path | None = flag(path, None, "FILE")
     """Test whether the texts in this file are the target's under the flags of sampling, whatever wrote them. Each line
-    is a JSON object with prompt and with tokens (token ids) or text. This is a run of its own. --draft, if named, only
-    makes the tests sharper. The exit code is 0 if no test rejects the texts and 1 otherwise. docs/lossless.md says
-    more."""
+    is a JSON object with prompt and with tokens (token ids) or text. Cannot be combined with other modes. --draft, if
+    given, only makes the tests more sensitive. The exit code is 0 if no test rejects the texts and 1 otherwise.
+    docs/lossless.md says more."""
     written_in: str = choice(tuple(DTYPES), "bfloat16", only=("--audit", lambda settings: settings.measuring.audit))
     """The dtype in which the texts of --audit were computed. It decides how much rounding may explain."""
     rerun: str | None = flag(text, None, "RUN")
-    """Repeat a run of results.jsonl and report whether it gives the same tokens. Give the run's name, or 1 for the
-    newest run, 2 for the one before. Takes no other flag but --out. The exit code is 0 if everything is the same and 1
+    """Repeat a run of results.jsonl and report whether it produces the same tokens. Give the run's name, or 1 for the
+    newest run, 2 for the one before. Takes no other flag but --out. The exit code is 0 if everything is equal and 1
     otherwise."""
     repeats: int | None = flag(whole(1))
     """How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20."""
@@ -118,7 +118,7 @@ class Measuring:
         return [*self.groups, *(["show"] if self.played else [])]
 
     def repeats_of(self, mode: str) -> int:
-        """How often each prompt is continued in that mode."""
+        """How often each prompt is continued in `mode`."""
         return self.repeats or REPEATS.get(mode, 3)
 
 
@@ -152,7 +152,7 @@ class ModelChoice:
         ),
     )
     """The bits of a weight in the target's own copy (self). auto: those that decode fastest, by acceptance and times
-    that are measured on a short text."""
+    measured on a short text."""
     draft_vocab: int | None = flag(whole(1))
     """Let the draft guess only the N most frequent tokens, which makes its output layer smaller. Default: all
     tokens."""
@@ -174,12 +174,12 @@ class ModelChoice:
 
     @property
     def bits(self) -> int | None:
-        """Of a weight in the target's copy; None: not measured yet."""
+        """The bits of a weight in the target's copy; None: not measured yet."""
         return None if self.draft_bits == "auto" else int(self.draft_bits)
 
     @property
     def roles(self) -> set[Role]:
-        """What there is beside the target. Its copy can always be made."""
+        """The roles available beside the target. Its copy can always be created."""
         named = {role for role in Role if role is Role.SELF or getattr(self, role.model)}
         no_reader = {"lookup": {Role.DRAFT, Role.READER}, "head": {Role.READER}}.get(self.draft, set())
         no_expert = self.draft in ("lookup", "head", "self") or self.draft_vocab
@@ -204,14 +204,14 @@ class SamplingChoice:
     """Divide positive logits, and multiply negative ones, of tokens already in the text by this. 1 does nothing."""
 
     def of(self, mode: str, temperature: float | None = None) -> Sampling:
-        """`Sampling` of that mode, at one of several temperatures."""
+        """`Sampling` of `mode`, at one of several temperatures."""
         default, top_p = FILTERS.get(mode, (0.85, 0.9))
         if temperature is None:
             temperature = self.temperatures[0] if self.temperatures else default
         return Sampling(temperature, self.top_k, top_p if self.top_p is None else self.top_p, self.repetition_penalty)
 
     def max_len_of(self, mode: str) -> int:
-        """New tokens at most in that mode."""
+        """The most new tokens of a text in `mode`."""
         return self.max_len or MAX_LEN.get(mode, 200)
 
 
@@ -248,8 +248,8 @@ class TextChoice:
     )
     """Continue the prompts of this file, and show the speed of each category of prompts. Each line is a JSON object
     with category, and with prompt (text) or turns (a list of texts: a conversation). sample: the bundled prompts.
-    specbench: those of Spec-Bench, once downloadData.py has got them. A model with a chat template reads each turn as a
-    message. The answers to earlier turns are the target's; they are written before anything is measured."""
+    specbench: those of Spec-Bench, once downloadData.py has downloaded them. A model with a chat template reads each
+    turn as a message. The answers to earlier turns are the target's; they are written before anything is measured."""
     prompt_lengths: tuple[int, ...] = flag(
         whole(1),
         (64,),
@@ -275,8 +275,8 @@ class Output:
     """Where the results go."""
 
     folder: Path = flag(path, ROOT, "FOLDER", name="out")
-    """The folder of results.txt, results.jsonl and figures/, which is made if it is not there. Default: the project's
-    folder."""
+    """The folder of results.txt, results.jsonl and figures/, which is created if it does not exist. Default: the
+    project's folder."""
     texts: Path | None = flag(
         path,
         None,
@@ -289,8 +289,8 @@ class Output:
     terminal shows it slowly enough to follow. Nothing is measured. --speedNew, --speedMulti or --contrastive choose the
     method; the default is speculative sampling."""
     html: Path | None = flag(path, None, "FILE")
-    """Write the same as a web page that plays the text back round by round. To a name that ends in .json, write the
-    rounds and where they come from."""
+    """Write the same as a web page that plays the text back round by round. If the name ends in .json, write the
+    rounds and their origin."""
 
 
 PARTS = (ModelChoice, Measuring, Decoding, SamplingChoice, TextChoice, Output)
@@ -298,7 +298,6 @@ FLAGS = {name: declared for part in PARTS for name, declared in flags_of(part).i
 
 
 def parser() -> Parser:
-    """The parser of `test.py`."""
     result = Parser(
         prog="test.py",
         usage="%(prog)s [flags]",
@@ -322,7 +321,7 @@ def parser() -> Parser:
 
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of the command line `argv`. Raises UserError for a value that no other flag can make right."""
+    """The flags of the command line `argv`. Raises UserError for a value that is invalid whatever the other flags."""
     args = parser().parse_args(argv)
     for name, declared in FLAGS.items() if args.rerun else ():
         if name not in ("rerun", "out") and getattr(args, name) not in (declared.default, None):
@@ -339,10 +338,10 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     if len(prompts) > 1:
         raise UserError(f"--{prompts[0]} and --{prompts[1]} both give the prompt; use one of them")
     words = [] if args.prompt is None else [("prompt", args.prompt)]
-    for name, said in words + [("question", question) for question in args.question or ()]:
-        if not said.strip("\n" if name == "prompt" else None):
+    for name, value in words + [("question", question) for question in args.question or ()]:
+        if not value.strip("\n" if name == "prompt" else None):
             raise UserError(f"--{name} is empty: give some text")
-        if said != said.encode(errors="replace").decode():
+        if value != value.encode(errors="replace").decode():
             raise UserError(f"--{name} is not text in this terminal's encoding: give UTF-8")
     if args.html and not os.path.isdir(os.path.dirname(os.path.abspath(args.html))):
         raise UserError(f"--html {args.html} is in no folder that exists")

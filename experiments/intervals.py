@@ -38,13 +38,13 @@ def interval(
     independent.
 
     statistic: np.median or np.mean.
-    clusters: of each value, what it shares with others, for example its process and its prompt. A resample draws each
+    clusters: of each value, the groups it belongs to, for example its process and its prompt. A resample draws each
         kind of cluster with replacement, and takes of each value as many copies as the product of the draws (Owen,
         The pigeonhole bootstrap, 2007). Values of one prompt are not independent: to resample them one by one would
         give intervals that are too narrow. Where all values share one cluster they are resampled one by one.
 
     The ends are percentiles, their distances from the middle k/(k - 1) times as large, for k clusters of the rarer
-    kind: few clusters spread less than what they stand for. Values that are nan or None are left out. The ends of
+    kind: few clusters spread less than their population. Values that are nan or None are left out. The ends of
     fewer than two values are nan.
     """
     array = np.asarray(values, dtype=float)

@@ -1,10 +1,10 @@
 """The lines of `results.jsonl`: eight kinds.
 
-A line is a JSON object, and its field "kind" says what it holds: "run", "speed", "queue", "costs", "ppl", "diversity",
-"lossless" or "end". Of costs and perplexities the field "of", and of "lossless" the field "test", say which.
+A line is a JSON object, and its field "kind" is its type: "run", "speed", "queue", "costs", "ppl", "diversity",
+"lossless" or "end". Of costs and perplexities the field "of", and of "lossless" the field "test", tell the variant.
 
 A run begins with its `RunLine`; each line after it is a measurement, and names the run in a field "run", which is added
-when the line is written. A field that is NotRequired is missing where there is nothing to say. JSON has no nan: it is
+when the line is written. A field that is NotRequired is missing if it does not apply. JSON has no nan: it is
 written as null, and read as None.
 """
 
@@ -82,7 +82,8 @@ class RunLine(Origin):
 
 
 class Label(TypedDict, total=False):
-    """What a prompt of --prompts is. question: the number of the line; the turns of a conversation have the same."""
+    """The labels of a prompt of --prompts. question: the number of the line; the turns of a conversation have the
+    same."""
 
     category: str
     question: int
@@ -121,7 +122,7 @@ class TimedText(Label):
 
 
 class Conditions(TypedDict):
-    """What the timed texts of one mode have in common. gamma: None if each method has its own."""
+    """The conditions shared by the timed texts of one mode. gamma: None if each method has its own."""
 
     dtype: str
     promptLen: int
@@ -155,8 +156,8 @@ class QueueFigures(TypedDict):
 
 
 class Costs(TypedDict):
-    """What theory needs to predict speed. alpha: the mean overlap of p and q where a guess was tested. scoring: the
-    cost of scoring 1, 2, ... tokens, in units of the cost of one."""
+    """The measurements from which theory predicts speed. alpha: the mean overlap of p and q where a guess was tested.
+    scoring: the cost of scoring 1, 2, ... tokens, in units of the cost of one."""
 
     alpha: float | None
     scoring: list[float]
@@ -177,8 +178,8 @@ class QueueLine(Conditions, QueueFigures):
 
 
 class BatchCostsLine(Conditions):
-    """What theory needs to predict the speed of a batch. scoring: the cost of scoring 1, 2, ... tokens of each row.
-    drafting: of a guess of each row; 0 without a draft model. In units of a plain step of the batch."""
+    """The measurements from which theory predicts the speed of a batch. scoring: the cost of scoring 1, 2, ... tokens
+    of each row. drafting: of a guess of each row; 0 without a draft model. In units of a plain step of the batch."""
 
     kind: Literal["costs"]
     of: Literal["batch"]
@@ -201,9 +202,9 @@ class OverlapLine(Conditions):
 class StepLine(Conditions):
     """The times of a step of decoding (--steps), one number a turn.
 
-    what: "reading" so many bytes; "forward" of `tokens` tokens, which must read so many bytes; "prefill" of a prompt of
-    so many tokens; "growth": a token after so many; "round": a part of a round with so many guesses. role: of the
-    model, "memory" for a large buffer, or the part of a round (`benchmark.steps.round_lines`).
+    what: "reading" of `bytes` bytes; "forward" of `tokens` tokens, which must read `bytes` bytes; "prefill" of a prompt
+    of `tokens` tokens; "growth": a token after `tokens` tokens; "round": a part of a round with `tokens` guesses. role:
+    of the model, "memory" for a large buffer, or the part of a round (`benchmark.steps.round_lines`).
     """
 
     kind: Literal["costs"]
@@ -265,8 +266,8 @@ class CorpusPerplexityLine(TypedDict):
 
 
 class GuessFigures(TypedDict):
-    """hits: tokens that are the guess. expected: so many by the target's distribution. z: of the difference, of all and
-    at each place of a round, or of each sibling in a tree."""
+    """hits: tokens that are the guess. expected: their number by the target's distribution. z: of the difference, of
+    all and at each place of a round, or of each sibling in a tree."""
 
     hits: int
     expected: float
@@ -293,15 +294,15 @@ class EvidenceFigures(TypedDict):
 
 
 class ShownCounts(TypedDict):
-    """What the figure shows: the histogram of u of the first `tokens_shown` tokens, as many in each line of a run, with
-    impossible tokens at u = 1."""
+    """The data of the figure: the histogram of u of the first `tokens_shown` tokens, as many in each line of a run,
+    with impossible tokens at u = 1."""
 
     counts_shown: list[int]
     tokens_shown: int
 
 
 class TrialConditions(TypedDict):
-    """What all drawn texts of --lossless have in common. limit: the p-value below which a test rejects a method.
+    """The conditions shared by all drawn texts of --lossless. limit: the p-value below which a test rejects a method.
     batch: texts decoded at a time, if --batch says so."""
 
     temperature: float
@@ -415,7 +416,7 @@ class GreedyAuditFigures(TypedDict):
 
 
 class AuditSource(TypedDict):
-    """What is audited. sha256: the digest of all prompts and texts. written_in: the dtype of the engine; dtype: the
+    """The audited texts. sha256: the digest of all prompts and texts. written_in: the dtype of the engine; dtype: the
     target's here. after_end: texts with more after a token that ends a text. retokenised: texts without token ids.
     pieces: {token: its text}, of the places."""
 
@@ -444,7 +445,7 @@ class GreedyAuditLine(AuditSource, GreedyAuditFigures):
 
 class EngineLine(TypedDict):
     """A method of another program. precision: that it computes in. quantised: whether its weights are not the target's.
-    settings: what it was told. failed: why it is left out. greedy, drawn: the checks of its texts, if there were any.
+    settings: its settings. failed: why it is left out. greedy, drawn: the checks of its texts, if there were any.
     """
 
     kind: Literal["lossless"]

@@ -1,4 +1,4 @@
-"""`Prepared`: what a run needs, and how its models are loaded."""
+"""`Prepared`: the inputs of a run, and loading its models."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Place:
 
 @dataclass
 class Inputs:
-    """What the models read, as token ids.
+    """The inputs of the models, as token ids.
 
     prompts: {length: prompts}; of a conversation its last question, after the shortest answers. Of `questions`
         (--prompts) every turn; `answer_turns` puts the target's answers in the place of the shortest.
@@ -99,9 +99,10 @@ class Inputs:
 
 @dataclass
 class Prepared:
-    """What a run needs, its models not loaded yet. processes: those that share the work. folders: {role: model folder}.
-    end_tokens: they end a text. frequent: the tokens that a restricted draft guesses. made: the copies of the target
-    that was loaded last. library: {role: model} as `transformers` computes it, where its own methods are timed."""
+    """The inputs of a run, before its models are loaded. processes: those that share the work. folders: {role: model
+    folder}. end_tokens: they end a text. frequent: the tokens that a restricted draft guesses. made: the copies of the
+    target that was loaded last. library: {role: model} as `transformers` computes it, where its own methods are
+    timed."""
 
     settings: Settings
     processes: Processes
@@ -133,7 +134,7 @@ class Prepared:
         return token in self.end_tokens
 
     def load(self, dtype: str, batches: bool = True) -> LoadedModels:
-        """The models in that dtype. batches: whether texts will be decoded in batches."""
+        """Load the models in `dtype`. batches: whether texts will be decoded in batches."""
         models, caches = {}, self.caches(dtype) if batches else {}
         for role, folder in self.folders.items():
             device = self.place.of(role)
@@ -166,8 +167,8 @@ class Prepared:
         return sizes
 
     def load_as_timed(self, dtype: str) -> LoadedModels:
-        """The models in that dtype: compiled if the flags say so and text is generated, and a line that says how long
-        that took. No measurement includes it."""
+        """Load the models in `dtype`: compiled if the flags say so and text is generated; prints how long that took. No
+        measurement includes it."""
         models, compiles = self.load(dtype), self.settings.models.compile and self.settings.continues
         if any(
             METHODS[name].engine == "generate" for name in self.settings.measuring.names
@@ -192,22 +193,22 @@ class Prepared:
     def choose_bits(self, models: LoadedModels, compiles: bool) -> None:
         """Put the fastest copy of the target in the place of any other, and its number of bits into the settings: a
         repetition of the run does not measure it again."""
-        target, made, roles = models["target"], self.made, self.roles_of("self")
-        assert made is not None
+        target, all_copies, roles = models["target"], self.made, self.roles_of("self")
+        assert all_copies is not None
         for role in roles:
             del models[role]
         sampling, gamma = self.settings.sampling.of("compare"), self.settings.decoding.gamma_of("fixed")
         make = partial(compiled, target=target) if compiles else lambda copy: copy
-        measured = list(followed(trials(target, made, sampling, gamma, make), "measuring copies", len(BITS)))
+        measured = list(followed(trials(target, all_copies, sampling, gamma, make), "measuring copies", len(BITS)))
         best = max(measured, key=lambda trial: trial.gain)
         bits = self.processes.gathered(best.bits)[0]  # All processes use the same copy.
         self.settings = replace(self.settings, models=replace(self.settings.models, draft_bits=str(bits)))
-        models |= dict.fromkeys(roles, made.of(bits, target))
+        models |= dict.fromkeys(roles, all_copies.of(bits, target))
         copies = "; ".join(f"{t.bits} bits: acceptance {t.alpha:.2f}, {t.cost:.2f} of a step" for t in measured)
         print(f"Copies of the target were measured ({copies}); the copy in {bits} bits is used.")
 
     def load_first(self) -> LoadedModels:
-        """The models of what comes first, and lines that say what memory they take."""
+        """Load the models of the first measurements, and print the memory they take."""
         measuring, bits = self.settings.measuring, 0
         dtype = self.place.dtype if measuring.timed or measuring.played else self.place.text_dtype
         if self.settings.queues and self.inputs.slots:

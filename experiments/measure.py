@@ -31,7 +31,7 @@ OtherMethods = Callable[..., AbstractContextManager[Mapping[str, Timed]]]
 
 
 def conditions_of(prepared: Prepared, mode: str, length: int, sampling: Sampling) -> Conditions:
-    """What the lines of a mode say of how they were measured. length: of the prompts."""
+    """The conditions of the lines of a mode. length: of the prompts."""
     return {
         "dtype": prepared.place.dtype,
         "promptLen": length,
@@ -105,7 +105,7 @@ def start_sweep(
     sampling: Sampling,
     append: Append,
 ) -> dict[str, Sampler]:
-    """Append the costs that theory needs, and return the methods of a sweep over gamma."""
+    """Append the costs from which theory predicts speed, and return the methods of a sweep over gamma."""
     decoding, target = prepared.settings.decoding, models["target"]
     drafter, verify = guesser(dict(models), decoding), rule_of(dict(models), decoding)
     seed, device, mapped = prepared.settings.measuring.seed, prepared.place.device, prepared.processes.mapped
@@ -165,7 +165,7 @@ def append_overlaps(
 
 
 def measure_diversity(prepared: Prepared, models: LoadedModels, append: Append) -> None:
-    """Texts of each method and how varied they are: several of each prompt if the method draws, else one."""
+    """Texts of each method and their diversity: several of each prompt if the method draws, else one."""
     settings, tokenizer, prompts = prepared.settings, prepared.tokenizer, prepared.inputs.article
     sampling, max_len = settings.sampling.of("diversity"), settings.sampling.max_len_of("diversity")
     samplers = build(settings.measuring.groups["diversity"], dict(models), settings.decoding)

@@ -25,11 +25,11 @@ from methods.catalogue import METHODS
 from methods.translation import Translation
 from utils import UserError
 
-COVERED = 0.5  # Where fewer of the text's tokens can be guessed, guessing hardly ever pays.
+COVERED = 0.5  # With a smaller share of tokens that can be guessed, guessing hardly ever gains speed.
 
 
 def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
-    """Find and check what the settings name. Raises UserError for what cannot be used."""
+    """Find and check everything that the settings name. Raises UserError for invalid input."""
     chosen, measuring, inputs = settings.texts, settings.measuring, Inputs()
     place, corpora = where_to_run(settings, processes), []
     if measuring.ppl or settings.prompts_from_corpora:
@@ -74,17 +74,17 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
 
 
 def where_to_run(settings: Settings, processes: Processes) -> Place:
-    """The devices and dtypes. Raises UserError for what cannot be used."""
+    """The devices and dtypes. Raises UserError for those that cannot be used."""
     choice = settings.models
     if settings.queues and processes.count > 1:
-        raise UserError("--batch and --sweep batch are for one process: start test.py without accelerate launch")
+        raise UserError("--batch and --sweep batch run in a single process: start test.py without accelerate launch")
     if settings.measuring.steps and processes.count > 1:
-        raise UserError("--steps measures in one process: start test.py without accelerate launch")
+        raise UserError("--steps runs in a single process: start test.py without accelerate launch")
     if settings.measuring.played and processes.count > 1:
-        raise UserError("--show and --html play one text, in one process: start test.py without accelerate launch")
+        raise UserError("--show and --html run in a single process: start test.py without accelerate launch")
     others = {METHODS[name].engine for name in settings.measuring.names} - {""}
     if others and processes.count > 1:
-        raise UserError(f"{min(others)} is timed in one process: start test.py without accelerate launch")
+        raise UserError(f"{min(others)} runs in a single process: start test.py without accelerate launch")
     device = processes.own_device(choice.device)
     if others - {"generate"} and device != "cpu":
         raise UserError(f"{min(others - {'generate'})} runs only on the CPU: use --device cpu")

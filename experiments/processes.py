@@ -1,6 +1,6 @@
-"""`Processes`: the processes of a run that `accelerate launch` has started, and what they share.
+"""`Processes`: the processes of a run that `accelerate launch` has started, and the exchange between them.
 
-Work that consists of independent items (texts, windows, batches) is shared out: process i of n takes the items i,
+Work that consists of independent items (texts, windows, batches) is distributed: process i of n takes the items i,
 i + n, i + 2n and so on, and after each item the processes exchange their results. Only process 0 writes and prints. The
 result of an item must depend on the item alone; then it is the same for any number of processes.
 
@@ -39,7 +39,7 @@ LONELY = (
 
 @dataclass
 class Failure:
-    """What a process sends instead of results when it cannot go on: the line that says why."""
+    """Sent by a process instead of results when it fails: the error line."""
 
     line: str
 
@@ -99,8 +99,8 @@ class Processes:
         return self.exchange([value])
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """`work()` in process 0, then in one process of each other machine, then in the rest: for what must not be
-        done twice at once, such as a download."""
+        """Run `work()` first in process 0, then in one process of each other machine, then in the rest, so that a
+        download, say, is never done twice at once."""
         own_turn, results = 0 if self.first else 1 if self.local == 0 else 2, []
         for turn in range(3):
             if turn == own_turn:
@@ -109,22 +109,22 @@ class Processes:
         return results[0]
 
     def own_device(self, name: str | None) -> str:
-        """The device that this process uses if `--device` says `name`: a GPU of its own, or the CPU. Raises UserError
-        if there is none."""
+        """The device that this process uses if `--device` is `name`: a GPU of its own, or the CPU. Raises UserError
+        if there is no such device."""
         gpus = torch.cuda.device_count()
         if self.count == 1 or name == "cpu" or (name is None and not gpus):
             return pick_device(name)
         if name not in (None, "cuda"):
-            raise UserError(f"--device {name} is for one process; several take cuda, a GPU for each, or cpu")
+            raise UserError(f"--device {name} is for a single process; with several use cuda (one GPU each) or cpu")
         if gpus and self.local >= gpus:
             raise UserError(f"this machine has {gpus} GPUs: start at most {gpus} processes on it (--num_processes)")
         return pick_device(f"cuda:{self.local}")
 
     def own_draft_device(self, name: str | None) -> str | None:
-        """The device of the draft if `--draftDevice` says `name`. Raises UserError if it cannot be used."""
+        """The device of the draft if `--draftDevice` is `name`. Raises UserError if it cannot be used."""
         if name is not None:
             if self.count > 1 and name != "cpu":
-                raise UserError(f"--draftDevice {name} is for one process; several take cpu, or leave it out")
+                raise UserError(f"--draftDevice {name} is for a single process; with several use cpu or leave it out")
             check_device(name)
         return name
 
@@ -151,7 +151,7 @@ def together(command: Callable[[Callable[[], int]], int], work: Callable[[Proces
     """Run `work` in every process. Returns the exit code.
 
     command: runs a function as a command, and turns errors into one line and an exit code. What other processes than 0
-    print is kept from the screen. If one of them cannot go on, process 0 prints its line.
+    print is kept from the screen. If one of them fails, process 0 prints its line.
     """
     processes = started()
     if processes.count == 1:

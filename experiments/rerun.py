@@ -1,7 +1,8 @@
 """`test.py --rerun`: repeat a run of `results.jsonl` from its record alone, and compare.
 
 Flags and seed fix every token that a method draws, given the machine, the libraries and the weights that the record
-names. Times are not compared, and neither are texts whose guesses follow the clock (`methods.selection.repeatable`).
+names. Times are not compared, and neither are texts whose guesses depend on measured times
+(`methods.selection.repeatable`).
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def choose(runs: Sequence[Run], path: Path, name: str) -> Run:
 
 
 def arguments(run: RunLine, out: str) -> list[str]:
-    """The command line that says everything a run's record says, including the device, and writes to the folder
-    `out`."""
+    """The command line with all flags of a run's record, including the device, and the folder `out` for its
+    results."""
     flags = {"device": run.get("device")} | {name: value for name, value in run["flags"].items() if value is not None}
     known = {action.dest: action for action in parser()._actions}
     for name in flags:
@@ -93,8 +94,8 @@ def changes(earlier: RunLine, run: RunLine) -> Iterator[str]:
 
 
 def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) -> tuple[list[str], bool]:
-    """Compare the lines of the run `earlier` with the `new` lines of its repetition `run`. Returns sentences that say
-    what differs, and whether all is the same."""
+    """Compare the lines of the run `earlier` with the `new` lines of its repetition `run`. Returns sentences on
+    the differences, and whether everything is equal."""
     old, fresh = comparable(lines), comparable(new)
     sentences, same = [f"Run {earlier['run']} again, as {run['run']}:"], True
     for what, hashed in ("texts", True), ("figures", False):
@@ -119,7 +120,7 @@ def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) 
 
 
 def comparable(lines: Iterable[Fields]) -> dict[Key, Fields]:
-    """{key: line} of the lines that flags and seed fix."""
+    """{key: line} of the lines that flags and seed determine."""
     by_key = {}
     for line in lines:
         figure, names = COMPARED.get(name_of_kind(line), (None, ()))
@@ -129,12 +130,12 @@ def comparable(lines: Iterable[Fields]) -> dict[Key, Fields]:
 
 
 def repeatable(line: Fields) -> bool:
-    """Whether flags and seed fix what the line says. Earlier versions did not record it."""
+    """Whether flags and seed determine the line's results. Earlier versions did not record it."""
     return line.get("repeatable", line.get("method") != "costAware")
 
 
 def figure_of(key: Key) -> str:
-    """The name of the figure that is compared."""
+    """The name of the figure to compare in lines of `key`."""
     return COMPARED[key[0]][0]
 
 

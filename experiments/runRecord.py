@@ -1,4 +1,4 @@
-"""`run_record`: the first line of a run in results.jsonl. It says all that is needed to run it again."""
+"""`run_record`: the first line of a run in results.jsonl. It has everything needed to repeat the run."""
 
 import functools
 import hashlib
@@ -27,9 +27,9 @@ from inputs.commandLine import counted
 from inputs.models import model_version
 from utils import UserError
 
-# All source that can change a figure: what is written, how fast, how it is measured, and what is made of it.
+# All source that can change a figure: decoding, its speed, measurement, and statistics.
 SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
-BUSY = 0.5  # load beyond the cores that is no sign of other programs
+BUSY = 0.5  # load beyond the cores that does not indicate other programs
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "lossless", "benchmark", "report", "scripts")
 
 
@@ -95,7 +95,8 @@ def devices(
             if values[name] != value:
                 raise UserError(
                     f"the processes differ in {name}: {value} in process 0 ({first['host']}), "
-                    f"{values[name]} in process {index} ({process['host']}); results would depend on who computes what"
+                    f"{values[name]} in process {index} ({process['host']}); the results would depend on which process "
+                    "computes which text"
                 )
     return [process for process, _ in gathered]
 
@@ -134,7 +135,7 @@ def strained(run: RunLine, lines: Iterable[Mapping[str, Any]] = ()) -> Iterator[
 
 @functools.cache
 def code_version() -> str:
-    """A digest of the source in Python and C++: two records with the same one were made by the same code."""
+    """A digest of the source in Python and C++: two records with the same digest come from the same code."""
     sources = [files.ROOT / f"{name}.py" for name in SOURCE]
     for folder in FOLDERS:
         sources += [file for file in (files.ROOT / folder).rglob("*") if file.suffix in (".py", ".cpp", ".h")]
@@ -158,7 +159,7 @@ def machine(device: str) -> Machine:
 
 
 def processor_name() -> str:
-    """The name of the CPU: from Linux's /proc/cpuinfo, or what Python knows if there is none."""
+    """The name of the CPU: from Linux's /proc/cpuinfo, otherwise from Python's platform module."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -26,7 +26,7 @@ PLAYED = {"contrastive": "speculativeContrastive", "speedMulti": "cascade", "spe
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything the flags say."""
+    """The settings of a run, from its flags."""
 
     measuring: Measuring
     models: ModelChoice
@@ -57,12 +57,12 @@ class Settings:
 
     @property
     def prompts_from_corpora(self) -> bool:
-        """Whether texts of the data set are continued."""
+        """Whether the prompts are texts of the data set."""
         return self.texts.from_corpora and self.continues
 
     @property
     def texts_at_once(self) -> int:
-        """Texts that a method of `--lossless` is given at a time."""
+        """Texts of a call of a method in `--lossless`."""
         return min(TEXTS, -(-self.tokens // self.sampling.max_len_of("lossless")))
 
     @property
@@ -72,23 +72,23 @@ class Settings:
 
     @property
     def tokens(self) -> int:
-        """Tokens of each method that `--lossless` tests at least."""
+        """The least tokens of each method that `--lossless` tests."""
         return self.measuring.tokens or TOKENS
 
     def gamma_of(self, mode: str) -> int | None:
-        """The number of guesses in a round of that mode; None if each method has its own."""
+        """The number of guesses in a round of `mode`; None if each method has its own."""
         shared = mode == "speed" and self.decoding.draft_length == "fixed"
         return self.decoding.gamma_of("fixed", self.decoding.lookup) if shared else self.decoding.gamma
 
 
 def recorded(value: Any) -> Any:
-    """The value of a flag as JSON keeps it."""
+    """The value of a flag as a JSON value."""
     return str(value) if isinstance(value, Path) else list(value) or None if isinstance(value, tuple) else value
 
 
 def parse(argv: Sequence[str], again: bool = False) -> Settings:
-    """The settings that the flags `argv` say. Raises UserError for what cannot be right. again: the flags are those of
-    a record, which names all."""
+    """The settings of the flags `argv`. Raises UserError for invalid flags. again: the flags are those of a record,
+    which has all of them."""
     args = read_flags(argv)
     args.promptLen = sorted(set(args.promptLen))
     args.temperature = args.temperature and list(dict.fromkeys(args.temperature))
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str], again: bool = False) -> Settings:
 
 
 def methods_of(args: argparse.Namespace, roles: set[Role]) -> tuple[dict[str, list[str]], str | None]:
-    """{mode: the methods it measures}, of the modes asked for; and the method whose text is played, instead of any
+    """{mode: the methods it measures}, of the requested modes; and the method whose text is played, instead of any
     measurement. Raises UserError if a method lacks a model."""
     groups: dict[str, list[str]] = {}
     if args.show or args.html:
@@ -134,7 +134,7 @@ def methods_of(args: argparse.Namespace, roles: set[Role]) -> tuple[dict[str, li
 def name_models(args: argparse.Namespace) -> None:
     """Fill in the models that were not named."""
     if args.mid and not args.draft:
-        raise UserError("--mid stands between the target and a draft: name that too, with --draft")
+        raise UserError("--mid needs a draft as well: name one with --draft")
     if args.head and not args.draft:
         args.draft = "head"
     pair = default_pair()
@@ -152,20 +152,20 @@ def name_models(args: argparse.Namespace) -> None:
 
 
 def check_modes(args: argparse.Namespace) -> None:
-    """Settle what is measured if no flag says so. Raises UserError for modes that exclude each other."""
+    """Set what is measured by default. Raises UserError for modes that exclude each other."""
     if not any(getattr(args, mode) for mode in ALL_MODES):  # The default is both, but for one that is switched off.
         args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
         if args.draft in ("lookup", "head") or (args.head and not args.draft) or args.draftVocab or args.prompts:
             args.ppl = 0
     if not any(getattr(args, mode) for mode in ALL_MODES):
         raise UserError("--speed 0 and --ppl 0 leave nothing to measure; leave out one of them")
-    for own in "lossless", "audit":
-        if getattr(args, own) is not None and any(getattr(args, mode) for mode in ALL_MODES if mode != own):
-            raise UserError(f"--{own} cannot be combined with other modes")
+    for alone in "lossless", "audit":
+        if getattr(args, alone) is not None and any(getattr(args, mode) for mode in ALL_MODES if mode != alone):
+            raise UserError(f"--{alone} cannot be combined with other modes")
 
 
 def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
-    """(whether flags that are right by themselves clash, what to say then)."""
+    """(condition, message) of flags that are valid alone but not together."""
     flags, measuring, models, decoding = settings.flags, settings.measuring, settings.models, settings.decoding
     folder, played, sweep = settings.output.folder, measuring.played, measuring.sweep
     parent = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
@@ -174,7 +174,7 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     several = len(settings.texts.questions) > 1 and not played
     yield several, "a conversation is played, not measured: add --show or --html, or give one --question"
     batch_alone = sweep != "batch" or list(measuring.groups) == ["sweep"]
-    yield not batch_alone, "--sweep batch is a run of its own: leave out the other modes"
+    yield not batch_alone, "--sweep batch cannot be combined with other modes"
     short = sweep and (settings.sampling.max_len or 3) < 3
     yield short, "--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more"
     for mode in "speed", "ppl", "compare", "sweep", "diversity":
@@ -191,17 +191,17 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
 
     yield models.draft_device == "auto", "--draftDevice auto: a draft is on one device; name it"
     if decoding.lookup:
-        yield models.draft_device, "--draft lookup is no model and needs no device; leave out --draftDevice"
-        yield decoding.tree, "a tree grows from a draft model, and --draft lookup is none; leave out --tree"
-        yield measuring.ppl, "--draft lookup has no perplexity: it is no model; leave out --ppl"
+        yield models.draft_device, "--draft lookup is not a model and needs no device; leave out --draftDevice"
+        yield decoding.tree, "a tree needs a draft model, and --draft lookup is not one; leave out --tree"
+        yield measuring.ppl, "--draft lookup has no perplexity: it is not a model; leave out --ppl"
         yield (
             models.draft_vocab,
-            "--draftVocab restricts a draft model, and --draft lookup is none; leave out one of them",
+            "--draftVocab restricts a draft model, and --draft lookup is not one; leave out one of them",
         )
     if decoding.tree is not None:
         tree_choice(decoding)
-        yield decoding.lookup_first, "a tree grows from a draft model alone; leave out --lookupFirst or --tree"
-        yield sweep, "--sweep is over gamma, the length of a chain; leave out --tree, or --compare trees"
+        yield decoding.lookup_first, "a tree is drawn by a draft model alone; leave out --lookupFirst or --tree"
+        yield sweep, "--sweep varies gamma, the length of a chain; leave out --tree, or --compare trees"
         yield played, "--show and --html play chains of guesses; leave out --tree"
     scored = models.draft_vocab and measuring.ppl
     why = "a draft restricted by --draftVocab has no perplexity: it gives most tokens none"
@@ -211,7 +211,7 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     if models.draft == "self":
         device = "--draft self shares the target's KV cache, and so its device; leave out --draftDevice"
         yield models.draft_device, device
-        yield models.mid, "--draft self guesses for the target; for three levels give --mid self and another draft"
+        yield models.mid, "--draft self is the target's copy; for three levels give --mid self and another draft"
         yield models.draft_vocab, "--draft self has the target's output layer; leave out --draftVocab"
     unused = models.head != default_head(models.target) and "head" not in (models.draft, *measuring.names)
     yield unused, "--head is for the method head and for --draft head; add one of them or leave it out"
@@ -221,25 +221,25 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
         yield not models.head, "--draft head needs a trained head; name its folder with --head"
         device = "--draft head reads the target's features, on the target's device; leave out --draftDevice"
         yield models.draft_device, device
-        yield measuring.ppl, "--draft head has no perplexity: it reads no text by itself; leave out --ppl"
+        yield measuring.ppl, "--draft head has no perplexity: it does not read text by itself; leave out --ppl"
 
 
 def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
-    """{flag: what to say of it} of the flags among `words` that change nothing in a run with these settings."""
-    of_guessing, read, found = flags_of(Decoding), fields_read(settings), {}
+    """{flag: message} of the flags among `words` that have no effect in a run with these settings."""
+    of_guessing, read, messages = flags_of(Decoding), fields_read(settings), {}
     for name in (word.split("=")[0][2:] for word in words if word.startswith("--")):
         if name not in FLAGS:
             continue  # It is the value of a flag.
         purpose, is_asked_for = FLAGS[name].metadata.get("only", (None, None))
         if purpose and not is_asked_for(settings):
-            found[f"--{name}"] = f"--{name} is for {purpose}, and this run has none; leave it out, or add that"
+            messages[f"--{name}"] = f"--{name} is for {purpose}, which this run lacks; leave it out, or add that"
         elif name in of_guessing and of_guessing[name].name not in read:
-            found[f"--{name}"] = f"--{name} changes nothing here: no method that is measured reads it; leave it out"
-    return found
+            messages[f"--{name}"] = f"--{name} has no effect here: no measured method uses it; leave it out"
+    return messages
 
 
 def fields_read(settings: Settings) -> set[str]:
-    """The fields of `Decoding` that the methods read as they are made, of models that are stand-ins."""
+    """The fields of `Decoding` that the methods read when they are built, with stand-ins for models."""
     read = set()
 
     class Watched(Decoding):

@@ -1,4 +1,4 @@
-"""The one timer: everything that is compared is timed in turn, in an order drawn anew for each turn.
+"""The one timer: everything that is compared is timed interleaved, in an order drawn anew for each turn.
 
 TTFT: from the call to the first token on the host. TPOT: (t_last - t_first) / (n - 1). Throughput: n / t_last. The
 course report divides the total time, prefill included, by n; that figure is kept beside them as `report_tpot`.
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 Step = Callable[[], object]
 WARM = 8  # tokens of the text that each method writes untimed, right before a timed one
 WARM_SECONDS, LONG = 0.005, 0.5  # of a step; one that takes LONG fills the processor's caches itself
-STALLED = 8  # A round that takes so many times the row's median is the machine's fault: the text is timed again.
+STALLED = 8  # A round that takes this many times the row's median is a stall of the machine: the text is timed again.
 AGAIN = 2  # times at most
 
 
@@ -43,8 +43,8 @@ class Timed(Protocol):
     def __call__(
         self, prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
     ) -> Written:
-        """The new tokens and the record of each text. first: end after that many tokens, or a few more, with a KV cache
-        as large as ever (`ends_after`)."""
+        """The new tokens and the record of each text. first: stop after this many tokens or slightly more; the KV cache
+        has its full size (`ends_after`)."""
 
 
 def in_turns(
@@ -56,13 +56,13 @@ def in_turns(
 ) -> Iterator[tuple[Key, Turn, Result, int]]:
     """Time every method in every turn: (method, turn, result, how often it was timed again).
 
-    methods: {key: f(turn, warming) -> what was measured}. rounds_of: the seconds of its rounds.
+    methods: {key: f(turn, warming) -> measurement}. rounds_of: the seconds of its rounds.
     The first turn has the order of `methods`, which is that of the tables; each other one an order drawn anew. In one
     fixed order, a machine that slows down in the course of each turn would slow the last method most.
     Right before each call that counts, the method is called with `warming`. Otherwise it pays for what ran before:
     after another engine's process, this one's threads sleep and the processor's caches hold other weights, and the row
     that came next had twice the TTFT of the others.
-    What holds a round of more than STALLED times the median of all the method's rounds is timed again.
+    A measurement with a round of more than STALLED times the median of all the method's rounds is timed again.
     """
     rounds: dict[Key, list[float]] = defaultdict(list)
     order = list(methods)
@@ -82,9 +82,9 @@ def in_turns(
 
 
 def timed(call: Callable[[bool], Result], device: torch.device | str) -> Result:
-    """What `call(False)` gives in a timed stretch, right after `call(True)`. If steps had to be computed eagerly, as no
-    CUDA graph had been captured for them, it is called untimed, which captures them, and timed again."""
-    for _ in range(AGAIN + 1):  # A method that follows the clock may ask for other steps each time.
+    """The result of `call(False)` in a timed stretch, right after `call(True)`. If steps had to be computed eagerly, as
+    no CUDA graph had been captured for them, it is called untimed, which captures them, and timed again."""
+    for _ in range(AGAIN + 1):  # A method that depends on measured times may use other steps each time.
         with quiet(device):
             call(True)
             synchronize(device)
@@ -106,8 +106,8 @@ def measure(
     warm_up: int = 2,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[tuple[list[TimedText], QueueFigures | None]]:
-    """Time every method on every prompt, `repeats` times, in turn: the figures of a text, and None. With `batch` each
-    call is a queue of all prompts, `batch` at a time: the figures of its texts, and of the queue.
+    """Time every method on every prompt, `repeats` times, interleaved: the figures of a text, and None. With `batch`
+    each call is a queue of all prompts, `batch` at a time: the figures of its texts, and of the queue.
 
     warm_up: calls of each method that come first and do not count. numbers: of the prompts that are timed one by one;
         None: all.
@@ -150,8 +150,8 @@ def measure(
 def time_steps(
     steps: Mapping[Key, Step], turns: Iterable[Hashable], seed: int, device: torch.device | str
 ) -> dict[Key, list[float]]:
-    """{key: [seconds, ...]} of steps that are timed in turn: one figure a turn. A step that returns a float has timed
-    itself.
+    """{key: [seconds, ...]} of steps that are timed interleaved: one figure a turn. A step that returns a float has
+    timed itself.
 
     Before each call that counts, a step is called for WARM_SECONDS: in decoding, a forward follows others of its own
     model. A step that takes LONG is not called for that.
@@ -231,7 +231,7 @@ def generator_of(seed: int, device: torch.device | str, repeat: int = 0, index: 
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Otherwise each garbage collection between measurements visits all of torch's objects: a quarter of a second."""
+    """Freeze all objects: otherwise each garbage collection between measurements takes a quarter of a second."""
     gc.collect()
     gc.freeze()
     try:

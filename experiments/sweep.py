@@ -48,7 +48,8 @@ def costs(
     device: str,
     spread: Callable[..., Iterable[Any]] = map,
 ) -> Costs:
-    """What theory needs beside the timed texts. spread: applies a function to each item, as the builtin `map`.
+    """The costs and the alpha from which theory predicts speed. spread: applies a function to each item, as the builtin
+    `map`.
 
     alpha is the mean overlap of p and q over the contexts in which a guess was tested, with ALPHA_GAMMA guesses in a
     round; nan if none was. It is less noisy than counting accepted guesses: a context counts with its probability of
@@ -80,7 +81,7 @@ def scoring_costs(
     distributions, in units of the cost for one token in each row. m is at most gamma + 1; None: the longest of GAMMAS.
 
     After these, the cost of one forward of each of `drafts` over one token in each row.
-    Medians of paired ratios; the widths are timed in turn. The paper assumes that all v are 1.
+    Medians of paired ratios; the widths are timed interleaved. The paper assumes that all v are 1.
     """
     gamma = gamma or max(GAMMAS)
     steps = [(target, width) for width in range(1, gamma + 2)] + [(model, 1) for model in drafts]
@@ -105,11 +106,11 @@ def scoring_costs(
 
 
 def predict(texts: Sequence[TimedText], costs: Costs) -> dict[str, Any]:
-    """What was measured at one temperature, and what theory predicts.
+    """The measurements at one temperature, and the predictions of theory.
 
     "rows": for each gamma the measured figures of `intervals.summarize`, with "paper", the speed-up by the paper's
     theorem 3.8, and "theory", the same with the measured cost of scoring; "expected", the tokens a round that follow
-    from the overlaps of p and q (nan where the record has none). "alpha", "c": what theory is given. "plain": the
+    from the overlaps of p and q (nan where the record has none). "alpha", "c": the inputs of theory. "plain": the
     target alone. "best": the gamma that is best by the paper's theorem.
     """
     by_method = {row["method"]: row for row in summarize(texts)}

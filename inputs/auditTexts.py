@@ -58,7 +58,7 @@ def text_of(number: int, fields: Any, tokenizer: PreTrainedTokenizerBase, model:
 
 
 def ids_of(value: Any, name: str, model: Outline, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
-    """A list of token ids. tokenizer: for a field that may be text instead. Raises ValueError if it is neither."""
+    """Token ids of a field. tokenizer: if the field may be text instead. Raises ValueError for other values."""
     if tokenizer is not None and isinstance(value, str):
         return list(tokenizer(checked(value, name), verbose=False)["input_ids"])
     if not isinstance(value, list) or not all(type(token) is int for token in value):
@@ -70,7 +70,7 @@ def ids_of(value: Any, name: str, model: Outline, tokenizer: PreTrainedTokenizer
 
 
 def checked(value: Any, name: str) -> str:
-    """A text. Raises ValueError if it is none."""
+    """`value`, if it is a text; raises ValueError otherwise."""
     if not isinstance(value, str) or value != value.encode(errors="replace").decode():
         raise ValueError(f'"{name}" is no text')
     return value
@@ -95,7 +95,7 @@ def encoded(prompt: Any, text: Any, tokenizer: PreTrainedTokenizerBase, model: O
 
 
 def decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of token ids, as it is."""
+    """The text of token ids, without any clean-up."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

@@ -1,4 +1,5 @@
-"""What the scripts' command lines share: types of flags, text that is safe to show, errors of one line, exit codes."""
+"""The common part of the scripts' command lines: types of flags, text that is safe to show, errors of one line, exit
+codes."""
 
 from __future__ import annotations
 
@@ -40,14 +41,14 @@ def script_parser(prog: str, docstring: str | None) -> Parser:
 
 
 def parse_whole(value: str, least: int, most: int) -> int:
-    """The whole number that `value` says. `int` alone also takes 1_000, other scripts' digits, and any length."""
+    """`value` as a whole number. `int` alone also takes 1_000, other scripts' digits, and any length."""
     if not re.fullmatch("[+-]?[0-9]{1,30}", value) or not least <= int(value) <= most:
         raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {value[:40]!r}")
     return int(value)
 
 
 def parse_number(value: str, least: float, most: float) -> float:
-    """The number that `value` says, which is not nan."""
+    """`value` as a number that is not nan."""
     decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", value)
     if not decimal or not least <= float(value) <= most:
         raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {value[:40]!r}")
@@ -81,17 +82,17 @@ OWN = {"name", "first", "only"}  # options of `flag` that argparse does not know
 
 
 def flag(kind: Callable[[str], Any], default: Any = None, metavar: str | None = "N", **options: Any) -> Any:
-    """A field that is a flag with a value of that kind. default None: there is none, or it depends on other flags.
+    """A field that is a flag with a value of type `kind`. default None: no default, or one that depends on other flags.
 
-    options: those of `add_argument`, and name: what the flag is called, if not as the field; first: whether it is among
-    the flags that most people need; only: (the purpose, f(settings) -> whether that is asked for) of a flag that has no
+    options: those of `add_argument`, and name: the flag's name, if it is not the field's; first: whether it is among
+    the flags that most people need; only: (the purpose, f(settings) -> whether it is used) of a flag that has no
     effect otherwise.
     """
     return field(default=default, metadata={"type": kind, "metavar": metavar, **options})
 
 
 def choice(values: Iterable[str], default: str | None = None, **options: Any) -> Any:
-    """A field that is a flag with one of several words. values may be {word: function}: then the help ends with the
+    """A field that is a flag with one of `values`. These may be {word: function}: then the help ends with the
     first sentence of each function's docstring."""
     return flag(str, default, None, choices=values, **options)
 
@@ -170,9 +171,9 @@ def one_line(error: BaseException) -> str:
 def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: str = "use smaller models") -> int:
     """Run `work()` as a command and return the exit code.
 
-    The code is what `work` returns, or 0; 2 after one line that says what stopped it; 130 after Ctrl-C; 141, as a
+    The code is the result of `work`, or 0; 2 after an error of one line; 130 after Ctrl-C; 141, as a
     shell calls it, if nobody reads the output any longer. An error that is a bug is raised.
-    kept: says what is not lost. smaller: what to do when memory is full.
+    kept: a sentence on what is not lost. smaller: the remedy when memory is full.
     """
     for stream in sys.stdout, sys.stderr:  # A character that the screen cannot show must not stop the script.
         if isinstance(stream, io.TextIOWrapper):

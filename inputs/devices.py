@@ -29,7 +29,7 @@ def check_device(name: str) -> None:
         raise UserError(f"device {name!r} cannot be used: use --device cpu, cuda, cuda:1 and so on, mps, or auto")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(
-            "CUDA was asked for, but torch finds no CUDA device; use --device cpu, or install a CUDA build "
+            "CUDA was requested, but torch finds no CUDA device; use --device cpu, or install a CUDA build "
             "of torch and a driver"
         )
     try:

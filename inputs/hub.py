@@ -38,7 +38,7 @@ REFUSALS = {
     "a token that may read it",
     RevisionNotFoundError: "{repo} has no revision {revision!r}; leave out --revision for its main one",
     HfHubHTTPError: "{host} answered {status} for {repo}; check HF_TOKEN, try again later, or name a mirror in "
-    "HF_ENDPOINT. What came is kept.",
+    "HF_ENDPOINT. What was downloaded is kept.",
 }
 
 logging.set_verbosity_error()  # The warnings that matter are UserErrors here,
@@ -46,9 +46,9 @@ logging.get_logger("huggingface_hub.utils._http").setLevel("WARNING")  # but for
 
 
 def list_repository(repo: str, revision: str = "main", kind: str = "model") -> Manifest:
-    """A repository's commit and its files. Raises UserError if the hub does not tell.
+    """A repository's commit and its files. Raises UserError if the hub does not list them.
 
-    kind: 'model' or 'dataset'. A hub that is busy is asked again.
+    kind: 'model' or 'dataset'. Requests to a busy hub are repeated.
     """
     url = f"{constants.ENDPOINT}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
     options = {"timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT, "max_retries": 3, "retry_on_exceptions": ()}
@@ -61,7 +61,7 @@ def list_repository(repo: str, revision: str = "main", kind: str = "model") -> M
             path, lfs = entry["rfilename"], entry.get("lfs")
             if not stays_inside(path):
                 raise UserError(
-                    f"{repo} holds a file named {path!r}, which would be written elsewhere; nothing of it is downloaded"
+                    f"{repo} has a file named {path!r}, which lies outside its folder; nothing was downloaded"
                 )
             digest = f"sha256:{lfs['sha256']}" if lfs else f"git:{entry['blobId']}"
             files.append(HubFile(path, entry["size"], digest))
@@ -69,12 +69,12 @@ def list_repository(repo: str, revision: str = "main", kind: str = "model") -> M
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """Raise UserError if the disk of `folder` has no room for `needed` bytes more."""
+    """Raise UserError if the disk of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if needed + SPARE > free:
         raise UserError(
-            f"{gigabytes(needed)} are to be written to {folder} and its disk has {gigabytes(free)} free; "
-            "make room, and run this again"
+            f"{gigabytes(needed)} are needed in {folder}, where only {gigabytes(free)} are free; "
+            "free some space and run the command again"
         )
 
 
@@ -99,13 +99,13 @@ def fetch(manifest: Manifest, folder: Path, kind: str = "model") -> None:
                 part.unlink()
             else:
                 raise UserError(
-                    f"{file.path} of {repo} came twice with another hash than {constants.ENDPOINT} names; try again "
-                    "later, or another mirror (HF_ENDPOINT)"
+                    f"{file.path} of {repo} was downloaded twice with a hash that differs from that of "
+                    f"{constants.ENDPOINT}; try again later, or another mirror (HF_ENDPOINT)"
                 )
 
 
 def append_missing(url: str, part: Path, file: HubFile) -> None:
-    """Append the bytes that `part` lacks. A connection that breaks is made again as long as each one brings bytes."""
+    """Append the bytes that `part` lacks. A connection that breaks is repeated as long as each one transfers bytes."""
     headers = build_hf_headers() | {"Accept-Encoding": "identity"}
     with open(part, "ab") as stream, Bar(file.path, file.size, " bytes") as bar:
         bar.update(stream.tell())
@@ -119,7 +119,7 @@ def append_missing(url: str, part: Path, file: HubFile) -> None:
 
 @contextlib.contextmanager
 def hub_errors(repo: str, revision: str) -> Iterator[None]:
-    """Raise what can go wrong between this machine and a hub as a UserError."""
+    """Raise errors of the connection to a hub as UserErrors."""
     host = constants.ENDPOINT
     if not host:
         raise UserError("HF_ENDPOINT is empty: unset it, or name a mirror (it begins with https://)")
@@ -137,8 +137,8 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
             host += f" through the proxy {proxy.rpartition('@')[2]}"
         raise UserError(
             f"no connection to {host} ({type(error).__name__}); check the network, or name a mirror in HF_ENDPOINT (it "
-            "begins with https://). What came is kept: the next run goes on from there. With --offline only what is "
-            "here is used."
+            "begins with https://). What was downloaded is kept; the next run resumes from there. With --offline only "
+            "local files are used."
         ) from None
     except OSError as error:
         raise file_error(error) from None

@@ -1,7 +1,7 @@
 """The manifest of a downloaded folder, `download.json`: where its files came from, their sizes and their hashes.
 
 It is written last, so a folder with a manifest was complete once. `Manifest.damaged` names the
-files that are not what it says.
+files that differ from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds. commit: "" if there is none, or if not all files are in their places. rows: of a data set,
+    """The content of a folder. commit: "" if unknown, or if not all files are in their places. rows: of a data set,
     {split: their number}."""
 
     repo: str
@@ -45,7 +45,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of a folder. None if there is none, if it cannot be read, or if it names a file outside the
+        """The manifest of a folder. None if it does not exist, if it cannot be read, or if it names a file outside the
         folder: files that a new revision lacks are removed."""
         try:
             content = json.loads((folder / MANIFEST).read_text())
@@ -55,7 +55,6 @@ class Manifest:
             return None
 
     def write(self, folder: Path) -> None:
-        """Write the manifest of a folder."""
         replace_file(folder / MANIFEST, json.dumps(asdict(self), indent=1))
 
     def damaged(self, folder: Path) -> list[HubFile]:
@@ -91,15 +90,15 @@ def is_whole(path: Path, file: HubFile) -> bool:
 
 
 def verify_offline(name: str, folder: Path, manifest: Manifest | None) -> None:
-    """Print that a folder is whole. Raises UserError if it is not, or if `manifest` is None: then it does not hold what
-    is asked for."""
+    """Print that a folder is complete. Raises UserError if it is not, or if `manifest` is None: then it does not hold
+    what was requested."""
     if manifest is None:
         raise UserError(
-            f"what is asked for of {name} is not in {folder}, and --offline (or HF_HUB_OFFLINE) forbids to download it"
+            f"{name} is not in {folder}, or is incomplete, and --offline (or HF_HUB_OFFLINE) forbids downloading it"
         )
     if broken := manifest.damaged(folder):
-        raise UserError(f"{folder / broken[0].path} is damaged; run this again without --offline to repair it")
-    print(f"{name}: whole, in {folder}; nothing to download")
+        raise UserError(f"{folder / broken[0].path} is damaged; run the command again without --offline to repair it")
+    print(f"{name}: complete, in {folder}; nothing to download")
 
 
 @file_errors()

@@ -42,7 +42,8 @@ logging.disable_progress_bar()
 
 
 def find_model(name: str | Path) -> Path:
-    """The folder of a model, named by a folder under `models/` or by any path. Raises UserError if it is none."""
+    """The folder of a model, named by a folder under `models/` or by any path. Raises UserError if there is no such
+    model."""
     for folder in files.MODELS / name, Path(os.path.abspath(os.path.expanduser(name))):
         if os.path.isdir(folder) and folder != files.MODELS:  # `models/` itself is found for "."
             break
@@ -51,9 +52,8 @@ def find_model(name: str | Path) -> Path:
             raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
         names = sorted(path.name for path in files.MODELS.glob("*") if path.is_dir())
         raise UserError(
-            f"no model folder {str(name)!r}, neither under {files.MODELS.name}/ nor as a path; "
-            f"there are: {', '.join(names) or 'none'}. downloadModel.py gets models; a hub id is "
-            "owner/name"
+            f"there is no model {str(name)!r}, neither in {files.MODELS.name}/ nor as a path; available: "
+            f"{', '.join(names) or 'none'}. Download models with downloadModel.py; a hub id is owner/name"
         )
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{folder} is an unfinished download; run downloadModel.py again to finish it")
@@ -68,13 +68,13 @@ def find_model(name: str | Path) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold a model's weights. Raises UserError if there are none."""
+    """The safetensors files of a model's weights. Raises UserError if there are no such files."""
     index = folder / SAFETENSORS_INDEX_FILE
     if os.path.isfile(folder / SAFETENSORS_SINGLE_FILE):
         return [folder / SAFETENSORS_SINGLE_FILE]
     if not os.path.isfile(index):
         raise UserError(
-            f"{folder} holds no .safetensors weights, and no other format is loaded; "
+            f"{folder} has no .safetensors weights, and no other format is loaded; "
             "download the model again with its safetensors files"
         )
     try:
@@ -83,7 +83,7 @@ def weight_files(folder: Path) -> list[Path]:
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{index} does not list any weights; download it again") from None
     if outside:
-        raise UserError(f"{index} names {outside[0]!r}, which is not in its folder; download it again")
+        raise UserError(f"{index} refers to {outside[0]!r}, which is outside its folder; download it again")
     return sorted(folder / name for name in names)
 
 
@@ -101,13 +101,13 @@ def holds_head(folder: Path) -> bool:
 
 
 def default_pair() -> tuple[str, str]:
-    """(target, draft) if none is named: Pythia if both were downloaded, else the bundled pair."""
+    """(target, draft) if no model is named: Pythia if both were downloaded, else the bundled pair."""
     pythia = ("pythia-2.8b", "pythia-70m")
     return pythia if all((files.MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
 
 
 def default_mid(pair: tuple[str, str]) -> str | None:
-    """The model between the two of `default_pair`, or None if it is not there."""
+    """The model between the two of `default_pair`, or None if it does not exist."""
     name = "pythia-410m" if pair[0].startswith("pythia") else "bundled-mid"
     return name if (files.MODELS / name).is_dir() else None
 
@@ -134,7 +134,7 @@ def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
 
 def working_bytes(config: PretrainedConfig, tokens: int) -> int:
     """Bytes that a model needs in addition to its weights to read `tokens` tokens in one forward: float32 logits and
-    the tensors made of them, keys and values, and activations."""
+    the tensors computed from them, keys and values, and activations."""
     hidden = config.hidden_size
     return WORKING_MEMORY + tokens * (
         3 * 4 * config.vocab_size + 2 * 4 * hidden * config.num_hidden_layers + 16 * 4 * hidden
@@ -224,19 +224,19 @@ def load_model(
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
     if loaded.context + loaded.first_position < positions:
         print(
-            f"{loaded.name} is decoded up to {loaded.context} tokens, not {positions}: beyond, its rotary embeddings "
-            "(longrope) depend on the longest text of a batch",
+            f"{loaded.name} is limited to {loaded.context} tokens instead of {positions}: beyond that its rotary "
+            "embeddings (longrope) depend on the longest text of a batch",
             file=sys.stderr,
         )
     return loaded
 
 
 def check_decodes(folder: Path, config: PretrainedConfig) -> None:
-    """Raise UserError unless models of this configuration are decoded right, before any weight is read."""
+    """Raise UserError unless models of this configuration are decoded correctly, before any weight is read."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
-            f"{folder} holds a model of the kind {config.model_type}, which is no causal language model of "
-            "transformers; name another model"
+            f"{folder} is a model of type {config.model_type}, which is not a causal language model in transformers; "
+            "name another model"
         )
     check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
@@ -262,9 +262,9 @@ def choose_devices(
 
 
 def check_weights(folder: Path, info: dict[str, Any]) -> None:
-    """Raise UserError if the files did not hold exactly the weights that config.json asks for.
+    """Raise UserError if the files did not hold exactly the weights of config.json.
 
-    transformers would go on, with random weights or fewer layers. Buffers that no layer asks for are harmless.
+    transformers would continue, with random weights or fewer layers. Unused buffers are harmless.
     """
     keys = (
         sorted(info["missing_keys"])
@@ -273,13 +273,13 @@ def check_weights(folder: Path, info: dict[str, Any]) -> None:
     )
     if keys:
         raise UserError(
-            f"{folder}: config.json and the weights do not match ({keys[0]} is missing, left over or of "
-            "another shape); download both again from one place"
+            f"{folder}: config.json and the weights do not match ({keys[0]} is missing, unexpected or "
+            "has another shape); download both again from the same source"
         )
 
 
 def model_version(name: str | Path) -> str:
-    """What identifies the weights of a model: the hub's commit if downloadModel.py recorded one and no file has changed
+    """Identifies the weights of a model: the hub's commit if downloadModel.py recorded one and no file has changed
     since, else 'sha256:' and 16 digits of a hash of the safetensors files."""
     folder = find_model(name)
     weights, manifest = weight_files(folder), Manifest.read(folder)

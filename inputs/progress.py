@@ -1,4 +1,4 @@
-"""`Bar` and `followed`: how far a long piece of work is."""
+"""`Bar` and `followed`: progress bars."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAUSE = 30.0  # seconds between two lines
 class Bar:
     """A progress bar on a terminal. Elsewhere a line on stderr every PAUSE seconds, so that a log shows it too.
 
-    total: the steps of the work; None if nobody knows. Of several processes (`accelerate launch`) only the first shows
+    total: the steps of the work; None if unknown. Of several processes (`accelerate launch`) only the first shows
     anything.
     """
 
@@ -29,7 +29,7 @@ class Bar:
         self.last = time.monotonic()  # when the last line was printed, or the work began
 
     def update(self, steps: int = 1) -> None:
-        """So many more steps are done."""
+        """Advance by `steps`."""
         self.done += steps
         self.bar.update(steps)
         now = time.monotonic()
@@ -49,7 +49,7 @@ class Bar:
 
 
 def followed(items: Iterable[T], what: str, total: int) -> Iterator[T]:
-    """The items, with a `Bar` that goes on when the next one is asked for."""
+    """The items, with a `Bar` that advances when the next one is requested."""
     with Bar(what, total) as bar:
         for item in items:
             yield item

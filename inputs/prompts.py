@@ -37,12 +37,12 @@ def check_passages(corpora: Sequence[Corpus], dataset: str, least: int) -> None:
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
-    """The texts given by flag: one prompt, or the lines of a file. Empty if neither is given."""
+    """The texts given by flag: one prompt, or the lines of a file. Empty if there are none."""
     if file is None:
         return [] if prompt is None else [prompt]
     lines = [line for line in read(file).split("\n") if line.strip()]
     if not lines:
-        raise UserError(f"--promptFile {file} holds no prompt; write one on each line")
+        raise UserError(f"--promptFile {file} contains no prompt; write one on each line")
     return lines
 
 
@@ -61,14 +61,14 @@ def read_questions(name: str) -> list[Question]:
     for question in questions:
         if counts[question.category] == 1:
             raise UserError(
-                f"--prompts {file}, line {question.line}: {question.category!r} has this prompt alone, and a "
-                "comparison by category needs two; add one, or name another category"
+                f"--prompts {file}, line {question.line}: category {question.category!r} has only this prompt, and a "
+                "comparison needs two; add one, or use another category"
             )
     return questions
 
 
 def find_prompts(name: str) -> Path:
-    """The file of `--prompts`. Raises UserError if there is none."""
+    """The file of `--prompts`. Raises UserError if it does not exist."""
     if name not in SETS:
         return Path(os.path.expanduser(name))
     file = files.DATASETS / SETS[name]
@@ -145,7 +145,7 @@ def choose_prompts(
     """Token ids of `count` prompts for each length, {length: prompts}.
 
     A prompt is the text from the start of a passage on, cut to the length. Passages of at least
-    `least` characters are taken from each corpus in turn. If too few texts go on for that long, the longest others are
+    `least` characters are taken from the corpora alternately. If too few texts are that long, the longest others are
     added.
     """
     prompts = {}

@@ -1,4 +1,4 @@
-"""Models of Pythia's true shapes with random weights: what speed depends on, without a download."""
+"""Models of Pythia's true shapes with random weights: for measuring speed without a download."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ SHAPES = {
 
 def made_model(name: str) -> str:
     """The name of the model that "random:SHAPE" stands for, models/random-SHAPE, which is written at its first use in
-    bfloat16. Any other name as it is. Raises UserError for an unknown shape, or if the disk is too small."""
+    bfloat16. Any other name is returned unchanged. Raises UserError for an unknown shape, or if the disk is too
+    small."""
     if not name.startswith(PREFIX):
         return name
     shape = name.removeprefix(PREFIX)
@@ -42,7 +43,9 @@ def made_model(name: str) -> str:
         hidden, layers, _ = SHAPES[shape]
         needed, free = 2 * (12 * layers * hidden**2 + 2 * VOCABULARY * hidden), shutil.disk_usage(files.MODELS).free
         if needed > free:
-            raise UserError(f"{name} needs about {gigabytes(needed)} on the disk, and {gigabytes(free)} are free")
+            raise UserError(
+                f"{name} needs about {gigabytes(needed)} on the disk, where only {gigabytes(free)} are free"
+            )
         making = folder.with_name(f"{folder.name}.unfinished")
         shutil.rmtree(making, ignore_errors=True)
         random_model(shape).save_pretrained(making)
@@ -52,7 +55,7 @@ def made_model(name: str) -> str:
 
 
 def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> GPTNeoXForCausalLM:
-    """A GPT-NeoX model of that shape with random weights."""
+    """A GPT-NeoX model of `shape` with random weights."""
     hidden, layers, heads = SHAPES[shape]
     config = GPTNeoXConfig(
         vocab_size=VOCABULARY,

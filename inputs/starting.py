@@ -1,5 +1,5 @@
-"""How the scripts of the root start: what the command line alone decides is answered in a moment, and what goes wrong
-while the libraries are imported is one line.
+"""How the scripts of the root start: errors of the command line are reported at once, and an error while the libraries
+are imported is one line.
 
 Importing torch and transformers takes seconds. So the flags are first read with nothing behind the names of libraries:
 --help, --version and a wrong flag need no more. Then everything is imported again, as it is.
@@ -102,7 +102,7 @@ def answered(name: str, flags: str) -> int:
     try:
         read_flags, command = importlib.import_module(flags).read_flags, importlib.import_module("inputs.commandLine")
         return command.as_command(name, lambda: read_flags(sys.argv[1:]) and None, "")
-    except Exception:  # A module does more with a library than to name its parts. Then the libraries are needed.
+    except Exception:  # A module does more with a library than name its parts. Then the libraries are needed.
         return 0
     finally:
         sys.meta_path.remove(finder)

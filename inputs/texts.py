@@ -33,7 +33,7 @@ class Corpus:
         """The passages of at least `least` characters, in order.
 
         A passage is a line of a document in WikiText's format, headings left out, or a paragraph of any other document.
-        reach: each passage goes on into the text that follows, up to this many characters or the document's end.
+        reach: each passage is extended by the text that follows, up to this many characters or the document's end.
         """
         passages = []
         for document in self.documents:
@@ -72,14 +72,12 @@ def load_corpora(name: str, books: int | None = None) -> list[Corpus]:
         corpus.documents = [document for document in corpus.documents if document.strip()][:books]
     corpora = [corpus for corpus in corpora if corpus.documents]
     if not corpora:
-        raise UserError(
-            f"{path} holds no text; give {', '.join(ENDINGS)} files that are not empty, or a saved data set"
-        )
+        raise UserError(f"{path} contains no text; give non-empty {', '.join(ENDINGS)} files or a saved data set")
     return corpora
 
 
 def find_texts(name: str) -> Path:
-    """The file or folder of a data set. Raises UserError if there is none."""
+    """The file or folder of a data set. Raises UserError if it does not exist."""
     if name in FOLDERS or os.path.isfile(files.DATASETS / name / MANIFEST):
         folder = FOLDERS.get(name, name)
         path = files.DATASETS / folder
@@ -91,7 +89,7 @@ def find_texts(name: str) -> Path:
         return path
     path = Path(os.path.abspath(os.path.expanduser(name)))
     if not os.path.exists(path):
-        raise UserError(f"unknown data set {name!r}: it is none of {', '.join(FOLDERS)} and no such path exists")
+        raise UserError(f"unknown data set {name!r}: it is not one of {', '.join(FOLDERS)}, and no such path exists")
     return path
 
 
@@ -120,7 +118,7 @@ def parse_lines(flag: str, file: Path, fields: str, parse: Callable[[int, Any], 
         try:
             parsed.append(parse(number, json.loads(line)))
         except (json.JSONDecodeError, RecursionError) as error:
-            raise UserError(f"{flag} {file}, line {number}: this is no JSON ({one_line(error)})") from None
+            raise UserError(f"{flag} {file}, line {number}: this is not JSON ({one_line(error)})") from None
         except ValueError as error:
             raise UserError(f"{flag} {file}, line {number}: {one_line(error)}") from None
     return parsed
@@ -145,5 +143,5 @@ def read_saved(path: Path) -> list[str]:
     except Exception as error:
         raise UserError(
             f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test' "
-            f"({one_line(error)}); save it so, or name a text file"
+            f"({one_line(error)}); save one, or name a text file"
         ) from None

@@ -19,7 +19,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     folder = find_model(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # For a broken folder transformers raises anything, also types of its own.
+    except Exception as error:  # A broken folder can raise nearly anything, also exceptions of transformers.
         if out_of_memory(error):
             raise
         raise UserError(
@@ -60,7 +60,7 @@ def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[in
     """The tokens that end a text of the model in a folder.
 
     Those that transformers' `generate` stops at: one or several of generation_config.json, or else of config.json. And
-    the tokenizer's own. Raises UserError if a file does not say which.
+    the tokenizer's own. Raises UserError if no file names any.
     """
     named: object = None
     for file in folder / "generation_config.json", folder / "config.json":
@@ -80,7 +80,7 @@ def most_frequent(count: int, tokenizer: PreTrainedTokenizerBase, ends: Iterable
     numbers its tokens roughly by frequency. Raises UserError if the tokenizer has fewer tokens.
     """
     if count > len(tokenizer):
-        raise UserError(f"--draftVocab {count} is more than the {len(tokenizer)} tokens there are")
+        raise UserError(f"--draftVocab {count} exceeds the vocabulary of {len(tokenizer)} tokens")
     counts = torch.zeros(len(tokenizer), dtype=torch.long)
     for corpus in load_corpora("sample"):
         for document in corpus.documents:

@@ -1,4 +1,4 @@
-"""The audit of texts that anything wrote: are they the target's, under these sampling settings?
+"""The audit of texts of any origin: are they the target's, under these sampling settings?
 
 Drawn texts are tested with the statistics of evidence.py, greedy ones token by token. `test.py --audit` and the rows of
 other engines in the benchmark are judged here.
@@ -29,7 +29,7 @@ from lossless.scorer import Texts, TextScorer, gap_figures
 from methods.catalogue import build
 from utils import Sampling
 
-ROWS = 64  # texts that are shared out at a time
+ROWS = 64  # texts of a piece of work
 LISTED = 20  # tokens that are listed with their places
 # The share of impossible tokens that is put down to the tokenizer, where texts came without token ids: an engine that
 # samples may write the letters of a word in other tokens. On the bundled pair 0.1 % of the tokens become impossible.
@@ -58,12 +58,12 @@ class Auditor:
     guessing: Any = None
 
     def drawn(self, prompts: Texts, texts: Texts, sampling: Sampling, lines: Sequence[int] = ()) -> AuditFigures:
-        """The figures of texts that are drawn with `sampling`, and what they show. lines: the name of each text, as in
+        """The figures of texts that are drawn with `sampling`, and the conclusions. lines: the name of each text, as in
         a file; none: from 1."""
         evidence = self.evidence(prompts, texts, sampling)
         figures = evidence.figures()
         tests = self.rejecting(figures)
-        some = max(1, int(np.searchsorted(np.cumsum([len(text) for text in texts]), FITTED)))
+        fitted = max(1, int(np.searchsorted(np.cumsum([len(text) for text in texts]), FITTED)))
         findings = {
             **asdict(sampling),
             "unit": self.unit,
@@ -76,7 +76,7 @@ class Auditor:
             "fits": [
                 asdict(other)
                 for other in (others(sampling) if tests else ())
-                if not self.rejecting(self.evidence(prompts[:some], texts[:some], other).figures())
+                if not self.rejecting(self.evidence(prompts[:fitted], texts[:fitted], other).figures())
             ],
         }
         return cast(AuditFigures, {**figures, **findings})
@@ -117,17 +117,17 @@ class Auditor:
         return sum(parts[1:], parts[0])
 
     def mapped(self, work: Any, texts: int) -> Any:
-        """`work` for the first of each ROWS texts, shared out."""
+        """`work` for the first of each ROWS texts, distributed over the processes."""
         firsts = range(0, texts, ROWS)
         return followed(self.processes.mapped(work, firsts), "audit", len(firsts))
 
 
-def places(found: Any, texts: Texts, lines: Sequence[int]) -> list[Place]:
-    """The first tokens `found`, (text, position) each: the line of each text, the position in the text and the token's
+def places(tokens: Any, texts: Texts, lines: Sequence[int]) -> list[Place]:
+    """The first of `tokens`, (text, position) each: the line of each text, the position in the text and the token's
     id, both from 1 but for the id."""
     return [
         {"line": lines[row] if lines else int(row) + 1, "position": int(at) + 1, "token": int(texts[row][at])}
-        for row, at in found[:LISTED]
+        for row, at in tokens[:LISTED]
     ]
 
 
@@ -135,23 +135,23 @@ def alike(u: np.ndarray) -> float:
     """The p-value of "the numbers u at one position of the texts are independent". u: as in `Evidence`. Texts that were
     drawn with one seed share their random numbers: the mean of u at a position then varies too much."""
     counts = (~np.isnan(u)).sum(0)
-    kept = counts > 1
-    means = np.nanmean(u[:, kept], 0)
-    return float(chi2.sf((12 * counts[kept] * (means - 0.5) ** 2).sum(), kept.sum())) if kept.any() else 1.0
+    several = counts > 1
+    means = np.nanmean(u[:, several], 0)
+    return float(chi2.sf((12 * counts[several] * (means - 0.5) ** 2).sum(), several.sum())) if several.any() else 1.0
 
 
 def power_of(evidence: Evidence, limit: float) -> Power:
-    """The departures from the target that texts of so many tokens would have shown with probability SEEN.
+    """The deviations from the target that these texts would have shown with probability SEEN.
 
     surprise: of the mean of -log p(x) from the entropy, in nats a token: a normal number with this mean crosses the
     limit. variation: of the distribution of u from the uniform one, at the place where it is largest. That is the total
     variation distance of the sampler from p, averaged over contexts, if the order of the vocabulary shows it. Then the
     share of tokens below that place is a binomial one, and its standard deviation is at most 1 / (2 sqrt(n)).
     """
-    kept = ~np.isnan(evidence.u)
-    n, margin = max(1, int(kept.sum())), norm.ppf(SEEN)
+    possible = ~np.isnan(evidence.u)
+    n, margin = max(1, int(possible.sum())), norm.ppf(SEEN)
     return {
-        "surprise": float((norm.isf(limit / 2) + margin) * evidence.variance[kept].sum() ** 0.5 / n),
+        "surprise": float((norm.isf(limit / 2) + margin) * evidence.variance[possible].sum() ** 0.5 / n),
         "variation": float(min(1, kstwo.isf(limit, n) + margin / (2 * n**0.5))),
     }
 

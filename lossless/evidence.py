@@ -11,8 +11,8 @@ any models:
 - Surprise. The mean of -log p(x) is H, the entropy of p, and its variance follows from p too. The differences from the
   mean are a martingale, so their sum over its standard deviation is a standard normal z (Brown 1971).
 - Guesses. Let x be a guess that is drawn after the same text and independently of the token. The token is x with
-  probability p(x), whatever drew x and whatever is said of its distribution. So the number of tokens that are the
-  guess, minus the sum of p(x), is a martingale too. It grows if what the drafter guesses leaks into the text.
+  probability p(x), whatever drew x and whatever its reported distribution. So the number of tokens that are the
+  guess, minus the sum of p(x), is a martingale too. It grows if the drafter's guesses leak into the text.
 
 Greedy decoding draws nothing. There each token is compared with the target's argmax (`scorer.greedy_figures`).
 """
@@ -69,23 +69,22 @@ class Evidence:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """All arrays that there are."""
+        """All arrays, without those that are None."""
         return [array for array in vars(self).values() if array is not None]
 
     @property
     def tokens(self) -> int:
-        """The number of tokens."""
         return int((~np.isnan(self.surprise)).sum())
 
     def figures(self) -> EvidenceFigures:
         """The figures of a line of results: counts, p-values by test, perplexities."""
-        kept = ~np.isnan(self.u)
-        counts = np.histogram(self.u[kept], BINS, (0, 1))[0]
-        z = z_score((self.surprise - self.entropy)[kept].sum(), self.variance[kept].sum())
+        possible = ~np.isnan(self.u)
+        counts = np.histogram(self.u[possible], BINS, (0, 1))[0]
+        z = z_score((self.surprise - self.entropy)[possible].sum(), self.variance[possible].sum())
         p = {
             # With fewer than 5 numbers a bin, the statistic does not have a chi-square distribution.
             "chi_square": chisquare(counts).pvalue if counts.mean() >= 5 else 1.0,
-            "kolmogorov_smirnov": kstest(self.u[kept], "uniform").pvalue if kept.any() else 1.0,
+            "kolmogorov_smirnov": kstest(self.u[possible], "uniform").pvalue if possible.any() else 1.0,
             "surprise": 2 * norm.sf(abs(z)),
             "neighbours": 2 * norm.sf(abs(self.neighbours())),
         }
@@ -97,8 +96,8 @@ class Evidence:
             "counts": counts.tolist(),
             "p": {name: float(value) for name, value in p.items()},
             "z": z,
-            "perplexity": float(np.exp(self.surprise[kept].mean())) if kept.any() else float("nan"),
-            "expected_perplexity": float(np.exp(self.entropy[kept].mean())) if kept.any() else float("nan"),
+            "perplexity": float(np.exp(self.surprise[possible].mean())) if possible.any() else float("nan"),
+            "expected_perplexity": float(np.exp(self.entropy[possible].mean())) if possible.any() else float("nan"),
         }
         if self.chances is not None:
             figures["guesses"], figures["p"]["guesses"] = self.guesses()
@@ -142,8 +141,8 @@ def hits_p_value(hits: np.ndarray, p: np.ndarray) -> float:
     (Barndorff-Nielsen and Cox 1979).
     """
     total = hits.sum()
-    found = minimize_scalar(lambda s: np.log1p(p * np.expm1(s)).sum() - s * total, bounds=(-30, 30), method="bounded")
-    return float(chi2.sf(max(0.0, -2 * found.fun), 1))
+    minimum = minimize_scalar(lambda s: np.log1p(p * np.expm1(s)).sum() - s * total, bounds=(-30, 30), method="bounded")
+    return float(chi2.sf(max(0.0, -2 * minimum.fun), 1))
 
 
 def seen_by(figures: Mapping[str, Any], limit: float) -> list[str]:
@@ -153,5 +152,5 @@ def seen_by(figures: Mapping[str, Any], limit: float) -> list[str]:
 
 
 def limit_of(methods: int) -> float:
-    """The p-value below which a test of a run on that many methods fails (Bonferroni correction)."""
+    """The p-value below which a test of a run on `methods` methods fails (Bonferroni correction)."""
     return FALSE_ALARM / (methods * (len(TESTS) - 1))

@@ -36,7 +36,7 @@ UNSURE = 0.4  # Guesses whose q is below this are dropped.
 # 1 - q(x_1) - q(x_2) - ... in a later sibling's q, which is near 1 where the draft is unsure. On the bundled pair it
 # moves 0.020 of the probability of the token after four siblings, and 0.079 with a draft at half the temperature.
 COLD = 0.5
-SAID = 0.3  # What a drafter says of each guess.
+SAID = 0.3  # The probability that a drafter reports for each guess.
 
 
 # Verification rules for chains. Arguments and results are those of decoding/verification.py.
@@ -206,8 +206,8 @@ class KeepingTarget(FlawedModel):
     def score_and_verify(self, rows: Rows, guesses: Guesses, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         assert self.cache is not None
         _, slots = rows.last(1, guesses.drafts.shape[1])
-        kept = self.kept(rows, slots)
-        row, slot = kept.nonzero()[:, 0], slots[kept]
+        mask = self.kept(rows, slots)
+        row, slot = mask.nonzero()[:, 0], slots[mask]
         states = [states for layer in self.cache.layers for states in (layer.keys, layer.values)]
         before = [x[row, :, slot] for x in states]
         result = super().score_and_verify(rows, guesses, *rest)

@@ -1,7 +1,7 @@
-"""`guesses_along`: what a method guesses along texts that are already written.
+"""`guesses_along`: the guesses of a method along texts that are already written.
 
 The guess that helped to draw a token depends on it: an accepted one is the token. So the method runs once more, with
-random numbers of its own, on a target that writes the given texts whatever is guessed. Each guess is then drawn as the
+random numbers of its own, on a target that writes these texts whatever the guesses. Each guess is then drawn as the
 drafter really draws it after that text, and independently of the token that stands there.
 """
 
@@ -86,14 +86,14 @@ def guesses_along(
 ) -> np.ndarray:
     """`FollowingTarget.guesses` of a method along `texts`, which follow `prompts`.
 
-    sampler: a partial function of `specSampling` or `treeSampling`, that wrote none of them: what it has learnt of them
-    must not choose where it guesses. options: its other arguments.
+    sampler: a partial function of `specSampling` or `treeSampling`, that wrote none of them: otherwise where it guesses
+    could depend on them. options: its other arguments.
     """
     target = FollowingTarget(sampler.keywords["target"], texts)
     counts = [itertools.count(1) for _ in texts]
 
     def ends(number: int, token: int) -> bool:
-        """Whether this is the last token of that text."""
+        """Whether this is the last token of text `number`."""
         return next(counts[number]) == len(texts[number])
 
     context = min(model.context for model in (sampler.keywords["target"], *sampler.keywords["drafter"].models))

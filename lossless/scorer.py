@@ -1,4 +1,4 @@
-"""`TextScorer`: computes the distributions of the target for texts already written, and the evidence that they give."""
+"""`TextScorer`: computes the target's distributions for texts already written, and their `Evidence`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Batch:
 
     tokens: int64 `[B, n]`, prompts and texts; shorter rows are padded on the right.
     at: int64 `[B, m, 1]`, the places whose logits predict the texts' tokens x, int64 `[B, m, 1]`.
-    written: bool `[B, m]`, the tokens that there are; the others pad texts that are shorter than the longest.
+    written: bool `[B, m]`, False for the padding of texts shorter than the longest.
     seen: bool `[B, m, V]`, the tokens before each of x, if the sampling has a repetition penalty.
-    guesses: int64 `[B, m, places]`, guesses that are independent of x, -1 where there is none; None: none are known.
+    guesses: int64 `[B, m, places]`, guesses that are independent of x, -1 where there is no guess; None: no guesses.
     """
 
     tokens: Tensor
@@ -135,11 +135,11 @@ class TextScorer:
         d = rounding(self.target, logits, self.unit)
         raised = logits.scatter_add(-1, x, d)
         top_p, temperature = self.sampling.top_p, self.sampling.temperature or 1
-        kept = []
+        results = []
         for i in range(len(x)):
             wider = replace(self.sampling, top_p=min(1.0, top_p + top_p * (1 - top_p) * float(d[i]) / temperature))
-            kept.append(probabilities(raised[i], wider, None if seen is None else seen[i])[x[i, 0]] > 0)
-        return torch.stack(kept)
+            results.append(probabilities(raised[i], wider, None if seen is None else seen[i])[x[i, 0]] > 0)
+        return torch.stack(results)
 
     @torch.inference_mode()
     def logit_gaps(self, prompts: Texts, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:

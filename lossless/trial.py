@@ -40,8 +40,8 @@ GREEDY_TOKENS = 50  # Tokens of a greedy text at most.
 
 
 class BlockReader:
-    """What a `TextScorer` asks of a model, computed as a sampler computes it: the prompts by prefill, then the texts in
-    blocks of `width` tokens through the KV cache, with the graphs that a compiled model has for them.
+    """The interface of a model for a `TextScorer`, computed as a sampler computes it: the prompts by prefill, then the
+    texts in blocks of `width` tokens through the KV cache, with the graphs that a compiled model has for them.
 
     The texts are of one length. They are read as a batch, as they were written: graphs are for a number of rows.
     """
@@ -53,7 +53,7 @@ class BlockReader:
 
     @torch.inference_mode()
     def read(self, prompts: Texts, texts: Texts, batch: int | None = None) -> None:
-        """Compute the logits that `score` gives, and keep them in the model's dtype. batch: texts at a time."""
+        """Compute the results of `score`, and keep them in the model's dtype. batch: texts at a time."""
         self.unscored: list[tuple[int, Tensor, Sequence[int]]] = []  # length of the prompt, logits [n, V], text
         batch = batch or len(texts)
         for part in (slice(first, first + batch) for first in range(0, len(texts), batch)):
@@ -77,7 +77,7 @@ class BlockReader:
 
 
 class Trial:
-    """Tests whether methods are lossless, as the settings of a run ask for.
+    """Tests whether methods are lossless, with the settings of a run.
 
     models: in `dtype`. append: takes each line of results.
     """
@@ -86,10 +86,10 @@ class Trial:
         settings = prepared.settings
         self.names, self.decoding = settings.measuring.groups["lossless"], settings.decoding
         self.sampling, self.max_len = settings.sampling.of("lossless"), settings.sampling.max_len_of("lossless")
-        self.texts, self.seed = settings.texts_at_once, settings.measuring.seed  # texts that a method is given at once
+        self.texts, self.seed = settings.texts_at_once, settings.measuring.seed  # texts of a call of a method
         self.rows, self.batch = settings.rows, settings.measuring.batch  # of these, decoded at a time; the flag
         self.batches = math.ceil(settings.tokens / (self.texts * self.max_len))  # of texts by each method
-        self.prompts = prepared.inputs.rows  # token ids, used in turn
+        self.prompts = prepared.inputs.rows  # token ids, used cyclically
         self.processes, self.device = prepared.processes, prepared.place.device
         self.models, self.dtype, self.append = models, dtype, append
         self.limit = limit_of(len(self.names) * len({"float32", settings.models.dtype or "float32"}))

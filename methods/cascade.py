@@ -19,7 +19,7 @@ from utils import Sampling
 class InnerRows(Rows):
     """The rows of a sampler that guesses for `outer`: the committed tokens of `outer`, and the guesses after them.
 
-    A row ends when it has as many guesses as are wanted, whatever they are, so no text ends at a guess.
+    A row ends when it has the requested number of guesses, whatever they are, so no text ends at a guess.
     """
 
     def __init__(self, outer: Rows, models: Sequence[Model]) -> None:
@@ -74,10 +74,10 @@ class CascadeDrafter(DrafterWithModel):
         self.drafter.read_prompts(self.inner)
 
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
-        """Rounds of its own until every row has its tokens.
+        """Run rounds of the inner sampler until every row has its tokens.
 
-        What a row has beyond them is dropped unseen: how many tokens are used does not depend on what they are. A
-        rule's `stop` is not asked, because the tokens come several at a time.
+        Surplus tokens of a row are dropped unseen: how many tokens are used does not depend on what they are. A
+        rule's `stop` is not called, because several tokens come at a time.
         """
         most = max(gammas)
         if most == 0:

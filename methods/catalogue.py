@@ -32,8 +32,8 @@ from utils import UserError
 
 
 class Role(str, Enum):
-    """What a method needs beside the target. DRAFT: a guesser; READER: a draft that can read a text by itself; EXPERT:
-    one that is another model than the target and knows every token."""
+    """The models that a method needs beside the target. DRAFT: one that guesses; READER: a draft that can read a text
+    by itself; EXPERT: one that is another model than the target and knows every token."""
 
     DRAFT = "draft"
     READER = "draft model"
@@ -49,7 +49,7 @@ class Role(str, Enum):
 
     @property
     def missing(self) -> str:
-        """What to say where it is missing."""
+        """The error message if it is missing."""
         if self is Role.EXPERT:
             return (
                 "another model beside the target, one that knows every token; name it with --draft, and leave out "
@@ -59,7 +59,8 @@ class Role(str, Enum):
 
 
 def no_clock(decoding: Decoding) -> bool:
-    """Rounds that follow the clock (costAware, --tree auto) guess otherwise in each run, and draw other tokens."""
+    """Whether tokens are repeatable: costAware and --tree auto depend on measured times, so tokens differ from run to
+    run."""
     return decoding.draft_length != "costAware" and decoding.tree != "auto"
 
 
@@ -72,7 +73,7 @@ def fixed_tree(decoding: Decoding) -> bool:
 class Method:
     """One decoding method.
 
-    name: what flags and records call it. title: one line of help. make: f(models, decoding) -> sampler.
+    name: its name in flags and records. title: one line of help. make: f(models, decoding) -> sampler.
     needs: roles it needs beside the target.
     lossless: its text is distributed as the target's. guesses: it guesses tokens for the target to verify.
     grows_trees: its guesses form trees, whatever the flags say.
@@ -106,12 +107,13 @@ class Method:
 
 
 def elsewhere(models: Models, decoding: Decoding) -> Sampler:
-    """A method of another program has no sampler here."""
-    raise NotImplementedError
+    """The sampler of a method that another program computes: there is none."""
+    raise UserError("another program computes this method")
 
 
 def chain(name: str, title: str, rule: str = "fixed", **options: Any) -> Method:
-    """Speculative sampling with that draft-length rule. options: of `samplers.speculative`, and fields of `Method`."""
+    """Speculative sampling with the draft-length rule `rule`. options: of `samplers.speculative`, and fields of
+    `Method`."""
     how = {option: options.pop(option) for option in ("verification", "drafter") if option in options}
     return Method(name, title, partial(speculative, rule=rule, **how), **options)
 
@@ -154,10 +156,17 @@ CATALOGUE: tuple[Method, ...] = (
         in_all=("lossless",),
     ),
     chain("fixed", "gamma guesses each round", modes=("steps",)),
-    chain("additive", "one guess more after a round accepted in full, else half", "additive", modes=("speedNew",)),
-    chain("draftConfidence", "guesses until the draft is unsure", "draftConfidence"),
-    chain("targetConfidence", "guesses only while the target is sure", "targetConfidence"),
-    chain("costAware", "as many guesses as pay", "costAware", seeded=lambda decoding: False),
+    chain(
+        "additive",
+        "one more guess after a fully accepted round, otherwise half as many",
+        "additive",
+        modes=("speedNew",),
+    ),
+    chain("draftConfidence", "guesses until the draft is not confident", "draftConfidence"),
+    chain("targetConfidence", "guesses only while the target is confident", "targetConfidence"),
+    chain(
+        "costAware", "the number of guesses with the highest expected speed", "costAware", seeded=lambda decoding: False
+    ),
     chain("block", "block verification", verification="block"),
     Method(
         "tree",
@@ -178,10 +187,7 @@ CATALOGUE: tuple[Method, ...] = (
     ),
     chain("lookup", "guesses from the text so far", drafter=lookup),
     chain(
-        "lookupFirst",
-        "guesses from the text so far, and the draft's where it has none",
-        drafter=lookup_first,
-        needs=(Role.DRAFT,),
+        "lookupFirst", "guesses from the text so far, otherwise the draft's", drafter=lookup_first, needs=(Role.DRAFT,)
     ),
     chain(
         "self",
@@ -293,10 +299,10 @@ def check_roles(names: Iterable[str], roles: Iterable[str]) -> None:
 
 
 def repeatable(name: str, decoding: Decoding) -> bool:
-    """Whether flags and seed fix the tokens of that method."""
+    """Whether flags and seed determine the tokens of the method."""
     return name not in METHODS or METHODS[name].seeded(decoding)
 
 
 def build(names: Iterable[str], models: Models, decoding: Decoding) -> dict[str, Sampler]:
-    """{name: sampler} of those that are computed here."""
+    """{name: sampler} of the methods that are computed in this process."""
     return {name: METHODS[name].make(models, decoding) for name in names if not METHODS[name].engine}

@@ -1,5 +1,5 @@
-"""Contrastive decoding: prefer what the large model (expert) says and the small one (amateur) does not (Li et al.,
-arXiv 2210.15097), and its speculative form (Yuan et al., arXiv 2311.08981), in which the amateur guesses too.
+"""Contrastive decoding: prefer tokens that the large model (expert) finds likelier than the small one (amateur) (Li et
+al., arXiv 2210.15097), and its speculative form (Yuan et al., arXiv 2311.08981), in which the amateur guesses too.
 
 To every sampler, `Contrast` is a model like any other, whose logits are the contrastive scores. Plain contrastive
 decoding is autoregressive sampling from it. The speculative form is speculative sampling with it as the target.

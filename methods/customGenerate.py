@@ -3,7 +3,7 @@
     model.generate(**inputs, custom_generate=speculative(draft), max_new_tokens=200, do_sample=True, top_p=0.9)
 
 `generate` prepares its arguments as always. Where its own loop would run, it calls the `speculative` object. That reads
-what `generate` prepared, and raises a ValueError that names what speculative sampling cannot honour.
+what `generate` prepared, and raises a ValueError that names settings that speculative sampling does not support.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class speculative:  # called like a function, as `torch.no_grad` is
     """Speculative sampling, as a `custom_generate` for `model.generate`.
 
     draft: a smaller model with the same tokenizer. Neither model is changed. None: the model's own copy, whose weights
-        have `bits` bits (selfDraft.py); it is made at the first call. A folder: that of a head which was trained for
-        the model (scripts/trainHead.py). It is read at each call. Whether the model's weights are those that it was
+        have `bits` bits (selfDraft.py); it is computed at the first call. A folder: that of a head which was trained
+        for the model (scripts/trainHead.py). It is read at each call. Whether the model's weights are those that it was
         trained for is not known here: if they are not, its guesses fail.
     gamma: tokens to guess in a round, or a rule that chooses (decoding/lengthRules.py).
     verify: "token" or "block" (decoding/verification.py).
@@ -70,7 +70,7 @@ class speculative:  # called like a function, as `torch.no_grad` is
 
     Random numbers come from torch's global generator of the model's device: `torch.manual_seed` makes a text
     repeatable. It is not the text that `generate` alone draws with that seed, but it has the same distribution.
-    Raises ValueError, here or in `generate`, for what cannot be honoured.
+    Raises ValueError, here or in `generate`, for unsupported settings.
     """
 
     draft: PreTrainedModel | str | Path | None = None
@@ -90,7 +90,7 @@ class speculative:  # called like a function, as `torch.no_grad` is
             raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {self.bits}")
 
     def drafter(self, target: CachedModel) -> Drafter:
-        """What guesses for the target. A copy of the target is made once."""
+        """The drafter for the target. A copy of the target is created once."""
         if isinstance(self.draft, (str, Path)):
             return ModelDrafter(load_head(Path(self.draft), target))
         if self.draft is not None:
@@ -154,10 +154,10 @@ class speculative:  # called like a function, as `torch.no_grad` is
         return SpeculativeOutput(sequences, records=records) if generation_config.return_dict_in_generate else sequences
 
 
-# What `generate` prepared, read in this project's terms.
+# Translation of the arguments that `generate` prepared.
 
-# Settings of `generate`, and the only value that is honoured beside None. Another would ask for another cache, or for
-# tensors that this loop does not keep.
+# Settings of `generate`, and the only supported value beside None. Others require another cache, or
+# tensors that this loop does not store.
 HONOURED = {
     "use_cache": True,
     "cache_implementation": "dynamic",
@@ -178,7 +178,7 @@ FILTERS = {
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise the ValueError for what cannot be honoured."""
+    """Raise the ValueError for an unsupported setting."""
     raise ValueError(f"speculative sampling does not support {what}")
 
 
@@ -196,7 +196,7 @@ def check_settings(config: GenerationConfig, inputs: dict[str, Any]) -> None:
 
 
 def check_models(model: PreTrainedModel, draft: Any, vocabulary: int | None) -> None:
-    """Refuse models that do not fit together. draft: one that is no model guesses in the target's vocabulary."""
+    """Refuse models that do not fit together. A draft that is not a model guesses in the target's vocabulary."""
     models = {"model": model, "draft": draft if isinstance(draft, PreTrainedModel) else model}
     for role, decoder in models.items():
         if getattr(decoder, "peft_config", None):
@@ -249,7 +249,7 @@ def as_sampling(processors: Sequence[Any], padding: Tensor, do_sample: bool) -> 
 class Stop:
     """When rows end: at an end-of-text id, at `max_length` tokens (prompt and padding included), or by other criteria.
 
-    A criterion is asked after each new token of a row, with the `[1, n]` tokens of that row alone, padding included.
+    A criterion is called after each new token of a row, with the `[1, n]` tokens of that row alone, padding included.
     """
 
     def __init__(self, input_ids: Tensor, criteria: StoppingCriteriaList, config: GenerationConfig) -> None:

@@ -1,5 +1,5 @@
 """`ModelDrafter`: a smaller model guesses the target's next tokens. The other drafters are in lookup.py, cascade.py and
-otherTokenizer.py; decoding/drafter.py says what each method of a drafter is for."""
+otherTokenizer.py; decoding/drafter.py documents a drafter's methods."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class DrafterWithModel(Drafter):
         self.behind += count
 
     def unread(self, guesses: int) -> int:
-        """A round begins, of which at most that many guesses are accepted: how many tokens before the last one the
-        model has to read."""
+        """Begin a round in which at most `guesses` guesses are accepted. Returns how many tokens before the last one
+        the model has to read."""
         unread, self.behind = self.behind, guesses if self.model.reads_features else 1
         return unread if self.model.cache_of is None else 0
 
@@ -48,8 +48,8 @@ class DrafterWithModel(Drafter):
 class ModelDrafter(DrafterWithModel):
     """A smaller model with the target's vocabulary guesses, one token after the other.
 
-    temperature, top_p: of the draft alone; None: the target's. Any value is lossless, because the q that verification
-    is given is what the guess was drawn from. How many guesses are accepted depends on them: sum min(p, q).
+    temperature, top_p: of the draft alone; None: the target's. Any value is lossless, because verification uses the q
+    that the guess was drawn from. How many guesses are accepted depends on them: sum min(p, q).
     The draft may be on a device of its own. Then tokens travel there, and the guesses and their q back.
     """
 
@@ -112,7 +112,7 @@ def draw_until(
     """`Model.draw` until `stop` has stopped every row, after at most as many tokens as `u[n, B]` has rows.
 
     Where a row has stopped, its distributions are 0. Whether all rows have stopped is a host sync, so on a GPU it is
-    asked only after every second token. Drawing all tokens would need no sync at all, but most of them would lie past
+    checked only after every second token. Drawing all tokens would need no sync at all, but most of them would lie past
     the stop: that is far slower.
     """
     drawn: list[Tensor] = []

@@ -1,4 +1,5 @@
-"""`LookupDrafter`: the text so far guesses; `LookupFirst`: it does where it can, and another drafter elsewhere."""
+"""`LookupDrafter`: guesses from the text so far; `LookupFirst`: the same if there is a match, otherwise another
+drafter."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from utils import Sampling, UserError
 class Continuations:
     """What followed the n-grams of a text, for each n from `ngram` to LONGEST, and how often that was right.
 
-    Longer n-grams than LONGEST hardly ever tell more, and each n costs memory: about 300 bytes a token.
+    n-grams longer than LONGEST hardly ever predict better, and each n costs memory: about 300 bytes a token.
 
     counts: {n-gram: {token: how often it followed}}, in the order in which they followed last.
     right, tested: {n: count}, of the tokens after an n-gram that occurred before, n being as large as possible: how
@@ -48,14 +49,14 @@ class Continuations:
     def rate(self, n: int) -> float:
         """The estimated chance that the token after an n-gram is what followed it most often.
 
-        Before anything was tested it is n / (n + 4). Novels and articles show about that. It counts as two tests.
+        Before any test it is n / (n + 4), about the rate in novels and articles. This prior counts as two tests.
         """
         n = min(n, 4)
         return (self.right[n] + 2 * n / (n + 4)) / (self.tested[n] + 2)
 
     def guesses(self, text: Sequence[int], gamma: int, worth: float) -> list[int]:
-        """At most `gamma` guesses after `text`, which may go on beyond the tokens read. Each is the likeliest after the
-        longest n-gram before it, and all up to it are right with an estimated chance of `worth` or more."""
+        """At most `gamma` guesses after `text`, which may extend beyond the tokens read. Each is the likeliest after
+        the longest n-gram before it, and all up to it are right with an estimated chance of `worth` or more."""
         guesses: list[int] = []
         chance = 1.0
         while len(guesses) < gamma:
@@ -68,18 +69,18 @@ class Continuations:
 
 
 def likeliest(counts: dict[int, int]) -> int:
-    """The token that followed most often, of several the latest."""
+    """The token that followed most often; the latest in case of a tie."""
     return max(reversed(counts), key=counts.__getitem__)
 
 
 class LookupDrafter(Drafter):
-    """The text so far guesses: what followed most often where the longest possible ending of the text, of at most 8
-    tokens, occurred before (prompt lookup decoding, Saxena 2023). No model is needed. q is one-hot, so a guess is
+    """Guesses what followed most often where the longest possible suffix of the text, of at most 8 tokens, occurred
+    before (prompt lookup decoding, Saxena 2023). No model is needed. q is one-hot, so a guess is
     accepted with probability p.
 
-    ngram: endings of fewer tokens are not looked up.
-    worth: a guess must be worth its place in the target's forward. So it is made only if it and all guesses before it
-        are right with an estimated chance of `worth` or more: `Continuations.rate` in the tokens generated so far.
+    ngram: shorter suffixes are not looked up.
+    worth: a guess is made only if it and all guesses before it are right with an estimated probability of `worth` or
+        more (`Continuations.rate` over the generated tokens), so that it is worth its place in the target's forward.
         Prompts do not count, because a model need not repeat itself as its prompt does.
 
     What is guessed depends on committed tokens alone, so nothing is dropped after it was drawn.
@@ -102,7 +103,7 @@ class LookupDrafter(Drafter):
             self.known[text].read(rows.prompts[text], test=False)
 
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
-        """As many guesses as the row with most has."""
+        """Guesses `[B, n]`, n being the most that any row has."""
         return self.guesses(rows, self.find(rows, gammas))
 
     def find(self, rows: Rows, gammas: Sequence[int]) -> list[list[int]]:
@@ -141,7 +142,7 @@ class LookupFirst(Drafter):
     """`lookup` guesses for each row whose last tokens occurred before, and `drafter` for the others.
 
     Who guesses for a row depends on its committed tokens alone, so no guess is dropped after it was drawn. A round in
-    which all rows are looked up needs no forward of `drafter`; it reads what it missed when it is asked again.
+    which all rows are looked up needs no forward of `drafter`; it reads the tokens it missed when it is called again.
     """
 
     varies = True
@@ -184,8 +185,8 @@ class LookupFirst(Drafter):
         )
 
     def missed(self, rows: Rows, gammas: Sequence[int]) -> int:
-        """How many of the last tokens `drafter` must read: at least two, as in any round. gammas: how many guesses it
-        is asked for."""
+        """How many of the last tokens `drafter` must read: at least two, as in any round. gammas: how many guesses
+        it is called for."""
         unread = []
         for number, text in zip(rows.numbers, rows.texts):
             # Of a text that it guessed for it has read all but the last guess, and not the target's own token.

@@ -18,17 +18,17 @@ from methods.translation import GrowingText, Translation
 from utils import Sampling
 
 READ = 4  # Tokens that the draft reads at least before it guesses: few shapes serve most rounds.
-GROWTH = 4  # Room for so many of the draft's tokens for each of the target's.
+GROWTH = 4  # Capacity in the draft's tokens for each token of the target.
 
 
 class OtherTokenizerDrafter(Drafter):
     """A model with its own tokenizer guesses. It reads the committed text in its own tokens, and draws only tokens that
     both tokenizers have: `model` gives all others no probability (`engine.sharedWeights.RestrictedModel`).
 
-    Its q, renormalised over these tokens, is carried over to the target's ids; elsewhere q is 0. So a guess is drawn
-    from the q that verification is given, and the text stays the target's. In each round the end of the text is encoded
-    anew, because its last tokens may have merged with what came after. The KV cache keeps what is still the same, and
-    the model reads on from there. A row that outgrows the draft's room gets no more guesses.
+    Its q, renormalised over these tokens, is carried over to the target's ids; elsewhere q is 0. So verification
+    uses the q that a guess was drawn from, and the text stays the target's. In each round the end of the text is
+    encoded anew, because its last tokens may have merged with what came after. The KV cache keeps what is still the
+    same, and the model reads on from there. A row that outgrows the draft's room gets no more guesses.
 
     temperature, top_p: as in `ModelDrafter`.
     """
@@ -63,7 +63,7 @@ class OtherTokenizerDrafter(Drafter):
             return no_guesses(rows, self.translation.vocabulary)
         tokens, positions, going = self.unread(rows, max(gammas))
         seen = rows.seen(self.translation.vocabulary, sampling)
-        if seen is not None:  # What the target has seen, as far as the draft can guess it.
+        if seen is not None:  # The tokens that the target has seen, of those that the draft can guess.
             shared = seen.to(self.model.device)[:, self.targets]
             seen = shared.new_zeros(len(shared), self.model.vocabulary).index_copy_(1, self.drafts, shared)
         draft_sampling, stop = sampling.but(self.temperature, self.top_p), length.stop if length else None

@@ -1,4 +1,4 @@
-"""How samplers are made of models and settings: what the entries of catalogue.py refer to."""
+"""How samplers are built from models and settings, for the entries of catalogue.py."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from utils import Sampling
 class Decoding:
     """How to guess and to verify.
 
-    gamma None is the default of the draft-length rule, ngram None that of the drafter.
-    lookup: the text so far guesses, instead of a draft model. own_copy: the draft is the target's own copy.
+    gamma, ngram: None for the default of the draft-length rule, and of the drafter.
+    lookup: prompt lookup guesses, instead of a draft model. own_copy: the draft is the target's own copy.
     translation: from the target's tokenizer to the draft's, if that is another one.
     """
 
@@ -47,9 +47,9 @@ class Decoding:
     draft_length: str = choice(LENGTH_RULES, "fixed")
     """The rule that decides how many tokens to guess."""
     draft_threshold: float = flag(number(0, 1), 0.4, "P")
-    """draftConfidence stops guessing after a token that the draft gave a probability below this."""
+    """draftConfidence stops guessing after a token whose draft probability is below this."""
     target_threshold: float = flag(number(0, 1), 0.5, "P")
-    """targetConfidence does not guess after a token that the target gave a probability below this."""
+    """targetConfidence does not guess after a token whose target probability is below this."""
     verification: str = choice(VERIFICATIONS, "token")
     """The rule that accepts guesses."""
     tree: str | None = flag(str, None, "SHAPE")
@@ -60,8 +60,8 @@ class Decoding:
     tree_rule: str = choice(TREE_RULES, "traversal")
     """The rule that accepts guesses of a tree."""
     acceptance: float | None = flag(number(0, 1), None, "A")
-    """Accept each guess with this probability, by a coin, instead of comparing p and q: what models with random weights
-    (random:SHAPE) need. The text is not the target's. The k-th child of a node in a tree has a k-th of it."""
+    """Accept each guess with this probability, at random, instead of comparing p and q: for models with random weights
+    (random:SHAPE). The text is not the target's. The k-th child of a node in a tree has a k-th of it."""
     gamma1: int = flag(whole(1, 1000), 4)
     """In a cascade, how many tokens the draft guesses for the mid model in a round."""
     gamma2: int = flag(whole(1, 1000), 4)
@@ -70,7 +70,7 @@ class Decoding:
     """Let the text so far guess where its last tokens occurred before, as for --draft lookup, and the draft model
     elsewhere."""
     ngram: int | None = flag(whole(1))
-    """For lookup: at least so many of the last tokens must have occurred before. As many as possible are looked up.
+    """For lookup: the least number of last tokens that must have occurred before. The longest match is used.
     Default: 1; 4 where a draft model guesses elsewhere."""
     draft_temperature: float | None = flag(number(0, 1000), None, "T")
     """The temperature of the draft alone. The text stays distributed as the target's; how many guesses are accepted
@@ -90,13 +90,13 @@ class Decoding:
     translation: Translation | None = None
 
     def gamma_of(self, rule: str, looks_up: bool = False) -> int:
-        """--gamma, or its default for a draft-length rule. looks_up: the text so far guesses."""
+        """--gamma, or its default for a draft-length rule. looks_up: prompt lookup guesses."""
         default = 10 if looks_up and rule == "fixed" else parameters_of(rule)["length"].default
         return self.gamma or max(default, 5 if self.own_copy else 0)
 
 
 def parameters_of(rule: str) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the draft-length rule of that name."""
+    """The parameters of the draft-length rule `rule`."""
     return inspect.signature(LENGTH_RULES[rule]).parameters
 
 
@@ -111,7 +111,7 @@ Maker = Callable[[Models, Decoding], Sampler]
 
 
 def model_drafter(models: Models, decoding: Decoding, role: str = "draft") -> Drafter:
-    """The model of that role. The draft is restricted if `--draftVocab` says so."""
+    """A drafter with the model of `role`. The draft is restricted if `--draftVocab` is given."""
     options = decoding.draft_temperature, decoding.draft_top_p
     if role != "draft":
         return ModelDrafter(models[role], *options)
@@ -122,18 +122,18 @@ def model_drafter(models: Models, decoding: Decoding, role: str = "draft") -> Dr
 
 
 def lookup(models: Models, decoding: Decoding) -> LookupDrafter:
-    """The text so far."""
+    """The drafter of prompt lookup."""
     return LookupDrafter(models["target"].vocabulary, decoding.ngram or 1)
 
 
 def lookup_first(models: Models, decoding: Decoding) -> Drafter:
-    """The text so far where it has a match, else the draft model. That is better than short matches."""
+    """Prompt lookup where the text has a match, else the draft model, which is better than short matches."""
     looked_up = LookupDrafter(models["target"].vocabulary, decoding.ngram or 4)
     return LookupFirst(looked_up, model_drafter(models, decoding))
 
 
 def guesser(models: Models, decoding: Decoding) -> Drafter:
-    """What the flags say: the draft model, the text so far, or both."""
+    """The drafter that the flags select: the draft model, prompt lookup, or both."""
     if "draft" not in models:
         return lookup(models, decoding)
     return lookup_first(models, decoding) if decoding.lookup_first else model_drafter(models, decoding)
@@ -163,7 +163,7 @@ def translated(
 
 
 def rule_of(models: Models, decoding: Decoding, name: str | None = None) -> VerificationRule:
-    """The verification rule of that name; None: that of the flags. A coin's where --acceptance says so."""
+    """The verification rule `name`; None: that of the flags. With --acceptance, a synthetic one."""
     if decoding.acceptance is not None:
         return synthetic(decoding.acceptance, models["target"].rule(VERIFICATIONS["token"]))
     return VERIFICATIONS[name or decoding.verification]
@@ -203,7 +203,7 @@ def tree(models: Models, decoding: Decoding, rule: str | None = None) -> Sampler
 
 
 def tree_choice(decoding: Decoding) -> LengthRule:
-    """What `--tree` asks for; "auto" if it is not given."""
+    """The value of `--tree`; "auto" if it is not given."""
     return CostAwareTree() if decoding.tree in (None, "auto") else FixedTree(Tree.of(decoding.tree or ""))
 
 
@@ -234,5 +234,5 @@ def contrastive(models: Models, decoding: Decoding, make: Maker) -> Sampler:
 def sampled_by(
     fixed: Sampling, sampler: Sampler, prefixes: Sequence[Sequence[int]], *, sampling: Sampling, **options: Any
 ) -> tuple[list[list[int]], list[Record]]:
-    """A sampler that draws tokens by `fixed`, whatever sampling it is given."""
+    """A sampler that draws tokens by `fixed`, and ignores `sampling`."""
     return sampler(prefixes, sampling=fixed, **options)

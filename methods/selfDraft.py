@@ -29,8 +29,8 @@ TIMINGS = 12  # of each forward
 
 
 def copies_of(target: CachedModel, bits: Sequence[int] = BITS, follow: Follow = unfollowed) -> Copies:
-    """The copies of `target`, made or found on disk. bits: those that will be needed, of BITS. follow: f(work, title,
-    steps), shows progress. Raises UserError for a target whose layers cannot be rounded."""
+    """The copies of `target`, computed or read from disk. bits: those that will be needed, of BITS. follow: f(work,
+    title, steps), shows progress. Raises UserError for a target whose layers cannot be rounded."""
     try:
         return Copies(target, bits, lambda: own_text(target, ROWS, LENGTH), follow)
     except RuntimeError as error:
@@ -78,7 +78,7 @@ def trials(
     gamma: int,
     make: Callable[[CachedModel], CachedModel] = lambda copy: copy,
 ) -> Iterator[MeasuredCopy]:
-    """What was measured of the copies of all BITS on a short text that the target writes. One of them is in memory at a
+    """Measurements of the copies of all BITS on a short text that the target writes. One of them is in memory at a
     time. make: prepares a copy for decoding."""
     text = own_text(target, *HELD_OUT, seed=1)
     p = probabilities(target.score(text), sampling)
@@ -92,7 +92,7 @@ def trials(
 
 
 def seconds(text: Tensor, *forwards: tuple[CachedModel, int]) -> list[float]:
-    """The median seconds of forwards of that many tokens after a text `[1, n]`, in turns."""
+    """Median seconds of forwards of each number of tokens after a text `[1, n]`, interleaved."""
     target, length = forwards[-1][0], text.shape[1]
     target.reserve(1, length)
     at = torch.arange(length, device=text.device)[None]

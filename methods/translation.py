@@ -1,7 +1,7 @@
-"""`Translation`: from the tokenizer of a target to that of a draft. It knows which tokens both have, and writes a text
-of the target in the draft's tokens.
+"""`Translation`: from the tokenizer of a target to that of a draft. It knows the common tokens, and encodes a text of
+the target in the draft's tokens.
 
-Tokens are compared as bytes, not as they are written. A byte-level tokenizer writes each byte as one letter.
+Tokens are compared as bytes, not as strings. A byte-level tokenizer writes each byte as one letter.
 SentencePiece writes a space as U+2581, and most other characters as they are.
 """
 
@@ -54,7 +54,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, name: str) -> list[bytes | N
                 contents[index] = bytes(byte_of()[letter] for letter in token) if is_spelled else token.encode()
             else:
                 contents[index] = token.replace(SPACE, " ").encode()
-    for index, added in tokenizer.added_tokens_decoder.items():  # They are written as they are.
+    for index, added in tokenizer.added_tokens_decoder.items():  # Added tokens are plain text.
         if index < len(contents):
             contents[index] = None if added.special else added.content.encode()
     return contents
@@ -69,7 +69,7 @@ def decoder_kinds(decoder: object) -> set[str]:
 
 
 class Tokens:
-    """What a tokenizer's tokens stand for.
+    """The contents of a tokenizer's tokens.
 
     contents: as `token_bytes`. ids: {bytes: id}. special: {name: id} of the special tokens; the end of text has the
     same name for all tokenizers. front: the ids before every text, such as a beginning of text. adds_space: a space is
@@ -159,8 +159,8 @@ class Translation:
 
 
 class GrowingText:
-    """A text of the target that grows, in the draft's tokens. It gives what `Translation.row` gives, but encodes only
-    the last words again.
+    """A text of the target that grows, in the draft's tokens. The results are those of `Translation.row`, but only
+    the last words are encoded again.
 
     fixed: the target's tokens at the beginning of the text that are not encoded again. encoded: the draft's for them.
     """
@@ -171,7 +171,7 @@ class GrowingText:
         self.encoded: list[int] = []
 
     def row(self, tokens: Sequence[int]) -> list[int]:
-        """The text `tokens` in the draft's tokens. It need not go on from the text before."""
+        """The text `tokens` in the draft's tokens. It need not continue the previous text."""
         encode = self.translation.encode
         if list(tokens[: len(self.fixed)]) != self.fixed:
             self.fixed, self.encoded = [], []
@@ -186,6 +186,6 @@ class GrowingText:
 
     def begins_word(self, token: int, before: int) -> bool:
         """Whether a token is one space and a letter or more: every tokenizer begins a token there. After another space
-        that is not sure, because a tokenizer may join spaces and leave none to the word."""
+        this need not hold, because a tokenizer may merge spaces."""
         content, previous = self.translation.contents[token], self.translation.contents[before]
         return content[:1] == b" " and content[1:2].isalpha() and not previous.endswith(b" ")

@@ -1,4 +1,4 @@
-"""Speculative sampling with a tree of guesses: where a chain of guesses dies at its first rejection, a tree has a
+"""Speculative sampling with a tree of guesses: where a chain of guesses ends at its first rejection, a tree has a
 second candidate (SpecInfer, Miao et al., arXiv 2305.09781; traversal verification, Weng et al., arXiv 2505.12398)."""
 
 from __future__ import annotations

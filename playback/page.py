@@ -26,7 +26,7 @@ KEPT = "\n\t\u200c\u200d"  # control characters of a page; some scripts and emoj
 
 
 def write_file(path: Path, content: str) -> None:
-    """Write what --html asks for, as a whole or not at all, and say so. Raises UserError if it cannot be written."""
+    """Write the file of --html, as a whole or not at all, and print its path. Raises UserError if this fails."""
     real = Path(os.path.realpath(path))
     try:
         if real.exists() and not real.is_file():

@@ -29,8 +29,8 @@ Styled = tuple[str, str]  # text, and the style that rich gives it
 
 
 def play(prepared: Prepared, argv: Sequence[str] = ()) -> int:
-    """Continue the first prompt, or answer the questions, by the method that the settings name, as they say: on the
-    screen, or in a file, or both. Loads the models. argv: the command line. Returns the exit code, 130 after Ctrl-C.
+    """Continue the first prompt, or answer the questions, by the method of the settings: on the screen, in a
+    file, or both. Loads the models. argv: the command line. Returns the exit code, 130 after Ctrl-C.
 
     The file is a page, or the record of the turns as JSON. It holds the turns that were begun, also after Ctrl-C or an
     error.
@@ -38,7 +38,9 @@ def play(prepared: Prepared, argv: Sequence[str] = ()) -> int:
     settings, models, name = prepared.settings, prepared.load_first(), prepared.settings.measuring.played
     assert name is not None, "the settings ask for it"
     sampler = build([name], dict(models), settings.decoding)[name]
-    pace = PACE if repeatable(name, settings.decoding) else None  # A rule that follows the clock would time the pauses.
+    pace = (
+        PACE if repeatable(name, settings.decoding) else None
+    )  # A rule that depends on measured times would include the pauses.
     screen = Screen(prepared.tokenizer, ends=prepared.end_tokens, pace=pace) if settings.output.show else None
     turns: list[Turn] = []
     try:
@@ -120,7 +122,7 @@ class Screen:
         return f"{begin}{text}{end}", COLOURS[kind]
 
     def write(self, *parts: Styled, end: str = "") -> None:
-        """Print `parts`, never as markup. What the encoding of the file lacks becomes "?"."""
+        """Print `parts`, never as markup. Characters that the file's encoding lacks become "?"."""
         encoding = getattr(self.console.file, "encoding", None) or "utf-8"
         encodable = [text.encode(encoding, "replace").decode(encoding) for text, _ in parts]
         styles = [style if self.colour else "" for _, style in parts]

@@ -41,13 +41,13 @@ class Trace:
         self.guesses: list[int] = []  # of the round that is about to end
 
     def observer(self, rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> None:
-        """See `decoding.drafter.Observer`."""
+        """Collect the rejected guesses of a round (`decoding.drafter.Observer`)."""
         drafts = guesses.drafts[0]
         # Where q is 0, there is no guess.
         self.guesses = drafts[guesses.q[0].gather(1, drafts[:, None])[:, 0] > 0].tolist()
 
     def callback(self, row: int, tokens: list[int], guessed: int) -> None:
-        """See `decoding.rows.Callback`."""
+        """Add a round that has ended (`decoding.rows.Callback`)."""
         if row == 0:
             self.rounds.append(Round(tokens[:guessed], self.guesses[guessed:], tokens[guessed:]))
             if self.on_round:

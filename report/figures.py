@@ -1,4 +1,4 @@
-"""Figures of what was measured."""
+"""Figures of the measurements of a run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def draw(lines: Sequence[Line], folder: Path, run: str) -> list[str]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as a file, in a folder that is made if it is missing. Returns the path."""
+    """Write a figure as a file, in a folder that is created if it is missing. Returns the path."""
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path)
     plt.close(figure)
@@ -200,7 +200,7 @@ def draw_batches(lines: Sequence[Line], path: Path) -> Path:
 
 
 def draw_batch_maps(panels: Mapping[str, Mapping[int, Prediction]], path: Path) -> Path:
-    """Draw maps of batch and gamma, {title: what `batchSweep.predict` gives}. Returns the path."""
+    """Draw maps of batch and gamma, {title: result of `batchSweep.predict`}. Returns the path."""
     labelled = {
         title: {f"{batch} ({median(prediction['plain'])})": prediction for batch, prediction in rows.items()}
         for title, rows in panels.items()

@@ -129,14 +129,14 @@ def sampled_clauses(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def power_clauses(lines: Sequence[Line]) -> Iterator[str]:
-    """The clause on planted mistakes, if there are any: what the tests would have seen."""
+    """The clause on planted mistakes, if there are any: which of them the tests detect."""
     if power := of_kind(lines, PowerLine):
         missed = [" in ".join(filter(None, (m["mistake"], m.get("method")))) for m in power if not m["seen_by"]]
         most = max(line["tokens"] for line in power)
         counts = Counter(name_of(line.get("method", "")) for line in power)
         planted = ", ".join(f"{count} in {method}" for method, count in counts.items())
         yield (
-            f"with so many tokens each planted mistake is seen, within {most:,} tokens: {planted}"
+            f"each planted mistake is detected, within {most:,} tokens: {planted}"
             if not missed
             else f"but {', '.join(missed)} would not be seen with {most:,} tokens: give more --tokens"
         )
@@ -157,7 +157,6 @@ def greedy_clauses(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def audits_of(lines: Sequence[Line]) -> list[AuditLine | GreedyAuditLine]:
-    """The audits of a run."""
     return [*of_kind(lines, AuditLine), *of_kind(lines, GreedyAuditLine)]
 
 
@@ -189,7 +188,7 @@ def settings_of(values: Any) -> str:
 
 
 def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
-    """What is said of an audit after its verdict: where, why, and how small a departure it would have seen."""
+    """The sentences after an audit's verdict: where, why, and the smallest deviation it would have detected."""
     if line["places"]:
         count = line["impossible"] if line["test"] == "audit" else line["beyond"]
         what = "Impossible tokens" if line["test"] == "audit" else "Tokens that are not the argmax"
@@ -200,7 +199,7 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
         )
         yield f"{what}{f' (the first {LISTED} of {count:,})' if count > LISTED else ''}: {listed}."
     if after_end := line.get("after_end"):
-        yield f"{counted(after_end, 'text')} with a token that ends a text, and more after it: the engine went on."
+        yield f"{counted(after_end, 'text')} with a token that ends a text, and more after it: the engine continued."
     rejected = not audit_verdict(line)[0]
     if line["test"] == "audit" and line.get("alike", 1) < line["limit"] and not line["impossible"]:
         yield (
@@ -211,14 +210,14 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
         yield from causes(line)
     if line["retokenised"]:
         yield (
-            f"{counted(line['retokenised'], 'text')} came without token ids, encoded here. An engine may have written "
-            f"other tokens with the same letters, so up to {RETOKENISED:.0%} of impossible tokens are no reason to "
-            "reject. Give tokens to be sure."
+            f"{counted(line['retokenised'], 'text')} came without token ids, so it is encoded here. An engine may have "
+            f"written other tokens with the same letters, so up to {RETOKENISED:.0%} of impossible tokens are no "
+            "reason to reject. Give tokens to be sure."
         )
     if line["test"] == "audit":
         power = line["power"]
         yield (
-            f"So many tokens show, in {SEEN:.0%} of cases, a mean surprise that is off by {power['surprise']:.2g} nats "
+            f"These tokens show, in {SEEN:.0%} of cases, a mean surprise that is off by {power['surprise']:.2g} nats "
             f"a token, and a total variation of {power['variation']:.2g} in the order of {line['order']}."
         )
 
@@ -273,5 +272,5 @@ def sampled_table(lines: Sequence[LosslessLine]) -> Table:
 
 
 def power_table(lines: Sequence[PowerLine]) -> Table:
-    """How much text it takes to notice each planted mistake."""
+    """The number of tokens needed to detect each planted mistake."""
     return replace(table_of("Planted mistakes", POWER_COLUMNS, lines), folded=(1, 2, 3, 5), notes=POWER_NOTES)

@@ -56,8 +56,8 @@ from utils import UserError
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A lock on a folder: of several processes that render its results, one reads and writes at a time. So the last
-    text holds the lines of all. Where no lock can be had, nothing is locked."""
+    """A lock on a folder: of several processes that render its results, one reads and writes at a time, so the last
+    text has the lines of all. If locks are not supported, nothing is locked."""
     with ExitStack() as stack:
         with suppress(OSError):
             status = folder.stat()
@@ -160,9 +160,9 @@ class Results:
         index = index[:NEWEST] if len(index) > 1 else []
         above = len(index) + 2 if index else 0
         lines = [f"{'line':>5}  {'run':{ROOM}}  what it found"] * bool(index)
-        for at, command, found in index:
+        for at, command, figure in index:
             short = command if len(command) <= ROOM else command[: ROOM - 3] + "..."
-            lines.append(f"{above + at + 1:5}  {visible(short, ''):{ROOM}}  {found}")
+            lines.append(f"{above + at + 1:5}  {visible(short, ''):{ROOM}}  {figure}")
         return "\n".join(line.rstrip() for line in [*lines, *[""] * bool(index), *shown]) + "\n"
 
 

@@ -41,7 +41,7 @@ SHOWN = {
     "compile": False,
     "batch": 1,
 }
-# What stands for what in the tables of speed: {title of a column: its entry in the legend}.
+# The legend of the tables of speed: {title of a column: its entry}.
 LEGEND = {
     "TTFT ms": "TTFT: time to the first token",
     "TPOT ms": "TPOT: time for each token after it",
@@ -88,10 +88,10 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     flags = run["flags"]
     values = {name: first.get(name, flags.get(name, default)) for name, default in SHOWN.items()}
     ran = {role: model["compiled"] for role, model in run["models"].items() if "compiled" in model}
-    if values["compile"] and ran and not all(ran.values()):  # What ran, not what was asked for.
+    if values["compile"] and ran and not all(ran.values()):  # The dtype that ran, not the flag's.
         eager = ", ".join(role for role, is_compiled in ran.items() if not is_compiled)
         values["compile"] = (
-            f"but for {eager}, which stayed eager" if any(ran.values()) else "asked for, but all stayed eager"
+            f"but for {eager}, which stayed eager" if any(ran.values()) else "requested, but all stayed eager"
         )
     shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
     prompts = counted(len({line["prompt"] for line in lines}), "prompt")
@@ -231,8 +231,8 @@ def theory_table(rows: Iterable[Summary], overlaps: Mapping[str, OverlapLine]) -
 def beside_theory(row: Summary, line: OverlapLine) -> tuple[float, float, float]:
     """The mean sum of min(p, q) of a method, its tokens a round, and those expected.
 
-    The tokens are counted in the texts in which overlaps were measured: the shapes and lengths of a method that follows
-    the clock differ in other texts. Old lines do not count them.
+    The tokens are counted in the texts in which overlaps were measured: a method that depends on measured times has
+    other shapes and lengths in other texts. Old lines do not count them.
     """
     theory = expected(line["overlap_by_position"])
     tokens = 1 + line["accepted"] / line["rounds"] if line.get("rounds") else tokens_a_round(row)
@@ -245,7 +245,7 @@ def tokens_a_round(row: Summary) -> float:
 
 
 def legend(tables: Iterable[Table]) -> str:
-    """What the titles of the columns of these tables stand for."""
+    """The legend of the columns of these tables."""
     titles = dict.fromkeys(title for table in tables for title in table.titles())
     return "; ".join(LEGEND[title] for title in titles if title in LEGEND)
 
@@ -266,7 +266,7 @@ def speed_notes(lines: Sequence[SpeedLine], tables: Sequence[Table], pythia: boo
 
 
 def sweep_tables(run: RunLine, lines: Sequence[Line], costs: Iterable[CostsLine]) -> Iterator[Table]:
-    """For each temperature: speed over gamma, and the alpha and the costs that theory was given."""
+    """For each temperature: speed over gamma, and the alpha and the costs used by theory."""
     for cost in costs:
         timed = swept(lines, cost)
         if "target" not in {line["method"] for line in timed}:  # The run was stopped before it.

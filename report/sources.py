@@ -13,7 +13,7 @@ from experiments.lines import RunLine
 class Reported(NamedTuple):
     """A figure of speed in the course report.
 
-    role: which decoding it is of. words: what it is. field: its name in `intervals.summarize`, in units of 1 / scale.
+    role: of the decoding. words: its description. field: its name in `intervals.summarize`, in units of 1 / scale.
     best, typical: of its two groups of runs, as printed (TTFT: in seconds). Of one configuration, group one is the best
     of several runs, which the report calls not representative, and group two is typical.
     """
@@ -44,7 +44,7 @@ REPORT_SPEED = (
 )
 SPEED_UP = REPORT_SPEED[-1]
 REPORT = {"draft": 84.372630, "target": 17.141058, "speculative": 17.141059}  # perplexities on WikiText-2, as printed
-# In its results.txt: so many texts, and the relative difference of their means, which REPORT has cut off.
+# In its results.txt: the number of texts, and the relative difference of their means, which REPORT has cut off.
 REPORT_TEXTS, REPORT_DIFFERENCE = 10, "3.3e-08"
 # The setting of the report's code: the dtype of the speeds; the prompts of the table, and of what was added later; the
 # texts of the perplexities, 20 in the code as published.

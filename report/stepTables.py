@@ -30,7 +30,7 @@ STEP_NOTES = (
 
 
 def said_of(line: EngineLine) -> str:
-    """What is said of the sampled text of another program's method."""
+    """The result of the check of the sampled text of another program's method."""
     if line["failed"]:
         return f"left out: {line['failed']}"
     if line["drawn"] is None:
@@ -44,7 +44,7 @@ def said_of(line: EngineLine) -> str:
 
 
 def engine_report(lines: Sequence[EngineLine]) -> Iterator[RenderableType]:
-    """The methods of other programs: what they are, and what the checks of their texts found."""
+    """The methods of other programs, and the results of the checks of their texts."""
     table = Table("Other programs", ["", "version", "precision", "greedy", "sampled"], left=(1, 2, 4), folded=(4,))
     for line in lines:
         beyond = "" if line["greedy"] is None else f"{line['greedy']['beyond']} of {line['greedy']['tokens']}"
@@ -68,7 +68,7 @@ def step_tables(lines: Sequence[StepLine]) -> Iterator[RenderableType]:
 
 
 def ratio(upper: Sequence[float], lower: Sequence[float]) -> Interval:
-    """Median and interval of the ratios of two lists that were measured in turn."""
+    """Median and interval of the ratios of two lists that were measured interleaved."""
     return interval([a / b for a, b in zip(upper, lower)])
 
 

@@ -41,7 +41,7 @@ class Measured:
     unit: str = ""
 
     def written(self, between: str = " ") -> str:
-        """The figure, and after `between` its ends: [low, high], or (low–high) of a range; "-" if there is none."""
+        """The figure, and after `between` its ends: [low, high], or (low–high) of a range; "-" for nan."""
         if self.value != self.value:
             return "-"
         largest, digits = max(self.value, *self.ends, 0), self.digits
@@ -64,7 +64,7 @@ Columns = Mapping[str, Callable[[Row], Cell]]  # {title of a column: f(row), the
 @dataclass
 class Table:
     """heads: titles of the columns, broken where they have a newline. left: columns of words beside the first.
-    folded: those among them that are as narrow as the screen wants it. notes: are shown below it."""
+    folded: those among them that may be folded to fit the screen. notes: are shown below it."""
 
     title: str
     heads: list[str]
@@ -74,7 +74,6 @@ class Table:
     notes: str = ""
 
     def add(self, *cells: Cell) -> None:
-        """Add a row."""
         self.rows.append([*cells])
 
     def titles(self) -> list[str]:
@@ -122,8 +121,8 @@ def markdown(table: Table, columns: str = "", rows: str = "") -> str:
     chosen = [titles.index(title) for title in columns.split(" | ")] if columns else filled or range(len(titles))
     written = [[str(row[index]).replace("\n", " ").replace("|", r"\|") if index < len(row) else "" for index in chosen]
                for row in table.rows if not rows or re.fullmatch(rows, str(row[0]))]  # fmt: skip
-    said = [[cell for cell in column if cell] for column in zip(*written)]
-    numbers = [bool(column) and all(re.match(r"[-+]?\d|-$", cell) for cell in column) for column in said]
+    nonempty = [[cell for cell in column if cell] for column in zip(*written)]
+    numbers = [bool(column) and all(re.match(r"[-+]?\d|-$", cell) for cell in column) for column in nonempty]
     lines = [titles[index] for index in chosen], ["---:" if is_number else "---" for is_number in numbers], *written
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -137,8 +136,8 @@ def notation(*tables: Table) -> str:
     """The legend of what follows the medians in `tables`, such as " [95 % bootstrap interval]", or an empty string."""
     words = {False: " [95 % bootstrap interval]", True: f" (range of fewer than {FEW} independent values)"}
     figures = [cell for table in tables for row in table.rows for cell in row if isinstance(cell, Measured)]
-    found = {figure.of_range for figure in figures if "\n" in figure.written("\n")}
-    return " or".join(words[of_range] for of_range in sorted(found))
+    kinds = {figure.of_range for figure in figures if "\n" in figure.written("\n")}
+    return " or".join(words[of_range] for of_range in sorted(kinds))
 
 
 def cells(*tables: Table) -> list[str]:
@@ -177,5 +176,5 @@ def plain(value: object) -> Text:
 
 
 def number(value: float, digits: int) -> str:
-    """A number with that many decimals; from a million on in powers of ten, so that it fits its column."""
+    """A number with `digits` decimals; from a million on in powers of ten, so that it fits its column."""
     return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"

@@ -1,4 +1,4 @@
-"""The tables of what was measured of texts: diversity, perplexity, and how often a trained head guesses right."""
+"""The tables of measurements of texts: diversity, perplexity, and how often a trained head guesses right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the blocks of the documentation hold: tables as they are printed of a record, and single figures."""
+"""The contents of the documentation's blocks: tables as they are printed of a record, and single figures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pieces_of(name: str, records: Records) -> tuple[Mapping[str, Any], list[Any]
 def printed(
     name: str, titles: str, records: Records, columns: str = "", rows: str = "", by: str = "", notes: bool = False
 ) -> str:
-    """The tables of a record whose titles match a pattern, and the line that says how they were measured.
+    """The tables of a record whose titles match a pattern, and a line on how they were measured.
 
     columns, rows: see `markdown`. by: the column by which rows are sorted. notes: with the sentences under the tables.
     """
@@ -65,7 +65,7 @@ def printed(
         elif taken and notes and not re.match("Figure:|Medians|$", str(piece)):
             parts.append(str(piece))
     if not parts:
-        raise UserError(f"nothing that is printed of {name} has a title like {titles!r}")
+        raise UserError(f"no table of {name} has a title like {titles!r}")
     return "\n\n".join([*parts, source(record, dtype_of(records.run(name)[1]))])
 
 
@@ -92,15 +92,15 @@ def excerpt(records: Records) -> str:
     """What `make run` prints, without the notes and without the perplexity of whole corpora."""
     run, lines = records.run("first")
     buffer = StringIO()
-    kept = [line for line in lines if line.get("of") != "corpus"]
-    show(run, kept, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
+    shown_lines = [line for line in lines if line.get("of") != "corpus"]
+    show(run, shown_lines, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
     text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip("= \n"))
     text = re.sub(r"\nAcceptance.*?\n(?=Perplexity)", "\n[...]\n", text, flags=re.S)
     return f"```text\n{re.sub(r'speculative: .*', '', text, flags=re.S)}[...]\n```"
 
 
 def lossless_verdict(records: Records) -> str:
-    """The sentence that `--lossless` prints."""
+    """The verdict of `--lossless`."""
     run, lines = records.run("lossless")
     text = wrap(verdict(lines)[1], 100, break_long_words=False, break_on_hyphens=False)
     return "\n".join(["```text", f"$ {command_of(run)}", *text, "```"])
@@ -121,13 +121,13 @@ def chat(records: Records) -> str:
 
 
 def trainings(names: Sequence[str], records: Records) -> str:
-    """What trained heads cost, and how good they are."""
-    kept, sources = [records.file(name) for name in names], []
-    for record in kept:
+    """The costs and the acceptance of trained heads."""
+    training_records, sources = [records.file(name) for name in names], []
+    for record in training_records:
         target, written = record["models"]["target"]["name"], record["written"]
         texts = f"{target}: {written['tokens']:,} tokens, written and read in {written['seconds'] / 60:.0f} min"
         sources.append(f"Texts of {texts}. {source(record, record['dtype'])}")
-    return "\n\n".join([markdown(training_table(kept)), *sources])
+    return "\n\n".join([markdown(training_table(training_records)), *sources])
 
 
 def one_experiment(records: Records) -> dict[str, Any]:
@@ -138,10 +138,10 @@ def one_experiment(records: Records) -> dict[str, Any]:
     versions: dict[str, str] = {}
     for name, (run, _) in runs.items():
         models = {role: model["version"] for role, model in run["models"].items()}
-        own = {"code": run.get("code"), "gamma": run["flags"].get("gamma"), **models}
+        settings = {"code": run.get("code"), "gamma": run["flags"].get("gamma"), **models}
         wanted = first | {role: versions.setdefault(role, version) for role, version in models.items()}
-        differ = [what for what in wanted if own[what] != wanted[what]]
-        if differ := differ or ["code, which was not recorded"] * (own["code"] is None):
+        differ = [what for what in wanted if settings[what] != wanted[what]]
+        if differ := differ or ["code, which was not recorded"] * (settings["code"] is None):
             raise UserError(f"first and {name} are not one experiment: they differ in {', '.join(differ)}")
     return runs
 

@@ -18,7 +18,7 @@ from scripts.keepRecord import Records
 
 ROOT_FILES = ("test", "specSampling", "regrSampling", "PPL", "utils", "downloadModel", "downloadData")
 WIDTH = 119  # characters of a line of the layout
-# Folders without code, and what the layout says of them.
+# Folders without code, and their descriptions in the layout.
 OTHERS = {
     "docs/ tests/": "the documentation, in docs/records/ the record of each figure in it; the test suite",
     "custom_generate/": "what `generate` of transformers loads by the folder's name",
@@ -32,15 +32,15 @@ def imports() -> dict[str, list[str]]:
     """{folder of code or file in the root: the others among them that it imports}, from the lowest to the highest."""
     files = {folder.parent.name: [*folder.parent.rglob("*.py")] for folder in ROOT.glob("*/__init__.py")}
     files = {name: of for name, of in files.items() if name != "tests"} | {f.stem: [f] for f in ROOT.glob("*.py")}
-    found: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     for name, of in files.items():
         nodes = [node for file in of for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
         modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         modules |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
-        found[name] = {module.split(".")[0] for module in modules} & files.keys() - {name}
-    sorted_names = {name: sorted(found[name]) for name in sorted(found)}
+        imported[name] = {module.split(".")[0] for module in modules} & files.keys() - {name}
+    sorted_names = {name: sorted(imported[name]) for name in sorted(imported)}
     order = list(graphlib.TopologicalSorter(sorted_names).static_order())
-    return {name: [other for other in order if other in found[name]] for name in order}
+    return {name: [other for other in order if other in imported[name]] for name in order}
 
 
 def docstring(name: str) -> str:
@@ -94,7 +94,7 @@ def methods(records: Records) -> str:
 
 
 def value_of(action: Action) -> str:
-    """What a flag takes, as its usage line says it."""
+    """The values of a flag, as in its usage line."""
     if action.nargs == 0:
         return ""
     one = " or ".join(f"`{choice}`" for choice in action.choices) if action.choices else f"`{action.metavar or 'NAME'}`"
@@ -122,13 +122,13 @@ def flags(records: Records) -> str:
 
 
 def architectures(records: Records) -> str:
-    """What each kind of model that transformers has is here: right, or refused, and why."""
+    """The verdict on each type of model in transformers: right, or refused, and why."""
     record = records.file("kinds")
     groups: dict[str, list[str]] = {}
     for kind, (verdict, why) in record["kinds"].items():
-        reason = re.sub(r"^.* are not decoded here: |; name a model whose .*$", "", why)
+        reason = re.sub(r"^.* are not (decoded here|supported): |; (name|choose) a model whose .*$", "", why)
         reason = re.sub(r" \(\w*Error.*\)$|(?<=logits are off) by \d+%", "", reason)  # which error: kinds.json says it
-        reason = re.sub("of the kind [a-z_]+ keep", "keep", reason)
+        reason = re.sub("of (the kind|type) [a-z_]+ keep", "keep", reason)
         groups.setdefault(f"{verdict}: {reason}" if reason else verdict, []).append(f"`{kind}`")
     table = Table("", ["verdict", "kinds", "transformers' names of them"])
     for name, kinds in sorted(

@@ -2,11 +2,11 @@
 
     python -m scripts.courseReport                                 Pythia-2.8b with Pythia-70m, as `make report`
     python -m scripts.courseReport TARGET DRAFT --out FOLDER       other models
-    python -m scripts.courseReport --flags "--sentences 2"         flags that every step hands to test.py
+    python -m scripts.courseReport --flags "--sentences 2"         flags that every step passes to test.py
 
-Each step is a run of test.py that writes to FOLDER/results.jsonl. A step whose run is there, finished and by the same
-command, is not measured again; so the same command goes on after an interruption. FOLDER/report.md has all tables, and
-the report's own figures beside them. The exit code is 1 if a step failed or --lossless says no.
+Each step is a run of test.py that writes to FOLDER/results.jsonl. A step that has a finished run by the same command is
+not measured again; so the same command continues after an interruption. FOLDER/report.md has all tables, and
+the report's own figures beside them. The exit code is 1 if a step failed or --lossless found a difference.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CACHED: Methods = {"draft": "draft", "target": "target", "speculative": "specula
 
 
 class Column(NamedTuple):
-    """Measured figures beside the course report's. lines: timed texts. methods: which row is which."""
+    """Measured figures beside the course report's. lines: timed texts. methods: {role in the report: row}."""
 
     title: str
     lines: Sequence[TimedText]
@@ -116,20 +116,20 @@ def steps(plan: Namespace) -> Iterator[Step]:
 
 
 def run_of(step: Step, store: Results) -> Run | None:
-    """The newest finished run by the step's command; None if there is none."""
+    """The newest finished run by the step's command, or None."""
     command = shlex.join(step.command)
     finished = [(run, lines) for run, lines in store.runs() if of_kind(lines, EndLine)]
     return next((pair for pair in reversed(finished) if without_places(pair[0]).get("command") == command), None)
 
 
 def test_py(words: Sequence[str]) -> int:
-    """Run test.py in a process of its own: whatever stops it leaves the other steps alone. Its tables are on the page,
-    so only what it says on stderr is shown. Returns its exit code."""
+    """Run test.py in a process of its own: if it is stopped, the other steps still run. Its tables are on the page,
+    so only its stderr is shown. Returns its exit code."""
     return subprocess.run([sys.executable, str(ROOT / "test.py"), *words], stdout=subprocess.DEVNULL).returncode
 
 
 def download_missing(plan: Namespace) -> bool:
-    """Download the models and the data sets that are missing; whether all are there."""
+    """Download the models and the data sets that are missing; whether all exist."""
     named = filter(None, (plan.target, plan.draft, plan.mid))
     models = [name for name in named if downloadModel.is_hub_id(name) and not downloadModel.downloaded_folder(name)]
     data = [name for name in plan.data if name in DATA]
@@ -177,7 +177,7 @@ def page(plan: Namespace, store: Results) -> str:
 
 
 def differences(runs: Sequence[RunLine]) -> list[str]:
-    """What is not the same in all runs. A step that was measured before keeps its record."""
+    """The differences between the runs. A step that was measured before keeps its record."""
     models = {(model["name"], model["version"]) for run in runs for model in run["models"].values()}
     differ = {
         "code": any(run.get("code") != runs[0].get("code") for run in runs),
@@ -228,7 +228,7 @@ def speeds_beside(columns: Sequence[Column]) -> Table:
 
 
 def beside_report(column: Column) -> list[Cell]:
-    """What was measured of each figure of `REPORT_SPEED`."""
+    """The measured values of each figure of `REPORT_SPEED`."""
     rows = {row["method"]: row for row in summarize(column.lines, column.methods["target"])}
     pairs = [(rows.get(column.methods.get(figure.role, "")), figure) for figure in REPORT_SPEED]
     return [span(row[figure.field], figure.scale) if row else "" for row, figure in pairs]
@@ -247,7 +247,7 @@ def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool) -> Ta
 
 
 def read_plan(argv: Sequence[str] | None) -> Namespace:
-    """What to measure, as the flags say. Raises UserError for what test.py would refuse."""
+    """What to measure, by the flags. Raises UserError for flags that test.py would reject."""
     parser = script_parser("python -m scripts.courseReport", __doc__)
     parser.add_argument("target", type=text, nargs="?", default=PAIR[0], metavar="TARGET", help=f"({PAIR[0]})")
     parser.add_argument("draft", type=text, nargs="?", default=PAIR[1], metavar="DRAFT", help=f"({PAIR[1]})")
@@ -258,7 +258,7 @@ def read_plan(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="of each method that --lossless tests (100000)")
     flags = "handed to each test.py that reads them"
     parser.add_argument("--flags", type=shlex.split, default=[], metavar='"FLAGS"', help=flags)
-    parser.add_argument("--out", type=path, default=OUT, metavar="FOLDER", help=f"where everything is written ({OUT})")
+    parser.add_argument("--out", type=path, default=OUT, metavar="FOLDER", help=f"the folder of all results ({OUT})")
     plan = parser.parse_args(argv)
     plan.mid = plan.mid or (MID if (plan.target, plan.draft) == PAIR else None)
     for name in filter(None, (plan.target, plan.draft, plan.mid)):
@@ -291,7 +291,7 @@ def make_report(argv: Sequence[str] | None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
     return as_command(
-        "courseReport", partial(make_report, argv), "What was measured is kept; the same command goes on."
+        "courseReport", partial(make_report, argv), "What was measured is kept; the same command continues."
     )
 
 

@@ -96,7 +96,7 @@ def draw_rounds(record: dict[str, Any], path: Path, comment: str = "") -> None:
 
 
 def measure() -> None:
-    """Decode the text with and without guesses, in turn; the repeat that took the median time is kept."""
+    """Decode the text with and without guesses, alternately; the repeat that took the median time is kept."""
     tokenizer, dtype = load_tokenizer(NAMES["target"]), pick_dtype("cpu")
     models = {role: load_model(name, tokenizer, dtype, "cpu") for role, name in NAMES.items()}
     prompts, drafter = [tokenizer(PROMPT)["input_ids"]], ModelDrafter(models["draft"])
@@ -112,8 +112,8 @@ def measure() -> None:
     middle = {name: sorted(of[1:], key=lambda run: run[0][-1])[REPEATS // 2] for name, of in runs.items()}
     texts = {name: {"rounds": pieces_of(run[1], tokenizer), "seconds": run[0]} for name, run in middle.items()}
     versions = {role: model_record(name, model_version(find_model(name)), models[role]) for role, name in NAMES.items()}
-    made = {"program": "-m scripts.drawRounds", **origin([], {"gamma": GAMMA}, "cpu", versions)}
-    text = json.dumps(made | {"dtype": dtype, "prompt": PROMPT, "texts": texts}, ensure_ascii=False)
+    about = {"program": "-m scripts.drawRounds", **origin([], {"gamma": GAMMA}, "cpu", versions)}
+    text = json.dumps(about | {"dtype": dtype, "prompt": PROMPT, "texts": texts}, ensure_ascii=False)
     replace_file(ROOT / "docs/records/rounds.json", text + "\n")
 
 

@@ -154,7 +154,7 @@ def new_network(recipe: Recipe, target: CachedModel, tokens: Tensor | None) -> T
     if recipe.kind == "medusa":
         return MedusaHeads(d)
     if embedding_of(target).shape[1] != d:
-        raise UserError(f"{target.name} has embeddings of another width than its layers; no head is trained for it")
+        raise UserError(f"{target.name} has embeddings whose width differs from its layers'; heads are not supported")
     config = LlamaConfig(
         vocab_size=len(embedding_of(target)),
         hidden_size=d,

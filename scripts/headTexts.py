@@ -1,4 +1,4 @@
-"""What a head is trained on: the texts that its target writes, and the target's hidden states for them.
+"""The training data of a head: the texts that its target writes, and the target's hidden states for them.
 
 The texts are written as users let the target write. It continues passages of books or articles. A chat model also
 writes conversations: both the user's turns and the answers (Magpie, Xu et al., arXiv 2406.08464). Most of these begin
@@ -45,7 +45,7 @@ from scripts.trainBundled import read_documents
 from utils import Sampling, UserError
 
 WRITTEN = 2_000_000  # tokens of text that the target writes and reads
-TEXTS = 128  # texts in a part, which is kept or made again as a whole
+TEXTS = 128  # texts in a part, which is kept or computed again as a whole
 HELD_OUT = 32  # texts that are not trained on: the first part
 READ = 4  # texts that are read at a time
 LENGTH = 1024  # tokens of a text at most, with its prompt
@@ -82,7 +82,7 @@ NOTHING = WrittenText([], [])
 class TextWriter:
     """Writes texts with the target.
 
-    passages: what it continues. questions: users' turns that are given by flag, [] if there are none.
+    passages: texts that it continues. questions: users' turns given by flag, or [].
     """
 
     def __init__(self, folder: Path, device: str, passages: Sequence[str], questions: Sequence[str], seed: int) -> None:
@@ -119,7 +119,7 @@ class TextWriter:
         return (self.encoded(task + passage) if task else encode([passage], self.tokenizer)[0])[:length]
 
     def continued(self, texts: Sequence[WrittenText], sampling: Sampling, most: int) -> list[WrittenText]:
-        """The texts, each with what the target draws after it: until it ends, or `most` tokens."""
+        """The texts, each with the target's continuation: until it ends, or `most` tokens."""
         if not texts:
             return []
         prompts = [text.tokens for text in texts]
@@ -186,7 +186,7 @@ def prompts_of(args: Namespace) -> tuple[list[str], list[str]]:
     different = len(set(passages))
     if different < FEWEST:
         raise UserError(
-            f"the --texts hold {different} passages of {PASSAGE} characters, and a head needs {FEWEST}; give more"
+            f"--texts has {different} passages of {PASSAGE} characters, but a head needs {FEWEST}; add more texts"
         )
     return passages, [q.turns[0] for q in read_questions(args.prompts)] if args.prompts else []
 
@@ -206,8 +206,8 @@ class StateReader:
         logits = output_logits(self.output, self.hidden_states(tokens)[..., -self.output.weight.shape[1] :]).cpu()
         if not torch.allclose(logits.log_softmax(-1), target.score(tokens).log_softmax(-1), atol=0.1, rtol=0.1):
             raise UserError(
-                f"{target.name} changes its logits after its output layer (or norms its last hidden states itself); "
-                "no head is trained for such a model"
+                f"{target.name} changes its logits after its output layer (or normalizes its last hidden states), "
+                "so heads are not supported for it"
             )
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ class StateReader:
         states, sums = [], []
         for at in range(0, len(texts), READ):
             block = [torch.tensor(text.tokens) for text in texts[at : at + READ]]
-            padded = nn.utils.rnn.pad_sequence(block, batch_first=True)  # What comes after a text does not change it.
+            padded = nn.utils.rnn.pad_sequence(block, batch_first=True)  # Padding after a text does not change it.
             for tokens, rows in zip(block, self.hidden_states(padded)):
                 states.append(rows[: len(tokens)].to(torch.bfloat16).cpu())
                 last = rows[: len(tokens), -self.output.weight.shape[1] :]
@@ -240,13 +240,13 @@ class StateReader:
 
 
 def prepare_parts(args: Namespace, target: CachedModel) -> list[dict[str, Tensor]]:
-    """The parts of `args.data`, memory-mapped. Those that are missing are made first. Part 0 is held out. A part holds
-    what `StateReader.read` returns, and how many seconds it took to make it."""
+    """The parts of `args.data`, memory-mapped. Those that are missing are computed first. Part 0 is held out. A part
+    holds what `StateReader.read` returns, and how many seconds it took to make it."""
     about = {"target": model_version(args.folder), "length": LENGTH, "sampling": asdict(SAMPLING), "seed": args.seed}
     description = args.data / "texts.json"
     args.data.mkdir(parents=True, exist_ok=True)
     if description.exists() and read_json(description) != about:
-        raise UserError(f"{args.data} holds texts of another target or seed; name another --data")
+        raise UserError(f"{args.data} contains texts of another target or seed; choose another --data")
     replace_file(description, json.dumps(about))
     config = target.model.config.get_text_config()
     bytes_of_token = 2 * len(LAYERS["three"]) * config.hidden_size + 4 + 4 + 1 + 12  # states, tokens, text, drawn, sums
@@ -271,7 +271,9 @@ def prepare_parts(args: Namespace, target: CachedModel) -> list[dict[str, Tensor
             try:
                 parts.append(load_file(file))
             except SafetensorError as error:
-                raise UserError(f"{file} cannot be read ({one_line(error)}); remove it: it is made again") from None
+                raise UserError(
+                    f"{file} cannot be read ({one_line(error)}); remove it, and it is computed again"
+                ) from None
             tokens = len(parts[-1]["tokens"])
             bar.update(tokens)
             left -= tokens if len(parts) > 1 else 0

@@ -79,7 +79,7 @@ class Records:
         return self.runs[self.index[name]]
 
     def file(self, name: str) -> dict[str, Any]:
-        """The record in a file of its own, by its name without .json. Raises UserError if there is none."""
+        """The record in a file of its own, by its name without .json. Raises UserError if it does not exist."""
         return read_json(self.folder / f"{name}.json")
 
     def files(self) -> dict[str, Mapping[str, Any]]:
@@ -103,29 +103,29 @@ def source(record: Mapping[str, Any], dtype: str = "") -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError if there is none."""
+    """The object in a JSON file. Raises UserError if it does not exist."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{file.name} cannot be read as a record: {error}") from None
     if not isinstance(record, dict):
-        raise UserError(f"{file.name} is not a record: it holds no object")
+        raise UserError(f"{file.name} is not a record: it is not a JSON object")
     return record
 
 
 def without_places(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record without the folders of the machine it was made on. Of a path from the root, the last name is left."""
-    kept = {key: value for key, value in record.items() if key != "folder"}
-    if "flags" in kept:
-        kept["flags"] = {key: last_name(value) for key, value in kept["flags"].items() if f"--{key}" not in PLACES}
-    if "command" in kept:
-        words = shlex.split(kept["command"])
+    result = {key: value for key, value in record.items() if key != "folder"}
+    if "flags" in result:
+        result["flags"] = {key: last_name(value) for key, value in result["flags"].items() if f"--{key}" not in PLACES}
+    if "command" in result:
+        words = shlex.split(result["command"])
         while place := next((word for word in words if word in PLACES), None):
             at = words.index(place)
             values = takewhile(lambda word: not word.startswith("--"), words[at + 1 :])
             del words[at : at + 1 + len(list(values))]
-        kept["command"] = shlex.join(last_name(word) for word in words if word.split("=")[0] not in PLACES)
-    return kept
+        result["command"] = shlex.join(last_name(word) for word in words if word.split("=")[0] not in PLACES)
+    return result
 
 
 def last_name(value: Any) -> Any:
@@ -155,17 +155,17 @@ def of_processes(runs: Sequence[Run]) -> Run:
         if (other["command"], other["code"], other["machine"]) != (run["command"], run["code"], run["machine"]):
             raise UserError(f"runs {run['run']} and {other['run']} differ in command, code or machine: keep one")
     numbered = [line | {"process": i} for i, (_, body) in enumerate(runs) for line in body if line["kind"] in TIMED]
-    kept = cast(list[Line], numbered if len(runs) > 1 else [line for line in lines if line["kind"] in TIMED])
+    timed = cast(list[Line], numbered if len(runs) > 1 else [line for line in lines if line["kind"] in TIMED])
     groups: dict[Any, list[Any]] = {}
-    for line in of_kind(kept, SpeedLine):
+    for line in of_kind(timed, SpeedLine):
         groups.setdefault(tuple(line[key] for key in ("mode", "promptLen", "temperature")), []).append(line)
     for row in chain.from_iterable(map(summarize, groups.values())):
         if row["drafted"] and row["speedup"].low > (most := row["tokens_per_round"].high):
             raise UserError(
-                f"{row['method']} is {row['speedup'].middle:.2f} times as fast as plain decoding, at {most:.2f} tokens "
-                "a round at most: no round can be; was the machine busy? Measure again"
+                f"{row['method']} is {row['speedup'].middle:.2f} times as fast as plain decoding, but a round commits "
+                f"at most {most:.2f} tokens: a fault of the measurement; was the machine busy? Measure again"
             )
-    return run, kept + [line for line in lines if line["kind"] not in TIMED]
+    return run, timed + [line for line in lines if line["kind"] not in TIMED]
 
 
 def keep_run(name: str, chosen: Sequence[str], folder: Path, root: Path) -> str:

@@ -1,4 +1,4 @@
-"""What networks are trained for, with gradients written by hand: autograd takes several times as long on a CPU.
+"""The losses of networks, with gradients written by hand: autograd takes several times as long on a CPU.
 
 A guess drawn from q passes with probability a = sum_x min(p(x), q(x)), where p and q are the distributions that tokens
 are drawn from, after temperature and top-p. Distillation makes q close to p over the whole vocabulary instead. So a
@@ -95,8 +95,8 @@ def soft_nucleus(probs: Tensor) -> tuple[Tensor, Tensor]:
     """How far each token is inside the nucleus of `probs[N, V]`, from 0 to 1 `[N, V]`, and the edge of the nucleus
     `[N, 1]`.
 
-    A token is inside the nucleus or outside; a step from 0 to 1 has no gradient. So the step is made a slope. Its
-    middle, the edge, is the geometric mean of the least probability inside and of the greatest one outside, and at
+    A token is inside the nucleus or outside; a step from 0 to 1 has no gradient. So the step is replaced by a slope.
+    Its middle, the edge, is the geometric mean of the least probability inside and of the greatest one outside, and at
     least WIDEST times the former. A token at the edge counts as half inside, and one of twice its probability as 0.94.
 
     With top-p 0.9 and the probabilities 0.5, 0.3, 0.15 and 0.05, the first three tokens are the nucleus. The edge is
@@ -116,7 +116,7 @@ def soft_nucleus(probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def most_probable(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `rejection` reads of the target's `logits[N, V]`: top, int16, p and plain, float16, each `[N, TOP]`. A
+    """The input of `rejection` from the target's `logits[N, V]`: top, int16, p and plain, float16, each `[N, TOP]`. A
     nucleus of more than TOP tokens loses the least probable of them; the others keep their probabilities, about."""
     logits = logits.float()
     values, top = logits.topk(min(TOP, logits.shape[-1]))
@@ -146,8 +146,8 @@ def output_logits(output: RestrictedHead, hidden: Tensor) -> Tensor:
 
 
 def sums_of(output: RestrictedHead, last: Tensor) -> Tensor:
-    """What makes probabilities of the logits l of last hidden states `[..., d]`, without all of them, `[..., 3]`:
-    log sum exp l; log sum exp l / temperature, over the nucleus; and the least l in the nucleus."""
+    """Sums that normalize the logits l of last hidden states `[..., d]`, without all of them, `[...,
+    3]`: log sum exp l; log sum exp l / temperature, over the nucleus; and the least l in the nucleus."""
     logits = output_logits(output, last.to(torch.bfloat16))  # as they are stored
     p = probabilities(logits, SAMPLING)
     most, in_nucleus = logits.amax(-1), p.masked_fill(p == 0, torch.inf)

@@ -23,12 +23,12 @@ def packed_files() -> dict[str, str]:
     files = [SOURCE / "generate.py"]
     for file in files:  # The list grows by what its files import, anywhere in them.
 
-        def relative(found: re.Match[str]) -> str:
-            copied = ROOT / f"{found[2].replace('.', '/')}.py"
+        def relative(match: re.Match[str]) -> str:
+            copied = ROOT / f"{match[2].replace('.', '/')}.py"
             if not copied.exists():
-                return found[0]
+                return match[0]
             files.extend([copied] if copied not in files else [])
-            return f"{found[1]}from .{copied.stem} import"
+            return f"{match[1]}from .{copied.stem} import"
 
         texts[file.name] = re.sub(r"^(\s*)from ([\w.]+) import", relative, file.read_text(encoding="utf-8"), flags=re.M)
     assert len(texts) == 1 + len(files), "two modules have one name"

@@ -1,11 +1,11 @@
 """Render the documentation: write every table and quoted output in it from the records in docs/records/ and the code.
 
     python -m scripts.render            writes README.md and the like, docs/ and the pictures
-    python -m scripts.render --check    changes nothing, and says what is not as it would be written
+    python -m scripts.render --check    changes nothing, and lists everything that is out of date
 
-A block stands between two comments, `begin NAME` and `end NAME`; scripts/blocks.py says what it holds. A comment alone
-in its line begins a block of lines; one within a line begins a block of words. A picture carries the digest of its
-record in a text field of its PNG file or in the comment of its GIF file: is it older than the record?
+A block stands between two comments, `begin NAME` and `end NAME`; scripts/blocks.py computes its content. A comment
+alone in its line begins a block of lines; one within a line begins a block of words. A picture carries the digest of
+its record in a text field of its PNG file or in the comment of its GIF file: is it older than the record?
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def files(root: Path) -> list[Path]:
 
 @cache
 def content_of(name: str, records: Records) -> str:
-    """What a block holds. Raises UserError if it has no renderer or no record."""
+    """The content of a block. Raises UserError if it has no renderer or no record."""
     if name not in BLOCKS:
         raise UserError("there is no renderer of this name")
     return BLOCKS[name](records)
 
 
 def rendered(text: str, records: Records) -> tuple[str, list[Fault]]:
-    """(a text with its blocks rendered, its faults as it is)."""
+    """(the text with its blocks rendered, the faults of `text`)."""
     faults: list[Fault] = []
 
     def note(place: int, words: str, final: bool = True) -> None:
@@ -117,13 +117,13 @@ def digest_of(picture: str, records: Records) -> str:
 
 
 def stamp_of(path: Path) -> str | None:
-    """The digest that a picture carries; None if it carries none."""
+    """The digest in a picture; None if it has none."""
     with Image.open(path) as image:
         return image.info.get(DIGEST) or image.info.get("comment", b"").decode() or None
 
 
 def fault_of(picture: str, records: Records) -> str | None:
-    """What is wrong with a picture; None if nothing is."""
+    """The fault of a picture, or None."""
     if not (records.root / picture).exists():
         return "is missing"
     stamp = stamp_of(records.root / picture)
@@ -182,7 +182,7 @@ def render(root: Path) -> list[str]:
 def work(root: Path, argv: Sequence[str] | None) -> int:
     """Parse the flags, render or check. Returns 1 if a check finds faults."""
     parser = script_parser("python -m scripts.render", __doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing, and say what would change")
+    parser.add_argument("--check", action="store_true", help="change nothing, and list what would change")
     if parser.parse_args(argv).check:
         faults = check(root)
         print(*faults or ["Everything is as its record says."], sep="\n")

@@ -233,7 +233,7 @@ class StageTrainer(Trainer):
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
-    """The flags, checked. Raises UserError for what cannot be used."""
+    """The flags, checked. Raises UserError for invalid ones."""
     parser = script_parser("python -m scripts.trainBundled", __doc__)
     texts = "files or folders to train on; PATH:3 counts it three times"
     parser.add_argument("--texts", nargs="+", type=text, required=True, help=texts)
@@ -244,7 +244,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--tokens", type=whole(1), help="at most this many tokens for each stage of a model")
     parser.add_argument("--stage", type=whole(1, 5), default=1, help="start at this stage, from the weights in --out")
     parser.add_argument("--out", type=path, default=ROOT / "models")
-    parser.add_argument("--device", type=text, help="(cuda if there is one)")
+    parser.add_argument("--device", type=text, help="(cuda if available)")
     parser.add_argument("--seed", type=whole(0, 10**9), default=0)
     args = parser.parse_args(argv)
     if not os.path.isdir(args.out):
@@ -262,16 +262,15 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def bundled_folder(args: Namespace, name: str) -> Path:
-    """The folder of a bundled model."""
     return Path(os.path.abspath(args.out)) / f"bundled-{name}"
 
 
 def run(args: Namespace) -> None:
-    """Train the tokenizer if there is none, then the models, and print their perplexities."""
+    """Train the tokenizer if it does not exist, then the models, and print their perplexities."""
     documents = [document for path in args.texts for document in read_documents(path)]
     heldout = {file: read(file) for file in args.heldout}
     if not documents:
-        raise UserError("the --texts hold no text; name others")
+        raise UserError("--texts contains no text; name others")
     folder = bundled_folder(args, "target")
     if not (folder / "tokenizer.json").exists():
         train_tokenizer(sorted(set(documents)), folder)
@@ -281,7 +280,7 @@ def run(args: Namespace) -> None:
     tokens = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
     print(f"{len(documents)} documents, {sum(map(len, documents)):,} characters, {len(tokens):,} tokens", flush=True)
     if len(tokens) <= 2 * CONTEXT:
-        raise UserError(f"the --texts hold {len(tokens)} tokens, and rows of {CONTEXT} are cut from them; give more")
+        raise UserError(f"--texts has {len(tokens)} tokens, too few for rows of {CONTEXT}; add more texts")
     for name in args.models:
         model = CachedModel(train_model(args, name, tokenizer, tokens))
         for file, words in heldout.items():

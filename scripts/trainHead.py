@@ -7,8 +7,8 @@ The target first writes the texts to train on, as a user would let it: it contin
 also writes conversations: both the user's turns and the answers (Magpie, Xu et al., arXiv 2406.08464). Then it reads
 the texts, and the hidden states that the head needs are kept on disk. Last, the head is trained on them.
 
-Everything is kept in OUT. If the script is stopped, the same command goes on where it stopped. The head in OUT can be
-used as soon as there is one. At the end OUT/head-TARGET.json holds the acceptance on text that is not trained on, over
+Everything is kept in OUT. If the script is stopped, the same command continues where it stopped. The head in OUT can be
+used as soon as it exists. At the end OUT/head-TARGET.json holds the acceptance on text that is not trained on, over
 the tokens trained; with --ablation, ablation-TARGET.json that of each variant. `python -m scripts.keepRecord
 head-TARGET --from OUT` keeps it for the documentation.
 """
@@ -67,7 +67,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of an ablation: what differs from REC
 RECORDED = "kind", "layers", "unroll", "feature_loss", "opening", "finish"  # what files say of a recipe
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
 Parts = list[dict[str, Tensor]]  # of `prepare_parts`; the first is held out
-FITTED = 4  # one text in so many of a part is read for the beginning of a head
+FITTED = 4  # one text in this many of a part is read for the beginning of a head
 SEEDS = 1 << 20  # a step's windows are drawn from the seed `--seed * SEEDS + step`
 
 
@@ -136,7 +136,7 @@ def guessed_tokens(parts: Parts, vocabulary: int, count: int, ends: Collection[i
     """The tokens that the head guesses, int64 `[count]`, ascending: the most frequent ones of the texts to train on,
     with those that end a text."""
     if count > vocabulary:
-        raise UserError(f"--draftVocab {count} is more than the {vocabulary} tokens there are")
+        raise UserError(f"--draftVocab {count} exceeds the vocabulary of {vocabulary} tokens")
     counts = sum(torch.bincount(part["tokens"].long(), minlength=vocabulary) for part in parts[1:])
     counts[[token for token in ends if token < vocabulary]] = counts.sum() + 1
     return counts.argsort(descending=True, stable=True)[:count].sort().values
@@ -221,7 +221,7 @@ def expected_counts(overlap: np.ndarray, ratio: np.ndarray, drawn: Sequence[bool
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """The flags, checked. Raises UserError for what cannot be used."""
+    """The flags, checked. Raises UserError for invalid ones."""
     parser = script_parser("python -m scripts.trainHead", __doc__)
     parser.add_argument("target", type=text, help="the model whose head is trained: a folder of models/, or a path")
     parser.add_argument("out", type=path, metavar="OUT", help="the folder of the head")
@@ -233,20 +233,20 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--steps", type=whole(1), help=f"of training, of {RECIPE.batch} tokens each, instead of --hours"
     )
-    parser.add_argument("--draftVocab", type=whole(1), help="guess only so many frequent tokens (all)")
-    parser.add_argument("--kind", choices=["head", "medusa"], default="head", help="what is trained (head)")
+    parser.add_argument("--draftVocab", type=whole(1), help="guess only this number of frequent tokens (all)")
+    parser.add_argument("--kind", choices=["head", "medusa"], default="head", help="the kind of network (head)")
     parser.add_argument("--layers", choices=list(LAYERS), default="three", help="of the target, for features (three)")
     parser.add_argument("--unroll", type=whole(1, 8), default=GAMMA, help=f"steps of training-time test ({GAMMA})")
     parser.add_argument("--featureLoss", action="store_true", help="also learn the target's last hidden states")
-    parser.add_argument("--ablation", action="store_true", help="train each variant, so long each, and compare them")
-    parser.add_argument("--device", type=text, help="(cuda if there is one)")
+    parser.add_argument("--ablation", action="store_true", help="train each variant for that time, and compare them")
+    parser.add_argument("--device", type=text, help="(cuda if available)")
     parser.add_argument("--seed", type=whole(0, 10**9), default=0)
     args = parser.parse_args(argv)
     args.folder = find_model(args.target)
     args.device = pick_device(args.device)
     args.data = args.data or args.out / "texts"
     if args.prompts and find_prompts(args.prompts).resolve() == find_prompts("sample").resolve():
-        raise UserError(f"--prompts {args.prompts} are what heads are measured on; train on others")
+        raise UserError(f"--prompts {args.prompts} are reserved for measuring heads; train on other prompts")
     for name in args.texts or ():
         read_documents(name)  # Raises UserError if it cannot be read.
     if args.kind == "medusa" and (args.layers != "three" or args.unroll != GAMMA or args.featureLoss):
@@ -255,7 +255,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def run(args: Namespace, argv: Sequence[str]) -> None:
-    """Make the texts, then train the head, or the variants of the ablation, and write the record."""
+    """Write the texts, then train the head, or the variants of the ablation, and write the record."""
     tokenizer = load_tokenizer(args.folder)
     target = load_model(args.folder, tokenizer, pick_dtype(args.device), args.device)
     target.model.requires_grad_(False)
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return as_command(
         "trainHead",
         lambda: run(parse(words), words),
-        "The same command goes on where this one stopped.",
+        "The same command continues where this one stopped.",
         "lower --written",
     )
 

@@ -32,13 +32,13 @@ LAST = 0.8  # share of a training after which its last row lengths are used
 class Recipe:
     """Every knob of a training, or of one stage of it. A share is one of the whole training."""
 
-    # The training ends after so many tokens or so much time, whichever is first.
+    # The training ends after this number of tokens or this time, whichever is first.
     tokens: float = math.inf
     seconds: float = math.inf
 
     # What a step reads: rows of one length.
     batch: int = 2048  # tokens
-    lengths: tuple[int, ...] = (256,)  # of the rows of each step, in turn
+    lengths: tuple[int, ...] = (256,)  # of the rows of each step, cyclically
     last_lengths: tuple[int, ...] | None = None  # those of the last fifth; None: the same
     labelled: Mapping[int, int] | None = None  # {row length: how many rows} that a teacher labels once for acceptance
 
@@ -65,7 +65,7 @@ class Recipe:
 class Trainer(ABC):
     """Trains the weights of `network` that require a gradient. label: its name in the log."""
 
-    checkpoint: Path | None = None  # written every CHECKPOINT_EVERY seconds; `train` goes on from it
+    checkpoint: Path | None = None  # written every CHECKPOINT_EVERY seconds; `train` resumes from it
     about: Mapping[str, Any] = {}  # what a checkpoint must have in common with this training
 
     def __init__(self, recipe: Recipe, network: nn.Module, label: str) -> None:
@@ -87,11 +87,11 @@ class Trainer(ABC):
 
     @abstractmethod
     def batch(self, rows: int, length: int) -> Any:
-        """What the next step reads: so many rows of so many tokens."""
+        """The input of the next step: `rows` rows of `length` tokens."""
 
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
-        """What the step makes smaller. Its value is logged."""
+        """The loss of the step. Its value is logged."""
 
     def measure(self) -> Mapping[str, Any]:
         """More figures for the log."""
@@ -159,7 +159,7 @@ class Trainer(ABC):
         print(f"{self.label}: {figures}", file=sys.stderr, flush=True)
 
     def save(self) -> None:
-        """Write the checkpoint in one step: it is there as a whole or not at all."""
+        """Write the checkpoint in one step, so that it is never incomplete."""
         if not self.checkpoint:
             return
         state = {
@@ -176,7 +176,7 @@ class Trainer(ABC):
         os.replace(temporary, self.checkpoint)
 
     def resume(self, file: Path) -> None:
-        """Go on from a checkpoint. Raises UserError if it is of another training, or broken."""
+        """Resume from a checkpoint. Raises UserError if it is of another training, or broken."""
         try:
             state = torch.load(file, map_location=self.device, weights_only=True)
         except Exception as error:  # A broken file can raise nearly anything.

@@ -214,7 +214,7 @@ def test_texts_that_go_on_after_their_end_are_counted(cli, pair_folder, tmp_path
     _, line, shown = audit(cli, pair_folder, tmp_path, tmp_path / "texts", "--temperature", "0.7")
     said = " ".join(shown.split())
     assert line["after_end"] == count
-    assert ("the engine went on" in said) == bool(count) and (
+    assert ("the engine continued" in said) == bool(count) and (
         not count or f"{words} that ends a text, and more" in said
     )
 
@@ -223,7 +223,7 @@ RIGHT = '{"prompt": [1, 2], "tokens": [3]}\n'
 BAD = {
     "": ["is empty"],
     " \n\n": ["is empty"],
-    RIGHT + "nonsense\n": ["line 2", "no JSON"],
+    RIGHT + "nonsense\n": ["line 2", "not JSON"],
     RIGHT + "[1, 2]\n": ["line 2", "no object"],
     "\n" + '{"prompt": [1]}\n': ["line 2", '"tokens" or "text"'],
     '{"tokens": [1]}\n': ["line 1", '"prompt"'],

@@ -150,7 +150,7 @@ def test_what_has_no_batches_is_refused(cli, flags, tmp_path, capsys, monkeypatc
 
 
 def test_several_processes_have_no_batches(flags):
-    with refused("--batch", "one process"):
+    with refused("--batch", "single process"):
         prepare.where_to_run(settings.parse([*flags, "--speed", "--batch", "2"]), SimpleNamespace(count=2))
 
 

@@ -66,7 +66,7 @@ def test_all_categories_of_mt_bench_are_one_task_and_a_few_are_not(tmp_path):
 
 
 WRONG = {
-    "no JSON": "{'prompt': 'x'}",
+    "not JSON": "{'prompt': 'x'}",
     '"prompt" or "turns"': '["x"]',
     "no text": '{"prompt": " ", "category": "story"}',
     "is no text": '{"prompt": 7, "category": "story"}',
@@ -74,7 +74,7 @@ WRONG = {
     "is no list": '{"turns": [], "category": "story"}',
     "category": '{"prompt": "x"}',
     '"category"': '{"prompt": "x", "category": " "}',
-    "'rare' has this prompt alone": '{"prompt": "x", "category": "rare"}',
+    "'rare' has only this prompt": '{"prompt": "x", "category": "rare"}',
     '"turns" is no list of texts': '{"turns": "x", "category": "story"}',
     '"prompt" is no text': '{"prompt": "\\ud800", "category": "story"}',
 }
@@ -306,7 +306,7 @@ def test_spec_benchs_prompts_come_and_are_read_by_name(specbench, tmp_path, caps
     with refused("downloadData.py (specbench)", "--prompts sample"):
         read_questions("specbench")
     assert_refused(capsys, "--offline", arguments=("specbench", "--offline"))
-    assert downloadData.main(["specbench"]) == 0 and "whole" in capsys.readouterr().out
+    assert downloadData.main(["specbench"]) == 0 and "complete" in capsys.readouterr().out
     assert [question.turns for question in read_questions("specbench")][1:] == [(s["prompt"],) for s in STORY[1:]]
     manifest = Manifest.read(tmp_path / "datasets" / "specbench")
     assert (manifest.repo, manifest.rows) == ("hemingkx/Spec-Bench", {"test": 4})
@@ -322,9 +322,12 @@ def test_spec_benchs_prompts_come_and_are_read_by_name(specbench, tmp_path, caps
 @pytest.mark.parametrize("content", [FILE[:-1], FILE + b"\n", FILE.replace(b"tarn", b"lake")])
 def test_another_file_is_never_taken_for_spec_benchs(specbench, tmp_path, capsys, content):
     (specbench / "question.jsonl").write_bytes(content)
-    assert_refused(capsys, "another hash")
+    assert_refused(capsys, "does not have the hash")
     assert_refused(
-        capsys, "another hash", "--prompts", arguments=("specbench", "--from", str(specbench / "question.jsonl"))
+        capsys,
+        "does not have the hash",
+        "--prompts",
+        arguments=("specbench", "--from", str(specbench / "question.jsonl")),
     )
     (specbench / "question.jsonl").unlink()
     assert_refused(capsys, "404", "--from", "127.0.0.1")

@@ -134,7 +134,7 @@ def test_an_interruption_leaves_a_page_and_goes_on(tmp_path, monkeypatch, capsys
     answers = iter([0, 130])
     monkeypatch.setattr(courseReport, "test_py", lambda words: next(answers) or finished(words))
     assert run(tmp_path, *LOCAL) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
     assert (tmp_path / "report.md").read_text().count("Not measured.") == 6
 
 

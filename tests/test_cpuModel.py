@@ -751,7 +751,7 @@ def test_a_text_of_a_compiled_model_ends_at_its_window(kind, capsys):
     how = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
     eager = helpers.tiny(kind, **how)
     model = compiled(helpers.tiny(kind, **how))
-    assert is_compiled(model) and "is compiled for texts of up to 32 tokens" in capsys.readouterr().err
+    assert is_compiled(model) and "when compiled, reads texts of up to 32 tokens" in capsys.readouterr().err
     assert regrSampling([[5, 9]], model, 30, GREEDY)[0] == regrSampling([[5, 9]], eager, 30, GREEDY)[0]
     with refused("exceed the context"):
         regrSampling([[5, 9]], model, 31, GREEDY)

@@ -331,7 +331,7 @@ def test_hooks_and_replaced_forwards_are_followed_or_refused(draft):
     layer.forward = lambda x: 0.5 * type(layer).forward(layer, x)
     assert equal(model, custom) != plain_text
     layer.forward = lambda x: x.flip(1)
-    with pytest.raises(ValueError, match="are not decoded here"):
+    with pytest.raises(ValueError, match="are not supported"):
         greedy(model, custom)
 
 
@@ -393,7 +393,7 @@ def test_a_heads_folder_may_be_the_draft(family, tmp_path):
     assert ours.sequences.tolist() == greedy(model).tolist()
     assert all(sum(record.drafted) > 0 for record in ours.records)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="holds no head for the model"):
+    with pytest.raises(ValueError, match="is not a head for the model"):
         greedy(model, speculative(str(tmp_path)))
 
 
@@ -469,7 +469,7 @@ def test_the_text_streamers_of_transformers_work(pair_folder, capsys):
         ({"synced_gpus": True}, "synced_gpus"),
         ({"max_new_tokens": 200}, "exceed the context of the"),
         ({"max_new_tokens": 200}, "max_new_tokens 200"),
-        ({"input_ids": torch.tensor([[5, 99]])}, "a token outside the models' vocabulary of 61"),
+        ({"input_ids": torch.tensor([[5, 99]])}, "a token id outside the models' vocabulary of 61"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -486,7 +486,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(target, draft, arguments, wo
         ({"verify": "blocks"}, f"verify must be one of {', '.join(RULES)}, not 'blocks'"),
         ({"draft": "gpt2"}, "a transformers model or a head's folder, not 'gpt2'"),
         ({"vocabulary": 62}, r"vocabulary must lie in \[1, 61\]"),
-        ({"draft": "t5"}, "models of the kind t5 are not decoded here: it is an encoder with a decoder"),
+        ({"draft": "t5"}, "models of type t5 are not supported: it is an encoder with a decoder"),
         ({"draft": "adapted"}, "a draft with adapters"),
     ],
     ids=str,

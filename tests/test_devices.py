@@ -67,5 +67,5 @@ def test_bfloat16_is_refused_on_mps(monkeypatch, flags):
 def test_a_device_that_no_draft_can_be_on_is_refused(flags, wrong, words):
     with refused(*words):
         where_to_run(parse([*flags, *wrong]), processes.ALONE)
-    with refused("one process"):
+    with refused("single process"):
         where_to_run(parse([*flags, "--draftDevice", "cuda:0"]), processes.Processes(1, 2))

@@ -263,7 +263,7 @@ def test_the_best_rows_stand_in_the_order_of_their_speed_and_their_texts_are_tes
 
 def test_a_block_names_tables_and_columns_that_are_printed(copy):
     records = render.Records(copy)
-    with refused("nothing that is printed of compare", "Unheard"):
+    with refused("no table of compare has a title", "Unheard"):
         blocks.printed("compare", "Unheard", records)
     with refused("has no column 'alphas'"):
         blocks.printed("compare", "Speed", records, columns=" | alphas")

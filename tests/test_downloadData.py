@@ -83,7 +83,7 @@ def test_a_second_run_moves_nothing_and_fewer_books_need_nothing(hub, both, caps
     assert run("--books", "3") == 0 and len(load_corpora("pg19")[0].documents) == 3
     hub.forget()
     assert run("--books", "3") == run("--books", "2") == run("--books", "1", "--offline") == 0 and hub.requests == []
-    assert_data_error(capsys, "asked for", "--offline", arguments=("pg19", "--books", "4", "--offline"))
+    assert_data_error(capsys, "incomplete", "--offline", arguments=("pg19", "--books", "4", "--offline"))
     assert run("pg19", "--books", "40") == 0 and "only 15 books" in capsys.readouterr().out
     assert len(load_corpora("pg19")[0].documents) == 15
 
@@ -92,7 +92,7 @@ def test_a_cut_download_goes_on_and_a_damaged_one_is_made_again(hub, both, capsy
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100)
     hub.cut_after = 1200
     size = hub.datasets["Salesforce/wikitext"].size(TABLES[0])
-    assert_data_error(capsys, hub.url, "goes on", arguments=("wikitext",))
+    assert_data_error(capsys, hub.url, "resumes", arguments=("wikitext",))
     assert not (both / "wikitext").exists()
     assert run("--list") == 0 and "not finished" in capsys.readouterr().out
     hub.cut_after = None
@@ -134,7 +134,7 @@ def test_a_table_of_another_hash_is_never_taken(hub, both, capsys):
 
 def test_too_small_a_disk_is_refused_before_anything_moves(hub, both, capsys, monkeypatch):
     limit_disk(monkeypatch, 5000)
-    assert_data_error(capsys, "room", arguments=("wikitext",))
+    assert_data_error(capsys, "free some space", arguments=("wikitext",))
     assert hub.moved == 0
 
 
@@ -145,7 +145,7 @@ def test_a_wikitext_file_becomes_what_the_hub_has(folder, tmp_path, capsys):
     (corpus,) = load_corpora("wikitext")
     assert corpus.documents == [file.read_text()] and corpus.passages(500) == [LINE, f" {LINE}"]
     assert run("--list") == 0 and "wiki.test.raw; 5 rows of test" in capsys.readouterr().out
-    assert_data_error(capsys, "is there already", "move it away", arguments=("wikitext", "--from", str(file)))
+    assert_data_error(capsys, "already exists", "move it away", arguments=("wikitext", "--from", str(file)))
 
 
 def test_texts_that_were_installed_are_never_replaced_by_a_download(hub, both, tmp_path, capsys):
@@ -196,7 +196,7 @@ def test_what_cannot_be_installed_is_one_line(folder, tmp_path, text_file, capsy
     assert_data_error(capsys, "one name", arguments=("--from", str(text_file)))
     assert_data_error(capsys, "one name", arguments=("x", "y", "--from", str(text_file)))
     (tmp_path / "empty").mkdir()
-    assert_data_error(capsys, "holds no text", arguments=("x", "--from", str(tmp_path / "empty")))
+    assert_data_error(capsys, "contains no text", arguments=("x", "--from", str(tmp_path / "empty")))
     for name, content in {"bad.txt": b"\xff\xfe\x00", "bad.parquet": b"PAR1", "bad.jsonl": b"{"}.items():
         (tmp_path / name).write_bytes(content)
         assert_data_error(capsys, name, arguments=("x", "--from", str(tmp_path / name)))

@@ -102,7 +102,7 @@ def test_sharded_weights_come_with_their_index(hub, pythia, capsys):
     assert download(NAME) == 0 and set(shards) < set(hub.served)
     del hub.models[NAME].files["model-00002-of-00002.safetensors"]
     shutil.rmtree(pythia)
-    assert_error(capsys, "lacks model-00002-of-00002.safetensors")
+    assert_error(capsys, "has no model-00002-of-00002.safetensors")
     assert not pythia.exists()
 
 
@@ -136,7 +136,7 @@ def test_a_repository_that_is_no_model_is_refused(hub, pythia, capsys):
     del files["config.json"]
     assert_error(capsys, "no config.json")
     del files["model.safetensors"]
-    assert_error(capsys, "no safetensors, only pytorch_model.bin", "never loaded", "--revision")
+    assert_error(capsys, "no safetensors files, only pytorch_model.bin", "never loaded", "--revision")
     assert hub.moved == 0 and not pythia.parent.exists()
 
 

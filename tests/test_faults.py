@@ -367,7 +367,7 @@ def test_a_hub_that_fails_is_one_line(cli, flags, hub, pair_folder, tmp_path, ca
         fails(f"answered {status}", "some/target")
     hub.file_answer = None
     hub.replace["model.safetensors"] = bytes(files["model.safetensors"].stat().st_size)
-    fails("model.safetensors", "came twice with another hash")
+    fails("model.safetensors", "was downloaded twice with a hash that differs")
     hub.replace.clear()
     url = hub.url
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

@@ -37,7 +37,7 @@ REFUSED = {
     "gpt_neo": "its logits are off by",
     "mamba": "keep a state that positions cannot address",
     "rwkv": "its layers keep a state",
-    "jamba": "its layers of the kind",
+    "jamba": "its layers of type",
     "doge": "its tokens attend to those after them",
 }
 
@@ -56,13 +56,13 @@ def test_where_alibi_counts_slots_trees_alone_are_refused():
     assert zoo.verdict(CONFIG_MAPPING["bloom"]) == ("right", "no trees")
     model = CachedModel(small_twin(*kind_of("bloom")), name="bloom")
     model.reserve(1, 9)
-    with refused("bloom reads no trees"):
+    with refused("bloom cannot verify trees"):
         model.forward(torch.tensor([[5]]), torch.tensor([[0]]), Places.at(torch.tensor([0]), gate.TREE))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_kind_is_refused_in_one_line_that_names_it_and_the_reason(name):
-    with refused(f"the kind {name} are not decoded here: ", REFUSED[name]):
+    with refused(f"models of type {name} are not supported: ", REFUSED[name]):
         check_kind(*kind_of(name))
 
 
@@ -127,7 +127,7 @@ def test_what_a_hook_does_with_the_end_of_a_block_is_refused_and_what_it_does_wi
         return output
 
     model.gpt_neox.layers[1].register_forward_hook(last_alone)
-    with refused("are not decoded here"):
+    with refused("are not supported"):
         CachedModel(model)
 
 

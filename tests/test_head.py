@@ -473,18 +473,21 @@ def cut(path, size):
 
 
 BROKEN = {
-    "another target": (lambda folder: edit(folder, head={"target": "v0"}), "it is that of v0, and the target is v1"),
+    "another target": (
+        lambda folder: edit(folder, head={"target": "v0"}),
+        "it was trained for v0, and the target is v1",
+    ),
     "another vocabulary": (lambda folder: edit(folder, vocab_size=60), "60 tokens"),
     "another width": (lambda folder: edit(folder, hidden_size=64), "a width of 64"),
     "other layers": (lambda folder: edit(folder, head={"layers": [0, 1, 3]}), "layers"),
-    "fewer layers": (lambda folder: edit(folder, head={"layers": [0, 1]}), "fuse.weight is missing, left over"),
-    "no heads": (lambda folder: edit(folder, num_attention_heads=0), "holds no head"),
+    "fewer layers": (lambda folder: edit(folder, head={"layers": [0, 1]}), "fuse.weight is missing, unexpected"),
+    "no heads": (lambda folder: edit(folder, num_attention_heads=0), "is not a head"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "cannot be read"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot be read"),
     "a cut config": (lambda folder: cut(folder / "config.json", 50), "cannot be read"),
     "cut weights": (lambda folder: cut(folder / "model.safetensors", 2000), "cannot be read"),
     "no head": (lambda folder: (folder / "config.json").write_text("{}"), "cannot be read"),
-    "a missing weight": (lambda folder: without(folder, "join.weight"), "join.weight is missing, left over"),
+    "a missing weight": (lambda folder: without(folder, "join.weight"), "join.weight is missing, unexpected"),
     "missing tokens": (lambda folder: without(folder, "tokens"), "does not have the tokens"),
     "fewer tokens": (lambda folder: edit(folder, head={"tokens": 2}), "does not have the tokens"),
 }
@@ -503,7 +506,7 @@ def test_a_broken_folder_is_refused_in_one_line(tmp_path, name):
 
 def test_a_target_of_another_width_or_dtype_is_refused():
     target = helpers.tiny()
-    with refused("have its dtype"):
+    with refused("have the dtype of"):
         HeadModel(network_for(target), CachedModel(target.model.bfloat16()))
     with refused("a width of 32"):
         HeadModel(network_for(helpers.tiny()), helpers.tiny(hidden_size=64))

@@ -97,14 +97,14 @@ def test_what_is_no_head_for_the_target_is_one_line(cli, flags, pair_folder, hea
     del weights["join.weight"]
     save_file(weights, cut / WEIGHTS)
     for folder, *words in (
-        (other, "holds no head for target", "sha256:0123456789abcdef"),
-        (cut, "holds no head for target", "join.weight"),
+        (other, "is not a head for target", "sha256:0123456789abcdef"),
+        (cut, "is not a head for target", "join.weight"),
         (pair_folder / "draft", "is a model, not a trained head"),
     ):
         assert run_of(cli, flags, tmp_path, "--head", str(folder), "--compare", "head") == (2, [])
         one_line(capsys, *words)
     assert run_of(cli, flags, tmp_path, "--head", str(tmp_path / "nowhere"), "--compare", "head") == (2, [])
-    one_line(capsys, "no model folder", "nowhere")
+    one_line(capsys, "there is no model", "nowhere")
 
 
 @pytest.mark.parametrize(

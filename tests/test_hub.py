@@ -19,7 +19,7 @@ from inputs.hub import hub_errors
 
 def test_a_download_cut_at_half_goes_on_where_it_stopped(hub, pythia, capsys):
     hub.cut_after = WEIGHTS // 2
-    assert_error(capsys, hub.url, "HF_ENDPOINT", "--offline", "goes on")
+    assert_error(capsys, hub.url, "HF_ENDPOINT", "--offline", "resumes")
     assert not pythia.exists() and hub.served["model.safetensors"] == WEIGHTS // 2
     assert download("--list") == 0 and "not whole: model.safetensors" in capsys.readouterr().out
     hub.forget()
@@ -184,7 +184,7 @@ def test_content_of_another_hash_or_size_is_never_taken(hub, pythia, capsys, wro
 
 def test_too_small_a_disk_is_refused_before_anything_moves(hub, pythia, capsys, monkeypatch):
     limit_disk(monkeypatch, WEIGHTS)
-    assert_error(capsys, "3.0 MB", "room")
+    assert_error(capsys, "3.0 MB", "free some space")
     assert hub.moved == 0 and not pythia.exists()
 
 
@@ -193,7 +193,7 @@ def test_a_disk_that_fills_up_keeps_what_came(hub, pythia, capsys):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))  # no file may grow beyond: as a full disk has it
     try:
-        assert_error(capsys, "disk is full", "goes on")
+        assert_error(capsys, "disk is full", "continues")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not pythia.exists()
@@ -203,5 +203,5 @@ def test_a_disk_that_fills_up_keeps_what_came(hub, pythia, capsys):
 
 def test_a_repository_that_would_write_elsewhere_is_refused(hub, pythia, capsys):
     hub.models[NAME].files["../../tokenizer.json"] = b"{}"
-    assert_error(capsys, "../../tokenizer.json", "elsewhere")
+    assert_error(capsys, "../../tokenizer.json", "outside its folder")
     assert not pythia.parent.exists()

@@ -282,7 +282,7 @@ def power(seen=("surprise",), tokens=400):
             [
                 "No difference found: 1,000 drawn tokens of each of 2 methods were tested in float32 and in bfloat16",
                 "least of 12 p-values",
-                "with so many tokens each planted mistake is seen, within 400 tokens: 1 in block;",
+                "each planted mistake is detected, within 400 tokens: 1 in block;",
                 "greedy text in float32 equals plain decoding's token for token.",
             ],
         ),
@@ -316,7 +316,7 @@ def test_all_is_every_lossless_method_whose_models_are_there():
     assert set(choose("all", {"draft", "self"}, "lossless")) == every - {"cascade", "head"}
     assert set(choose("all", set(), "lossless")) == {name for name in every if not METHODS[name].needs}
     help = " ".join(parser().format_help().split())
-    assert "all stands for every one of them whose models are there, except target" in help
+    assert "all stands for every one of them whose models are available, except target" in help
 
 
 def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, capsys):

@@ -43,7 +43,7 @@ def test_an_unknown_model_is_refused_and_those_there_are_named(tmp_path, monkeyp
     with refused("pythia-1b", "none", "downloadModel.py"):
         find_model("pythia-1b")
     (tmp_path / "pythia-70m").mkdir()
-    with refused("pythia-1b", "there are: pythia-70m"):
+    with refused("pythia-1b", "available: pythia-70m"):
         find_model("pythia-1b")
     with refused("line\\nbreak"):
         find_model("line\nbreak")
@@ -123,8 +123,8 @@ REFUSED = [
     (configured(vocab_size=PADDED + 1), [*MISMATCH, ".weight"]),
     (without_a_weight, ["gpt_neox.layers.1.mlp.dense_h_to_4h.weight", "download"]),
     *((sharded(index), ["/model", "download it again"]) for index in (None, b"{}", b"[]", b'{"weight_map": 3}', b"{")),
-    (of_kind("vit"), ["is no causal language model"]),
-    (of_kind("bart"), ["the kind bart are not decoded here: it is an encoder with a decoder"]),
+    (of_kind("vit"), ["is not a causal language model"]),
+    (of_kind("bart"), ["models of type bart are not supported: it is an encoder with a decoder"]),
     (of_kind("bert"), ["its tokens attend to those after them, as is_decoder is false"]),
     (of_kind("mamba"), ["keep a state that positions cannot address"]),
     (of_kind("jamba"), ["keep a state that positions cannot address"]),

@@ -176,9 +176,9 @@ def test_texts_of_a_batch_have_seeds_of_their_own(pair_folder):
     alone = [row.write([prompt], 5, sampling, [11 + number])[0][0] for number, prompt in enumerate(prompts)]
     assert texts == alone
     row.process.ask = lambda do, **asked: {"texts": [{"tokens": [1], "times": [[0.1, 1]]}] * 2, "seconds": 1.0}
-    with pytest.raises(PeerError, match="wrote 1 tokens, and 2 were asked for"):
+    with pytest.raises(PeerError, match="wrote 1 tokens, and 2 were requested"):
         row.write([[1], [2]], 2, GREEDY, [0, 0])
-    with pytest.raises(PeerError, match="wrote 2 texts, and 3 were asked for"):
+    with pytest.raises(PeerError, match="wrote 2 texts, and 3 were requested"):
         row.write([[1], [2], [3]], 1, GREEDY, [0, 0, 0])
 
 

@@ -282,11 +282,11 @@ def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, f
     assert len(found[0]) > 8 and all(other == found[0] for other in found[1:])
 
 
-@pytest.mark.parametrize("asked, words", [("--steps", "--steps measures"), ("--compare generate", "generate is timed")])
+@pytest.mark.parametrize("asked, words", [("--steps", "--steps runs"), ("--compare generate", "generate runs")])
 def test_what_one_process_measures_is_refused_by_several(cli, flags, tmp_path, asked, words):
     children, logs = launch(cli, [*flags, *asked.split()], tmp_path / "run", 2)
     assert [wait(child) for child in children] == [2, 2]
-    assert logs[0].read_text().startswith(f"test.py: error: {words} in one process") and logs[1].read_text() == ""
+    assert logs[0].read_text().startswith(f"test.py: error: {words} in a single process") and logs[1].read_text() == ""
 
 
 def test_all_processes_use_the_same_copy(cli, flags, tmp_path, monkeypatch):

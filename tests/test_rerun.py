@@ -159,7 +159,7 @@ def test_a_changed_prompt_is_the_reason_and_paths_are_relative_to_where_the_run_
         (lambda lines: lines[0].pop("flags"), "1", "its record lacks the flags"),
         (lambda lines: lines[0]["flags"].update(colour=3), "1", "there is no flag --colour any more"),
         (lambda lines: lines[0]["flags"].update(gamma=0), "1", "--gamma: must be a whole number"),
-        (lambda lines: lines[0]["flags"].update(target="nowhere"), "1", "no model folder 'nowhere'"),
+        (lambda lines: lines[0]["flags"].update(target="nowhere"), "1", "there is no model 'nowhere'"),
     ],
 )
 def test_a_run_that_cannot_be_made_again_is_one_line(again, edit, asked, words):

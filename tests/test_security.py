@@ -63,7 +63,7 @@ def test_no_name_makes_a_download_write_elsewhere(cli, flags, hub, outside, tmp_
 def test_no_file_of_a_hub_is_written_elsewhere(hub, outside, path):
     for kind in ("model", "dataset"):
         getattr(hub, f"{kind}s")["some/thing"] = Repository({"config.json": b"{}", path: b"x"})
-        with refused(path.split("\\")[-1], "written elsewhere"):
+        with refused(path.split("\\")[-1], "outside its folder"):
             list_repository("some/thing", kind=kind)
 
 
@@ -101,7 +101,7 @@ def test_weights_are_those_of_the_folder(model_folder):
     (model_folder / "model.safetensors").rename(model_folder.parent / "model.safetensors")
     for path in ("../model.safetensors", str(model_folder.parent / "model.safetensors")):
         (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": path}}))
-        with refused("not in its folder", "download it again"):
+        with refused("outside its folder", "download it again"):
             weight_files(model_folder)
 
 

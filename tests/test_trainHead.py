@@ -407,10 +407,10 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
     "flags, words",
     [
         (["--texts", "nowhere"], "nowhere cannot be read"),
-        (["--prompts", "sample"], "measured on"),
+        (["--prompts", "sample"], "reserved for measuring"),
         (["--kind", "medusa", "--unroll", "1"], "--kind head"),
         (["--steps", "0"], "--steps"),
-        (["--draftVocab", "301", "--steps", "1"], "more than the 300"),
+        (["--draftVocab", "301", "--steps", "1"], "exceeds the vocabulary of 300"),
     ],
 )
 def test_wrong_flags_are_one_line(pair_folder, tmp_path, small, capsys, flags, words):
@@ -420,7 +420,10 @@ def test_wrong_flags_are_one_line(pair_folder, tmp_path, small, capsys, flags, w
 
 
 def test_a_target_that_is_none_and_too_few_texts_are_one_line(pair_folder, text_file, tmp_path, capsys):
-    for target, texts, words in ("nowhere", SAMPLE, "no model folder"), (pair_folder / "target", text_file, "passages"):
+    for target, texts, words in (
+        ("nowhere", SAMPLE, "there is no model"),
+        (pair_folder / "target", text_file, "passages"),
+    ):
         assert train(target, tmp_path / "head", "--texts", texts) == 2
         assert words in capsys.readouterr().err
 
@@ -428,7 +431,7 @@ def test_a_target_that_is_none_and_too_few_texts_are_one_line(pair_folder, text_
 def test_a_disk_without_room_is_one_line(pair_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("inputs.hub.SPARE", 10**18)
     assert train(pair_folder / "target", tmp_path / "head") == 2
-    assert "make room" in capsys.readouterr().err
+    assert "free some space" in capsys.readouterr().err
 
 
 def test_a_target_that_scales_its_logits_is_refused(model_folder, monkeypatch):

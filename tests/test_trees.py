@@ -51,7 +51,7 @@ def test_an_expansion_configuration_gives_every_node_of_a_level_as_many_children
 
 @pytest.mark.parametrize("text", ["", "0", "3,0", "x", "3/1,1", "9,9", "1,2,", "2,0,1", "1000", "-1", "1.5", "3/"])
 def test_what_is_no_tree_is_refused(text):
-    with pytest.raises(UserError, match=f"no tree of 1 to {MOST} guesses"):
+    with pytest.raises(UserError, match=f"not a tree of 1 to {MOST} guesses"):
         Tree.of(text)
 
 

@@ -62,14 +62,13 @@ class Engine:
         self.settings = {"intra_threads": best}
 
     def start(self, threads: int) -> float:
-        """Load the model for so many threads, and return the seconds of decoding a few tokens."""
+        """Load the model for `threads` threads, and return the seconds of decoding a few tokens."""
         self.generator = None  # The memory of the model before it must be free.
         compute_type = "int8" if self.request.precision == "int8" else "float32"
         self.generator = self.library.Generator(self.request.target, compute_type=compute_type, intra_threads=threads)
         return min(self.generate(TRIAL)[1][-1][0] for _ in range(TRIALS))
 
     def generate(self, request: TextRequest) -> Answer:
-        """Continue one prompt."""
         self.library.set_random_seed(request.seed32)
         options: dict[str, Any] = {"sampling_topk": 1}
         if request.temperature:

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: `EngineProcess` is how the benchmark sees it, and `main` is what it runs.
+"""An engine in a process of its own: `EngineProcess` is its interface for the benchmark, and `main` runs in it.
 
 The module of the engine is imported in that process alone. It has
 
@@ -15,7 +15,7 @@ The process reads messages from stdin and answers on stdout, one JSON object a l
     {"do": "generate", ...}          the fields of `TextRequest`             answered by {"tokens", "times"}
     {"do": "batch", ...}             the fields of `BatchRequest`            answered by {"texts", "seconds"}
 
-What fails is answered by {"error"}.
+A failure is answered by {"error"}.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ ALIASES = {  # a weight that a file lacks, and what it is then: under the name o
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What an engine loads: the folders of converted models. draft: None if no model drafts. context: the tokens of a
-    text, prompt included. alpha: of synthetic acceptance. lookup: whether the text so far drafts. batch: the texts that
-    it can decode at once."""
+    """The models that an engine loads: the folders of converted models. draft: None if no model drafts. context: the
+    tokens of a text, prompt included. alpha: of synthetic acceptance. lookup: whether prompt lookup drafts. batch: the
+    texts that it can decode at once."""
 
     target: str
     draft: str | None
@@ -77,7 +77,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """One text that is asked for. temperature: 0 for greedy decoding. The text never ends early."""
+    """The request of one text. temperature: 0 for greedy decoding. The text never ends early."""
 
     prompt: list[int]
     count: int
@@ -105,7 +105,7 @@ class BatchRequest:
 
     @property
     def singles(self) -> list[TextRequest]:
-        """The texts, each asked for alone."""
+        """The texts as requests of one each."""
         return [
             TextRequest(prompt, self.count, self.temperature, self.top_p, seed)
             for prompt, seed in zip(self.prompts, self.seeds)
@@ -167,7 +167,7 @@ def short_reason(words: str) -> str:
 
 
 def last_line(output: str) -> str:
-    """The last line that a program printed: mostly why it ended."""
+    """The last line that a program printed, usually the reason why it ended."""
     return next((line for line in reversed(output.splitlines()) if line.strip()), "no message")
 
 
@@ -196,7 +196,7 @@ class EngineProcess:
         )
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        """The answer to a message. Raises PeerError if there is none within WAIT seconds, or if it is an error."""
+        """The answer to a message. Raises PeerError if there is no answer within WAIT seconds, or if it is an error."""
         assert self.process.stdin and self.process.stdout
         self.signal(signal.SIGCONT)
         try:
@@ -260,22 +260,19 @@ def start_engine(module: str) -> EngineProcess:
 
 
 class RequestHandler:
-    """Does what messages say, in the process of the engine."""
+    """Handles messages in the process of the engine."""
 
     engine: Any = None
 
     def convert(self, module: str, source: str, folder: str, vocabulary: int, bits: int) -> dict[str, Any]:
-        """Convert the model in the folder `source`."""
         engine_module(module).convert(Weights(Path(source), vocabulary), Path(folder), bits)
         return {}
 
     def load(self, module: str, **fields: Any) -> dict[str, Any]:
-        """Load converted models."""
         self.engine = engine_module(module).Engine(LoadRequest(**fields))
         return {"version": self.engine.version, "settings": getattr(self.engine, "settings", {})}
 
     def generate(self, **fields: Any) -> dict[str, Any]:
-        """Continue a prompt."""
         tokens, times = self.engine.generate(TextRequest(**fields))
         return {"tokens": list(map(int, tokens)), "times": times}
 
@@ -293,8 +290,8 @@ class RequestHandler:
 
 
 def one_by_one(engine: Any, request: BatchRequest) -> list[Answer]:
-    """The texts of an engine that decodes one at a time. Raises ValueError if more are asked for at once: one after
-    another is no batch."""
+    """The texts of an engine that decodes one at a time. Raises ValueError if more are requested at once: one after
+    another is not a batch."""
     if request.batch > 1:
         raise ValueError("it decodes one text at a time here")
     answers, start = [], time.perf_counter()

@@ -1,6 +1,6 @@
 """Install the engines of the optional rows: `python -m benchmark.engines.install`.
 
-They go into .peers/ and not into .venv, whose libraries stay as they are. An engine that does not install is left out
+They go into .peers/ and not into .venv, whose libraries are not changed. An engine that does not install is left out
 with a line. Of llama-cpp-python only the source of llama.cpp is used: its server is compiled, which takes minutes. vLLM
 has a virtual environment of its own, because it needs other versions of libraries; torch alone is that of .venv.
 """
@@ -56,7 +56,7 @@ def run(command: list[str]) -> str:
 
 
 def install(group: list[str], stamp: Path) -> None:
-    """Install one engine, unless these very versions are there."""
+    """Install one engine, unless these versions are installed."""
     wanted = "\n".join(group)
     if stamp.exists() and stamp.read_text() == wanted:
         return

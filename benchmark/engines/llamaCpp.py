@@ -77,7 +77,7 @@ def convert(weights: Weights, folder: Path, bits: int) -> None:
 
 
 def kind_of(shape: Sequence[int], bits: int) -> gguf.GGMLQuantizationType:
-    """How a weight is stored: a matrix in `bits` bits, or in 16 if its rows are no whole blocks; anything else in
+    """How a weight is stored: a matrix in `bits` bits, or in 16 if its rows are not whole blocks; anything else in
     float32."""
     if len(shape) == 1:
         return gguf.GGMLQuantizationType.F32
@@ -177,7 +177,7 @@ class Engine:
         return tokens, [(first, 1), (first + rest, len(tokens) - 1)]
 
     def batch(self, request: BatchRequest) -> list[Answer]:
-        """Continue many prompts: as many requests at once as the server has slots that are asked for."""
+        """Continue many prompts: as many requests at once as the server has slots."""
         start = time.perf_counter()
 
         def write(single: TextRequest) -> Answer:

@@ -22,7 +22,7 @@ CACHE = 1  # GB of KV cache
 
 
 def convert(weights: Weights, folder: Path, bits: int) -> None:
-    """Write the graph, what GenAI reads beside it, and the tokenizer if there is one: a draft model needs it."""
+    """Write the graph, its other files for GenAI, and the tokenizer if it exists: a draft model needs it."""
     path, builder = folder / "openvino_model.xml", GraphBuilder(weights, bits)
     openvino.save_model(builder.model(), path, compress_to_fp16=False)
     mark_decompression(path, builder.decompressions)
@@ -75,7 +75,6 @@ class Engine:
         self.pipeline = openvino_genai.LLMPipeline(request.target, "CPU", **settings, **options)
 
     def generate(self, request: TextRequest) -> Answer:
-        """Continue one prompt."""
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.rng_seed = request.count, True, request.seed32
         if request.temperature:
@@ -99,7 +98,7 @@ class GraphBuilder:
         self.states: list[Node] = []
 
     def vector(self, name: str) -> Node:
-        """A weight that is no matrix, in float32."""
+        """A weight that is not a matrix, in float32."""
         return ops.constant(self.weights[name].astype(np.float32))
 
     def matrix(self, name: str) -> Node:
@@ -158,7 +157,7 @@ class GraphBuilder:
         return cache
 
     def attention(self, q: Node, k: Node, v: Node, number: int, inputs: dict[str, Node]) -> Node:
-        """What queries, keys and values `[B, heads, n, head]` give, `[B, n, heads * head]`."""
+        """Attention of queries, keys and values `[B, heads, n, head]`: `[B, n, heads * head]`."""
         q, k = (self.rotated(part, inputs["cos"], inputs["sin"]) for part in (q, k))
         k = self.cached(k, f"past.{number}.key", inputs["batch"], inputs["beams"])
         v = self.cached(v, f"past.{number}.value", inputs["batch"], inputs["beams"])

@@ -1,4 +1,4 @@
-"""`Peer`: a method that another engine computes: its model converted and loaded, and its texts asked for."""
+"""`Peer`: a method that another engine computes: it converts and loads its model, and requests its texts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ StartProcess = Callable[[str], EngineProcess]  # of the engine of that module
 
 @dataclass(frozen=True)
 class Row:
-    """What an engine computes.
+    """A method of an engine.
 
     module: of the engine, in this folder. precision: one of BITS, or "" for the run's dtype. stored: bytes of a stored
     weight. draft: the role of the model that drafts; "target" stands for the target's own copy in 4 bits, "lookup" for
-    the text so far. batches: whether it decodes many texts at once.
+    prompt lookup. batches: whether it decodes many texts at once.
     """
 
     module: str
@@ -91,11 +91,10 @@ class Peer:
         self.failed: str | None = None
         self.memory = 0.0  # bytes that it takes while it is loaded
         self.version: str | None = None
-        self.settings: dict[str, Any] = {}  # what the engine was told
+        self.settings: dict[str, Any] = {}  # the settings given to the engine
 
     @property
     def unit_roundoff(self) -> float:
-        """The unit roundoff of its precision."""
         return 2.0 ** -BITS[self.precision]
 
     def load(
@@ -149,7 +148,7 @@ class Peer:
             answer = self.process.ask("batch", prompts=list(prompts), seeds=list(seeds), batch=batch, **fields)
             texts = answer["texts"]
         if len(texts) != len(prompts):
-            raise PeerError(f"it wrote {len(texts)} texts, and {len(prompts)} were asked for")
+            raise PeerError(f"it wrote {len(texts)} texts, and {len(prompts)} were requested")
         return [text["tokens"] for text in texts], [record_of(text, count) for text in texts]
 
     def fail(self, error: Exception) -> None:
@@ -171,7 +170,7 @@ def record_of(text: Mapping[str, Any], count: int) -> Record:
         if new:
             record.add(seconds, new, 0, 0)
     if not len(text["tokens"]) == record.tokens == count:
-        raise PeerError(f"it wrote {len(text['tokens'])} tokens, and {count} were asked for")
+        raise PeerError(f"it wrote {len(text['tokens'])} tokens, and {count} were requested")
     return record
 
 

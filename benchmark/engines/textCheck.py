@@ -1,4 +1,4 @@
-"""What the texts of other programs are checked against: the target in float32, whatever dtype the run has.
+"""Checks the texts of other programs against the target in float32, whatever dtype the run has.
 
 A method is timed only if its greedy text is the target's argmax, up to rounding: otherwise the conversion is wrong. Its
 sampled text is audited. Both are judged as `test.py --audit` judges (lossless/audit.py).
@@ -27,7 +27,8 @@ Write = Callable[[Sequence[list[int]], int, Sampling, Sequence[int]], Sequence[S
 class Float32Model:
     """A model whose `score` computes in float32, one module at a time, so that no second copy of the weights is needed.
 
-    Has what `TextScorer` asks of a `CachedModel`. dtype: the one the texts were written in, for the rounding to allow.
+    Has the interface of `CachedModel` that `TextScorer` uses. dtype: the one the texts were written in, for the
+    rounding to allow.
     """
 
     def __init__(self, model: PreTrainedModel, vocabulary: int) -> None:
@@ -53,8 +54,8 @@ def stored_model(folder: Path, vocabulary: int, device: str) -> Float32Model:
 
 
 def float32_hooks(module: nn.Module) -> list[Any]:
-    """Hooks that give a module float32 weights while it runs. Afterwards it has its own weights again, and not copies
-    of them: others share them."""
+    """Hooks that give a module float32 weights while it runs. Afterwards it has its own weights again, not copies:
+    other modules share them."""
     stored: dict[str, Tensor] = {}
 
     def widen(module: nn.Module, *arguments: object) -> None:
@@ -72,7 +73,7 @@ def float32_hooks(module: nn.Module) -> list[Any]:
 class TextChecker:
     """Checks the texts of other programs.
 
-    target, draft: in float32; draft: None if there is none with the target's tokenizer. sampling: of drawn texts.
+    target, draft: in float32; draft: None if no draft has the target's tokenizer. sampling: of drawn texts.
     limit: the p-value below which a test fails. drawn: the prompts and the texts that were sampled last.
     """
 

@@ -57,12 +57,10 @@ class Engine:
         self.number = 0  # of texts so far
 
     def generate(self, request: TextRequest) -> Answer:
-        """Continue one prompt."""
         (answer,) = self.decode([request], 1)
         return answer
 
     def batch(self, request: BatchRequest) -> list[Answer]:
-        """Continue many prompts."""
         return self.decode(request.singles, request.batch)
 
     def decode(self, requests: list[TextRequest], batch: int) -> list[Answer]:

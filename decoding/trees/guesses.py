@@ -16,7 +16,7 @@ def siblings(q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tenso
     Returns the tokens, int64 `[B, sum(counts)]`, and the laws that each was really drawn from, float32
     `[B, sum(counts), V]`: the children of node 0 in the order they are drawn, then those of node 1, and so on. The law
     of a first child is q; that of a later one is q without the children before it, renormalised. If fewer tokens are
-    left than children, the law of those that are missing is 0, and their token is the first child's. If q is nan, so
+    left than children, the missing children have the law 0 and the token of the first child. If q is nan, so
     are the laws, and the tokens are V, as those of `utils.pick` are.
 
     It must not synchronise with the host: an engine may record its work and repeat it.
@@ -25,9 +25,9 @@ def siblings(q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tenso
     going = list(range(len(counts)))
     left = q
     for k in range(max(counts)):
-        kept = [i for i, node in enumerate(going) if counts[node] > k]
-        if len(kept) < len(going):
-            left, going = torch.stack([left[:, i] for i in kept], 1), [going[i] for i in kept]
+        parents = [i for i, node in enumerate(going) if counts[node] > k]
+        if len(parents) < len(going):
+            left, going = torch.stack([left[:, i] for i in parents], 1), [going[i] for i in parents]
         total = left.sum(-1, keepdim=True)
         law = left if k == 0 else left / total.masked_fill(total == 0, 1)
         tokens = pick(law, torch.stack([u[:, node, k] for node in going], 1))

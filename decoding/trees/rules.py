@@ -7,7 +7,7 @@ Why a node that is judged with mass m emits m. A mass is a distribution over the
 the probability with which the node must accept. A child x is drawn from its law q, and judged with the mass w_x p_x for
 w_x = min(1, m(x) / q(x)). If that emits what it must, the path to the child is emitted with probability
 q(x) w_x = min(q(x), m(x)), and max(0, m - q) is what is missing. All children before the next one are rejected with
-probability 1 - sum min(m, q), so the node must go on with the mass max(0, m - q) / (1 - sum min(m, q)). This holds
+probability 1 - sum min(m, q), so the node must continue with the mass max(0, m - q) / (1 - sum min(m, q)). This holds
 whatever x was, so the law of the next child may depend on it, as it does without replacement. When no child is left,
 the node accepts with probability sum m, and emits a token of m / sum m.
 """
@@ -41,7 +41,7 @@ def traversal_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) 
     beyond the last one; and the token after them, int64 `[B]`. The token is V if p is nan there.
 
     The root has the mass p, and a child w_x p_x, where w_x = min(1, m(x) / q(x)) for the mass m that the children
-    before it have left. Nodes are asked in depth-first order, each after its children. The first that passes ends the
+    before it have left. Nodes are visited in depth-first order, each after its children. The first that passes ends the
     accepted path.
     """
     judgement = judge(p, q, drafts, tree, carried=True)
@@ -57,9 +57,9 @@ def top_down_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -
     """Multi-round speculative sampling, from the root down (SpecInfer, arXiv 2305.09781; without replacement: Sequoia,
     arXiv 2402.12374). Arguments and results are those of `traversal_rule`. On a chain it is `token_rule`.
 
-    The children of a node are asked in the order they were drawn. Child x is accepted with probability
-    min(1, p(x) / q(x)), and then its children are asked. After each rejection p becomes norm(max(0, p - q)). The token
-    comes from what is left of p.
+    The children of a node are visited in the order they were drawn. Child x is accepted with probability
+    min(1, p(x) / q(x)), and then its children are visited. After each rejection p becomes norm(max(0, p - q)). The
+    token comes from what is left of p.
     """
     judgement = judge(p, q, drafts, tree, carried=False)
     return judgement.end(first_passed(u[:, :-1] < judgement.ratios, tree), u[:, -1], tree)
@@ -77,7 +77,7 @@ def in_postorder(tree: Tree, node: int = 0) -> Iterator[int]:
 
 @dataclass
 class Judgement:
-    """What all nodes would do if they were asked.
+    """Whether each node accepts, if it is reached.
 
     p: as in `traversal_rule`. masses: `[B, n + 1, V]`, what is left of the mass of each node after its children.
     weights: `[B, n + 1]`, their sums, the probability that the node accepts then. ratios: `[B, n]`, w_x of nodes 1 to
@@ -95,7 +95,7 @@ class Judgement:
         accepted, path = path_of(route, tree)
         at = path.amax(1)[:, None, None].expand(-1, 1, self.p.shape[-1])
         left = self.masses.gather(1, at)[:, 0]
-        # Nothing is left where p equals q up to rounding. Any choice is right then, but a token must come.
+        # Nothing is left where p equals q up to rounding. Any token is right then, but there must be one.
         left = torch.where(left.sum(-1, keepdim=True) > 0, left, self.p.gather(1, at)[:, 0])
         return accepted, path, pick(left, u)
 
@@ -125,7 +125,7 @@ def judge(p: Tensor, q: Tensor, drafts: Tensor, tree: Tree, carried: bool) -> Ju
     """Go through the tree level by level. What a node's children leave of its mass does not depend on what is below
     them, so all nodes of a level are computed together.
 
-    carried: a child's mass is w_x p_x (traversal); else p_x, because it is asked only if w_x accepted it (top-down).
+    carried: a child's mass is w_x p_x (traversal); else p_x, because it is visited only if w_x accepted it (top-down).
     """
     begin = {0: torch.ones_like(p[:, 0, 0])}
     masses: dict[int, Tensor] = {}
@@ -152,8 +152,8 @@ def judge(p: Tensor, q: Tensor, drafts: Tensor, tree: Tree, carried: bool) -> Ju
 def after_child(mass: Tensor, w: Tensor, law: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Judge a child x `[B, m]` that was drawn from `law[B, m, V]`, for parents of `mass[B, m, V]`, whose sum is w.
 
-    Returns w_x = min(1, m(x) / q(x)), 0 if there is no child; and what the parents go on with if it is rejected:
-    max(0, m - q) / (1 - sum min(m, q)), and its sum.
+    Returns w_x = min(1, m(x) / q(x)), 0 if there is no child; and the mass with which the parents continue if it is
+    rejected: max(0, m - q) / (1 - sum min(m, q)), and its sum.
     """
     q_x, m_x = (dist.gather(-1, x[..., None])[..., 0] for dist in (law, mass))
     drawn = (q_x > 0) & (m_x >= 0)  # Neither is nan.
@@ -167,8 +167,8 @@ def after_child(mass: Tensor, w: Tensor, law: Tensor, x: Tensor) -> tuple[Tensor
 
 @functools.cache
 def synthetic_tree(alpha: float, rule: TreeRule = traversal_rule) -> TreeRule:
-    """As `decoding.verification.synthetic` for trees: the k-th child of a node is accepted with probability alpha / k,
-    if its parent was and those before it were not. rule: its work is done, and its token is kept."""
+    """`decoding.verification.synthetic` for trees: the k-th child of a node is accepted with probability alpha / k,
+    if its parent was and those before it were not. rule: computed as usual; its token is used."""
 
     def verify(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
         token = rule(p, q, drafts, u, tree)[2]

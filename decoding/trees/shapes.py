@@ -1,4 +1,4 @@
-"""How many tokens a round with a tree of guesses should give: `expected`, and `Acceptance`, which learns from rounds.
+"""The expected tokens of a round with a tree of guesses: `expected`, and `Acceptance`, estimated from past rounds.
 
 A table of acceptance: `acceptance[d][k]` is the probability that the k-th sibling (from 0) at depth d + 1 is the one
 that is accepted, if its parent was. So the sum over k is at most 1. (Sequoia's positional acceptance assumption, arXiv
@@ -37,8 +37,8 @@ def expected(tree: Tree, acceptance: Sequence[Sequence[float]]) -> float:
 class Acceptance:
     """Counts of past rounds: how often a sibling of each rank was tested at each depth, and how often accepted.
 
-    A depth with few counts borrows FAITH of them from the depth above it, the first depth from all depths taken
-    together, and these from a guess: HOPE for a first sibling, and LATER of what is left for the next. Old rounds lose
+    A depth with few counts adds FAITH counts from the depth above it, the first depth from all depths taken together,
+    and these from a prior: HOPE for a first sibling, and LATER of what is left for the next. Old rounds lose
     weight, so a draft that was once unlucky is tried again.
 
     reached, accepted: {(depth of the parent, rank): count}.
@@ -54,8 +54,8 @@ class Acceptance:
     def add(self, tree: Tree, last: Mapping[int, int], depths: Mapping[int, int]) -> None:
         """Learn from a round. last: {text: last accepted node, or 0}. depths: {text: depth of the deepest guess}.
 
-        The siblings below a node are counted if the node lies on the accepted path, or is the root. A guess that a
-        drafter was asked for and did not make counts as one that was not accepted.
+        The siblings below a node are counted if the node lies on the accepted path, or is the root. A requested
+        guess that the drafter did not make counts as rejected.
         """
         for counts in (self.reached, self.accepted):
             for key in counts:
@@ -89,7 +89,7 @@ class Acceptance:
 
 @functools.lru_cache(maxsize=4096)
 def tested(tree: Tree, last: int) -> tuple[tuple[tuple[int, int], bool], ...]:
-    """What a round has tested whose last accepted node is `last`: (depth of the parent, rank) of each sibling, and
+    """What a round tested, from its last accepted node `last`: (depth of the parent, rank) of each sibling, and
     whether it was accepted."""
     path = [0, *tree.path(last)]
     return tuple(

@@ -1,6 +1,6 @@
 """`Tree`: the shape of a tree of guesses, and `Places`: where its nodes are.
 
-A chain dies at its first rejection; a tree has a second candidate there (SpecInfer, Miao et al., arXiv 2305.09781).
+A chain ends at its first rejection; a tree has a second candidate there (SpecInfer, Miao et al., arXiv 2305.09781).
 
     0 ─┬─ 1 ─┬─ 4        Node 0 is the last committed token. Nodes 1, ..., n are guesses, numbered level by level;
        │     └─ 5        siblings are next to each other, in the order they are drawn.
@@ -30,7 +30,7 @@ MOST = 62  # guesses; with the root, a node's ancestors must fit into the bits o
 class Tree:
     """The shape of a tree with nodes 0 (the root) to n. parents: the parents of nodes 1, ..., n, in ascending order.
 
-    A chain may have any number of guesses, also none: that is plain decoding. A tree with branches has at most MOST.
+    A chain may have any number of guesses; none is plain decoding. A tree with branches has at most MOST.
     """
 
     parents: tuple[int, ...]
@@ -51,7 +51,7 @@ class Tree:
 
         "3,2,1,1": the root has 3 children, each of these has 2, and so on (SpecInfer's expansion configuration).
         "3/2,1,0": the same level by level, with one number for each node of the level. `str` writes the shorter form.
-        Raises UserError if the text is no such list.
+        Raises UserError if the text is not such a list.
         """
         form = re.fullmatch(r"\d{1,3}([,/]\d{1,3})*", text)
         levels = [level.split(",") for level in text.split("/")] if "/" in text else [[n] for n in text.split(",")]
@@ -67,8 +67,8 @@ class Tree:
             nodes = range(first, len(parents) + 1)
         if not form:
             raise UserError(
-                f"{text!r} is no tree of 1 to {MOST} guesses; write the children of each node at each depth, such as "
-                "3,2,1,1, or of every node, level by level, such as 3/2,1,0"
+                f"{text!r} is not a tree of 1 to {MOST} guesses; write the number of children of each node, depth by "
+                "depth (3,2,1,1), or of every single node, level by level (3/2,1,0)"
             )
         return cls(tuple(parents))
 
@@ -183,13 +183,13 @@ class Places(NamedTuple):
         return self.root[:, None] - 1 + (attended * (number < node) * (number + 1)).amax(1)
 
     def only(self, nodes: Sequence[int]) -> Places:
-        """Those of some nodes."""
+        """The places of `nodes` alone."""
         return Places(
             columns(self.positions, nodes), columns(self.slots, nodes), self.root, columns(self.ancestors, nodes)
         )
 
     def to(self, device: torch.device) -> Places:
-        """The same on another device."""
+        """The places on `device`."""
         return Places(*(x.to(device) for x in self))
 
     def mask(self, reach: int) -> Tensor:
@@ -199,8 +199,8 @@ class Places(NamedTuple):
         return (after <= 0)[:, None] | (is_ancestor & (after <= MOST)[:, None])
 
     def key_positions(self, reach: int) -> Tensor:
-        """The positions of what each node attends to in the first `reach` slots: int64 `[B, m, reach]`. That of an
-        ancestor is the root's and its depth, the number of its own ancestors."""
+        """The positions in the text of the first `reach` slots, for each node: int64 `[B, m, reach]`. An ancestor's is
+        the root's plus its depth, the number of its own ancestors."""
         slots = torch.arange(reach, device=self.root.device)
         after = (slots - self.root[:, None]).clamp(0, MOST)
         above = self.ancestors[:, None] >> torch.arange(MOST + 1, device=self.root.device) & 1

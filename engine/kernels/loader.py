@@ -36,7 +36,7 @@ def load() -> ctypes.CDLL:
     """Make the operators `torch.ops.native` that kernels.cpp defines.
 
     Returns the library. Linear layers use the best kernel of KINDS that the processor, the compiler and the operating
-    system allow. A line says so if that is not the best one of the processor. Raises OSError or CalledProcessError if
+    system allow. Prints a line if that is not the best one of the processor. Raises OSError or CalledProcessError if
     no compiler can build the kernels.
     """
     compiler = os.environ.get("CXX", "g++")
@@ -47,16 +47,16 @@ def load() -> ctypes.CDLL:
         if not is_whole(path):
             print("Building the kernels for this processor, once: this takes about a minute.", file=sys.stderr)
             build(compiler, native, path)
-    made = typed(ctypes.CDLL(str(path)))
+    kernels = typed(ctypes.CDLL(str(path)))
     torch.ops.load_library(path)
     torch.set_flush_denormal(False)  # A library built with -ffast-math switches it on, for the whole process.
-    for line in missing(made):
+    for line in missing(kernels):
         print(line, file=sys.stderr)
-    return made
+    return kernels
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a built library is as it was written: to load one that was cut short kills the process."""
+    """Whether a built library is complete: loading a truncated one kills the process."""
     try:
         return path.with_suffix(".sha256").read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, ValueError):
@@ -69,30 +69,30 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(home) / "torch_extensions")
 
 
-def typed(made: ctypes.CDLL) -> ctypes.CDLL:
+def typed(dll: ctypes.CDLL) -> ctypes.CDLL:
     """The library, with the types of its C functions."""
-    made.use_kernel.restype, made.processor_has.restype, made.is_built.restype = ctypes.c_char_p, *[ctypes.c_bool] * 2
-    return made
+    dll.use_kernel.restype, dll.processor_has.restype, dll.is_built.restype = ctypes.c_char_p, *[ctypes.c_bool] * 2
+    return dll
 
 
-def missing(made: ctypes.CDLL) -> list[str]:
+def missing(dll: ctypes.CDLL) -> list[str]:
     """A line for each kind of kernel that the processor has and that is better than the best one available."""
-    best, lines = made.use_kernel(None).decode(), []
+    best, lines = dll.use_kernel(None).decode(), []
     for kind in itertools.takewhile(lambda kind: kind != best, KINDS):
-        if made.processor_has(kind.encode()):
-            who = "operating system refuses" if made.is_built(kind.encode()) else "compiler cannot build"
+        if dll.processor_has(kind.encode()):
+            who = "operating system refuses" if dll.is_built(kind.encode()) else "compiler cannot build"
             lines.append(f"linear layers use the kernel {best}, because the {who} {kind}")
     return lines
 
 
 def use(kind: str | None = None) -> str:
-    """Use the kernel of that kind from now on; None: the best one. Returns the kind in use: the same as before if the
-    one asked for is not available."""
+    """Use the kernel `kind` from now on; None: the best one. Returns the kind in use: the previous one if `kind` is not
+    available."""
     return load().use_kernel(kind and kind.encode()).decode()
 
 
 def native_flags(compiler: str) -> list[str]:
-    """The flags that let this compiler use everything that the processor at hand has."""
+    """The flags that let this compiler use all instructions of this processor."""
     return [
         flag for flag in ("-march=native", "-mcpu=native", "-mprefer-vector-width=512") if accepts(compiler, [flag])
     ]

@@ -22,9 +22,9 @@ def packed(weight: Tensor) -> Tensor:
     pairs. The last block is filled with zeros."""
     pair = 4 // weight.itemsize
     blocks = -(-len(weight) // SIDE)
-    made = on_huge_pages(weight.new_empty(blocks, weight.shape[1] // pair, SIDE, pair))
-    torch.ops.native.pack(weight.contiguous(), made)
-    return made
+    result = on_huge_pages(weight.new_empty(blocks, weight.shape[1] // pair, SIDE, pair))
+    torch.ops.native.pack(weight.contiguous(), result)
+    return result
 
 
 def packed_codes(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
