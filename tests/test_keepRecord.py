@@ -88,5 +88,5 @@ def test_runs_of_one_command_are_kept_as_processes_and_what_cannot_be_is_refused
     assert row["speedup"].low < 2.1 < row["speedup"].high
     with refused("one", "two", "differ"):
         keepRecord.of_processes([run("one", 2.0), run("two", 2.0, code="e")])
-    with refused("fixed is 3.00 times", "2.50 tokens a round", "Measure again"):
+    with refused("fixed is 3.00 times", "2.50 tokens", "Measure again"):
         keepRecord.of_processes([run("one", 3.0)])
