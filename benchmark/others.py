@@ -117,9 +117,10 @@ def ready(
                 row.load(sources, gamma, context, free, start_process, alpha)
             if not (alpha and METHODS[name].guesses):
                 greedy = checker.greedy(write, prompts, row.unit_roundoff)
-                drawn = checker.sampled(write, prompts, row.unit_roundoff)
-                if folder := prepared.settings.output.texts:
-                    write_texts(folder / f"{name.replace(':', '-')}.jsonl", checker.drawn)
+                if sampling.temperature:  # Greedy text says nothing of sampling.
+                    drawn = checker.sampled(write, prompts, row.unit_roundoff)
+                    if folder := prepared.settings.output.texts:
+                        write_texts(folder / f"{name.replace(':', '-')}.jsonl", checker.drawn)
         except (PeerError, ValueError, OSError) as error:
             row.fail(error)
         line: EngineLine = {

@@ -85,6 +85,14 @@ def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(
     assert all(0 < share <= 100 for share in shares)
 
 
+def test_sampled_text_is_not_judged_where_all_is_greedy(cli, flags, tmp_path):
+    """Its near-ties would be impossible tokens, and equal text would say nothing of sampling."""
+    asked = "--compare generate:plain --temperature 0 --maxLen 6 --dtype float32 --sentences 2 --repeats 1"
+    assert cli.main([*flags, *asked.split(), "--out", str(tmp_path)]) == 0
+    (line,) = (line for line in lines_of(tmp_path) if line.get("test") == "engine")
+    assert line["greedy"]["beyond"] == 0 and line["drawn"] is None and said_of(line) == "not tested"
+
+
 def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch):
     ran = []
     monkeypatch.setattr(runpy, "run_path", lambda path, run_name: ran.append([path, *sys.argv[1:]]))
