@@ -115,7 +115,7 @@ def ready(
                 # What an engine maps from a file counts as available, and must stay in memory all the same.
                 free = memory - sum(other.memory for other in rows.values() if isinstance(other, Peer))
                 row.load(sources, gamma, context, free, start_process, alpha)
-            if not (alpha and METHODS[name].guesses):
+            if alpha is None or not METHODS[name].guesses:
                 greedy = checker.greedy(write, prompts, row.unit_roundoff)
                 if sampling.temperature:  # Greedy text says nothing of sampling.
                     drawn = checker.sampled(write, prompts, row.unit_roundoff)

@@ -108,9 +108,9 @@ class Engine:
                 "--spec-draft-n-max", str(request.gamma), "--spec-draft-n-min", "0", "--threads-draft", threads,
                 # It guesses the draft's likeliest token, which is often wrong where the draft is unsure, and it guesses
                 # no further there. Random weights are never sure, and a coin accepts them.
-                "--spec-draft-p-min", "0" if request.alpha else str(SURE),
+                "--spec-draft-p-min", "0" if request.alpha is not None else str(SURE),
             ]
-        if request.alpha:  # Each rate is that of a guess and of all before it.
+        if request.alpha is not None:  # Each rate is that of a guess and of all before it.
             command += ["--spec-synth-rates", ",".join(str(request.alpha**i) for i in range(1, request.gamma + 1))]
         # fmt: on
         self.settings = {"arguments": [word for word in command if "/" not in word]}  # without paths

@@ -110,7 +110,7 @@ class Peer:
         row = self.row
         if self.batch > 1 and not row.batches:
             raise PeerError("it decodes one text at a time here")
-        if alpha and row.draft and row.module != "llamaCpp":
+        if alpha is not None and row.draft and row.module != "llamaCpp":
             raise PeerError("it cannot accept guesses by a coin")
         models = {"target": (sources["target"], self.stored)}
         if row.draft and row.draft != "lookup":
