@@ -115,6 +115,8 @@ def ready(
                 # What an engine maps from a file counts as available, and must stay in memory all the same.
                 free = memory - sum(other.memory for other in rows.values() if isinstance(other, Peer))
                 row.load(sources, gamma, context, free, start_process, alpha)
+            elif alpha is not None and METHODS[name].guesses:
+                raise PeerError("it cannot accept guesses by a coin")
             if alpha is None or not METHODS[name].guesses:
                 greedy = checker.greedy(write, prompts, row.unit_roundoff)
                 if sampling.temperature:  # Greedy text says nothing of sampling.
