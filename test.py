@@ -17,7 +17,7 @@ from benchmark.others import other_methods
 from benchmark.steps import measure_steps
 from experiments import rerun
 from experiments.lines import Append, Line, Run, RunLine
-from experiments.loading import LoadedModels, Prepared
+from experiments.loading import SCORED, LoadedModels, Prepared
 from experiments.measure import measure_diversity, measure_perplexity, measure_speed
 from experiments.prepare import prepare
 from experiments.processes import Processes, together
@@ -105,11 +105,9 @@ def measure(prepared: Prepared, models: LoadedModels, append: Append) -> None:
         run_trials(prepared, models, append)
     if measuring.audit:
         audit(prepared, models, append)
-    other = prepared.settings.models.compile or prepared.place.dtype != prepared.place.text_dtype
-    if measuring.timed and other and (measuring.diversity or prepared.inputs.texts):
+    if prepared.scores_others:
         models.clear()
-        prepared.folders.pop("mid", None)
-        models = prepared.load(prepared.place.text_dtype, batches=False)
+        models = prepared.load(prepared.place.text_dtype, batches=False, roles=SCORED)
     if measuring.diversity:
         measure_diversity(prepared, models, append)
     measure_perplexity(prepared, models, append)

@@ -140,7 +140,7 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 def least_kept(ordered: Tensor, top_p: float) -> Tensor:
     """The probability of the token that completes top_p, `[..., 1]`. ordered: distributions in descending order."""
-    completes = (ordered.cumsum(-1) < top_p).sum(-1, keepdim=True)
+    completes = (running_sums(ordered) < top_p).sum(-1, keepdim=True)
     return ordered.gather(-1, completes.clamp_(max=ordered.shape[-1] - 1))
 
 
@@ -182,10 +182,22 @@ def pick(probs: Tensor, u: Tensor) -> Tensor:
     which draws V exponential numbers. A token of probability 0 is never drawn. If the distribution is nan, the result
     is V, which is no token: the host learns of it with the tokens, without another sync.
     """
-    cumulative = probs.cumsum(-1)
+    cumulative = running_sums(probs)
     total = cumulative[..., -1:]
     u = (u[..., None] * total).minimum(total.nextafter(torch.zeros_like(total)))  # Rounding must not reach the end.
     return torch.searchsorted(cumulative, u, right=True)[..., 0]
+
+
+def running_sums(probs: Tensor) -> Tensor:
+    """`probs.cumsum(-1)` of `probs[..., V]`, reproducible and never falling.
+
+    On a GPU, torch sums a single row by an algorithm whose result can differ from run to run (pytorch, issue 75240) and
+    can fall or rise at a token of probability 0 (issue 21780), which would then be drawn. Several rows are summed by
+    another one, which does neither.
+    """
+    if probs.device.type == "cuda" and probs.numel() == probs.shape[-1]:
+        return probs.expand(2, *probs.shape).cumsum(-1)[0]
+    return probs.cumsum(-1)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ from decoding.trees.tree import Places
 
 # Names of attention over slots in transformers: this module's own, as a copy of it may be loaded too.
 SDPA, EAGER = f"sdpa over slots of {__name__}", f"eager over slots of {__name__}"
+# torch prefers cuDNN's attention on H100 and later. It makes a plan for each new shape, within a text that is timed.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class SlotLayer(StaticLayer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,9 +25,9 @@ from experiments.lines import Label
 from experiments.processes import Processes
 from experiments.settings import Settings
 from inputs.auditTexts import AuditText
-from inputs.devices import available_memory
+from inputs.devices import all_devices, available_memory
 from inputs.files import gigabytes
-from inputs.models import DTYPES, find_model, load_model, model_version, read_config
+from inputs.models import DTYPES, choose_devices, find_model, load_model, model_version, read_config, weight_bytes
 from inputs.progress import followed
 from inputs.prompts import Question, encode_turn
 from inputs.texts import Corpus
@@ -38,6 +38,7 @@ from utils import UserError
 
 SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits
 ROUNDING, MULTIPLYING = 40, 12  # bytes for each weight of the largest layer while that is done to it, in float32
+SCORED = "target", "draft"  # the roles whose perplexity and diversity are measured
 ANSWERS = "answers"  # to earlier turns: a mode with the default sampling and length
 LoadedModels = dict[str, CachedModel]  # {role: model}; those of `methods.samplers.Models`
 
@@ -121,6 +122,13 @@ class Prepared:
         return self.settings.decoding.translation
 
     @property
+    def scores_others(self) -> bool:
+        """Whether perplexity and diversity need other models than those that are timed."""
+        measuring = self.settings.measuring
+        other = self.settings.models.compile or self.place.dtype != self.place.text_dtype
+        return bool(measuring.timed and other and (measuring.diversity or self.inputs.texts))
+
+    @property
     def head(self) -> Path:
         """The folder of the trained head."""
         return find_model(self.settings.models.head or "")
@@ -133,16 +141,17 @@ class Prepared:
         """Whether a text ends at this token: the `end_of_text` of `Rows`."""
         return token in self.end_tokens
 
-    def load(self, dtype: str, batches: bool = True) -> LoadedModels:
-        """Load the models in `dtype`. batches: whether texts will be decoded in batches."""
+    def load(self, dtype: str, batches: bool = True, roles: Container[str] | None = None) -> LoadedModels:
+        """Load the models in `dtype`. batches: whether texts will be decoded in batches. roles: None for all."""
         models, caches = {}, self.caches(dtype) if batches else {}
-        for role, folder in self.folders.items():
+        self.made, self.library = None, {}  # Those of models that were loaded before take memory.
+        for role, folder in self.in_order(roles):
             device = self.place.of(role)
-            spread = self.settings.models.device == "auto" and device == self.place.device
             tokenizer = self.translation.tokenizer if role == "draft" and self.translation else self.tokenizer
             models[role] = load_model(
-                folder, tokenizer, dtype, device, self.inputs.tokens, spread, caches.get(device, 0)
+                folder, tokenizer, dtype, device, self.inputs.tokens, self.spread(role, dtype), caches.get(device, 0)
             )
+        models = {role: models[role] for role in self.folders if role in models}
         if roles := self.roles_of("self"):
             bits = [self.settings.models.bits] if self.settings.models.bits else list(BITS)
             self.made = self.processes.in_turn(lambda: make_copies(models["target"], bits))
@@ -155,6 +164,32 @@ class Prepared:
         if self.translation is not None:
             models["draft"] = RestrictedModel(models["draft"], self.translation.draft)
         return models
+
+    def in_order(self, roles: Container[str] | None = None) -> list[tuple[str, Path]]:
+        """(role, folder) of the models in the order in which they are loaded: the target, which may be spread, takes
+        what memory the others leave."""
+        chosen = [(role, folder) for role, folder in self.folders.items() if roles is None or role in roles]
+        return sorted(chosen, key=lambda pair: pair[0] == "target")
+
+    def spread(self, role: str, dtype: str) -> list[str]:
+        """The devices that a role's model may be spread over if it is too large for its own. Perplexity and diversity
+        are not timed: for them, layers of the target may stay in the CPU's memory."""
+        device = self.place.of(role)
+        if self.settings.models.device == "auto" and device == self.place.device:
+            return all_devices()
+        untimed = dtype == self.place.text_dtype != self.place.dtype
+        return [device, "cpu"] if untimed and role == "target" and device.startswith("cuda") else []
+
+    def check_memory(self, dtype: str, batches: bool, roles: Container[str] | None = None) -> None:
+        """Raise UserError unless the models would fit in `dtype`, now that none is loaded."""
+        taken: dict[str, int] = {}
+        caches = self.caches(dtype) if batches else {}
+        for role, folder in self.in_order(roles):
+            device = self.place.of(role)
+            of_caches, before = caches.get(device, 0), taken.get(device, 0)
+            spread = self.spread(role, dtype)
+            choose_devices(folder, read_config(folder), dtype, device, self.inputs.tokens, spread, of_caches, before)
+            taken[device] = before + weight_bytes(folder, DTYPES[dtype])
 
     def caches(self, dtype: str) -> dict[str, int]:
         """{device: bytes} of the KV caches of a batch. Empty if each text is decoded alone."""
@@ -214,6 +249,10 @@ class Prepared:
         if self.settings.queues and self.inputs.slots:
             size = gigabytes(sum(self.caches(dtype).values()))
             print(f"The KV caches of {self.settings.rows} texts take {size}.")
+        for used in {dtype, self.place.dtype} if measuring.lossless else {dtype}:
+            self.check_memory(used, batches=True)
+        if self.scores_others:
+            self.check_memory(self.place.text_dtype, batches=False, roles=SCORED)
         models = self.load_as_timed(dtype)
         if self.made is not None:
             bits, target = self.settings.models.bits or 0, models["target"]

@@ -1,6 +1,9 @@
 """Devices: which one is used, in which dtype, and how much memory is free on it."""
 
+import gc
 import re
+import shutil
+import sys
 
 import psutil
 import torch
@@ -13,10 +16,15 @@ def pick_device(name: str | None = None) -> str:
     """The device to use: `name` if it can be used, or CUDA if there is a GPU, else the CPU. A GPU with a number becomes
     torch's current one. Raises UserError for other kinds of devices: times are only right where the clock synchronises
     with the device."""
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "auto":  # From there `load_model` may spread a model over several devices.
-        return pick_device()
+    if name in (None, "auto"):  # With "auto", `load_model` may spread a model over several devices.
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and shutil.which("nvidia-smi"):
+            build = f"with CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+            print(
+                f"The CPU is used: torch {torch.__version__} (built {build}) cannot use this computer's NVIDIA GPU; "
+                "docs/troubleshooting.md has the remedies",
+                file=sys.stderr,
+            )
     check_device(name)
     if name.startswith("cuda:"):
         torch.cuda.set_device(name)  # Streams and events are made on the current device.
@@ -33,7 +41,7 @@ def check_device(name: str) -> None:
             "of torch and a driver"
         )
     try:
-        torch.zeros(1, device=name)
+        torch.ones(1, device=name).add_(1)  # A kernel: torch may have none for this GPU.
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r} cannot be used ({one_line(error)}); use cpu") from None
 
@@ -44,15 +52,20 @@ def pick_dtype(device: str) -> str:
     if device == "mps":
         return "float16"
     if device.startswith("cuda"):
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+        # Older GPUs emulate bfloat16, slowly.
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     # Other x86 processors compute in bfloat16 only by converting to float32 and back.
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if native else "float32"
 
 
 def available_memory(device: str) -> int:
-    """Free bytes on a device."""
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+    """Free bytes on a device, with what torch keeps of tensors that are gone."""
+    if not device.startswith("cuda"):
+        return psutil.virtual_memory().available
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def all_devices() -> list[str]:

@@ -10,7 +10,9 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from transformers.utils import logging
 from engine.cachedModel import CachedModel, check_kind, context_of
 from inputs import files
 from inputs.commandLine import one_line, visible
-from inputs.devices import all_devices, available_memory
+from inputs.devices import available_memory
 from inputs.files import gigabytes
 from inputs.manifest import MANIFEST, UNFINISHED, Manifest
 from utils import UserError, out_of_memory
@@ -39,6 +41,7 @@ WORKING_MEMORY = 300 << 20  # bytes left for activations when memory is checked
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+getLogger("accelerate").setLevel("ERROR")
 
 
 def find_model(name: str | Path) -> Path:
@@ -178,7 +181,7 @@ def load_model(
     dtype: str,
     device: str,
     tokens: int = 1024,
-    spread: bool = False,
+    spread: Sequence[str] = (),
     caches: int = 0,
 ) -> CachedModel:
     """Load the model `name` as a `CachedModel` whose logits are cut to the tokenizer's vocabulary.
@@ -186,24 +189,24 @@ def load_model(
     dtype: a key of DTYPES. The files are memory-mapped, and each weight is converted and moved by itself.
     tokens: the most tokens it reads at once. Memory is checked for that before anything is loaded.
     caches: bytes that the KV caches of a batch will take on the device, those of all models.
-    spread: if the model is too large for the device, accelerate spreads it over all GPUs and the CPU's memory.
+    spread: see `choose_devices`.
     """
     folder = find_model(name)
     config = read_config(folder)
     check_decodes(folder, config)
+    placement = choose_devices(folder, config, dtype, device, tokens, spread, caches)
+    size = config.get_text_config().vocab_size
+    if size < len(tokenizer):
+        raise UserError(
+            f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
+            "together; download both again from one place"
+        )
     try:
-        device_map = choose_devices(folder, config, dtype, device, tokens, spread, caches)
-        size = config.get_text_config().vocab_size
-        if size < len(tokenizer):
-            raise UserError(
-                f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
-                "together; download both again from one place"
-            )
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=DTYPES[dtype],
-            device_map=device_map,
+            **placement,
             local_files_only=True,
             use_safetensors=True,
             attn_implementation="eager",  # `CachedModel` sets its own. A config may name one that is code of the hub.
@@ -211,8 +214,6 @@ def load_model(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except UserError:
-        raise
     except Exception as error:  # A broken folder can raise nearly anything. No user should see a traceback for it.
         if out_of_memory(error):
             raise UserError(
@@ -221,6 +222,10 @@ def load_model(
         raise not_loadable(folder, error) from None
     check_weights(folder, info)
     loaded = CachedModel(model, len(tokenizer), visible(folder.name, ""))
+    if loaded.is_spread:
+        places = {f"cuda:{at}" if isinstance(at, int) else str(at) for at in model.hf_device_map.values()}
+        layers = f"its layers are on {' and '.join(sorted(places))}, and are computed where there is a GPU"
+        print(f"{loaded.name} is too large for {device} in {dtype}: {layers}", file=sys.stderr)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
     if loaded.context + loaded.first_position < positions:
         print(
@@ -242,23 +247,43 @@ def check_decodes(folder: Path, config: PretrainedConfig) -> None:
 
 
 def choose_devices(
-    folder: Path, config: PretrainedConfig, dtype: str, device: str, tokens: int, spread: bool, caches: int
-) -> str | dict[str, str]:
-    """Where the weights go, as transformers' `device_map`. Raises UserError if memory is short."""
-    weights, free = weight_bytes(folder, DTYPES[dtype]), available_memory(device)
-    text = config.get_text_config()
-    needed = weights + working_bytes(text, min(tokens, context_of(text))) + caches
-    spreads = spread and needed > free
-    if spreads:
-        free = sum(map(available_memory, all_devices()))
-    if needed > free:
-        of_batch = f", with {gigabytes(caches)} for the KV caches of the batch," if caches else ""
-        raise UserError(
-            f"{folder.name} needs about {gigabytes(needed)} in {dtype}{of_batch} and {device} has "
-            f"{gigabytes(free)} free{' with all others' if spreads else ''}; use {'a smaller --batch, ' * bool(caches)}"
-            "a smaller dtype (--dtype bfloat16) or a smaller model"
-        )
-    return "auto" if spreads else {"": device}
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: str,
+    device: str,
+    tokens: int,
+    spread: Sequence[str] = (),
+    caches: int = 0,
+    taken: int = 0,
+) -> dict[str, Any]:
+    """Where the weights go, as options of `from_pretrained`. Raises UserError if memory is short.
+
+    spread: the devices that a model too large for `device` may use. accelerate puts as many layers on each as fit, and
+    computes a layer that is in the CPU's memory on the GPU: its weights are copied there each time.
+    taken: bytes that other models will take on `device`.
+    """
+    weights, text = weight_bytes(folder, DTYPES[dtype]), config.get_text_config()
+    working = working_bytes(text, min(tokens, context_of(text))) + caches
+    free = available_memory(device) - taken
+    if weights + working <= free:
+        return {"device_map": {"": device}}
+    room = {
+        name: max(0, available_memory(name) - (working + taken if numbered(name) == numbered(device) else 0))
+        for name in spread
+    }
+    if weights <= sum(room.values()):
+        return {"device_map": "auto", "max_memory": {numbered(name): size for name, size in room.items()}}
+    of_batch = f", with {gigabytes(caches)} for the KV caches of the batch," if caches else ""
+    raise UserError(
+        f"{folder.name} needs about {gigabytes(weights + working)} in {dtype}{of_batch} and {device} has "
+        f"{gigabytes(free)} free{' and others too little' if spread else ''}; use "
+        f"{'a smaller --batch, ' * bool(caches)}a smaller dtype (--dtype bfloat16) or a smaller model"
+    )
+
+
+def numbered(device: str) -> int | str:
+    """A device as accelerate names it: a GPU by its number."""
+    return torch.device(device).index or 0 if device.startswith("cuda") else device
 
 
 def check_weights(folder: Path, info: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ compute on the CPU, but refuse what CUDA refuses, and `gpu` counts what CUDA mak
   pinned memory and `torch.cuda.empty_cache` raise. Memory that was freed after a capture is nan and -1 for its replays.
 - A replay overwrites what the graph before it has left, if they share a pool. After an error in a capture its pool
   cannot be used, nor can one whose graphs are all gone.
+- Cumulative sums of a single row raise: CUDA's differ from run to run (pytorch issue 75240).
 - `gpu.memory` is the size of each device's memory; more raises `torch.OutOfMemoryError`.
 
 `machine(kind="mps")` gives `mps:0`, the GPU of an Apple computer, instead. It has no CUDA graphs, and refuses what MPS
@@ -158,7 +159,9 @@ class OnDevice(torch.Tensor):
     """A tensor that says it is on a software device; `inner` is the CPU tensor that holds its numbers."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, device: torch.device) -> OnDevice:
+    def __new__(cls, inner: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False) -> OnDevice:
+        if device is None:  # accelerate takes this class for that of a parameter which it moves off the device.
+            return torch.nn.Parameter(inner, requires_grad)
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -259,7 +262,7 @@ def dispatch(func, args: tuple, kwargs: dict) -> object:
     if not devices and target is None:
         return func(*args, **kwargs)
     check(func, given, devices, named, kwargs)
-    if named is not None:
+    if MACHINE.device(named):
         own_kwargs["device"] = torch.device("cpu")
     own_kwargs.pop("pin_memory", None)
     MACHINE.queued += 1
@@ -295,6 +298,13 @@ def on_device(result: object, device: torch.device, shares: bool) -> object:
 def check(func, given: list[torch.Tensor], devices: set, named: object, kwargs: dict) -> None:
     """Raise where CUDA raises, and count syncs."""
     name = func._schema.name.split("::")[1]
+    if (
+        name == "cumsum"
+        and MACHINE.kind == "cuda"
+        and given[0].is_floating_point()
+        and max(given[0].shape) == given[0].numel()
+    ):
+        raise RuntimeError(f"the sums of a single row differ from run to run on a GPU ({line()})")
     if name in RESHAPING:
         raise RuntimeError(f"{name} would change the shape of a wrapper in place, which the software device refuses")
     if func in COPYING:
@@ -515,6 +525,8 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.tensor:
             return make_tensor(*args, **kwargs)
+        if func is torch.device and args and isinstance(args[0], int):
+            return torch.device(MACHINE.kind, args[0])
         if func is torch.as_tensor and not isinstance(args[0], torch.Tensor):
             return make_tensor(*args, **kwargs)
         if func is torch.Tensor.pin_memory:
@@ -526,7 +538,8 @@ class Functions(TorchFunctionMode):
         # "cuda" without a number: torch would ask a library that is not there.
         args = tuple(numbered(arg) for arg in args) if func is torch.Tensor.to else args
         if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": numbered(torch.device(kwargs["device"]))}
+            device = kwargs["device"]
+            kwargs = {**kwargs, "device": numbered(torch.device(device) if isinstance(device, str) else device)}
         if func in INSTEAD and isinstance(args[0], OnDevice):
             return INSTEAD[func](*args, **kwargs)
         generator = kwargs.get("generator")
@@ -603,7 +616,9 @@ INSTEAD = {
 
 
 def numbered(value: object) -> object:
-    """The number added to a software device that has none; anything else as it is."""
+    """The number added to a software device that has none, the device of a number; anything else as it is."""
+    if type(value) is int:  # So accelerate names a GPU.
+        return torch.device(MACHINE.kind, value)
     given = isinstance(value, torch.device) or (isinstance(value, str) and value.split(":")[0] == MACHINE.kind)
     return MACHINE.device(value) or value if given else value
 

@@ -169,16 +169,16 @@ def test_caches_are_announced_and_refused_if_they_do_not_fit(cli, flags, tmp_pat
     arguments = [*flags, "--speed", "--batch", "2", "--dtype", "float32", "--out", str(tmp_path)]
     caches = 2 * (2 + 1) * 32 * 2 * (12 + 8) * 4  # keys and values, layers of both, width, slots, bytes
     asked, choose = [], loading.choose_devices
-    monkeypatch.setattr(loading, "choose_devices", lambda *given: asked.append(given[-1]) or choose(*given))
+    monkeypatch.setattr(loading, "choose_devices", lambda *given: asked.append(given[6]) or choose(*given))
     assert cli.main(arguments) == 0 and asked == [caches, caches]
     assert f"The KV caches of 2 texts take {caches / 1e3:.1f} KB." in capsys.readouterr().out
     folder, config = (tmp_path / "x"), helpers.tiny().model.config
     monkeypatch.setattr(loading, "weight_bytes", lambda *_: 1 << 20)
     needed = (1 << 20) + loading.working_bytes(config, 20)
     monkeypatch.setattr(loading, "available_memory", lambda _: needed + 999)
-    assert choose(folder, config, "float32", "cpu", 20, False, 999) == {"": "cpu"}
+    assert choose(folder, config, "float32", "cpu", 20, (), 999) == {"device_map": {"": "cpu"}}
     with refused("KV caches of the batch", "a smaller --batch"):
-        choose(folder, config, "float32", "cpu", 20, False, 1000)
+        choose(folder, config, "float32", "cpu", 20, (), 1000)
 
 
 # Losslessness.

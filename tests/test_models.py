@@ -229,16 +229,14 @@ def test_a_model_too_large_for_the_device_is_spread_over_all_there_are(monkeypat
     whole, draft = (load(name, tokenizer, "bfloat16") for name in ("bundled-target", "bundled-draft"))
     seen, from_pretrained = [], AutoModelForCausalLM.from_pretrained
 
-    def in_two_places(*args, device_map, **kwargs):
-        seen.append(device_map)
-        places = {"max_memory": {"cpu": 6_000_000}, "offload_folder": tmp_path}
-        return from_pretrained(*args, device_map="auto", **places, **kwargs)
+    def in_two_places(*args, max_memory, **kwargs):
+        seen.append(max_memory)
+        return from_pretrained(*args, max_memory={"cpu": 6_000_000}, offload_folder=tmp_path, **kwargs)
 
-    free = iter([100, 10**12])  # of the device, of all
-    monkeypatch.setattr(models, "available_memory", lambda device: next(free))
+    monkeypatch.setattr(models, "available_memory", lambda device: {"cpu": 100, "cuda:1": 10**12}[device])
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", in_two_places)
-    spread = load_model("bundled-target", tokenizer, "bfloat16", "cpu", spread=True)
-    assert seen == ["auto"] and set(spread.model.hf_device_map.values()) == {"cpu", "disk"}
+    spread = load_model("bundled-target", tokenizer, "bfloat16", "cpu", spread=["cuda:1", "cpu"])
+    assert seen == [{1: 10**12, "cpu": 0}] and set(spread.model.hf_device_map.values()) == {"cpu", "disk"}
     texts = [
         specSampling([[5, 9, 2], [11, 30, 4, 8]], target, ModelDrafter(draft), 12, 3, GREEDY)[0]
         for target in (whole, spread)

@@ -9,16 +9,20 @@ import functools
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import helpers
 import pytest
 import softwareCuda
 import torch
-from conftest import prompted
+from conftest import prompted, refused
 from helpers import FULL
+from transformers import GPTNeoXConfig
 
+import inputs.models as loaders
 import PPL
 import specSampling as loop
+import utils
 from benchmark import steps as step_times
 from decoding import model as steps
 from decoding.rows import Rows
@@ -536,6 +540,79 @@ def test_full_memory_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
     with softwareCuda.machine(1):
         assert cli.main(given) == 2
     assert "out of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_are_picked_from_sums_that_are_reproducible_on_a_gpu(gpu, rows):
+    """The sums of a single row are not, and the software device refuses them."""
+    probs = torch.tensor([[0.25, 0.0, 0.75, 0.0]]).expand(rows, -1)
+    u = torch.linspace(0, 0.99, rows)
+    for device in "cpu", "cuda":
+        assert utils.pick(probs.to(device), u.to(device)).tolist() == [0, 2, 2][:rows]
+        kept = utils.nucleus(probs.to(device), 0.7).cpu()
+        assert kept.tolist() == [[0.0, 0.0, 1.0, 0.0]] * rows
+    with pytest.raises(RuntimeError, match="single row"):
+        probs[:1].to("cuda").cumsum(-1)
+
+
+PYTHIA = {"pythia-70m": 70_426_624, "pythia-2.8b": 2_775_208_960}  # parameters
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    "gpu_free, cpu_free, dtype, spread",
+    [
+        (12.4, 30, "bfloat16", {}),
+        (12.4, 30, "float32", {0: 10.3, "cpu": 30}),
+        (16.0, 30, "float32", {}),
+        (8.0, 30, "float32", {0: 5.9, "cpu": 30}),
+        (8.0, 3, "float32", None),
+        (4.0, 30, "bfloat16", None),
+    ],
+)
+def test_where_pythia_goes_on_cards_of_several_sizes(monkeypatch, gpu_free, cpu_free, dtype, spread):
+    """In float32, which perplexity is measured in, layers that the card has no room for stay in the CPU's memory."""
+    monkeypatch.setattr(loaders, "weight_bytes", lambda folder, dtype: PYTHIA[folder.name] * dtype.itemsize)
+    monkeypatch.setattr(loaders, "available_memory", lambda name: int({"cuda": gpu_free, "cpu": cpu_free}[name] * GB))
+    config = GPTNeoXConfig(vocab_size=50_304, hidden_size=2560, num_hidden_layers=32, max_position_embeddings=2048)
+    draft = PYTHIA["pythia-70m"] * (4 if dtype == "float32" else 2)
+    allowed = ["cuda", "cpu"] if dtype == "float32" else []
+    place = functools.partial(
+        loaders.choose_devices, Path("pythia-2.8b"), config, dtype, "cuda", 1024, allowed, 0, draft
+    )
+    if spread is None:
+        with refused("pythia-2.8b needs about", "cuda has", "--dtype bfloat16"):
+            place()
+        return
+    placed = place()
+    assert placed["device_map"] == ("auto" if spread else {"": "cuda"})
+    room = {name: size / GB for name, size in placed.get("max_memory", {}).items()}
+    assert room == pytest.approx(spread, abs=0.1)
+
+
+@pytest.mark.parametrize("cpu", [1 << 40, 0])
+def test_perplexity_where_float32_does_not_fit_is_measured_or_refused_first(
+    cli, flags, tmp_path, capsys, monkeypatch, cpu
+):
+    """Weights in float32 that the GPU has no room for are in the CPU's memory. If that is short, nothing is timed."""
+    given = [*flags, "--speed", "--ppl", "--sentences", "1", "--maxLen", "4"]
+    assert cli.main([*given, "--device", "cpu", "--out", str(tmp_path / "cpu")]) == 0
+    size = loaders.weight_bytes(Path(flags[flags.index("--target") + 1]), torch.bfloat16)
+    working = (2 << 30) - 2 * size + 1  # The draft is smaller: both fit in bfloat16, and the draft alone in float32.
+    monkeypatch.setattr(loaders, "working_bytes", lambda *_: working)
+    monkeypatch.setattr(loaders, "available_memory", lambda name: cpu if name == "cpu" else 2 << 30)
+    with softwareCuda.machine(1, 2 << 30):
+        code = cli.main([*given, "--device", "cuda", "--out", str(tmp_path)])
+    said = capsys.readouterr().err
+    if not cpu:
+        assert code == 2 and "float32 and cuda has" in said and not (tmp_path / "results.jsonl").exists()
+        return
+    assert code == 0 and "too large for cuda in float32: its layers are on cpu and cuda:0" in said
+    by_place = [
+        [line["ppl"] for line in lines_of(folder) if line.get("of") == "text"]
+        for folder in (tmp_path, tmp_path / "cpu")
+    ]
+    assert by_place[0][0] == pytest.approx(by_place[1][0])
 
 
 # The GPU of an Apple computer.
