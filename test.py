@@ -29,6 +29,7 @@ from lossless.trial import run_trials
 from playback.play import play
 from report import figures, losslessReport
 from report.results import Results, show
+from report.selfCheck import self_check
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def work(argv: Sequence[str], processes: Processes) -> int:
     """Parse, prepare, measure, report."""
     settings = parse(argv)
+    if settings.measuring.check:
+        return self_check(settings.models.device)
     if settings.measuring.rerun:
         return repeat(settings.measuring.rerun, Results(settings.output.folder), argv, processes)
     prepared = prepare(settings, processes)

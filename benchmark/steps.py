@@ -116,8 +116,10 @@ def cache_bytes(model: CachedModel, length: int) -> int:
 
 
 @torch.inference_mode()
-def forward_lines(roles: Mapping[str, CachedModel], time_all: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """Forwards of WIDTHS tokens, and reading as many bytes as the weights have, and a large buffer.
+def forward_lines(
+    roles: Mapping[str, CachedModel], time_all: Callable[..., Any], widths: Sequence[int] = WIDTHS
+) -> Iterator[dict[str, Any]]:
+    """Forwards of `widths` tokens, and reading as many bytes as the weights have, and a large buffer.
 
     A buffer is read in several ways. One may be slow for a reason of its own, so the fastest of each turn counts.
     """
@@ -129,8 +131,8 @@ def forward_lines(roles: Mapping[str, CachedModel], time_all: Callable[..., Any]
         ways = buffer.sum, buffer.norm, partial(torch.mv, buffer, torch.ones(1024, device=device))
         steps |= {(name, "read", way): read for way, read in enumerate(ways)}
         if name in roles:
-            fill(roles[name], START, START + max(WIDTHS))
-            steps |= {(name, "forward", n): forward(roles[name], n, START) for n in WIDTHS}
+            fill(roles[name], START, START + max(widths))
+            steps |= {(name, "forward", n): forward(roles[name], n, START) for n in widths}
     seconds = time_all(steps)
     for name, size in (sizes | {"memory": LARGE}).items():
         turns = zip(*(taken for key, taken in seconds.items() if key[:2] == (name, "read")))

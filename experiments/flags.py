@@ -83,6 +83,10 @@ class Measuring:
     """Repeat a run of results.jsonl and report whether it produces the same tokens. Give the run's name, or 1 for the
     newest run, 2 for the one before. Takes no other flag but --out. The exit code is 0 if everything is equal and 1
     otherwise."""
+    check: bool = switch()
+    """Check the device: whether every method decodes correctly on it, eager and compiled, what memory and speed it has,
+    and where Pythia-2.8b would fit. Prints one page. Takes no other flag but --device. The exit code is 0 if every
+    check passes and 1 otherwise."""
     repeats: int | None = flag(whole(1))
     """How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20."""
     batch: int | None = flag(
@@ -323,9 +327,13 @@ def parser() -> Parser:
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """The flags of the command line `argv`. Raises UserError for a value that is invalid whatever the other flags."""
     args = parser().parse_args(argv)
-    for name, declared in FLAGS.items() if args.rerun else ():
-        if name not in ("rerun", "out") and getattr(args, name) not in (declared.default, None):
-            raise UserError(f"--rerun takes its flags from the run; leave out --{name}")
+    for alone, other, why in (
+        ("rerun", "out", "takes its flags from the run"),
+        ("check", "device", "takes only --device"),
+    ):
+        for name, declared in FLAGS.items() if getattr(args, alone) else ():
+            if name not in (alone, other) and getattr(args, name) not in (declared.default, None):
+                raise UserError(f"--{alone} {why}; leave out --{name}")
     if args.stride >= args.window:
         raise UserError(f"--stride ({args.stride}) must be less than --window ({args.window})")
     Sampling(args.contrastiveTemperature)

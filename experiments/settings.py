@@ -90,22 +90,23 @@ def parse(argv: Sequence[str], again: bool = False) -> Settings:
     """The settings of the flags `argv`. Raises UserError for invalid flags. again: the flags are those of a record,
     which has all of them."""
     args = read_flags(argv)
+    complete = bool(args.rerun or args.check)  # Nothing else is to be chosen.
     args.promptLen = sorted(set(args.promptLen))
     args.temperature = args.temperature and list(dict.fromkeys(args.temperature))
-    if not args.rerun:
+    if not complete:
         check_modes(args)
         args.sentences = args.sentences or (10 if args.lossless is None else TEXTS)
         name_models(args)
     values = vars(args)
     models, decoding, measuring = (filled(part, values) for part in (ModelChoice, Decoding, Measuring))
-    groups, played = ({}, None) if args.rerun else methods_of(args, models.roles)
+    groups, played = ({}, None) if complete else methods_of(args, models.roles)
     settings = Settings(
         replace(measuring, groups=groups, played=played),
         models,
         replace(decoding, lookup=args.draft == "lookup", own_copy=args.draft == "self"),
         *(filled(part, values) for part in (SamplingChoice, TextChoice, Output)),
     )
-    if not args.rerun:
+    if not complete:
         for clash, message in clashes(settings):
             if clash:
                 raise UserError(message)

@@ -40,8 +40,7 @@ def made_model(name: str) -> str:
         raise UserError(f"there is no shape {shape!r}; known are: {', '.join(PREFIX + known for known in SHAPES)}")
     folder = files.MODELS / f"random-{shape}"
     if not (folder / "config.json").exists():
-        hidden, layers, _ = SHAPES[shape]
-        needed, free = 2 * (12 * layers * hidden**2 + 2 * VOCABULARY * hidden), shutil.disk_usage(files.MODELS).free
+        needed, free = 2 * weights_of(shape), shutil.disk_usage(files.MODELS).free
         if needed > free:
             raise UserError(
                 f"{name} needs about {gigabytes(needed)} on the disk, where only {gigabytes(free)} are free"
@@ -54,10 +53,16 @@ def made_model(name: str) -> str:
     return folder.name
 
 
-def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> GPTNeoXForCausalLM:
-    """A GPT-NeoX model of `shape` with random weights."""
+def weights_of(shape: str) -> int:
+    """The number of weights of a shape, but for norms and biases."""
+    hidden, layers, _ = SHAPES[shape]
+    return 12 * layers * hidden**2 + 2 * VOCABULARY * hidden
+
+
+def config_of(shape: str) -> GPTNeoXConfig:
+    """The configuration of a shape."""
     hidden, layers, heads = SHAPES[shape]
-    config = GPTNeoXConfig(
+    return GPTNeoXConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -70,6 +75,11 @@ def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> GPTNeoXForC
         bos_token_id=0,
         eos_token_id=0,
     )
+
+
+def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> GPTNeoXForCausalLM:
+    """A GPT-NeoX model of `shape` with random weights."""
+    config = config_of(shape)
     with torch.device("meta"):
         model = GPTNeoXForCausalLM(config).to(dtype)
     model = model.to_empty(device="cpu").eval().requires_grad_(False)

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -17,6 +18,7 @@ import softwareCuda
 import torch
 from conftest import prompted, refused
 from helpers import FULL
+from torch.autograd import DeviceType
 from transformers import GPTNeoXConfig
 
 import inputs.models as loaders
@@ -31,10 +33,13 @@ from engine import cudaModel
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
 from engine.cudaModel import CudaModel, no_captures
+from inputs import randomModels
+from lossless.mistakes import always_accept
 from methods.catalogue import METHODS, build
 from methods.contrastive import Contrast
 from methods.samplers import Decoding
 from regrSampling import regrSampling
+from report import selfCheck
 from utils import GREEDY, Sampling
 
 DRAWS = 20_000 if FULL else 5_000
@@ -522,6 +527,31 @@ def test_the_steps_and_the_methods_of_transformers_are_timed(on_device, tmp_path
     lines = lines_of(tmp_path)
     assert {line["method"] for line in lines if line["kind"] == "speed"} == {"target", "fixed", "generate:plain"}
     assert {line["what"] for line in lines if line.get("of") == "step"} >= {"forward", "prefill", "growth", "round"}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_check_of_a_device_is_one_page(gpu, cli, flags, capsys, monkeypatch, device):
+    """Models are small here. Planted: all guesses are accepted."""
+    monkeypatch.setattr(step_times, "TURNS", (1, 1))
+    monkeypatch.setattr(step_times, "LARGE", 1 << 20)
+    monkeypatch.setattr(selfCheck, "LENGTH", 6)
+    monkeypatch.setattr(randomModels, "VOCABULARY", 64)
+    monkeypatch.setattr(selfCheck, "BUNDLED", " ".join(flags[:4]))
+    for shape in "pythia-1.4b", "pythia-160m":
+        monkeypatch.setitem(randomModels.SHAPES, shape, (32, 1, 2))
+    monkeypatch.setattr(selfCheck, "CHECKED", "fixed,lookup")
+    wait = SimpleNamespace(name="cudaStreamSynchronize", device_type=DeviceType.CPU)
+    kernel = SimpleNamespace(name="gemm", device_type=DeviceType.CUDA)
+    seen = SimpleNamespace(events=lambda: [wait, kernel, kernel] * 70)
+    monkeypatch.setattr(selfCheck, "profile", lambda **_: contextlib.nullcontext(seen))
+    assert cli.main(["--check", "--device", device]) == 0
+    page = capsys.readouterr().out
+    assert ("kernels" in page) == (device == "cuda")
+    assert "Every method writes plain decoding's greedy text." in page and "Memory is read at" in page
+    assert "Speed of pythia-2.8b with pythia-70m needs" in page
+    monkeypatch.setitem(VERIFICATIONS, "token", always_accept)
+    assert cli.main(["--check", "--device", device]) == 1
+    assert "fixed, eager: its greedy text is not that of plain decoding." in capsys.readouterr().out
 
 
 def test_full_memory_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,135 @@
+"""`self_check`: whether a device decodes correctly, and how fast it can be, on one page (`test.py --check`). It runs
+the bundled models, times random weights, and computes where Pythia-2.8b would fit."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmark.steps import forward_lines, times
+from engine.cachedModel import CachedModel
+from engine.compiling import compiled
+from engine.cudaModel import CudaModel
+from experiments.loading import Prepared
+from experiments.prepare import prepare
+from experiments.runRecord import machine
+from experiments.settings import parse
+from inputs.devices import available_memory, pick_dtype
+from inputs.files import gigabytes
+from inputs.models import DTYPES, working_bytes
+from inputs.progress import Bar
+from inputs.randomModels import config_of, random_model, weights_of
+from methods.catalogue import build
+from report.tables import Table, name_of
+from utils import GREEDY
+
+PAIR = "pythia-70m", "pythia-2.8b"  # the shapes whose memory is computed
+WINDOW = 1024  # tokens of a window of perplexity
+TEXT, LENGTH = "The lamp on the table went out, and the whole house was quiet.", 48
+CHECKED, BUNDLED = (
+    "all",
+    "--target bundled-target --draft bundled-draft --mid bundled-mid --head bundled-head --draftBits 8",
+)
+WAITS = "cudaStreamSynchronize", "cudaEventSynchronize"  # calls in which the host waits for the GPU
+
+
+def self_check(device: str | None) -> int:
+    """Print the page. Returns 0 if every method writes plain decoding's greedy text, eager and compiled, and every step
+    was captured; else 1."""
+    flags = f"--lossless {CHECKED} --temperature 0 --dtype float32 {BUNDLED} --maxLen {LENGTH}".split()
+    prepared = prepare(parse([*flags, "--prompt", TEXT, *(["--device", device] if device else [])]))
+    console, device = Console(width=100, highlight=False, markup=False), prepared.place.device
+    for sentences in about_device(device), about_memory(device), about_speed(device):
+        for sentence in sentences:
+            console.print(sentence)
+    table, faults = check_methods(prepared)
+    console.print(table, *faults or ["Every method writes plain decoding's greedy text."], sep="\n")
+    return int(bool(faults))
+
+
+def about_device(device: str) -> Iterator[str]:
+    """The device, its driver, and the versions."""
+    about = machine(device)
+    yield f"{about['processor']} ({device}), {about['threads']} threads, {about['system']}"
+    torch_build = f"torch {about['torch']} (CUDA {about['cuda']})"
+    yield f"Python {about['python']}, {torch_build}, transformers {about['transformers']}"
+    if device.startswith("cuda"):
+        yield "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
+        if shutil.which("nvidia-smi"):
+            figures = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+            command = ["nvidia-smi", f"--query-gpu={figures}", "--format=csv"]
+            yield subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def about_memory(device: str) -> Iterator[str]:
+    """Whether Pythia's pair fits, as it is timed and as its perplexity is measured."""
+    dtype, free = pick_dtype(device), available_memory(device)
+    yield f"Free memory: {gigabytes(free)}. Weights are in {dtype} by default."
+    for use, name in ("speed", dtype), ("perplexity", "float32"):
+        needed = sum(map(weights_of, PAIR)) * DTYPES[name].itemsize + working_bytes(config_of(PAIR[1]), WINDOW)
+        fits = "which fits" if needed <= free else "which does not fit"
+        if needed > free and use == "perplexity" and device.startswith("cuda"):
+            fits = f"of which {gigabytes(needed - free)} stay in the CPU's memory"
+        yield f"{use.capitalize()} of {PAIR[1]} with {PAIR[0]} needs {gigabytes(needed)} in {name}, {fits}."
+
+
+def about_speed(device: str) -> Iterator[str]:
+    """How fast memory is read, and how fast a forward of one token reads its weights."""
+    dtype, shape = pick_dtype(device), "pythia-1.4b" if device.startswith("cuda") else "pythia-160m"
+    model = CachedModel(random_model(shape, DTYPES[dtype]).to(device), name=f"random:{shape}")
+    for engine in "eager", "compiled":
+        lines = forward_lines({"target": model}, lambda steps: times(steps, 0, device), widths=[1])
+        rate = {(line["what"], line["role"]): line["bytes"] / np.median(line["seconds"]) / 1e9 for line in lines}
+        if engine == "eager":
+            yield f"Memory is read at {rate['reading', 'memory']:.0f} GB/s."
+        yield f"A forward of one token, {shape}'s shape in {dtype}, {engine}: {rate['forward', 'target']:.0f} GB/s."
+        model = compiled(model)
+
+
+def check_methods(prepared: Prepared) -> tuple[Table, list[str]]:
+    """A table with a row for each method, and a sentence for each fault."""
+    names, prompts, faults = prepared.settings.measuring.groups["lossless"], prepared.inputs.rows, list[str]()
+    on_gpu = prepared.place.device.startswith("cuda")
+    heads = ["greedy text", "host syncs\na round", "kernels\na round"] if on_gpu else ["greedy text"]
+    table = Table(
+        "Methods, float32", ["", *(f"{engine}\n{head}" for engine in ("eager", "compiled") for head in heads)]
+    )
+    rows: dict[str, list[str]] = {name: [name_of(name)] for name in names}
+    plain: list[list[int]] = []
+    with Bar("methods", 2 * len(names)) as bar:
+        for engine in "eager", "compiled":
+            settings = prepared.settings
+            prepared.settings = replace(settings, models=replace(settings.models, compile=engine == "compiled"))
+            models = prepared.load_as_timed("float32")
+            for name, write in build(["target", *names], dict(models), settings.decoding).items():
+                texts, _ = write(prompts, max_len=LENGTH, sampling=GREEDY)  # Captures graphs.
+                plain = plain or texts
+                if name not in rows:
+                    continue
+                activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+                with profile(activities=activities) if on_gpu else nullcontext() as seen:
+                    again, records = write(prompts, max_len=LENGTH, sampling=GREEDY)
+                right = texts == again == plain
+                rows[name].append("as plain's" if right else "WRONG")
+                if not right:
+                    faults.append(f"{name_of(name)}, {engine}: its greedy text is not that of plain decoding.")
+                if seen:
+                    rounds, events = max(1, sum(len(record.committed) for record in records)), seen.events() or []
+                    waits = sum(event.name in WAITS for event in events)
+                    kernels = sum(event.device_type == DeviceType.CUDA for event in events)
+                    rows[name] += [f"{waits / rounds:.1f}", f"{kernels / rounds:.0f}"]
+                bar.update()
+            graphs = [model for model in models.values() if isinstance(model, CudaModel)]
+            faults += [f"{model.name}: no CUDA graph of {step}." for model in graphs for step in sorted(model.refused)]
+    for row in rows.values():
+        table.add(*row)
+    return table, faults
