@@ -18,7 +18,7 @@ from decoding.trees.rules import TREE_RULES, synthetic_tree
 from decoding.trees.tree import Tree
 from decoding.verification import RULES as VERIFICATIONS
 from decoding.verification import VerificationRule, synthetic
-from engine.uncachedModel import UncachedModel
+from engine.cachedModel import UncachedModel
 from inputs.commandLine import choice, flag, number, switch, whole
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
