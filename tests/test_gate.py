@@ -24,9 +24,7 @@ from engine.cachedModel import CachedModel, Ungated, check_kind, context_of
 from engine.compiling import compiled
 from engine.smallTwin import small_twin
 
-RIGHT = [
-    "gemma3_text", "gemma2", "gpt_oss", "phi3", "starcoder2", "llama4_text", "gptj", "falcon", "roberta", "deepseek_v3",
-]  # fmt: skip
+RIGHT = ["gemma3_text", "gemma2", "gpt_oss", "phi3", "llama4_text", "gptj", "falcon", "roberta", "deepseek_v3"]
 REFUSED = {
     "bart": "its forward takes no position_ids",
     "gpt_neo": "its logits are off by",

@@ -147,12 +147,10 @@ def test_what_a_compiler_cannot_build_is_left_out_with_a_line(parts):
     best = use_kernel()
     if best == "plain":
         pytest.skip("there is nothing better than the plain kernel here")
-    flags = loader.KINDS[best]
+    assert not any(f"compiler cannot build {best}" in line for line in loader.missing(loader.load()))
     made = parts({best: ["-mno-such-flag"], "plain": []})
     assert made.use_kernel(None) == b"plain"
     assert loader.missing(made) == [f"linear layers use the kernel plain, because the compiler cannot build {best}"]
-    made = parts({best: flags, "plain": []})
-    assert made.use_kernel(None).decode() == best and not loader.missing(made)
 
 
 def test_what_the_operating_system_refuses_is_left_out_with_a_line(parts, monkeypatch):
