@@ -58,12 +58,22 @@ def reads_trees(
     if key not in VERDICTS:
         with contextlib.suppress(OSError, ValueError, KeyError):
             VERDICTS[key] = {"trees": True, "no trees": False}[file.read_text(encoding="utf-8")]
-    if key not in VERDICTS and (trees := trees_of_twin(config, kind, wrap)) is not None:
-        VERDICTS[key] = trees
-        if kind.__module__.startswith("transformers."):
+    if key not in VERDICTS:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # The products of a twin are small, and several threads mostly wait for each other.
+        try:
+            VERDICTS[key] = trees_of(small_twin(config, kind), config, wrap, TOLERANCE[torch.float32])
+        except UserError:
+            raise
+        except Exception as error:  # A class that cannot be instantiated at this size can raise nearly anything.
+            if reason := known_reason(config, kind):
+                raise refusal(config, reason) from error
+        finally:
+            torch.set_num_threads(threads)
+        if key in VERDICTS and kind.__module__.startswith("transformers."):
             with contextlib.suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text("trees" if trees else "no trees", encoding="utf-8")
+                file.write_text("trees" if VERDICTS[key] else "no trees", encoding="utf-8")
     trees = VERDICTS.get(key)
     if model is not None and (trees is None or is_altered(model)):
         return trees_of(model, config, wrap, TOLERANCE.get(model.dtype, 0.1))
@@ -75,22 +85,6 @@ def digest_of_code(wrap: Wrap) -> str:
     """A digest of the modules that read over slots, and of those that check it."""
     modules = [sys.modules[part.__module__] for part in (wrap, Block, Places, small_twin, trees_of)]
     return hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
-
-
-def trees_of_twin(config: PretrainedConfig, kind: type[PreTrainedModel], wrap: Wrap) -> bool | None:
-    """`trees_of` of a small twin; None if none can be created."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # Its products are small, and several threads mostly wait for each other.
-    try:
-        return trees_of(small_twin(config, kind), config, wrap, TOLERANCE[torch.float32])
-    except UserError:
-        raise
-    except Exception as error:  # A class that cannot be instantiated at this size can raise nearly anything.
-        if reason := known_reason(config, kind):
-            raise refusal(config, reason) from error
-        return None
-    finally:
-        torch.set_num_threads(threads)
 
 
 def trees_of(model: PreTrainedModel, config: PretrainedConfig, wrap: Wrap, tolerance: float) -> bool:
