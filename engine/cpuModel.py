@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from decoding.trees.rules import top_down_rule, traversal_rule
 from decoding.trees.tree import Places, Tree
@@ -26,20 +25,13 @@ class CpuModel(CachedModel):
     Raises OSError or CalledProcessError if there is no C++ compiler, RuntimeError if no kernels compute this model.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        vocabulary: int | None = None,
-        name: str = "model",
-        cache_of: CachedModel | None = None,
-        features: Tap | CachedModel | None = None,
-    ) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         loader.load()
-        super().__init__(model, vocabulary, name, cache_of, features)
-        self.description = Description(model, self.vocabulary, self.tap)
+        super().__init__(*args, **options)
+        self.description = Description(self.model, self.vocabulary, self.tap)
         self.decoder = self.description.pack()
         self.bound: tuple[object, ...] = (None, None)  # the memory that the decoder reads and writes
-        if (window := window_of(model.config)) and window < self.context:
+        if (window := window_of(self.model.config)) and window < self.context:
             print(
                 f"{self.name}, when compiled, reads texts of up to {window} tokens, the window of its attention; "
                 f"eager, up to {self.context}",
