@@ -17,9 +17,9 @@ from benchmark.others import other_methods
 from benchmark.steps import measure_steps
 from experiments import rerun
 from experiments.lines import Append, Line, Run, RunLine
-from experiments.loading import SCORED, LoadedModels, Prepared
+from experiments.loading import SCORED, Inputs, LoadedModels
 from experiments.measure import measure_diversity, measure_perplexity, measure_speed
-from experiments.prepare import prepare
+from experiments.prepare import load_inputs
 from experiments.processes import Processes, together
 from experiments.runRecord import run_record, strained
 from experiments.settings import parse
@@ -36,20 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code: 0; 1 if a test fails; 2 for an error of the user."""
     words = list(sys.argv[1:] if argv is None else argv)
     said = "What was measured is kept in results.txt.", "use smaller models, a smaller --dtype, --maxLen or --window"
-    return together(lambda work: as_command("test.py", work, *said), lambda processes: work(words, processes))
+    return together(lambda work: as_command("test.py", work, *said), lambda processes: execute(words, processes))
 
 
-def work(argv: Sequence[str], processes: Processes) -> int:
-    """Parse, prepare, measure, report."""
+def execute(argv: Sequence[str], processes: Processes) -> int:
+    """Read the flags, then repeat an earlier run, play a text, or measure. Returns the exit code."""
     settings = parse(argv)
     if settings.measuring.check:
         return self_check(settings.models.device)
     if settings.measuring.rerun:
         return repeat(settings.measuring.rerun, Results(settings.output.folder), argv, processes)
-    prepared = prepare(settings, processes)
+    inputs = load_inputs(settings, processes)
     if settings.measuring.played:
-        return play(prepared, argv)
-    return losslessReport.exit_code(run(prepared, argv)[1])
+        return play(inputs, argv)
+    return losslessReport.exit_code(measure_and_write(inputs, argv)[1])
 
 
 def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes) -> int:
@@ -58,22 +58,22 @@ def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes)
     folder = os.path.abspath(store.lines.parent)
     if os.path.isdir(earlier.get("folder", "")):
         os.chdir(earlier["folder"])  # Relative paths among its flags start there.
-    prepared = prepare(parse(rerun.arguments(earlier, folder), again=True), processes)
-    record, new = run(prepared, argv, earlier)
-    if not processes.first:
+    inputs = load_inputs(parse(rerun.arguments(earlier, folder), again=True), processes)
+    record, new = measure_and_write(inputs, argv, earlier)
+    if processes.index:
         return 0
     sentences, same = rerun.compare(earlier, lines, record, new)
     print(*sentences, sep="\n")
     return 0 if same else 1
 
 
-def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None) -> Run:
+def measure_and_write(inputs: Inputs, argv: Sequence[str], earlier: RunLine | None = None) -> Run:
     """Run the requested measurements and write the results; earlier: the record of the run that this one repeats.
     Returns the run. Processes other than the first write nothing."""
-    models = prepared.load_first()
-    store, record = Results(prepared.settings.output.folder), run_record(prepared, models, argv)
-    if not prepared.processes.first:
-        measure(prepared, models, lambda line: None)
+    models = inputs.load_first()
+    store, record = Results(inputs.settings.output.folder), run_record(inputs, models, argv)
+    if inputs.processes.index:
+        measure_all(inputs, models, lambda line: None)
         return record, []
     for sentence in (*(rerun.changes(earlier, record) if earlier else ()), *strained(record)):
         print(sentence)
@@ -85,7 +85,7 @@ def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None)
         store.append(run=name, **line)
 
     try:
-        measure(prepared, models, append)
+        measure_all(inputs, models, append)
         append({"kind": "end", "figures": figures.draw(store.run(name)[1], store.lines.parent, name)})
     finally:
         try:
@@ -96,21 +96,21 @@ def run(prepared: Prepared, argv: Sequence[str], earlier: RunLine | None = None)
     return store.run(name)
 
 
-def measure(prepared: Prepared, models: LoadedModels, append: Append) -> None:
+def measure_all(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     """Run all measurements of the settings. Models in another dtype are loaded after those before them are released."""
-    measuring = prepared.settings.measuring
+    measuring = inputs.settings.measuring
     for mode in measuring.timed:
         if mode == "steps":
-            measure_steps(prepared, models, append)
+            measure_steps(inputs, models, append)
         else:
-            measure_speed(prepared, models, mode, append, other_methods)
+            measure_speed(inputs, models, mode, append, other_methods)
     if measuring.lossless:
-        run_trials(prepared, models, append)
+        run_trials(inputs, models, append)
     if measuring.audit:
-        audit(prepared, models, append)
-    if prepared.scores_others:
+        audit(inputs, models, append)
+    if inputs.scores_others:
         models.clear()
-        models = prepared.load(prepared.place.text_dtype, batches=False, roles=SCORED)
+        models = inputs.load(inputs.text_dtype, batches=False, roles=SCORED)
     if measuring.diversity:
-        measure_diversity(prepared, models, append)
-    measure_perplexity(prepared, models, append)
+        measure_diversity(inputs, models, append)
+    measure_perplexity(inputs, models, append)

@@ -15,7 +15,7 @@ from benchmark.generation import LibraryMethod
 from decoding.record import Record
 from engine.kvCache import cache_bytes
 from experiments.lines import Append, EngineLine
-from experiments.loading import LoadedModels, Prepared
+from experiments.loading import Inputs, LoadedModels
 from experiments.speed import Timed, Written
 from inputs.auditTexts import write_texts
 from inputs.devices import available_memory
@@ -31,7 +31,7 @@ DRAFTING = "target", "draft"  # roles of models that other programs use
 
 @contextmanager
 def other_methods(
-    prepared: Prepared,
+    inputs: Inputs,
     models: LoadedModels,
     names: Sequence[str],
     prompts: Sequence[list[int]],
@@ -42,19 +42,19 @@ def other_methods(
 ) -> Iterator[dict[str, Timed]]:
     """{method: the function that `speed.measure` times} of those among `names` that other programs compute. A line of
     results describes each, with the reason if it is left out. They run until the context ends."""
-    settings = prepared.settings
+    settings = inputs.settings
     rows: dict[str, Other] = {}
     batch = settings.measuring.batch or 1
     for name in names:
         engine, _, kind = name.partition(":")
         if engine == "generate":
             gamma = settings.decoding.gamma_of("fixed")
-            rows[name] = LibraryMethod(kind, prepared.library, models["target"].vocabulary, gamma)
+            rows[name] = LibraryMethod(kind, inputs.library, models["target"].vocabulary, gamma)
         else:
-            rows[name] = Peer(ROWS[name], prepared.place.dtype, batch)
+            rows[name] = Peer(ROWS[name], inputs.dtype, batch)
     try:
         if rows:
-            ready(prepared, models, rows, prompts, sampling, max_len, append, start_process)
+            ready(inputs, models, rows, prompts, sampling, max_len, append, start_process)
         yield {name: timed(row, max_len, sampling) for name, row in rows.items() if not row.failed}
         for name, row in rows.items():
             if row.failed:  # also of those that failed while they were timed
@@ -82,7 +82,7 @@ def timed(row: Other, max_len: int, sampling: Sampling) -> Timed:
 
 
 def ready(
-    prepared: Prepared,
+    inputs: Inputs,
     models: LoadedModels,
     rows: dict[str, Other],
     prompts: Sequence[list[int]],
@@ -92,14 +92,14 @@ def ready(
     start_process: StartProcess,
 ) -> None:
     """Load and check the rows. With synthetic acceptance, texts are not the target's and are not checked."""
-    alpha, seed = prepared.settings.decoding.acceptance, prepared.settings.measuring.seed
-    sources = {role: source_of(prepared, models, role) for role in prepared.folders if role in DRAFTING}
+    alpha, seed = inputs.settings.decoding.acceptance, inputs.settings.measuring.seed
+    sources = {role: source_of(inputs, models, role) for role in inputs.folders if role in DRAFTING}
     references = {
-        role: stored_model(source.folder, models["target"].vocabulary, prepared.place.device)
+        role: stored_model(source.folder, models["target"].vocabulary, inputs.device)
         for role, source in sources.items()
     }
     checker = TextChecker(references["target"], references.get("draft"), sampling, limit_of(len(rows)), seed)
-    gamma, memory = prepared.settings.decoding.gamma_of("fixed"), available_memory("cpu")
+    gamma, memory = inputs.settings.decoding.gamma_of("fixed"), available_memory("cpu")
     context = max(map(len, prompts)) + max(max_len, GREEDY_TOKENS, TEXT_TOKENS) + 2 * gamma + 8
     for name, row in followed(list(rows.items()), "other programs", len(rows)):
         greedy = drawn = None
@@ -121,7 +121,7 @@ def ready(
                 greedy = checker.greedy(write, prompts, row.unit_roundoff)
                 if sampling.temperature:  # Greedy text says nothing of sampling.
                     drawn = checker.sampled(write, prompts, row.unit_roundoff)
-                    if folder := prepared.settings.output.texts:
+                    if folder := inputs.settings.output.texts:
                         write_texts(folder / f"{name.replace(':', '-')}.jsonl", checker.drawn)
         except (PeerError, ValueError, OSError) as error:
             row.fail(error)
@@ -140,9 +140,9 @@ def ready(
         append(line)
 
 
-def source_of(prepared: Prepared, models: LoadedModels, role: str) -> Source:
+def source_of(inputs: Inputs, models: LoadedModels, role: str) -> Source:
     """A model of this run, as engines convert it."""
-    model, folder = models[role], prepared.folders[role]
+    model, folder = models[role], inputs.folders[role]
     slot = cache_bytes(model.model.config.get_text_config(), 1, model.dtype)
     converted = MODELS / f"{folder.name}-{model_version(folder).replace(':', '-')}"
     return Source(folder, converted, model.parameters, model.vocabulary, slot)

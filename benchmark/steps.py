@@ -18,7 +18,7 @@ from engine.cachedModel import CachedModel
 from engine.decoderLayers import PackedLayer
 from engine.kernels.packedLinear import on_huge_pages
 from experiments.lines import Append, StepLine
-from experiments.loading import LoadedModels, Prepared
+from experiments.loading import Inputs, LoadedModels
 from experiments.measure import conditions_of
 from experiments.speed import Step, time_steps
 from methods.samplers import guesser
@@ -33,15 +33,15 @@ TURNS, BUDGET = (5, 40), 20.0  # The least and the most turns; seconds after whi
 READ = "reading"  # the role of a line that says how long it takes to read bytes
 
 
-def measure_steps(prepared: Prepared, models: LoadedModels, append: Append) -> None:
+def measure_steps(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     """Measure everything of this module, and append its lines. Models are the target and the one that drafts."""
-    settings, device = prepared.settings, prepared.place.device
-    (prompt, *_) = prepared.inputs.rows
+    settings, device = inputs.settings, inputs.device
+    (prompt, *_) = inputs.rows
     seed, sampling = settings.measuring.seed, settings.sampling.of("steps")
     gamma = settings.decoding.gamma_of("fixed")
     drafter = guesser(dict(models), settings.decoding)
     roles = dict(zip(("target", "draft"), (models["target"], *cast(list[CachedModel], drafter.models[:1]))))
-    conditions = conditions_of(prepared, "steps", len(prompt), sampling)
+    conditions = conditions_of(inputs, "steps", len(prompt), sampling)
     time_all = partial(times, seed=seed, device=device)
     for line in (
         *forward_lines(roles, time_all),

@@ -20,7 +20,7 @@ from engine.cachedModel import CachedModel
 from experiments.intervals import interval
 from experiments.lines import Append, BatchCostsLine, Conditions, Line, QueueFigures, QueueLine, of_kind
 from experiments.settings import BATCHES
-from experiments.speed import Timed, measure
+from experiments.speed import Timed, time_texts
 from experiments.sweep import scoring_costs
 from inputs.progress import Bar
 from methods.samplers import Sampler
@@ -76,7 +76,7 @@ def measure_batches(
             line = {"batch": batch, "scoring": scoring, "drafting": drafting}
             append(cast(BatchCostsLine, {"kind": "costs", "of": "batch", **conditions, **line}))
             texts = list(itertools.islice(itertools.cycle(prompts), max(FEWEST, TEXTS * batch)))
-            for _, queue in measure(methods, texts, repeats, seed, device, batch, warm_up=1):
+            for _, queue in time_texts(methods, texts, repeats, seed, device, batch, warm_up=1):
                 append(cast(QueueLine, {"kind": "queue", **conditions, **cast(QueueFigures, queue)}))
                 bar.update()
 

@@ -1,4 +1,4 @@
-"""`Prepared`: the inputs of a run, and loading its models."""
+"""`Inputs`: all that a run reads, and loading its models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from engine.head import load_head
 from engine.kvCache import cache_bytes
 from engine.quantised import BITS, GROUP
 from engine.sharedWeights import RestrictedModel, library_twin
-from experiments.lines import Label
 from experiments.processes import Processes
 from experiments.settings import Settings
 from inputs.auditTexts import AuditText
@@ -43,42 +42,33 @@ ANSWERS = "answers"  # to earlier turns: a mode with the default sampling and le
 LoadedModels = dict[str, CachedModel]  # {role: model}; those of `methods.samplers.Models`
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where models run. device: of all but the draft. dtype: of what is timed; text_dtype: of what perplexity and
-    diversity are measured with, and losslessness is tested with first."""
-
-    device: str
-    draft_device: str
-    dtype: str
-    text_dtype: str
-
-    def of(self, role: str) -> str:
-        """The device of a role's model."""
-        return self.draft_device if role == "draft" else self.device
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Inputs:
-    """The inputs of the models, as token ids.
+    """All that a run reads. Texts are token ids."""
 
-    prompts: {length: prompts}; of a conversation its last question, after the shortest answers. Of `questions`
-        (--prompts) every turn; `answer_turns` puts the target's answers in the place of the shortest.
-    article: the prompts of --diversity. audited: the texts of --audit.
-    texts: [(corpus, its passages)] of --ppl, read in windows of `window` tokens, `stride` apart.
-    tokens: the most tokens that are read at once. slots: of the KV cache of the largest batch; 0 if that is one text,
-        whose slots count with its tokens.
-    """
-
+    settings: Settings
+    processes: Processes  # They share the work.
+    device: str  # of all models but the draft
+    draft_device: str
+    dtype: str  # of the weights where speed is measured
+    text_dtype: str  # where perplexity and diversity are, and the first of those in which losslessness is tested
+    folders: dict[str, Path]  # {role: the folder of its model}
+    tokenizer: PreTrainedTokenizerBase
+    end_tokens: frozenset[int]
+    frequent: Tensor | None = None  # the tokens that a restricted draft guesses
+    # {length: prompts}. Of a conversation the last question, after the shortest answers. Of `questions` (--prompts)
+    # every turn; `answer_turns` puts the target's answers in the place of the shortest.
     prompts: dict[int, list[list[int]]] = field(default_factory=dict)
-    article: list[list[int]] = field(default_factory=list)
     questions: list[Question] = field(default_factory=list)
-    audited: list[AuditText] = field(default_factory=list)
-    texts: list[tuple[Corpus, list[list[int]]]] = field(default_factory=list)
-    window: int = 0
+    article: list[list[int]] = field(default_factory=list)  # the prompts of --diversity
+    audited: list[AuditText] = field(default_factory=list)  # by --audit
+    texts: list[tuple[Corpus, list[list[int]]]] = field(default_factory=list)  # [(corpus, its passages)] of --ppl
+    window: int = 0  # in which a corpus is read
     stride: int = 0
-    tokens: int = 0
-    slots: int = 0
+    tokens: int = 0  # the most that are read at once
+    slots: int = 0  # of the KV cache of the largest batch; 0 for a single text, whose slots count with its tokens
+    copies: Copies | None = None  # in few bits, of the target that was loaded last
+    library: dict[str, PreTrainedModel] = field(default_factory=dict)  # models as transformers' own methods run them
 
     @property
     def rows(self) -> list[list[int]]:
@@ -86,35 +76,9 @@ class Inputs:
         return list(itertools.chain.from_iterable(self.prompts.values()))
 
     @property
-    def turns(self) -> list[tuple[int, int]]:
-        """(number of the question, number of its turn), from 0, of each prompt of --prompts."""
-        return [(number, turn) for number, question in enumerate(self.questions) for turn in range(len(question.turns))]
-
-    def label_of(self, prompt: int) -> Label:
-        """The category of a prompt, by its number, and its question. Empty if prompts have none."""
-        if not self.questions:
-            return {}
-        number, _ = self.turns[prompt]
-        return {"category": self.questions[number].category, "question": number}
-
-
-@dataclass
-class Prepared:
-    """The inputs of a run, before its models are loaded. processes: those that share the work. folders: {role: model
-    folder}. end_tokens: they end a text. frequent: the tokens that a restricted draft guesses. made: the copies of the
-    target that was loaded last. library: {role: model} as `transformers` computes it, where its own methods are
-    timed."""
-
-    settings: Settings
-    processes: Processes
-    place: Place
-    folders: dict[str, Path]
-    tokenizer: PreTrainedTokenizerBase
-    end_tokens: frozenset[int]
-    frequent: Tensor | None
-    inputs: Inputs
-    made: Copies | None = field(default=None, init=False)
-    library: dict[str, PreTrainedModel] = field(default_factory=dict, init=False)
+    def turns(self) -> list[tuple[Question, int]]:
+        """The question of each prompt of --prompts, and the number of its turn, from 0."""
+        return [(question, turn) for question in self.questions for turn in range(len(question.turns))]
 
     @property
     def translation(self) -> Translation | None:
@@ -125,8 +89,8 @@ class Prepared:
     def scores_others(self) -> bool:
         """Whether perplexity and diversity need other models than those that are timed."""
         measuring = self.settings.measuring
-        other = self.settings.models.compile or self.place.dtype != self.place.text_dtype
-        return bool(measuring.timed and other and (measuring.diversity or self.inputs.texts))
+        other = self.settings.models.compile or self.dtype != self.text_dtype
+        return bool(measuring.timed and other and (measuring.diversity or self.texts))
 
     @property
     def head(self) -> Path:
@@ -137,6 +101,10 @@ class Prepared:
         """The roles that the target's copy ("self") or the trained head ("head") has."""
         return {role for role, model in models_of(self.settings).items() if model == name}
 
+    def device_of(self, role: str) -> str:
+        """The device of a role's model."""
+        return self.draft_device if role == "draft" else self.device
+
     def ends(self, row: int, token: int) -> bool:
         """Whether a text ends at this token: the `end_of_text` of `Rows`."""
         return token in self.end_tokens
@@ -144,18 +112,16 @@ class Prepared:
     def load(self, dtype: str, batches: bool = True, roles: Container[str] | None = None) -> LoadedModels:
         """Load the models in `dtype`. batches: whether texts will be decoded in batches. roles: None for all."""
         models, caches = {}, self.caches(dtype) if batches else {}
-        self.made, self.library = None, {}  # Those of models that were loaded before take memory.
+        self.copies, self.library = None, {}  # Those of models that were loaded before take memory.
         for role, folder in self.in_order(roles):
-            device = self.place.of(role)
+            device, spread = self.device_of(role), self.spread(role, dtype)
             tokenizer = self.translation.tokenizer if role == "draft" and self.translation else self.tokenizer
-            models[role] = load_model(
-                folder, tokenizer, dtype, device, self.inputs.tokens, self.spread(role, dtype), caches.get(device, 0)
-            )
+            models[role] = load_model(folder, tokenizer, dtype, device, self.tokens, spread, caches.get(device, 0))
         models = {role: models[role] for role in self.folders if role in models}
         if roles := self.roles_of("self"):
             bits = [self.settings.models.bits] if self.settings.models.bits else list(BITS)
-            self.made = self.processes.in_turn(lambda: make_copies(models["target"], bits))
-            models |= dict.fromkeys(roles, self.made.of(bits[0], models["target"]))
+            self.copies = self.processes.in_turn(lambda: make_copies(models["target"], bits))
+            models |= dict.fromkeys(roles, self.copies.of(bits[0], models["target"]))
         if roles := self.roles_of("head"):
             head = load_head(self.head, models["target"], model_version(self.folders["target"]))
             models |= dict.fromkeys(roles, head)
@@ -174,10 +140,10 @@ class Prepared:
     def spread(self, role: str, dtype: str) -> list[str]:
         """The devices that a role's model may be spread over if it is too large for its own. Perplexity and diversity
         are not timed: for them, layers of the target may stay in the CPU's memory."""
-        device = self.place.of(role)
-        if self.settings.models.device == "auto" and device == self.place.device:
+        device = self.device_of(role)
+        if self.settings.models.device == "auto" and device == self.device:
             return all_devices()
-        untimed = dtype == self.place.text_dtype != self.place.dtype
+        untimed = dtype == self.text_dtype != self.dtype
         return [device, "cpu"] if untimed and role == "target" and device.startswith("cuda") else []
 
     def check_memory(self, dtype: str, batches: bool, roles: Container[str] | None = None) -> None:
@@ -185,19 +151,19 @@ class Prepared:
         taken: dict[str, int] = {}
         caches = self.caches(dtype) if batches else {}
         for role, folder in self.in_order(roles):
-            device = self.place.of(role)
+            device = self.device_of(role)
             of_caches, before = caches.get(device, 0), taken.get(device, 0)
             spread = self.spread(role, dtype)
-            choose_devices(folder, read_config(folder), dtype, device, self.inputs.tokens, spread, of_caches, before)
+            choose_devices(folder, read_config(folder), dtype, device, self.tokens, spread, of_caches, before)
             taken[device] = before + weight_bytes(folder, DTYPES[dtype])
 
     def caches(self, dtype: str) -> dict[str, int]:
         """{device: bytes} of the KV caches of a batch. Empty if each text is decoded alone."""
         sizes: dict[str, int] = {}
-        for role, folder in self.folders.items() if self.inputs.slots else ():
-            device = self.place.of(role)
+        for role, folder in self.folders.items() if self.slots else ():
+            device = self.device_of(role)
             kept_as = "float32" if device == "cpu" and not self.settings.models.compile else dtype
-            size = cache_bytes(read_config(folder).get_text_config(), self.inputs.slots, DTYPES[kept_as])
+            size = cache_bytes(read_config(folder).get_text_config(), self.slots, DTYPES[kept_as])
             sizes[device] = sizes.get(device, 0) + size
         return sizes
 
@@ -205,9 +171,8 @@ class Prepared:
         """Load the models in `dtype`: compiled if the flags say so and text is generated; prints how long that took. No
         measurement includes it."""
         models, compiles = self.load(dtype), self.settings.models.compile and self.settings.continues
-        if any(
-            METHODS[name].engine == "generate" for name in self.settings.measuring.names
-        ):  # before layers are packed
+        if any(METHODS[name].engine == "generate" for name in self.settings.measuring.names):
+            # Now, because compiling packs the layers.
             self.library = {role: library_twin(models[role].model) for role in self.folders}
         if compiles:
             models["target"] = compiled(models["target"])
@@ -217,9 +182,7 @@ class Prepared:
             return models
         start, target = time.perf_counter(), models["target"]
         once = {id(model): model for model in models.values()}  # A copy of the target may have several roles.
-        by_id = {
-            key: compiled(model, target if model.cache_of or model.features_of else None) for key, model in once.items()
-        }
+        by_id = {key: compiled(m, target if m.cache_of or m.features_of else None) for key, m in once.items()}
         models = {role: by_id[id(model)] for role, model in models.items()}
         if all(map(is_compiled, models.values())):
             print(f"Compiled in {time.perf_counter() - start:.1f} s.")
@@ -228,70 +191,66 @@ class Prepared:
     def choose_bits(self, models: LoadedModels, compiles: bool) -> None:
         """Put the fastest copy of the target in the place of any other, and its number of bits into the settings: a
         repetition of the run does not measure it again."""
-        target, all_copies, roles = models["target"], self.made, self.roles_of("self")
-        assert all_copies is not None
+        target, copies, roles = models["target"], self.copies, self.roles_of("self")
+        assert copies is not None
         for role in roles:
             del models[role]
         sampling, gamma = self.settings.sampling.of("compare"), self.settings.decoding.gamma_of("fixed")
         make = partial(compiled, target=target) if compiles else lambda copy: copy
-        measured = list(followed(trials(target, all_copies, sampling, gamma, make), "measuring copies", len(BITS)))
+        measured = list(followed(trials(target, copies, sampling, gamma, make), "measuring copies", len(BITS)))
         best = max(measured, key=lambda trial: trial.gain)
         bits = self.processes.gathered(best.bits)[0]  # All processes use the same copy.
         self.settings = replace(self.settings, models=replace(self.settings.models, draft_bits=str(bits)))
-        models |= dict.fromkeys(roles, all_copies.of(bits, target))
-        copies = "; ".join(f"{t.bits} bits: acceptance {t.alpha:.2f}, {t.cost:.2f} of a step" for t in measured)
-        print(f"Copies of the target were measured ({copies}); the copy in {bits} bits is used.")
+        models |= dict.fromkeys(roles, copies.of(bits, target))
+        figures = "; ".join(f"{t.bits} bits: acceptance {t.alpha:.2f}, {t.cost:.2f} of a step" for t in measured)
+        print(f"Copies of the target were measured ({figures}); the copy in {bits} bits is used.")
 
     def load_first(self) -> LoadedModels:
         """Load the models of the first measurements, and print the memory they take."""
-        measuring, bits = self.settings.measuring, 0
-        dtype = self.place.dtype if measuring.timed or measuring.played else self.place.text_dtype
-        if self.settings.queues and self.inputs.slots:
+        measuring = self.settings.measuring
+        dtype = self.dtype if measuring.timed or measuring.played else self.text_dtype
+        if self.settings.queues and self.slots:
             size = gigabytes(sum(self.caches(dtype).values()))
             print(f"The KV caches of {self.settings.rows} texts take {size}.")
-        for used in {dtype, self.place.dtype} if measuring.lossless else {dtype}:
+        for used in {dtype, self.dtype} if measuring.lossless else {dtype}:
             self.check_memory(used, batches=True)
         if self.scores_others:
-            self.check_memory(self.place.text_dtype, batches=False, roles=SCORED)
+            self.check_memory(self.text_dtype, batches=False, roles=SCORED)
         models = self.load_as_timed(dtype)
-        if self.made is not None:
-            bits, target = self.settings.models.bits or 0, models["target"]
-            taken = copy_bytes(models["self"], self.made.weights, bits)
-            share = taken / (target.parameters * target.dtype.itemsize)
-            says = f"its copy in {bits} bits takes {gigabytes(taken)}, {share:.0%} of its weights."
+        if self.copies is not None:
+            bits, target, copy = self.settings.models.bits or 0, models["target"], models["self"]
+            packed = is_compiled(copy) and copy.device.type == "cpu"
+            size = self.copies.weights * ((bits / 8 if packed else 1) + SCALE)
+            share = size / (target.parameters * target.dtype.itemsize)
+            says = f"its copy in {bits} bits takes {gigabytes(size)}, {share:.0%} of its weights."
             print(f"The target drafts for itself: {says}")
-        if any(len(question.turns) > 1 for question in self.inputs.questions):
+        if any(len(question.turns) > 1 for question in self.questions):
             self.answer_turns(models)
         return models
 
     def answer_turns(self, models: LoadedModels) -> None:
         """Let the target answer all turns but the last of each question, and put the answers into the prompts of the
         turns after them. So every method continues the same prompts."""
-        settings, tokenizer, questions = self.settings, self.tokenizer, self.inputs.questions
+        settings, tokenizer = self.settings, self.tokenizer
+        sampling, max_len = settings.sampling.of(ANSWERS), settings.sampling.max_len_of(ANSWERS)
         sampler = build(["target"], dict(models), settings.decoding)["target"]
+        answer = partial(sampler, max_len=max_len, sampling=sampling, end_of_text=self.ends)
 
         def converse(number: int) -> list[list[int]]:
             """The prompts of a question's turns."""
-            generator = Generator(self.place.device).manual_seed(settings.measuring.seed + number)
-            prompts: list[list[int]] = []
-            answers: list[str] = []
-            while True:
-                prompts.append(encode_turn(questions[number], answers, tokenizer, settings.models.target))
-                if len(prompts) == len(questions[number].turns):
-                    return prompts
-                (tokens,), _ = sampler(
-                    prompts[-1:],
-                    max_len=settings.sampling.max_len_of(ANSWERS),
-                    sampling=settings.sampling.of(ANSWERS),
-                    end_of_text=self.ends,
-                    generator=generator,
-                )
+            question, answers = self.questions[number], list[str]()
+            generator = Generator(self.device).manual_seed(settings.measuring.seed + number)
+            prompts = [encode_turn(question, answers, tokenizer, settings.models.target)]
+            while len(prompts) < len(question.turns):
+                (tokens,), _ = answer(prompts[-1:], generator=generator)
                 answers.append(tokenizer.decode(tokens, skip_special_tokens=True))
+                prompts.append(encode_turn(question, answers, tokenizer, settings.models.target))
+            return prompts
 
-        numbers = range(len(questions))
+        numbers = range(len(self.questions))
         conversations = followed(self.processes.mapped(converse, numbers), "answers to earlier turns", len(numbers))
         rows = list(itertools.chain.from_iterable(conversations))
-        self.inputs.prompts = {max(map(len, rows)): rows}
+        self.prompts = {max(map(len, rows)): rows}
 
 
 def make_copies(target: CachedModel, bits: Sequence[int]) -> Copies:
@@ -312,12 +271,6 @@ def make_copies(target: CachedModel, bits: Sequence[int]) -> Copies:
         sizes = [weight.numel() for weight in weights_of(target.model).values()]
         check_memory(sum(sizes) * (1 + SCALE) + MULTIPLYING * max(sizes))  # A weight takes a byte until it is packed.
     return copies_of(target, bits, follow)
-
-
-def copy_bytes(copy: CachedModel, weights: int, bits: int) -> float:
-    """The memory that the target's copy takes. weights: how many of them have few bits."""
-    packed = is_compiled(copy) and copy.device.type == "cpu"
-    return weights * ((bits / 8 if packed else 1) + SCALE)
 
 
 def models_of(settings: Settings) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`prepare`: find and check everything that a run needs. All input errors are raised here, before a measurement."""
+"""`load_inputs`: find and check everything that a run needs. All input errors are raised here, before a measurement."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from decoding.rows import check_room
 from downloadModel import is_hub_id, on_first_use
 from experiments import diversity
-from experiments.loading import ANSWERS, Inputs, Place, Prepared, models_of
-from experiments.processes import ALONE, Processes
+from experiments.loading import ANSWERS, Inputs, models_of
+from experiments.processes import SINGLE, Processes
 from experiments.settings import Settings
 from inputs import prompts
 from inputs.auditTexts import read_texts
-from inputs.devices import pick_dtype
+from inputs.devices import check_device, pick_dtype
 from inputs.models import Outline, find_model, holds_head, outline
+from inputs.prompts import Question
 from inputs.randomModels import made_model
 from inputs.texts import Corpus, load_corpora
 from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
@@ -28,72 +29,85 @@ from utils import UserError
 COVERED = 0.5  # With a smaller share of tokens that can be guessed, guessing hardly ever gains speed.
 
 
-def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
+def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
     """Find and check everything that the settings name. Raises UserError for invalid input."""
-    chosen, measuring, inputs = settings.texts, settings.measuring, Inputs()
-    place, corpora = where_to_run(settings, processes), []
+    chosen, measuring, corpora = settings.texts, settings.measuring, []
+    # Devices and texts first: they are checked sooner than models.
+    device, draft_device, dtype, text_dtype = where_to_run(settings, processes)
     if measuring.ppl or settings.prompts_from_corpora:
         corpora = load_corpora(chosen.dataset, chosen.books)
         prompts.check_passages(corpora, chosen.dataset, chosen.sentence_limit)
     named = prompts.read_prompts(chosen.prompt, chosen.prompt_file)
-    if chosen.prompts is not None:
-        inputs.questions = prompts.read_questions(chosen.prompts)
+    questions = [] if chosen.prompts is None else prompts.read_questions(chosen.prompts)
+    # The models' folders, and their tokenizers.
     folders = processes.in_turn(lambda: find_models(settings))
     tokenizer = load_tokenizer(folders["target"])
     ends = end_tokens(folders["target"], tokenizer)
     translation = translation_of(settings, folders, tokenizer)
-    settings = replace(settings, decoding=replace(settings.decoding, translation=translation))
+    inputs = Inputs(
+        settings=replace(settings, decoding=replace(settings.decoding, translation=translation)),
+        processes=processes,
+        device=device,
+        draft_device=draft_device,
+        dtype=dtype,
+        text_dtype=text_dtype,
+        folders=folders,
+        tokenizer=tokenizer,
+        end_tokens=ends,
+        questions=questions,
+    )
+    # The texts in tokens, which must fit into the models' contexts.
     outlines = [outline(folder, tokenizer) for folder in folders.values()]
-    shortest = min(outlines, key=lambda model: model.context)
-    choose_texts(settings, inputs, named, corpora, tokenizer)
-    slots = check_rooms(settings, inputs, outlines)
+    choose_prompts(inputs, named, corpora)
+    slots = tokens_of_batch(inputs, outlines)
     if translation is not None:  # The draft reads the same prompts in its own tokens.
-        draft = outline(folders["draft"], translation.tokenizer)
-        slots = max(slots, check_rooms(settings, inputs, [draft], translation.row))
+        slots = max(slots, tokens_of_batch(inputs, [outline(folders["draft"], translation.tokenizer)], translation))
+        if not measuring.audit:
+            report_translation(inputs, translation)
+    shortest = min(outlines, key=lambda model: model.context)
     if measuring.ppl and translation is None:
         inputs.window = min(chosen.window, shortest.context)
         inputs.stride = chosen.stride if chosen.stride < inputs.window else inputs.window // 2
-        inputs.texts = scored_texts(settings, corpora, tokenizer, shortest.context)
+        passages = [corpus.passages(chosen.sentence_limit)[: chosen.sentences] for corpus in corpora]
+        inputs.texts = [(c, prompts.tokenize(p, tokenizer, shortest.context)) for c, p in zip(corpora, passages)]
+        if not any(texts for _, texts in inputs.texts):
+            raise UserError(f"no text of {chosen.dataset} has two tokens; raise --sentenceLimit")
     if measuring.audit:
         inputs.audited = read_texts(measuring.audit, tokenizer, shortest)
     audited = (len(text.prompt) + len(text.tokens) for text in inputs.audited)
     inputs.tokens = max([slots, *audited, chosen.window if inputs.texts else 0])
     inputs.slots = slots if settings.rows > 1 else 0
-    count = settings.models.draft_vocab
-    frequent = most_frequent(count, tokenizer, ends) if count else None
-    if translation is not None and not inputs.audited:
-        covered = translation.coverage([*inputs.rows, *inputs.article])
-        print(
-            f"{translation.names[1]} has another tokenizer than {translation.names[0]}: it guesses the "
-            f"{len(translation.draft)} tokens that both have, {translation.share:.1%} of the target's and "
-            f"{covered:.1%} of those in the prompts."
-            + (" That is too few to gain anything." if covered < COVERED else "")
-            + (" Perplexities cannot be compared and are left out." if measuring.ppl else "")
-        )
-    return Prepared(settings, processes, place, folders, tokenizer, ends, frequent, inputs)
+    if settings.models.draft_vocab:
+        inputs.frequent = most_frequent(settings.models.draft_vocab, tokenizer, ends)
+    return inputs
 
 
-def where_to_run(settings: Settings, processes: Processes) -> Place:
-    """The devices and dtypes. Raises UserError for those that cannot be used."""
-    choice = settings.models
-    if settings.queues and processes.count > 1:
-        raise UserError("--batch and --sweep batch run in a single process: start test.py without accelerate launch")
-    if settings.measuring.steps and processes.count > 1:
-        raise UserError("--steps runs in a single process: start test.py without accelerate launch")
-    if settings.measuring.played and processes.count > 1:
-        raise UserError("--show and --html run in a single process: start test.py without accelerate launch")
-    others = {METHODS[name].engine for name in settings.measuring.names} - {""}
-    if others and processes.count > 1:
-        raise UserError(f"{min(others)} runs in a single process: start test.py without accelerate launch")
+def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, str, str]:
+    """The device, the draft's, and the dtypes where speed is measured and elsewhere. Raises UserError for those that
+    cannot be used."""
+    choice, measuring = settings.models, settings.measuring
+    programs = {METHODS[name].engine for name in measuring.names} - {""}
+    for what, asked in (
+        ("--batch and --sweep batch run", settings.queues),
+        ("--steps runs", measuring.steps),
+        ("--show and --html run", measuring.played),
+        (f"{min(programs, default='')} runs", programs),
+    ):
+        if asked and processes.count > 1:
+            raise UserError(f"{what} in a single process: start test.py without accelerate launch")
     device = processes.own_device(choice.device)
-    if others - {"generate"} and device != "cpu":
-        raise UserError(f"{min(others - {'generate'})} runs only on the CPU: use --device cpu")
-    draft_device = processes.own_draft_device(choice.draft_device) or device
+    if programs - {"generate"} and device != "cpu":
+        raise UserError(f"{min(programs - {'generate'})} runs only on the CPU: use --device cpu")
+    if choice.draft_device is not None:
+        if processes.count > 1 and choice.draft_device != "cpu":
+            kind = f"--draftDevice {choice.draft_device} is for a single process"
+            raise UserError(f"{kind}; with several use cpu or leave it out")
+        check_device(choice.draft_device)
+    draft_device = choice.draft_device or device
     dtype = choice.dtype or pick_dtype(device)
     if dtype == "bfloat16" and "mps" in (device, draft_device):
         raise UserError("mps does not support bfloat16: use --dtype float16 or float32")
-    first = "float32" if settings.measuring.lossless else choice.dtype or "float32"
-    return Place(device, draft_device, dtype, first)
+    return device, draft_device, dtype, "float32" if measuring.lossless else choice.dtype or "float32"
 
 
 def find_models(settings: Settings) -> dict[str, Path]:
@@ -101,8 +115,7 @@ def find_models(settings: Settings) -> dict[str, Path]:
     choice, names = settings.models, models_of(settings)
     if "head" in names and not holds_head(find_model(choice.head or "")):
         raise UserError(f"--head {choice.head} is a model, not a trained head; train one with scripts/trainHead.py")
-    names = {role: name for role, name in names.items() if name not in ("self", "head")}
-    names = {role: made_model(name) for role, name in names.items()}
+    names = {role: made_model(name) for role, name in names.items() if name not in ("self", "head")}
     in_order = sorted(dict.fromkeys(names.values()), key=is_hub_id)  # A wrong name is found before a large download.
     by_name = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
     for name, folder in by_name.items():
@@ -122,7 +135,7 @@ def translation_of(
 
     Raises UserError for a model that must share it, and for what needs a draft that does.
     """
-    of_draft = None
+    of_draft, measuring = None, settings.measuring
     for role, folder in folders.items():
         other = load_tokenizer(folder)
         if role == "draft" and other.get_vocab() != tokenizer.get_vocab():
@@ -131,84 +144,81 @@ def translation_of(
             check_tokenizers(tokenizer, other, (folders["target"].name, folder.name))
     if of_draft is None:
         return None
-    names, methods = (folders["target"].name, folders["draft"].name), [METHODS[n] for n in settings.measuring.names]
+    names, methods = (folders["target"].name, folders["draft"].name), [METHODS[name] for name in measuring.names]
     contrasts = "so they cannot be contrasted (in --contrastive, --diversity, --compare all); leave that out or name a "
-    scored_alone = settings.measuring.ppl and not settings.measuring.modes
-    assisted = "so other programs cannot use it; name other methods, or one by one"
-    trees = "so it grows no trees of guesses (tree, topDown, --tree); name other methods"
-    for clash, message in (
+    for clash, why in (
         (settings.models.draft_vocab, "so it guesses only the tokens that both have; leave out --draftVocab"),
         (any(method.contrasts for method in methods), f"{contrasts}draft that shares the target's"),
-        (settings.decoding.tree or any(method.grows_trees for method in methods), trees),
-        (any(method.engine and method.needs for method in methods), assisted),
-        (scored_alone, "so their perplexities cannot be compared; leave out --ppl"),
+        (
+            settings.decoding.tree or any(method.grows_trees for method in methods),
+            "so it grows no trees of guesses (tree, topDown, --tree); name other methods",
+        ),
+        (
+            any(method.engine and method.needs for method in methods),
+            "so other programs cannot use it; name other methods, or one by one",
+        ),
+        (measuring.ppl and not measuring.modes, "so their perplexities cannot be compared; leave out --ppl"),
     ):
         if clash:
-            raise UserError(f"{names[1]} has another tokenizer than {names[0]}, {message}")
+            raise UserError(f"{names[1]} has another tokenizer than {names[0]}, {why}")
     return Translation(tokenizer, of_draft, names)
 
 
-def choose_texts(
-    settings: Settings, inputs: Inputs, named: list[str], corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def report_translation(inputs: Inputs, translation: Translation) -> None:
+    """Print how many tokens a draft with another tokenizer can guess."""
+    share = translation.coverage([*inputs.rows, *inputs.article])
+    print(
+        f"{translation.names[1]} has another tokenizer than {translation.names[0]}: it guesses the "
+        f"{len(translation.draft)} tokens that both have, {translation.share:.1%} of the target's and "
+        f"{share:.1%} of those in the prompts."
+        + (" That is too few to gain anything." if share < COVERED else "")
+        + (" Perplexities cannot be compared and are left out." if inputs.settings.measuring.ppl else "")
+    )
+
+
+def choose_prompts(inputs: Inputs, named: list[str], corpora: list[Corpus]) -> None:
     """Choose the prompts, and those of --diversity, which may be the same. named: prompts that a flag names. Each turn
     of --prompts is a prompt, after the shortest answers. Raises UserError for fewer prompts than rows of the batch."""
-    texts, diverse, model = settings.texts, settings.measuring.diversity, settings.models.target
-    rows: list[list[int]] = []
-    if not settings.continues and not diverse:
+    settings, texts, tokenizer = inputs.settings, inputs.settings.texts, inputs.tokenizer
+    rows, model = list[list[int]](), settings.models.target
+    if not settings.continues and not settings.measuring.diversity:
         return
     if inputs.questions:
-        turns = [(inputs.questions[number], ["."] * turn) for number, turn in inputs.turns]
-        rows = [prompts.encode_turn(question, answers, tokenizer, model) for question, answers in turns]
+        rows = [prompts.encode_turn(question, ["."] * turn, tokenizer, model) for question, turn in inputs.turns]
     elif texts.questions:
         rows = [prompts.encode_chat(texts.questions, ["."] * (len(texts.questions) - 1), tokenizer, model)]
     elif named:
         rows = prompts.encode(named, tokenizer)
-    if diverse:
+    if settings.measuring.diversity:
         inputs.article = rows or prompts.encode(diversity.PROMPTS, tokenizer)
     if settings.continues and rows:
         inputs.prompts = {max(map(len, rows)): rows}
     elif settings.continues:
-        lengths, least = texts.prompt_lengths, texts.sentence_limit
-        inputs.prompts = prompts.choose_prompts(tokenizer, corpora, lengths, least, texts.sentences)
+        limits = texts.prompt_lengths, texts.sentence_limit, texts.sentences
+        inputs.prompts = prompts.choose_prompts(tokenizer, corpora, *limits)
     batch, count = settings.measuring.batch or 1, min(map(len, inputs.prompts.values()), default=0)
     if settings.measuring.timed and count < batch:
         more = "raise --sentences" if texts.from_corpora else "give more"
         raise UserError(f"--batch {batch} needs at least {batch} prompts, and there are {count}; {more}")
 
 
-def scored_texts(
-    settings: Settings, corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, context: int
-) -> list[tuple[Corpus, list[list[int]]]]:
-    """The passages of each corpus whose perplexity is measured. Raises UserError if there are none."""
-    least, count = settings.texts.sentence_limit, settings.texts.sentences
-    texts = [(c, prompts.tokenize(c.passages(least)[:count], tokenizer, context)) for c in corpora]
-    if not any(passages for _, passages in texts):
-        raise UserError(f"no text of {settings.texts.dataset} has two tokens; raise --sentenceLimit")
-    return texts
-
-
-def check_rooms(
-    settings: Settings,
-    inputs: Inputs,
-    outlines: Sequence[Outline],
-    translate: Callable[[list[int]], list[int]] = lambda row: row,
-) -> int:
-    """Raise UserError unless the models can read the prompts of each mode and the tokens that follow. It names the line
-    of --prompts. Returns the most tokens that a batch can have. translate: to the tokens of these models."""
-    modes, max_len_of, most = settings.measuring.modes, settings.sampling.max_len_of, 0
+def tokens_of_batch(inputs: Inputs, models: Sequence[Outline], translation: Translation | None = None) -> int:
+    """The most tokens that a batch can have. translation: to the tokens of `models`. Raises UserError, which names the
+    line of --prompts, unless the models can read the prompts of each mode and the tokens that follow."""
+    settings, max_len_of = inputs.settings, inputs.settings.sampling.max_len_of
+    translate: Callable[[list[int]], list[int]] = translation.row if translation else list
     answer = max_len_of(ANSWERS)  # In the prompt of a later turn, each answer before it is as long as it may be.
-    turns = inputs.turns or [(0, 0)] * len(inputs.rows)
-    rows = [translate(row + turn * answer * row[-1:]) for row, (_, turn) in zip(inputs.rows, turns)]
-    for row, (number, turn) in zip(rows, inputs.turns):
-        try:
-            check_room([row], max(map(max_len_of, modes)), outlines)
-        except UserError as error:
-            after = f", turn {turn + 1} after answers of {answer} tokens" if turn else ""
-            place = f"--prompts {settings.texts.prompts}, line {inputs.questions[number].line}{after}"
-            raise UserError(f"{place}: {error}") from None
-    for mode in modes:
+    turns: list[tuple[Question | None, int]] = [*inputs.turns] or [(None, 0)] * len(inputs.rows)
+    most, rows = 0, [translate(row + turn * answer * row[-1:]) for row, (_, turn) in zip(inputs.rows, turns)]
+    for mode in settings.measuring.modes:
         texts = list(map(translate, inputs.article)) if mode == "diversity" else rows
-        check_room(texts, max_len_of(mode), outlines)
+        try:
+            check_room(texts, max_len_of(mode), models)
+        except UserError as error:
+            question, turn = max(zip(rows, turns), key=lambda pair: len(pair[0]))[1] if rows else (None, 0)
+            if question is None:
+                raise
+            after = f", turn {turn + 1} after answers of {answer} tokens" if turn else ""
+            raise UserError(f"--prompts {settings.texts.prompts}, line {question.line}{after}: {error}") from None
         most = max(most, settings.rows * (max_len_of(mode) + max(map(len, texts))))
     return most

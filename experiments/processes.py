@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from inputs.commandLine import one_line
-from inputs.devices import check_device, pick_device
+from inputs.devices import pick_device
 from utils import UserError
 
 T = TypeVar("T")
@@ -37,19 +37,12 @@ LONELY = (
 )
 
 
-@dataclass
-class Failure:
-    """Sent by a process instead of results when it fails: the error line."""
-
-    line: str
-
-
 @dataclass(eq=False)
 class Processes:
     """The processes of a run, of which this one is number `index` of `count`, and number `local` on its machine.
 
     gather: f(list of this process) -> the lists of all processes, one after the other. Raises RuntimeError if a process
-        has died.
+        has died. A process that fails sends its UserError instead of results.
     over: nothing more is exchanged, because all have come to the end or one has failed.
     """
 
@@ -58,11 +51,6 @@ class Processes:
     local: int = 0
     gather: Callable[[list[Any]], list[Any]] = list
     over: bool = False
-
-    @property
-    def first(self) -> bool:
-        """Whether this is process 0."""
-        return self.index == 0
 
     def share(self, items: Sequence[object]) -> range:
         """The numbers of the items that this process computes."""
@@ -73,16 +61,16 @@ class Processes:
         try:
             gathered = self.gather(items)
         except RuntimeError:
-            self.stop()
-        for failure in (item for item in gathered if isinstance(item, Failure)):
-            self.stop(failure.line)
+            self.stop(UserError(DIED))
+        for failure in (item for item in gathered if isinstance(item, UserError)):
+            self.stop(failure)
         return gathered
 
-    def stop(self, line: str = DIED) -> NoReturn:
+    def stop(self, failure: UserError) -> NoReturn:
         """End this process's part of the run too."""
         self.over = True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # The launcher ends all processes if one has; once is enough.
-        raise UserError(line)
+        raise failure
 
     def merged(self, items: Iterable[T]) -> Iterator[T]:
         """The items of all processes, on every process; `items` are those of this one. All must be read to the end."""
@@ -101,12 +89,11 @@ class Processes:
     def in_turn(self, work: Callable[[], T]) -> T:
         """Run `work()` first in process 0, then in one process of each other machine, then in the rest, so that a
         download, say, is never done twice at once."""
-        own_turn, results = 0 if self.first else 1 if self.local == 0 else 2, []
         for turn in range(3):
-            if turn == own_turn:
-                results.append(work())
+            if turn == (0 if self.index == 0 else 1 if self.local == 0 else 2):
+                result = work()
             self.exchange([])
-        return results[0]
+        return result
 
     def own_device(self, name: str | None) -> str:
         """The device that this process uses if `--device` is `name`: a GPU of its own, or the CPU. Raises UserError
@@ -120,30 +107,22 @@ class Processes:
             raise UserError(f"this machine has {gpus} GPUs: start at most {gpus} processes on it (--num_processes)")
         return pick_device(f"cuda:{self.local}")
 
-    def own_draft_device(self, name: str | None) -> str | None:
-        """The device of the draft if `--draftDevice` is `name`. Raises UserError if it cannot be used."""
-        if name is not None:
-            if self.count > 1 and name != "cpu":
-                raise UserError(f"--draftDevice {name} is for a single process; with several use cpu or leave it out")
-            check_device(name)
-        return name
 
-
-ALONE = Processes()
+SINGLE = Processes()
 
 
 def started() -> Processes:
-    """The processes that a launcher has started, as its environment variables say; `ALONE` if there are no others."""
-    if not any(os.environ.get(name, "1") not in ("0", "1") for name in SIZES):
+    """The processes that a launcher has started, as its environment variables say; `SINGLE` if there are no others."""
+    if all(os.environ.get(name, "1") in ("0", "1") for name in SIZES):
         if os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_PORT" in os.environ:
             print(LONELY, file=sys.stderr)
-        return ALONE
+        return SINGLE
     from accelerate import PartialState  # Most runs do not need it, and its import takes time.
     from accelerate.utils import gather_object
 
     state = PartialState(cpu=True, backend="gloo", timeout=timedelta(days=365))  # An item may take long.
     processes = Processes(state.process_index, state.num_processes, state.local_process_index, gather_object)
-    signal.signal(signal.SIGTERM, lambda *_: processes.stop())
+    signal.signal(signal.SIGTERM, lambda *_: processes.stop(UserError(DIED)))
     return processes
 
 
@@ -158,27 +137,25 @@ def together(command: Callable[[Callable[[], int]], int], work: Callable[[Proces
         return command(lambda: work(processes))
 
     def to_the_end() -> int:
-        code = work(processes)
-        processes.exchange([])
+        try:
+            code = work(processes)
+            processes.exchange([])
+        except BaseException as error:
+            if not processes.over:  # The others are told in their next exchange.
+                with contextlib.suppress(UserError):
+                    processes.exchange(
+                        [UserError(f"process {processes.index} of {processes.count}: {one_line(error)}")]
+                    )
+            raise
         processes.over = True
         torch.distributed.destroy_process_group()
         return code
 
-    code, stderr, problem = 1, io.StringIO(), ""
-    try:
-        with contextlib.ExitStack() as silent:
-            if not processes.first:
-                silent.enter_context(contextlib.redirect_stdout(io.StringIO()))
-                silent.enter_context(contextlib.redirect_stderr(stderr))
-            code = command(to_the_end)
-        problem = stderr.getvalue().strip().split("\n")[-1].split("error: ", 1)[-1]
-    except Exception as error:
-        problem = f"{type(error).__name__}: {one_line(error)}"
-        raise
-    finally:
-        if not processes.over:  # The others are told in their next exchange.
-            with contextlib.suppress(UserError):
-                processes.exchange([Failure(f"process {processes.index} of {processes.count}: {problem}")])
+    with contextlib.ExitStack() as silent:
+        if processes.index:
+            silent.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            silent.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        code = command(to_the_end)
     sys.stdout.flush()
     if torch.distributed.is_initialized():  # A group that has lost a process cannot be taken down.
         os._exit(code)

@@ -19,7 +19,7 @@ import transformers
 from engine.cachedModel import CachedModel
 from engine.compiling import is_compiled
 from experiments.lines import Machine, ModelRecord, Origin, ProcessRecord, RunLine
-from experiments.loading import LoadedModels, Prepared
+from experiments.loading import Inputs, LoadedModels
 from experiments.processes import Processes
 from experiments.speed import STALLED, digest
 from inputs import files
@@ -33,39 +33,35 @@ BUSY = 0.5  # load beyond the cores that does not indicate other programs
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "lossless", "benchmark", "report", "scripts")
 
 
-def run_record(prepared: Prepared, models: LoadedModels, argv: Sequence[str]) -> RunLine:
+def run_record(inputs: Inputs, models: LoadedModels, argv: Sequence[str]) -> RunLine:
     """The record of a run by the command line `argv`."""
     versions = {
-        role: model_record(folder.name, model_version(folder), models[role])
-        for role, folder in prepared.folders.items()
+        role: model_record(folder.name, model_version(folder), models[role]) for role, folder in inputs.folders.items()
     }
     if (
-        prepared.made and prepared.settings.models.bits
+        inputs.copies and inputs.settings.models.bits
     ):  # The codes follow from the weights and from a text that the target wrote.
-        version = f"{versions['target']['version']}, {prepared.made.version(prepared.settings.models.bits)}"
+        version = f"{versions['target']['version']}, {inputs.copies.version(inputs.settings.models.bits)}"
         copy = model_record(models["self"].name, version, models["self"])
         copy["parameters"] = models["target"].parameters
-        roles = prepared.roles_of("self") - {"self"} or {"self"}
+        roles = inputs.roles_of("self") - {"self"} or {"self"}
         versions |= {role: copy.copy() for role in sorted(roles)}
-    for role in sorted(prepared.roles_of("head")):
-        versions[role] = model_record(prepared.head.name, model_version(prepared.head), models[role])
-    if prepared.settings.models.draft_device and "draft" in versions:
-        versions["draft"]["device"] = prepared.place.draft_device
-        versions["draft"]["processor"] = machine(prepared.place.draft_device)["processor"]
-    several = prepared.processes.count > 1
-    kind = (
-        prepared.place.device.split(":")[0] if several else prepared.place.device
-    )  # The processes' own devices have numbers.
+    for role in sorted(inputs.roles_of("head")):
+        versions[role] = model_record(inputs.head.name, model_version(inputs.head), models[role])
+    if inputs.settings.models.draft_device and "draft" in versions:
+        versions["draft"]["device"] = inputs.draft_device
+        versions["draft"]["processor"] = machine(inputs.draft_device)["processor"]
+    several = inputs.processes.count > 1
+    kind = inputs.device.split(":")[0] if several else inputs.device  # The processes' own devices have numbers.
     record: RunLine = {
         "kind": "run",
         "run": uuid.uuid4().hex[:8],
         "folder": os.getcwd(),
-        **origin(argv, prepared.settings.flags, kind, versions),
+        **origin(argv, inputs.settings.flags, kind, versions),
     }
     if several:
-        inputs = prepared.inputs
         texts = digest([inputs.prompts, inputs.article, inputs.texts, list(map(astuple, inputs.audited))])
-        record["processes"] = devices(prepared.processes, prepared.place.device, record["machine"], versions, texts)
+        record["processes"] = devices(inputs.processes, inputs.device, record["machine"], versions, texts)
     return record
 
 

@@ -73,7 +73,7 @@ def in_turns(
                 random.Random(f"{seed} {turn}").shuffle(order)
             for key in order:
                 for stalled in itertools.count():
-                    result = timed(partial(methods[key], turn), device)
+                    result = time_call(partial(methods[key], turn), device)
                     took = rounds_of(result)
                     rounds[key] += took
                     if stalled == AGAIN or max(took, default=0) <= STALLED * np.median(rounds[key] or [0]):
@@ -81,7 +81,7 @@ def in_turns(
                 yield key, turn, result, stalled
 
 
-def timed(call: Callable[[bool], Result], device: torch.device | str) -> Result:
+def time_call(call: Callable[[bool], Result], device: torch.device | str) -> Result:
     """The result of `call(False)` in a timed stretch, right after `call(True)`. If steps had to be computed eagerly, as
     no CUDA graph had been captured for them, it is called untimed, which captures them, and timed again."""
     for _ in range(AGAIN + 1):  # A method that depends on measured times may use other steps each time.
@@ -96,7 +96,7 @@ def timed(call: Callable[[bool], Result], device: torch.device | str) -> Result:
     return result
 
 
-def measure(
+def time_texts(
     methods: Mapping[str, Timed],
     prompts: Sequence[list[int]],
     repeats: int,
@@ -133,8 +133,12 @@ def measure(
         for method in methods.values():
             warm = long[:size]  # The KV caches grow no more.
             method(warm, [generator_of(seed, device, 0, text) for text in range(len(warm))], size)
+
+    def rounds_of(written: Written) -> list[float]:
+        """The seconds of all rounds. In a queue, one lasts longer where the next prompt is read: that is no stall."""
+        return [] if batch else [seconds for record in written[1] for seconds in np.diff(record.times).tolist()]
+
     calls = {name: caller(method) for name, method in methods.items()}
-    rounds_of = no_rounds if batch else rounds_of_texts
     for name, (repeat, index), (texts, records), stalled in in_turns(calls, turns, seed, device, rounds_of):
         timed = []
         for number, tokens, record in zip(itertools.count(0 if batch else index), texts, records):
@@ -178,16 +182,6 @@ def time_steps(
     for key, _, took, _ in in_turns({key: caller(key) for key in steps}, turns, seed, device, list):
         seconds[key] += took
     return seconds
-
-
-def no_rounds(written: Written) -> list[float]:
-    """In a queue, a round lasts longer where the next prompt is read: that is no stall."""
-    return []
-
-
-def rounds_of_texts(written: Written) -> list[float]:
-    """The seconds of all rounds of some texts."""
-    return [seconds for record in written[1] for seconds in np.diff(record.times).tolist()]
 
 
 def ends_after(count: int, batch: int = 1) -> EndOfText:

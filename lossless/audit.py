@@ -17,8 +17,8 @@ from scipy.stats import chi2, kstwo, norm
 from torch import Tensor
 
 from experiments.lines import Append, AuditFigures, EvidenceFigures, GreedyAuditFigures, Line, Place, Power
-from experiments.loading import LoadedModels, Prepared
-from experiments.processes import ALONE, Processes
+from experiments.loading import Inputs, LoadedModels
+from experiments.processes import SINGLE, Processes
 from experiments.speed import digest
 from inputs.auditTexts import decoded
 from inputs.models import DTYPES
@@ -53,7 +53,7 @@ class Auditor:
     unit: float
     seed: int = 0
     limit: float = limit_of(1)
-    processes: Processes = ALONE
+    processes: Processes = SINGLE
     tolerated: float = 0.0
     guessing: Any = None
 
@@ -164,16 +164,16 @@ def others(sampling: Sampling) -> list[Sampling]:
     return [replace(sampling, **{name: cast(Any, left_out[name]) for name in names}) for names in subsets]
 
 
-def audit(prepared: Prepared, models: LoadedModels, append: Append) -> None:
+def audit(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     """Judge the texts of `--audit`, and append the line of results."""
-    settings, texts = prepared.settings, prepared.inputs.audited
+    settings, texts = inputs.settings, inputs.audited
     written_in = settings.measuring.written_in
-    order = None if prepared.translation is not None else models.get("draft")
+    order = None if inputs.translation is not None else models.get("draft")
     unit = torch.finfo(DTYPES[written_in]).eps / 2
     tolerated = RETOKENISED if any(text.was_text for text in texts) else 0.0
     # A draft with a tokenizer of its own may have no room for the texts.
-    guessing = None if prepared.translation else build(["speculative"], dict(models), settings.decoding)["speculative"]
-    seed, processes = settings.measuring.seed, prepared.processes
+    guessing = None if inputs.translation else build(["speculative"], dict(models), settings.decoding)["speculative"]
+    seed, processes = settings.measuring.seed, inputs.processes
     auditor = Auditor(models["target"], order, unit, seed, limit_of(1), processes, tolerated, guessing)
     rows = [text.prompt for text in texts], [text.tokens for text in texts]
     sampling, lines = settings.sampling.of("audit"), [text.line for text in texts]
@@ -185,10 +185,10 @@ def audit(prepared: Prepared, models: LoadedModels, append: Append) -> None:
         "test": "audit" if sampling.temperature else "greedyAudit",
         "file": str(settings.measuring.audit),
         "sha256": digest(rows),
-        "dtype": prepared.place.text_dtype,
+        "dtype": inputs.text_dtype,
         "written_in": written_in,
-        "after_end": sum(bool(prepared.end_tokens & set(text.tokens[:-1])) for text in texts),
+        "after_end": sum(bool(inputs.end_tokens & set(text.tokens[:-1])) for text in texts),
         "retokenised": sum(text.was_text for text in texts),
-        "pieces": {str(token): decoded([token], prepared.tokenizer) for token in named},
+        "pieces": {str(token): decoded([token], inputs.tokenizer) for token in named},
     }
     append(cast(Line, source | figures))

@@ -23,7 +23,7 @@ from torch import Tensor
 from decoding.rows import Rows, upload
 from engine.cachedModel import CachedModel
 from experiments.lines import Append, GreedyFigures, GreedyLine, MistakeFigures, ShownCounts, TrialConditions
-from experiments.loading import LoadedModels, Prepared
+from experiments.loading import Inputs, LoadedModels
 from inputs.devices import pick_dtype
 from inputs.progress import followed
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
@@ -82,15 +82,15 @@ class Trial:
     models: in `dtype`. append: takes each line of results.
     """
 
-    def __init__(self, prepared: Prepared, models: LoadedModels, dtype: str, append: Append) -> None:
-        settings = prepared.settings
+    def __init__(self, inputs: Inputs, models: LoadedModels, dtype: str, append: Append) -> None:
+        settings = inputs.settings
         self.names, self.decoding = settings.measuring.groups["lossless"], settings.decoding
         self.sampling, self.max_len = settings.sampling.of("lossless"), settings.sampling.max_len_of("lossless")
         self.texts, self.seed = settings.texts_at_once, settings.measuring.seed  # texts of a call of a method
         self.rows, self.batch = settings.rows, settings.measuring.batch  # of these, decoded at a time; the flag
         self.batches = math.ceil(settings.tokens / (self.texts * self.max_len))  # of texts by each method
-        self.prompts = prepared.inputs.rows  # token ids, used cyclically
-        self.processes, self.device = prepared.processes, prepared.place.device
+        self.prompts = inputs.rows  # token ids, used cyclically
+        self.processes, self.device = inputs.processes, inputs.device
         self.models, self.dtype, self.append = models, dtype, append
         self.limit = limit_of(len(self.names) * len({"float32", settings.models.dtype or "float32"}))
         width = self.decoding.gamma_of("fixed") + 1
@@ -230,28 +230,26 @@ class Trial:
             self.append(line)
 
 
-def run_trials(prepared: Prepared, models: LoadedModels, append: Append) -> None:
+def run_trials(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     """Test the methods in float32 with `models`, and then in a second dtype, with models that are loaded when these are
     released. There texts are drawn too if --dtype names it; else only greedy texts are compared. Planted mistakes are
     tested in float32."""
-    settings = prepared.settings
+    settings = inputs.settings
     named, drawn = settings.models.dtype, bool(settings.sampling.of("lossless").temperature)
-    trial = Trial(prepared, models, "float32", append)
+    trial = Trial(inputs, models, "float32", append)
     if drawn:
         trial.test_methods()
         # Mistakes are planted in models that run eagerly: layers that are packed for the kernels cannot.
-        eager = prepared.load("float32") if settings.models.compile else models
-        Trial(prepared, eager, "float32", append).find_mistakes()
+        eager = inputs.load("float32") if settings.models.compile else models
+        Trial(inputs, eager, "float32", append).find_mistakes()
         eager = {}
     trial.compare_greedy()
     del trial
     models.clear()
     # On a processor without bfloat16 that dtype is slow, and text in it is compared all the same.
-    dtype = (
-        named if named not in (None, "float32") else pick_dtype(prepared.place.device).replace("float32", "bfloat16")
-    )
-    models = (prepared.load_as_timed if dtype == named else prepared.load)(dtype)
-    trial = Trial(prepared, models, dtype, append)
+    dtype = named if named not in (None, "float32") else pick_dtype(inputs.device).replace("float32", "bfloat16")
+    models = (inputs.load_as_timed if dtype == named else inputs.load)(dtype)
+    trial = Trial(inputs, models, dtype, append)
     if drawn and dtype == named:
         trial.test_methods()
     trial.compare_greedy()

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from experiments.loading import Prepared
+from experiments.loading import Inputs
 from experiments.runRecord import run_record
 from inputs.commandLine import visible
 from inputs.prompts import encode_chat
@@ -28,42 +28,42 @@ COLOURS, MARKS = ("green", "red strike", "bold bright_blue"), (("[", "]"), ("~",
 Styled = tuple[str, str]  # text, and the style that rich gives it
 
 
-def play(prepared: Prepared, argv: Sequence[str] = ()) -> int:
+def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
     """Continue the first prompt, or answer the questions, by the method of the settings: on the screen, in a
     file, or both. Loads the models. argv: the command line. Returns the exit code, 130 after Ctrl-C.
 
     The file is a page, or the record of the turns as JSON. It holds the turns that were begun, also after Ctrl-C or an
     error.
     """
-    settings, models, name = prepared.settings, prepared.load_first(), prepared.settings.measuring.played
+    settings, models, name = inputs.settings, inputs.load_first(), inputs.settings.measuring.played
     assert name is not None, "the settings ask for it"
     sampler = build([name], dict(models), settings.decoding)[name]
     pace = (
         PACE if repeatable(name, settings.decoding) else None
     )  # A rule that depends on measured times would include the pauses.
-    screen = Screen(prepared.tokenizer, ends=prepared.end_tokens, pace=pace) if settings.output.show else None
+    screen = Screen(inputs.tokenizer, ends=inputs.end_tokens, pace=pace) if settings.output.show else None
     turns: list[Turn] = []
     try:
-        play_turns(prepared, sampler, screen, turns)
+        play_turns(inputs, sampler, screen, turns)
     except KeyboardInterrupt:
         return 130
     finally:
         file = settings.output.html
         if turns and file and file.suffix == ".json":
-            texts = [{"prompt": turn.prompt, "rounds": pieces_of(turn.rounds, prepared.tokenizer)} for turn in turns]
-            record = {**run_record(prepared, models, argv), "dtype": prepared.place.dtype, "turns": texts}
+            texts = [{"prompt": turn.prompt, "rounds": pieces_of(turn.rounds, inputs.tokenizer)} for turn in turns]
+            record = {**run_record(inputs, models, argv), "dtype": inputs.dtype, "turns": texts}
             write_file(file, json.dumps(record, ensure_ascii=False) + "\n")
         elif turns and file:
             facts = {role: model.name for role, model in models.items()}
-            write_file(file, render(turns, prepared.tokenizer, TITLE, facts))
+            write_file(file, render(turns, inputs.tokenizer, TITLE, facts))
     return 0
 
 
-def play_turns(prepared: Prepared, sampler: Sampler, screen: Screen | None, turns: list[Turn]) -> None:
+def play_turns(inputs: Inputs, sampler: Sampler, screen: Screen | None, turns: list[Turn]) -> None:
     """Continue the first prompt, or answer each question after the answers to those before it. Each turn is added to
     `turns` when it begins."""
-    settings, tokenizer, questions = prepared.settings, prepared.tokenizer, prepared.settings.texts.questions
-    generator = torch.Generator(prepared.place.device).manual_seed(settings.measuring.seed)
+    settings, tokenizer, questions = inputs.settings, inputs.tokenizer, inputs.settings.texts.questions
+    generator = torch.Generator(inputs.device).manual_seed(settings.measuring.seed)
     max_len = settings.sampling.max_len_of("show")
     answers: list[str] = []
     for number in range(len(questions) or 1):
@@ -71,7 +71,7 @@ def play_turns(prepared: Prepared, sampler: Sampler, screen: Screen | None, turn
             prompt = encode_chat(questions[: number + 1], answers, tokenizer, settings.models.target)
             shown = f"> {questions[number]}\n\n"
         else:
-            prompt = prepared.inputs.rows[0]
+            prompt = inputs.rows[0]
             shown = tokenizer.decode(prompt)
         trace, note = Trace(screen.round if screen else None), "not finished"
         turns.append(Turn(shown, trace.rounds))
@@ -82,12 +82,12 @@ def play_turns(prepared: Prepared, sampler: Sampler, screen: Screen | None, turn
                 [prompt],
                 max_len=max_len,
                 sampling=settings.sampling.of("show"),
-                end_of_text=prepared.ends,
+                end_of_text=inputs.ends,
                 generator=generator,
                 callback=trace.callback,
                 observer=trace.observer,
             )
-            note = "the model ended the text" if prepared.ends(0, text[-1]) else f"cut at --maxLen {max_len}"
+            note = "the model ended the text" if inputs.ends(0, text[-1]) else f"cut at --maxLen {max_len}"
         finally:
             if screen:
                 screen.end(note)

@@ -19,8 +19,8 @@ from benchmark.steps import forward_lines, times
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
 from engine.cudaModel import CudaModel
-from experiments.loading import Prepared
-from experiments.prepare import prepare
+from experiments.loading import Inputs
+from experiments.prepare import load_inputs
 from experiments.runRecord import machine
 from experiments.settings import parse
 from inputs.devices import available_memory, pick_dtype
@@ -46,12 +46,12 @@ def self_check(device: str | None) -> int:
     """Print the page. Returns 0 if every method writes plain decoding's greedy text, eager and compiled, and every step
     was captured; else 1."""
     flags = f"--lossless {CHECKED} --temperature 0 --dtype float32 {BUNDLED} --maxLen {LENGTH}".split()
-    prepared = prepare(parse([*flags, "--prompt", TEXT, *(["--device", device] if device else [])]))
-    console, device = Console(width=100, highlight=False, markup=False), prepared.place.device
+    inputs = load_inputs(parse([*flags, "--prompt", TEXT, *(["--device", device] if device else [])]))
+    console, device = Console(width=100, highlight=False, markup=False), inputs.device
     for sentences in about_device(device), about_memory(device), about_speed(device):
         for sentence in sentences:
             console.print(sentence)
-    table, faults = check_methods(prepared)
+    table, faults = check_methods(inputs)
     console.print(table, *faults or ["Every method writes plain decoding's greedy text."], sep="\n")
     return int(bool(faults))
 
@@ -95,10 +95,10 @@ def about_speed(device: str) -> Iterator[str]:
         model = compiled(model)
 
 
-def check_methods(prepared: Prepared) -> tuple[Table, list[str]]:
+def check_methods(inputs: Inputs) -> tuple[Table, list[str]]:
     """A table with a row for each method, and a sentence for each fault."""
-    names, prompts, faults = prepared.settings.measuring.groups["lossless"], prepared.inputs.rows, list[str]()
-    on_gpu = prepared.place.device.startswith("cuda")
+    names, prompts, faults = inputs.settings.measuring.groups["lossless"], inputs.rows, list[str]()
+    on_gpu = inputs.device.startswith("cuda")
     heads = ["greedy text", "host syncs\na round", "kernels\na round"] if on_gpu else ["greedy text"]
     table = Table(
         "Methods, float32", ["", *(f"{engine}\n{head}" for engine in ("eager", "compiled") for head in heads)]
@@ -107,9 +107,9 @@ def check_methods(prepared: Prepared) -> tuple[Table, list[str]]:
     plain: list[list[int]] = []
     with Bar("methods", 2 * len(names)) as bar:
         for engine in "eager", "compiled":
-            settings = prepared.settings
-            prepared.settings = replace(settings, models=replace(settings.models, compile=engine == "compiled"))
-            models = prepared.load_as_timed("float32")
+            settings = inputs.settings
+            inputs.settings = replace(settings, models=replace(settings.models, compile=engine == "compiled"))
+            models = inputs.load_as_timed("float32")
             for name, write in build(["target", *names], dict(models), settings.decoding).items():
                 texts, _ = write(prompts, max_len=LENGTH, sampling=GREEDY)  # Captures graphs.
                 plain = plain or texts

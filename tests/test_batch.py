@@ -15,7 +15,7 @@ from engine.cachedModel import CachedModel
 from engine.kvCache import cache_bytes
 from experiments import prepare, settings
 from experiments.intervals import summarize
-from experiments.speed import WARM, ends_after, measure
+from experiments.speed import WARM, ends_after, time_texts
 from inputs import models as loading
 from lossless.mistakes import PredecessorTarget
 from lossless.trial import BlockReader
@@ -65,7 +65,7 @@ def test_methods_take_turns_and_each_text_has_its_own_seed():
         return run
 
     prompts = [[1], [2, 3], [4]]
-    timed = list(measure({name: method(name) for name in "AB"}, prompts, 2, 7, "cpu", batch=2, warm_up=1))
+    timed = list(time_texts({name: method(name) for name in "AB"}, prompts, 2, 7, "cpu", batch=2, warm_up=1))
     turns = [queue["method"] for _, queue in timed]
     timed_calls = [call for name in turns for call in ((name, 2, 2, WARM), (name, 3, 2, None))]
     assert calls == [("A", 2, 2, None), ("B", 2, 2, None), *timed_calls]

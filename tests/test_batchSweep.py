@@ -7,7 +7,7 @@ from test_specSampling import PROMPTS, near
 
 from decoding.verification import token_rule
 from experiments import batchSweep
-from experiments.measure import timed
+from experiments.measure import as_timed
 from experiments.speed import queue_figures
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
@@ -80,7 +80,7 @@ def test_every_cell_is_measured_and_writes_whole_texts(monkeypatch, lookup):
     drafter = LookupDrafter(61) if lookup else ModelDrafter(near(target))
     sampling = Sampling(1.0, 0, 1.0)
     cells = batchSweep.samplers(target, drafter, token_rule)
-    methods = {name: timed(sampler, CONDITIONS["maxLen"], sampling, None) for name, sampler in cells.items()}
+    methods = {name: as_timed(sampler, CONDITIONS["maxLen"], sampling, None) for name, sampler in cells.items()}
     parts = PROMPTS, methods, target, drafter, sampling, CONDITIONS
     batchSweep.measure_batches(*parts, 2, 0, "cpu", lines.append)
     cells = [(line["batch"], line["method"], line["repeat"]) for line in lines if line["kind"] == "queue"]
@@ -98,7 +98,7 @@ def test_tokens_a_round_are_those_of_all_texts():
     written = {}
     for batch in 2, 1:
         generators = [torch.Generator().manual_seed(text) for text in range(len(PROMPTS))]
-        _, records = timed(sampler, 20, Sampling(1.0, 0, 1.0), None)(PROMPTS, generators, batch)
+        _, records = as_timed(sampler, 20, Sampling(1.0, 0, 1.0), None)(PROMPTS, generators, batch)
         written[batch] = records
     figures_of = queue_figures("gamma 2", 0, 2, written[2])
     rounds = sum(len(record.committed) - 1 for record in written[2])

@@ -20,7 +20,7 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compiled
 from engine.cpuModel import CpuModel
 from engine.cudaModel import CudaModel, no_captures
-from experiments.speed import measure
+from experiments.speed import time_texts
 from methods.catalogue import build
 from methods.drafters import ModelDrafter
 from methods.samplers import Decoding
@@ -267,7 +267,7 @@ def test_texts_are_timed_without_captures(gpu):
         return method
 
     prompts = [[5, 9, 2, 11, 30, 1][: 2 + i] * (3 * i + 1) for i in range(4)]
-    lines = list(measure({name: timed(name) for name in GUESSING}, prompts, 1, 0, "cuda", warm_up=0))
+    lines = list(time_texts({name: timed(name) for name in GUESSING}, prompts, 1, 0, "cuda", warm_up=0))
     assert len(lines) == 20 and target.cache.capacity == 128
     assert all(captures == 0 for _, _, captures, _ in timings)
     last = {(name, prompt): missed for name, prompt, _, missed in timings}  # costAware follows the clock.

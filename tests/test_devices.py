@@ -7,8 +7,7 @@ import torch
 from conftest import refused
 
 from engine.compiling import compiled_class
-from experiments import processes
-from experiments.loading import Place
+from experiments import prepare, processes
 from experiments.prepare import where_to_run
 from experiments.settings import parse
 from experiments.speed import quiet
@@ -46,13 +45,11 @@ def test_the_gpu_of_an_apple_computer(monkeypatch):
 
 def test_bfloat16_is_refused_on_mps(monkeypatch, flags):
     monkeypatch.setattr(processes, "pick_device", lambda name: name or "cpu")
-    monkeypatch.setattr(processes, "check_device", lambda name: None)
+    monkeypatch.setattr(prepare, "check_device", lambda name: None)
     for wrong in (["--device", "mps", "--dtype", "bfloat16"], ["--draftDevice", "mps", "--dtype", "bfloat16"]):
         with refused("bfloat16", "mps", "--dtype float16"):
-            where_to_run(parse([*flags, *wrong]), processes.ALONE)
-    assert where_to_run(parse([*flags, "--device", "mps"]), processes.ALONE) == Place(
-        "mps", "mps", "float16", "float32"
-    )
+            where_to_run(parse([*flags, *wrong]), processes.SINGLE)
+    assert where_to_run(parse([*flags, "--device", "mps"]), processes.SINGLE) == ("mps", "mps", "float16", "float32")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +63,6 @@ def test_bfloat16_is_refused_on_mps(monkeypatch, flags):
 )
 def test_a_device_that_no_draft_can_be_on_is_refused(flags, wrong, words):
     with refused(*words):
-        where_to_run(parse([*flags, *wrong]), processes.ALONE)
+        where_to_run(parse([*flags, *wrong]), processes.SINGLE)
     with refused("single process"):
         where_to_run(parse([*flags, "--draftDevice", "cuda:0"]), processes.Processes(1, 2))

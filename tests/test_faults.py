@@ -247,7 +247,7 @@ sys.exit(test.main(sys.argv[3:]))
 @pytest.mark.parametrize(
     "function, room, words",
     [
-        ("run", 8, ["target does not fit into the memory of cpu", "smaller dtype or model"]),
+        ("measure_and_write", 8, ["target does not fit into the memory of cpu", "smaller dtype or model"]),
         # A window of 220 tokens asks for 88 MB at once.
         ("measure_perplexity", 40, ["out of memory; use smaller models", "What was measured is kept"]),
     ],
@@ -259,7 +259,7 @@ def test_out_of_memory_is_one_line_and_what_was_measured_is_kept(flags, wide_pai
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
     assert done.stderr.startswith("test.py: error: ") and done.stderr.count("\n") == 1, done.stderr
-    if function == "run":
+    if function == "measure_and_write":
         assert os.listdir(tmp_path) == []
         return
     assert [line["kind"] for line in lines_of(tmp_path) if line.get("of") != "text"] == ["run"] + ["speed"] * 6

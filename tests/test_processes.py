@@ -22,7 +22,7 @@ from decoding.verification import token_rule
 from experiments import processes as sharing
 from experiments import sweep
 from experiments.acceptance import overlaps_of
-from experiments.processes import ALONE, Processes
+from experiments.processes import SINGLE, Processes
 from experiments.runRecord import devices
 from methods import selfDraft
 from methods.drafters import ModelDrafter
@@ -59,7 +59,7 @@ def everywhere(members, work):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_every_process_gets_all_results_in_order_and_computes_its_share(count):
-    members = [ALONE] if count == 1 else group(count)
+    members = [SINGLE] if count == 1 else group(count)
     computed = []
 
     def work(processes):
@@ -81,7 +81,7 @@ def test_lines_come_while_others_are_still_measured_and_one_process_may_have_mor
 
     def measured(processes):
         for number in range(3 - 2 * processes.index):
-            if processes.first and number:
+            if not processes.index and number:
                 assert written  # the lines of the round before
             yield f"process {processes.index} text {number}"
 
@@ -94,7 +94,7 @@ def test_lines_come_while_others_are_still_measured_and_one_process_may_have_mor
 
 def test_a_failure_is_one_line_on_every_process_and_what_came_is_kept(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *given: None)
-    lines = iter([["own", "theirs"], ["own", sharing.Failure("process 1 of 2: no GPU here")]])
+    lines = iter([["own", "theirs"], ["own", UserError("process 1 of 2: no GPU here")]])
     processes, kept = Processes(0, 2, 0, lambda _: next(lines)), []
     with refused("process 1 of 2: no GPU here"):
         kept.extend(line for line in processes.merged(["own"] * 9) if kept.append(line))
@@ -140,10 +140,10 @@ def test_each_process_has_a_device_of_its_own(monkeypatch, name, gpus, local, de
 def test_accelerate_that_starts_one_process_is_told(monkeypatch, capsys):
     for name in sharing.SIZES:
         monkeypatch.delenv(name, raising=False)
-    assert sharing.started() is ALONE and capsys.readouterr().err == ""
+    assert sharing.started() is SINGLE and capsys.readouterr().err == ""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert sharing.started() is ALONE and "--multi_gpu --num_processes" in capsys.readouterr().err
+    assert sharing.started() is SINGLE and "--multi_gpu --num_processes" in capsys.readouterr().err
 
 
 def test_a_mixture_of_devices_is_refused():
@@ -183,7 +183,7 @@ def test_overlaps_in_a_sweep_are_the_same_for_any_number_of_processes():
         sampler = sweep.sampler(target, drafter, sweep.ALPHA_GAMMA, token_rule)
         return overlaps_of(sampler, [[5, 9], [7], [3, 3]], "cpu", Sampling(), 9, None, 0, processes.mapped)
 
-    assert everywhere(group(2), overlaps) == [overlaps(ALONE)] * 2
+    assert everywhere(group(2), overlaps) == [overlaps(SINGLE)] * 2
 
 
 # Over gloo. A process is a fork of this one, so that it need not import torch again.

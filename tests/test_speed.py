@@ -11,7 +11,7 @@ import torch
 
 from decoding.record import Record
 from experiments.intervals import Range, interval, paired_ratios, summarize
-from experiments.speed import WARM, ends_after, in_turns, measure, quiet, time_steps
+from experiments.speed import WARM, ends_after, in_turns, quiet, time_steps, time_texts
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -133,7 +133,7 @@ def play(names, calls, **more):
         return run
 
     settings = {"prompts": [[1], [2, 3]], "repeats": 2, "seed": 7, "device": "cpu"} | more
-    return [text for (text,), _ in measure({name: method(name) for name in names}, **settings)]
+    return [text for (text,), _ in time_texts({name: method(name) for name in names}, **settings)]
 
 
 def test_methods_take_turns_on_each_prompt_after_the_warm_up():
@@ -176,7 +176,7 @@ def test_a_text_in_which_the_machine_stalled_is_timed_again():
         times = np.cumsum([0.5, 1.0, 1.0, 1.0, 1.0, next(steps) if first is None else 1.0]).tolist()
         return [[1] * 6], [Record(times=times, committed=[1] * 6, drafted=[0] * 6, accepted=[0] * 6)]
 
-    lines = [text for (text,), _ in measure({"A": method}, [[1]], 5, 0, "cpu", warm_up=0)]
+    lines = [text for (text,), _ in time_texts({"A": method}, [[1]], 5, 0, "cpu", warm_up=0)]
     assert [line["stalled"] for line in lines] == [0, 0, 0, 1, 2]
     assert [line["seconds"] for line in lines] == [5.5, 5.5, 5.5, 5.5, 13.5]  # the last never came back in time
 
@@ -248,7 +248,7 @@ def test_no_garbage_is_collected_inside_a_timed_stretch():
         return [[1]], [Record(times=[0.5], committed=[1], drafted=[0], accepted=[0])]
 
     timed = []
-    list(measure({"A": method}, [[1]], 2, 0, "cpu"))
+    list(time_texts({"A": method}, [[1]], 2, 0, "cpu"))
     assert timed == [False, False] + [True] * 4 and gc.isenabled()
     with pytest.raises(ZeroDivisionError), quiet("cpu"):
         raise ZeroDivisionError
