@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -308,12 +308,11 @@ def parser() -> Parser:
         description="Speculative decoding, measured: speed (TTFT, TPOT, throughput), perplexity, and every decoding "
         "method side by side. Results go to results.txt. docs/glossary.md explains how to read them.",
     )
+    own = {name: method for name, method in METHODS.items() if not method.engine}
     lists = {
-        "methods": "; ".join(f"{name} ({method.title})" for name, method in METHODS.items() if not method.engine),
+        "methods": "; ".join(f"{name} ({method.title})" for name, method in own.items()),
         "programs": "; ".join(f"{program} ({', '.join(kinds)})" for program, kinds in PROGRAMS.items()),
-        "left_out": ", ".join(
-            name for name, method in METHODS.items() if not ("compare" in method.in_all or method.engine)
-        ),
+        "left_out": ", ".join(name for name, method in own.items() if "compare" not in method.in_all),
         "lossless": ", ".join(lossless_methods()),
     }
     first = result.add_argument_group("the flags that most people need first")
@@ -327,38 +326,39 @@ def parser() -> Parser:
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """The flags of the command line `argv`. Raises UserError for a value that is invalid whatever the other flags."""
     args = parser().parse_args(argv)
-    for alone, other, why in (
+    Sampling(args.contrastiveTemperature)
+    Sampling().but(args.draftTemperature, args.draftTop_p)
+    for temperature in args.temperature or [1.0]:
+        Sampling(temperature, args.top_k, 1.0 if args.top_p is None else args.top_p, args.repetition_penalty)
+    for wrong, message in wrong_values(args):
+        if wrong:
+            raise UserError(message)
+    return args
+
+
+def wrong_values(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
+    """(condition, message) of values that the parser takes and that are invalid all the same."""
+    for single, other, why in (
         ("rerun", "out", "takes its flags from the run"),
         ("check", "device", "takes only --device"),
     ):
-        for name, declared in FLAGS.items() if getattr(args, alone) else ():
-            if name not in (alone, other) and getattr(args, name) not in (declared.default, None):
-                raise UserError(f"--{alone} {why}; leave out --{name}")
-    if args.stride >= args.window:
-        raise UserError(f"--stride ({args.stride}) must be less than --window ({args.window})")
-    Sampling(args.contrastiveTemperature)
-    Sampling().but(args.draftTemperature, args.draftTop_p)
-    if args.temperature and len(args.temperature) > 1 and not args.sweep:
-        raise UserError("only --sweep takes several temperatures; give one")
-    for temperature in args.temperature or [1.0]:
-        Sampling(temperature, args.top_k, 1.0 if args.top_p is None else args.top_p, args.repetition_penalty)
+        for name, declared in FLAGS.items() if getattr(args, single) else ():
+            is_given = name not in (single, other) and getattr(args, name) not in (declared.default, None)
+            yield is_given, f"--{single} {why}; leave out --{name}"
+    yield args.stride >= args.window, f"--stride ({args.stride}) must be less than --window ({args.window})"
+    several = len(args.temperature or ()) > 1 and not args.sweep
+    yield several, "only --sweep takes several temperatures; give one"
     prompts = [flag for flag in ("prompt", "question", "promptFile", "prompts") if getattr(args, flag) is not None]
-    if len(prompts) > 1:
-        raise UserError(f"--{prompts[0]} and --{prompts[1]} both give the prompt; use one of them")
-    words = [] if args.prompt is None else [("prompt", args.prompt)]
-    for name, value in words + [("question", question) for question in args.question or ()]:
-        if not value.strip("\n" if name == "prompt" else None):
-            raise UserError(f"--{name} is empty: give some text")
-        if value != value.encode(errors="replace").decode():
-            raise UserError(f"--{name} is not text in this terminal's encoding: give UTF-8")
-    if args.html and not os.path.isdir(os.path.dirname(os.path.abspath(args.html))):
-        raise UserError(f"--html {args.html} is in no folder that exists")
-    if args.html and os.path.isdir(args.html):
-        raise UserError(f"--html {args.html} is a folder; name a file")
-    if args.audit and not os.path.isfile(args.audit):
-        raise UserError(f"--audit {args.audit} is not a file")
-    if args.texts and not os.path.isdir(args.texts):
-        raise UserError(f"--texts {args.texts} is not a folder")
-    if os.path.exists(args.out) and not os.path.isdir(args.out):
-        raise UserError(f"--out {args.out} is not a folder")
-    return args
+    yield len(prompts) > 1, f"--{' and --'.join(prompts[:2])} both give the prompt; use one of them"
+    one = [] if args.prompt is None else [args.prompt]
+    for name, values, blank in ("prompt", one, "\n"), ("question", args.question or [], None):
+        yield not all(value.strip(blank) for value in values), f"--{name} is empty: give some text"
+        broken = any(value != value.encode(errors="replace").decode() for value in values)
+        yield broken, f"--{name} is not text in this terminal's encoding: give UTF-8"
+    if args.html:
+        folder = os.path.dirname(os.path.abspath(args.html))
+        yield not os.path.isdir(folder), f"--html {args.html} is in no folder that exists"
+        yield os.path.isdir(args.html), f"--html {args.html} is a folder; name a file"
+    yield args.audit and not os.path.isfile(args.audit), f"--audit {args.audit} is not a file"
+    yield args.texts and not os.path.isdir(args.texts), f"--texts {args.texts} is not a folder"
+    yield os.path.exists(args.out) and not os.path.isdir(args.out), f"--out {args.out} is not a folder"

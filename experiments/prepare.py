@@ -58,7 +58,7 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
     )
     # The texts in tokens, which must fit into the models' contexts.
     outlines = [outline(folder, tokenizer) for folder in folders.values()]
-    choose_prompts(inputs, named, corpora)
+    encode_prompts(inputs, named, corpora)
     slots = tokens_of_batch(inputs, outlines)
     if translation is not None:  # The draft reads the same prompts in its own tokens.
         slots = max(slots, tokens_of_batch(inputs, [outline(folders["draft"], translation.tokenizer)], translation))
@@ -176,7 +176,7 @@ def report_translation(inputs: Inputs, translation: Translation) -> None:
     )
 
 
-def choose_prompts(inputs: Inputs, named: list[str], corpora: list[Corpus]) -> None:
+def encode_prompts(inputs: Inputs, named: list[str], corpora: list[Corpus]) -> None:
     """Choose the prompts, and those of --diversity, which may be the same. named: prompts that a flag names. Each turn
     of --prompts is a prompt, after the shortest answers. Raises UserError for fewer prompts than rows of the batch."""
     settings, texts, tokenizer = inputs.settings, inputs.settings.texts, inputs.tokenizer

@@ -22,6 +22,23 @@ ALL_MODES = (*MODES, "ppl", "audit", "show", "html")
 BATCHES = (1, 2, 4, 8, 16, 32)  # texts at a time in --sweep batch
 TOKENS, TEXTS = 100_000, 64  # of --lossless: tokens tested, and texts that a method is given at a time
 PLAYED = {"contrastive": "speculativeContrastive", "speedMulti": "cascade", "speedNew": "additive"}  # by --show, --html
+NO_MODEL = {  # {value of --draft that names no model: {flag: why it cannot be given}}
+    "lookup": {
+        "draftDevice": "is not a model and needs no device",
+        "tree": "is not a model, and a tree needs one",
+        "ppl": "has no perplexity: it is not a model",
+        "draftVocab": "is not a model whose tokens can be restricted",
+    },
+    "self": {
+        "draftDevice": "shares the target's KV cache, and so its device",
+        "mid": "is the target's copy; for three levels give --mid self and another draft",
+        "draftVocab": "has the target's output layer",
+    },
+    "head": {
+        "draftDevice": "reads the target's features, on the target's device",
+        "ppl": "has no perplexity: it does not read text by itself",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +111,7 @@ def parse(argv: Sequence[str], again: bool = False) -> Settings:
     args.promptLen = sorted(set(args.promptLen))
     args.temperature = args.temperature and list(dict.fromkeys(args.temperature))
     if not complete:
-        check_modes(args)
+        choose_modes(args)
         args.sentences = args.sentences or (10 if args.lossless is None else TEXTS)
         name_models(args)
     values = vars(args)
@@ -115,34 +132,30 @@ def parse(argv: Sequence[str], again: bool = False) -> Settings:
     return settings
 
 
-def methods_of(args: argparse.Namespace, roles: set[Role]) -> tuple[dict[str, list[str]], str | None]:
-    """{mode: the methods it measures}, of the requested modes; and the method whose text is played, instead of any
-    measurement. Raises UserError if a method lacks a model."""
-    groups: dict[str, list[str]] = {}
-    if args.show or args.html:
-        played = next((method for mode, method in PLAYED.items() if getattr(args, mode)), "speculative")
-        check_roles([played], roles)
-        return groups, played
-    for mode in MODES:
-        if mode in ("compare", "lossless") and getattr(args, mode) is not None:
-            groups[mode] = choose(getattr(args, mode), roles, mode)
-        elif getattr(args, mode):
-            groups[mode] = [name for name in in_mode(mode) if name != "draft" or Role.READER in roles]
-            check_roles(groups[mode], roles)
-    return groups, None
+def choose_modes(args: argparse.Namespace) -> None:
+    """Set what is measured by default. Raises UserError for modes that exclude each other."""
+    if not any(getattr(args, mode) for mode in ALL_MODES):  # The default is both, but for one that is switched off.
+        args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
+        if args.draft in ("lookup", "head") or (args.head and not args.draft) or args.draftVocab or args.prompts:
+            args.ppl = 0
+    modes = [mode for mode in ALL_MODES if getattr(args, mode)]
+    if not modes:
+        raise UserError("--speed 0 and --ppl 0 leave nothing to measure; leave out one of them")
+    for single in "lossless", "audit":
+        if single in modes and len(modes) > 1:
+            raise UserError(f"--{single} cannot be combined with other modes")
 
 
 def name_models(args: argparse.Namespace) -> None:
     """Fill in the models that were not named."""
     if args.mid and not args.draft:
         raise UserError("--mid needs a draft as well: name one with --draft")
-    if args.head and not args.draft:
-        args.draft = "head"
     pair = default_pair()
-    if args.audit and args.draft is None:
+    args.draft = args.draft or (args.head and "head")
+    if args.audit and not args.draft:
         args.draft = "lookup"  # No draft model is needed.
         print(end="" if args.target else f"No target named: using {pair[0]}.\n")
-    if args.target is None and args.draft is None and args.mid is None:
+    if not args.target and not args.draft:
         print(
             f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
             + ("" if pair[0].startswith("pythia") else " docs/pythia-on-gpu.md says how to get Pythia.")
@@ -152,17 +165,21 @@ def name_models(args: argparse.Namespace) -> None:
     args.head = args.head or default_head(args.target)
 
 
-def check_modes(args: argparse.Namespace) -> None:
-    """Set what is measured by default. Raises UserError for modes that exclude each other."""
-    if not any(getattr(args, mode) for mode in ALL_MODES):  # The default is both, but for one that is switched off.
-        args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
-        if args.draft in ("lookup", "head") or (args.head and not args.draft) or args.draftVocab or args.prompts:
-            args.ppl = 0
-    if not any(getattr(args, mode) for mode in ALL_MODES):
-        raise UserError("--speed 0 and --ppl 0 leave nothing to measure; leave out one of them")
-    for alone in "lossless", "audit":
-        if getattr(args, alone) is not None and any(getattr(args, mode) for mode in ALL_MODES if mode != alone):
-            raise UserError(f"--{alone} cannot be combined with other modes")
+def methods_of(args: argparse.Namespace, roles: set[Role]) -> tuple[dict[str, list[str]], str | None]:
+    """{mode: the methods it measures}, of the requested modes; and the method whose text is played, instead of any
+    measurement. Raises UserError if a method lacks a model."""
+    if args.show or args.html:
+        played = next((method for mode, method in PLAYED.items() if getattr(args, mode)), "speculative")
+        check_roles([played], roles)
+        return {}, played
+    groups: dict[str, list[str]] = {}
+    for mode in MODES:
+        if mode in ("compare", "lossless") and getattr(args, mode) is not None:
+            groups[mode] = choose(getattr(args, mode), roles, mode)
+        elif getattr(args, mode):
+            groups[mode] = [name for name in in_mode(mode) if name != "draft" or Role.READER in roles]
+            check_roles(groups[mode], roles)
+    return groups, None
 
 
 def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
@@ -174,55 +191,36 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     yield not writable, f"{folder} is a folder that you may not write to; name another with --out"
     several = len(settings.texts.questions) > 1 and not played
     yield several, "a conversation is played, not measured: add --show or --html, or give one --question"
-    batch_alone = sweep != "batch" or list(measuring.groups) == ["sweep"]
-    yield not batch_alone, "--sweep batch cannot be combined with other modes"
+    batches = sweep == "batch" and list(measuring.groups) != ["sweep"]
+    yield batches, "--sweep batch cannot be combined with other modes"
     short = sweep and (settings.sampling.max_len or 3) < 3
     yield short, "--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more"
     for mode in "speed", "ppl", "compare", "sweep", "diversity":
         yield played and flags[mode], f"--show and --html play one text and measure nothing; leave out --{mode}"
     many = played and sum(bool(flags[mode]) for mode in PLAYED) > 1
     yield many, "--show and --html play one method: of --speedNew, --speedMulti and --contrastive give one"
-
-    other = [name for name in measuring.names if METHODS[name].engine]
-    filters = settings.sampling.top_k or settings.sampling.repetition_penalty != 1
-    yield other and filters, f"{min(other, default='')} takes --temperature and --top_p alone; leave the others out"
-    coins = measuring.diversity or measuring.lossless or measuring.ppl or measuring.audit or played
+    other = min((name for name in measuring.names if METHODS[name].engine), default="")
+    filters = other and (settings.sampling.top_k or settings.sampling.repetition_penalty != 1)
+    yield filters, f"{other} takes --temperature and --top_p alone; leave the others out"
+    untimed = measuring.diversity or measuring.lossless or measuring.ppl or measuring.audit or played
     coin = "--acceptance is for measuring speed: its text is not the target's; leave out the other things to do"
-    yield decoding.acceptance is not None and coins, coin
-
-    yield models.draft_device == "auto", "--draftDevice auto: a draft is on one device; name it"
-    if decoding.lookup:
-        yield models.draft_device, "--draft lookup is not a model and needs no device; leave out --draftDevice"
-        yield decoding.tree, "a tree needs a draft model, and --draft lookup is not one; leave out --tree"
-        yield measuring.ppl, "--draft lookup has no perplexity: it is not a model; leave out --ppl"
-        yield (
-            models.draft_vocab,
-            "--draftVocab restricts a draft model, and --draft lookup is not one; leave out one of them",
-        )
+    yield decoding.acceptance is not None and untimed, coin
     if decoding.tree is not None:
         tree_choice(decoding)
         yield decoding.lookup_first, "a tree is drawn by a draft model alone; leave out --lookupFirst or --tree"
         yield sweep, "--sweep varies gamma, the length of a chain; leave out --tree, or --compare trees"
         yield played, "--show and --html play chains of guesses; leave out --tree"
-    scored = models.draft_vocab and measuring.ppl
-    why = "a draft restricted by --draftVocab has no perplexity: it gives most tokens none"
-    yield scored, f"{why}; leave out --ppl or --draftVocab"
-    no_model = models.target in ("self", "lookup", "head")
-    yield no_model, f"--target {models.target}: the target is a model; name it"
-    if models.draft == "self":
-        device = "--draft self shares the target's KV cache, and so its device; leave out --draftDevice"
-        yield models.draft_device, device
-        yield models.mid, "--draft self is the target's copy; for three levels give --mid self and another draft"
-        yield models.draft_vocab, "--draft self has the target's output layer; leave out --draftVocab"
+    yield models.target in ("self", "lookup", "head"), f"--target {models.target}: the target is a model; name it"
+    yield models.draft_device == "auto", "--draftDevice auto: a draft is on one device; name it"
+    restricted = "a draft restricted by --draftVocab has no perplexity: it gives most tokens none"
+    yield models.draft_vocab and measuring.ppl, f"{restricted}; leave out --ppl or --draftVocab"
     unused = models.head != default_head(models.target) and "head" not in (models.draft, *measuring.names)
     yield unused, "--head is for the method head and for --draft head; add one of them or leave it out"
-    reads = "--mid head: a head reads what the target has read, and scores no guesses; name another model"
-    yield models.mid == "head", reads
-    if models.draft == "head":
-        yield not models.head, "--draft head needs a trained head; name its folder with --head"
-        device = "--draft head reads the target's features, on the target's device; leave out --draftDevice"
-        yield models.draft_device, device
-        yield measuring.ppl, "--draft head has no perplexity: it does not read text by itself; leave out --ppl"
+    scores = "--mid head: a head reads what the target has read, and scores no guesses; name another model"
+    yield models.mid == "head", scores
+    yield models.draft == "head" and not models.head, "--draft head needs a trained head; name its folder with --head"
+    for flag, why in NO_MODEL.get(models.draft, {}).items():
+        yield flags[flag], f"--draft {models.draft} {why}; leave out --{flag}"
 
 
 def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from engine.cudaModel import no_captures
 from experiments.lines import QueueFigures, TimedText
 
 Written = tuple[Sequence[Sequence[int]], Sequence[Record]]  # new tokens and records, one of each for each prompt
+# A method that can be timed, f(prompts, generators, batch, first=None): it continues prompts, `batch` at a time. first:
+# stop after this many tokens or slightly more; the KV cache has its full size (`ends_after`).
+Timed = Callable[..., Written]
 Key = TypeVar("Key", bound=Hashable)
 Turn = TypeVar("Turn", bound=Hashable)
 Result = TypeVar("Result")
@@ -35,16 +38,6 @@ WARM = 8  # tokens of the text that each method writes untimed, right before a t
 WARM_SECONDS, LONG = 0.005, 0.5  # of a step; one that takes LONG fills the processor's caches itself
 STALLED = 8  # A round that takes this many times the row's median is a stall of the machine: the text is timed again.
 AGAIN = 2  # times at most
-
-
-class Timed(Protocol):
-    """A method that can be timed: it continues prompts, `batch` at a time."""
-
-    def __call__(
-        self, prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
-    ) -> Written:
-        """The new tokens and the record of each text. first: stop after this many tokens or slightly more; the KV cache
-        has its full size (`ends_after`)."""
 
 
 def in_turns(
@@ -121,11 +114,10 @@ def time_texts(
     def caller(method: Timed) -> Callable[[tuple[int, int], bool], Written]:
         def call(turn: tuple[int, int], warming: bool) -> Written:
             repeat, index = turn
-            texts = list(range(len(prompts))) if batch else [index]
-            chosen = long[:size] if batch and warming else [prompts[text] for text in texts]
-            generators = [generator_of(seed, device, repeat, text) for text in texts[: len(chosen)]]
-            generators += [generator_of(seed, device) for _ in chosen[len(generators) :]]
-            return method(chosen, generators, size, WARM if warming else None)
+            texts = (long[:size] if warming else prompts) if batch else [prompts[index]]
+            numbered = range(len(texts)) if batch else [index]
+            generators = [generator_of(seed, device, repeat, number) for number in numbered]
+            return method(texts, generators, size, WARM if warming else None)
 
         return call
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +29,26 @@ class AuditText:
 def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: Outline) -> list[AuditText]:
     """The texts of a file, at least one. Raises UserError, which names the line, for what `model` cannot have
     written."""
-    parse = partial(text_of, tokenizer=tokenizer, model=model)
+
+    def parse(number: int, fields: Any) -> AuditText:
+        """The text of a line. Raises ValueError for a line that cannot be used."""
+        if not isinstance(fields, dict) or "prompt" not in fields or not {"tokens", "text"} & fields.keys():
+            raise ValueError('this is no object with "prompt" and with "tokens" or "text"')
+        prompt, was_text = ids_of(fields["prompt"], "prompt", model, tokenizer), fields.get("tokens") is None
+        if was_text:
+            tokens = ids_after(prompt, fields["prompt"], fields["text"], tokenizer)
+        else:
+            tokens = ids_of(fields["tokens"], "tokens", model)
+        if not prompt:
+            raise ValueError("the prompt has no token; the model needs one to read before it can say what comes next")
+        if not tokens:
+            raise ValueError("there is no token to test after the prompt")
+        if len(prompt) >= model.context or len(prompt) + len(tokens) > model.context + 1:  # The last is not read.
+            lengths = f"a prompt of {len(prompt)} tokens and a text of {len(tokens)}"
+            raise ValueError(f"{lengths}, and {model.name} reads {model.context}")
+        return AuditText(number, prompt, tokens, was_text)
+
     return parse_lines("--audit", file, "prompt and tokens", parse)
-
-
-def text_of(number: int, fields: Any, tokenizer: PreTrainedTokenizerBase, model: Outline) -> AuditText:
-    """The text of a line. Raises ValueError for a line that cannot be used."""
-    if not isinstance(fields, dict) or "prompt" not in fields or not {"tokens", "text"} & fields.keys():
-        raise ValueError('this is no object with "prompt" and with "tokens" or "text"')
-    ids = fields.get("tokens")
-    if ids is None:
-        prompt, tokens = encoded(fields["prompt"], fields["text"], tokenizer, model)
-    else:
-        prompt = ids_of(fields["prompt"], "prompt", model, tokenizer)
-        tokens = ids_of(ids, "tokens", model)
-    if not prompt:
-        raise ValueError("the prompt has no token; the model needs one to read before it can say what comes next")
-    if not tokens:
-        raise ValueError("there is no token to test after the prompt")
-    if len(prompt) >= model.context:
-        raise ValueError(f"a prompt of {len(prompt)} tokens, and {model.name} reads {model.context} with the text")
-    if len(prompt) + len(tokens) > model.context + 1:  # The last token is not read.
-        raise ValueError(
-            f"a prompt of {len(prompt)} tokens and a text of {len(tokens)}, and {model.name} reads {model.context}"
-        )
-    return AuditText(number, prompt, tokens, ids is None)
 
 
 def ids_of(value: Any, name: str, model: Outline, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
@@ -76,22 +70,21 @@ def checked(value: Any, name: str) -> str:
     return value
 
 
-def encoded(prompt: Any, text: Any, tokenizer: PreTrainedTokenizerBase, model: Outline) -> tuple[list[int], list[int]]:
-    """The token ids of a prompt, given as text or ids, and of the text after it.
+def ids_after(ids: list[int], prompt: Any, text: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids of the text after a prompt, which is text or ids, and `ids` in tokens.
 
     Both are encoded as one text. Raises ValueError if that does not give the prompt's ids, or if decoding does not give
     the text back: then its tokens are not known.
     """
-    before = ids_of(prompt, "prompt", model, tokenizer)
-    start = prompt if isinstance(prompt, str) else decoded(before, tokenizer)
-    whole = start + checked(text, "text")
-    ids = list(tokenizer(whole, add_special_tokens=isinstance(prompt, str), verbose=False)["input_ids"])
+    is_text = isinstance(prompt, str)
+    whole = (prompt if is_text else decoded(ids, tokenizer)) + checked(text, "text")
     plain = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
     if decoded(plain, tokenizer) != whole:
         raise ValueError("the text is another after the tokenizer has encoded and decoded it; give token ids")
-    if ids[: len(before)] != before:
+    encoded = list(tokenizer(whole, add_special_tokens=is_text, verbose=False)["input_ids"])
+    if encoded[: len(ids)] != ids:
         raise ValueError("the text's beginning merges with the prompt's last token; give token ids")
-    return before, ids[len(before) :]
+    return encoded[len(ids) :]
 
 
 def decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 PAUSE = 30.0  # seconds between two lines
 
 
-class Bar:
+class Bar(tqdm):
     """A progress bar on a terminal. Elsewhere a line on stderr every PAUSE seconds, so that a log shows it too.
 
     total: the steps of the work; None if unknown. Of several processes (`accelerate launch`) only the first shows
@@ -22,30 +22,21 @@ class Bar:
     """
 
     def __init__(self, what: str, total: int | None, unit: str = "") -> None:
-        self.what, self.end, self.done = what, f"{unit}{f' of {total:,}' if total is not None else ''}", 0
+        self.what, self.end = what, f"{unit}{f' of {total:,}' if total is not None else ''}"
+        self.done: float = 0
         self.shown = os.environ.get("RANK", "0") == "0"
-        scale = {"unit": unit or "it", "unit_scale": bool(unit)}
-        self.bar = tqdm(total=total, desc=what, disable=None if self.shown else True, leave=False, **scale)
+        scale: dict[str, Any] = {"unit": unit or "it", "unit_scale": bool(unit)}
+        super().__init__(total=total, desc=what, disable=None if self.shown else True, leave=False, **scale)
         self.last = time.monotonic()  # when the last line was printed, or the work began
 
-    def update(self, steps: int = 1) -> None:
-        """Advance by `steps`."""
-        self.done += steps
-        self.bar.update(steps)
+    def update(self, n: float | None = 1) -> bool | None:
+        """Advance by `n` steps."""
+        self.done += n or 0
         now = time.monotonic()
-        if self.shown and self.bar.disable and now - self.last >= PAUSE:
+        if self.shown and self.disable and now - self.last >= PAUSE:
             print(f"{self.what}: {self.done:,}{self.end}", file=sys.stderr, flush=True)
             self.last = now
-
-    def close(self) -> None:
-        """Remove the bar from the terminal."""
-        self.bar.close()
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return super().update(n)
 
 
 def followed(items: Iterable[T], what: str, total: int) -> Iterator[T]:

@@ -7,13 +7,13 @@ Importing torch and transformers takes seconds. So the flags are first read with
 
 import importlib
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,12 +35,14 @@ class Something(metaclass=Anything):
 
 
 class Libraries:
-    """The finder and loader of a module that has every name, in the place of each that is installed and not Python's
-    own."""
+    """The finder and loader of a module that has every name, in the place of each that is installed and neither
+    Python's own nor the project's."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        loader: Any = self
-        return ModuleSpec(name, loader, is_package=True) if is_library(name) else None
+        top, loader = name.partition(".")[0], cast(Any, self)
+        if top in sys.stdlib_module_names or is_own(top) or PathFinder.find_spec(top) is None:
+            return None
+        return ModuleSpec(name, loader, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = ModuleType(spec.name)
@@ -48,19 +50,13 @@ class Libraries:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        return
+        """Nothing: the module has its names already."""
 
 
 def is_own(name: str) -> bool:
     """Whether a module is one of the project."""
-    top = name.partition(".")[0]
-    return (ROOT / f"{top}.py").exists() or (ROOT / top / "__init__.py").exists()
-
-
-def is_library(name: str) -> bool:
-    """Whether a module is of a library that is installed."""
-    top = name.partition(".")[0]
-    return top not in sys.stdlib_module_names and not is_own(top) and PathFinder.find_spec(top) is not None
+    top = ROOT / name.partition(".")[0]
+    return top.with_suffix(".py").exists() or (top / "__init__.py").exists()
 
 
 def run(script: str, flags: str) -> int:
@@ -75,11 +71,7 @@ def run(script: str, flags: str) -> int:
     try:
         if code := answered(name, flags):
             return code
-        spec = spec_from_file_location(Path(script).stem, script)
-        assert spec and spec.loader
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.main()
+        return runpy.run_path(script, run_name=Path(script).stem)["main"]()
     except (KeyboardInterrupt, ModuleNotFoundError) as error:
         if KeyboardInterrupt in map(type, (error, error.__cause__, error.__context__)):  # transformers may rename it.
             print("\nInterrupted.", file=sys.stderr)

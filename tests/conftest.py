@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import json
 import math
 import os
 import shutil
@@ -140,6 +141,29 @@ def flags(pair_folder, text_file):
     paths = {"--target": pair_folder / "target", "--draft": pair_folder / "draft", "--dataset": text_file}
     sizes = "--sentenceLimit 60 --sentences 2 --promptLen 12 --maxLen 8 --repeats 1 --window 64 --stride 32"
     return [*(str(word) for flag in paths.items() for word in flag), *sizes.split()]
+
+
+def lines_of(folder):
+    """The lines of results.jsonl in a folder; none if there is no file."""
+    file = folder / "results.jsonl"
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
+def of_kind(lines, kind="speed"):
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.fixture
+def run(cli, flags, tmp_path):
+    """`run("--speed --seed 3", *more)`: the lines of results in `out` after test.py with these flags. base: the flags
+    before them. code: the exit code."""
+
+    def call(words, *more, base=flags, out=tmp_path, code=0):
+        out.mkdir(exist_ok=True)
+        assert cli.main([*base, *words.split(), *map(str, more), "--out", str(out)]) == code
+        return lines_of(out)
+
+    return call
 
 
 @pytest.fixture(scope="session")

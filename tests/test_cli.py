@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import helpers
 import pytest
 import tokenizerKinds
 import torch
-from conftest import CONTEXT, ROOT, prompted, with_ctrl_c
+from conftest import CONTEXT, ROOT, lines_of, of_kind, prompted, with_ctrl_c
 from localHub import Repository
 
 from experiments import settings, sweep
@@ -30,38 +29,33 @@ EVERY, LOSSLESS = set(choose("all", ROLES)), choose("all", ROLES, "lossless")  #
 KINDS = {"speed": ["speed"], "ppl": ["ppl corpus", "ppl text"]}
 
 
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().split("\n")[:-1]]
+def hashes(lines):
+    return {(m["method"], m["prompt"], m["repeat"]): m["sha256"] for m in of_kind(lines)}
 
 
-def hashes(folder):
-    return {(m["method"], m["prompt"], m["repeat"]): m["sha256"] for m in lines_of(folder) if m["kind"] == "speed"}
-
-
-BAD = [
-    "--gamma 0",
-    "--maxLen 1000000000",
-    f"--maxLen {CONTEXT}",
-    "--mid nowhere --speedMulti",
-    "--question hello --speed",
-    "--target some/target --offline",
-    "--draftVocab 301",
-    "--draftVocab 1000000000",
-    "--dataset nowhere",
-    "--target nowhere",
-    "--draft nowhere",
-    "--draft .",
-    "--device gpu",
-    "--out /dev/null/nowhere",
-    "--sentenceLimit 100000",
-    pytest.param("--device cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")),
-]
+def methods_of(lines):
+    return {m["method"] for m in of_kind(lines)}
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        *BAD,
+        "--gamma 0",
+        "--maxLen 1000000000",
+        f"--maxLen {CONTEXT}",
+        "--mid nowhere --speedMulti",
+        "--question hello --speed",
+        "--target some/target --offline",
+        "--draftVocab 301",
+        "--draftVocab 1000000000",
+        "--dataset nowhere",
+        "--target nowhere",
+        "--draft nowhere",
+        "--draft .",
+        "--device gpu",
+        "--out /dev/null/nowhere",
+        "--sentenceLimit 100000",
+        pytest.param("--device cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")),
         ["--prompt", ""],
         ["--question", ""],
         ["--show", "--question", "hello", "--question", " "],
@@ -85,21 +79,18 @@ def test_a_wrong_flag_is_one_line_and_nothing_is_written(cli, flags, tmp_path, c
 @pytest.mark.parametrize(
     "mode, measured",
     [
-        ([], ["speed", "ppl"]),
-        (["--speed"], ["speed"]),
-        (["--speed", "1"], ["speed"]),
-        (["--ppl", "1"], ["ppl"]),
-        (["--ppl"], ["ppl"]),
-        (["--speed", "--ppl"], ["speed", "ppl"]),
-        (["--speed", "0"], ["ppl"]),
-        (["--ppl", "0"], ["speed"]),
-        (["--speed", "1", "--ppl", "0"], ["speed"]),
+        ("", ["speed", "ppl"]),
+        ("--speed 1", ["speed"]),
+        ("--ppl 1", ["ppl"]),
+        ("--ppl", ["ppl"]),
+        ("--speed --ppl", ["speed", "ppl"]),
+        ("--speed 0", ["ppl"]),
+        ("--ppl 0", ["speed"]),
+        ("--speed 1 --ppl 0", ["speed"]),
     ],
 )
-def test_each_mode_writes_its_kinds_of_lines(cli, flags, tmp_path, capsys, mode, measured):
-    flags = flags if "speed" in measured else prompted(flags, "--promptLen")
-    assert cli.main([*flags, *mode, "--out", str(tmp_path)]) == 0
-    first, *middle, last = lines_of(tmp_path)
+def test_each_mode_writes_its_kinds_of_lines(run, flags, tmp_path, capsys, mode, measured):
+    first, *middle, last = run(mode, base=flags if "speed" in measured else prompted(flags, "--promptLen"))
     assert (first["kind"], last["kind"]) == ("run", "end")
     assert {line["run"] for line in middle + [last]} == {first["run"]}
     kinds = [name_of_kind(line) for line in middle]
@@ -115,120 +106,75 @@ def test_each_mode_writes_its_kinds_of_lines(cli, flags, tmp_path, capsys, mode,
     assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
 
 
-def test_a_run_records_what_it_was_made_with(cli, flags, tmp_path, pair_folder):
-    assert (
-        cli.main(
-            [
-                *prompted(flags),
-                "--speed",
-                "--seed",
-                "3",
-                "--dtype",
-                "float32",
-                "--prompt",
-                "Once, a bell",
-                "--out",
-                str(tmp_path),
-            ]
-        )
-        == 0
-    )
-    run, *measurements, _ = lines_of(tmp_path)
-    assert run["flags"]["seed"] == 3 and run["flags"]["prompt"] == "Once, a bell" and run["device"] == "cpu"
-    assert run["command"].endswith(f"--prompt 'Once, a bell' --out {tmp_path}")
-    assert run["models"]["target"]["name"] == "target"
-    assert run["models"]["target"]["version"].startswith("sha256:")
-    assert run["models"]["target"]["version"] != run["models"]["draft"]["version"]
-    assert run["machine"]["torch"] == torch.__version__ and run["machine"]["processor"]
+def test_a_run_records_what_it_was_made_with(run, flags, tmp_path):
+    words = "--speed --seed 3 --dtype float32 --prompt", "Once, a bell"
+    record, *measurements, _ = run(*words, base=prompted(flags))
+    assert record["flags"]["seed"] == 3 and record["flags"]["prompt"] == "Once, a bell" and record["device"] == "cpu"
+    assert record["command"].endswith(f"--prompt 'Once, a bell' --out {tmp_path}")
+    assert record["models"]["target"]["name"] == "target"
+    assert record["models"]["target"]["version"].startswith("sha256:")
+    assert record["models"]["target"]["version"] != record["models"]["draft"]["version"]
+    assert record["machine"]["torch"] == torch.__version__ and record["machine"]["processor"]
     assert len(measurements) == 3 and {m["dtype"] for m in measurements} == {"float32"}
 
 
-def test_the_same_flags_and_seed_give_the_same_tokens(cli, flags, tmp_path):
-    runs = {}
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        (tmp_path / name).mkdir()
-        assert cli.main([*flags, "--speed", "--repeats", "2", "--seed", str(seed), "--out", str(tmp_path / name)]) == 0
-        runs[name] = hashes(tmp_path / name)
-    assert len(runs["a"]) == 12 and runs["a"] == runs["b"]
-    assert all(runs["a"][key] != runs["c"][key] for key in runs["a"] if key[1:] == (0, 0))
-
-
-def test_greedy_speculative_tokens_are_the_targets(cli, flags, tmp_path):
-    assert (
-        cli.main(
-            [
-                *flags,
-                "--speed",
-                "--temperature",
-                "0",
-                "--dtype",
-                "float32",
-                "--maxLen",
-                "40",
-                "--gamma",
-                "3",
-                "--out",
-                str(tmp_path),
-            ]
-        )
-        == 0
+def test_the_same_flags_and_seed_give_the_same_tokens(run, tmp_path):
+    a, b, c = (
+        hashes(run(f"--speed --repeats 2 --maxLen 6 --seed {seed}", out=tmp_path / name))
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
     )
-    tokens = hashes(tmp_path)
+    assert len(a) == 12 and a == b
+    assert all(a[key] != c[key] for key in a if key[1:] == (0, 0))
+
+
+def test_greedy_speculative_tokens_are_the_targets(run):
+    tokens = hashes(run("--speed --temperature 0 --dtype float32 --maxLen 40 --gamma 3"))
     for prompt in (0, 1):
         assert tokens["speculative", prompt, 0] == tokens["target", prompt, 0] != tokens["draft", prompt, 0]
 
 
-def test_a_prompt_is_continued_without_any_data_set(cli, flags, tmp_path):
+def test_a_prompt_is_continued_without_any_data_set(run, flags):
     """And may have characters that end a line in Unicode, but not in a file of JSON lines."""
-    assert (
-        cli.main([*prompted(flags), "--speed", "--prompt", "Two\u2028lines, \x85 and a bell", "--out", str(tmp_path)])
-        == 0
-    )
-    measurements = [line for line in lines_of(tmp_path) if line["kind"] == "speed"]
+    measurements = of_kind(run("--speed --prompt", "Two\u2028lines, \x85 and a bell", base=prompted(flags)))
     assert {m["prompt"] for m in measurements} == {0} and measurements[0]["prompt_tokens"] > 3  # it is not cut
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, most",
     [
-        ["--maxLen", "1"],
-        ["--maxLen", "2"],
-        ["--gamma", "50"],
-        ["--promptLen", "1"],
-        ["--repetition_penalty", "1.3"],
-        ["--top_k", "1", "--top_p", "1"],
-        ["--temperature", "1e-4"],
-        ["--sentences", str(10**9), "--gamma", "1000", "--seed", str(2**62 - 1), "--top_k", str(10**9)],
-        ["--draftLength", "costAware", "--gamma", "1000", "--temperature", "1000", "--repetition_penalty", "100"],
-        ["--promptLen", str(10**9), "--draft", "lookup", "--ngram", str(10**9), "--top_p", "1e-300"],
+        ("--maxLen 1", 1),
+        ("--maxLen 2", 2),
+        ("--gamma 50", 8),
+        ("--promptLen 1", 8),
+        ("--repetition_penalty 1.3", 8),
+        ("--top_k 1 --top_p 1", 8),
+        ("--temperature 1e-4", 8),
+        (f"--sentences {10**9} --gamma 1000 --seed {2**62 - 1} --top_k {10**9}", 8),
+        ("--draftLength costAware --gamma 1000 --temperature 1000 --repetition_penalty 100", 8),
+        (f"--promptLen {10**9} --draft lookup --ngram {10**9} --top_p 1e-300", 8),
     ],
 )
-def test_flags_at_their_limits_work(cli, flags, tmp_path, options):
-    assert cli.main([*flags, "--speed", *options, "--out", str(tmp_path)]) == 0
-    most = 1 if options == ["--maxLen", "1"] else 2 if options == ["--maxLen", "2"] else 8
-    assert {m["tokens"] for m in lines_of(tmp_path) if m["kind"] == "speed"} <= set(range(1, most + 1))
+def test_flags_at_their_limits_work(run, options, most):
+    assert {m["tokens"] for m in of_kind(run(f"--speed {options}"))} <= set(range(1, most + 1))
 
 
-def test_a_window_longer_than_the_context_is_the_context_and_its_stride_leaves_some(cli, flags, tmp_path):
-    flags = prompted(flags, "--promptLen")
-    assert cli.main([*flags, "--ppl", "--window", "1024", "--stride", "512", "--out", str(tmp_path)]) == 0
-    line = next(line for line in lines_of(tmp_path) if line.get("of") == "corpus")
+def test_a_window_longer_than_the_context_is_the_context_and_its_stride_leaves_some(run, flags):
+    lines = run("--ppl --window 1024 --stride 512", base=prompted(flags, "--promptLen"))
+    line = next(line for line in lines if line.get("of") == "corpus")
     assert (line["window"], line["stride"]) == (CONTEXT, CONTEXT // 2)
 
 
-def test_documents_too_short_to_score_are_passed_over(cli, flags, text_file, tmp_path):
-    folder, out = tmp_path / "books", tmp_path / "out"
+def test_documents_too_short_to_score_are_passed_over(run, flags, text_file, tmp_path):
+    folder = tmp_path / "books"
     folder.mkdir()
-    out.mkdir()
     for name, text in {"a": "", "b": "x", "c": text_file.read_text()}.items():
         (folder / f"{name}.txt").write_text(text)
-    flags = prompted(flags, "--promptLen")
-    assert cli.main([*flags, "--ppl", "--dataset", str(folder), "--out", str(out)]) == 0
-    line = next(line for line in lines_of(out) if line.get("of") == "corpus")
+    lines = run("--ppl --dataset", folder, base=prompted(flags, "--promptLen"), out=tmp_path / "out")
+    line = next(line for line in lines if line.get("of") == "corpus")
     assert (line["corpus"], line["documents"]) == ("books", 1)
 
 
-def test_a_failure_in_the_middle_keeps_and_shows_what_was_measured(cli, flags, tmp_path, capsys, monkeypatch):
+def test_a_failure_in_the_middle_keeps_and_shows_what_was_measured(cli, run, tmp_path, capsys, monkeypatch):
     append = cli.Results.append
 
     def full(store, **line):
@@ -237,32 +183,32 @@ def test_a_failure_in_the_middle_keeps_and_shows_what_was_measured(cli, flags, t
         append(store, **line)
 
     monkeypatch.setattr(cli.Results, "append", full)
-    assert cli.main([*flags, "--out", str(tmp_path)]) == 2
+    run("", code=2)
     captured = capsys.readouterr()
     assert captured.err == "test.py: error: results.jsonl cannot be written: no space left\n"
     for text in captured.out, (tmp_path / "results.txt").read_text():
         assert ", not finished" in text and "target alone" in text and "Perplexity" not in text
 
 
-def test_what_cannot_be_written_is_still_shown(cli, flags, tmp_path, capsys):
+def test_what_cannot_be_written_is_still_shown(run, tmp_path, capsys):
     (tmp_path / "results.txt").mkdir()
-    assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
+    run("--speed", code=2)
     captured = capsys.readouterr()
     assert "target alone" in captured.out and captured.err.count("\n") == 1 and "results.txt" in captured.err
 
 
-def test_a_device_out_of_memory_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
+def test_a_device_out_of_memory_is_one_line(run, capsys, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\na lot")
 
     monkeypatch.setattr(makers, "specSampling", full)
-    assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
+    run("--speed", code=2)
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_without_models_named_it_says_which_are_used(cli, flags, pair_folder, tmp_path, capsys, monkeypatch):
+def test_without_models_named_it_says_which_are_used(run, flags, pair_folder, capsys, monkeypatch):
     monkeypatch.setattr(settings, "default_pair", lambda: (str(pair_folder / "target"), str(pair_folder / "draft")))
-    assert cli.main([*flags[4:], "--speed", "--out", str(tmp_path)]) == 0
+    run("--speed", base=flags[4:])
     said = capsys.readouterr().out.splitlines()[0]
     assert said.startswith(f"No models named: using {pair_folder / 'target'} (target)")
 
@@ -277,100 +223,80 @@ def test_help_explains_every_flag(cli, capsys):
     assert all(re.search(rf"\b{re.escape(word)}\b", out) for word in words)
 
 
-def start(arguments, folder, **more):
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "test.py"), *arguments],
-        cwd=folder,
+def test_ctrl_c_shows_and_keeps_what_was_measured_wherever_it_was_started(flags, pair_folder, tmp_path):
+    """In a process of its own, from another folder, with paths relative to that."""
+    paths = ["--target", "target", "--draft", "draft", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "test.py"), *flags, *paths, "--speed", "--repeats", "100000"],
+        cwd=pair_folder,
         text=True,
         preexec_fn=with_ctrl_c,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        **more,
     )
-
-
-def test_it_runs_from_another_folder_with_paths_relative_to_that(flags, pair_folder, tmp_path):
-    (tmp_path / "out").mkdir()
-    process = start(
-        [*flags, "--target", "target", "--draft", "draft", "--speed", "--out", str(tmp_path / "out")], pair_folder
-    )
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "") and "Written to results.txt" in out
-    assert len(hashes(tmp_path / "out")) == 6
-
-
-def test_ctrl_c_shows_and_keeps_what_was_measured(flags, tmp_path):
-    process = start([*flags, "--speed", "--repeats", "100000", "--out", "."], tmp_path)
     end = time.monotonic() + 60
-    while not (tmp_path / "results.jsonl").exists() or len(lines_of(tmp_path)) < 5:
+    while len(lines_of(tmp_path)) < 5:
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in err and "Interrupted" in err
+    assert process.returncode == 130 and err.startswith("\nInterrupted.") and err.count("\n") == 2
     text = (tmp_path / "results.txt").read_text()
     for shown in out, text:
         assert ", not finished" in shown and "target alone" in shown
     assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
 
 
-def test_several_prompt_lengths_are_timed_apart(cli, flags, tmp_path, capsys):
-    assert cli.main([*flags, "--speed", "--promptLen", "40", "5", "5", "--out", str(tmp_path)]) == 0
-    lengths = {(m["promptLen"], m["prompt_tokens"]) for m in lines_of(tmp_path) if m["kind"] == "speed"}
-    assert lengths == {(5, 5), (40, 40)}  # longer than one paragraph: the text goes on
+def test_prompt_lengths_are_timed_apart_and_one_that_no_text_has_is_the_longest_there_is(run, tmp_path):
+    lines = of_kind(run("--speed --promptLen 40 5 5 240"))
+    lengths = {(m["promptLen"], m["prompt_tokens"]) for m in lines}
+    longest = {length for asked, length in lengths if asked == 240}
+    assert lengths - {(240, length) for length in longest} == {(5, 5), (40, 40)}  # 40: the text goes on
+    assert all(40 < length < 240 for length in longest)
     text = (tmp_path / "results.txt").read_text()
-    assert "2 prompts of 5 tokens" in text and "2 prompts of 40 tokens" in text
+    for shown in "2 prompts of 5", "2 prompts of 40", f"prompts of {min(longest)} to {max(longest)}":
+        assert f"{shown} tokens" in text
 
 
-def test_a_prompt_length_that_no_text_has_takes_the_longest_there_are(cli, flags, tmp_path, capsys):
-    assert cli.main([*flags, "--speed", "--promptLen", "240", "--out", str(tmp_path)]) == 0
-    lengths = {m["prompt_tokens"] for m in lines_of(tmp_path) if m["kind"] == "speed"}
-    assert all(40 < length < 240 for length in lengths)
-    assert f"prompts of {min(lengths)} to {max(lengths)} tokens" in (tmp_path / "results.txt").read_text()
-
-
-def test_a_hub_id_is_downloaded_on_first_use(cli, flags, pair_folder, hub, tmp_path, capsys, monkeypatch):
+def test_a_hub_id_is_downloaded_on_first_use(run, pair_folder, hub, tmp_path, capsys, monkeypatch):
     models = tmp_path / "models"
     monkeypatch.setattr("inputs.files.MODELS", models)
     for role in ("target", "draft"):
         hub.models[f"some/{role}"] = Repository({f.name: f for f in (pair_folder / role).iterdir()})
-    arguments = [*flags, "--speed", "--target", "some/target", "--draft", "some/draft", "--out", str(tmp_path)]
-    assert cli.main([*arguments, "--offline"]) == 2
+    arguments = "--speed --maxLen 2 --target some/target --draft some/draft"
+    run(f"{arguments} --offline", code=2)
     assert "some/target" in capsys.readouterr().err and hub.requests == []
-    assert cli.main(arguments) == 0
+    run(arguments)
     assert f"KB to download from {hub.url} into {models / 'target'}" in capsys.readouterr().out
     hub.forget()
-    assert cli.main([*arguments, "--offline"]) == cli.main(arguments) == 0 and hub.requests == []
-    run = next(line for line in lines_of(tmp_path) if line["kind"] == "run")
-    assert run["models"]["target"]["version"] == hub.models["some/target"].commit
+    run(f"{arguments} --offline")
+    record, *_ = run(arguments)
+    assert hub.requests == []
+    assert record["models"]["target"]["version"] == hub.models["some/target"].commit
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        ["--draftLength", "additive"],
-        ["--draftLength", "draftConfidence"],
-        ["--draftLength", "targetConfidence"],
-        ["--draftLength", "costAware"],
-        ["--verification", "block"],
+        "draftLength additive",
+        "draftLength draftConfidence",
+        "draftLength targetConfidence",
+        "draftLength costAware",
+        "verification block",
     ],
 )
-def test_every_rule_can_be_chosen_and_is_named_in_the_table(cli, flags, tmp_path, capsys, options):
-    assert cli.main([*flags, "--speed", *options, "--out", str(tmp_path)]) == 0
-    assert f"{options[0][2:]} {options[1]}," in (tmp_path / "results.txt").read_text().replace("\n", " ")
+def test_every_rule_can_be_chosen_and_is_named_in_the_table(run, tmp_path, options):
+    run(f"--speed --{options}")
+    assert f"{options}," in (tmp_path / "results.txt").read_text().replace("\n", " ")
 
 
-def test_a_draft_of_few_tokens_guesses_for_the_same_text(cli, flags, pair_folder, tmp_path):
+def test_a_draft_of_few_tokens_guesses_for_the_same_text(run, tmp_path):
     """And is itself timed with all of them."""
-    runs = {}
-    for name, options in (("whole", ["--ppl", "0"]), ("restricted", ["--draftVocab", "40"])):
-        (tmp_path / name).mkdir()
-        arguments = [*flags, "--temperature", "0", "--dtype", "float32", "--out", str(tmp_path / name)]
-        assert cli.main([*arguments, *options]) == 0
-        runs[name] = hashes(tmp_path / name)
-    assert runs["whole"] == runs["restricted"]
-    run, *measured = lines_of(tmp_path / "restricted")
-    assert run["flags"]["draftVocab"] == 40 and set(run["models"]) == {"target", "draft"}
+    greedy = "--temperature 0 --dtype float32"
+    whole = run(f"{greedy} --ppl 0", out=tmp_path / "whole")
+    record, *measured = restricted = run(f"{greedy} --draftVocab 40", out=tmp_path / "restricted")
+    assert hashes(whole) == hashes(restricted)
+    assert record["flags"]["draftVocab"] == 40 and set(record["models"]) == {"target", "draft"}
     assert {m["kind"] for m in measured} == {"speed", "end"}
     assert "draftVocab 40," in (tmp_path / "restricted" / "results.txt").read_text().replace("\n", " ")
     assert "draftVocab" not in (tmp_path / "whole" / "results.txt").read_text()
@@ -385,48 +311,32 @@ def foreign(tmp_path_factory):
     return folder
 
 
-def test_a_draft_with_another_tokenizer_guesses_for_the_same_text(cli, flags, foreign, tmp_path, capsys):
-    runs = {}
-    for name, options in (("same", ["--ppl", "0"]), ("other", ["--draft", str(foreign)])):
-        (tmp_path / name).mkdir()
-        given = ["--temperature", "0", "--dtype", "float32", "--gamma", "3", "--out", str(tmp_path / name)]
-        assert cli.main([*flags, *given, *options]) == 0
-        runs[name] = {key: value for key, value in hashes(tmp_path / name).items() if key[0] != "draft"}
-    assert runs["same"] == runs["other"]
+def test_a_draft_with_another_tokenizer_guesses_for_the_same_text(cli, run, foreign, tmp_path, capsys):
+    greedy = "--temperature 0 --dtype float32 --gamma 3"
+    same = run(f"{greedy} --ppl 0", out=tmp_path / "same")
+    other = run(f"{greedy} --draft", foreign, out=tmp_path / "other")
+    texts = [{key: text for key, text in hashes(lines).items() if key[0] != "draft"} for lines in (same, other)]
+    assert texts[0] == texts[1]
     said = [line for line in capsys.readouterr().out.splitlines() if "another tokenizer" in line]
     assert len(said) == 1 and "tokens that both have" in said[0] and "Perplexities" in said[0]
-    assert {m["kind"] for m in lines_of(tmp_path / "other")} == {"run", "speed", "end"}
+    assert {m["kind"] for m in other} == {"run", "speed", "end"}
     assert cli.main(["--rerun", "1", "--out", str(tmp_path / "other")]) == 0
 
 
 @pytest.mark.parametrize(
     "wrong", ["--ppl", "--draftVocab 9 --speed", "--contrastive", "--diversity", f"--speed --maxLen {CONTEXT - 12}"]
 )
-def test_what_needs_one_tokenizer_is_one_line(cli, flags, foreign, tmp_path, capsys, wrong):
-    flags = prompted(flags) if wrong in ("--ppl", "--diversity") else flags
-    assert cli.main([*flags, "--draft", str(foreign), "--out", str(tmp_path), *wrong.split()]) == 2
+def test_what_needs_one_tokenizer_is_one_line(run, flags, foreign, capsys, wrong):
+    run(wrong, "--draft", foreign, base=prompted(flags) if wrong in ("--ppl", "--diversity") else flags, code=2)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and foreign.name in said
 
 
-def test_a_draft_of_few_tokens_below_a_model_between(cli, flags, pair_folder, tmp_path):
-    assert (
-        cli.main(
-            [*flags, "--speedMulti", "--mid", str(pair_folder / "draft"), "--draftVocab", "40", "--out", str(tmp_path)]
-        )
-        == 0
-    )
-    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == set(in_mode("speedMulti"))
-
-
-def test_a_model_between_needs_one_below_it(cli, pair_folder, capsys):
+def test_contrast_needs_two_models_and_a_cascade_a_draft(cli, run, pair_folder, capsys):
+    run("--contrastive --draft", pair_folder / "target", code=2)
+    assert "needs two models" in capsys.readouterr().err
     assert cli.main(["--mid", str(pair_folder / "draft"), "--target", str(pair_folder / "target"), "--speedMulti"]) == 2
     assert "--draft" in capsys.readouterr().err
-
-
-def test_contrast_needs_two_models(cli, flags, pair_folder, tmp_path, capsys):
-    assert cli.main([*flags, "--contrastive", "--draft", str(pair_folder / "target"), "--out", str(tmp_path)]) == 2
-    assert "needs two models" in capsys.readouterr().err
 
 
 def test_an_unknown_method_is_told_the_known_ones(cli, flags, capsys):
@@ -435,20 +345,18 @@ def test_an_unknown_method_is_told_the_known_ones(cli, flags, capsys):
     assert "'blok'" in said and all(name.split(":")[0] in said for name in METHODS)
 
 
-def test_an_empty_prompt_file_is_one_line(cli, flags, tmp_path, capsys):
-    flags = prompted(flags)
+def test_an_empty_prompt_file_is_one_line(run, flags, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text(" \n\n")
-    assert cli.main([*flags, "--speed", "--promptFile", str(tmp_path / "empty.txt"), "--out", str(tmp_path)]) == 2
+    run("--speed --promptFile", tmp_path / "empty.txt", base=prompted(flags), code=2)
     assert capsys.readouterr().err.count("\n") == 1 and os.listdir(tmp_path) == ["empty.txt"]
 
 
-def test_all_methods_are_compared_on_the_same_prompts(cli, flags, pair_folder, tmp_path):
-    arguments = [*flags, "--temperature", "0", "--dtype", "float32", "--maxLen", "12", "--out", str(tmp_path)]
-    assert cli.main([*arguments, "--compare", "all", "--mid", str(pair_folder / "draft")]) == 0
-    measured = [m for m in lines_of(tmp_path) if m["kind"] == "speed"]
-    assert {m["method"] for m in measured} == EVERY and len(measured) == 2 * len(EVERY)
+def test_all_methods_are_compared_on_the_same_prompts(run, pair_folder, tmp_path):
+    greedy = "--temperature 0 --dtype float32 --maxLen 12 --compare all --mid"
+    lines = run(greedy, pair_folder / "draft")
+    measured, tokens = of_kind(lines), hashes(lines)
+    assert methods_of(lines) == EVERY and len(measured) == 2 * len(EVERY)
     assert all(m["rounds"] + m["accepted"] + 1 == m["tokens"] or m["drafted"] for m in measured)
-    tokens = hashes(tmp_path)
     for prompt in (0, 1):  # greedy: every lossless method gives the target's own tokens
         assert {tokens[name, prompt, 0] for name in {*LOSSLESS} & EVERY} == {tokens["target", prompt, 0]}
         assert tokens["contrastive", prompt, 0] == tokens["speculativeContrastive", prompt, 0]
@@ -456,46 +364,21 @@ def test_all_methods_are_compared_on_the_same_prompts(cli, flags, pair_folder, t
     assert all(name in text for name in ("cost aware", "draft confidence", "spec. contrastive", "lookup"))
 
 
-def test_without_a_model_between_all_leaves_the_cascade_out(cli, flags, tmp_path):
-    assert cli.main([*flags, "--compare", "all", "--maxLen", "3", "--out", str(tmp_path)]) == 0
-    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == EVERY - {"cascade"}
-
-
 @pytest.mark.parametrize(
-    "mode, methods_measured",
+    "mode, measured",
     [
-        (["--speedNew"], {"draft", "target", "additive"}),
-        (["--contrastive"], set(in_mode("contrastive"))),
-        (["--draft", "lookup"], {"target", "speculative"}),
-        (["--compare", "block"], {"target", "block"}),
+        ("--speedNew", {"draft", "target", "additive"}),
+        ("--contrastive", set(in_mode("contrastive"))),
+        ("--draft lookup", {"target", "speculative"}),
+        ("--compare block", {"target", "block"}),
+        ("--compare all --maxLen 3 --sentences 1", EVERY - {"cascade"}),  # without a model between
+        ("--speedMulti --mid {draft} --gamma1 2 --gamma2 3", set(in_mode("speedMulti"))),
+        ("--speedMulti --mid {draft} --draftVocab 40", set(in_mode("speedMulti"))),
     ],
 )
-def test_modes_measure_their_methods(cli, flags, tmp_path, mode, methods_measured):
-    assert cli.main([*flags, *mode, "--out", str(tmp_path)]) == 0
-    assert {m["method"] for m in lines_of(tmp_path) if m["kind"] == "speed"} == methods_measured
-
-
-def test_three_models_guess_for_each_other(cli, flags, pair_folder, tmp_path):
-    assert (
-        cli.main(
-            [
-                *flags,
-                "--speedMulti",
-                "--mid",
-                str(pair_folder / "draft"),
-                "--gamma1",
-                "2",
-                "--gamma2",
-                "3",
-                "--out",
-                str(tmp_path),
-            ]
-        )
-        == 0
-    )
-    first, *measured = lines_of(tmp_path)
-    assert set(first["models"]) == {"target", "draft", "mid"}
-    assert {m["method"] for m in measured if m["kind"] == "speed"} == set(in_mode("speedMulti"))
+def test_modes_measure_their_methods(run, pair_folder, mode, measured):
+    record, *lines = run(mode.format(draft=pair_folder / "draft"))
+    assert methods_of(lines) == measured and ("mid" in record["models"]) == ("--mid" in mode)
 
 
 def test_new_tokens_of_a_mode_unless_they_are_said():
@@ -507,69 +390,45 @@ def test_new_tokens_of_a_mode_unless_they_are_said():
     assert found.max_len_of("speedNew") == 7 and found.of("diversity").temperature == 0.5
 
 
-def test_the_sweep_writes_its_figure_and_names_it(cli, flags, tmp_path, monkeypatch):
+def test_the_sweep_writes_its_figure_and_names_it(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "GAMMAS", range(1, 4))
-    assert cli.main([*flags, "--sweep", "--sentences", "1", "--temperature", "0", "1", "--out", str(tmp_path)]) == 0
-    lines = lines_of(tmp_path)
+    lines = run("--sweep --sentences 1 --repeats 1 --temperature 0 1")
     (figure,) = lines[-1]["figures"]
     assert (tmp_path / figure).read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "results.txt").read_text()
     assert figure in text and "temperature 0.0" in text and "temperature 1.0" in text
-    gammas = {m["method"] for m in lines if m["kind"] == "speed"} - {"draft", "target"}
-    assert gammas == {f"gamma {gamma}" for gamma in range(1, 4)}
-    costs = [line for line in lines if line["kind"] == "costs"]
+    assert methods_of(lines) - {"draft", "target"} == {f"gamma {gamma}" for gamma in range(1, 4)}
+    costs = of_kind(lines, "costs")
     assert len(costs) == 2 and all(len(c["scoring"]) == 4 and c["scoring"][0] == 1 for c in costs)
 
 
-def test_diversity_of_the_articles_prompts_or_of_a_files(cli, flags, tmp_path):
+def test_diversity_of_the_articles_prompts_or_of_a_files(run, flags, tmp_path):
     (tmp_path / "prompts.txt").write_text("The bell\n\nThe lamp was\n")
-    arguments = [*prompted(flags), "--diversity", "--repeats", "3", "--out", str(tmp_path)]
-    assert cli.main(arguments) == cli.main([*arguments, "--promptFile", str(tmp_path / "prompts.txt")]) == 0
-    for prompts in 5, 2:
-        lines = [m for m in lines_of(tmp_path) if m["kind"] == "diversity" and m["prompts"] == prompts]
-        texts = {m["method"]: m["texts"] for m in lines}
-        assert texts == {
-            "naive": 3 * prompts,
-            "speculative": 3 * prompts,
-            "contrastive": prompts,
-            "speculativeContrastive": prompts,
-            "greedy": prompts,
-        }
+    for words in (), ("--promptFile", tmp_path / "prompts.txt"):
+        lines = of_kind(run("--diversity --repeats 3", *words, base=prompted(flags)), "diversity")
+        lines = lines[-5:]
+        prompts = 2 if words else 5
+        several = dict.fromkeys(("naive", "speculative"), 3 * prompts)
+        single = dict.fromkeys(("contrastive", "speculativeContrastive", "greedy"), prompts)
+        assert {m["method"]: m["texts"] for m in lines} == several | single
+        assert {m["prompts"] for m in lines} == {prompts}
         each = {m["method"]: m["each"] for m in lines}
         assert each["contrastive"] == each["speculativeContrastive"]
     assert "article, contrastive" in (tmp_path / "results.txt").read_text().replace("\n", " ")
-
-
-def test_a_question_is_asked_by_the_chat_template(cli, flags, pair_folder, tmp_path):
-    folder = shutil.copytree(pair_folder / "target", tmp_path / "chat")
-    (folder / "chat_template.jinja").write_text(CHAT)
-    out = tmp_path / "out"
-    out.mkdir()
-    assert (
-        cli.main(
-            [
-                *prompted(flags),
-                "--speed",
-                "--target",
-                str(folder),
-                "--question",
-                "a lamp?",
-                "--repetition_penalty",
-                "1.3",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
-    expected = len(load_tokenizer(folder)("<user>a lamp?<assistant>")["input_ids"])
-    assert {m["prompt_tokens"] for m in lines_of(out) if m["kind"] == "speed"} == {expected}
 
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+def test_a_question_is_asked_by_the_chat_template(run, flags, model_folder, tmp_path):
+    (model_folder / "chat_template.jinja").write_text(CHAT)
+    words = "--speed --repetition_penalty 1.3 --target", model_folder, "--question", "a lamp?"
+    expected = len(load_tokenizer(model_folder)("<user>a lamp?<assistant>")["input_ids"])
+    lines = run(*words, base=prompted(flags), out=tmp_path / "out")
+    assert {m["prompt_tokens"] for m in of_kind(lines)} == {expected}
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import multiprocessing
 import os
 import shutil
@@ -14,7 +13,7 @@ import threading
 import helpers
 import pytest
 import torch
-from conftest import CONTEXT, END_OF_TEXT, ROOT, prompted, refused
+from conftest import CONTEXT, END_OF_TEXT, ROOT, lines_of, of_kind, prompted, refused
 from huggingface_hub import constants
 from localHub import Repository
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,10 +44,6 @@ PROMPTS = (
 )
 
 
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().split("\n")[:-1]]
-
-
 def one_line(capsys, *words):
     """The one line that a user sees of what went wrong."""
     captured = capsys.readouterr()
@@ -77,15 +72,14 @@ def disk(tmp_path):
     subprocess.run(["umount", str(Disk.folder)], check=True)
 
 
-def test_a_disk_full_of_results_keeps_all_that_was_measured(cli, flags, disk, capsys):
+def test_a_disk_full_of_results_keeps_all_that_was_measured(run, disk, capsys):
     (disk.folder / "filling").write_bytes(bytes(8 << 10))
-    arguments = [*flags, "--speed", "--maxLen", "2", "--out", str(disk.folder)]
-    assert cli.main([*arguments, "--repeats", "100"]) == 2
+    run("--speed --maxLen 2 --repeats 100", out=disk.folder, code=2)
     captured = one_line(capsys, "results.txt cannot be written: No space left", "measurements are in results.jsonl")
     whole = results.Results(disk.folder).records()
     assert len(whole) > 5 and ", not finished" in captured.out and "target alone" in captured.out
     assert disk.mount("remount,size=1m").returncode == 0
-    assert cli.main(arguments) == 0
+    run("--speed --maxLen 2", out=disk.folder)
     after = results.Results(disk.folder).records()
     assert after[: len(whole)] == whole and after[-1]["kind"] == "end"
     text = (disk.folder / "results.txt").read_text()
@@ -93,7 +87,7 @@ def test_a_disk_full_of_results_keeps_all_that_was_measured(cli, flags, disk, ca
     assert sorted(os.listdir(disk.folder)) == ["filling", "results.jsonl", "results.txt"]
 
 
-def test_a_full_disk_is_one_line_for_figures_and_pages_too(cli, flags, disk, capsys, monkeypatch):
+def test_a_full_disk_is_one_line_for_figures_and_pages_too(cli, run, flags, disk, capsys, monkeypatch):
     (disk.folder / "filling").write_bytes(bytes(12 << 10))
     page = disk.folder / "page.html"
     assert cli.main([*prompted(flags), "--prompt", "a", "--html", str(page)]) == 2
@@ -102,21 +96,28 @@ def test_a_full_disk_is_one_line_for_figures_and_pages_too(cli, flags, disk, cap
     monkeypatch.setattr("experiments.sweep.GAMMAS", range(1, 3))
     monkeypatch.setattr("report.results.sweep_tables", lambda *_: ())
     assert disk.mount("remount,size=28k").returncode == 0
-    assert cli.main([*flags, "--sweep", "--sentences", "1", "--out", str(disk.folder)]) == 2
+    lines = run("--sweep --sentences 1", out=disk.folder, code=2)
     one_line(capsys, "No space left", "What was measured is kept")
-    assert len(lines_of(disk.folder)) == 6  # the run, the costs, and four methods
+    assert len(lines) == 6  # the run, the costs, and four methods
 
 
-def test_a_read_only_folder_is_refused_before_anything_is_loaded(cli, flags, disk, capsys):
+def test_a_read_only_folder_is_refused_before_anything_is_loaded(
+    run, flags, disk, hub, pair_folder, capsys, monkeypatch
+):
+    """The folder of results, of a page, and of models."""
+    page, models = disk.folder / "page.html", disk.folder
     assert disk.mount("remount,ro").returncode == 0
-    assert cli.main([*flags, "--target", "not even looked for", "--out", str(disk.folder)]) == 2
+    run("--target nowhere", out=disk.folder, code=2)
     one_line(capsys, str(disk.folder), "may not write", "--out")
-    page = disk.folder / "page.html"
-    assert cli.main([*prompted(flags), "--prompt", "a", "--html", str(page), "--out", str(disk.folder)]) == 2
+    run("--prompt a --html", page, base=prompted(flags), out=disk.folder, code=2)
     one_line(capsys, str(page), "Read-only")
+    hub.models["some/target"] = Repository({f.name: f for f in (pair_folder / "target").iterdir()})
+    monkeypatch.setattr("inputs.files.MODELS", models)
+    run("--target some/target", code=2)
+    one_line(capsys, str(models / ".target.lock"), "Read-only")
 
 
-def test_a_folder_that_becomes_read_only_keeps_what_was_written(cli, flags, disk, capsys, monkeypatch):
+def test_a_folder_that_becomes_read_only_keeps_what_was_written(run, disk, capsys, monkeypatch):
     append = results.Results.append
 
     def locked_after_three(store, **line):
@@ -125,35 +126,26 @@ def test_a_folder_that_becomes_read_only_keeps_what_was_written(cli, flags, disk
             assert disk.mount("remount,ro").returncode == 0
 
     monkeypatch.setattr(results.Results, "append", locked_after_three)
-    assert cli.main([*flags, "--speed", "--out", str(disk.folder)]) == 2
+    lines = run("--speed", out=disk.folder, code=2)
     captured = one_line(capsys, "results.txt cannot be written: Read-only file system")
-    assert len(lines_of(disk.folder)) == 3 and ", not finished" in captured.out
+    assert len(lines) == 3 and ", not finished" in captured.out
 
 
-def test_a_models_folder_that_is_read_only_is_one_line(cli, flags, disk, hub, pair_folder, capsys, monkeypatch):
-    hub.models["some/target"] = Repository({f.name: f for f in (pair_folder / "target").iterdir()})
-    monkeypatch.setattr("inputs.files.MODELS", disk.folder)
-    assert disk.mount("remount,ro").returncode == 0
-    assert cli.main([*flags, "--target", "some/target", "--out", str(disk.folder.parent)]) == 2
-    one_line(capsys, str(disk.folder / ".target.lock"), "Read-only")
-
-
-def test_a_kill_while_results_are_written_leaves_them_whole(cli, flags, tmp_path):
+def test_a_kill_while_results_are_written_leaves_them_whole(run, tmp_path):
     """At the moment when the new text takes the old one's place."""
-    arguments = [*flags, "--speed", "--maxLen", "2", "--out", str(tmp_path)]
-    assert cli.main(arguments) == 0
+    run("--speed --maxLen 2")
     before = (tmp_path / "results.txt").read_text()
 
-    def run():
+    def killed_at_the_end():
         torch.set_num_threads(1)
         results.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-            cli.main(arguments)
+            run("--speed --maxLen 2")
 
-    killed = FORK.Process(target=run)
-    killed.start()
-    killed.join(120)
-    assert killed.exitcode == -signal.SIGKILL and (tmp_path / "results.txt").read_text() == before
+    process = FORK.Process(target=killed_at_the_end)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL and (tmp_path / "results.txt").read_text() == before
     store = results.Results(tmp_path)
     assert [m["kind"] for m in store.runs()[1][1]] == ["speed"] * 6 + ["end"]
     store.render()  # as the next run does
@@ -196,19 +188,17 @@ ODD_LINES = (
 )
 
 
-def test_results_that_nobody_can_read_are_kept_and_do_not_stop_a_run(cli, flags, tmp_path, capsys):
-    """Garbage, what was cut off, and lines of another version."""
+def test_results_that_nobody_can_read_are_kept_and_do_not_stop_a_run(run, tmp_path, cli, flags, capsys):
+    """Garbage, what was cut off, and lines of another version. A folder in their place is one line."""
     before = b"".join(ODD_LINES)
     (tmp_path / "results.jsonl").write_bytes(before)
     assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "results.jsonl").read_bytes().startswith(before)
     text = (tmp_path / "results.txt").read_text()
     assert "target alone" in text and text.count("was written by another version") == 2 and "\x1b" not in text
-
-
-def test_a_folder_in_the_place_of_results_is_one_line(cli, flags, tmp_path, capsys):
-    (tmp_path / "results.jsonl").mkdir()
-    assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 2
+    (tmp_path / "folder" / "results.jsonl").mkdir(parents=True)
+    capsys.readouterr()
+    assert cli.main([*flags, "--speed", "--out", str(tmp_path / "folder")]) == 2
     one_line(capsys, "results.jsonl", "Is a directory")
 
 
@@ -244,27 +234,27 @@ sys.exit(test.main(sys.argv[3:]))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc tells how much memory is used")
-@pytest.mark.parametrize(
-    "function, room, words",
-    [
-        ("measure_and_write", 8, ["target does not fit into the memory of cpu", "smaller dtype or model"]),
-        # A window of 220 tokens asks for 88 MB at once.
-        ("measure_perplexity", 40, ["out of memory; use smaller models", "What was measured is kept"]),
-    ],
-)
-def test_out_of_memory_is_one_line_and_what_was_measured_is_kept(flags, wide_pair, tmp_path, function, room, words):
+def test_out_of_memory_is_one_line_and_what_was_measured_is_kept(flags, wide_pair, tmp_path):
+    """A window of 220 tokens asks for 88 MB at once."""
     arguments = [*flags, *wide_pair, "--maxLen", "2", "--window", "256", "--out", str(tmp_path)]
-    command = [sys.executable, "-c", LIMITED, function, str(room), *arguments]
+    command = [sys.executable, "-c", LIMITED, "measure_perplexity", "40", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
-    assert done.stderr.startswith("test.py: error: ") and done.stderr.count("\n") == 1, done.stderr
-    if function == "measure_and_write":
-        assert os.listdir(tmp_path) == []
-        return
+    assert done.returncode == 2 and done.stderr.startswith("test.py: error: ") and done.stderr.count("\n") == 1
+    assert "out of memory; use smaller models" in done.stderr and "What was measured is kept" in done.stderr
     assert [line["kind"] for line in lines_of(tmp_path) if line.get("of") != "text"] == ["run"] + ["speed"] * 6
     for shown in done.stdout, (tmp_path / "results.txt").read_text():
         assert ", not finished" in shown and "target alone" in shown
+
+
+def test_a_model_that_does_not_fit_into_memory_is_one_line(run, tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise MemoryError("Cannot allocate memory")
+
+    monkeypatch.setattr("inputs.models.AutoModelForCausalLM.from_pretrained", full)
+    run("", code=2)
+    one_line(capsys, "target does not fit into the memory of cpu", "smaller dtype or model")
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -325,24 +315,22 @@ def test_logits_that_stop_being_finite_are_told_with_model_and_dtype(sampling, r
         regrSampling([[1, 2]], good, 4, sampling)
 
 
-def test_what_overflows_in_float16_is_told_and_what_came_before_kept(cli, flags, pair_folder, tmp_path, capsys):
+def test_what_overflows_in_float16_is_told_and_what_came_before_kept(run, flags, pair_folder, tmp_path, capsys):
     folder, out = shutil.copytree(pair_folder / "target", tmp_path / "large"), tmp_path / "out"
-    out.mkdir()
     omega = load_tokenizer(folder)("Ω")["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.get_input_embeddings().weight[omega] = 70_000.0  # 65504 is the largest number of float16
     model.save_pretrained(folder)
     (tmp_path / "prompts.txt").write_text("The bell and the lamp\nThe bell Ω\n")  # warmed up by the longest
-    arguments = [*prompted(flags), "--target", str(folder), "--maxLen", "3", "--temperature", "0", "--out", str(out)]
-    speed = [*arguments, "--speed", "--promptFile", str(tmp_path / "prompts.txt")]
-    assert cli.main([*speed, "--dtype", "float16"]) == 2
+    words = "--speed --maxLen 3 --temperature 0 --target", folder, "--promptFile", tmp_path / "prompts.txt", "--dtype"
+    lines = run(*words, "float16", base=prompted(flags), out=out, code=2)
     captured = one_line(capsys, "large gives logits that are not finite in float16", "use --dtype float32")
     assert ", not finished" in captured.out and "target alone" in captured.out
-    measured = {(m["method"], m["prompt"]) for m in lines_of(out) if m["kind"] == "speed"}
+    measured = {(m["method"], m["prompt"]) for m in of_kind(lines)}
     first = {(method, 0) for method in ("draft", "target", "speculative")}
     assert first <= measured <= first | {("draft", 1)}  # whichever comes first after the second prompt
-    assert cli.main([*speed, "--dtype", "float32"]) == 0
+    run(*words, "float32", base=prompted(flags), out=out)
 
 
 def test_a_hub_that_fails_is_one_line(cli, flags, hub, pair_folder, tmp_path, capsys, monkeypatch):
@@ -378,11 +366,11 @@ def test_a_hub_that_fails_is_one_line(cli, flags, hub, pair_folder, tmp_path, ca
     assert set(hub.served) == {"model.safetensors"}  # the small files had come
 
 
-def test_a_hub_that_does_not_answer_in_time_is_one_line(cli, flags, hub, tmp_path, capsys, monkeypatch):
+def test_a_hub_that_does_not_answer_in_time_is_one_line(run, hub, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("inputs.files.MODELS", tmp_path / "models")
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
     hub.slow = 0.5
-    assert cli.main([*flags, "--target", "some/target", "--out", str(tmp_path)]) == 2
+    run("--target some/target", code=2)
     one_line(capsys, "no connection to", "Timeout", "HF_ENDPOINT")
 
 
@@ -397,43 +385,40 @@ def test_any_text_is_continued_and_shown_without_a_control_character(cli, flags,
     assert all(word in shown for word in words)
 
 
-def test_each_line_of_a_file_is_a_prompt_whatever_is_in_it(cli, flags, tmp_path, capsys):
+def test_each_line_of_a_file_is_a_prompt_whatever_is_in_it(run, flags, tmp_path):
     """A one-token text and the end-of-text token among them; a separator of Unicode's ends no line."""
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
-    arguments = [*prompted(flags), "--speed", "--promptFile", str(tmp_path / "prompts.txt"), "--maxLen", "2"]
-    assert cli.main([*arguments, "--out", str(tmp_path)]) == 0
-    lengths = {m["prompt"]: m["prompt_tokens"] for m in lines_of(tmp_path) if m["kind"] == "speed"}
+    lines = run("--speed --maxLen 2 --promptFile", tmp_path / "prompts.txt", base=prompted(flags))
+    lengths = {m["prompt"]: m["prompt_tokens"] for m in of_kind(lines)}
     assert len(lengths) == len(PROMPTS) and lengths[PROMPTS.index("x")] == lengths[PROMPTS.index(END_OF_TEXT)] == 1
 
 
-def test_a_text_of_one_token_has_no_perplexity_and_can_be_continued(cli, flags, tmp_path, capsys):
+def test_a_text_of_one_token_has_no_perplexity_and_can_be_continued(run, flags, tmp_path, capsys):
     (tmp_path / "one.txt").write_text("x")
-    arguments = [*flags, "--dataset", str(tmp_path / "one.txt"), "--sentenceLimit", "1", "--out", str(tmp_path)]
-    assert cli.main([*prompted(arguments, "--promptLen"), "--ppl"]) == 2
+    words = "--sentenceLimit 1 --maxLen 2 --dataset", tmp_path / "one.txt"
+    run(*words, "--ppl", base=prompted(flags, "--promptLen"), code=2)
     one_line(capsys, "one.txt", "two tokens")
-    assert cli.main([*arguments, "--speed"]) == 0
+    run(*words, "--speed")
 
 
-def test_a_context_that_is_exactly_full_is_enough_for_every_method(cli, flags, pair_folder, tmp_path, capsys):
-    prompt, new = "the bell " * 200, 6
-    ids = load_tokenizer(pair_folder / "target")(prompt)["input_ids"][: CONTEXT - new]
-    prompt = load_tokenizer(pair_folder / "target").decode(ids)
-    arguments = [*prompted(flags), "--compare", "all", "--mid", str(pair_folder / "draft"), "--prompt", prompt]
-    assert cli.main([*arguments, "--maxLen", str(new), "--temperature", "0", "--out", str(tmp_path)]) == 0
-    measured = [m for m in lines_of(tmp_path) if m["kind"] == "speed"]
+def test_a_context_that_is_exactly_full_is_enough_for_every_method(run, flags, pair_folder, capsys):
+    new, tokenizer = 6, load_tokenizer(pair_folder / "target")
+    prompt = tokenizer.decode(tokenizer("the bell " * 200)["input_ids"][: CONTEXT - new])
+    words = "--compare all --temperature 0 --mid", pair_folder / "draft", "--prompt", prompt, "--maxLen"
+    measured = of_kind(run(*words, new, base=prompted(flags)))
     roles = {"draft", "draft model", "whole draft model", "mid", "self"}
     assert {m["prompt_tokens"] for m in measured} == {CONTEXT - new} and len(measured) == len(choose("all", roles))
     hashes = {m["method"]: m["sha256"] for m in measured}
     assert {hashes[name] for name in choose("all", roles, "lossless") if name in hashes} == {hashes["target"]}
     capsys.readouterr()
-    assert cli.main([*arguments, "--maxLen", str(new + 1), "--out", str(tmp_path)]) == 2
+    run(*words, new + 1, base=prompted(flags), code=2)
     one_line(capsys, f"{CONTEXT - new} tokens and maxLen {new + 1} exceed the context")
 
 
-def test_a_screen_without_unicode_shows_what_it_can(cli, flags, tmp_path, monkeypatch):
+def test_a_screen_without_unicode_shows_what_it_can(run, flags, tmp_path, monkeypatch):
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", screen)
-    assert cli.main([*prompted(flags), "--speed", "--prompt", "naïve 漢字", "--out", str(tmp_path)]) == 0
+    run("--speed --maxLen 2 --prompt", "naïve 漢字", base=prompted(flags))
     screen.flush()
     assert b"na\\xefve \\u6f22\\u5b57" in screen.buffer.getvalue()
     assert "naïve 漢字" in (tmp_path / "results.txt").read_text(encoding="utf-8")
@@ -447,21 +432,18 @@ def printed_to_nobody(pipe):
         return as_command("test.py", lambda: print("x" * 200_000), "")
 
 
-def test_without_a_screen_a_run_is_as_good(cli, flags, tmp_path, monkeypatch):
-    """As under a service, or with `>&-`."""
+def test_a_screen_that_is_none_or_a_full_disk_costs_no_result(run, tmp_path, capsys, monkeypatch):
+    """None: as under a service, or with `>&-`."""
     monkeypatch.setattr("sys.stdout", None)
-    assert cli.main([*flags, "--speed", "--maxLen", "2", "--out", str(tmp_path)]) == 0
-    assert "target alone" in (tmp_path / "results.txt").read_text()
-
-
-def test_a_screen_that_is_a_full_disk_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
+    run("--speed --maxLen 2", out=tmp_path / "none")
+    assert "target alone" in (tmp_path / "none" / "results.txt").read_text()
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no /dev/full")
     with contextlib.suppress(OSError), open("/dev/full", "w") as screen:  # which cannot be closed properly either
         monkeypatch.setattr("sys.stdout", screen)
-        assert cli.main([*flags, "--speed", "--maxLen", "2", "--out", str(tmp_path)]) == 2
+        run("--speed --maxLen 2", out=tmp_path / "full", code=2)
     one_line(capsys, "No space left on device", "What was measured is kept")
-    assert "target alone" in (tmp_path / "results.txt").read_text()
+    assert "target alone" in (tmp_path / "full" / "results.txt").read_text()
 
 
 def test_a_reader_that_has_gone_is_no_traceback(capfd):

@@ -37,7 +37,6 @@ SCRIBBLE = [
 ]
 SCRIBBLE += ["9" * 5000, "-" + "9" * 5000, "\ud83d\ude00", "two\nlines", "{}", "%s", "'", "1;", "\u2212\u0031"]
 
-
 words = st.text(st.characters(exclude_characters="\0"), max_size=8).filter(lambda word: word[:2] not in ("-h", "--"))
 
 
@@ -266,111 +265,42 @@ def test_one_wrong_value_among_right_flags_in_any_order_is_one_line(script, data
 
 
 CLASHES = """
---speed 0 --ppl 0
---rerun 1 --gamma 3
---rerun 1 --show
---draft lookup --ppl
---draft lookup --contrastive
---draft lookup --compare contrastive
---draft lookup --speedMulti
---draft lookup --sweep --diversity
---draft lookup --draftTemperature 0.5
---draft lookup --draftTop_p 1
---draft lookup --lookupFirst
---draft self --draftDevice cpu
---draft self --mid m
---draft self --draftVocab 9
---draft self --contrastive
---draft self --diversity
---draft self --compare contrastive
---draft self --show --contrastive
---draft self --speedMulti
---draft head
---target head
---head h --draft head --mid head
---head h --draft head --draftDevice cpu
---head h --draft head --ppl
---head h --draft head --contrastive
---head h --draft head --compare contrastive
---head h --draft head --compare speculativeNoCache
---head h --draft head --diversity
---target self
---target self --draft self
---target lookup
---draftBits 7
---draftBits 5
---draftBits 5 --draft lookup
---draftBits 5 --compare block
---draftVocab 9 --ppl
---draftVocab 9 --draft lookup
---draftVocab 9 --contrastive
---draftVocab 9 --diversity
---draftVocab 9 --compare contrastive
---draftVocab 9 --show --contrastive
---compare cascade
---compare mid
---compare tree --tree 2,1 --gamma 3
---tree auto --draftLength additive
---tree auto --sweep
---speedMulti
---show --speed
---show --ppl
---show --sweep
---html x.html --compare all
---show --diversity
---show --speedMulti
---show --speedNew --contrastive
---lossless --speed
---lossless --show
---lossless --compare all
---audit x --lossless
---audit x --speed
---audit x --tokens 5
---writtenIn float32
---writtenIn float32 --lossless
---tokens 100 --speed
---prompt a --question b
---question a --question b
---question a --question b --compare all
---prompt a --promptFile b
---prompt a --prompts sample
---question a --prompts sample
+--speed 0 --ppl 0 | --rerun 1 --gamma 3 | --rerun 1 --show
+--draft lookup --ppl | --draft lookup --contrastive | --draft lookup --compare contrastive
+--draft lookup --speedMulti | --draft lookup --sweep --diversity | --draft lookup --draftTemperature 0.5
+--draft lookup --draftTop_p 1 | --draft lookup --lookupFirst
+--draft self --draftDevice cpu | --draft self --mid m | --draft self --draftVocab 9 | --draft self --contrastive
+--draft self --diversity | --draft self --compare contrastive | --draft self --show --contrastive
+--draft self --speedMulti | --draft head | --target head
+--head h --draft head --mid head | --head h --draft head --draftDevice cpu | --head h --draft head --ppl
+--head h --draft head --contrastive | --head h --draft head --compare contrastive
+--head h --draft head --compare speculativeNoCache | --head h --draft head --diversity
+--target self | --target self --draft self | --target lookup
+--draftBits 7 | --draftBits 5 | --draftBits 5 --draft lookup | --draftBits 5 --compare block
+--draftVocab 9 --ppl | --draftVocab 9 --draft lookup | --draftVocab 9 --contrastive | --draftVocab 9 --diversity
+--draftVocab 9 --compare contrastive | --draftVocab 9 --show --contrastive
+--compare cascade | --compare mid | --compare tree --tree 2,1 --gamma 3
+--tree auto --draftLength additive | --tree auto --sweep | --speedMulti
+--show --speed | --show --ppl | --show --sweep | --html x.html --compare all
+--show --diversity | --show --speedMulti | --show --speedNew --contrastive
+--lossless --speed | --lossless --show | --lossless --compare all
+--audit x --lossless | --audit x --speed | --audit x --tokens 5 | --writtenIn float32 | --writtenIn float32 --lossless
+--tokens 100 --speed | --prompt a --question b
+--question a --question b | --question a --question b --compare all
+--prompt a --promptFile b | --prompt a --prompts sample | --question a --prompts sample
 --promptFile a --prompts sample
---prompts sample --ppl
---prompts sample --speed 0 --ppl
---prompts sample --speed --diversity
---prompts sample --lossless
---prompts sample --audit x
---prompts sample --show
---prompts sample --html x.html
+--prompts sample --ppl | --prompts sample --speed 0 --ppl | --prompts sample --speed --diversity
+--prompts sample --lossless | --prompts sample --audit x | --prompts sample --show | --prompts sample --html x.html
 --prompts nowhere --speed
---temperature 0.5 1
---temperature 0.5 1 --compare all --diversity
---sweep --temperature 1 -1
---promptLen 5 0
---gamma 0
---gamma 1001
---gamma1 0
---gamma2 1001
---draftThreshold 1.1
---plausibility -0.1
---top_p 1.1
---top_k -1
---maxLen 0
---batch 0
---seed -1
---seed 4611686018427387904
---stride 0
---window 1
---verification x
---dtype int8
---stride 64 --window 64
---stride 65 --window 64
+--temperature 0.5 1 | --temperature 0.5 1 --compare all --diversity | --sweep --temperature 1 -1 | --promptLen 5 0
+--gamma 0 | --gamma 1001 | --gamma1 0 | --gamma2 1001 | --draftThreshold 1.1 | --plausibility -0.1 | --top_p 1.1
+--top_k -1 | --maxLen 0 | --batch 0 | --seed -1 | --seed 4611686018427387904 | --stride 0 | --window 1
+--verification x | --dtype int8 | --stride 64 --window 64 | --stride 65 --window 64
 """
 
 
 @pytest.mark.parametrize("script", ["test"], indirect=True)
-@pytest.mark.parametrize("clash", CLASHES.split("\n")[1:-1])
+@pytest.mark.parametrize("clash", CLASHES.strip().replace("\n", " | ").split(" | "))
 def test_flags_that_do_not_go_together_are_one_line(script, clash):
     script.refuses(*clash.split())
 

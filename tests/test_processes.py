@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import accelerate.state  # noqa: F401 - so that no fork has to import it
 import helpers
 import psutil
 import pytest
-from conftest import ROOT, prompted, refused
+from conftest import ROOT, few_mistakes, lines_of, prompted, refused
 
 from decoding.verification import token_rule
 from experiments import processes as sharing
@@ -44,17 +45,8 @@ def group(count):
 
 def everywhere(members, work):
     """[what `work(processes)` returns in each process]."""
-    found = [None] * len(members)
-
-    def run(index):
-        found[index] = work(members[index])
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(members))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return found
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(work, members, timeout=20))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -81,8 +73,7 @@ def test_lines_come_while_others_are_still_measured_and_one_process_may_have_mor
 
     def measured(processes):
         for number in range(3 - 2 * processes.index):
-            if not processes.index and number:
-                assert written  # the lines of the round before
+            assert processes.index or not number or written  # the lines of the round before
             yield f"process {processes.index} text {number}"
 
     def work(processes):
@@ -114,27 +105,18 @@ def test_a_failure_is_one_line_on_every_process_and_what_came_is_kept(monkeypatc
         ("cpu", 2, 1, "cpu"),
         (None, 2, 1, "cuda:1"),
         ("cuda", 2, 0, "cuda:0"),
-        (None, 2, 2, UserError),
-        ("cuda:1", 2, 0, UserError),
-        ("auto", 2, 0, UserError),
-        ("mps", 0, 0, UserError),
-        ("cuda", 0, 0, UserError),
+        (None, 2, 2, None),
+        ("cuda:1", 2, 0, None),
+        ("auto", 2, 0, None),
+        ("mps", 0, 0, None),
     ],
 )
 def test_each_process_has_a_device_of_its_own(monkeypatch, name, gpus, local, device):
-    def pick(name):
-        if name and name.startswith("cuda") and not gpus:
-            raise UserError("no CUDA")
-        return name or "cpu"
-
+    """None: it is refused."""
     monkeypatch.setattr(sharing.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(sharing, "pick_device", pick)
-    own = Processes(local, 4, local).own_device
-    if isinstance(device, str):
-        assert own(name) == device
-    else:
-        with refused():
-            own(name)
+    monkeypatch.setattr(sharing, "pick_device", lambda name: name or "cpu")
+    with contextlib.nullcontext() if device else refused():
+        assert Processes(local, 4, local).own_device(name) == device
 
 
 def test_accelerate_that_starts_one_process_is_told(monkeypatch, capsys):
@@ -149,30 +131,31 @@ def test_accelerate_that_starts_one_process_is_told(monkeypatch, capsys):
 def test_a_mixture_of_devices_is_refused():
     here = {"processor": "NVIDIA A", "torch": "2", "transformers": "5", "numpy": "2", "threads": 1}
 
-    def record(processes, **differs):
-        device, texts = f"cuda:{processes.index}", differs.pop("texts", "t")
-        versions = {"target": {"version": differs.pop("weights", "w")}}
-        try:
-            return devices(processes, device, here | differs, versions, texts)
-        except UserError as error:
-            return str(error)
+    def of_two(texts="t", weights="w", **differs):
+        """The records of two processes, or what each says, where the second differs."""
 
-    def of_two(**differs):
-        return everywhere(group(2), lambda p: record(p, **(differs if p.index else {})))
+        def record(processes):
+            second, device = processes.index == 1, f"cuda:{processes.index}"
+            versions = {"target": {"version": weights if second else "w"}}
+            try:
+                machine = here | differs if second else here
+                return devices(processes, device, machine, versions, texts if second else "t")
+            except UserError as error:
+                return str(error)
 
-    same = of_two(threads=7)  # of a host; the GPUs compute
-    assert same[0] == same[1] and [(p["device"], p["processor"]) for p in same[0]] == [
-        ("cuda:0", "NVIDIA A"),
-        ("cuda:1", "NVIDIA A"),
-    ]
+        return everywhere(group(2), record)
+
+    first, second = of_two(threads=7)  # of a host; the GPUs compute
+    assert first == second
+    assert [(p["device"], p["processor"]) for p in first] == [("cuda:0", "NVIDIA A"), ("cuda:1", "NVIDIA A")]
     for differs, word in (
         ({"processor": "NVIDIA B"}, "device: NVIDIA A in process 0"),
         ({"torch": "3"}, "torch: 2"),
         ({"weights": "v"}, "weights of the target: w"),
         ({"texts": "u"}, "texts: t"),
     ):
-        said = of_two(**differs)
-        assert said[0] == said[1] and word in said[0] and "\n" not in said[0]
+        first, second = of_two(**differs)
+        assert first == second and word in first and "\n" not in first
 
 
 def test_overlaps_in_a_sweep_are_the_same_for_any_number_of_processes():
@@ -237,22 +220,8 @@ def wait(child, seconds=60):
     raise AssertionError("the process does not end")
 
 
-def lines_of(folder):
-    file = folder / "results.jsonl"
-    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
-
-
-CLOCK = {
-    "run",
-    "ttft",
-    "tpot",
-    "throughput",
-    "report_tpot",
-    "seconds",
-    "scoring",
-    "figures",
-    "stalled",
-}  # differ from run to run
+# What differs from run to run.
+CLOCK = {"run", "ttft", "tpot", "throughput", "report_tpot", "seconds", "scoring", "figures", "stalled"}
 
 
 def figures_of(folder):
@@ -264,12 +233,15 @@ def figures_of(folder):
 @pytest.mark.parametrize(
     "work, counts",
     [
-        ("--compare block --ppl --diversity --sentences 3 --repeats 1", (1, 2, 3)),
+        ("--compare block --ppl --diversity --sentences 3 --repeats 1", (1, 3)),
         ("--lossless block --tokens 200 --maxLen 3 --sentences 4", (1, 2)),  # two batches
         ("--draft self --draftBits 4 --compare self,block --ppl --sentences 3 --repeats 1", (1, 2)),
     ],
 )
-def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, flags, tmp_path, work, counts):
+def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(
+    cli, flags, tmp_path, monkeypatch, work, counts
+):
+    few_mistakes(monkeypatch)
     found = []
     for count in counts:
         children, logs = launch(cli, [*flags, *work.split()], tmp_path / str(count), count)
@@ -282,14 +254,18 @@ def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(cli, f
     assert len(found[0]) > 8 and all(other == found[0] for other in found[1:])
 
 
-@pytest.mark.parametrize("asked, words", [("--steps", "--steps runs"), ("--compare generate", "generate runs")])
-def test_what_one_process_measures_is_refused_by_several(cli, flags, tmp_path, asked, words):
+@pytest.mark.parametrize(
+    "asked, words", [("--steps", "--steps runs"), ("--compare generate", "generate runs"), ("--show", "--show")]
+)
+def test_what_one_process_measures_is_refused_by_several_in_one_line_of_process_0(cli, flags, tmp_path, asked, words):
     children, logs = launch(cli, [*flags, *asked.split()], tmp_path / "run", 2)
     assert [wait(child) for child in children] == [2, 2]
-    assert logs[0].read_text().startswith(f"test.py: error: {words} in a single process") and logs[1].read_text() == ""
+    said = logs[0].read_text()
+    assert said.startswith(f"test.py: error: {words}") and "in a single process" in said and said.count("\n") == 1
+    assert logs[1].read_text() == ""
 
 
-def test_all_processes_use_the_same_copy(cli, flags, tmp_path, monkeypatch):
+def test_all_processes_use_the_same_copy(cli, run, flags, tmp_path, monkeypatch):
     """Process 0 finds 5 bits the fastest, the other one 6."""
 
     def seconds(text, *forwards):
@@ -299,19 +275,16 @@ def test_all_processes_use_the_same_copy(cli, flags, tmp_path, monkeypatch):
     monkeypatch.setattr(selfDraft, "seconds", seconds)
     children, logs = launch(cli, [*flags, "--draft", "self", "--compare", "fixed"], tmp_path / "two", 2)
     assert [wait(child) for child in children] == [0, 0], logs[0].read_text()
-    run, *lines = lines_of(tmp_path / "two")
-    assert run["flags"]["draftBits"] == "5" and "in 5 bits takes" in logs[0].read_text() and logs[1].read_text() == ""
-    (tmp_path / "one").mkdir()
-    assert (
-        cli.main([*flags, "--draft", "self", "--draftBits", "5", "--compare", "fixed", "--out", str(tmp_path / "one")])
-        == 0
-    )
+    record, *_ = lines_of(tmp_path / "two")
+    assert record["flags"]["draftBits"] == "5" and "in 5 bits takes" in logs[0].read_text()
+    assert logs[1].read_text() == ""
+    run("--draft self --draftBits 5 --compare fixed", out=tmp_path / "one")
     assert figures_of(tmp_path / "one") == figures_of(tmp_path / "two")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_run_with_one_line(cli, flags, tmp_path, victim):
-    """Process 0 says it. If that has died, it is the launcher who does."""
+@pytest.mark.parametrize("victim, number", [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGTERM)])
+def test_a_process_that_dies_or_is_ended_ends_the_run_with_one_line(cli, flags, tmp_path, victim, number):
+    """Process 0 says it. If that is killed, it is the launcher who does. SIGTERM: the launcher's own signal."""
     work = [*flags, "--compare", "block", "--repeats", "10000"]
     children, logs = launch(cli, work, tmp_path / "run", 2)
 
@@ -321,23 +294,13 @@ def test_a_killed_process_ends_the_run_with_one_line(cli, flags, tmp_path, victi
     end = time.monotonic() + 60
     while not theirs() and time.monotonic() < end:
         time.sleep(0.05)
-    os.kill(children[victim], signal.SIGKILL)
-    assert wait(children[victim]) == -signal.SIGKILL and wait(children[1 - victim], 20) == 2
+    os.kill(children[victim], number)
+    killed = number == signal.SIGKILL
+    assert wait(children[victim], 20) == (-number if killed else 2) and wait(children[1 - victim], 20) == 2
     said = [line for line in logs[0].read_text().split("\n") if line.startswith("test.py: error: ")]
-    assert len(said) == victim and all("another process ended unexpectedly" in line for line in said)
+    assert len(said) == (victim or not killed) and all("another process ended unexpectedly" in line for line in said)
     assert logs[1].read_text() == "" and "Traceback" not in logs[0].read_text()
-    assert theirs()
-    assert victim == 0 or "not finished" in (tmp_path / "run" / "results.txt").read_text()
-
-
-def test_the_launchers_signal_ends_a_process_with_one_line(cli, flags, tmp_path):
-    children, logs = launch(cli, [*flags, "--compare", "block", "--repeats", "10000"], tmp_path / "run", 2)
-    end = time.monotonic() + 60
-    while not lines_of(tmp_path / "run") and time.monotonic() < end:
-        time.sleep(0.05)
-    os.kill(children[0], signal.SIGTERM)
-    assert [wait(child, 20) for child in children] == [2, 2]
-    assert logs[0].read_text().count("test.py: error: another process ended") == 1 and logs[1].read_text() == ""
+    assert theirs() and (not said or "not finished" in (tmp_path / "run" / "results.txt").read_text())
 
 
 def test_what_one_process_cannot_do_is_said_by_process_0(cli, flags, tmp_path, monkeypatch):
@@ -354,14 +317,9 @@ def test_what_one_process_cannot_do_is_said_by_process_0(cli, flags, tmp_path, m
     assert "process 1 of 2: no room for the models" in logs[0].read_text() and logs[1].read_text() == ""
 
 
-def test_what_all_find_wrong_is_said_once(cli, flags, tmp_path):
-    children, logs = launch(cli, [*flags, "--show"], tmp_path / "run", 2)
-    assert [wait(child) for child in children] == [2, 2]
-    assert logs[0].read_text().startswith("test.py: error: --show") and logs[0].read_text().count("\n") == 1
-    assert logs[1].read_text() == ""
-
-
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes"]
+
+
 full = pytest.mark.skipif(not os.environ.get("FULL"), reason="more imports of torch; FULL=1 asks for it")
 
 

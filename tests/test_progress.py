@@ -47,7 +47,7 @@ def test_a_terminal_shows_a_bar_and_no_lines(clock, monkeypatch):
     with progress.Bar("work", 2) as bar:
         clock[0] += 100
         bar.update()
-        bar.bar.refresh()
+        bar.refresh()
     assert "work:  50%" in terminal.getvalue() and "1 of 2" not in terminal.getvalue()
 
 
