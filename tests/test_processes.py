@@ -251,7 +251,7 @@ def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(
         assert len(run.get("processes", [0])) == count and lines[-1]["kind"] == "end"
         assert (f"{count} processes" in (tmp_path / str(count) / "results.txt").read_text()) == (count > 1)
         found.append(figures_of(tmp_path / str(count)))
-    assert len(found[0]) > 8 and all(other == found[0] for other in found[1:])
+    assert len(found[0]) > 6 and all(other == found[0] for other in found[1:])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from experiments import rerun, settings
 from experiments.flags import parser
-from inputs import progress
 from methods.catalogue import METHODS, repeatable
 from methods.samplers import Decoding
 from utils import UserError
@@ -201,8 +200,8 @@ def test_flags_that_were_recorded_are_the_flags_again(data):
 def test_neither_order_nor_repeats_nor_a_progress_bar_changes_a_token(
     cli, flags, made, tmp_path, monkeypatch, names, repeats, bar
 ):
-    shown = io.StringIO()
-    monkeypatch.setattr(progress, "tqdm", lambda **k: tqdm(**k | {"disable": not bar, "file": shown}))
+    shown, init = io.StringIO(), tqdm.__init__
+    monkeypatch.setattr(tqdm, "__init__", lambda b, **k: init(b, **k | {"disable": not bar, "file": shown}))
     arguments = ["--compare", ",".join(names), "--contrastiveTemperature", "0.7", "--seed", "5"]
     assert cli.main([*flags, *arguments, "--repeats", repeats, "--out", str(tmp_path)]) == 0
     before, after = (rerun.comparable(lines_of(folder)) for folder in (made, tmp_path))
