@@ -218,9 +218,8 @@ class Inputs:
             self.check_memory(self.text_dtype, batches=False, roles=SCORED)
         models = self.load_as_timed(dtype)
         if self.copies is not None:
-            bits, target, copy = self.settings.models.bits or 0, models["target"], models["self"]
-            packed = is_compiled(copy) and copy.device.type == "cpu"
-            size = self.copies.weights * ((bits / 8 if packed else 1) + SCALE)
+            bits, target = self.settings.models.bits or 0, models["target"]
+            size = copy_bytes(models["self"], self.copies.weights, bits)
             share = size / (target.parameters * target.dtype.itemsize)
             says = f"its copy in {bits} bits takes {gigabytes(size)}, {share:.0%} of its weights."
             print(f"The target drafts for itself: {says}")
@@ -271,6 +270,12 @@ def make_copies(target: CachedModel, bits: Sequence[int]) -> Copies:
         sizes = [weight.numel() for weight in weights_of(target.model).values()]
         check_memory(sum(sizes) * (1 + SCALE) + MULTIPLYING * max(sizes))  # A weight takes a byte until it is packed.
     return copies_of(target, bits, follow)
+
+
+def copy_bytes(copy: CachedModel, weights: int, bits: int) -> float:
+    """The memory that the target's copy takes. weights: how many of them have few bits."""
+    packed = is_compiled(copy) and copy.device.type == "cpu"
+    return weights * ((bits / 8 if packed else 1) + SCALE)
 
 
 def models_of(settings: Settings) -> dict[str, str]:

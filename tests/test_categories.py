@@ -142,7 +142,7 @@ def test_every_method_continues_the_same_turns_after_the_targets_answers(
     assert labels == {(0, 0, "story"), (1, 0, "story"), (2, 1, "story"), (3, 2, "article"), (4, 3, "article")}
     inputs = {(m["prompt"], m["input"]) for m in timed}
     assert len(inputs) == 5 and {m["method"] for m in timed} == {"target", "block", "lookup"}
-    tokens = hashes(tmp_path)
+    tokens = hashes(lines_of(tmp_path))
     assert all(tokens[name, prompt, 0] == tokens["target", prompt, 0] for name, prompt, _ in tokens)
 
     # The second turn stands after what the target writes to the first.
