@@ -219,9 +219,9 @@ class Inputs:
         models = self.load_as_timed(dtype)
         if self.copies is not None:
             bits, target = self.settings.models.bits or 0, models["target"]
-            size = copy_bytes(models["self"], self.copies.weights, bits)
-            share = size / (target.parameters * target.dtype.itemsize)
-            says = f"its copy in {bits} bits takes {gigabytes(size)}, {share:.0%} of its weights."
+            taken = copy_bytes(models["self"], self.copies.weights, bits)
+            share = taken / (target.parameters * target.dtype.itemsize)
+            says = f"its copy in {bits} bits takes {gigabytes(taken)}, {share:.0%} of its weights."
             print(f"The target drafts for itself: {says}")
         if any(len(question.turns) > 1 for question in self.questions):
             self.answer_turns(models)
