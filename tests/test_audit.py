@@ -1,6 +1,7 @@
 """The audit of texts that anything wrote: what passes, what is rejected and why, and files that cannot be used."""
 
 import json
+from types import SimpleNamespace
 
 import helpers
 import numpy as np
@@ -12,6 +13,7 @@ from test_specSampling import PROMPTS
 from inputs.auditTexts import read_texts, write_texts
 from inputs.models import load_model, outline
 from inputs.tokenizers import load_tokenizer
+from lossless import scorer as scoring
 from lossless.audit import RETOKENISED, Auditor, alike, others, power_of
 from lossless.evidence import Evidence, limit_of, seen_by
 from lossless.scorer import TextScorer
@@ -40,12 +42,13 @@ def drawn(target, sampling, rows=64, seed=0):
     return prompts, ragged(regrSampling(prompts, target, 100, sampling, generator=generator)[0])
 
 
-def test_texts_of_different_lengths_are_scored_as_each_alone(target):
+def test_texts_of_different_lengths_are_scored_as_each_alone(target, monkeypatch):
+    half = SimpleNamespace(random=lambda size: np.full(size, 0.5))
+    monkeypatch.setattr(scoring.np.random, "default_rng", lambda seed: half)
     scorer = TextScorer(target, None, Sampling(1.0, 0, 0.9, 1.3), unit=UNIT)
-    scorer.random = type("Half", (), {"random": staticmethod(lambda size: np.full(size, 0.5))})
     prompts, texts = PROMPTS, [[7, 8, 9], [5], [1, 2, 3, 4, 5, 6], [60, 0]]
     together = scorer.evidence(prompts, texts)
-    assert together.u.shape == (4, 6) and together.tokens == together.figures()["tokens"] == 12
+    assert together.u.shape == (4, 6) and together.figures()["tokens"] == 12
     for row, (prompt, text) in enumerate(zip(prompts, texts)):
         for all_rows, alone in zip(together.arrays, scorer.evidence([prompt], [text]).arrays):
             assert all_rows[row, : len(text)] == pytest.approx(alone[0], abs=1e-5, nan_ok=True)

@@ -19,11 +19,9 @@ from inputs.commandLine import visible
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
-from playback import page as page_module
 from playback import play as play_module
-from playback.page import render, write_file
-from playback.play import Screen
-from playback.trace import Pieces, Round, Trace, Turn, pieces_of
+from playback.play import Screen, html_page, write_file
+from playback.trace import Pieces, Round, Trace, Turn, decoded_rounds
 from regrSampling import regrSampling
 from specSampling import specSampling
 
@@ -62,7 +60,7 @@ def test_the_pieces_of_all_committed_tokens_are_the_decoded_text(tokenizer, seed
     tokens = chance.choices(range(1, 300), k=60) if seed % 2 else tokenizer(MANY_BYTES * 3)["input_ids"]
     tokens = tokens[: len(tokens) - seed // 2]  # the last character may be cut
     rounds, said, committed = split(tokens, seed), "", []
-    for round, (accepted, rejected, own) in zip(rounds, pieces_of(rounds, tokenizer)):
+    for round, (accepted, rejected, own) in zip(rounds, decoded_rounds(rounds, tokenizer)):
         assert list(map(len, (accepted, rejected, own))) == [*map(len, (round.accepted, round.rejected, round.target))]
         committed += round.accepted
         said += "".join(accepted)
@@ -90,7 +88,7 @@ def test_a_token_costs_the_same_however_long_the_text_is(tokenizer):
             return tokenizer.decode(tokens)
 
     counting, tokens = Counting(), tokenizer(MANY_BYTES * 100)["input_ids"]
-    pieces = pieces_of([Round([], [], tokens)], counting)
+    pieces = decoded_rounds([Round([], [], tokens)], counting)
     assert "".join(pieces[0][2]) == MANY_BYTES * 100 and counting.decoded < 12 * len(tokens)
 
 
@@ -295,7 +293,7 @@ def text_until(tokenizer, rounds, last):
 def page(tokenizer, tmp_path):
     """A page of rounds whose text is markup, and those rounds."""
     rounds = of_text(tokenizer, f"He said {CURSED} and {MANY_BYTES}\nand so on.")
-    page = render([Turn(CURSED, rounds)], tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
+    page = html_page([Turn(CURSED, rounds)], tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
     write_file(tmp_path / "page.html", page)
     return tmp_path / "page.html", rounds
 
@@ -312,7 +310,7 @@ def test_the_page_holds_text_as_text_and_loads_nothing(tokenizer, page):
     assert parsed.texts["text"] == visible(text_until(tokenizer, rounds, len(rounds)))  # without any script
     assert [[[*map(len, kinds)], "".join(kinds[1])] for kinds in json.loads(parsed.texts["rounds"])] == [
         [[*map(len, (round.accepted, round.rejected, round.target))], visible("".join(pieces[1]), "\n\t\u200c\u200d")]
-        for round, pieces in zip(rounds, pieces_of(rounds, tokenizer))
+        for round, pieces in zip(rounds, decoded_rounds(rounds, tokenizer))
     ]
     assert os.listdir(path.parent) == [path.name] and os.stat(path).st_mode & 0o777 == 0o644
 
@@ -376,7 +374,7 @@ def test_a_browser_plays_the_page_to_its_end(tokenizer, page, browser):
 def test_a_browser_plays_the_turns_of_a_conversation_one_after_the_other(tokenizer, tmp_path, browser):
     first, second = of_text(tokenizer, f"Yes, {MANY_BYTES}"), of_text(tokenizer, "No, not today.")
     turns = [Turn("> a\n\n", first), Turn(f"> {CURSED}\n\n", second)]
-    write_file(tmp_path / "page.html", render(turns, tokenizer, "", {}))
+    write_file(tmp_path / "page.html", html_page(turns, tokenizer, "", {}))
 
     def at(round):
         shown = Page(browser(f"file://{tmp_path}/page.html#{round}")).texts
@@ -408,11 +406,11 @@ document.title = JSON.stringify(log);
 
 
 def test_keys_buttons_and_slider(tokenizer, tmp_path, browser, monkeypatch):
-    shutil.copytree(page_module.PARTS, tmp_path / "parts")
+    shutil.copytree(play_module.PARTS, tmp_path / "parts")
     with (tmp_path / "parts" / "script.js").open("a") as script:
         script.write(DRIVER)
-    monkeypatch.setattr(page_module, "PARTS", tmp_path / "parts")
-    write_file(tmp_path / "page.html", render([Turn("", of_text(tokenizer, MANY_BYTES))], tokenizer, "", {}))
+    monkeypatch.setattr(play_module, "PARTS", tmp_path / "parts")
+    write_file(tmp_path / "page.html", html_page([Turn("", of_text(tokenizer, MANY_BYTES))], tokenizer, "", {}))
     log = json.loads(Page(browser(f"file://{tmp_path}/page.html")).texts["title"])
     last = int(log[0].split("#")[0].split()[-1])
 
