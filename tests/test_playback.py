@@ -117,12 +117,9 @@ def test_only_row_0_of_a_batch_is_traced_with_its_own_guesses():
     how = {"callback": trace.callback, "observer": trace.observer}
     tokens, records = specSampling(prompts, tiny(), LookupDrafter(61), 12, **how)
     assert holds(trace, tokens[0], records[0])
-
-
-def test_without_a_drafter_every_token_is_the_targets_own():
-    trace = Trace()
-    (tokens,), _ = regrSampling([[1, 2]], tiny(), 9, callback=trace.callback)
-    assert trace.rounds == [Round([], [], [token]) for token in tokens]
+    plain = Trace()
+    (tokens,), _ = regrSampling([[1, 2]], tiny(), 9, callback=plain.callback)
+    assert plain.rounds == [Round([], [], [token]) for token in tokens]  # all the target's own
 
 
 def test_guesses_after_the_end_of_the_text_are_not_accepted():
@@ -235,25 +232,20 @@ def test_a_terminal_waits_for_its_reader_and_a_file_does_not(tokenizer, monkeypa
 
 def test_the_token_that_ends_a_text_counts_and_is_not_shown(tokenizer):
     end = tokenizer.eos_token_id
-    out = streamed(
-        tokenizer, [Round([], [end], ids(tokenizer, "A")[0]), Round([end], [], [])], ends={end}, file=Terminal(False)
-    )
+    rounds = [Round([], [end], ids(tokenizer, "A")[0]), Round([end], [], [])]
+    out = streamed(tokenizer, rounds, ends={end}, file=Terminal(False))
     assert "Once|~<|endoftext|>~A\n\n2 tokens" in out
+    # As after Ctrl-C during the prefill.
+    assert streamed(tokenizer, [], file=Terminal(False)).endswith("Once|\n\n0 tokens\n")
 
 
 def test_text_the_screen_cannot_write_is_no_error(tokenizer):
     raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding="ascii")
-    screen = Screen(tokenizer, file=file)
+    screen = Screen(tokenizer, file=io.TextIOWrapper(raw, encoding="ascii"))
     screen.begin("\ud800\u6f22")
     screen.round(Round([], [], ids(tokenizer, "\U0001f600 good")[0]))
     screen.end()
     assert b"\\ud800?|? good" in raw.getvalue()
-
-
-def test_a_screen_without_rounds_ends_without_an_error(tokenizer):
-    """As after Ctrl-C during the prefill."""
-    assert streamed(tokenizer, [], file=Terminal(False)).endswith("Once|\n\n0 tokens\n")
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -313,16 +305,10 @@ def test_the_page_holds_text_as_text_and_loads_nothing(tokenizer, page):
         for round, pieces in zip(rounds, decoded_rounds(rounds, tokenizer))
     ]
     assert os.listdir(path.parent) == [path.name] and os.stat(path).st_mode & 0o777 == 0o644
-
-
-def test_the_page_may_run_its_own_style_and_script_and_nothing_else(page):
-    source = page[0].read_text(encoding="utf-8")
-    hashes = [
-        "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for text in (source.split(f"<{tag}>")[1].split(f"</{tag}>")[0] for tag in ("style", "script"))
-    ]
+    inner = [source.split(f"<{tag}>")[1].split(f"</{tag}>")[0].encode() for tag in ("style", "script")]
+    style, script = ("sha256-" + base64.b64encode(hashlib.sha256(part).digest()).decode() for part in inner)
     assert [source.count(f"{name}-src") for name in ("default", "style", "script")] == [1, 1, 1]
-    assert f"content=\"default-src 'none'; style-src '{hashes[0]}'; script-src '{hashes[1]}'\"" in source
+    assert f"content=\"default-src 'none'; style-src '{style}'; script-src '{script}'\"" in source
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
