@@ -331,7 +331,7 @@ def test_a_translated_page_has_the_commands_links_and_figures_of_the_english_one
     "old, new, part",
     [
         ("make run", "make rum", "commands"),
-        ("(architecture.md#on", "(architecture.md#in", "links"),
+        ("(compile.md#on", "(compile.md#in", "links"),
         ("`--show`", "`--shown`", "code"),
         ("7 GB", "8 GB", "figures"),
     ],
