@@ -27,7 +27,7 @@ from experiments import settings
 from experiments.flags import parser
 from lossless import scorer as scoring
 from lossless.evidence import BINS, Evidence, hits_p_value, limit_of, seen_by
-from lossless.mistakes import MISTAKES, always_accept, one_hot, replace_from_p, shared_noise
+from lossless.mistakes import MISTAKES, always_accept, one_hot, replace_from_p
 from lossless.scorer import FollowingTarget, TextScorer, greedy_figures, guesses_along
 from lossless.trial import BlockReader
 from methods import samplers
@@ -41,7 +41,7 @@ from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from report import losslessReport
 from specSampling import specSampling
-from utils import GREEDY, Sampling, residual
+from utils import GREEDY, Sampling
 
 
 class Fixed:
@@ -172,22 +172,6 @@ def test_a_guess_judged_as_if_q_were_1_costs_speed_alone():
         return token_rule(p, one_hot(q, drafts), drafts, u)
 
     assert error(gamma=1, length=3, verify=one_hot_rule, prefixes=[[1, 2, 0]]) < 1e-6
-
-
-def test_shared_noise_is_the_noise_that_drew_the_guess():
-    torch.manual_seed(0)
-    p, q, rows = torch.tensor([0.1, 0.3, 0.6, 0.0]), torch.tensor([0.5, 0.2, 0.05, 0.25]), 200_000
-    noise = torch.empty(rows, 4).exponential_()
-    drafts, u = (noise / q).argmin(-1), torch.rand(rows, 2)
-    kept = u[:, 0] * q[drafts] < p[drafts]
-    honest = torch.where(kept, drafts, (noise / residual(p, q)).argmin(-1))
-    accepted, token = shared_noise(p.expand(rows, 2, 4), q.expand(rows, 1, 4), drafts[:, None], u)
-    assert torch.equal(accepted == 1, kept)
-    by_rule = torch.where(kept, drafts, token)
-    for guess in range(4):
-        shares = [torch.bincount(text[drafts == guess], minlength=4) / rows for text in (honest, by_rule)]
-        torch.testing.assert_close(*shares, atol=4e-3, rtol=0)
-    assert (torch.bincount(by_rule, minlength=4) / rows - p).abs().max() > 0.02
 
 
 def test_the_stale_slot_is_stale_only_after_a_rejection(pair):

@@ -337,24 +337,18 @@ def browser(tmp_path_factory):
     return dump
 
 
-def test_a_browser_opens_the_page_at_a_round(tokenizer, page, browser):
+def test_a_browser_opens_the_page_at_a_round_and_plays_it_to_its_end(tokenizer, page, browser):
     path, rounds = page
+    last = len(rounds) - 1
     shown = Page(browser(f"file://{path}#3"))
-    assert shown.texts["text"] == visible(text_until(tokenizer, rounds, 3))
-    assert shown.texts["where"] == f"Round 3 of {len(rounds) - 1}" and shown.texts["forwards"] == "4"
-    counts = [len(getattr(rounds[3], kind)) for kind in ("accepted", "rejected", "target")]
-    assert shown.verdicts == (
-        ["accepted"] * counts[0] + ["rejected", *["dropped"] * counts[1]][: counts[1]] + ["target"] * counts[2]
-    )
-    assert "img" not in shown.tags and shown.texts["prompt"] == visible(CURSED)
-
-
-def test_a_browser_plays_the_page_to_its_end(tokenizer, page, browser):
-    path, rounds = page
-    shown = Page(browser(f"file://{path}#play"))
-    assert shown.texts["text"] == visible(text_until(tokenizer, rounds, len(rounds)))
-    assert shown.texts["where"] == f"Round {len(rounds) - 1} of {len(rounds) - 1}" and shown.texts["play"] == "Play"
-    assert "img" not in shown.tags
+    assert shown.texts["text"] == visible(text_until(tokenizer, rounds, 3)) and shown.texts["forwards"] == "4"
+    assert shown.texts["where"] == f"Round 3 of {last}" and shown.texts["prompt"] == visible(CURSED)
+    accepted, rejected, target = map(len, rounds[3])
+    dropped = ["rejected", *["dropped"] * rejected][:rejected]
+    assert shown.verdicts == ["accepted"] * accepted + dropped + ["target"] * target and "img" not in shown.tags
+    played = Page(browser(f"file://{path}#play"))
+    assert played.texts["text"] == visible(text_until(tokenizer, rounds, last)) and "img" not in played.tags
+    assert played.texts["where"] == f"Round {last} of {last}" and played.texts["play"] == "Play"
 
 
 def test_a_browser_plays_the_turns_of_a_conversation_one_after_the_other(tokenizer, tmp_path, browser):
