@@ -73,10 +73,10 @@ def in_tree(target, draft, shape="3,2,1"):
 def test_the_figures_of_three_tokens_by_hand(monkeypatch):
     quarters = SimpleNamespace(random=lambda size: np.full(size, 0.25))  # the random numbers of the scorer
     monkeypatch.setattr(scoring.np.random, "default_rng", lambda seed: quarters)
-    p, q = [0.5, 0.2, 0.3], [0.2, 0.6, 0.2]  # by q / p in order: 0, 2, 1
+    p, q = [0.5, 0.2, 0.3], [0.2, 0.2, 0.6]  # by q / p in order: 0, 1, 2; by p: 0, 2, 1
     scorer = TextScorer(Fixed(p), Fixed(q), Sampling(1.0, 0, 1.0))
     found = scorer.evidence([[0]], [[0, 1, 2]])
-    assert found.u[0] == pytest.approx([0.125, 0.85, 0.575])
+    assert found.u[0] == pytest.approx([0.125, 0.55, 0.775])
     assert found.surprise[0] == pytest.approx([-math.log(x) for x in (0.5, 0.2, 0.3)])
     entropy = -sum(x * math.log(x) for x in p)
     variance = sum(x * math.log(x) ** 2 for x in p) - entropy**2
@@ -84,11 +84,11 @@ def test_the_figures_of_three_tokens_by_hand(monkeypatch):
     figures = found.figures()
     assert figures["z"] == pytest.approx((-math.log(0.5 * 0.2 * 0.3) - 3 * entropy) / (3 * variance) ** 0.5)
     assert figures["p"]["surprise"] == pytest.approx(math.erfc(abs(figures["z"]) / 2**0.5))
-    assert figures["p"]["kolmogorov_smirnov"] == pytest.approx(kstwo.sf(0.575 - 1 / 3, 3))
+    assert figures["p"]["kolmogorov_smirnov"] == pytest.approx(kstwo.sf(1 - 0.775, 3))
     assert figures["perplexity"] == pytest.approx((0.5 * 0.2 * 0.3) ** (-1 / 3))
     assert figures["expected_perplexity"] == pytest.approx(math.exp(entropy))
-    assert [i for i, count in enumerate(figures["counts"]) if count] == [6, 28, 42]
-    z = 12 * ((0.125 - 0.5) * (0.85 - 0.5) + (0.85 - 0.5) * (0.575 - 0.5)) / 2**0.5
+    assert [i for i, count in enumerate(figures["counts"]) if count] == [6, 27, 38]
+    z = 12 * ((0.125 - 0.5) * (0.55 - 0.5) + (0.55 - 0.5) * (0.775 - 0.5)) / 2**0.5
     assert figures["p"]["neighbours"] == pytest.approx(math.erfc(abs(z) / 2**0.5))
     # Without a draft the most probable tokens come first.
     by_p = TextScorer(Fixed(p), None, Sampling(1.0, 0, 1.0)).evidence([[0]], [[0, 1, 2]])
