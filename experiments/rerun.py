@@ -2,7 +2,7 @@
 
 Flags and seed fix every token that a method draws, given the machine, the libraries and the weights that the record
 names. Times are not compared, and neither are texts whose guesses depend on measured times
-(`methods.selection.repeatable`).
+(`methods.catalogue.repeatable`).
 """
 
 from __future__ import annotations

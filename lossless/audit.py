@@ -24,8 +24,7 @@ from inputs.auditTexts import decoded
 from inputs.models import DTYPES
 from inputs.progress import followed
 from lossless.evidence import Evidence, limit_of, seen_by
-from lossless.replay import guesses_along
-from lossless.scorer import Texts, TextScorer, gap_figures
+from lossless.scorer import Texts, TextScorer, gap_figures, guesses_along
 from methods.catalogue import build
 from utils import Sampling
 
@@ -62,10 +61,12 @@ class Auditor:
         a file; none: from 1."""
         evidence = self.evidence(prompts, texts, sampling)
         figures = evidence.figures()
-        tests = self.rejecting(figures)
+        tests, fits = self.rejecting(figures), []
         fitted = max(1, int(np.searchsorted(np.cumsum([len(text) for text in texts]), FITTED)))
+        for other in others(sampling) if tests else ():
+            if not self.rejecting(self.evidence(prompts[:fitted], texts[:fitted], other).figures()):
+                fits.append(asdict(other))
         findings = {
-            **asdict(sampling),
             "unit": self.unit,
             "limit": self.limit,
             "order": "p" if self.order is None else "q / p",
@@ -73,13 +74,9 @@ class Auditor:
             "places": places(np.argwhere(evidence.impossible == 1), texts, lines),
             "alike": alike(evidence.u),
             "power": power_of(evidence, self.limit),
-            "fits": [
-                asdict(other)
-                for other in (others(sampling) if tests else ())
-                if not self.rejecting(self.evidence(prompts[:fitted], texts[:fitted], other).figures())
-            ],
+            "fits": fits,
         }
-        return cast(AuditFigures, {**figures, **findings})
+        return cast(AuditFigures, figures | asdict(sampling) | findings)
 
     def rejecting(self, figures: EvidenceFigures) -> list[str]:
         """The tests that reject the texts."""
@@ -88,38 +85,35 @@ class Auditor:
 
     def greedy(self, prompts: Texts, texts: Texts, sampling: Sampling, lines: Sequence[int] = ()) -> GreedyAuditFigures:
         """The figures of greedy texts: how many tokens are not the argmax, and are beyond what rounding explains."""
-
-        def gaps(first: int) -> tuple[Tensor, Tensor, Tensor]:
-            chosen = slice(first, first + ROWS)
-            return scorer.logit_gaps(prompts[chosen], texts[chosen])
-
         scorer = TextScorer(self.target, None, sampling, self.seed, self.unit)
+
+        def gaps(part: slice) -> tuple[Tensor, Tensor, Tensor]:
+            return scorer.logit_gaps(prompts[part], texts[part])
+
         gap, allowed, is_argmax = map(torch.cat, zip(*self.mapped(gaps, len(texts))))
         index = [(row, position) for row, text in enumerate(texts) for position in range(len(text))]
-        findings = {
-            "repetition_penalty": sampling.repetition_penalty,
-            "unit": self.unit,
-            "places": places([index[i] for i in (gap > allowed).nonzero()[:, 0].tolist()], texts, lines),
-        }
-        return cast(GreedyAuditFigures, {**gap_figures(texts, gap, allowed, is_argmax), **findings})
+        wrong = [index[i] for i in (gap > allowed).nonzero()[:, 0].tolist()]
+        findings = {"repetition_penalty": sampling.repetition_penalty, "unit": self.unit}
+        figures = gap_figures(texts, gap, allowed, is_argmax) | findings | {"places": places(wrong, texts, lines)}
+        return cast(GreedyAuditFigures, figures)
 
     def evidence(self, prompts: Texts, texts: Texts, sampling: Sampling) -> Evidence:
         """`Evidence` of the texts, whichever process scores them."""
+        scorer = TextScorer(self.target, self.order, sampling, self.seed, self.unit)
 
-        def score(first: int) -> Evidence:
-            scorer = TextScorer(self.target, self.order, sampling, self.seed, self.unit)
-            rows = prompts[first : first + ROWS], texts[first : first + ROWS]
-            generator = torch.Generator(self.target.device).manual_seed(self.seed + first)
+        def score(part: slice) -> Evidence:
+            rows, generator = (prompts[part], texts[part]), torch.Generator(self.target.device)
+            generator.manual_seed(self.seed + part.start)
             guesses = self.guessing and guesses_along(self.guessing, *rows, sampling, generator=generator)
-            return scorer.evidence(*rows, first, guesses)
+            return scorer.evidence(*rows, part.start, guesses)
 
         parts = list(self.mapped(score, len(texts)))
         return sum(parts[1:], parts[0])
 
     def mapped(self, work: Any, texts: int) -> Any:
-        """`work` for the first of each ROWS texts, distributed over the processes."""
-        firsts = range(0, texts, ROWS)
-        return followed(self.processes.mapped(work, firsts), "audit", len(firsts))
+        """`work` for ROWS texts at a time, as slices, distributed over the processes."""
+        parts = [slice(first, first + ROWS) for first in range(0, texts, ROWS)]
+        return followed(self.processes.mapped(work, parts), "audit", len(parts))
 
 
 def places(tokens: Any, texts: Texts, lines: Sequence[int]) -> list[Place]:
@@ -166,19 +160,23 @@ def others(sampling: Sampling) -> list[Sampling]:
 
 def audit(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     """Judge the texts of `--audit`, and append the line of results."""
-    settings, texts = inputs.settings, inputs.audited
-    written_in = settings.measuring.written_in
-    order = None if inputs.translation is not None else models.get("draft")
-    unit = torch.finfo(DTYPES[written_in]).eps / 2
-    tolerated = RETOKENISED if any(text.was_text for text in texts) else 0.0
-    # A draft with a tokenizer of its own may have no room for the texts.
-    guessing = None if inputs.translation else build(["speculative"], dict(models), settings.decoding)["speculative"]
-    seed, processes = settings.measuring.seed, inputs.processes
-    auditor = Auditor(models["target"], order, unit, seed, limit_of(1), processes, tolerated, guessing)
+    settings, texts, written_in = inputs.settings, inputs.audited, inputs.settings.measuring.written_in
+    sampling, order, guessing = settings.sampling.of("audit"), None, None
+    if inputs.translation is None:  # A draft with a tokenizer of its own may have no room for the texts.
+        order = models.get("draft")
+        guessing = build(["speculative"], dict(models), settings.decoding)["speculative"]
+    auditor = Auditor(
+        models["target"],
+        order,
+        unit=torch.finfo(DTYPES[written_in]).eps / 2,
+        seed=settings.measuring.seed,
+        processes=inputs.processes,
+        tolerated=RETOKENISED if any(text.was_text for text in texts) else 0.0,
+        guessing=guessing,
+    )
     rows = [text.prompt for text in texts], [text.tokens for text in texts]
-    sampling, lines = settings.sampling.of("audit"), [text.line for text in texts]
     judge = auditor.drawn if sampling.temperature else auditor.greedy
-    figures = judge(*rows, sampling, lines)
+    figures = judge(*rows, sampling, [text.line for text in texts])
     named = {place["token"] for place in figures["places"]}
     source = {
         "kind": "lossless",

@@ -62,19 +62,18 @@ class Evidence:
     chances: np.ndarray | None = None
 
     def __add__(self, other: Evidence) -> Evidence:
+        """The texts of both. Rows of shorter texts are filled up with nan."""
         longest = max(self.u.shape[1], other.u.shape[1])
-        return Evidence(
-            *(np.concatenate([widened(a, longest) for a in pair]) for pair in zip(self.arrays, other.arrays))
-        )
+        arrays = []
+        for pair in zip(self.arrays, other.arrays):
+            more = [[(0, 0), (0, longest - x.shape[1]), (0, 0)][: x.ndim] for x in pair]
+            arrays.append(np.concatenate([np.pad(x, n, constant_values=np.nan) for x, n in zip(pair, more)]))
+        return Evidence(*arrays)
 
     @property
     def arrays(self) -> list[np.ndarray]:
         """All arrays, without those that are None."""
         return [array for array in vars(self).values() if array is not None]
-
-    @property
-    def tokens(self) -> int:
-        return int((~np.isnan(self.surprise)).sum())
 
     def figures(self) -> EvidenceFigures:
         """The figures of a line of results: counts, p-values by test, perplexities."""
@@ -90,7 +89,7 @@ class Evidence:
         }
         figures: EvidenceFigures = {
             "texts": len(self.u),
-            "tokens": self.tokens,
+            "tokens": int((~np.isnan(self.surprise)).sum()),
             "excluded": int((np.isnan(self.u) & (self.impossible == 0)).sum()),
             "impossible": int(np.nansum(self.impossible)),
             "counts": counts.tolist(),
@@ -121,12 +120,6 @@ class Evidence:
         centred = self.u - 0.5
         products = np.concatenate([(centred[:, 1:] * centred[:, :-1]).ravel(), (centred[1:] * centred[:-1]).ravel()])
         return z_score(12 * np.nansum(products), (~np.isnan(products)).sum())
-
-
-def widened(array: np.ndarray, longest: int) -> np.ndarray:
-    """An array `[texts, tokens, ...]` with nan for more tokens: `[texts, longest, ...]`."""
-    more = [(0, 0), (0, longest - array.shape[1]), (0, 0)]
-    return np.pad(array, more[: array.ndim], constant_values=np.nan)
 
 
 def z_score(total: float, variance: float) -> float:

@@ -1,7 +1,9 @@
-"""`TextScorer`: computes the target's distributions for texts already written, and their `Evidence`."""
+"""Reads texts that are already written once more: `TextScorer` computes the target's distributions and the `Evidence`,
+and `guesses_along` lets a method guess along them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -9,36 +11,53 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from engine.cachedModel import CachedModel
+from decoding.drafter import Guesses
+from decoding.model import Model
+from decoding.rows import Rows, upload
+from decoding.trees.tree import Tree
+from decoding.verification import VerificationRule
 from experiments.lines import GreedyFigures
 from lossless.evidence import Evidence
 from utils import Sampling, probabilities, seen_after
 
 ELEMENTS = 1 << 24  # Probabilities computed at a time: 64 MB a tensor.
+PLACES = 8  # Places in a round, or siblings, that are told apart; those beyond count with the last.
 
 Texts = Sequence[Sequence[int]]  # token ids
 
 
-@dataclass
 class Batch:
-    """Texts to score, each after its prompt.
+    """Texts to score together, each after its prompt.
 
     tokens: int64 `[B, n]`, prompts and texts; shorter rows are padded on the right.
     at: int64 `[B, m, 1]`, the places whose logits predict the texts' tokens x, int64 `[B, m, 1]`.
     written: bool `[B, m]`, False for the padding of texts shorter than the longest.
-    seen: bool `[B, m, V]`, the tokens before each of x, if the sampling has a repetition penalty.
-    guesses: int64 `[B, m, places]`, guesses that are independent of x, -1 where there is no guess; None: no guesses.
     """
 
-    tokens: Tensor
-    at: Tensor
-    x: Tensor
-    written: Tensor
-    seen: Tensor | None
-    guesses: Tensor | None
+    def __init__(self, prompts: Texts, texts: Texts, device: torch.device) -> None:
+        rows = [torch.tensor([*prompt, *text[:-1]]) for prompt, text in zip(prompts, texts)]
+        self.tokens = pad_sequence(rows, batch_first=True).to(device)
+        self.x = pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)[..., None]
+        starts, lengths = (torch.tensor([[len(row)] for row in some], device=device) for some in (prompts, texts))
+        step = torch.arange(self.x.shape[1], device=device)
+        self.written = step < lengths
+        self.at = (starts - 1 + step.minimum(lengths - 1))[..., None]
+
+    def before_x(self, tensor: Tensor) -> Tensor:
+        """`tensor[B, n, V]` at the places before each of x, `[B, m, V]`."""
+        return tensor.gather(1, self.at.expand(-1, -1, tensor.shape[-1]))
+
+    def seen(self, sampling: Sampling, vocabulary: int) -> Tensor | None:
+        """The tokens before each of x, bool `[B, m, V]`, if the sampling has a repetition penalty."""
+        if sampling.repetition_penalty == 1:
+            return None
+        none = torch.zeros(len(self.tokens), vocabulary, dtype=torch.bool, device=self.tokens.device)
+        return self.before_x(cast(Tensor, seen_after(none, self.tokens)))
 
 
+@dataclass(frozen=True)
 class TextScorer:
     """Scores texts with teacher forcing, in pure PyTorch.
 
@@ -48,50 +67,45 @@ class TextScorer:
     unit: the unit roundoff of the arithmetic that wrote the texts, if it is not that of the target's dtype.
     """
 
-    def __init__(
-        self,
-        target: CachedModel,
-        order: CachedModel | None,
-        sampling: Sampling,
-        seed: int = 0,
-        unit: float | None = None,
-    ) -> None:
-        self.target, self.order, self.sampling, self.seed, self.unit = target, order, sampling, seed, unit
-        self.random = np.random.default_rng(seed)
+    target: Any
+    order: Any
+    sampling: Sampling
+    seed: int = 0
+    unit: float | None = None
 
     @torch.inference_mode()
-    def evidence(
-        self, prompts: Texts, texts: Texts, first: int | None = None, guesses: np.ndarray | None = None
-    ) -> Evidence:
-        """`Evidence` of the `texts` that a sampler wrote after `prompts`. guesses: those of `replay.guesses_along`.
+    def evidence(self, prompts: Texts, texts: Texts, first: int = 0, guesses: np.ndarray | None = None) -> Evidence:
+        """`Evidence` of the `texts` that a sampler wrote after `prompts`.
 
-        first: the number of the first text. It decides the random numbers v, whichever process scored the texts before.
-        None: v follow those of the texts that this scorer scored before.
+        first: the number of the first text. With the seed it decides the random numbers v, whichever process scored the
+        texts before. guesses: those of `guesses_along`; None: no guesses are known.
         """
-        if first is not None:
-            self.random = np.random.default_rng((self.seed, first))
+        random = np.random.default_rng((self.seed, first))
         length = max(map(len, prompts)) + max(map(len, texts))
         rows = max(1, ELEMENTS // (length * self.target.vocabulary))
-        parts = [
-            self.evidence_of_batch(self.batch(prompts[part], texts[part], None if guesses is None else guesses[part]))
-            for part in (slice(i, i + rows) for i in range(0, len(texts), rows))
-        ]
+        parts = []
+        for part in (slice(i, i + rows) for i in range(0, len(texts), rows)):
+            batch = Batch(prompts[part], texts[part], self.target.device)
+            v = torch.from_numpy(random.random(int(batch.written.sum()))).float()
+            known = None if guesses is None else torch.from_numpy(guesses[part, : batch.x.shape[1]])
+            parts.append(self.evidence_of(batch, v, known))
         return sum(parts[1:], parts[0])
 
-    def evidence_of_batch(self, batch: Batch) -> Evidence:
-        """`Evidence` of texts that are scored together."""
-        x, seen = batch.x, batch.seen
-        logits = logits_of(self.target, batch)
+    def evidence_of(self, batch: Batch, v: Tensor, guesses: Tensor | None) -> Evidence:
+        """`Evidence` of texts that are scored together. v: uniform numbers, one for each token. guesses: int64
+        `[B, m, places]`, independent of x; -1 where there is no guess."""
+        x, seen = batch.x, batch.seen(self.sampling, self.target.vocabulary)
+        logits = batch.before_x(self.target.score(batch.tokens))
         p = probabilities(logits, self.sampling, seen)
-        q = 1.0 if self.order is None else probabilities(logits_of(self.order, batch), self.sampling, seen)
-        order = q / p
+        order = 1 / p
+        if self.order is not None:
+            order = probabilities(batch.before_x(self.order.score(batch.tokens)), self.sampling, seen) / p
         p_x, order_x = p.gather(-1, x), order.gather(-1, x)
         # Nothing is sorted: F(x-) is the sum of what comes before x. Among equals, the smaller token id comes first.
         before = order < order_x
         before |= (order == order_x) & (torch.arange(p.shape[-1], device=p.device) < x)
         u = (p * before).sum(-1)
-        v = torch.as_tensor(self.random.random(int(batch.written.sum())), dtype=p.dtype).to(p.device)
-        u += torch.zeros_like(u).masked_scatter(batch.written, v) * p_x[..., 0]
+        u += torch.zeros_like(u).masked_scatter(batch.written, v.to(p)) * p_x[..., 0]
         log = p.clamp(min=torch.finfo(p.dtype).tiny).log()
         entropy = -(p * log).sum(-1)
         variance = (p * (log + entropy[..., None]) ** 2).sum(-1)
@@ -101,38 +115,21 @@ class TextScorer:
             impossible[lost] = ~self.cut_by_rounding(logits[lost], x[lost], None if seen is None else seen[lost])
         u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
         fields = [u, -log.gather(-1, x)[..., 0], entropy, variance, impossible.float()]
-        if batch.guesses is not None:
-            none, chances = (batch.guesses < 0) | lost[..., None], p.gather(-1, batch.guesses.clamp(min=0))
-            fields += [field.masked_fill(none, torch.nan) for field in ((batch.guesses == x).float(), chances)]
+        if guesses is not None:
+            guesses = guesses.to(x.device)
+            none, chances = (guesses < 0) | lost[..., None], p.gather(-1, guesses.clamp(min=0))
+            fields += [field.masked_fill(none, torch.nan) for field in ((guesses == x).float(), chances)]
         arrays = [field.cpu().double().numpy() for field in fields]
         for array in arrays:
             array[~batch.written.cpu().numpy()] = np.nan
         return Evidence(*arrays)
-
-    def batch(self, prompts: Texts, texts: Texts, guesses: np.ndarray | None = None) -> Batch:
-        """The `Batch` of these texts."""
-        device = self.target.device
-        tokens = padded([[*prompt, *text] for prompt, text in zip(prompts, texts)]).to(device)[:, :-1]
-        lengths = torch.tensor([[len(text)] for text in texts], device=device)
-        step = torch.arange(int(lengths.max()), device=device)
-        at = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
-        at = (at + step.minimum(lengths - 1))[..., None]
-        seen = None
-        if self.sampling.repetition_penalty != 1:
-            none = torch.zeros(len(tokens), self.target.vocabulary, dtype=torch.bool, device=device)
-            after = seen_after(none, tokens)
-            assert after is not None
-            seen = at_places(after, at)
-        x, written = padded(texts).to(device)[..., None], step < lengths
-        known = None if guesses is None else torch.from_numpy(guesses[:, : len(step)]).to(device)
-        return Batch(tokens, at, x, written, seen, known)
 
     def cut_by_rounding(self, logits: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
         """Whether top-k and top-p would have kept x, had rounding favoured it: `logits[N, V]`, `x[N, 1]` -> bool `[N]`.
 
         If a logit changes by d, the share s of the tokens above the cut changes by at most s (1 - s) d.
         """
-        d = rounding(self.target, logits, self.unit)
+        d = self.rounding(logits)
         raised = logits.scatter_add(-1, x, d)
         top_p, temperature = self.sampling.top_p, self.sampling.temperature or 1
         results = []
@@ -141,6 +138,22 @@ class TextScorer:
             results.append(probabilities(raised[i], wider, None if seen is None else seen[i])[x[i, 0]] > 0)
         return torch.stack(results)
 
+    def rounding(self, logits: Tensor) -> Tensor:
+        """How much the difference of two logits can change if it is computed another way, `[..., V]` -> `[..., 1]`.
+
+        The residual stream of a model with L layers is a sum of 2 L parts. Each part is rounded by the unit roundoff of
+        the dtype. Each is computed from sums of d products in float32, whose error grows as sqrt(d). Independent errors
+        add as their squares do. Such a relative error is taken of the standard deviation of the logits over the
+        vocabulary.
+
+        The result allows 8 standard deviations of the error. The measured standard deviation is 0.04 to 0.93 of this
+        estimate, but a few large numbers make its tails heavy: the largest error was 6.6 of it.
+        """
+        config = self.target.model.config.get_text_config()
+        unit, accumulated = self.unit or torch.finfo(self.target.dtype).eps / 2, torch.finfo(torch.float32).eps / 2
+        relative = (2 * config.num_hidden_layers) ** 0.5 * (unit + config.hidden_size**0.5 * accumulated)
+        return 8 * relative * logits.std(-1, keepdim=True)
+
     @torch.inference_mode()
     def logit_gaps(self, prompts: Texts, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
         """How far each token is from the target's argmax, three tensors with a number for each token of all texts.
@@ -148,50 +161,16 @@ class TextScorer:
         The first: the largest logit minus the token's, 0 for the argmax and its equals. The second: how much of that
         rounding can explain. The third, bool: the token is the argmax.
         """
-        gaps, limits, argmaxes = [], [], []
+        penalty, results = Sampling(1.0, 0, 1.0, self.sampling.repetition_penalty), []
         for prompt, text in zip(prompts, texts):
-            batch = self.batch([prompt], [text])
-            logits = logits_of(self.target, batch)
-            penalty = Sampling(1.0, 0, 1.0, self.sampling.repetition_penalty)
-            scores = probabilities(logits, penalty, batch.seen).log()  # Logits after the penalty, minus a constant.
-            gaps.append((scores.amax(-1) - scores.gather(-1, batch.x)[..., 0])[0])
-            limits.append(rounding(self.target, logits, self.unit)[0, :, 0])
-            argmaxes.append((scores.argmax(-1) == batch.x[..., 0])[0])
-        return torch.cat(gaps).cpu(), torch.cat(limits).cpu(), torch.cat(argmaxes).cpu()
-
-
-def padded(rows: Texts) -> Tensor:
-    """int64 `[rows, tokens of the longest]`; shorter rows are padded with their last token."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
-
-
-def logits_of(model: CachedModel, batch: Batch) -> Tensor:
-    """The logits `[B, m, V]` that predict the tokens of a batch of texts."""
-    return at_places(model.score(batch.tokens), batch.at)
-
-
-def at_places(tensor: Tensor, at: Tensor) -> Tensor:
-    """`tensor[B, n, V]` at the places `at[B, m, 1]`, `[B, m, V]`."""
-    return tensor.gather(1, at.expand(-1, -1, tensor.shape[-1]))
-
-
-def rounding(model: CachedModel, logits: Tensor, unit: float | None = None) -> Tensor:
-    """How much the difference of two logits can change if it is computed another way in the model's dtype, `[..., 1]`.
-
-    unit: the unit roundoff, if it is not that of the dtype.
-
-    The residual stream of a model with L layers is a sum of 2 L parts. Each part is rounded by the dtype's unit
-    roundoff. Each is computed from sums of d products in float32, whose error grows as sqrt(d). Independent errors add
-    as their squares do. Such a relative error is taken of the standard deviation of the logits over the vocabulary.
-
-    The result allows 8 standard deviations of the error. The measured standard deviation is 0.04 to 0.93 of this
-    estimate, but a few large numbers make its tails heavy: the largest error was 6.6 of it.
-    """
-    config = model.model.config.get_text_config()
-    rounded, accumulated = unit or torch.finfo(model.dtype).eps / 2, torch.finfo(torch.float32).eps / 2
-    relative = (2 * config.num_hidden_layers) ** 0.5 * (rounded + config.hidden_size**0.5 * accumulated)
-    return 8 * relative * logits.std(-1, keepdim=True)
+            batch = Batch([prompt], [text], self.target.device)
+            logits = batch.before_x(self.target.score(batch.tokens))
+            # Logits after the penalty, minus a constant.
+            scores = probabilities(logits, penalty, batch.seen(penalty, self.target.vocabulary)).log()[0]
+            gap = scores.amax(-1) - scores.gather(-1, batch.x[0])[:, 0]
+            results.append((gap, self.rounding(logits)[0, :, 0], scores.argmax(-1) == batch.x[0, :, 0]))
+        gaps, allowed, is_argmax = (torch.cat(parts).cpu() for parts in zip(*results))
+        return gaps, allowed, is_argmax
 
 
 def gap_figures(texts: Texts, gap: Tensor, allowed: Tensor, is_argmax: Tensor) -> dict[str, Any]:
@@ -219,3 +198,82 @@ def greedy_figures(texts: Texts, plain: Texts, prompts: Texts, scorer: TextScore
             figures["differing"] += 1
             figures["beyond"] += int(gap[-1] > allowed[-1])
     return cast(GreedyFigures, figures)
+
+
+class FollowingTarget:
+    """A target that reads as `target` does, and writes `texts`.
+
+    guesses: int64 `[texts, tokens of the longest, PLACES]`, what was guessed for each token, -1 where nothing was. A
+    guess of a chain stands at its place in the round, one of a tree at its place among its siblings.
+    """
+
+    def __init__(self, target: Model, texts: Texts) -> None:
+        self.target, self.texts, self.cache_of = target, texts, target.cache_of or target
+        self.guesses = np.full((len(texts), max(map(len, texts)), PLACES), -1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def first_token(self, rows: Rows, sampling: Sampling) -> None:
+        self.rows = rows
+        self.target.prefill(rows)
+        rows.commit_first(upload([self.texts[rows.numbers[row]][0] for row in rows.fresh], rows.device))
+
+    def score_and_verify(
+        self, rows: Rows, guesses: Guesses, u: Tensor, sampling: Sampling, verify: VerificationRule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        p, _, _ = self.target.score_and_verify(rows, guesses, u, sampling, verify)
+        path, token = self.follow(guesses.drafts, guesses.of_drafts(), None)
+        return p, (path > 0).sum(1), token
+
+    def score_tree(
+        self, tree: Tree, block: Tensor, places: Any, q: Tensor, *args: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        p = self.target.score_tree(tree, block, places, q, *args)[0]
+        drafts = block[:, 1:]
+        path, token = self.follow(drafts, q.gather(-1, drafts[..., None])[..., 0], tree)
+        return p, (path > 0).sum(1), path[:, : tree.depth], token
+
+    def follow(self, drafts: Tensor, q_x: Tensor, tree: Tree | None) -> tuple[Tensor, Tensor]:
+        """Note the guesses `drafts[B, n]` on the way of each text, and return the nodes that the text goes through,
+        int64 `[B, n]` with 0 after the last, and the token after them, `[B]`. tree: None: a chain."""
+        paths, tokens = [], []
+        for number, guessed, is_guess in zip(self.rows.numbers, drafts.tolist(), (q_x > 0).tolist()):
+            text, start, node = self.texts[number], len(self.rows.tokens[number]), 0
+            path: list[int] = []
+            for at in range(start, len(text)):
+                below = tree.children[node] if tree else range(node + 1, min(node + 1, len(guessed)) + 1)
+                children = [child for child in below if is_guess[child - 1]]
+                for child in children:
+                    place = tree.ranks[child - 1] if tree else child - 1
+                    self.guesses[number, at, min(place, PLACES - 1)] = guessed[child - 1]
+                node = next((child for child in children if guessed[child - 1] == text[at]), 0)
+                if not node:
+                    break
+                path.append(node)
+            paths.append(path + [0] * (drafts.shape[1] - len(path)))
+            tokens.append(([*text[start:], 0])[len(path)])
+        return upload(paths, drafts.device).long().reshape(drafts.shape), upload(tokens, drafts.device)
+
+
+def guesses_along(sampler: Any, prompts: Texts, texts: Texts, sampling: Sampling, **options: Any) -> np.ndarray:
+    """The guesses of a method along `texts`, which follow `prompts`: `FollowingTarget.guesses`.
+
+    The guess that helped to draw a token depends on it: an accepted one is the token. So the method runs once more,
+    with random numbers of its own, on a target that writes these texts whatever the guesses. Each guess is then drawn
+    as the drafter really draws it after that text, and independently of the token that stands there.
+
+    sampler: a partial function of `specSampling` or `treeSampling`, that wrote none of the texts: otherwise where it
+    guesses could depend on them. options: its other arguments.
+    """
+    target = FollowingTarget(sampler.keywords["target"], texts)
+    counts = [itertools.count(1) for _ in texts]
+
+    def ends(number: int, token: int) -> bool:
+        """Whether this is the last token of text `number`."""
+        return next(counts[number]) == len(texts[number])
+
+    context = min(model.context for model in (sampler.keywords["target"], *sampler.keywords["drafter"].models))
+    most = min(max(map(len, texts)), context - max(map(len, prompts)))  # What is beyond has no guesses.
+    sampler(prompts, target=target, max_len=most, sampling=sampling, end_of_text=ends, **options)
+    return target.guesses

@@ -1,7 +1,7 @@
 """`Trial`: the experiment of `test.py --lossless`, with models that are loaded.
 
 It tests texts drawn by every method, texts of samplers with a planted mistake, and greedy texts (evidence.py and
-scorer.py). Each line of results is passed on as it comes.
+scorer.py).
 
 In float32, p is computed from the whole text at once, without the KV cache, so that a mistake in the cache shows. In a
 16-bit dtype that would round otherwise than the sampler did. There the same model reads the text again as it wrote it.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,14 +21,13 @@ from torch import Tensor
 
 from decoding.rows import Rows, upload
 from engine.cachedModel import CachedModel
-from experiments.lines import Append, GreedyFigures, GreedyLine, MistakeFigures, ShownCounts, TrialConditions
+from experiments.lines import Append, GreedyFigures, GreedyLine, Line, MistakeFigures, ShownCounts, TrialConditions
 from experiments.loading import Inputs, LoadedModels
 from inputs.devices import pick_dtype
 from inputs.progress import followed
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.mistakes import MISTAKES
-from lossless.replay import guesses_along
-from lossless.scorer import Texts, TextScorer, greedy_figures
+from lossless.scorer import Texts, TextScorer, greedy_figures, guesses_along
 from methods.catalogue import METHODS, build, repeatable
 from methods.samplers import Models, Sampler
 from utils import Sampling
@@ -54,7 +52,7 @@ class BlockReader:
     @torch.inference_mode()
     def read(self, prompts: Texts, texts: Texts, batch: int | None = None) -> None:
         """Compute the results of `score`, and keep them in the model's dtype. batch: texts at a time."""
-        self.unscored: list[tuple[int, Tensor, Sequence[int]]] = []  # length of the prompt, logits [n, V], text
+        self.unscored: list[tuple[int, Tensor]] = []  # length of the prompt, logits [n, V] of the text
         batch = batch or len(texts)
         for part in (slice(first, first + batch) for first in range(0, len(texts), batch)):
             rows = Rows(prompts[part], len(texts[0]), [self.cached])
@@ -62,16 +60,14 @@ class BlockReader:
             for block in upload(texts[part], self.device)[:, :-1].split(self.width, 1):
                 logits.append(self.cached.forward(block, at + torch.arange(block.shape[1], device=self.device)))
                 at = at + block.shape[1]
-            self.unscored += zip(map(len, prompts[part]), torch.cat(logits, 1).to(self.dtype), texts[part])
+            self.unscored += zip(map(len, prompts[part]), torch.cat(logits, 1).to(self.dtype))
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Logits after each of `tokens[B, n]`, float32 `[B, n, V]`: those of the next B texts that were read, and 0
-        before the end of the prompt."""
+        """Logits after each of `tokens[B, n]`, float32 `[B, n, V]`: those of the next B texts in the order in which
+        they were read, and 0 before the end of the prompt."""
         logits = torch.zeros(*tokens.shape, self.vocabulary, device=self.device)
-        for row, (length, computed, text) in enumerate(self.unscored[: len(tokens)]):
-            end = length + len(text) - 1
-            assert tokens[row, length:end].tolist() == list(text[:-1]), "texts are scored in the order they were read"
-            logits[row, length - 1 : end] = computed
+        for row, (length, computed) in enumerate(self.unscored[: len(tokens)]):
+            logits[row, length - 1 :][: len(computed)] = computed
         del self.unscored[: len(tokens)]
         return logits
 
@@ -79,19 +75,18 @@ class BlockReader:
 class Trial:
     """Tests whether methods are lossless, with the settings of a run.
 
-    models: in `dtype`. append: takes each line of results.
+    models: in `dtype`. append: takes each line of results as it comes.
     """
 
     def __init__(self, inputs: Inputs, models: LoadedModels, dtype: str, append: Append) -> None:
         settings = inputs.settings
+        self.inputs, self.models, self.dtype, self.append = inputs, cast(Models, models), dtype, append
         self.names, self.decoding = settings.measuring.groups["lossless"], settings.decoding
         self.sampling, self.max_len = settings.sampling.of("lossless"), settings.sampling.max_len_of("lossless")
         self.texts, self.seed = settings.texts_at_once, settings.measuring.seed  # texts of a call of a method
         self.rows, self.batch = settings.rows, settings.measuring.batch  # of these, decoded at a time; the flag
         self.batches = math.ceil(settings.tokens / (self.texts * self.max_len))  # of texts by each method
-        self.prompts = inputs.rows  # token ids, used cyclically
-        self.processes, self.device = inputs.processes, inputs.device
-        self.models, self.dtype, self.append = models, dtype, append
+        self.mapped = inputs.processes.mapped
         self.limit = limit_of(len(self.names) * len({"float32", settings.models.dtype or "float32"}))
         width = self.decoding.gamma_of("fixed") + 1
         self.reader = None if dtype == "float32" else BlockReader(models["target"], width)
@@ -106,13 +101,10 @@ class Trial:
         if self.batch is not None:
             self.conditions["batch"] = self.rows
 
-    def build(self, names: Sequence[str]) -> dict[str, Sampler]:
-        """Methods by name, in a state of their own."""
-        return build(names, cast(Models, self.models), self.decoding)
-
     def choose(self, first: int, count: int) -> list[list[int]]:
         """The prompts of the texts numbered first, ..., first + count - 1."""
-        return [self.prompts[i % len(self.prompts)] for i in range(first, first + count)]
+        prompts = self.inputs.rows
+        return [prompts[i % len(prompts)] for i in range(first, first + count)]
 
     def write(self, sampler: Sampler, guessing: Any, scorer: TextScorer, first: int, count: int) -> Evidence:
         """`Evidence` of `count` new texts, numbered from `first`. The numbers decide prompts and seed.
@@ -121,7 +113,7 @@ class Trial:
         early: u is uniform over all tokens only if the tokens do not decide how many there are.
         """
         prompts, guesses = self.choose(first, count), None
-        generator = torch.Generator(self.device).manual_seed(self.seed + 1_000_003 * first)
+        generator = torch.Generator(self.inputs.device).manual_seed(self.seed + 1_000_003 * first)
         options: Any = {"sampling": scorer.sampling, "generator": generator, "batch": self.batch}
         texts, _ = sampler(prompts, max_len=self.max_len, **options)
         if guessing is not None:
@@ -143,7 +135,7 @@ class Trial:
 
     def test_methods(self) -> None:
         """Test texts drawn by each method, at least `tokens` tokens."""
-        samplers, guessing = self.build(self.names), self.build(self.names)
+        samplers, guessing = (build(self.names, self.models, self.decoding) for _ in range(2))
         scorers = {name: self.scorer(self.sampling, METHODS[name].guesser) for name in samplers}
 
         def write(batch: tuple[str, int]) -> tuple[Evidence, float]:
@@ -154,31 +146,22 @@ class Trial:
             return evidence, time.perf_counter() - start
 
         batches = [(name, number) for name in samplers for number in range(self.batches)]
-        done = followed(self.processes.mapped(write, batches), "lossless", len(batches))
+        done = followed(self.mapped(write, batches), "lossless", len(batches))
         for name in samplers:
             parts, seconds = zip(*itertools.islice(done, self.batches))
             evidence: Evidence = sum(parts[1:], parts[0])
-            self.append(
-                {
-                    "kind": "lossless",
-                    "test": "drawn",
-                    "method": name,
-                    **self.conditions,
-                    "seconds": math.fsum(seconds),
-                    "repeatable": repeatable(name, self.decoding),
-                    **evidence.figures(),
-                    **self.shown_counts(evidence),
-                }
-            )
+            rest = {"seconds": math.fsum(seconds), "repeatable": repeatable(name, self.decoding)}
+            head = {"kind": "lossless", "test": "drawn", "method": name, **self.conditions, **rest}
+            self.append(cast(Line, head | evidence.figures() | self.shown_counts(evidence)))
 
     def find_mistakes(self) -> None:
         """Test the methods with a planted mistake: each mistake in the first method that it fits, or in all."""
-        samplers, planted = self.build(self.names), list[tuple[str, str]]()
+        samplers, planted = build(self.names, self.models, self.decoding), list[tuple[str, str]]()
         for name, mistake in MISTAKES.items():
             fitting = [method for method, sampler in samplers.items() if mistake.fits(sampler)]
             if self.rows < self.texts or not mistake.queue:
                 planted += [(method, name) for method in fitting[: None if mistake.everywhere else 1]]
-        done = self.processes.mapped(self.find_mistake, planted)
+        done = self.mapped(self.find_mistake, planted)
         for line in followed(done, "planted mistakes", len(planted)):
             self.append({"kind": "lossless", "test": "mistake", **self.conditions, **line})
 
@@ -188,7 +171,8 @@ class Trial:
         method, name = planted
         mistake, most = MISTAKES[name], self.batches * self.texts
         tested = mistake.tested(self.sampling)
-        flawed, guessing = (mistake.planted(self.build([method])[method], tested) for _ in range(2))
+        samplers = [build([method], self.models, self.decoding)[method] for _ in range(2)]
+        flawed, guessing = (mistake.planted(sampler, tested) for sampler in samplers)
         parts = flawed, guessing, self.scorer(tested)
         evidence = self.write(*parts, 0, min(2 * self.rows if mistake.queue else FIRST, most))
         while not (tests := seen_by(evidence.figures(), self.limit)) and len(evidence.u) < most:
@@ -197,15 +181,8 @@ class Trial:
         figures, missing = evidence.figures(), self.in_figure - len(evidence.u)
         if missing > 0:
             evidence += self.write(*parts, len(evidence.u), missing)
-        return {
-            **figures,
-            **self.shown_counts(evidence),
-            "mistake": name,
-            "method": method,
-            "what": mistake.what,
-            "seen_in": mistake.seen_in,
-            "seen_by": tests,
-        }
+        about = {"mistake": name, "method": method, "what": mistake.what, "seen_in": mistake.seen_in, "seen_by": tests}
+        return cast(MistakeFigures, figures | self.shown_counts(evidence) | about)
 
     def compare_greedy(self) -> None:
         """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""
@@ -213,7 +190,7 @@ class Trial:
         # The greedy text of a prompt is one text, however often it is written.
         prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, self.choose(0, self.texts)))]
         names, count = ["target", *(name for name in self.names if name != "target")], min(self.max_len, GREEDY_TOKENS)
-        samplers, scorer = self.build(names), TextScorer(self.models["target"], None, sampling)
+        samplers, scorer = build(names, self.models, self.decoding), TextScorer(self.models["target"], None, sampling)
         plain: list[list[int]] = []  # without a queue
         for first in range(0, len(prompts), self.rows):
             plain += samplers["target"](prompts[first : first + self.rows], max_len=count, sampling=sampling)[0]
@@ -222,7 +199,7 @@ class Trial:
             texts, _ = samplers[name](prompts, max_len=count, sampling=sampling, batch=self.batch)
             return greedy_figures(texts, plain, prompts, scorer)
 
-        done = followed(self.processes.mapped(compare, names), "greedy", len(names))
+        done = followed(self.mapped(compare, names), "greedy", len(names))
         for figures, name in zip(done, names):
             line: GreedyLine = {"kind": "lossless", "test": "greedy", "method": name, "dtype": self.dtype, **figures}
             if name != "target":
@@ -247,7 +224,8 @@ def run_trials(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     del trial
     models.clear()
     # On a processor without bfloat16 that dtype is slow, and text in it is compared all the same.
-    dtype = named if named not in (None, "float32") else pick_dtype(inputs.device).replace("float32", "bfloat16")
+    fast = pick_dtype(inputs.device).replace("float32", "bfloat16")
+    dtype = fast if named in (None, "float32") else named
     models = (inputs.load_as_timed if dtype == named else inputs.load)(dtype)
     trial = Trial(inputs, models, dtype, append)
     if drawn and dtype == named:

@@ -1,11 +1,16 @@
 """`play`: continue one prompt or answer the questions of a conversation on the terminal, round by round, and as a page
-that plays it back."""
+that plays it back: one self-contained HTML file, made of the files in `page/`."""
 
 from __future__ import annotations
 
+import html
 import json
+import os
 import time
-from collections.abc import Collection, Sequence
+from base64 import b64encode
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -16,15 +21,19 @@ from transformers import PreTrainedTokenizerBase
 from experiments.loading import Inputs
 from experiments.runRecord import run_record
 from inputs.commandLine import visible
+from inputs.files import replace_file
 from inputs.prompts import encode_chat
 from methods.catalogue import build, repeatable
 from methods.samplers import Sampler
-from playback.page import render, write_file
-from playback.trace import KINDS, Pieces, Round, Trace, Turn, pieces_of, summary
+from playback.trace import KINDS, Pieces, Round, Trace, Turn, decoded_rounds, summary
+from utils import UserError
 
-TITLE = "Speculative decoding, round by round"
 PACE = 12.0  # tokens a second on a terminal: slow enough to follow, and about twice as fast as people read
-COLOURS, MARKS = ("green", "red strike", "bold bright_blue"), (("[", "]"), ("~", "~"), ("", ""))  # of each of KINDS
+PARTS = Path(__file__).with_name("page")
+# Of each of KINDS: the colour, the marks where there are no colours, and the HTML element.
+COLOURS = "green", "red strike", "bold bright_blue"
+MARKS, TAGS = (("[", "]"), ("~", "~"), ("", "")), ("u", "del", "b")
+KEPT = "\n\t\u200c\u200d"  # control characters of a page; some scripts and emoji need U+200C and U+200D
 Styled = tuple[str, str]  # text, and the style that rich gives it
 
 
@@ -35,27 +44,26 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
     The file is a page, or the record of the turns as JSON. It holds the turns that were begun, also after Ctrl-C or an
     error.
     """
-    settings, models, name = inputs.settings, inputs.load_first(), inputs.settings.measuring.played
-    assert name is not None, "the settings ask for it"
+    settings, models, tokenizer = inputs.settings, inputs.load_first(), inputs.tokenizer
+    name, file, screen = settings.measuring.played or "", settings.output.html, None
     sampler = build([name], dict(models), settings.decoding)[name]
-    pace = (
-        PACE if repeatable(name, settings.decoding) else None
-    )  # A rule that depends on measured times would include the pauses.
-    screen = Screen(inputs.tokenizer, ends=inputs.end_tokens, pace=pace) if settings.output.show else None
+    if settings.output.show:
+        # A rule that depends on measured times would include the pauses.
+        pace = PACE if repeatable(name, settings.decoding) else None
+        screen = Screen(tokenizer, ends=inputs.end_tokens, pace=pace)
     turns: list[Turn] = []
     try:
         play_turns(inputs, sampler, screen, turns)
     except KeyboardInterrupt:
         return 130
     finally:
-        file = settings.output.html
         if turns and file and file.suffix == ".json":
-            texts = [{"prompt": turn.prompt, "rounds": pieces_of(turn.rounds, inputs.tokenizer)} for turn in turns]
+            texts = [{"prompt": turn.prompt, "rounds": decoded_rounds(turn.rounds, tokenizer)} for turn in turns]
             record = {**run_record(inputs, models, argv), "dtype": inputs.dtype, "turns": texts}
             write_file(file, json.dumps(record, ensure_ascii=False) + "\n")
         elif turns and file:
             facts = {role: model.name for role, model in models.items()}
-            write_file(file, render(turns, inputs.tokenizer, TITLE, facts))
+            write_file(file, html_page(turns, tokenizer, "Speculative decoding, round by round", facts))
     return 0
 
 
@@ -73,7 +81,7 @@ def play_turns(inputs: Inputs, sampler: Sampler, screen: Screen | None, turns: l
         else:
             prompt = inputs.rows[0]
             shown = tokenizer.decode(prompt)
-        trace, note = Trace(screen.round if screen else None), "not finished"
+        trace, note = Trace(screen.round) if screen else Trace(), "not finished"
         turns.append(Turn(shown, trace.rounds))
         if screen:
             screen.begin(shown)
@@ -153,3 +161,53 @@ class Screen:
         """Show what is left of the text, and one line of figures. note: how the text ended."""
         self.write(self.styled(2, self.pieces.rest()), end="\n\n")
         self.write(("; ".join(filter(None, (summary(self.rounds), note))), ""), end="\n")
+
+
+def html_page(
+    turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, title: str, facts: Mapping[str, object]
+) -> str:
+    """A page that plays the rounds of `turns`, one turn after the other. It needs no other file, and may not load any.
+
+    facts: {name: value}, shown under the title. Text of models and users is escaped here, and the script sets it as
+    text: it is never markup.
+    """
+
+    def escaped(text: object) -> str:
+        return html.escape(visible(str(text), KEPT))
+
+    template, style, script = ((PARTS / name).read_text("utf-8") for name in ("page.html", "style.css", "script.js"))
+    # The Content-Security-Policy allows this style and this script by their hashes, and nothing else.
+    hashes = [b64encode(sha256(part.encode()).digest()).decode() for part in (style, script)]
+    data: list[list[list[str]]] = []  # [round][kind][token]
+    text = ""
+    for number, turn in enumerate(turns):
+        for index, kinds in enumerate(decoded_rounds(turn.rounds, tokenizer)):
+            data.append([[visible(piece, KEPT) for piece in pieces] for pieces in kinds])
+            # The prompt of a later turn stands in the text, before the turn's first round.
+            prompt = f'<span class="dim">\n\n{escaped(turn.prompt)}</span>' if number and not index else ""
+            spans = (f"<{tag}>{escaped(''.join(pieces))}</{tag}>" for tag, pieces in zip(TAGS, kinds))
+            text += f"<span>{prompt}{''.join(spans)}</span>"
+    return template.format(
+        style=style,
+        script=script,
+        policy=f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'",
+        # In ASCII and without characters that mean something in HTML.
+        data=json.dumps(data).replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026"),
+        title=escaped(title),
+        facts=" \u00b7 ".join(f"{escaped(name)} {escaped(value)}" for name, value in facts.items()),
+        legend=" ".join(f"<{tag}>{escaped(name)}</{tag}>" for tag, name in zip(TAGS, KINDS)),
+        prompt=escaped(turns[0].prompt),
+        text=text,
+    )
+
+
+def write_file(path: Path, content: str) -> None:
+    """Write the file of --html, as a whole or not at all, and print its path. Raises UserError if this fails."""
+    real = Path(os.path.realpath(path))
+    try:
+        if real.exists() and not real.is_file():
+            raise OSError("it is not a file")
+        replace_file(real, content)
+    except OSError as error:
+        raise UserError(f"--html {path} cannot be written: {error.strerror or error}") from None
+    print(visible(f"Written to {path}", ""))

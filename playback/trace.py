@@ -35,23 +35,20 @@ class Trace:
     """The rounds of the first text, collected as a sampler's `callback` and `observer`. The first "round" is the
     prefill. on_round: called with each round when it ends."""
 
-    def __init__(self, on_round: Callable[[Round], object] | None = None) -> None:
+    def __init__(self, on_round: Callable[[Round], object] = lambda round: None) -> None:
         self.on_round = on_round
         self.rounds: list[Round] = []
         self.guesses: list[int] = []  # of the round that is about to end
 
     def observer(self, rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> None:
-        """Collect the rejected guesses of a round (`decoding.drafter.Observer`)."""
-        drafts = guesses.drafts[0]
-        # Where q is 0, there is no guess.
-        self.guesses = drafts[guesses.q[0].gather(1, drafts[:, None])[:, 0] > 0].tolist()
+        """Collect the guesses of a round (`decoding.drafter.Observer`)."""
+        self.guesses = guesses.drafts[0][guesses.of_drafts()[0] > 0].tolist()  # Where q is 0, there is no guess.
 
     def callback(self, row: int, tokens: list[int], guessed: int) -> None:
         """Add a round that has ended (`decoding.rows.Callback`)."""
         if row == 0:
             self.rounds.append(Round(tokens[:guessed], self.guesses[guessed:], tokens[guessed:]))
-            if self.on_round:
-                self.on_round(self.rounds[-1])
+            self.on_round(self.rounds[-1])
 
 
 class Pieces:
@@ -92,7 +89,7 @@ class Pieces:
         return [accepted, rejected, [self.add(token) for token in round.target]]
 
 
-def pieces_of(rounds: Sequence[Round], tokenizer: PreTrainedTokenizerBase) -> list[list[list[str]]]:
+def decoded_rounds(rounds: Sequence[Round], tokenizer: PreTrainedTokenizerBase) -> list[list[list[str]]]:
     """The pieces of all rounds, `[round][kind][token]`. Nothing is held back."""
     pieces = Pieces(tokenizer)
     texts = [pieces.of(round) for round in rounds]

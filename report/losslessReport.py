@@ -14,13 +14,7 @@ from experiments.lines import AuditLine, EndLine, GreedyAuditLine, GreedyLine, L
 from inputs.commandLine import counted
 from lossless.audit import LISTED, RETOKENISED, SEEN
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
-from report.tables import Columns, Table, name_of, plain, table_of
-
-
-def perplexity_cell(perplexity: float | None) -> str:
-    """A perplexity; empty where no token has one."""
-    return "" if perplexity is None else f"{perplexity:.3f}"
-
+from report.tables import Columns, name_of, plain, table_of
 
 SAMPLED_COLUMNS: Columns[LosslessLine] = {
     "": lambda line: name_of(line["method"]),
@@ -31,8 +25,8 @@ SAMPLED_COLUMNS: Columns[LosslessLine] = {
     "\np": lambda line: f"{line['p']['surprise']:.2g}",
     "serial\np": lambda line: f"{line['p']['neighbours']:.2g}",
     "guesses\np": lambda line: f"{line['p']['guesses']:.2g}" if "guesses" in line["p"] else "",
-    "PPL\nof text": lambda line: perplexity_cell(line["perplexity"]),
-    "PPL\nof p": lambda line: perplexity_cell(line["expected_perplexity"]),
+    "PPL\nof text": lambda line: "" if line["perplexity"] is None else f"{line['perplexity']:.3f}",
+    "PPL\nof p": lambda line: "" if line["expected_perplexity"] is None else f"{line['expected_perplexity']:.3f}",
     "at the\nedge": lambda line: f"{line['excluded']:,}",
     "p=0": lambda line: f"{line['impossible']:,}",
 }
@@ -77,46 +71,35 @@ POWER_NOTES = (
 
 def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
     """Whether no test rejects a method, and the verdict as a sentence. lines: of a run that has ended."""
-    if failures := [*sampled_failures(lines), *greedy_failures(lines)]:
+    if failures := list(failed(lines)):
         return False, f"Difference found: {'; '.join(failures)}."
-    clauses = [*sampled_clauses(lines), *power_clauses(lines), *greedy_clauses(lines)]
-    return True, f"No difference found: {'; '.join(clauses)}."
+    return True, f"No difference found: {'; '.join(passed(lines))}."
 
 
 def exit_code(lines: Sequence[Line]) -> int:
     """1 if the verdict of a test or of an audit is no, else 0."""
-    audits = [audit_verdict(line) for line in audits_of(lines)]
-    return 0 if verdict(lines)[0] and all(right for right, _ in audits) else 1
+    return 0 if verdict(lines)[0] and all(audit_verdict(line)[0] for line in audits_of(lines)) else 1
 
 
-def sampled_failures(lines: Sequence[Line]) -> Iterator[str]:
-    """A clause for each method whose drawn texts a test rejects."""
+def failed(lines: Sequence[Line]) -> Iterator[str]:
+    """A clause for each method whose drawn texts a test rejects, and for greedy tokens that rounding cannot explain."""
     for line in of_kind(lines, LosslessLine):
-        if failed := seen_by(line, line["limit"]):
-            tests = " and ".join(TESTS[test] for test in failed)
-            yield f"{name_of(line['method'])} fails in {line['dtype']} by {tests}{about_guesses(line)}"
-
-
-def about_guesses(line: LosslessLine) -> str:
-    """How many tokens are the guess, if the test of guesses rejects the texts."""
-    if line["p"].get("guesses", 1.0) >= line["limit"]:
-        return ""
-    guesses = line["guesses"]
-    return f" ({guesses['hits']:,} tokens are the guess, and {guesses['expected']:,.1f} were expected)"
-
-
-def greedy_failures(lines: Sequence[Line]) -> Iterator[str]:
-    """A clause for each method and dtype with greedy tokens that rounding cannot explain."""
-    for line in of_kind(lines, GreedyLine):
-        if line["beyond"]:
-            yield (
-                f"{name_of(line['method'])} writes {line['beyond']:,} greedy tokens in {line['dtype']} that are not "
-                "the target's"
+        if tests := seen_by(line, line["limit"]):
+            said = (
+                f"{name_of(line['method'])} fails in {line['dtype']} by {' and '.join(TESTS[test] for test in tests)}"
             )
+            if "guesses" in tests:
+                hits, expected = f"{line['guesses']['hits']:,}", f"{line['guesses']['expected']:,.1f}"
+                said += f" ({hits} tokens are the guess, and {expected} were expected)"
+            yield said
+    for greedy in of_kind(lines, GreedyLine):
+        if greedy["beyond"]:
+            writes = f"{name_of(greedy['method'])} writes {greedy['beyond']:,} greedy tokens in {greedy['dtype']}"
+            yield f"{writes} that are not the target's"
 
 
-def sampled_clauses(lines: Sequence[Line]) -> Iterator[str]:
-    """The clause on drawn texts, if there are any: how much was tested."""
+def passed(lines: Sequence[Line]) -> Iterator[str]:
+    """Clauses on what was tested: drawn texts, planted mistakes, and greedy texts in each dtype."""
     if sampled := of_kind(lines, LosslessLine):
         p = [value for line in sampled for value in line["p"].values()]
         names = list(dict.fromkeys(line["method"] for line in sampled))
@@ -126,34 +109,24 @@ def sampled_clauses(lines: Sequence[Line]) -> Iterator[str]:
             f"{min(line['tokens'] for line in sampled):,} drawn tokens of {methods} were tested in {dtypes} (the least "
             f"of {len(p)} p-values is {min(p):.2g}; less than {sampled[0]['limit']:.1e} would be a difference)"
         )
-
-
-def power_clauses(lines: Sequence[Line]) -> Iterator[str]:
-    """The clause on planted mistakes, if there are any: which of them the tests detect."""
     if power := of_kind(lines, PowerLine):
         missed = [" in ".join(filter(None, (m["mistake"], m.get("method")))) for m in power if not m["seen_by"]]
-        most = max(line["tokens"] for line in power)
+        most = f"{max(line['tokens'] for line in power):,} tokens"
         counts = Counter(name_of(line.get("method", "")) for line in power)
         planted = ", ".join(f"{count} in {method}" for method, count in counts.items())
-        yield (
-            f"each planted mistake is detected, within {most:,} tokens: {planted}"
-            if not missed
-            else f"but {', '.join(missed)} would not be seen with {most:,} tokens: give more --tokens"
-        )
-
-
-def greedy_clauses(lines: Sequence[Line]) -> Iterator[str]:
-    """A clause on greedy texts in each dtype."""
+        if missed:
+            yield f"but {', '.join(missed)} would not be seen with {most}: give more --tokens"
+        else:
+            yield f"each planted mistake is detected, within {most}: {planted}"
     greedy = of_kind(lines, GreedyLine)
     for dtype in dict.fromkeys(line["dtype"] for line in greedy):
-        methods = [line for line in greedy if line["dtype"] == dtype and line["method"] != "target"]
-        differing, texts = sum(line["differing"] for line in methods), sum(line["texts"] for line in methods)
-        share = f"{differing:,} of {texts:,} greedy texts ({100 * differing / max(texts, 1):.0f} %)"
-        yield (
-            f"greedy text in {dtype} equals plain decoding's token for token"
-            if not differing
-            else f"in {dtype} {share} differ from plain decoding's, each first at a near-tie"
-        )
+        others = [line for line in greedy if line["dtype"] == dtype and line["method"] != "target"]
+        differing, texts = sum(line["differing"] for line in others), sum(line["texts"] for line in others)
+        if differing:
+            share = f"{differing:,} of {texts:,} greedy texts ({100 * differing / texts:.0f} %)"
+            yield f"in {dtype} {share} differ from plain decoding's, each first at a near-tie"
+        else:
+            yield f"greedy text in {dtype} equals plain decoding's token for token"
 
 
 def audits_of(lines: Sequence[Line]) -> list[AuditLine | GreedyAuditLine]:
@@ -200,13 +173,7 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
         yield f"{what}{f' (the first {LISTED} of {count:,})' if count > LISTED else ''}: {listed}."
     if after_end := line.get("after_end"):
         yield f"{counted(after_end, 'text')} with a token that ends a text, and more after it: the engine continued."
-    rejected = not audit_verdict(line)[0]
-    if line["test"] == "audit" and line.get("alike", 1) < line["limit"] and not line["impossible"]:
-        yield (
-            f"The random numbers at one position of the texts are alike (p = {line['alike']:.1g}): were all drawn with "
-            "one seed? Give each text a seed of its own, or none; texts that share theirs cannot be tested together."
-        )
-    elif line["test"] == "audit" and rejected:
+    if line["test"] == "audit":
         yield from causes(line)
     if line["retokenised"]:
         yield (
@@ -223,54 +190,45 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
 
 
 def causes(line: AuditLine) -> Iterator[str]:
-    """What usually causes the pattern of a text that is rejected."""
+    """What usually causes the pattern of a text that is rejected, or whose random numbers are alike."""
+    if line.get("alike", 1) < line["limit"] and not line["impossible"]:
+        yield (
+            f"The random numbers at one position of the texts are alike (p = {line['alike']:.1g}): were all drawn with "
+            "one seed? Give each text a seed of its own, or none; texts that share theirs cannot be tested together."
+        )
+        return
     if "surprise" in line["seen_by"]:
         likelier, hotter = ("less", "higher") if line["z"] > 0 else ("more", "lower")
         yield f"The tokens are {likelier} probable than the target's own, as at a {hotter} temperature."
     if line["fits"]:
         settings = ", nor at ".join(map(settings_of, line["fits"]))
         yield f"No test rejects the text at {settings}: a setting was not applied, or on one side alone."
-    else:
+    elif line["seen_by"]:
         if line["order"] == "p":
             yield "If a draft model guessed, name it with --draft: what leaks from it shows after fewer tokens then."
         yield "Are target, tokenizer and sampling flags those of the engine?"
 
 
-def audit_table(line: AuditLine) -> Table:
-    """The tests of audited texts."""
-    columns = {title: cell for title, cell in SAMPLED_COLUMNS.items() if title}
-    return table_of(f"Audit of {line['file']}", cast(Columns[AuditLine], columns), [line])
-
-
-def report(lines: Sequence[Line]) -> Iterator[RenderableType]:
+def lossless_report(lines: Sequence[Line]) -> Iterator[RenderableType]:
     """The verdict and the tables of a run, as rich renderables; nothing if the run tested nothing."""
     for audit in audits_of(lines):
-        yield plain(audit_verdict(audit)[1])
-        yield from map(plain, audit_details(audit))
+        yield from map(plain, [audit_verdict(audit)[1], *audit_details(audit)])
         if audit["test"] == "audit":
-            yield audit_table(audit)
+            columns = {title: cell for title, cell in SAMPLED_COLUMNS.items() if title}
+            yield table_of(f"Audit of {audit['file']}", cast(Columns[AuditLine], columns), [audit])
             yield Text(SAMPLED_NOTES.format(limit=audit["limit"]))
     sampled, greedy = of_kind(lines, LosslessLine), of_kind(lines, GreedyLine)
     if (sampled or greedy) and of_kind(lines, EndLine):
         yield plain(verdict(lines)[1])
     for dtype in dict.fromkeys(line["dtype"] for line in sampled):
-        yield sampled_table([line for line in sampled if line["dtype"] == dtype])
+        drawn = [line for line in sampled if line["dtype"] == dtype]
+        batch = f"batch {drawn[0]['batch']}, " if "batch" in drawn[0] else ""
+        conditions = f"temperature {drawn[0]['temperature']}, top_p {drawn[0]['top_p']}, {batch}{dtype}"
+        yield table_of(f"Drawn texts: {conditions}", SAMPLED_COLUMNS, drawn)
     if sampled:
         yield Text(SAMPLED_NOTES.format(limit=sampled[0]["limit"]))
     if greedy:
         yield replace(table_of("Greedy texts beside plain decoding's", GREEDY_COLUMNS, greedy), notes=GREEDY_NOTES)
     if power := of_kind(lines, PowerLine):
-        yield power_table(power)
-
-
-def sampled_table(lines: Sequence[LosslessLine]) -> Table:
-    """The tests of the texts drawn in one dtype, one row for each method."""
-    first = lines[0]
-    batch = f"batch {first['batch']}, " if "batch" in first else ""
-    conditions = f"temperature {first['temperature']}, top_p {first['top_p']}, {batch}{first['dtype']}"
-    return table_of(f"Drawn texts: {conditions}", SAMPLED_COLUMNS, lines)
-
-
-def power_table(lines: Sequence[PowerLine]) -> Table:
-    """The number of tokens needed to detect each planted mistake."""
-    return replace(table_of("Planted mistakes", POWER_COLUMNS, lines), folded=(1, 2, 3, 5), notes=POWER_NOTES)
+        table = table_of("Planted mistakes", POWER_COLUMNS, power)
+        yield replace(table, folded=(1, 2, 3, 5), notes=POWER_NOTES)

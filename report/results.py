@@ -213,7 +213,7 @@ def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
     yield from of_speed
     yield from engine_report(of_kind(lines, EngineLine))
     yield from step_tables(of_kind(lines, StepLine))
-    yield from losslessReport.report(lines)
+    yield from losslessReport.lossless_report(lines)
     for end in of_kind(lines, EndLine):
         yield from (plain(f"Figure: {file}") for file in end.get("figures", ()))
     if speed:

@@ -25,7 +25,7 @@ from inputs.files import ROOT, replace_file
 from inputs.models import find_model, load_model, model_version
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
-from playback.trace import Trace, pieces_of
+from playback.trace import Trace, decoded_rounds
 from regrSampling import regrSampling
 from specSampling import specSampling
 
@@ -110,7 +110,7 @@ def measure() -> None:
             _, (timed,) = decode(generator=torch.Generator().manual_seed(0), callback=trace.callback, **observed)
         runs[name].append((timed.times, trace.rounds))
     middle = {name: sorted(of[1:], key=lambda run: run[0][-1])[REPEATS // 2] for name, of in runs.items()}
-    texts = {name: {"rounds": pieces_of(run[1], tokenizer), "seconds": run[0]} for name, run in middle.items()}
+    texts = {name: {"rounds": decoded_rounds(run[1], tokenizer), "seconds": run[0]} for name, run in middle.items()}
     versions = {role: model_record(name, model_version(find_model(name)), models[role]) for role, name in NAMES.items()}
     about = {"program": "-m scripts.drawRounds", **origin([], {"gamma": GAMMA}, "cpu", versions)}
     text = json.dumps(about | {"dtype": dtype, "prompt": PROMPT, "texts": texts}, ensure_ascii=False)

@@ -460,7 +460,7 @@ def test_a_conversation_goes_on_after_each_answer(chat, monkeypatch, model_folde
 
 def test_a_text_ends_at_each_of_two_tokens_that_the_generation_config_names(chat, monkeypatch, capsys):
     """Planted: tokens that the model writes. Its tokenizer names neither."""
-    monkeypatch.setattr("playback.play.pieces_of", lambda rounds, tokenizer: rounds)  # ids instead of text
+    monkeypatch.setattr("playback.play.decoded_rounds", lambda rounds, tokenizer: rounds)  # ids instead of text
     words = ["--question", "a lamp?", "--temperature", "0", "--draft", "lookup", "--maxLen", "12"]
     (tokens,) = texts_of(chat(*words)[1])
     first, second = list(dict.fromkeys(tokens))[2:4]

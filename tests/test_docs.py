@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from conftest import refused
+from helpers import tiny
 from PIL import Image
 from transformers import AutoModelForCausalLM
 
@@ -30,9 +31,11 @@ from inputs.auditTexts import read_texts
 from inputs.files import ROOT
 from inputs.models import Outline
 from inputs.tokenizers import load_tokenizer
+from regrSampling import regrSampling
 from scripts import blocks, courseReport, keepRecord, render, trainBundled, trainHead
 from scripts.blocks import BEST, BLOCKS, REAL
-from utils import UserError
+from specSampling import specSampling
+from utils import GREEDY, UserError
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 TEXTS = render.files(ROOT)
@@ -331,7 +334,7 @@ def test_a_translated_page_has_the_commands_links_and_figures_of_the_english_one
     "old, new, part",
     [
         ("make run", "make rum", "commands"),
-        ("(architecture.md#on", "(architecture.md#in", "links"),
+        ("(compile.md#on", "(compile.md#in", "links"),
         ("`--show`", "`--shown`", "code"),
         ("7 GB", "8 GB", "figures"),
     ],
@@ -431,6 +434,10 @@ def test_the_python_blocks_of_a_page_run_in_order(name, capsys, monkeypatch, tmp
     said = capsys.readouterr().out
     if name == "README.md":
         assert said.startswith("It was late in the evening, and")
+    elif name == "CONTRIBUTING.md":
+        target, prompts = tiny(), [[1, 2], [3, 4, 5, 5]]
+        texts, _ = specSampling(prompts, target, space["AgainDrafter"](target.vocabulary), 20, sampling=GREEDY)
+        assert texts == regrSampling(prompts, target, 20, GREEDY)[0]
     elif name == "docs/library.md":
         assert len(space["tokens"]) == 2 and is_compiled(space["copy"]) and space["copy"].cache_of is space["target"]
         assert space["records"][0].alpha > 0.5 and "The ship" not in said.splitlines()[-2]  # new tokens only
@@ -443,7 +450,7 @@ def test_the_python_blocks_of_a_page_run_in_order(name, capsys, monkeypatch, tmp
 
 
 def test_pages_with_python_are_found():
-    assert {"README.md", "docs/library.md", "docs/lossless.md"} == set(WITH_PYTHON)
+    assert {"CONTRIBUTING.md", "README.md", "docs/library.md", "docs/lossless.md"} == set(WITH_PYTHON)
 
 
 class Parsed(Exception):

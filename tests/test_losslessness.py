@@ -10,6 +10,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
+from conftest import few_mistakes
 from scipy.stats import binom, chisquare, kstwo
 from test_otherTokenizer import letters
 from test_specSampling import PROMPTS, error, near
@@ -26,9 +27,8 @@ from experiments import settings
 from experiments.flags import parser
 from lossless import scorer as scoring
 from lossless.evidence import BINS, Evidence, hits_p_value, limit_of, seen_by
-from lossless.mistakes import MISTAKES, always_accept, one_hot, shared_noise
-from lossless.replay import FollowingTarget, guesses_along
-from lossless.scorer import TextScorer, greedy_figures
+from lossless.mistakes import MISTAKES, always_accept, one_hot, replace_from_p
+from lossless.scorer import FollowingTarget, TextScorer, greedy_figures, guesses_along
 from lossless.trial import BlockReader
 from methods import samplers
 from methods.cascade import CascadeDrafter
@@ -41,7 +41,7 @@ from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from report import losslessReport
 from specSampling import specSampling
-from utils import GREEDY, Sampling, residual
+from utils import GREEDY, Sampling
 
 
 class Fixed:
@@ -70,12 +70,13 @@ def in_tree(target, draft, shape="3,2,1"):
     return partial(treeSampling, target=target, drafter=TreeDrafter(draft), tree=Tree.of(shape), verify=traversal_rule)
 
 
-def test_the_figures_of_three_tokens_by_hand():
-    p, q = [0.5, 0.2, 0.3], [0.2, 0.6, 0.2]  # by q / p in order: 0, 2, 1
+def test_the_figures_of_three_tokens_by_hand(monkeypatch):
+    quarters = SimpleNamespace(random=lambda size: np.full(size, 0.25))  # the random numbers of the scorer
+    monkeypatch.setattr(scoring.np.random, "default_rng", lambda seed: quarters)
+    p, q = [0.5, 0.2, 0.3], [0.2, 0.2, 0.6]  # by q / p in order: 0, 1, 2; by p: 0, 2, 1
     scorer = TextScorer(Fixed(p), Fixed(q), Sampling(1.0, 0, 1.0))
-    scorer.random = SimpleNamespace(random=lambda shape: np.full(shape, 0.25))
     found = scorer.evidence([[0]], [[0, 1, 2]])
-    assert found.u[0] == pytest.approx([0.125, 0.85, 0.575])
+    assert found.u[0] == pytest.approx([0.125, 0.55, 0.775])
     assert found.surprise[0] == pytest.approx([-math.log(x) for x in (0.5, 0.2, 0.3)])
     entropy = -sum(x * math.log(x) for x in p)
     variance = sum(x * math.log(x) ** 2 for x in p) - entropy**2
@@ -83,18 +84,15 @@ def test_the_figures_of_three_tokens_by_hand():
     figures = found.figures()
     assert figures["z"] == pytest.approx((-math.log(0.5 * 0.2 * 0.3) - 3 * entropy) / (3 * variance) ** 0.5)
     assert figures["p"]["surprise"] == pytest.approx(math.erfc(abs(figures["z"]) / 2**0.5))
-    assert figures["p"]["kolmogorov_smirnov"] == pytest.approx(kstwo.sf(0.575 - 1 / 3, 3))
+    assert figures["p"]["kolmogorov_smirnov"] == pytest.approx(kstwo.sf(1 - 0.775, 3))
     assert figures["perplexity"] == pytest.approx((0.5 * 0.2 * 0.3) ** (-1 / 3))
     assert figures["expected_perplexity"] == pytest.approx(math.exp(entropy))
-    assert [i for i, count in enumerate(figures["counts"]) if count] == [6, 28, 42]
-    z = 12 * ((0.125 - 0.5) * (0.85 - 0.5) + (0.85 - 0.5) * (0.575 - 0.5)) / 2**0.5
+    assert [i for i, count in enumerate(figures["counts"]) if count] == [6, 27, 38]
+    z = 12 * ((0.125 - 0.5) * (0.55 - 0.5) + (0.55 - 0.5) * (0.775 - 0.5)) / 2**0.5
     assert figures["p"]["neighbours"] == pytest.approx(math.erfc(abs(z) / 2**0.5))
-
-
-def test_without_a_draft_the_most_probable_tokens_come_first():
-    scorer = TextScorer(Fixed([0.5, 0.2, 0.3]), None, Sampling(1.0, 0, 1.0))
-    scorer.random = SimpleNamespace(random=np.zeros)
-    assert scorer.evidence([[0]], [[0, 1, 2]]).u[0] == pytest.approx([0.0, 0.8, 0.5])
+    # Without a draft the most probable tokens come first.
+    by_p = TextScorer(Fixed(p), None, Sampling(1.0, 0, 1.0)).evidence([[0]], [[0, 1, 2]])
+    assert by_p.u[0] == pytest.approx([0.125, 0.85, 0.575])
 
 
 def test_the_tests_of_uniform_numbers_and_of_others():
@@ -134,29 +132,16 @@ def test_an_impossible_token_is_told_from_one_at_the_edge():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0, 0, 1.0), Sampling(0.8, 0, 0.9, 1.3), Sampling(1.3, 7, 1.0)])
-def test_an_exact_sampler_passes_and_the_same_seed_repeats_it(pair, sampling):
+def test_an_exact_sampler_passes_and_rows_may_be_scored_in_parts(pair, sampling, monkeypatch):
     target, draft = pair
-
-    def figures():
-        generator = torch.Generator().manual_seed(0)
-        texts, _ = specSampling(PROMPTS * 10, target, ModelDrafter(draft), 60, 4, sampling, None, generator)
-        return TextScorer(target, draft, sampling).evidence(PROMPTS * 10, texts).figures()
-
-    found = figures()
-    assert found == figures()
-    assert found["tokens"] == sum(found["counts"]) == 2400 and not seen_by(found, 1e-3)
-
-
-def test_rows_are_looked_at_in_parts(pair, monkeypatch):
-    target, draft = pair
-    texts, _ = regrSampling(PROMPTS, target, 9, generator=torch.Generator().manual_seed(0))
-
-    def look():
-        return TextScorer(target, draft, Sampling()).evidence(PROMPTS, texts)
-
-    whole = look()
-    monkeypatch.setattr(scoring, "ELEMENTS", 1)
-    for one, other in zip(whole.arrays, look().arrays):
+    prompts, generator = PROMPTS * 30, torch.Generator().manual_seed(0)
+    texts, _ = specSampling(prompts, target, ModelDrafter(draft), 20, 4, sampling, None, generator)
+    scorer = TextScorer(target, draft, sampling)
+    evidence = scorer.evidence(prompts, texts)
+    figures = evidence.figures()
+    assert figures["tokens"] == sum(figures["counts"]) == 2400 and not seen_by(figures, 1e-3)
+    monkeypatch.setattr(scoring, "ELEMENTS", 1 << 16)
+    for one, other in zip(evidence.arrays, scorer.evidence(prompts, texts).arrays):
         assert one == pytest.approx(other, abs=1e-4)
 
 
@@ -189,22 +174,6 @@ def test_a_guess_judged_as_if_q_were_1_costs_speed_alone():
     assert error(gamma=1, length=3, verify=one_hot_rule, prefixes=[[1, 2, 0]]) < 1e-6
 
 
-def test_shared_noise_is_the_noise_that_drew_the_guess():
-    torch.manual_seed(0)
-    p, q, rows = torch.tensor([0.1, 0.3, 0.6, 0.0]), torch.tensor([0.5, 0.2, 0.05, 0.25]), 200_000
-    noise = torch.empty(rows, 4).exponential_()
-    drafts, u = (noise / q).argmin(-1), torch.rand(rows, 2)
-    kept = u[:, 0] * q[drafts] < p[drafts]
-    honest = torch.where(kept, drafts, (noise / residual(p, q)).argmin(-1))
-    accepted, token = shared_noise(p.expand(rows, 2, 4), q.expand(rows, 1, 4), drafts[:, None], u)
-    assert torch.equal(accepted == 1, kept)
-    by_rule = torch.where(kept, drafts, token)
-    for guess in range(4):
-        shares = [torch.bincount(text[drafts == guess], minlength=4) / rows for text in (honest, by_rule)]
-        torch.testing.assert_close(*shares, atol=4e-3, rtol=0)
-    assert (torch.bincount(by_rule, minlength=4) / rows - p).abs().max() > 0.02
-
-
 def test_the_stale_slot_is_stale_only_after_a_rejection(pair):
     """With a draft that is always right there is nothing to roll back, and the mistake is none."""
     target, _ = pair
@@ -227,57 +196,38 @@ def test_greedy_tokens_are_the_argmax_or_near_ties_or_neither():
     assert figures([0, 0, 0], [0, 3, 0]) == [3, 1, 0, 1]
 
 
-def test_rounding_grows_with_the_dtype_and_wrong_tokens_are_beyond_it(pair):
+def test_wrong_tokens_are_beyond_what_rounding_explains(pair):
     target, _ = pair
     plain, _ = regrSampling(PROMPTS, target, 30, GREEDY)
     scorer = TextScorer(target, None, GREEDY)
     right = greedy_figures(plain, plain, PROMPTS, scorer)
-    assert (right["near_ties"], right["beyond"], right["differing"]) == (0, 0, 0) and right["allowed"] < 1e-3
-    wrong = [[(token + 1) % 61 for token in text] for text in plain]
-    found = greedy_figures(wrong, plain, PROMPTS, scorer)
+    assert right["near_ties"] == right["beyond"] == right["differing"] == 0 and right["allowed"] < 1e-3
+    found = greedy_figures([[(token + 1) % 61 for token in text] for text in plain], plain, PROMPTS, scorer)
     assert found["differing"] == len(PROMPTS) and found["beyond"] > 100
 
 
-def sampled(method="block", p=0.3, **more):
+def line(test, **fields):
+    return {"kind": "lossless", "test": test, "method": "block", "dtype": "float32"} | fields
+
+
+def sampled(p=0.3, impossible=0, **more):
     p = dict.fromkeys(("chi_square", "kolmogorov_smirnov", "surprise", "neighbours"), p)
-    line = {"kind": "lossless", "test": "drawn"} | {
-        "method": method,
-        "dtype": "float32",
-        "tokens": 1000,
-        "limit": 1e-4,
-        "impossible": 0,
-    }
-    return line | {"p": p} | more
+    return line("drawn", tokens=1000, limit=1e-4, impossible=impossible, p=p, **more)
 
 
 def greedy(dtype="float32", differing=0, beyond=0):
-    return {
-        "kind": "lossless",
-        "test": "greedy",
-        "method": "block",
-        "dtype": dtype,
-        "texts": 4,
-        "differing": differing,
-        "beyond": beyond,
-    }
+    return line("greedy", dtype=dtype, texts=4, differing=differing, beyond=beyond)
 
 
 def power(seen=("surprise",), tokens=400):
-    return {
-        "kind": "lossless",
-        "test": "mistake",
-        "mistake": "stale slot",
-        "method": "block",
-        "tokens": tokens,
-        "seen_by": list(seen),
-    }
+    return line("mistake", mistake="stale slot", tokens=tokens, seen_by=list(seen))
 
 
 @pytest.mark.parametrize(
     "lines, right, words",
     [
         (
-            [sampled(), sampled(dtype="bfloat16"), sampled("fixed"), greedy(), power()],
+            [sampled(), sampled(dtype="bfloat16"), sampled(method="fixed"), greedy(), power()],
             True,
             [
                 "No difference found: 1,000 drawn tokens of each of 2 methods were tested in float32 and in bfloat16",
@@ -294,7 +244,7 @@ def power(seen=("surprise",), tokens=400):
             False,
             ["Difference found: block fails in bfloat16 by chi-square and Kolmogorov", "independence"],
         ),
-        ([sampled(impossible=1), sampled("fixed")], False, ["block fails in float32 by impossible tokens."]),
+        ([sampled(impossible=1), sampled(method="fixed")], False, ["block fails in float32 by impossible tokens."]),
         ([sampled(), greedy(beyond=2)], False, ["block writes 2 greedy tokens in float32 that are not"]),
     ],
 )
@@ -319,11 +269,12 @@ def test_all_is_every_lossless_method_whose_models_are_there():
     assert "all stands for every one of them whose models are available, except target" in help
 
 
-def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, capsys):
-    code, lines, text = outcome(cli, flags, tmp_path, "all", "--tokens", "30", "--maxLen", "6", "--compile")
+def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, kernels, tmp_path):
+    """Also beside compiled models, of whose packed layers no eager model can be made to plant a mistake in."""
+    code, lines, text = outcome(cli, flags, tmp_path, "all", "--tokens", "12", "--maxLen", "6", "--compile")
     names = choose("all", {"draft", "self"}, "lossless")
     assert code == 0
-    assert f"No difference found: 30 drawn tokens of each of {len(names)} methods were tested in float32 (" in text
+    assert f"No difference found: 12 drawn tokens of each of {len(names)} methods were tested in float32 (" in text
     drawn, planted = ([m for m in lines if m.get("test") == test] for test in ("drawn", "mistake"))
     assert [(m["method"], m["dtype"]) for m in drawn] == [(name, "float32") for name in names]
     assert all(m["limit"] == limit_of(len(names)) and len(m["counts"]) == BINS for m in drawn)
@@ -332,8 +283,8 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, 
     assert [m["method"] for m in planted if m["mistake"] == "constant q"] == names
     assert len(planted) == len(mistakes) + len(names) - 1
     assert all("guesses" in m["p"] for m in drawn + planted)
-    assert {m["tokens_shown"] for m in drawn + planted} == {30}
-    assert all(sum(m["counts_shown"]) <= 30 and len(m["counts_shown"]) == BINS for m in drawn + planted)
+    assert {m["tokens_shown"] for m in drawn + planted} == {12}
+    assert all(sum(m["counts_shown"]) <= 12 and len(m["counts_shown"]) == BINS for m in drawn + planted)
     assert [(m["method"], m["dtype"]) for m in lines if m.get("test") == "greedy"] == [
         (name, dtype) for dtype in ("float32", "bfloat16") for name in ("target", *names)
     ]
@@ -341,20 +292,20 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, tmp_path, 
     assert (tmp_path / figure).stat().st_size > 10_000 and figure in text
     for words in ("Drawn texts: temperature 0.85", "Greedy texts", "Planted mistakes", "replace from p", "near-ties"):
         assert words in text
-    capsys.readouterr()
 
 
 def test_a_wrong_sampler_fails_the_run_in_each_dtype(cli, flags, tmp_path, monkeypatch):
+    few_mistakes(monkeypatch)
     monkeypatch.setitem(samplers.VERIFICATIONS, "token", always_accept)
     code, lines, text = outcome(cli, flags, tmp_path, "--tokens", "64", "--top_p", "0.5", "--dtype", "bfloat16")
     assert code == 1
     for dtype in ("float32", "bfloat16"):
         assert f"speculative fails in {dtype} by" in text
     # Without the KV cache, p would be rounded otherwise: both dtypes have greedy texts, and float32 the mistakes.
-    assert [m["dtype"] for m in lines if m.get("test") == "drawn"] == ["float32", "bfloat16"]
-    assert {m["dtype"] for m in lines if m.get("test") == "mistake"} == {"float32"}
-    assert {m["dtype"] for m in lines if m.get("test") == "greedy"} == {"float32", "bfloat16"}
-    assert {m["limit"] for m in lines if m.get("test") == "drawn"} == {limit_of(2)}
+    both = {"float32", "bfloat16"}
+    for test, dtypes in ("drawn", both), ("mistake", {"float32"}), ("greedy", both):
+        assert {m["dtype"] for m in lines if m.get("test") == test} == dtypes
+    assert [m["limit"] for m in lines if m.get("test") == "drawn"] == [limit_of(2)] * 2
 
 
 def test_without_chance_only_greedy_texts_are_compared(cli, flags, tmp_path):
@@ -377,11 +328,11 @@ class Repeater(Drafter):
         return Guesses(drafts, self.said * torch.nn.functional.one_hot(drafts, 61).float())
 
 
-def guessed(sampler, guessing, sampling, rows=16, target=None, order=None, seed=1):
+def guessed(sampler, guessing, sampling, rows=32, target=None, order=None, seed=1):
     """The figures of texts by a sampler, with the guesses of another one."""
     prompts = PROMPTS * (rows // len(PROMPTS))
     options = {"sampling": sampling, "generator": torch.Generator().manual_seed(seed)}
-    texts, _ = sampler(prompts, max_len=50, **options)
+    texts, _ = sampler(prompts, max_len=25, **options)
     guesses = guesses_along(guessing, prompts, texts, **options)
     return (
         TextScorer(target or sampler.keywords["target"], order, sampling).evidence(prompts, texts, 0, guesses).figures()
@@ -459,12 +410,13 @@ def test_guesses_that_helped_to_draw_the_text_would_be_no_test(pair):
     """With the random numbers of the text itself, the guess depends on the token, and an exact sampler is rejected."""
     make = partial(in_chain, pair[0], ModelDrafter(near(pair[0])))
     target, sampling = pair[0], Sampling(1.0, 0, 1.0)
-    texts, _ = make()(PROMPTS * 8, max_len=60, sampling=sampling, generator=torch.Generator().manual_seed(0))
+    prompts = PROMPTS * 24
+    texts, _ = make()(prompts, max_len=20, sampling=sampling, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
     torch.rand(len(texts), 1, generator=generator)  # of the first tokens
     for own, seen in (generator, True), (torch.Generator().manual_seed(1), False):
-        guesses = guesses_along(make(), PROMPTS * 8, texts, sampling, generator=own)
-        figures = TextScorer(target, None, sampling).evidence(PROMPTS * 8, texts, 0, guesses).figures()
+        guesses = guesses_along(make(), prompts, texts, sampling, generator=own)
+        figures = TextScorer(target, None, sampling).evidence(prompts, texts, 0, guesses).figures()
         assert ("guesses" in seen_by(figures, limit_of(1))) is seen
 
 
@@ -472,14 +424,7 @@ def test_guesses_that_helped_to_draw_the_text_would_be_no_test(pair):
 
 
 def in_bfloat16(seed, **shape):
-    model = helpers.tiny(seed=seed, **shape).model.to(torch.bfloat16)
-    return CachedModel(model)
-
-
-def reread(target, order, prompts, texts, sampling, width=5):
-    reader = BlockReader(target, width)
-    reader.read(prompts, texts)
-    return TextScorer(reader, order, sampling).evidence(prompts, texts)
+    return CachedModel(helpers.tiny(seed=seed, **shape).model.to(torch.bfloat16))
 
 
 def test_a_reader_computes_what_the_sampler_did(monkeypatch):
@@ -509,32 +454,23 @@ def test_a_reader_computes_what_the_sampler_did(monkeypatch):
     for reader in wide, narrow:
         reader.read(PROMPTS, texts)
     torch.testing.assert_close(*(reader.score(tokens) for reader in (wide, narrow)), atol=0.05, rtol=0.05)
-    narrow.read(PROMPTS, texts)
-    with pytest.raises(AssertionError, match="order"):
-        narrow.score(tokens.flip(0))
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_an_exact_sampler_passes_in_bfloat16_and_a_mistake_is_seen(top_p):
+@pytest.mark.parametrize("compiles, top_p", [(False, 1.0), (False, 0.9), (True, 1.0)])
+def test_in_bfloat16_an_exact_sampler_passes_and_a_mistake_is_seen(compiles, top_p, kernels):
+    """Text of kernels is read again by kernels."""
     target, draft, sampling = in_bfloat16(0), in_bfloat16(1, layers=1), Sampling(1.0, 0, top_p)
-    prompts, drafter = PROMPTS * 10, ModelDrafter(draft)
-    for sampler, right in ((specSampling, True), (MISTAKES["replace from p"].verify, False)):
-        verify = {} if right else {"verify": sampler}
+    if compiles:
+        target = compiled(target)
+        assert is_compiled(target)
+    prompts, options = PROMPTS * 30, {"max_len": 20, "sampling": sampling}
+    for verify, right in (token_rule, True), (replace_from_p, False):
         generator = torch.Generator().manual_seed(0)
-        texts, _ = specSampling(prompts, target, drafter, 60, 4, sampling, None, generator, **verify)
-        figures = reread(target, draft, prompts, texts, sampling).figures()
-        assert (not seen_by(figures, 1e-3)) is right
-
-
-def test_text_of_kernels_is_read_again_by_kernels(kernels):
-    prompts, sampling = PROMPTS * 4, Sampling(1.0, 0, 1.0)
-    target, draft = compiled(in_bfloat16(0, layers=1)), in_bfloat16(1, layers=1)
-    assert is_compiled(target)
-    for verify, right in ((token_rule, True), (always_accept, False)):
-        generator = torch.Generator().manual_seed(0)
-        texts, _ = specSampling(prompts, target, ModelDrafter(draft), 60, 4, sampling, None, generator, verify=verify)
-        figures = reread(target, draft, prompts, texts, sampling).figures()
-        assert target.forwards == 0 and (not seen_by(figures, 1e-3)) is right
+        texts, _ = specSampling(prompts, target, ModelDrafter(draft), **options, generator=generator, verify=verify)
+        reader = BlockReader(target, 5)
+        reader.read(prompts, texts)
+        figures = TextScorer(reader, draft, sampling).evidence(prompts, texts).figures()
+        assert (not seen_by(figures, 1e-3)) is right and (not compiles or target.forwards == 0)
 
 
 def test_the_number_of_texts_follows_the_tokens(flags):
@@ -543,11 +479,3 @@ def test_the_number_of_texts_follows_the_tokens(flags):
 
     assert [rows(f"--lossless --tokens {n} --maxLen 20") for n in (1, 100, 100_000)] == [1, 5, 64]
     assert rows("--speed") == 1
-
-
-def test_mistakes_are_planted_beside_compiled_models(cli, flags, kernels, tmp_path):
-    """Compiled layers are packed, and no eager model can be made of them."""
-    arguments = ["--lossless", "fixed", "--tokens", "40", "--compile", "--out", str(tmp_path)]
-    assert cli.main([*flags, *arguments]) in (0, 1)  # So few tokens of tiny models need not be enough.
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert {line["mistake"] for line in lines if line.get("test") == "mistake"} >= {"stale slot", "always accept"}

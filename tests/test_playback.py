@@ -19,11 +19,9 @@ from inputs.commandLine import visible
 from inputs.tokenizers import load_tokenizer
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
-from playback import page as page_module
 from playback import play as play_module
-from playback.page import render, write_file
-from playback.play import Screen
-from playback.trace import Pieces, Round, Trace, Turn, pieces_of
+from playback.play import Screen, html_page, write_file
+from playback.trace import Pieces, Round, Trace, Turn, decoded_rounds
 from regrSampling import regrSampling
 from specSampling import specSampling
 
@@ -62,7 +60,7 @@ def test_the_pieces_of_all_committed_tokens_are_the_decoded_text(tokenizer, seed
     tokens = chance.choices(range(1, 300), k=60) if seed % 2 else tokenizer(MANY_BYTES * 3)["input_ids"]
     tokens = tokens[: len(tokens) - seed // 2]  # the last character may be cut
     rounds, said, committed = split(tokens, seed), "", []
-    for round, (accepted, rejected, own) in zip(rounds, pieces_of(rounds, tokenizer)):
+    for round, (accepted, rejected, own) in zip(rounds, decoded_rounds(rounds, tokenizer)):
         assert list(map(len, (accepted, rejected, own))) == [*map(len, (round.accepted, round.rejected, round.target))]
         committed += round.accepted
         said += "".join(accepted)
@@ -90,7 +88,7 @@ def test_a_token_costs_the_same_however_long_the_text_is(tokenizer):
             return tokenizer.decode(tokens)
 
     counting, tokens = Counting(), tokenizer(MANY_BYTES * 100)["input_ids"]
-    pieces = pieces_of([Round([], [], tokens)], counting)
+    pieces = decoded_rounds([Round([], [], tokens)], counting)
     assert "".join(pieces[0][2]) == MANY_BYTES * 100 and counting.decoded < 12 * len(tokens)
 
 
@@ -119,12 +117,9 @@ def test_only_row_0_of_a_batch_is_traced_with_its_own_guesses():
     how = {"callback": trace.callback, "observer": trace.observer}
     tokens, records = specSampling(prompts, tiny(), LookupDrafter(61), 12, **how)
     assert holds(trace, tokens[0], records[0])
-
-
-def test_without_a_drafter_every_token_is_the_targets_own():
-    trace = Trace()
-    (tokens,), _ = regrSampling([[1, 2]], tiny(), 9, callback=trace.callback)
-    assert trace.rounds == [Round([], [], [token]) for token in tokens]
+    plain = Trace()
+    (tokens,), _ = regrSampling([[1, 2]], tiny(), 9, callback=plain.callback)
+    assert plain.rounds == [Round([], [], [token]) for token in tokens]  # all the target's own
 
 
 def test_guesses_after_the_end_of_the_text_are_not_accepted():
@@ -237,25 +232,20 @@ def test_a_terminal_waits_for_its_reader_and_a_file_does_not(tokenizer, monkeypa
 
 def test_the_token_that_ends_a_text_counts_and_is_not_shown(tokenizer):
     end = tokenizer.eos_token_id
-    out = streamed(
-        tokenizer, [Round([], [end], ids(tokenizer, "A")[0]), Round([end], [], [])], ends={end}, file=Terminal(False)
-    )
+    rounds = [Round([], [end], ids(tokenizer, "A")[0]), Round([end], [], [])]
+    out = streamed(tokenizer, rounds, ends={end}, file=Terminal(False))
     assert "Once|~<|endoftext|>~A\n\n2 tokens" in out
+    # As after Ctrl-C during the prefill.
+    assert streamed(tokenizer, [], file=Terminal(False)).endswith("Once|\n\n0 tokens\n")
 
 
 def test_text_the_screen_cannot_write_is_no_error(tokenizer):
     raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding="ascii")
-    screen = Screen(tokenizer, file=file)
+    screen = Screen(tokenizer, file=io.TextIOWrapper(raw, encoding="ascii"))
     screen.begin("\ud800\u6f22")
     screen.round(Round([], [], ids(tokenizer, "\U0001f600 good")[0]))
     screen.end()
     assert b"\\ud800?|? good" in raw.getvalue()
-
-
-def test_a_screen_without_rounds_ends_without_an_error(tokenizer):
-    """As after Ctrl-C during the prefill."""
-    assert streamed(tokenizer, [], file=Terminal(False)).endswith("Once|\n\n0 tokens\n")
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -295,7 +285,7 @@ def text_until(tokenizer, rounds, last):
 def page(tokenizer, tmp_path):
     """A page of rounds whose text is markup, and those rounds."""
     rounds = of_text(tokenizer, f"He said {CURSED} and {MANY_BYTES}\nand so on.")
-    page = render([Turn(CURSED, rounds)], tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
+    page = html_page([Turn(CURSED, rounds)], tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
     write_file(tmp_path / "page.html", page)
     return tmp_path / "page.html", rounds
 
@@ -312,19 +302,13 @@ def test_the_page_holds_text_as_text_and_loads_nothing(tokenizer, page):
     assert parsed.texts["text"] == visible(text_until(tokenizer, rounds, len(rounds)))  # without any script
     assert [[[*map(len, kinds)], "".join(kinds[1])] for kinds in json.loads(parsed.texts["rounds"])] == [
         [[*map(len, (round.accepted, round.rejected, round.target))], visible("".join(pieces[1]), "\n\t\u200c\u200d")]
-        for round, pieces in zip(rounds, pieces_of(rounds, tokenizer))
+        for round, pieces in zip(rounds, decoded_rounds(rounds, tokenizer))
     ]
     assert os.listdir(path.parent) == [path.name] and os.stat(path).st_mode & 0o777 == 0o644
-
-
-def test_the_page_may_run_its_own_style_and_script_and_nothing_else(page):
-    source = page[0].read_text(encoding="utf-8")
-    hashes = [
-        "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for text in (source.split(f"<{tag}>")[1].split(f"</{tag}>")[0] for tag in ("style", "script"))
-    ]
+    inner = [source.split(f"<{tag}>")[1].split(f"</{tag}>")[0].encode() for tag in ("style", "script")]
+    style, script = ("sha256-" + base64.b64encode(hashlib.sha256(part).digest()).decode() for part in inner)
     assert [source.count(f"{name}-src") for name in ("default", "style", "script")] == [1, 1, 1]
-    assert f"content=\"default-src 'none'; style-src '{hashes[0]}'; script-src '{hashes[1]}'\"" in source
+    assert f"content=\"default-src 'none'; style-src '{style}'; script-src '{script}'\"" in source
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
@@ -353,30 +337,24 @@ def browser(tmp_path_factory):
     return dump
 
 
-def test_a_browser_opens_the_page_at_a_round(tokenizer, page, browser):
+def test_a_browser_opens_the_page_at_a_round_and_plays_it_to_its_end(tokenizer, page, browser):
     path, rounds = page
+    last = len(rounds) - 1
     shown = Page(browser(f"file://{path}#3"))
-    assert shown.texts["text"] == visible(text_until(tokenizer, rounds, 3))
-    assert shown.texts["where"] == f"Round 3 of {len(rounds) - 1}" and shown.texts["forwards"] == "4"
-    counts = [len(getattr(rounds[3], kind)) for kind in ("accepted", "rejected", "target")]
-    assert shown.verdicts == (
-        ["accepted"] * counts[0] + ["rejected", *["dropped"] * counts[1]][: counts[1]] + ["target"] * counts[2]
-    )
-    assert "img" not in shown.tags and shown.texts["prompt"] == visible(CURSED)
-
-
-def test_a_browser_plays_the_page_to_its_end(tokenizer, page, browser):
-    path, rounds = page
-    shown = Page(browser(f"file://{path}#play"))
-    assert shown.texts["text"] == visible(text_until(tokenizer, rounds, len(rounds)))
-    assert shown.texts["where"] == f"Round {len(rounds) - 1} of {len(rounds) - 1}" and shown.texts["play"] == "Play"
-    assert "img" not in shown.tags
+    assert shown.texts["text"] == visible(text_until(tokenizer, rounds, 3)) and shown.texts["forwards"] == "4"
+    assert shown.texts["where"] == f"Round 3 of {last}" and shown.texts["prompt"] == visible(CURSED)
+    accepted, rejected, target = map(len, rounds[3])
+    dropped = ["rejected", *["dropped"] * rejected][:rejected]
+    assert shown.verdicts == ["accepted"] * accepted + dropped + ["target"] * target and "img" not in shown.tags
+    played = Page(browser(f"file://{path}#play"))
+    assert played.texts["text"] == visible(text_until(tokenizer, rounds, last)) and "img" not in played.tags
+    assert played.texts["where"] == f"Round {last} of {last}" and played.texts["play"] == "Play"
 
 
 def test_a_browser_plays_the_turns_of_a_conversation_one_after_the_other(tokenizer, tmp_path, browser):
     first, second = of_text(tokenizer, f"Yes, {MANY_BYTES}"), of_text(tokenizer, "No, not today.")
     turns = [Turn("> a\n\n", first), Turn(f"> {CURSED}\n\n", second)]
-    write_file(tmp_path / "page.html", render(turns, tokenizer, "", {}))
+    write_file(tmp_path / "page.html", html_page(turns, tokenizer, "", {}))
 
     def at(round):
         shown = Page(browser(f"file://{tmp_path}/page.html#{round}")).texts
@@ -408,11 +386,11 @@ document.title = JSON.stringify(log);
 
 
 def test_keys_buttons_and_slider(tokenizer, tmp_path, browser, monkeypatch):
-    shutil.copytree(page_module.PARTS, tmp_path / "parts")
+    shutil.copytree(play_module.PARTS, tmp_path / "parts")
     with (tmp_path / "parts" / "script.js").open("a") as script:
         script.write(DRIVER)
-    monkeypatch.setattr(page_module, "PARTS", tmp_path / "parts")
-    write_file(tmp_path / "page.html", render([Turn("", of_text(tokenizer, MANY_BYTES))], tokenizer, "", {}))
+    monkeypatch.setattr(play_module, "PARTS", tmp_path / "parts")
+    write_file(tmp_path / "page.html", html_page([Turn("", of_text(tokenizer, MANY_BYTES))], tokenizer, "", {}))
     log = json.loads(Page(browser(f"file://{tmp_path}/page.html")).texts["title"])
     last = int(log[0].split("#")[0].split()[-1])
 
