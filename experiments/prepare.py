@@ -14,12 +14,21 @@ from experiments import diversity
 from experiments.loading import ANSWERS, Inputs, Place, Prepared, models_of
 from experiments.processes import ALONE, Processes
 from experiments.settings import Settings
-from inputs import prompts
 from inputs.auditTexts import read_texts
 from inputs.devices import pick_dtype
-from inputs.models import Outline, find_model, holds_head, outline
-from inputs.randomModels import made_model
-from inputs.texts import Corpus, load_corpora
+from inputs.models import ModelLimits, find_model, holds_head, limits_of
+from inputs.randomModels import write_random
+from inputs.texts import (
+    Corpus,
+    choose_prompts,
+    encode,
+    encode_chat,
+    encode_turn,
+    load_corpora,
+    read_prompts,
+    read_questions,
+    tokenize,
+)
 from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
 from methods.catalogue import METHODS
 from methods.translation import Translation
@@ -34,21 +43,23 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     place, corpora = where_to_run(settings, processes), []
     if measuring.ppl or settings.prompts_from_corpora:
         corpora = load_corpora(chosen.dataset, chosen.books)
-        prompts.check_passages(corpora, chosen.dataset, chosen.sentence_limit)
-    named = prompts.read_prompts(chosen.prompt, chosen.prompt_file)
+        least = chosen.sentence_limit
+        if not any(corpus.passages(least) for corpus in corpora):
+            raise UserError(f"no text of {chosen.dataset} has {least} characters; lower --sentenceLimit")
+    named = read_prompts(chosen.prompt, chosen.prompt_file)
     if chosen.prompts is not None:
-        inputs.questions = prompts.read_questions(chosen.prompts)
+        inputs.questions = read_questions(chosen.prompts)
     folders = processes.in_turn(lambda: find_models(settings))
     tokenizer = load_tokenizer(folders["target"])
     ends = end_tokens(folders["target"], tokenizer)
     translation = translation_of(settings, folders, tokenizer)
     settings = replace(settings, decoding=replace(settings.decoding, translation=translation))
-    outlines = [outline(folder, tokenizer) for folder in folders.values()]
-    shortest = min(outlines, key=lambda model: model.context)
+    limits = [limits_of(folder, tokenizer) for folder in folders.values()]
+    shortest = min(limits, key=lambda model: model.context)
     choose_texts(settings, inputs, named, corpora, tokenizer)
-    slots = check_rooms(settings, inputs, outlines)
+    slots = check_rooms(settings, inputs, limits)
     if translation is not None:  # The draft reads the same prompts in its own tokens.
-        draft = outline(folders["draft"], translation.tokenizer)
+        draft = limits_of(folders["draft"], translation.tokenizer)
         slots = max(slots, check_rooms(settings, inputs, [draft], translation.row))
     if measuring.ppl and translation is None:
         inputs.window = min(chosen.window, shortest.context)
@@ -102,7 +113,7 @@ def find_models(settings: Settings) -> dict[str, Path]:
     if "head" in names and not holds_head(find_model(choice.head or "")):
         raise UserError(f"--head {choice.head} is a model, not a trained head; train one with scripts/trainHead.py")
     names = {role: name for role, name in names.items() if name not in ("self", "head")}
-    names = {role: made_model(name) for role, name in names.items()}
+    names = {role: write_random(name) for role, name in names.items()}
     in_order = sorted(dict.fromkeys(names.values()), key=is_hub_id)  # A wrong name is found before a large download.
     by_name = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
     for name, folder in by_name.items():
@@ -159,18 +170,18 @@ def choose_texts(
         return
     if inputs.questions:
         turns = [(inputs.questions[number], ["."] * turn) for number, turn in inputs.turns]
-        rows = [prompts.encode_turn(question, answers, tokenizer, model) for question, answers in turns]
+        rows = [encode_turn(question, answers, tokenizer, model) for question, answers in turns]
     elif texts.questions:
-        rows = [prompts.encode_chat(texts.questions, ["."] * (len(texts.questions) - 1), tokenizer, model)]
+        rows = [encode_chat(texts.questions, ["."] * (len(texts.questions) - 1), tokenizer, model)]
     elif named:
-        rows = prompts.encode(named, tokenizer)
+        rows = encode(named, tokenizer)
     if diverse:
-        inputs.article = rows or prompts.encode(diversity.PROMPTS, tokenizer)
+        inputs.article = rows or encode(diversity.PROMPTS, tokenizer)
     if settings.continues and rows:
         inputs.prompts = {max(map(len, rows)): rows}
     elif settings.continues:
         lengths, least = texts.prompt_lengths, texts.sentence_limit
-        inputs.prompts = prompts.choose_prompts(tokenizer, corpora, lengths, least, texts.sentences)
+        inputs.prompts = choose_prompts(tokenizer, corpora, lengths, least, texts.sentences)
     batch, count = settings.measuring.batch or 1, min(map(len, inputs.prompts.values()), default=0)
     if settings.measuring.timed and count < batch:
         more = "raise --sentences" if texts.from_corpora else "give more"
@@ -182,7 +193,7 @@ def scored_texts(
 ) -> list[tuple[Corpus, list[list[int]]]]:
     """The passages of each corpus whose perplexity is measured. Raises UserError if there are none."""
     least, count = settings.texts.sentence_limit, settings.texts.sentences
-    texts = [(c, prompts.tokenize(c.passages(least)[:count], tokenizer, context)) for c in corpora]
+    texts = [(c, tokenize(c.passages(least)[:count], tokenizer, context)) for c in corpora]
     if not any(passages for _, passages in texts):
         raise UserError(f"no text of {settings.texts.dataset} has two tokens; raise --sentenceLimit")
     return texts
@@ -191,7 +202,7 @@ def scored_texts(
 def check_rooms(
     settings: Settings,
     inputs: Inputs,
-    outlines: Sequence[Outline],
+    limits: Sequence[ModelLimits],
     translate: Callable[[list[int]], list[int]] = lambda row: row,
 ) -> int:
     """Raise UserError unless the models can read the prompts of each mode and the tokens that follow. It names the line
@@ -202,13 +213,13 @@ def check_rooms(
     rows = [translate(row + turn * answer * row[-1:]) for row, (_, turn) in zip(inputs.rows, turns)]
     for row, (number, turn) in zip(rows, inputs.turns):
         try:
-            check_room([row], max(map(max_len_of, modes)), outlines)
+            check_room([row], max(map(max_len_of, modes)), limits)
         except UserError as error:
             after = f", turn {turn + 1} after answers of {answer} tokens" if turn else ""
             place = f"--prompts {settings.texts.prompts}, line {inputs.questions[number].line}{after}"
             raise UserError(f"{place}: {error}") from None
     for mode in modes:
         texts = list(map(translate, inputs.article)) if mode == "diversity" else rows
-        check_room(texts, max_len_of(mode), outlines)
+        check_room(texts, max_len_of(mode), limits)
         most = max(most, settings.rows * (max_len_of(mode) + max(map(len, texts))))
     return most

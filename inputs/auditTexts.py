@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from inputs.files import replace_file
-from inputs.models import Outline
+from inputs.models import ModelLimits
 from inputs.texts import parse_lines
 
 
@@ -27,14 +27,14 @@ class AuditText:
     was_text: bool = False
 
 
-def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: Outline) -> list[AuditText]:
+def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: ModelLimits) -> list[AuditText]:
     """The texts of a file, at least one. Raises UserError, which names the line, for what `model` cannot have
     written."""
     parse = partial(text_of, tokenizer=tokenizer, model=model)
     return parse_lines("--audit", file, "prompt and tokens", parse)
 
 
-def text_of(number: int, fields: Any, tokenizer: PreTrainedTokenizerBase, model: Outline) -> AuditText:
+def text_of(number: int, fields: Any, tokenizer: PreTrainedTokenizerBase, model: ModelLimits) -> AuditText:
     """The text of a line. Raises ValueError for a line that cannot be used."""
     if not isinstance(fields, dict) or "prompt" not in fields or not {"tokens", "text"} & fields.keys():
         raise ValueError('this is no object with "prompt" and with "tokens" or "text"')
@@ -57,7 +57,7 @@ def text_of(number: int, fields: Any, tokenizer: PreTrainedTokenizerBase, model:
     return AuditText(number, prompt, tokens, ids is None)
 
 
-def ids_of(value: Any, name: str, model: Outline, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+def ids_of(value: Any, name: str, model: ModelLimits, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
     """Token ids of a field. tokenizer: if the field may be text instead. Raises ValueError for other values."""
     if tokenizer is not None and isinstance(value, str):
         return list(tokenizer(checked(value, name), verbose=False)["input_ids"])
@@ -76,7 +76,9 @@ def checked(value: Any, name: str) -> str:
     return value
 
 
-def encoded(prompt: Any, text: Any, tokenizer: PreTrainedTokenizerBase, model: Outline) -> tuple[list[int], list[int]]:
+def encoded(
+    prompt: Any, text: Any, tokenizer: PreTrainedTokenizerBase, model: ModelLimits
+) -> tuple[list[int], list[int]]:
     """The token ids of a prompt, given as text or ids, and of the text after it.
 
     Both are encoded as one text. Raises ValueError if that does not give the prompt's ids, or if decoding does not give

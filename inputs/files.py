@@ -3,7 +3,6 @@ line."""
 
 import errno
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,34 +22,29 @@ DATASETS = ROOT / "datasets"
 def replace_file(path: Path, text: str) -> None:
     """Replace the content of `path` with `text` (UTF-8) in one step: a reader sees the old content or the new.
 
-    The text is written to a temporary file in the same folder and flushed to the disk. Then that file takes the name.
-    Raises OSError; then `path` is unchanged, and the temporary file is removed.
+    The text is written beside it and flushed to the disk. Then that file takes the name. Raises OSError; then `path` is
+    unchanged, and the temporary file is removed.
     """
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.stem}", delete=False, encoding="utf-8"
-        ) as file:
-            temporary = Path(file.name)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}") as folder:
+        temporary = Path(folder) / path.name
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
         os.replace(temporary, path)
-        temporary = None
-    finally:
-        if temporary:
-            temporary.unlink(missing_ok=True)
 
 
-def replace_folder(folder: Path, finished: Path) -> None:
-    """Rename the folder `finished` to `folder`, and remove an existing folder of that name."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    finished.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to write into. At the end of the block it becomes `folder`, in place of one that exists; after an
+    error it is removed. Its parent takes temporary files. Raises UserError as `lock_folder` does."""
+    with lock_folder(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        written = Path(temporary) / folder.name
+        written.mkdir()
+        yield written
+        if folder.exists():
+            folder.rename(Path(temporary) / ".old")
+        written.rename(folder)
 
 
 @contextmanager

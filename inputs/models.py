@@ -33,7 +33,7 @@ from inputs import files
 from inputs.commandLine import one_line, visible
 from inputs.devices import available_memory
 from inputs.files import gigabytes
-from inputs.manifest import MANIFEST, UNFINISHED, Manifest
+from inputs.hub import MANIFEST, UNFINISHED, Manifest
 from utils import UserError, out_of_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -145,7 +145,7 @@ def working_bytes(config: PretrainedConfig, tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelLimits:
     """What limits the texts a model can read, known before its weights are loaded (`decoding.rows.Reader`)."""
 
     name: str
@@ -153,10 +153,9 @@ class Outline:
     context: int
 
 
-def outline(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Outline:
-    """The `Outline` of the model in a folder."""
-    config = read_config(folder).get_text_config()
-    return Outline(folder.name, len(tokenizer), context_of(config))
+def limits_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelLimits:
+    """The `ModelLimits` of the model in a folder."""
+    return ModelLimits(folder.name, len(tokenizer), context_of(read_config(folder).get_text_config()))
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -291,14 +290,11 @@ def check_weights(folder: Path, info: dict[str, Any]) -> None:
 
     transformers would continue, with random weights or fewer layers. Unused buffers are harmless.
     """
-    keys = (
-        sorted(info["missing_keys"])
-        + sorted(key for key, *_ in info["mismatched_keys"])
-        + sorted(key for key in info["unexpected_keys"] if key.endswith(".weight"))
-    )
+    keys = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
+    keys += [key for key in info["unexpected_keys"] if key.endswith(".weight")]
     if keys:
         raise UserError(
-            f"{folder}: config.json and the weights do not match ({keys[0]} is missing, unexpected or "
+            f"{folder}: config.json and the weights do not match ({min(keys)} is missing, unexpected or "
             "has another shape); download both again from the same source"
         )
 
@@ -314,6 +310,5 @@ def model_version(name: str | Path) -> str:
     digest = hashlib.sha256()
     for path in weights:
         with open(path, "rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return f"sha256:{digest.hexdigest()[:16]}"

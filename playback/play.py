@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from experiments.loading import Prepared
 from experiments.runRecord import run_record
 from inputs.commandLine import visible
-from inputs.prompts import encode_chat
+from inputs.texts import encode_chat
 from methods.catalogue import build, repeatable
 from methods.samplers import Sampler
 from playback.page import render, write_file

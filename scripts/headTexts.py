@@ -35,8 +35,7 @@ from inputs.files import replace_file
 from inputs.hub import check_disk
 from inputs.models import load_model, model_version, read_json
 from inputs.progress import Bar
-from inputs.prompts import CHARACTERS, encode, read_questions
-from inputs.texts import Corpus, load_corpora
+from inputs.texts import CHARACTERS, Corpus, encode, load_corpora, read_questions
 from inputs.tokenizers import end_tokens, load_tokenizer
 from regrSampling import regrSampling
 from scripts.headNetworks import LAYERS, tapped

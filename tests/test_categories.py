@@ -22,8 +22,8 @@ from experiments.categories import OVERALL, by_category, spec_bench
 from experiments.intervals import Range
 from experiments.speed import digest
 from inputs import files
-from inputs.manifest import HubFile, Manifest
-from inputs.prompts import MT_BENCH, Question, encode_turn, read_questions
+from inputs.hub import HubFile, Manifest
+from inputs.texts import MT_BENCH, Question, encode_turn, read_questions
 from inputs.tokenizers import load_tokenizer
 from report import figures
 from report.results import show
