@@ -52,13 +52,6 @@ REPOSITORIES = {"wikitext": WIKITEXT, "pg19": PG19, "specbench": SPEC_BENCH}
 TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # {ending: the library's format}
 
 
-def folder_of(name: str) -> Path:
-    """The folder of a data set under datasets/. Raises UserError for a name that leads elsewhere."""
-    if name == "sample":
-        raise UserError("'sample' is the data set that comes with the project; use another name")
-    return hub.folder_in(files.DATASETS, FOLDERS.get(name, name))
-
-
 @file_errors()
 def install_data(name: str, source: str | None = None, books: int = 10, offline: bool = False) -> None:
     """Download a data set, or install texts of this machine as `name`. Its folder appears when it is complete.
@@ -67,12 +60,15 @@ def install_data(name: str, source: str | None = None, books: int = 10, offline:
         files, or a folder that `datasets` saved. None: the data set is downloaded, unless it is complete.
     books: how many of pg19. Raises UserError.
     """
-    folder, path = folder_of(name), Path(os.path.expanduser(source)) if source else None
+    if name == "sample":
+        raise UserError("'sample' is the data set that comes with the project; use another name")
+    folder = hub.folder_in(files.DATASETS, FOLDERS.get(name, name))
+    path = Path(os.path.expanduser(source)) if source else None
     repo = str(path) if path and name != "specbench" else REPOSITORIES[name]
     manifest = hub.Manifest.read(folder)
     if path is None:
         enough = manifest if name != "pg19" or (manifest and manifest.rows.get("test", 0) >= books) else None
-        if hub.is_complete(name, folder, enough, offline):
+        if hub.is_downloaded(name, folder, enough, offline):
             return
     elif not os.path.exists(path):
         raise UserError(f"--from {path}: no such file or folder")
@@ -128,7 +124,7 @@ def write_wikitext(folder: Path) -> tuple[str, dict[str, int]]:
     tables = [file for file in repository.files if re.fullmatch(rf"{CONFIGURATION}/.*\.parquet", file.path)]
     if not tables:
         raise UserError(f"{WIKITEXT} at {constants.ENDPOINT} holds no {CONFIGURATION}/*.parquet; try another mirror")
-    staging = files.DATASETS / (folder.name + hub.UNFINISHED)
+    staging = files.DATASETS / (FOLDERS["wikitext"] + hub.UNFINISHED)
     hub.fetch(replace(repository, files=tables), staging, "dataset")
     splits = load_dataset(str(staging / CONFIGURATION), cache_dir=str(folder.with_name("cache")))
     rows = save_splits("wikitext", splits, folder)

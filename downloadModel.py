@@ -30,7 +30,7 @@ from huggingface_hub import constants
 from inputs import files
 from inputs.commandLine import as_command, script_parser, text
 from inputs.files import file_errors, lock_folder
-from inputs.hub import UNFINISHED, HubFile, Manifest, fetch, is_complete, list_repository, print_folders
+from inputs.hub import UNFINISHED, HubFile, Manifest, fetch, is_downloaded, list_repository, print_folders
 from utils import UserError
 
 PYTHIA = ("EleutherAI/pythia-70m", "EleutherAI/pythia-410m", "EleutherAI/pythia-2.8b")
@@ -60,7 +60,7 @@ def files_to_download(repository: Manifest) -> list[HubFile]:
     return sorted(wanted, key=lambda file: file.size)
 
 
-def folder_of(repo: str) -> Path:
+def model_folder(repo: str) -> Path:
     """The folder of a repository, models/<name>. Raises UserError if that folder holds something else."""
     if not re.fullmatch(HUB_ID, repo, re.ASCII) or ".." in repo or repo.endswith(UNFINISHED):
         raise UserError(f"{repo!r} is not a hub id; write owner/name, such as EleutherAI/pythia-70m")
@@ -74,7 +74,7 @@ def folder_of(repo: str) -> Path:
 
 def downloaded_folder(repo: str, revision: str | None = None) -> Path | None:
     """The folder of a model that was downloaded before (at `revision`, if given), or None. Sends no request."""
-    folder = folder_of(repo)
+    folder = model_folder(repo)
     manifest = Manifest.read(folder)
     present = manifest and manifest.commit and revision in (None, manifest.revision, manifest.commit)
     return folder if present else None
@@ -99,14 +99,14 @@ def download_model(repo: str, revision: str | None = None, offline: bool = False
     The files are collected in `models/<name>.incomplete` and moved when all are complete. Until then an older version
     of the model can be used. revision: None is the main one. Raises UserError.
     """
-    folder = folder_of(repo)
+    folder = model_folder(repo)
     manifest = Manifest.read(folder)
     if offline or constants.HF_HUB_OFFLINE:
-        is_complete(repo, folder, manifest if downloaded_folder(repo, revision) else None, offline=True)
+        is_downloaded(repo, folder, manifest if downloaded_folder(repo, revision) else None, offline=True)
         return folder
     repository = list_repository(repo, revision or "main")
     complete = replace(repository, files=files_to_download(repository))
-    if manifest == complete and is_complete(repo, folder, complete, offline=False):
+    if manifest == complete and is_downloaded(repo, folder, complete, offline=False):
         return folder
     missing, before = complete.damaged(folder), {file.path for file in manifest.files} if manifest else set()
     if folder.exists() and not manifest and missing:
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             gguf.convert_gguf(args.gguf, args.models[0], args.offline)
             return
         for repo in args.models:
-            folder_of(repo)  # A wrong name is found before anything is downloaded.
+            model_folder(repo)  # A wrong name is found before anything is downloaded.
         if args.list:
             return print_folders(files.MODELS)
         for repo in args.models:

@@ -16,7 +16,16 @@ from experiments.processes import ALONE, Processes
 from experiments.settings import Settings
 from inputs.auditTexts import read_texts
 from inputs.devices import pick_dtype
-from inputs.models import ModelLimits, find_model, holds_head, limits_of
+from inputs.models import (
+    ModelLimits,
+    check_tokenizers,
+    end_tokens,
+    find_model,
+    holds_head,
+    load_tokenizer,
+    model_limits,
+    most_frequent,
+)
 from inputs.randomModels import write_random
 from inputs.texts import (
     Corpus,
@@ -29,7 +38,6 @@ from inputs.texts import (
     read_questions,
     tokenize,
 )
-from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
 from methods.catalogue import METHODS
 from methods.translation import Translation
 from utils import UserError
@@ -54,12 +62,12 @@ def prepare(settings: Settings, processes: Processes = ALONE) -> Prepared:
     ends = end_tokens(folders["target"], tokenizer)
     translation = translation_of(settings, folders, tokenizer)
     settings = replace(settings, decoding=replace(settings.decoding, translation=translation))
-    limits = [limits_of(folder, tokenizer) for folder in folders.values()]
+    limits = [model_limits(folder, tokenizer) for folder in folders.values()]
     shortest = min(limits, key=lambda model: model.context)
     choose_texts(settings, inputs, named, corpora, tokenizer)
     slots = check_rooms(settings, inputs, limits)
     if translation is not None:  # The draft reads the same prompts in its own tokens.
-        draft = limits_of(folders["draft"], translation.tokenizer)
+        draft = model_limits(folders["draft"], translation.tokenizer)
         slots = max(slots, check_rooms(settings, inputs, [draft], translation.row))
     if measuring.ppl and translation is None:
         inputs.window = min(chosen.window, shortest.context)

@@ -11,12 +11,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from inputs.commandLine import one_line
-from utils import UserError
+from utils import UserError, out_of_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 # Use these two as `files.MODELS` and `files.DATASETS`, so that a test can replace them in one place.
 MODELS = ROOT / "models"
 DATASETS = ROOT / "datasets"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -39,7 +40,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """An empty folder to write into. At the end of the block it becomes `folder`, in place of one that exists; after an
     error it is removed. Its parent takes temporary files. Raises UserError as `lock_folder` does."""
     with lock_folder(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        written = Path(temporary) / folder.name
+        written = Path(temporary) / ".new"
         written.mkdir()
         yield written
         if folder.exists():
@@ -64,6 +65,20 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
+def library_errors(what: str, remedy: str) -> Iterator[None]:
+    """Raise whatever a library raises for broken or foreign files as a UserError: a broken file can raise nearly
+    anything. Errors of a full disk or a full memory, and UserErrors, pass."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if out_of_memory(error) or getattr(error, "errno", None) in FULL:
+            raise
+        raise UserError(f"{what} ({one_line(error)}); {remedy}") from None
+
+
+@contextmanager
 def file_errors() -> Iterator[None]:
     """Raise the OSErrors of the block, or of the function that this decorates, as UserErrors."""
     try:
@@ -74,7 +89,7 @@ def file_errors() -> Iterator[None]:
 
 def file_error(error: OSError) -> UserError:
     """The UserError for an OSError."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in FULL:
         return UserError("the disk is full; free some space and run the command again: it continues where it stopped")
     return UserError(
         f"{error.filename or 'a file'}: {error.strerror or one_line(error)}; fix this and run the command again"

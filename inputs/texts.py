@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from inputs import files
 from inputs.commandLine import one_line
+from inputs.files import library_errors
 from inputs.hub import MANIFEST
 from utils import UserError
 
@@ -100,10 +101,8 @@ def find_texts(name: str) -> Path:
 
 def read(path: Path) -> str:
     """The content of a text file. Raises UserError if it is not UTF-8 text."""
-    try:
+    with library_errors(f"{path} cannot be read as UTF-8 text", "convert it, or name another"):
         text = path.read_text(encoding="utf-8-sig")  # Project Gutenberg's files begin with a byte order mark.
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text ({error}); convert it, or name another") from None
     if "\0" in text:
         raise UserError(f"{path} is a binary file; name a text file")
     return text
@@ -138,18 +137,14 @@ def read_saved(path: Path) -> list[str]:
     """The documents of a folder written by `save_to_disk`. WikiText has one line in each row: its rows are joined."""
     from datasets import load_from_disk  # Importing it takes a second, and most runs do not need it.
 
-    try:
+    what = f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test'"
+    with library_errors(what, "save one, or name a text file"):
         saved = load_from_disk(str(path))
         rows = (saved["test"] if hasattr(saved, "keys") else saved)["text"]
         rows = [row for row in rows if row is not None]
         if not any(HEADING.match(row.rstrip("\n")) for row in rows[:50]):
             return rows
         return [("" if any(row.endswith("\n") for row in rows) else "\n").join(rows)]
-    except Exception as error:
-        raise UserError(
-            f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test' "
-            f"({one_line(error)}); save one, or name a text file"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -256,12 +251,9 @@ def encode_chat(
     chat = []
     for question, answer in itertools.zip_longest(questions, answers):
         chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    try:
+    # A template is a program. It may do anything but what its sandbox forbids.
+    with library_errors(f"the chat template of {model} fails", "give the question with --prompt"):
         return tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
-    except Exception as error:  # A template is a program. It may do anything but what its sandbox forbids.
-        raise UserError(
-            f"the chat template of {model} fails ({one_line(error)}); give the question with --prompt"
-        ) from None
 
 
 def tokenize(passages: Sequence[str], tokenizer: PreTrainedTokenizerBase, context: int) -> list[list[int]]:

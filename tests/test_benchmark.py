@@ -24,8 +24,7 @@ from engine.cpuModel import CpuModel
 from engine.sharedWeights import library_twin, sharing_copy
 from experiments.intervals import summarize
 from inputs import files, randomModels
-from inputs.models import load_model
-from inputs.tokenizers import load_tokenizer
+from inputs.models import load_model, load_tokenizer
 from methods.catalogue import METHODS, choose
 from methods.drafters import ModelDrafter
 from methods.programs import PROGRAMS

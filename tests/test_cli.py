@@ -18,8 +18,8 @@ from localHub import Repository
 
 from experiments import settings, sweep
 from experiments.lines import name_of_kind
+from inputs.models import load_tokenizer
 from inputs.texts import encode_chat
-from inputs.tokenizers import load_tokenizer
 from methods import samplers as makers
 from methods.catalogue import METHODS, choose, in_mode
 from playback.play import Screen

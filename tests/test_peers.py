@@ -24,8 +24,7 @@ from benchmark.engines.engineProcess import EngineProcess, PeerError, Weights
 from engine.cachedModel import CachedModel
 from inputs import randomModels
 from inputs.auditTexts import read_texts
-from inputs.models import ModelLimits, load_model
-from inputs.tokenizers import load_tokenizer
+from inputs.models import ModelLimits, load_model, load_tokenizer
 from regrSampling import regrSampling
 from report.stepTables import said_of
 from utils import GREEDY, Sampling

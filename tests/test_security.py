@@ -14,9 +14,8 @@ import downloadData
 import downloadModel
 from inputs import files
 from inputs.hub import HubFile, Manifest, list_repository
-from inputs.models import load_model, weight_files
+from inputs.models import load_model, load_tokenizer, weight_files
 from inputs.texts import encode_chat
-from inputs.tokenizers import load_tokenizer
 from scripts import drawRounds
 
 ELSEWHERE = ("../../x", "/etc/x", "a/../../x", "..\\..\\x", "C:\\x", "C:x", "..")

@@ -7,8 +7,8 @@ from conftest import END_OF_TEXT, VOCABULARY, refused
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from inputs.models import check_tokenizers, end_tokens, load_tokenizer, most_frequent
 from inputs.texts import encode, load_corpora, tokenize
-from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
 
 
 def test_a_lost_or_garbled_tokenizer_is_refused(model_folder):
