@@ -15,9 +15,8 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
@@ -31,14 +30,11 @@ if __name__ == "__main__":  # Before the imports that take seconds.
 
 from huggingface_hub import constants
 
-from inputs import files
+from inputs import files, hub
 from inputs.commandLine import as_command, counted, one_line, script_parser, text, whole
-from inputs.files import file_errors, gigabytes, lock_folder, replace_folder
-from inputs.hub import fetch, hub_errors, list_repository
-from inputs.manifest import UNFINISHED, HubFile, Manifest, files_of, is_whole, print_folders, verify_offline
+from inputs.files import file_errors, gigabytes, new_folder
 from inputs.progress import followed
-from inputs.prompts import SETS, read_questions
-from inputs.texts import ENDINGS, FOLDERS, HEADING, is_saved, read
+from inputs.texts import ENDINGS, FOLDERS, HEADING, SETS, is_saved, read, read_questions
 from utils import UserError
 
 if TYPE_CHECKING:  # Importing it takes a second.
@@ -49,127 +45,116 @@ PG19 = "emozilla/pg19"
 # Spec-Bench is on GitHub. The commit is the last that changed the file.
 SPEC_BENCH, SPEC_BENCH_COMMIT = "hemingkx/Spec-Bench", "66230f10cb0a02aced5ef3ce1e85163c16160454"
 SPEC_BENCH_URL = f"https://raw.githubusercontent.com/{SPEC_BENCH}/{SPEC_BENCH_COMMIT}/data/spec_bench/question.jsonl"
-SPEC_BENCH_FILE = HubFile(
+SPEC_BENCH_FILE = hub.HubFile(
     Path(SETS["specbench"]).name, 698_768, "sha256:4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 )
 REPOSITORIES = {"wikitext": WIKITEXT, "pg19": PG19, "specbench": SPEC_BENCH}
 TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # {ending: the library's format}
 
-Content = tuple[str, dict[str, int]]  # the commit or "", and {split: number of rows} of a data set
-
-
-def folder_of(name: str) -> Path:
-    """The folder of a data set under datasets/. Raises UserError for a name that leads elsewhere."""
-    if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name == "sample" or name.endswith(UNFINISHED):
-        raise UserError(f"{name!r} cannot name a data set here: use letters, digits, '_' and '-', and not 'sample'")
-    return files.DATASETS / FOLDERS.get(name, name)
-
-
-def download(name: str, books: int = 10, offline: bool = False) -> None:
-    """Download a data set, unless it exists and is complete. books: how many of pg19."""
-    folder, repo = folder_of(name), REPOSITORIES[name]
-    manifest = Manifest.read(folder)
-    enough = manifest if manifest and (name != "pg19" or manifest.rows.get("test", 0) >= books) else None
-    if offline:
-        return verify_offline(name, folder, enough)
-    if enough and not enough.damaged(folder):
-        print(f"{name}: complete, in {folder}; nothing to download")
-        return
-    if folder.exists() and (manifest is None or manifest.repo != repo):
-        raise UserError(
-            f"{folder} holds texts from {manifest.repo if manifest else 'elsewhere'}, not "
-            f"everything requested from {repo}; move it away first"
-        )
-    if name == "pg19":
-        install(name, repo, lambda temporary: write_pg19(temporary, books))
-    else:
-        install(name, repo, write_wikitext if name == "wikitext" else write_specbench)
-
 
 @file_errors()
-def install(name: str, repo: str, write: Callable[[Path], Content]) -> None:
-    """Create the folder of a data set; it appears when it is complete. Raises UserError for unreadable texts.
+def install_data(name: str, source: str | None = None, books: int = 10, offline: bool = False) -> None:
+    """Download a data set, or install texts of this machine as `name`. Its folder appears when it is complete.
 
-    write(folder) writes into the empty folder `<folder>/saved`. Other files there are temporary.
+    source: what to install: a text file, a table (Parquet, JSON lines, CSV) with a column 'text', a folder of such
+        files, or a folder that `datasets` saved. None: the data set is downloaded, unless it is complete.
+    books: how many of pg19. Raises UserError.
     """
+    if name == "sample":
+        raise UserError("'sample' is the data set that comes with the project; use another name")
+    folder = hub.folder_in(files.DATASETS, FOLDERS.get(name, name))
+    path = Path(os.path.expanduser(source)) if source else None
+    repo = str(path) if path and name != "specbench" else REPOSITORIES[name]
+    manifest = hub.Manifest.read(folder)
+    if path is None:
+        enough = manifest if name != "pg19" or (manifest and manifest.rows.get("test", 0) >= books) else None
+        if hub.is_downloaded(name, folder, enough, offline):
+            return
+    elif not os.path.exists(path):
+        raise UserError(f"--from {path}: no such file or folder")
+    if folder.exists() and (path or manifest is None or manifest.repo != repo):
+        raise UserError(
+            f"{folder} already exists, with texts from {manifest.repo if manifest else 'elsewhere'}; move it away first"
+        )
     from datasets.exceptions import DatasetsError
 
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # The one line says what it would report.
     datasets.disable_progress_bars()
-    folder = folder_of(name)
-    with lock_folder(folder), tempfile.TemporaryDirectory(prefix=f".{name}.", dir=files.DATASETS) as temporary:
-        saved = Path(temporary) / "saved"
-        saved.mkdir()
+    with new_folder(folder) as written:
         try:
-            commit, rows = write(Path(temporary))
+            if name == "specbench":
+                commit, rows = write_specbench(written, path)
+            elif path:
+                commit, rows = "", save_splits(path, read_splits(path, written), written)
+            elif name == "pg19":
+                commit, rows = write_pg19(written, books)
+            else:
+                commit, rows = write_wikitext(written)
         except (DatasetsError, ValueError, TypeError, KeyError, RuntimeError) as error:
             cause = error.__cause__ or error
             if isinstance(cause, OSError):  # The library wraps the error of a full disk.
                 raise cause from None
             why = f"{type(cause).__name__}: {one_line(cause)}"
             raise UserError(f"{repo} cannot be read as a data set ({why}); choose another source") from None
-        Manifest(repo, commit, rows=rows, files=files_of(saved)).write(saved)
-        replace_folder(folder, saved)
+        hub.Manifest(repo, commit, rows=rows, files=hub.files_of(written)).write(written)
     print(f"{name}: complete, in {folder}")
 
 
-def save(name: str | Path, splits: DatasetDict, temporary: Path) -> dict[str, int]:
-    """Save a data set into `<temporary>/saved`; returns {split: rows}. Raises UserError unless
-    `inputs.texts.load_corpora` will find texts in it."""
+def save_splits(name: str | Path, splits: DatasetDict, folder: Path) -> dict[str, int]:
+    """Save a data set; returns {split: rows}. Raises UserError unless `inputs.texts.load_corpora` will find texts in
+    it."""
     if "test" not in splits:
         raise UserError(f"{name} has no split 'test', only {', '.join(splits)}; measurements use the test split")
     for rows in splits.values():
-        check_column(name, rows)
-    splits.save_to_disk(temporary / "saved")
+        if getattr(rows.features.get("text"), "dtype", "") not in ("string", "large_string"):
+            raise UserError(f"{name} has no column 'text' that holds text, only {', '.join(rows.column_names)}")
+    splits.save_to_disk(folder)
     return {split: len(rows) for split, rows in splits.items()}
 
 
-def check_column(name: str | Path, rows: Dataset) -> None:
-    """Raise UserError unless a table has texts."""
-    if getattr(rows.features.get("text"), "dtype", "") not in ("string", "large_string"):
-        raise UserError(f"{name} has no column 'text' that holds text, only {', '.join(rows.column_names)}")
+def write_wikitext(folder: Path) -> tuple[str, dict[str, int]]:
+    """Save WikiText-2 in its raw form, all splits; returns the commit and {split: rows}. Each row is a line.
 
-
-def write_wikitext(temporary: Path) -> Content:
-    """WikiText-2 in its raw form, all splits: the hub's Parquet files, with one line of text in each row. They are
-    verified, and stay in `<folder>.incomplete` until all have come."""
+    The hub's Parquet files are verified, and stay in `<folder>.incomplete` until all have come."""
     from datasets import load_dataset
 
-    repository = list_repository(WIKITEXT, kind="dataset")
+    repository = hub.list_repository(WIKITEXT, kind="dataset")
     tables = [file for file in repository.files if re.fullmatch(rf"{CONFIGURATION}/.*\.parquet", file.path)]
     if not tables:
         raise UserError(f"{WIKITEXT} at {constants.ENDPOINT} holds no {CONFIGURATION}/*.parquet; try another mirror")
-    staging = folder_of("wikitext").with_name(FOLDERS["wikitext"] + UNFINISHED)
-    fetch(replace(repository, files=tables), staging, "dataset")
-    splits = load_dataset(str(staging / CONFIGURATION), cache_dir=str(temporary / "cache"))
-    rows = save("wikitext", splits, temporary)
+    staging = files.DATASETS / (FOLDERS["wikitext"] + hub.UNFINISHED)
+    hub.fetch(replace(repository, files=tables), staging, "dataset")
+    splits = load_dataset(str(staging / CONFIGURATION), cache_dir=str(folder.with_name("cache")))
+    rows = save_splits("wikitext", splits, folder)
     shutil.rmtree(staging)
     return repository.commit, rows
 
 
-def write_pg19(temporary: Path, books: int) -> Content:
-    """The first `books` books of PG-19's test split. They are streamed: only the row groups of the Parquet file that
-    hold them are fetched."""
+def write_pg19(folder: Path, books: int) -> tuple[str, dict[str, int]]:
+    """Save the first `books` books of PG-19's test split; returns the commit and {split: rows}.
+
+    They are streamed: only the row groups of the Parquet file that hold them are fetched."""
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     from datasets import Dataset, DatasetDict, load_dataset
 
-    commit = list_repository(PG19, kind="dataset").commit
+    commit = hub.list_repository(PG19, kind="dataset").commit
     print(f"pg19: {counted(books, 'book')} to stream from {constants.ENDPOINT}", flush=True)
-    with hub_errors(PG19, commit):
+    with hub.hub_errors(PG19, commit):
         options = ParquetFragmentScanOptions(pre_buffer=False)
         stream = load_dataset(PG19, split="test", revision=commit, streaming=True, fragment_scan_options=options)
         rows = list(followed(itertools.islice(stream, books), "books", books))
     if len(rows) < books:
         print(f"pg19: the test split has only {counted(len(rows), 'book')}")
-    return commit, save("pg19", DatasetDict(test=Dataset.from_list(rows)), temporary)
+    return commit, save_splits("pg19", DatasetDict(test=Dataset.from_list(rows)), folder)
 
 
-def write_specbench(temporary: Path, source: Path | None = None) -> Content:
-    """The prompts of Spec-Bench, from GitHub or from the file `source`. The content is verified."""
-    file = temporary / "saved" / SPEC_BENCH_FILE.path
+def write_specbench(folder: Path, source: Path | None = None) -> tuple[str, dict[str, int]]:
+    """Copy the prompts of Spec-Bench, from GitHub or from the file `source`, and verify them; returns the commit and
+    {"test": their number}."""
+    file = folder / SPEC_BENCH_FILE.path
     if source is not None:
         shutil.copyfile(source, file)
     else:
@@ -182,7 +167,7 @@ def write_specbench(temporary: Path, source: Path | None = None) -> Content:
                 f"specbench could not be downloaded from {urlsplit(SPEC_BENCH_URL).hostname} ({one_line(error)}); "
                 f"check the network, or download {SPEC_BENCH_URL} by other means and give it with --from"
             ) from None
-    if not is_whole(file, SPEC_BENCH_FILE):
+    if not SPEC_BENCH_FILE.matches(file):
         raise UserError(
             f"{source or SPEC_BENCH_URL} does not have the hash of Spec-Bench's file; "
             + (f"test.py --prompts {source} reads it unchanged" if source else "try again later")
@@ -190,49 +175,35 @@ def write_specbench(temporary: Path, source: Path | None = None) -> Content:
     return SPEC_BENCH_COMMIT, {"test": len(read_questions(str(file)))}
 
 
-def install_from(name: str, source: str) -> None:
-    """Install texts of this machine as `name`: a text file, a table (Parquet, JSON lines, CSV) with a column 'text', a
-    folder of such files, or a folder that `datasets` saved."""
-    path = Path(os.path.expanduser(source))
-    if not os.path.exists(path):
-        raise UserError(f"--from {path}: no such file or folder")
-    if folder_of(name).exists():
-        raise UserError(f"{folder_of(name)} already exists; move it away first")
-    if name == "specbench":
-        install(name, SPEC_BENCH, lambda temporary: write_specbench(temporary, path))
-    else:
-        install(name, str(path), lambda temporary: ("", save(path, read_splits(path, temporary / "cache"), temporary)))
+def read_splits(source: Path, folder: Path) -> DatasetDict:
+    """The texts of `--from`. A file named *train* or *valid* is that split, all others are 'test'.
 
-
-def read_splits(source: Path, cache: Path) -> DatasetDict:
-    """The data set of `install_from`. A file named *train* or *valid* is that split, all others are 'test'."""
-    from datasets import DatasetDict, concatenate_datasets, load_from_disk
+    A table gives its rows, a text in WikiText's format its lines, and any other text is one row. folder: temporary
+    files are written beside it.
+    """
+    from datasets import Dataset, DatasetDict, Value, concatenate_datasets, load_dataset, load_from_disk
 
     if is_saved(source):
         saved = load_from_disk(str(source))
         return saved if isinstance(saved, DatasetDict) else DatasetDict(test=saved)
     splits: dict[str, list[Dataset]] = {}
-    for path in [source] if source.is_file() else sorted(source.rglob("*")):
-        if path == source or (path.is_file() and path.suffix.lower() in (*ENDINGS, *TABLES)):
-            name = path.stem.lower()
-            split = "train" if "train" in name else "validation" if "valid" in name else "test"
-            splits.setdefault(split, []).append(read_rows(path, cache))
+    for path in [source] if source.is_file() else sorted(file for file in source.rglob("*") if file.is_file()):
+        ending, name = path.suffix.lower(), path.stem.lower()
+        if ending in TABLES:
+            cache = str(folder.with_name("cache"))
+            rows = load_dataset(TABLES[ending], data_files=str(path), split="train", cache_dir=cache)
+            rows = rows.select_columns("text").cast_column("text", Value("string"))
+        elif path == source or ending in ENDINGS:
+            content = read(path)
+            wiki = any(HEADING.match(line) for line in content.split("\n")[:50])
+            rows = Dataset.from_dict({"text": re.findall(r"[^\n]*\n|[^\n]+", content) if wiki else [content]})
+        else:
+            continue
+        split = "train" if "train" in name else "validation" if "valid" in name else "test"
+        splits.setdefault(split, []).append(rows)
     if not any(map(len, itertools.chain(*splits.values()))):
         raise UserError(f"--from {source} contains no text ({', '.join((*ENDINGS, *TABLES))})")
     return DatasetDict({split: concatenate_datasets(parts) for split, parts in splits.items()})
-
-
-def read_rows(path: Path, cache: Path) -> Dataset:
-    """The rows of a file: those of a table, the lines of a text in WikiText's format, or one row for any other text."""
-    from datasets import Dataset, Value, load_dataset
-
-    if path.suffix.lower() not in TABLES:
-        content = read(path)
-        wiki = any(HEADING.match(line) for line in content.split("\n")[:50])
-        return Dataset.from_dict({"text": re.findall(r"[^\n]*\n|[^\n]+", content) if wiki else [content]})
-    rows = load_dataset(TABLES[path.suffix.lower()], data_files=str(path), split="train", cache_dir=str(cache))
-    check_column(path, rows)
-    return rows.select_columns("text").cast_column("text", Value("string"))
 
 
 def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -257,10 +228,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             known = ", ".join(REPOSITORIES)
             raise UserError(f"{unknown[0]!r} is not one of {known}; install other texts with --from")
         if args.list:
-            return print_folders(files.DATASETS)
-        if args.source:
-            return install_from(args.names[0], args.source)
+            return hub.print_folders(files.DATASETS)
         for name in dict.fromkeys(names):
-            download(name, args.books, args.offline or constants.HF_HUB_OFFLINE)
+            install_data(name, args.source, args.books, args.offline or constants.HF_HUB_OFFLINE)
 
     return as_command("downloadData.py", work, "What was downloaded is kept; run the command again to resume.")

@@ -12,7 +12,6 @@ HF_TOKEN a token. Of a GGUF file the weights are written in bfloat16, whatever t
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -31,13 +30,11 @@ from huggingface_hub import constants
 from inputs import files
 from inputs.commandLine import as_command, script_parser, text
 from inputs.files import file_errors, lock_folder
-from inputs.hub import fetch, hub_errors, list_repository
-from inputs.manifest import UNFINISHED, HubFile, Manifest, print_folders, verify_offline
+from inputs.hub import UNFINISHED, HubFile, Manifest, fetch, is_downloaded, list_repository, print_folders
 from utils import UserError
 
 PYTHIA = ("EleutherAI/pythia-70m", "EleutherAI/pythia-410m", "EleutherAI/pythia-2.8b")
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
-INDEX = constants.SAFETENSORS_INDEX_FILE
 SMALL_FILES = (
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|"
     r"tokenizer\.model|chat_template\.jinja"
@@ -48,7 +45,7 @@ def files_to_download(repository: Manifest) -> list[HubFile]:
     """Of all files of a repository, those to download, the largest last. Raises UserError if it is not a model that can
     be loaded."""
     repo, paths = repository.repo, [file.path for file in repository.files]
-    shards = rf"model-\d+-of-\d+\.safetensors|{re.escape(INDEX)}"
+    shards = rf"model-\d+-of-\d+\.safetensors|{re.escape(constants.SAFETENSORS_INDEX_FILE)}"
     weights = r"model\.safetensors" if "model.safetensors" in paths else shards
     wanted = [file for file in repository.files if re.fullmatch(f"{SMALL_FILES}|{weights}", file.path)]
     if not any(file.path.endswith(".safetensors") for file in wanted):
@@ -63,7 +60,7 @@ def files_to_download(repository: Manifest) -> list[HubFile]:
     return sorted(wanted, key=lambda file: file.size)
 
 
-def folder_of(repo: str) -> Path:
+def model_folder(repo: str) -> Path:
     """The folder of a repository, models/<name>. Raises UserError if that folder holds something else."""
     if not re.fullmatch(HUB_ID, repo, re.ASCII) or ".." in repo or repo.endswith(UNFINISHED):
         raise UserError(f"{repo!r} is not a hub id; write owner/name, such as EleutherAI/pythia-70m")
@@ -77,7 +74,7 @@ def folder_of(repo: str) -> Path:
 
 def downloaded_folder(repo: str, revision: str | None = None) -> Path | None:
     """The folder of a model that was downloaded before (at `revision`, if given), or None. Sends no request."""
-    folder = folder_of(repo)
+    folder = model_folder(repo)
     manifest = Manifest.read(folder)
     present = manifest and manifest.commit and revision in (None, manifest.revision, manifest.commit)
     return folder if present else None
@@ -92,28 +89,26 @@ def is_hub_id(name: str) -> bool:
 def on_first_use(name: str, offline: bool = False) -> str:
     """A name for `inputs.models.find_model`: `name` itself, or the folder of a hub id, which is downloaded if it does
     not exist."""
-    return str(downloaded_folder(name) or download(name, offline=offline)) if is_hub_id(name) else name
+    return str(downloaded_folder(name) or download_model(name, offline=offline)) if is_hub_id(name) else name
 
 
 @file_errors()
-def download(repo: str, revision: str | None = None, offline: bool = False) -> Path:
+def download_model(repo: str, revision: str | None = None, offline: bool = False) -> Path:
     """Download a model into `models/<name>`, or verify it if it exists; returns the folder.
 
     The files are collected in `models/<name>.incomplete` and moved when all are complete. Until then an older version
     of the model can be used. revision: None is the main one. Raises UserError.
     """
-    folder = folder_of(repo)
+    folder = model_folder(repo)
     manifest = Manifest.read(folder)
     if offline or constants.HF_HUB_OFFLINE:
-        verify_offline(repo, folder, manifest if downloaded_folder(repo, revision) else None)
+        is_downloaded(repo, folder, manifest if downloaded_folder(repo, revision) else None, offline=True)
         return folder
     repository = list_repository(repo, revision or "main")
     complete = replace(repository, files=files_to_download(repository))
-    missing, wanted = complete.damaged(folder), {file.path for file in complete.files}
-    outdated = {file.path for file in manifest.files} - wanted if manifest else set()
-    if manifest == complete and not missing:
-        print(f"{repo}: complete, in {folder}; nothing to download")
+    if manifest == complete and is_downloaded(repo, folder, complete, offline=False):
         return folder
+    missing, before = complete.damaged(folder), {file.path for file in manifest.files} if manifest else set()
     if folder.exists() and not manifest and missing:
         raise UserError(
             f"{folder} already exists and is not {repo} ({missing[0].path} is missing or differs); move it away first"
@@ -124,16 +119,11 @@ def download(repo: str, revision: str | None = None, offline: bool = False) -> P
             unfinished.mkdir(exist_ok=True)
             complete.write(unfinished)
             fetch(replace(complete, files=missing), unfinished)
-        if INDEX in (file.path for file in missing):
-            with hub_errors(repo, complete.commit):
-                named = set(json.loads((unfinished / INDEX).read_text())["weight_map"].values())
-            if lacking := named - wanted:
-                raise UserError(f"{repo} has no {min(lacking)}, which its {INDEX} refers to; choose another revision")
         folder.mkdir(exist_ok=True)
         replace(complete, commit="").write(folder)  # No commit until all files are in their places.
         for file in missing:
             os.replace(unfinished / file.path, folder / file.path)
-        for path in outdated:
+        for path in before - {file.path for file in complete.files}:
             (folder / path).unlink(missing_ok=True)
         shutil.rmtree(unfinished, ignore_errors=True)
         complete.write(folder)
@@ -162,13 +152,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UserError("--gguf takes one name and no --revision or --list: downloadModel.py NAME --gguf FILE")
             from inputs import gguf  # It takes seconds to import, and downloads do not need it.
 
-            gguf.convert(args.gguf, args.models[0], args.offline)
+            gguf.convert_gguf(args.gguf, args.models[0], args.offline)
             return
         for repo in args.models:
-            folder_of(repo)  # A wrong name is found before anything is downloaded.
+            model_folder(repo)  # A wrong name is found before anything is downloaded.
         if args.list:
             return print_folders(files.MODELS)
         for repo in args.models:
-            download(repo, args.revision, args.offline)
+            download_model(repo, args.revision, args.offline)
 
     return as_command("downloadModel.py", work, "What was downloaded is kept; run the command again to resume.")

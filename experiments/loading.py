@@ -28,8 +28,7 @@ from inputs.devices import all_devices, available_memory
 from inputs.files import gigabytes
 from inputs.models import DTYPES, choose_devices, find_model, load_model, model_version, read_config, weight_bytes
 from inputs.progress import followed
-from inputs.prompts import Question, encode_turn
-from inputs.texts import Corpus
+from inputs.texts import Corpus, Question, encode_turn
 from methods.catalogue import METHODS, Role, build
 from methods.selfDraft import copies_of, trials
 from methods.translation import Translation

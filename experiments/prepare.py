@@ -14,14 +14,31 @@ from experiments import diversity
 from experiments.loading import ANSWERS, Inputs, models_of
 from experiments.processes import SINGLE, Processes
 from experiments.settings import Settings
-from inputs import prompts
 from inputs.auditTexts import read_texts
 from inputs.devices import check_device, pick_dtype
-from inputs.models import Outline, find_model, holds_head, outline
-from inputs.prompts import Question
-from inputs.randomModels import made_model
-from inputs.texts import Corpus, load_corpora
-from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
+from inputs.models import (
+    ModelLimits,
+    check_tokenizers,
+    end_tokens,
+    find_model,
+    holds_head,
+    load_tokenizer,
+    model_limits,
+    most_frequent,
+)
+from inputs.randomModels import write_random
+from inputs.texts import (
+    Corpus,
+    Question,
+    choose_prompts,
+    encode,
+    encode_chat,
+    encode_turn,
+    load_corpora,
+    read_prompts,
+    read_questions,
+    tokenize,
+)
 from methods.catalogue import METHODS
 from methods.translation import Translation
 from utils import UserError
@@ -36,9 +53,12 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
     device, draft_device, dtype, text_dtype = where_to_run(settings, processes)
     if measuring.ppl or settings.prompts_from_corpora:
         corpora = load_corpora(chosen.dataset, chosen.books)
-        prompts.check_passages(corpora, chosen.dataset, chosen.sentence_limit)
-    named = prompts.read_prompts(chosen.prompt, chosen.prompt_file)
-    questions = [] if chosen.prompts is None else prompts.read_questions(chosen.prompts)
+        if not any(corpus.passages(chosen.sentence_limit) for corpus in corpora):
+            raise UserError(
+                f"no text of {chosen.dataset} has {chosen.sentence_limit} characters; lower --sentenceLimit"
+            )
+    named = read_prompts(chosen.prompt, chosen.prompt_file)
+    questions = [] if chosen.prompts is None else read_questions(chosen.prompts)
     # The models' folders, and their tokenizers.
     folders = processes.in_turn(lambda: find_models(settings))
     tokenizer = load_tokenizer(folders["target"])
@@ -57,19 +77,21 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
         questions=questions,
     )
     # The texts in tokens, which must fit into the models' contexts.
-    outlines = [outline(folder, tokenizer) for folder in folders.values()]
+    limits = [model_limits(folder, tokenizer) for folder in folders.values()]
     encode_prompts(inputs, named, corpora)
-    slots = tokens_of_batch(inputs, outlines)
+    slots = tokens_of_batch(inputs, limits)
     if translation is not None:  # The draft reads the same prompts in its own tokens.
-        slots = max(slots, tokens_of_batch(inputs, [outline(folders["draft"], translation.tokenizer)], translation))
+        slots = max(
+            slots, tokens_of_batch(inputs, [model_limits(folders["draft"], translation.tokenizer)], translation)
+        )
         if not measuring.audit:
             report_translation(inputs, translation)
-    shortest = min(outlines, key=lambda model: model.context)
+    shortest = min(limits, key=lambda model: model.context)
     if measuring.ppl and translation is None:
         inputs.window = min(chosen.window, shortest.context)
         inputs.stride = chosen.stride if chosen.stride < inputs.window else inputs.window // 2
         passages = [corpus.passages(chosen.sentence_limit)[: chosen.sentences] for corpus in corpora]
-        inputs.texts = [(c, prompts.tokenize(p, tokenizer, shortest.context)) for c, p in zip(corpora, passages)]
+        inputs.texts = [(c, tokenize(p, tokenizer, shortest.context)) for c, p in zip(corpora, passages)]
         if not any(texts for _, texts in inputs.texts):
             raise UserError(f"no text of {chosen.dataset} has two tokens; raise --sentenceLimit")
     if measuring.audit:
@@ -115,7 +137,7 @@ def find_models(settings: Settings) -> dict[str, Path]:
     choice, names = settings.models, models_of(settings)
     if "head" in names and not holds_head(find_model(choice.head or "")):
         raise UserError(f"--head {choice.head} is a model, not a trained head; train one with scripts/trainHead.py")
-    names = {role: made_model(name) for role, name in names.items() if name not in ("self", "head")}
+    names = {role: write_random(name) for role, name in names.items() if name not in ("self", "head")}
     in_order = sorted(dict.fromkeys(names.values()), key=is_hub_id)  # A wrong name is found before a large download.
     by_name = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
     for name, folder in by_name.items():
@@ -184,25 +206,25 @@ def encode_prompts(inputs: Inputs, named: list[str], corpora: list[Corpus]) -> N
     if not settings.continues and not settings.measuring.diversity:
         return
     if inputs.questions:
-        rows = [prompts.encode_turn(question, ["."] * turn, tokenizer, model) for question, turn in inputs.turns]
+        rows = [encode_turn(question, ["."] * turn, tokenizer, model) for question, turn in inputs.turns]
     elif texts.questions:
-        rows = [prompts.encode_chat(texts.questions, ["."] * (len(texts.questions) - 1), tokenizer, model)]
+        rows = [encode_chat(texts.questions, ["."] * (len(texts.questions) - 1), tokenizer, model)]
     elif named:
-        rows = prompts.encode(named, tokenizer)
+        rows = encode(named, tokenizer)
     if settings.measuring.diversity:
-        inputs.article = rows or prompts.encode(diversity.PROMPTS, tokenizer)
+        inputs.article = rows or encode(diversity.PROMPTS, tokenizer)
     if settings.continues and rows:
         inputs.prompts = {max(map(len, rows)): rows}
     elif settings.continues:
-        limits = texts.prompt_lengths, texts.sentence_limit, texts.sentences
-        inputs.prompts = prompts.choose_prompts(tokenizer, corpora, *limits)
+        chosen = texts.prompt_lengths, texts.sentence_limit, texts.sentences
+        inputs.prompts = choose_prompts(tokenizer, corpora, *chosen)
     batch, count = settings.measuring.batch or 1, min(map(len, inputs.prompts.values()), default=0)
     if settings.measuring.timed and count < batch:
         more = "raise --sentences" if texts.from_corpora else "give more"
         raise UserError(f"--batch {batch} needs at least {batch} prompts, and there are {count}; {more}")
 
 
-def tokens_of_batch(inputs: Inputs, models: Sequence[Outline], translation: Translation | None = None) -> int:
+def tokens_of_batch(inputs: Inputs, models: Sequence[ModelLimits], translation: Translation | None = None) -> int:
     """The most tokens that a batch can have. translation: to the tokens of `models`. Raises UserError, which names the
     line of --prompts, unless the models can read the prompts of each mode and the tokens that follow."""
     settings, max_len_of = inputs.settings, inputs.settings.sampling.max_len_of

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from inputs.files import replace_file
-from inputs.models import Outline
+from inputs.models import ModelLimits
 from inputs.texts import parse_lines
 
 
@@ -26,7 +26,7 @@ class AuditText:
     was_text: bool = False
 
 
-def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: Outline) -> list[AuditText]:
+def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: ModelLimits) -> list[AuditText]:
     """The texts of a file, at least one. Raises UserError, which names the line, for what `model` cannot have
     written."""
 
@@ -51,7 +51,7 @@ def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: Outline) -
     return parse_lines("--audit", file, "prompt and tokens", parse)
 
 
-def ids_of(value: Any, name: str, model: Outline, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+def ids_of(value: Any, name: str, model: ModelLimits, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
     """Token ids of a field. tokenizer: if the field may be text instead. Raises ValueError for other values."""
     if tokenizer is not None and isinstance(value, str):
         return list(tokenizer(checked(value, name), verbose=False)["input_ids"])

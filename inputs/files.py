@@ -3,7 +3,6 @@ line."""
 
 import errno
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,45 +11,41 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from inputs.commandLine import one_line
-from utils import UserError
+from utils import UserError, out_of_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 # Use these two as `files.MODELS` and `files.DATASETS`, so that a test can replace them in one place.
 MODELS = ROOT / "models"
 DATASETS = ROOT / "datasets"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 
 
 def replace_file(path: Path, text: str) -> None:
     """Replace the content of `path` with `text` (UTF-8) in one step: a reader sees the old content or the new.
 
-    The text is written to a temporary file in the same folder and flushed to the disk. Then that file takes the name.
-    Raises OSError; then `path` is unchanged, and the temporary file is removed.
+    The text is written beside it and flushed to the disk. Then that file takes the name. Raises OSError; then `path` is
+    unchanged, and the temporary file is removed.
     """
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.stem}", delete=False, encoding="utf-8"
-        ) as file:
-            temporary = Path(file.name)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}") as folder:
+        temporary = Path(folder) / path.name
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
         os.replace(temporary, path)
-        temporary = None
-    finally:
-        if temporary:
-            temporary.unlink(missing_ok=True)
 
 
-def replace_folder(folder: Path, finished: Path) -> None:
-    """Rename the folder `finished` to `folder`, and remove an existing folder of that name."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    finished.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to write into. At the end of the block it becomes `folder`, in place of one that exists; after an
+    error it is removed. Its parent takes temporary files. Raises UserError as `lock_folder` does."""
+    with lock_folder(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        written = Path(temporary) / ".new"
+        written.mkdir()
+        yield written
+        if folder.exists():
+            folder.rename(Path(temporary) / ".old")
+        written.rename(folder)
 
 
 @contextmanager
@@ -70,6 +65,20 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
+def library_errors(what: str, remedy: str) -> Iterator[None]:
+    """Raise whatever a library raises for broken or foreign files as a UserError: a broken file can raise nearly
+    anything. Errors of a full disk or a full memory, and UserErrors, pass."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if out_of_memory(error) or getattr(error, "errno", None) in FULL:
+            raise
+        raise UserError(f"{what} ({one_line(error)}); {remedy}") from None
+
+
+@contextmanager
 def file_errors() -> Iterator[None]:
     """Raise the OSErrors of the block, or of the function that this decorates, as UserErrors."""
     try:
@@ -80,7 +89,7 @@ def file_errors() -> Iterator[None]:
 
 def file_error(error: OSError) -> UserError:
     """The UserError for an OSError."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in FULL:
         return UserError("the disk is full; free some space and run the command again: it continues where it stopped")
     return UserError(
         f"{error.filename or 'a file'}: {error.strerror or one_line(error)}; fix this and run the command again"

@@ -1,14 +1,21 @@
-"""A Hugging Face hub: which files a repository holds, and how they are fetched, resumed and verified.
+"""Folders downloaded from a Hugging Face hub, and their manifests, `download.json`: where the files came from, their
+sizes and their hashes.
 
 `huggingface_hub` sends the requests; HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are its settings. Its
 `snapshot_download` discards what an interrupted download had fetched and computes no hashes. Here a file grows as
-NAME.part, a second try fetches the rest, and the file gets its name when its hash is right.
+NAME.part, a second try fetches the rest, and the file gets its name when its hash is right. The manifest is written
+last, so a folder with a manifest was complete once.
 """
 
+from __future__ import annotations
+
 import contextlib
+import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -23,13 +30,17 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff, logging
+from huggingface_hub.utils.sha import git_hash, sha_fileobj
+from tqdm import tqdm
 
-from inputs.commandLine import one_line
-from inputs.files import file_error, gigabytes
-from inputs.manifest import HubFile, Manifest, is_whole, stays_inside
+from inputs.commandLine import one_line, visible
+from inputs.files import file_error, file_errors, gigabytes, replace_file
 from inputs.progress import Bar
 from utils import UserError
 
+MANIFEST = "download.json"
+UNFINISHED = ".incomplete"  # A folder's name ends so until its download is complete.
+BAR_BYTES = 100 << 20  # Hashing a larger file shows a progress bar.
 SPARE = 64 << 20  # bytes that must stay free on a disk
 REFUSALS = {
     GatedRepoError: "{repo} is gated: accept its terms on its page, {host}/{repo}, and set HF_TOKEN to a token of that "
@@ -45,10 +56,120 @@ logging.set_verbosity_error()  # The warnings that matter are UserErrors here,
 logging.get_logger("huggingface_hub.utils._http").setLevel("WARNING")  # but for how long a busy hub is waited for.
 
 
+@dataclass(frozen=True)
+class HubFile:
+    """A file as a hub describes it. digest: 'sha256:...' of its content, or 'git:...', the hash git gives a small
+    file."""
+
+    path: str
+    size: int
+    digest: str
+
+    def matches(self, path: Path) -> bool:
+        """Whether the file `path` exists and has this content."""
+        if not path.is_file() or path.stat().st_size != self.size:
+            return False
+        is_git = self.digest.startswith("git:")
+        return self.digest == (f"git:{git_hash(path.read_bytes())}" if is_git else f"sha256:{sha256_of(path)}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a folder. commit: "" if unknown, or if not all files are in their places. rows: of a data set,
+    {split: their number}."""
+
+    repo: str
+    commit: str
+    revision: str = "main"
+    rows: dict[str, int] = field(default_factory=dict)
+    files: list[HubFile] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """The manifest of a folder. None if it does not exist, if it cannot be read, or if it names a file outside the
+        folder: files that a new revision lacks are removed."""
+        try:
+            content = json.loads((folder / MANIFEST).read_text())
+            manifest = cls(**content | {"files": [HubFile(**file) for file in content["files"]]})
+            return manifest if all(stays_inside(file.path) for file in manifest.files) else None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+
+    def write(self, folder: Path) -> None:
+        replace_file(folder / MANIFEST, json.dumps(asdict(self), indent=1))
+
+    def damaged(self, folder: Path) -> list[HubFile]:
+        """The files that are missing in a folder or differ."""
+        return [file for file in self.files if not file.matches(folder / file.path)]
+
+
+def stays_inside(path: str) -> bool:
+    """Whether a file of this relative path is in the folder it is written to, on any system."""
+    return not (path.startswith("/") or ".." in path.split("/") or "\\" in path or ":" in path)
+
+
+def files_of(folder: Path) -> list[HubFile]:
+    """All files of a folder, with their hashes."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [HubFile(p.relative_to(folder).as_posix(), p.stat().st_size, f"sha256:{sha256_of(p)}") for p in paths]
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file in hexadecimal digits. Raises OSError."""
+    size = path.stat().st_size
+    bar = {"desc": f"checking {path.name}", "leave": False, "disable": None if size > BAR_BYTES else True}
+    with open(path, "rb") as file, tqdm.wrapattr(file, "read", total=size, **bar) as stream:
+        return sha_fileobj(stream, 1 << 22).hex()
+
+
+def folder_in(parent: Path, name: str) -> Path:
+    """The folder `name` of `parent`. Raises UserError for a name that leads elsewhere, or that unfinished downloads
+    have."""
+    if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name.endswith(UNFINISHED):
+        raise UserError(
+            f"{name!r} is not a valid folder name for {parent.name}/; use letters, digits, '_', '.' and '-', such as "
+            "SmolLM2-135M-Instruct"
+        )
+    return parent / name
+
+
+def is_downloaded(name: str, folder: Path, manifest: Manifest | None, offline: bool) -> bool:
+    """Whether a folder holds the files of `manifest`; if so, a line says that. None: it does not hold what was
+    requested. offline: raises UserError instead of returning False."""
+    broken = manifest.damaged(folder) if manifest else []
+    if manifest and not broken:
+        print(f"{name}: complete, in {folder}; nothing to download")
+        return True
+    if offline and broken:
+        raise UserError(f"{folder / broken[0].path} is damaged; run the command again without --offline to repair it")
+    if offline:
+        raise UserError(
+            f"{name} is not in {folder}, or is incomplete, and --offline (or HF_HUB_OFFLINE) forbids downloading it"
+        )
+    return False
+
+
+@file_errors()
+def print_folders(parent: Path) -> None:
+    """Print a line for each folder of `parent`: its name, size, state and origin. All hashes are computed."""
+    for folder in sorted(path for path in parent.glob("*") if path.is_dir()):
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        state, origin, manifest = "not checked", "not downloaded", Manifest.read(folder)
+        if manifest:
+            at = f"at {manifest.revision} ({manifest.commit[:12]})" if manifest.commit else ""
+            rows = ", ".join(f"{count:,} rows of {split}" for split, count in manifest.rows.items())
+            origin = f"{manifest.repo} {at}".rstrip() + f"; {rows}".rstrip("; ")
+            broken = ", ".join(file.path for file in manifest.damaged(folder))
+            state = f"not whole: {broken}" if broken else "whole"
+        elif folder.name.endswith(UNFINISHED):
+            state = "not finished"
+        print(visible(f"{folder.name:28} {gigabytes(size):>9}  {state:12} {origin}", ""))
+
+
 def list_repository(repo: str, revision: str = "main", kind: str = "model") -> Manifest:
     """A repository's commit and its files. Raises UserError if the hub does not list them.
 
-    kind: 'model' or 'dataset'. Requests to a busy hub are repeated.
+    kind: 'model' or 'dataset'. Requests to a busy hub are repeated, which `HfApi.repo_info` does not do.
     """
     url = f"{constants.ENDPOINT}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
     options = {"timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT, "max_retries": 3, "retry_on_exceptions": ()}
@@ -89,11 +210,11 @@ def fetch(manifest: Manifest, folder: Path, kind: str = "model") -> None:
         part.parent.mkdir(parents=True, exist_ok=True)
         with hub_errors(repo, commit):
             cached = try_to_load_from_cache(repo, file.path, revision=commit, repo_type=kind)
-            if isinstance(cached, str) and is_whole(Path(cached), file):
+            if isinstance(cached, str) and file.matches(Path(cached)):
                 shutil.copyfile(cached, part)
             for _ in range(2):  # Damage in a part shows only at the end. The second try begins at the file's start.
                 append_missing(hf_hub_url(repo, file.path, revision=commit, repo_type=kind), part, file)
-                if is_whole(part, file):
+                if file.matches(part):
                     os.replace(part, folder / file.path)
                     break
                 part.unlink()

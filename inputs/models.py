@@ -1,4 +1,4 @@
-"""Models from `models/` or any folder: found, checked and loaded.
+"""Models and their tokenizers, from `models/` or any folder: found, checked and loaded.
 
 Only safetensors are read, and code that comes with a model is never run.
 """
@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 from safetensors import SafetensorError, safe_open
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -32,11 +35,14 @@ from engine.cachedModel import CachedModel, check_kind, context_of
 from inputs import files
 from inputs.commandLine import one_line, visible
 from inputs.devices import available_memory
-from inputs.files import gigabytes
-from inputs.manifest import MANIFEST, UNFINISHED, Manifest
+from inputs.files import gigabytes, library_errors
+from inputs.hub import MANIFEST, UNFINISHED, Manifest
+from inputs.texts import load_corpora
 from utils import UserError, out_of_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NEVER_RUN = "code that comes with a model is never run"
+OTHER_MODEL = f"download it again, or use a causal language model that transformers knows: {NEVER_RUN}"
 WORKING_MEMORY = 300 << 20  # bytes left for activations when memory is checked
 
 logging.set_verbosity_error()
@@ -80,11 +86,9 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has no .safetensors weights, and no other format is loaded; "
             "download the model again with its safetensors files"
         )
-    try:
+    with library_errors(f"{index} does not list any weights", "download it again"):
         names = set(read_json(index)["weight_map"].values())
         outside = [name for name in names if Path(name).name != name]
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{index} does not list any weights; download it again") from None
     if outside:
         raise UserError(f"{index} refers to {outside[0]!r}, which is outside its folder; download it again")
     return sorted(folder / name for name in names)
@@ -92,10 +96,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises UserError if it cannot be read."""
-    try:
+    with library_errors(f"{path} cannot be read", "download it again"):
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({one_line(error)}); download it again") from None
 
 
 def holds_head(folder: Path) -> bool:
@@ -145,7 +147,7 @@ def working_bytes(config: PretrainedConfig, tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelLimits:
     """What limits the texts a model can read, known before its weights are loaded (`decoding.rows.Reader`)."""
 
     name: str
@@ -153,26 +155,15 @@ class Outline:
     context: int
 
 
-def outline(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Outline:
-    """The `Outline` of the model in a folder."""
-    config = read_config(folder).get_text_config()
-    return Outline(folder.name, len(tokenizer), context_of(config))
+def model_limits(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelLimits:
+    """The `ModelLimits` of the model in a folder."""
+    return ModelLimits(folder.name, len(tokenizer), context_of(read_config(folder).get_text_config()))
 
 
 def read_config(folder: Path) -> PretrainedConfig:
     """The configuration of the model in a folder. Raises UserError if it cannot be read."""
-    try:
+    with library_errors(f"{folder} cannot be loaded", OTHER_MODEL):
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # A broken folder can raise nearly anything.
-        raise not_loadable(folder, error) from None
-
-
-def not_loadable(folder: Path, error: Exception) -> UserError:
-    """The UserError for a model folder that transformers cannot load."""
-    return UserError(
-        f"{folder} cannot be loaded ({one_line(error)}); download it again, or use a causal language model that "
-        "transformers knows: code that comes with a model is never run"
-    )
 
 
 def load_model(
@@ -202,24 +193,24 @@ def load_model(
             "together; download both again from one place"
         )
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=DTYPES[dtype],
-            **placement,
-            local_files_only=True,
-            use_safetensors=True,
-            attn_implementation="eager",  # `CachedModel` sets its own. A config may name one that is code of the hub.
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # A broken folder can raise nearly anything. No user should see a traceback for it.
-        if out_of_memory(error):
-            raise UserError(
-                f"{folder.name} does not fit into the memory of {device}; use a smaller dtype or model"
-            ) from None
-        raise not_loadable(folder, error) from None
+        with library_errors(f"{folder} cannot be loaded", OTHER_MODEL):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=DTYPES[dtype],
+                **placement,
+                local_files_only=True,
+                use_safetensors=True,
+                attn_implementation="eager",  # `CachedModel` sets its own. A config may name code of the hub.
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        remedy = "use a smaller dtype or model"
+        raise UserError(f"{folder.name} does not fit into the memory of {device}; {remedy}") from None
     check_weights(folder, info)
     loaded = CachedModel(model, len(tokenizer), visible(folder.name, ""))
     if loaded.is_spread:
@@ -291,14 +282,11 @@ def check_weights(folder: Path, info: dict[str, Any]) -> None:
 
     transformers would continue, with random weights or fewer layers. Unused buffers are harmless.
     """
-    keys = (
-        sorted(info["missing_keys"])
-        + sorted(key for key, *_ in info["mismatched_keys"])
-        + sorted(key for key in info["unexpected_keys"] if key.endswith(".weight"))
-    )
+    keys = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
+    keys += [key for key in info["unexpected_keys"] if key.endswith(".weight")]
     if keys:
         raise UserError(
-            f"{folder}: config.json and the weights do not match ({keys[0]} is missing, unexpected or "
+            f"{folder}: config.json and the weights do not match ({min(keys)} is missing, unexpected or "
             "has another shape); download both again from the same source"
         )
 
@@ -314,6 +302,71 @@ def model_version(name: str | Path) -> str:
     digest = hashlib.sha256()
     for path in weights:
         with open(path, "rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return f"sha256:{digest.hexdigest()[:16]}"
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder. Raises UserError if it cannot be used."""
+    folder = find_model(name)
+    remedy = f"download its tokenizer.json and config.json again ({NEVER_RUN})"
+    with library_errors(f"{folder} has no usable tokenizer", remedy):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # What transformers makes of no files.
+        raise UserError(f"{folder} has no tokenizer files; download its tokenizer.json")
+    # A token that is added after a text would end it before it is continued.
+    plain, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    if tokenizer.is_fast and whole[-len(plain) :] != plain:
+        first = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        added = list(zip(tokenizer.convert_ids_to_tokens(whole[:first]), whole[:first]))
+        single = [*(token for token, _ in added), "$A"]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=added)
+    return tokenizer
+
+
+def check_tokenizers(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, names: tuple[str, str] = ("target", "draft")
+) -> None:
+    """Raise UserError unless both give every token the same id, for models that must read the same ids."""
+    vocab, draft_vocab = target.get_vocab().items(), draft.get_vocab().items()
+    if vocab == draft_vocab:
+        return
+    token, index = min(vocab - draft_vocab or draft_vocab - vocab, key=lambda item: item[1])
+    raise UserError(
+        f"the tokenizers of {names[0]} ({len(vocab)} tokens) and {names[1]} ({len(draft_vocab)}) differ, first "
+        f"at id {index} ({token!r}); name two models that share one tokenizer"
+    )
+
+
+def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a text of the model in a folder.
+
+    Those that transformers' `generate` stops at: one or several of generation_config.json, or else of config.json. And
+    the tokenizer's own. Raises UserError if no file names any.
+    """
+    named: object = None
+    for file in folder / "generation_config.json", folder / "config.json":
+        if named is None and file.is_file():
+            content = read_json(file)
+            named = content.get("eos_token_id") if isinstance(content, dict) else content
+            ids = named if isinstance(named, list) else [named]
+            if not all(token is None or type(token) is int for token in ids):
+                raise UserError(f"{file} does not say which tokens end a text (eos_token_id); download it again")
+    return frozenset(token for token in (*ids, tokenizer.eos_token_id) if token is not None)
+
+
+def most_frequent(count: int, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> Tensor:
+    """The `count` most frequent tokens of the sample texts, int64 `[count]` in ascending order.
+
+    ends: tokens that are always among them. Equally frequent and unseen tokens are taken by id: a byte-pair encoding
+    numbers its tokens roughly by frequency. Raises UserError if the tokenizer has fewer tokens.
+    """
+    if count > len(tokenizer):
+        raise UserError(f"--draftVocab {count} exceeds the vocabulary of {len(tokenizer)} tokens")
+    counts = torch.zeros(len(tokenizer), dtype=torch.long)
+    for corpus in load_corpora("sample"):
+        for document in corpus.documents:
+            ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long)
+            counts += torch.bincount(ids, minlength=len(tokenizer))
+    counts[[token for token in ends if token < len(tokenizer)]] = counts.sum() + 1
+    return counts.argsort(descending=True, stable=True)[:count].sort().values

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from inputs import files
-from inputs.files import gigabytes
+from inputs.files import new_folder
+from inputs.hub import check_disk
 from inputs.progress import followed
 from utils import UserError
 
@@ -29,27 +29,27 @@ SHAPES = {
 }
 
 
-def made_model(name: str) -> str:
-    """The name of the model that "random:SHAPE" stands for, models/random-SHAPE, which is written at its first use in
-    bfloat16. Any other name is returned unchanged. Raises UserError for an unknown shape, or if the disk is too
-    small."""
+def write_random(name: str) -> str:
+    """Write the model that "random:SHAPE" stands for as models/random-SHAPE, in bfloat16, unless it exists; returns its
+    name. Any other name is returned unchanged. Raises UserError for an unknown shape, or if the disk is too small."""
     if not name.startswith(PREFIX):
         return name
     shape = name.removeprefix(PREFIX)
     if shape not in SHAPES:
         raise UserError(f"there is no shape {shape!r}; known are: {', '.join(PREFIX + known for known in SHAPES)}")
     folder = files.MODELS / f"random-{shape}"
-    if not (folder / "config.json").exists():
-        needed, free = 2 * weights_of(shape), shutil.disk_usage(files.MODELS).free
-        if needed > free:
-            raise UserError(
-                f"{name} needs about {gigabytes(needed)} on the disk, where only {gigabytes(free)} are free"
-            )
-        making = folder.with_name(f"{folder.name}.unfinished")
-        shutil.rmtree(making, ignore_errors=True)
-        random_model(shape).save_pretrained(making)
-        write_tokenizer(making)
-        making.rename(folder)
+    if (folder / "config.json").exists():
+        return folder.name
+    check_disk(files.MODELS, 2 * weights_of(shape))
+    with new_folder(folder) as written:
+        random_model(shape).save_pretrained(written)
+        for file in (files.MODELS / TOKENIZER).glob("*token*.json"):
+            shutil.copy(file, written)
+        tokenizer = json.loads((written / "tokenizer.json").read_text(encoding="utf-8"))
+        known = tokenizer["model"]["vocab"]  # as many tokens as the model has logits
+        first = 1 + max(*known.values(), *(token["id"] for token in tokenizer["added_tokens"]))
+        known |= {f"<random {token}>": token for token in range(first, VOCABULARY)}
+        (written / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     return folder.name
 
 
@@ -91,14 +91,3 @@ def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> GPTNeoXForC
         else:
             weight.fill_(0.0 if key.endswith("bias") else 1.0)
     return model
-
-
-def write_tokenizer(folder: Path) -> None:
-    """The bundled tokenizer with as many tokens as the model has logits."""
-    for file in (files.MODELS / TOKENIZER).glob("*token*.json"):
-        shutil.copy(file, folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    known = tokenizer["model"]["vocab"]
-    first = 1 + max(*known.values(), *(token["id"] for token in tokenizer["added_tokens"]))
-    known |= {f"<random {token}>": token for token in range(first, VOCABULARY)}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")

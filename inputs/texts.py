@@ -1,18 +1,23 @@
-"""Texts to measure on: the bundled samples, WikiText-2 and PG-19 from `datasets/`, or any file or folder."""
+"""Texts to measure on, and prompts: the samples, WikiText-2 and PG-19 from `datasets/`, or any file or folder."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from transformers import PreTrainedTokenizerBase
+
 from inputs import files
 from inputs.commandLine import one_line
-from inputs.manifest import MANIFEST
+from inputs.files import library_errors
+from inputs.hub import MANIFEST
 from utils import UserError
 
 T = TypeVar("T")
@@ -20,6 +25,10 @@ T = TypeVar("T")
 FOLDERS = {"sample": "sample", "wikitext": "wikitext", "pg19": "pg19_sample"}  # {data set: folder of datasets/}
 ENDINGS = (".txt", ".raw", ".tokens")
 HEADING = re.compile(r"^ *= .* = *$")
+CHARACTERS = 16  # of text kept for each token of a prompt: far more than any text needs
+SETS = {"sample": "sample/categories.jsonl", "specbench": "specbench/question.jsonl"}  # {name: file of datasets/}
+# MT-bench's categories. Spec-Bench's evaluation/speed.py reports them as one task, and each other category as a task.
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
 @dataclass
@@ -58,16 +67,14 @@ def load_corpora(name: str, books: int | None = None) -> list[Corpus]:
     """
     path = find_texts(name)
     label = name if name in FOLDERS else path.name
-    if path.is_file():
-        corpora = [Corpus(path.name, [read(path)])]
-    elif is_saved(path):
+    if is_saved(path):
         corpora = [Corpus(label, read_saved(path))]
     else:
-        texts = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
-        if name == "sample":  # Two styles, reported separately. Any other folder is one corpus of many documents.
-            corpora = [Corpus(file.name, [read(file)]) for file in texts]
-        else:
-            corpora = [Corpus(label, [read(file) for file in texts])]
+        folder = (file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
+        texts = [path] if path.is_file() else sorted(folder)
+        corpora = [Corpus(file.name, [read(file)]) for file in texts]
+        if name != "sample":  # Its two styles are reported separately. Any other folder is one corpus.
+            corpora = [Corpus(label, [document for corpus in corpora for document in corpus.documents])]
     for corpus in corpora:
         corpus.documents = [document for document in corpus.documents if document.strip()][:books]
     corpora = [corpus for corpus in corpora if corpus.documents]
@@ -78,14 +85,13 @@ def load_corpora(name: str, books: int | None = None) -> list[Corpus]:
 
 def find_texts(name: str) -> Path:
     """The file or folder of a data set. Raises UserError if it does not exist."""
-    if name in FOLDERS or os.path.isfile(files.DATASETS / name / MANIFEST):
-        folder = FOLDERS.get(name, name)
-        path = files.DATASETS / folder
-        if not path.exists():
-            raise UserError(
-                f"the data set {name!r} is not in datasets/{FOLDERS[name]}; get it with downloadData.py "
-                f"({name}), or use --dataset sample"
-            )
+    path = files.DATASETS / FOLDERS.get(name, name)
+    if name in FOLDERS and not path.exists():
+        raise UserError(
+            f"the data set {name!r} is not in datasets/{path.name}; get it with downloadData.py ({name}), or use "
+            "--dataset sample"
+        )
+    if name in FOLDERS or os.path.isfile(path / MANIFEST):
         return path
     path = Path(os.path.abspath(os.path.expanduser(name)))
     if not os.path.exists(path):
@@ -95,10 +101,8 @@ def find_texts(name: str) -> Path:
 
 def read(path: Path) -> str:
     """The content of a text file. Raises UserError if it is not UTF-8 text."""
-    try:
+    with library_errors(f"{path} cannot be read as UTF-8 text", "convert it, or name another"):
         text = path.read_text(encoding="utf-8-sig")  # Project Gutenberg's files begin with a byte order mark.
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text ({error}); convert it, or name another") from None
     if "\0" in text:
         raise UserError(f"{path} is a binary file; name a text file")
     return text
@@ -133,15 +137,147 @@ def read_saved(path: Path) -> list[str]:
     """The documents of a folder written by `save_to_disk`. WikiText has one line in each row: its rows are joined."""
     from datasets import load_from_disk  # Importing it takes a second, and most runs do not need it.
 
-    try:
+    what = f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test'"
+    with library_errors(what, "save one, or name a text file"):
         saved = load_from_disk(str(path))
         rows = (saved["test"] if hasattr(saved, "keys") else saved)["text"]
         rows = [row for row in rows if row is not None]
         if not any(HEADING.match(row.rstrip("\n")) for row in rows[:50]):
             return rows
         return [("" if any(row.endswith("\n") for row in rows) else "\n").join(rows)]
-    except Exception as error:
+
+
+@dataclass(frozen=True)
+class Question:
+    """A line of a file of prompts. line: its number, from 1. turns: of a conversation, one after the other."""
+
+    line: int
+    category: str
+    turns: tuple[str, ...]
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """The texts given by flag: one prompt, or the lines of a file. Empty if there are none."""
+    if file is None:
+        return [] if prompt is None else [prompt]
+    lines = [line for line in read(file).split("\n") if line.strip()]
+    if not lines:
+        raise UserError(f"--promptFile {file} contains no prompt; write one on each line")
+    return lines
+
+
+def read_questions(name: str) -> list[Question]:
+    """The prompts of `--prompts`: of a file, or of one of SETS.
+
+    Each line is a JSON object with a category, and with turns (a list, as in Spec-Bench's question.jsonl) or a prompt.
+    If all categories of MT-bench occur, they are one: "mt_bench". Raises UserError, which names the line, for a line
+    that holds no such object or no text, and for a category of one line, which would be compared by one text.
+    """
+    file = find_prompts(name)
+    questions = parse_lines("--prompts", file, "prompt and category", question_of)
+    if {question.category for question in questions} >= MT_BENCH:
+        questions = [replace(q, category="mt_bench") if q.category in MT_BENCH else q for q in questions]
+    counts = Counter(question.category for question in questions)
+    for question in questions:
+        if counts[question.category] == 1:
+            raise UserError(
+                f"--prompts {file}, line {question.line}: category {question.category!r} has only this prompt, and a "
+                "comparison needs two; add one, or use another category"
+            )
+    return questions
+
+
+def find_prompts(name: str) -> Path:
+    """The file of `--prompts`. Raises UserError if it does not exist."""
+    if name not in SETS:
+        return Path(os.path.expanduser(name))
+    file = files.DATASETS / SETS[name]
+    if not file.is_file():
         raise UserError(
-            f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test' "
-            f"({one_line(error)}); save one, or name a text file"
-        ) from None
+            f"--prompts {name}: there is no datasets/{SETS[name]}; get it with downloadData.py ({name}), or use "
+            "--prompts sample"
+        )
+    return file
+
+
+def question_of(number: int, fields: Any) -> Question:
+    """The question of a line. Raises ValueError for a line that cannot be used."""
+    if not isinstance(fields, dict) or not {"prompt", "turns"} & fields.keys():
+        raise ValueError('this is no object with "prompt" or "turns"')
+    turns: Any = fields["turns"] if "turns" in fields else [fields["prompt"]]
+    if not isinstance(turns, list) or not turns or not all(map(is_text, turns)):
+        raise ValueError('"turns" is no list of texts' if "turns" in fields else '"prompt" is no text')
+    if not is_text(fields.get("category")):
+        raise ValueError('there is no "category", a word')
+    return Question(number, " ".join(fields["category"].split()), tuple(turns))
+
+
+def is_text(value: object) -> bool:
+    """Whether a value of JSON is text that can be encoded, and not blank."""
+    return isinstance(value, str) and bool(value.strip()) and value == value.encode(errors="replace").decode()
+
+
+def encode_turn(
+    question: Question, answers: Sequence[str], tokenizer: PreTrainedTokenizerBase, model: str
+) -> list[int]:
+    """Token ids of a question up to where the next answer begins. answers: to the turns before.
+
+    With a chat template, each turn is a message. Without one, the text is continued as it is, and a later turn is a
+    paragraph after the earlier answer.
+    """
+    turns = question.turns[: len(answers) + 1]
+    if tokenizer.chat_template:
+        return encode_chat(turns, answers, tokenizer, model)
+    earlier = "".join(f"{turn}{answer}\n\n" for turn, answer in zip(turns, answers))
+    return encode([earlier + turns[-1]], tokenizer)[0]
+
+
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of texts that are continued from their end."""
+    return [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+
+
+def encode_chat(
+    questions: Sequence[str], answers: Sequence[str], tokenizer: PreTrainedTokenizerBase, model: str
+) -> list[int]:
+    """Token ids of a conversation in the chat template of the model `model`, up to where its next answer begins.
+
+    answers: to all questions but the last. Raises UserError if there is no template, or if it fails.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of {model} has no chat template; give the question with --prompt, or name an instruct model"
+        )
+    chat = []
+    for question, answer in itertools.zip_longest(questions, answers):
+        chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    # A template is a program. It may do anything but what its sandbox forbids.
+    with library_errors(f"the chat template of {model} fails", "give the question with --prompt"):
+        return tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def tokenize(passages: Sequence[str], tokenizer: PreTrainedTokenizerBase, context: int) -> list[list[int]]:
+    """Token ids of each passage of two tokens or more, cut to `context` tokens."""
+    return [ids[:context] for ids in encode(passages, tokenizer) if len(ids) > 1]
+
+
+def choose_prompts(
+    tokenizer: PreTrainedTokenizerBase, corpora: Sequence[Corpus], lengths: Sequence[int], least: int, count: int
+) -> dict[int, list[list[int]]]:
+    """Token ids of `count` prompts for each length, {length: prompts}.
+
+    A prompt is the text from the start of a passage on, cut to the length. Passages of at least `least` characters are
+    taken from the corpora alternately. If too few texts are that long, the longest others are added.
+    """
+    prompts = {}
+    for length in sorted(set(lengths)):
+        passages = (corpus.passages(least, CHARACTERS * length) for corpus in corpora)
+        rows: list[list[int]] = []
+        missing = count
+        for text in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*passages))):
+            rows += [row[:length] for row in encode([text], tokenizer)]
+            missing -= len(rows[-1]) == length
+            if not missing:
+                break
+        prompts[length] = sorted(rows, key=len, reverse=True)[:count]
+    return prompts

@@ -22,7 +22,7 @@ from experiments.loading import Inputs
 from experiments.runRecord import run_record
 from inputs.commandLine import visible
 from inputs.files import replace_file
-from inputs.prompts import encode_chat
+from inputs.texts import encode_chat
 from methods.catalogue import build, repeatable
 from methods.samplers import Sampler
 from playback.trace import KINDS, Pieces, Round, Trace, Turn, decoded_rounds, summary

@@ -22,8 +22,7 @@ from experiments.speed import quiet
 from inputs.commandLine import as_command, visible
 from inputs.devices import pick_dtype
 from inputs.files import ROOT, replace_file
-from inputs.models import find_model, load_model, model_version
-from inputs.tokenizers import load_tokenizer
+from inputs.models import find_model, load_model, load_tokenizer, model_version
 from methods.drafters import ModelDrafter
 from playback.trace import Trace, decoded_rounds
 from regrSampling import regrSampling

@@ -33,11 +33,9 @@ from inputs.commandLine import one_line
 from inputs.devices import pick_dtype
 from inputs.files import replace_file
 from inputs.hub import check_disk
-from inputs.models import load_model, model_version, read_json
+from inputs.models import end_tokens, load_model, load_tokenizer, model_version, read_json
 from inputs.progress import Bar
-from inputs.prompts import CHARACTERS, encode, read_questions
-from inputs.texts import Corpus, load_corpora
-from inputs.tokenizers import end_tokens, load_tokenizer
+from inputs.texts import CHARACTERS, Corpus, encode, load_corpora, read_questions
 from regrSampling import regrSampling
 from scripts.headNetworks import LAYERS, tapped
 from scripts.losses import SAMPLING, at_a_time, output_logits, sums_of

@@ -35,9 +35,8 @@ from experiments.runRecord import model_record, origin
 from inputs.commandLine import as_command, number, path, script_parser, text, whole
 from inputs.devices import pick_device, pick_dtype
 from inputs.files import replace_file
-from inputs.models import find_model, load_model, model_version
-from inputs.prompts import find_prompts
-from inputs.tokenizers import end_tokens, load_tokenizer
+from inputs.models import end_tokens, find_model, load_model, load_tokenizer, model_version
+from inputs.texts import find_prompts
 from scripts.headNetworks import LAYERS, TextBatch, TrainedHead, batch_of, begin_near_target, chain_weights, new_network
 from scripts.headTexts import WRITTEN, prepare_parts
 from scripts.losses import SAMPLING, at_a_time, chain_loss, distributions, output_logits

@@ -10,26 +10,21 @@ import downloadModel
 NAME = "EleutherAI/pythia-70m"
 WEIGHTS = 3_000_000  # bytes
 CHUNK = 100_000  # huggingface_hub writes pieces of 10 MB. A piece is lost if the connection breaks within it.
-SUBPROCESS = (
-    "import sys; from pathlib import Path; from huggingface_hub import constants; "
-    "from downloadModel import main; from inputs import files; "
-    f"constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}; files.MODELS = Path(sys.argv[1]); sys.exit(main(sys.argv[2:]))"
-)
 
 
-def model_repository(files=None):
-    """A model's repository, with other files that hubs have and that must not be downloaded. files: {path: bytes} of
-    more files."""
-    content = {
-        "config.json": b"{}",
-        "tokenizer.json": os.urandom(5000),
-        "README.md": b"#" * 3000,
-        "model.safetensors": os.urandom(WEIGHTS),
-        "pytorch_model.bin": b"\x80" * 9000,
-        "onnx/model.safetensors": b"0" * 4000,
-        ".gitattributes": b"*",
-    }
-    return Repository(content | (files or {}))
+def model_repository():
+    """A model's repository, with other files that hubs have and that must not be downloaded."""
+    return Repository(
+        {
+            "config.json": b"{}",
+            "tokenizer.json": os.urandom(5000),
+            "README.md": b"#" * 3000,
+            "model.safetensors": os.urandom(WEIGHTS),
+            "pytorch_model.bin": b"\x80" * 9000,
+            "onnx/model.safetensors": b"0" * 4000,
+            ".gitattributes": b"*",
+        }
+    )
 
 
 def download(*arguments):

@@ -8,7 +8,6 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -38,27 +37,17 @@ class Repository:
         content = self.files[path]
         return content.stat().st_size if isinstance(content, Path) else len(content)
 
-    def read(self, path: str, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-        """Pieces of a file's bytes `start` to `end`."""
-        content, end = self.files[path], self.size(path) if end is None else end
-        if isinstance(content, bytes):
-            yield content[start:end]
-            return
-        with open(content, "rb") as stream:
-            stream.seek(start)
-            while start < end and (piece := stream.read(min(1 << 22, end - start))):
-                start += len(piece)
-                yield piece
+    def read(self, path: str) -> bytes:
+        content = self.files[path]
+        return content.read_bytes() if isinstance(content, Path) else content
 
     def digest(self, path: str) -> str:
         """SHA-256 of a large file, git's hash of a small one."""
-        content = self.files[path]
+        content, size = self.files[path], self.size(path)
         key = path, content if isinstance(content, Path) else hash(content)
         if key not in self.digests:
-            large = self.size(path) >= LARGE
-            digest = hashlib.sha256() if large else hashlib.sha1(f"blob {self.size(path)}\0".encode())
-            for piece in self.read(path):
-                digest.update(piece)
+            digest = hashlib.sha256() if size >= LARGE else hashlib.sha1(f"blob {size}\0".encode())
+            digest.update(self.read(path))
             self.digests[key] = digest.hexdigest()
         return self.digests[key]
 
@@ -75,12 +64,11 @@ class LocalHub:
 
     served: {path: bytes of the file sent so far}. requests, authorization: the requests, and their headers.
     cut_after: bytes of each large enough file that are sent before the connection breaks. After that it gets no more.
-    cut: the files cut so far.
-    replace: {path: bytes sent in place of the right content}. ranges: whether a part of a file can be requested.
-    elsewhere: another `LocalHub`, to which large files are redirected, as the real hub does.
+    cut: the files cut so far. replace: {path: bytes sent in place of the right content}. ranges: whether a part of a
+    file can be requested. elsewhere: another `LocalHub`, to which large files are redirected, as the real hub does.
     answer, file_answer: (status, content) that answers every API call, or every request for a file, in place of the
-        truth. down: everything is answered 503. busy: the statuses of
-        the first answers, which ask to come again at once. slow: seconds before each answer.
+    truth. down: everything is answered 503. busy: the statuses of the first answers, which ask to come again at once.
+    slow: seconds before each answer.
     """
 
     def __init__(self) -> None:
@@ -130,118 +118,95 @@ class Answer(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """No log."""
 
-    def do_HEAD(self) -> None:
-        self.answer()
-
     def do_GET(self) -> None:
-        self.answer()
-
-    def do_POST(self) -> None:
-        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.answer()
-
-    def answer(self) -> None:
         """Answer any request."""
-        url = urlsplit(self.path)
+        hub, url = self.hub, urlsplit(self.path)
         path = unquote(url.path)
-        self.hub.requests.append(f"{self.command} {self.path}")
-        self.hub.authorization.append(self.headers.get("Authorization"))
-        time.sleep(self.hub.slow)
-        if self.hub.busy:
-            return self.reply(self.hub.busy.pop(0), {"error": "busy"}, **{"Retry-After": "0"})
-        if self.hub.down:
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        hub.requests.append(f"{self.command} {self.path}")
+        hub.authorization.append(self.headers.get("Authorization"))
+        time.sleep(hub.slow)
+        if hub.busy:
+            return self.reply(hub.busy.pop(0), {"error": "busy"}, **{"Retry-After": "0"})
+        if hub.down:
             return self.reply(503, {"error": "down"})
-        if self.hub.answer is not None and path.startswith("/api/"):
-            return self.reply(*self.hub.answer)
-        if self.hub.file_answer is not None and "/resolve/" in path:
-            return self.reply(*self.hub.file_answer)
-        if match := re.fullmatch(
-            r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?", path
-        ):
-            kind, name, call, revision, below = match.groups()
-        elif match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            kind, name, revision, below = match.groups()
-            kind, call = "datasets" if kind else "models", "resolve"
-        else:
+        if hub.answer is not None and path.startswith("/api/"):
+            return self.reply(*hub.answer)
+        if hub.file_answer is not None and "/resolve/" in path:
+            return self.reply(*hub.file_answer)
+        file = re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        call = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?", path)
+        if not file and not call:
             return self.refuse(404, "NotFound")
-        repository = getattr(self.hub, kind).get(name)
+        kind, name, revision = file.group(1, 2, 3) if file else call.group(1, 2, 4)
+        repository = (hub.datasets if (kind or "").startswith("datasets") else hub.models).get(name)
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if repository is None or repository.token not in (None, token):
             return self.refuse(401, "RepoNotFound")
-        if repository.gated and call == "resolve":
+        if repository.gated and file:
             return self.refuse(403, "GatedRepo")
         if revision not in (None, "main", repository.commit):
             return self.refuse(404, "RevisionNotFound")
-        if call == "resolve":
-            return self.send_file(repository, below)
-        if call in ("tree", "paths-info"):
-            return self.reply(200, self.listing(repository, call, below, parse_qs(url.query)))
-        siblings = [repository.entry(path, "rfilename", "blobId") for path in repository.files]
+        if file:
+            return self.send_file(repository, file[4])
+        if call[3] in ("tree", "paths-info"):
+            return self.reply(200, self.listing(repository, call[3], call[5], parse_qs(url.query)))
         now = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
-        about = {"id": name, "modelId": name, "sha": repository.commit, "siblings": siblings}
+        about = {"id": name, "modelId": name, "sha": repository.commit, "lastModified": now, "createdAt": now}
         about |= {"private": False, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}
-        self.reply(200, about | {"lastModified": now, "createdAt": now})
+        siblings = [repository.entry(path, "rfilename", "blobId") for path in repository.files]
+        self.reply(200, about | {"siblings": siblings})
+
+    do_HEAD = do_POST = do_GET
 
     def listing(
         self, repository: Repository, call: str, below: str, query: dict[str, list[str]]
     ) -> list[dict[str, object]]:
         """Files and folders of a data set: its tree, or the paths that a POST names."""
-        folders = {"/".join(path.split("/")[:n]) for path in repository.files for n in range(1, path.count("/") + 1)}
+        paths = list(repository.files)
+        folders = {"/".join(path.split("/")[:n]) for path in paths for n in range(1, path.count("/") + 1)}
         if call == "paths-info":
             form = parse_qs(self.body.decode()) if b"=" in self.body[:20] else json.loads(self.body)
-            wanted = form["paths"].__contains__
+            named = set(form["paths"])
         elif query.get("recursive", ["false"])[0].lower() == "true":
-            wanted = lambda path: not below or path.startswith(below + "/")  # noqa: E731
+            named = {path for path in [*folders, *paths] if not below or path.startswith(below + "/")}
         else:
-            wanted = lambda path: path.rpartition("/")[0] == below  # noqa: E731
-        return [
-            {"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders) if wanted(path)
-        ] + [{"type": "file", **repository.entry(path)} for path in repository.files if wanted(path)]
+            named = {path for path in [*folders, *paths] if path.rpartition("/")[0] == below}
+        directories = [
+            {"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders & named)
+        ]
+        return directories + [{"type": "file", **repository.entry(path)} for path in paths if path in named]
 
     def send_file(self, repository: Repository, path: str) -> None:
         """Answer a request for a file or a part of it."""
         if path not in repository.files:
             return self.refuse(404, "EntryNotFound")
-        size, start, end, status = repository.size(path), 0, None, 200
-        if (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))) and self.hub.ranges:
+        hub, size, digest, start, end, status = self.hub, repository.size(path), repository.digest(path), 0, None, 200
+        if (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))) and hub.ranges:
             start, end, status = int(asked[1]), int(asked[2]) + 1 if asked[2] else None, 206
         end = size if end is None else min(end, size)
         if start >= end and status == 206:
             return self.refuse(416, "RangeNotSatisfiable")
-        moved = self.hub.elsewhere is not None and size >= LARGE
-        self.send_response(302 if moved else status)
-        if moved:
-            self.send_header("Location", self.hub.elsewhere.url + self.path)
-        self.send_header("Content-Length", "0" if moved else str(end - start))
-        self.send_header("ETag", f'"{repository.digest(path)}"')
-        self.send_header("X-Linked-Etag", f'"{repository.digest(path)}"')
-        self.send_header("X-Linked-Size", str(size))
-        self.send_header("X-Repo-Commit", repository.commit)
-        if self.hub.ranges:
-            self.send_header("Accept-Ranges", "bytes")
-        if status == 206:
-            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
-        self.end_headers()
-        if self.command == "HEAD" or moved:
-            return
-        if path in self.hub.replace:
-            repository = Repository({path: self.hub.replace[path]})
-        cut = self.hub.cut_after
-        if cut is not None and size > cut:
-            end = 0 if path in self.hub.cut else min(end, start + cut)
-            self.hub.cut.add(path)
-        for piece in repository.read(path, start, end) if end > start else ():
-            self.wfile.write(piece)
-            self.hub.served[path] = self.hub.served.get(path, 0) + len(piece)
-        if cut is not None and size > cut:
+        about = {"ETag": f'"{digest}"', "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(size)}
+        about |= {"X-Repo-Commit": repository.commit}
+        about |= {"Accept-Ranges": "bytes"} if hub.ranges else {}
+        about |= {"Content-Range": f"bytes {start}-{end - 1}/{size}"} if status == 206 else {}
+        if hub.elsewhere is not None and size >= LARGE:
+            return self.reply(302, b"", Location=hub.elsewhere.url + self.path, **about)
+        content = hub.replace.get(path, repository.read(path) if self.command == "GET" else b"")
+        if hub.cut_after is not None and size > hub.cut_after:
+            content = content[: start + (0 if path in hub.cut else hub.cut_after)]
             self.close_connection = True
+            if self.command == "GET":
+                hub.cut.add(path)
+        if self.command == "GET":
+            hub.served[path] = hub.served.get(path, 0) + len(content[start:end])
+        self.reply(status, content[start:end], **{"Content-Length": str(end - start)}, **about)
 
     def reply(self, status: int, content: object, **headers: str) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in headers.items():
+        for name, value in ({"Content-Type": "application/json", "Content-Length": str(len(body))} | headers).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":

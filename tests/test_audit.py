@@ -10,8 +10,7 @@ import torch
 from test_specSampling import PROMPTS
 
 from inputs.auditTexts import read_texts, write_texts
-from inputs.models import load_model, outline
-from inputs.tokenizers import load_tokenizer
+from inputs.models import load_model, load_tokenizer, model_limits
 from lossless import scorer as scoring
 from lossless.audit import RETOKENISED, Auditor, alike, others, power_of
 from lossless.evidence import Evidence, limit_of, seen_by
@@ -182,7 +181,7 @@ def test_greedy_runs(cli, pair_folder, tmp_path, written):
 
 def test_text_is_encoded_with_its_prompt(pair_folder, tmp_path, cli):
     tokenizer = load_tokenizer(pair_folder / "target")
-    model, file = outline(pair_folder / "target", tokenizer), tmp_path / "texts"
+    model, file = model_limits(pair_folder / "target", tokenizer), tmp_path / "texts"
     prompt, text = "Before the lamp", " was lit, and nobody heard."
     ids = tokenizer(prompt)["input_ids"]
     lines = {"prompt": prompt, "text": text}, {"prompt": ids, "text": text}, {"prompt": prompt, "tokens": [1, 2]}

@@ -24,8 +24,7 @@ from engine.cpuModel import CpuModel
 from engine.sharedWeights import library_twin, sharing_copy
 from experiments.intervals import summarize
 from inputs import files, randomModels
-from inputs.models import load_model
-from inputs.tokenizers import load_tokenizer
+from inputs.models import load_model, load_tokenizer
 from methods.catalogue import METHODS, choose
 from methods.drafters import ModelDrafter
 from methods.programs import PROGRAMS
@@ -331,7 +330,7 @@ def test_shapes_are_timed_with_synthetic_acceptance(shapes, cli, text_file, tmp_
 
 
 def test_a_random_model_is_a_model_of_that_shape_and_its_tokenizer_has_as_many_tokens(shapes):
-    name = randomModels.made_model("random:large")
+    name = randomModels.write_random("random:large")
     tokenizer = load_tokenizer(files.MODELS / name)
     model = load_model(files.MODELS / name, tokenizer, "float32", "cpu")
     assert model.vocabulary == len(tokenizer) == 5000 and tokenizer("a text")["input_ids"]
@@ -339,13 +338,13 @@ def test_a_random_model_is_a_model_of_that_shape_and_its_tokenizer_has_as_many_t
     usual.load_state_dict(model.model.state_dict())
     tokens = torch.randint(0, 5000, (1, 20))
     torch.testing.assert_close(model.score(tokens), usual(tokens).logits.float(), rtol=1e-4, atol=1e-4)
-    assert randomModels.made_model("bundled-target") == "bundled-target"
+    assert randomModels.write_random("bundled-target") == "bundled-target"
 
 
 def test_a_shape_that_the_disk_does_not_hold_is_refused(shapes, monkeypatch):
     monkeypatch.setattr(randomModels.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
-    with pytest.raises(UserError, match="random:large needs about .* on the disk"):
-        randomModels.made_model("random:large")
+    with pytest.raises(UserError, match="are needed in .*, where only 1.0 KB are free"):
+        randomModels.write_random("random:large")
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 0.8, 1.0])

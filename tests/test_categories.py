@@ -22,9 +22,9 @@ from experiments.categories import OVERALL, by_category, spec_bench
 from experiments.intervals import Range
 from experiments.speed import digest
 from inputs import files
-from inputs.manifest import HubFile, Manifest
-from inputs.prompts import MT_BENCH, Question, encode_turn, read_questions
-from inputs.tokenizers import load_tokenizer
+from inputs.hub import HubFile, Manifest
+from inputs.models import load_tokenizer
+from inputs.texts import MT_BENCH, Question, encode_turn, read_questions
 from report import figures
 from report.results import show
 from report.runTables import category_table

@@ -17,8 +17,8 @@ from localHub import Repository
 
 from experiments import settings, sweep
 from experiments.lines import name_of_kind
-from inputs.prompts import encode_chat
-from inputs.tokenizers import load_tokenizer
+from inputs.models import load_tokenizer
+from inputs.texts import encode_chat
 from methods.catalogue import METHODS, choose, in_mode
 from playback.play import Screen
 from utils import UserError

@@ -6,8 +6,7 @@ import pytest
 
 import PPL
 from experiments.diversity import FIGURES, distinct, entropy, figures, repetition
-from inputs.models import load_model
-from inputs.tokenizers import load_tokenizer
+from inputs.models import load_model, load_tokenizer
 
 TEXT = "the cat and the dog and the cat"  # the 3, cat 2, and 2, dog 1
 

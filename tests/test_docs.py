@@ -29,8 +29,7 @@ from engine.quantised import rounded
 from experiments import settings
 from inputs.auditTexts import read_texts
 from inputs.files import ROOT
-from inputs.models import Outline
-from inputs.tokenizers import load_tokenizer
+from inputs.models import ModelLimits, load_tokenizer
 from regrSampling import regrSampling
 from scripts import blocks, courseReport, keepRecord, render, trainBundled, trainHead
 from scripts.blocks import BEST, BLOCKS, REAL
@@ -443,7 +442,7 @@ def test_the_python_blocks_of_a_page_run_in_order(name, capsys, monkeypatch, tmp
         assert space["records"][0].alpha > 0.5 and "The ship" not in said.splitlines()[-2]  # new tokens only
     else:
         (tmp_path / "texts.jsonl").write_text(space["file"].getvalue())
-        model = Outline("draft", 4096, 2048)
+        model = ModelLimits("draft", 4096, 2048)
         texts = read_texts(tmp_path / "texts.jsonl", space["tokenizer"], model)
         assert [text.tokens for text in texts[1:]] == [[5, 6], [5, 6, space["tokenizer"].eos_token_id]]
         assert not {"ignore_eos", "logit_bias"} & space["llm"].sent[1].keys()  # llama.cpp: they ban the end

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.verification import RULES
 from inputs.commandLine import as_command
-from inputs.tokenizers import load_tokenizer
+from inputs.models import load_tokenizer
 from methods.cascade import CascadeDrafter
 from methods.catalogue import choose
 from methods.contrastive import Contrast

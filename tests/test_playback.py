@@ -16,7 +16,7 @@ from conftest import refused
 from helpers import tiny
 
 from inputs.commandLine import visible
-from inputs.tokenizers import load_tokenizer
+from inputs.models import load_tokenizer
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
 from playback import play as play_module

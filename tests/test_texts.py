@@ -1,5 +1,7 @@
 """Corpora and their passages, from every kind of place a text may be in."""
 
+import itertools
+
 import pytest
 from conftest import refused
 
@@ -17,13 +19,12 @@ def test_the_sample_is_two_corpora_of_two_styles():
     assert " = Tarrel Estuary = \n" in articles.documents[0] and "CHAPTER I\n" in narrative.documents[0]
 
 
-@pytest.mark.parametrize("least", [1, 300, 500])
-def test_passages_are_long_enough_and_no_headings(least):
-    for corpus in load_corpora("sample"):
-        found = corpus.passages(least)
-        assert len(found) >= 20 and all(len(passage.strip()) >= least for passage in found)
-        assert not any(texts.HEADING.match(passage) for passage in found)
-        where = [corpus.documents[0].index(passage) for passage in found if len(passage) > 200]
+def test_passages_are_long_enough_and_no_headings():
+    for least, corpus in itertools.product((1, 300, 500), load_corpora("sample")):
+        passages = corpus.passages(least)
+        assert len(passages) >= 20 and all(len(passage.strip()) >= least for passage in passages)
+        assert not any(texts.HEADING.match(passage) for passage in passages)
+        where = [corpus.documents[0].index(passage) for passage in passages if len(passage) > 200]
         assert where == sorted(where)  # in the text's order
 
 
@@ -51,17 +52,13 @@ def test_a_folder_of_books_is_one_corpus_of_many_documents(tmp_path, monkeypatch
     assert load_corpora(".") == [corpus] and load_corpora("b.txt") == [Corpus("b.txt", ["Second."])]
 
 
-def test_a_saved_data_set_gives_its_rows(tmp_path):
+@pytest.mark.parametrize("rows", [WIKI, [row.rstrip("\n") for row in WIKI]], ids=["with line ends", "without"])
+def test_the_rows_of_a_saved_data_set_are_texts_and_those_of_wikitext_are_joined(tmp_path, monkeypatch, rows):
+    monkeypatch.setattr(files, "DATASETS", tmp_path)
     Dataset.from_dict({"text": ["One book.", "", None, "Another."]}).save_to_disk(tmp_path / "books")
     assert load_corpora(str(tmp_path / "books")) == [Corpus("books", ["One book.", "Another."])]
-
-
-@pytest.mark.parametrize("rows", [WIKI, [row.rstrip("\n") for row in WIKI]], ids=["with line ends", "without"])
-def test_the_rows_of_wikitext_are_joined_and_its_test_split_used(tmp_path, monkeypatch, rows):
-    monkeypatch.setattr(files, "DATASETS", tmp_path)
-    DatasetDict(
-        {"train": Dataset.from_dict({"text": ["not this"]}), "test": Dataset.from_dict({"text": rows})}
-    ).save_to_disk(tmp_path / "wikitext")
+    splits = {"train": Dataset.from_dict({"text": ["not this"]}), "test": Dataset.from_dict({"text": rows})}
+    DatasetDict(splits).save_to_disk(tmp_path / "wikitext")
     (corpus,) = load_corpora("wikitext")
     assert corpus.name == "wikitext" and len(corpus.documents) == 1
     assert corpus.documents[0].split("\n")[0] == " = Tarn = "

@@ -7,20 +7,19 @@ from conftest import END_OF_TEXT, VOCABULARY, refused
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from inputs.prompts import encode, tokenize
-from inputs.texts import load_corpora
-from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
+from inputs.models import check_tokenizers, end_tokens, load_tokenizer, most_frequent
+from inputs.texts import encode, load_corpora, tokenize
 
 
-@pytest.mark.parametrize("content", [None, b"{", b'{"model": 3}', b"\xff"])
-def test_a_lost_or_garbled_tokenizer_is_refused(model_folder, content):
+def test_a_lost_or_garbled_tokenizer_is_refused(model_folder):
     """With no files at all the library makes up an empty tokenizer."""
     for file in model_folder.glob("tokenizer*"):
         file.unlink()
-    if content is not None:
-        (model_folder / "tokenizer.json").write_bytes(content)
-    with refused(str(model_folder), "download its tokenizer.json"):
-        load_tokenizer(model_folder)
+    for content in None, b"{", b'{"model": 3}', b"\xff":
+        if content is not None:
+            (model_folder / "tokenizer.json").write_bytes(content)
+        with refused(str(model_folder), "download its tokenizer.json"):
+            load_tokenizer(model_folder)
 
 
 def test_tokenizers_that_differ_are_refused_with_how(pair_folder, model_folder):
@@ -39,30 +38,29 @@ def test_tokenizers_that_differ_are_refused_with_how(pair_folder, model_folder):
         check_tokenizers(ours, PreTrainedTokenizerFast(tokenizer_file=str(file)))
 
 
-@pytest.mark.parametrize(
-    "generation, config, ends",
-    [
+def test_every_token_that_the_model_or_its_tokenizer_names_ends_a_text(model_folder):
+    file, other = model_folder / "generation_config.json", model_folder / "config.json"
+    tokenizer, about = load_tokenizer(model_folder), json.loads(other.read_text())
+    for generation, config, ends in (
         ([5, 7], 3, {0, 5, 7}),
         (9, [3, 4], {0, 9}),
-        (None, [3, 4], {0, 3, 4}),  # as transformers does where there is no generation_config.json
         ({}, 3, {0, 3}),
+        (None, [3, 4], {0, 3, 4}),  # as transformers does where there is no generation_config.json
         (None, None, {0}),
-    ],
-)
-def test_every_token_that_the_model_or_its_tokenizer_names_ends_a_text(model_folder, generation, config, ends):
-    file, other = model_folder / "generation_config.json", model_folder / "config.json"
-    file.write_text(json.dumps(generation if generation == {} else {"eos_token_id": generation}))
-    if generation is None:
-        file.unlink()
-    other.write_text(json.dumps(json.loads(other.read_text()) | {"eos_token_id": config}))
-    assert end_tokens(model_folder, load_tokenizer(model_folder)) == ends
+    ):
+        file.write_text(json.dumps(generation if generation == {} else {"eos_token_id": generation}))
+        if generation is None:
+            file.unlink()
+        other.write_text(json.dumps(about | {"eos_token_id": config}))
+        assert end_tokens(model_folder, tokenizer) == ends
 
 
-@pytest.mark.parametrize("content", ['{"eos_token_id": ["5"]}', '{"eos_token_id": true}', "[]x", "[1.5]"])
-def test_a_file_that_names_no_tokens_as_the_end_is_refused(model_folder, content):
-    (model_folder / "generation_config.json").write_text(content)
-    with refused("generation_config.json", "download it again"):
-        end_tokens(model_folder, load_tokenizer(model_folder))
+def test_a_file_that_names_no_tokens_as_the_end_is_refused(model_folder):
+    tokenizer = load_tokenizer(model_folder)
+    for content in '{"eos_token_id": ["5"]}', '{"eos_token_id": true}', "[]x", "[1.5]":
+        (model_folder / "generation_config.json").write_text(content)
+        with refused("generation_config.json", "download it again"):
+            end_tokens(model_folder, tokenizer)
 
 
 def test_the_most_frequent_tokens_of_the_sample_texts(pair_folder):

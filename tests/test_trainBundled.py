@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from inputs.files import DATASETS
-from inputs.models import load_model
-from inputs.tokenizers import load_tokenizer
+from inputs.models import load_model, load_tokenizer
 from scripts import losses, trainBundled
 from scripts.losses import SAMPLING, TOP, acceptance_gradient, most_probable, rejection_loss, soft_nucleus
 from scripts.trainBundled import MIXED, PROMPT, StageTrainer, continue_prompts, corpus_windows, label_texts

@@ -15,8 +15,7 @@ from transformers import LlamaConfig
 from engine.head import HeadModel, load_head
 from engine.sharedWeights import RestrictedHead
 from inputs.files import DATASETS
-from inputs.models import load_model, model_version
-from inputs.tokenizers import load_tokenizer
+from inputs.models import load_model, load_tokenizer, model_version
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from scripts import headTexts, trainHead, training
