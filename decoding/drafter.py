@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decoding.rows import Rows, upload
-from decoding.trees.tree import Tree, depths_of
+from decoding.tree import Tree, depths_of
 from utils import Sampling
 
 if TYPE_CHECKING:

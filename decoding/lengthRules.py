@@ -1,23 +1,30 @@
 """How many tokens to guess in the next round, and in which shape: the draft-length rules.
 
 `Fixed` is the rule of the paper. Others adapt to the text, and `CostAware` to the machine too.
+
+A table of acceptance: `acceptance[d][k]` is the probability that the k-th sibling (from 0) at depth d + 1 is the one
+that is accepted, if its parent was. So the sum over k is at most 1. (Sequoia's positional acceptance assumption, arXiv
+2402.12374, section 3.1, here for each depth.) What lies beyond a table is never accepted.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import operator
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from decoding.costs import Costs
 from decoding.rows import Rows
-from decoding.trees.shapes import MENU, Acceptance, expected
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
 from utils import UserError, check_share
+
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 class LengthRule(ABC):
@@ -130,6 +137,140 @@ class TargetConfidence(Fixed):
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         for text, is_sure in sure.items():
             self.next[text] = self.length if is_sure else 0
+
+
+# Plain decoding, chains, and trees that are best for 6, 24 and 32 guesses, where first siblings are accepted with
+# probabilities of 0.4 to 0.9, a level costs 0.03 to 0.25 of a plain step, and a node 0.002 to 0.05. The best of these
+# has 0.98 of the expected speed of the best shape of all on average, 0.92 at least, and 0.97 at least of that of the
+# best chain (test_trees.py).
+MENU = (
+    *map(Tree.chain, (0, 2, 4, 7, 10)),
+    Tree.of("3/2,1,0"),
+    Tree.of("5/4,2,2,1,0/3,2,1,0,2,1,1,0,0"),
+    Tree.of("4/3,1,1,1/3,1,1,1,1,0/3,1,1,1,1,1,1/2,1,0,1,0,1,0,1,0"),
+)
+
+
+def expected(tree: Tree, acceptance: Sequence[Sequence[float]]) -> float:
+    """Expected tokens of a round with this tree, the target's own included: 1 + the sum over all nodes of the
+    probability that the node is accepted, which is a product along its path."""
+    reached = [1.0]
+    for parent, rank in zip(tree.parents, tree.ranks):
+        row = acceptance[tree.depths[parent]] if tree.depths[parent] < len(acceptance) else ()
+        reached.append(reached[parent] * (row[rank] if rank < len(row) else 0.0))
+    return sum(reached)
+
+
+class Acceptance:
+    """Counts of past rounds: how often a sibling of each rank was tested at each depth, and how often accepted.
+
+    A depth with few counts adds FAITH counts from the depth above it, the first depth from all depths taken together,
+    and these from a prior: HOPE for a first sibling, and LATER of what is left for the next. Old rounds lose
+    weight, so a draft that was once unlucky is tried again.
+
+    reached, accepted: {(depth of the parent, rank): count}.
+    """
+
+    MEMORY = 0.998  # weight of the past in each round
+    FAITH, HOPE, LATER = 4, 0.7, 0.35
+
+    def __init__(self) -> None:
+        self.reached: dict[tuple[int, int], float] = {}
+        self.accepted: dict[tuple[int, int], float] = {}
+
+    def add(self, tree: Tree, last: Mapping[int, int], depths: Mapping[int, int]) -> None:
+        """Learn from a round. last: {text: last accepted node, or 0}. depths: {text: depth of the deepest guess}.
+
+        The siblings below a node are counted if the node lies on the accepted path, or is the root. A requested
+        guess that the drafter did not make counts as rejected.
+        """
+        for counts in (self.reached, self.accepted):
+            for key in counts:
+                counts[key] *= self.MEMORY
+        for text, end in last.items():
+            for key, passed in tested(tree, end):
+                if key[0] < depths[text]:
+                    self.reached[key] = self.reached.get(key, 0.0) + 1
+                    self.accepted[key] = self.accepted.get(key, 0.0) + passed
+
+    def table(self, depth: int, ranks: int) -> list[list[float]]:
+        """`acceptance[d][k]` for depths below `depth` and ranks below `ranks`."""
+        row: list[float] = []
+        for rank in range(ranks):
+            hope = self.LATER * (1 - sum(row)) if rank else self.HOPE
+            row.append(self.pooled([key for key in self.reached if key[1] == rank], hope, row))
+        rows = []
+        for at in range(depth):
+            shares: list[float] = []
+            for rank in range(ranks):
+                shares.append(self.pooled([(at, rank)], row[rank], shares))
+            rows.append(row := shares)
+        return rows
+
+    def pooled(self, keys: Sequence[tuple[int, int]], hope: float, before: Sequence[float]) -> float:
+        """The share of these siblings that were accepted. before: of the siblings before them; together they are at
+        most 1."""
+        reached, accepted = (sum(of.get(key, 0.0) for key in keys) for of in (self.reached, self.accepted))
+        return min((accepted + self.FAITH * hope) / (reached + self.FAITH), max(0.0, 1 - sum(before)))
+
+
+@functools.lru_cache(maxsize=4096)
+def tested(tree: Tree, last: int) -> tuple[tuple[tuple[int, int], bool], ...]:
+    """What a round tested, from its last accepted node `last`: (depth of the parent, rank) of each sibling, and
+    whether it was accepted."""
+    path = [0, *tree.path(last)]
+    return tuple(
+        ((depth, rank), child in path)
+        for depth, node in enumerate(path)
+        for rank, child in enumerate(tree.children[node])
+    )
+
+
+class Costs(Generic[Kind]):
+    """Seconds of rounds of several kinds, on a machine whose speed drifts.
+
+    expected: {kind: its cost relative to the others}, before anything was timed, in any unit.
+
+    The seconds of a kind are `expected * exp(speed + offset)`. `speed` is the machine's and changes with every round,
+    whatever its kind. `offset` is the kind's. It changes much for a kind that was timed seldom or long ago, and little
+    for one that is timed all the time. So a slower hour slows down all kinds, not only the one in use. For a kind that
+    was never timed, `offset` is interpolated between the kinds next to it in `expected`.
+    """
+
+    FADE = 0.99  # Weight of earlier timings after each round.
+    DRIFT = 0.1  # Share of a surprise that is the machine's, if the kind itself is well known.
+    MOST = math.log(2)  # A round counts for at most twice what it should take: the machine does other things too.
+
+    def __init__(self, expected: Mapping[Kind, float]) -> None:
+        self.expected = dict(sorted(expected.items(), key=lambda item: item[1]))
+        self.speed = 0.0
+        self.offsets: dict[Kind, float] = {}
+        self.timings: dict[Kind, float] = {}
+
+    def seconds(self, kind: Kind) -> float:
+        """Expected seconds of a round of `kind`."""
+        return self.expected[kind] * math.exp(self.speed + self.correction(kind))
+
+    def correction(self, kind: Kind) -> float:
+        """`offset` of a kind: learnt, or interpolated between the next cheaper and the next more expensive kind."""
+        if kind in self.offsets or not self.offsets:
+            return self.offsets.get(kind, 0.0)
+        cost = self.expected[kind]
+        known = [(self.expected[timed], self.offsets[timed]) for timed in self.expected if timed in self.offsets]
+        x, low = max((point for point in known if point[0] <= cost), default=known[0])
+        z, high = min((point for point in known if point[0] >= cost), default=known[-1])
+        return low if x >= z else low + (high - low) * (cost - x) / (z - x)
+
+    def learn(self, kind: Kind, seconds: float) -> None:
+        """Learn that a round of `kind` took `seconds`."""
+        if not self.offsets:
+            self.speed = math.log(max(seconds, 1e-9) / self.expected[kind])
+        surprise = min(math.log(max(seconds, 1e-9) / self.seconds(kind)), self.MOST)
+        self.timings = {other: count * self.FADE for other, count in self.timings.items()}
+        share = 1 / (1 + max(self.timings[kind], 1)) if kind in self.timings else 1.0
+        self.offsets[kind] = self.correction(kind) + share * surprise
+        self.speed += self.DRIFT * (1 - share) * surprise
+        self.timings[kind] = self.timings.get(kind, 0.0) + 1
 
 
 class CostAware(LengthRule):

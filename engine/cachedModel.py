@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from decoding.model import Model
 from decoding.rows import Rows
-from decoding.trees.tree import Places
+from decoding.tree import Places
 from engine.gate import TOLERANCE, is_altered, reads_trees, trees_of
 from engine.kvCache import Block, SlotCache, cache_dtype, reading, set_attention
 from utils import UserError

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decoding.trees.rules import TreeRule, top_down_rule, traversal_rule
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
+from decoding.treeRules import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import Rule, VerificationRule, block_rule, token_rule
 from engine.cachedModel import CachedModel, Store, Tap
 from engine.decoderLayers import Description, window_of

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from decoding.model import Model
-from decoding.trees.tree import Places
+from decoding.tree import Places
 
 
 class UncachedModel(Model):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from decoding.drafter import ChangedDrafter, Drafter, Guesses
 from decoding.rows import Rows
-from decoding.trees.rules import in_postorder, judge, traversal_rule
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
+from decoding.treeRules import in_postorder, judge, traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter
@@ -129,7 +129,7 @@ def constant_q(rule: Callable[..., Any], p: Tensor, q: Tensor, drafts: Tensor, *
     return rule(p, SAID * one_hot(q, drafts), drafts, *rest)
 
 
-# Verification rules for trees. Arguments and results are those of decoding/trees/rules.py.
+# Verification rules for trees. Arguments and results are those of decoding/treeRules.py.
 
 
 def siblings_not_renormalised(

@@ -17,7 +17,7 @@ from torch import Tensor
 from decoding.drafter import Guesses
 from decoding.model import Model
 from decoding.rows import Rows, upload
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
 from decoding.verification import VerificationRule
 from utils import Sampling
 

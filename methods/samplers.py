@@ -14,8 +14,8 @@ from decoding.lengthRules import CostAwareTree, Fixed, FixedTree, LengthRule
 from decoding.model import Model
 from decoding.record import Record
 from decoding.rows import Callback, EndOfText
-from decoding.trees.rules import TREE_RULES, synthetic_tree
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
+from decoding.treeRules import TREE_RULES, synthetic_tree
 from decoding.verification import RULES as VERIFICATIONS
 from decoding.verification import VerificationRule, synthetic
 from engine.uncachedModel import UncachedModel

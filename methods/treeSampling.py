@@ -13,8 +13,8 @@ from decoding.lengthRules import FixedTree, LengthRule
 from decoding.model import Model
 from decoding.record import Record
 from decoding.rows import Callback, EndOfText, Generators, Rows
-from decoding.trees.rules import TreeRule, top_down_rule, traversal_rule
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
+from decoding.treeRules import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import VerificationRule, block_rule, token_rule
 from methods.drafters import ModelDrafter
 from specSampling import advance as advance_chain
@@ -62,7 +62,7 @@ def treeSampling(
     """Continue each of `prefixes` with tokens distributed exactly as `target`'s own, in fewer forwards of `target`.
 
     tree: the shape of a round's guesses, or a rule that chooses it (decoding/lengthRules.py).
-    verify: which guesses to accept (decoding/trees/rules.py).
+    verify: which guesses to accept (decoding/treeRules.py).
     observer: as in `specSampling`.
     The other arguments, both results and the errors are those of `regrSampling`.
 

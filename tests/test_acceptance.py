@@ -10,10 +10,10 @@ from test_specSampling import PROMPTS, near
 
 from decoding.drafter import Guesses
 from decoding.lengthRules import DraftConfidence
+from decoding.lengthRules import expected as tokens_of
 from decoding.record import Record
-from decoding.trees.rules import TREE_RULES
-from decoding.trees.shapes import expected as tokens_of
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
+from decoding.treeRules import TREE_RULES
 from decoding.verification import token_rule
 from experiments import sweep, theory
 from experiments.acceptance import OverlapObserver, acceptance_of, chances, expected, overlaps_of

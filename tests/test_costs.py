@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from decoding.costs import Costs
+from decoding.lengthRules import Costs
 
 CHAINS = {"plain": 1.0, "chain of 2": 1.5, "tree": 2.0, "chain of 8": 3.0}
 

@@ -12,7 +12,7 @@ from hypothesis import settings as drawing
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MistralConfig, MistralForCausalLM
 
-from decoding.trees.tree import Places
+from decoding.tree import Places
 from engine import cachedModel, gate, kvCache
 from engine.cachedModel import CachedModel, Ungated, check_kind
 from engine.compiling import compiled

@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 import specSampling as loop
 from decoding.lengthRules import DraftConfidence, Fixed, FixedTree
 from decoding.rows import Rows
-from decoding.trees.rules import traversal_rule
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
+from decoding.treeRules import traversal_rule
 from decoding.verification import token_rule
 from engine import head as heads
 from engine.cachedModel import CachedModel, Tap

@@ -10,9 +10,8 @@ import torch
 from conftest import refused
 from test_specSampling import PROMPTS, near
 
-from decoding.costs import Costs
-from decoding.lengthRules import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
-from decoding.trees.tree import Tree
+from decoding.lengthRules import Additive, CostAware, Costs, DraftConfidence, Fixed, TargetConfidence
+from decoding.tree import Tree
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import Sampling

@@ -15,8 +15,8 @@ from test_otherTokenizer import letters
 from test_specSampling import PROMPTS, error, near
 
 from decoding.drafter import Drafter, Guesses
-from decoding.trees.rules import traversal_rule
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
+from decoding.treeRules import traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled

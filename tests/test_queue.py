@@ -9,7 +9,7 @@ from conftest import refused
 
 from decoding.lengthRules import Additive, DraftConfidence, TargetConfidence
 from decoding.rows import Rows
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
 from decoding.verification import block_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled

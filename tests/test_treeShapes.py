@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from decoding.trees.shapes import Acceptance, expected
-from decoding.trees.tree import Tree
+from decoding.lengthRules import Acceptance, expected
+from decoding.tree import Tree
 
 
 def test_expected_tokens():

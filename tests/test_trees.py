@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.lengthRules import CostAwareTree
-from decoding.trees.shapes import MENU, expected
-from decoding.trees.tree import MOST, Tree
+from decoding.lengthRules import MENU, CostAwareTree, expected
+from decoding.tree import MOST, Tree
 from utils import UserError
 
 PLAIN = Tree.chain(0)

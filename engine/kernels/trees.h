@@ -1,5 +1,4 @@
-// Trees of guesses: draws without replacement, and the rules. decoding/trees/guesses.py and decoding/trees/rules.py
-// define what these compute.
+// Trees of guesses: draws without replacement, and the rules. decoding/treeRules.py defines what these compute.
 #pragma once
 #include "sampling.h"
 
