@@ -140,6 +140,20 @@ class Tree:
         counts = [[len(self.children[node]) for node in level if self.children[node]] for level in self.levels[:-1]]
         return sum(len(level) * max(level) for level in counts)
 
+    def expected_tokens(self, acceptance: Sequence[Sequence[float]]) -> float:
+        """Expected tokens of a round with this tree, the target's own included: 1 + the sum over all nodes of the
+        probability that the node is accepted, which is a product along its path.
+
+        `acceptance[d][k]` is the probability that the k-th sibling (from 0) at depth d + 1 is the one that is accepted,
+        if its parent was; beyond the table it is 0. (Sequoia's positional acceptance assumption, arXiv 2402.12374,
+        section 3.1, here for each depth.)
+        """
+        reached = [1.0]
+        for parent, rank in zip(self.parents, self.ranks):
+            row = acceptance[self.depths[parent]] if self.depths[parent] < len(acceptance) else ()
+            reached.append(reached[parent] * (row[rank] if rank < len(row) else 0.0))
+        return sum(reached)
+
     @property
     def is_chain(self) -> bool:
         """Whether no node has two children."""

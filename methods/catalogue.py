@@ -14,18 +14,20 @@ from typing import Any
 from methods.programs import PROGRAMS
 from methods.samplers import (
     Decoding,
+    DrafterMaker,
     Maker,
     Models,
     Sampler,
     cascade,
+    chains,
     contrastive,
     from_flags,
+    guesser,
     lookup,
     lookup_first,
     model_drafter,
-    plain,
-    speculative,
-    tree,
+    one_model,
+    trees,
     without_cache,
 )
 from utils import UserError
@@ -47,16 +49,6 @@ class Role(str, Enum):
         """Its key among `Models`."""
         return "draft" if self in (Role.READER, Role.EXPERT) else self.value
 
-    @property
-    def missing(self) -> str:
-        """The error message if it is missing."""
-        if self is Role.EXPERT:
-            return (
-                "another model beside the target, one that knows every token; name it with --draft, and leave out "
-                "--draftVocab"
-            )
-        return f"a {self.model} model beside the target; name one with --{self.model}"
-
 
 def no_clock(decoding: Decoding) -> bool:
     """Whether tokens are repeatable: costAware and --tree auto depend on measured times, so tokens differ from run to
@@ -73,7 +65,8 @@ def fixed_tree(decoding: Decoding) -> bool:
 class Method:
     """One decoding method.
 
-    name: its name in flags and records. title: one line of help. make: f(models, decoding) -> sampler.
+    name: its name in flags and records. title: one line of help. make: f(models, decoding) -> sampler; None: another
+        program computes it.
     needs: roles it needs beside the target.
     lossless: its text is distributed as the target's. guesses: it guesses tokens for the target to verify.
     grows_trees: its guesses form trees, whatever the flags say.
@@ -85,7 +78,7 @@ class Method:
 
     name: str
     title: str
-    make: Maker
+    make: Maker | None
     needs: tuple[Role, ...] = ()
     lossless: bool = True
     guesses: bool = True
@@ -106,44 +99,41 @@ class Method:
         return self.needs[0].model if self.needs else "draft"
 
 
-def elsewhere(models: Models, decoding: Decoding) -> Sampler:
-    """The sampler of a method that another program computes: there is none."""
-    raise UserError("another program computes this method")
+baseline = partial(Method, guesses=False)
+tree_method = partial(Method, needs=(Role.DRAFT,), grows_trees=True, seeded=fixed_tree)
+contrast = partial(Method, needs=(Role.EXPERT,), lossless=False, modes=("contrastive", "diversity"))
+# In the course report's code: gamma guesses each round.
+report_chains = partial(chains, rule="fixed", verification="token", drafter=model_drafter)
 
 
-def chain(name: str, title: str, rule: str = "fixed", **options: Any) -> Method:
-    """Speculative sampling with the draft-length rule `rule`. options: of `samplers.speculative`, and fields of
-    `Method`."""
-    how = {option: options.pop(option) for option in ("verification", "drafter") if option in options}
-    return Method(name, title, partial(speculative, rule=rule, **how), **options)
+def chain(name: str, title: str, rule: str = "fixed", drafter: DrafterMaker = guesser, **options: Any) -> Method:
+    """Speculative sampling with this draft-length rule and drafter. options: fields of `Method`."""
+    return Method(name, title, partial(chains, rule=rule, drafter=drafter), **options)
 
 
 CATALOGUE: tuple[Method, ...] = (
-    Method(
+    baseline(
         "draft",
         "the draft alone",
-        partial(plain, role="draft"),
+        partial(one_model, role="draft"),
         (Role.READER,),
         lossless=False,
-        guesses=False,
         modes=("speed", "speedNew", "speedMulti", "sweep"),
         in_all=(),
     ),
-    Method(
+    baseline(
         "mid",
         "the mid model alone",
-        partial(plain, role="mid"),
+        partial(one_model, role="mid"),
         (Role.MID,),
         lossless=False,
-        guesses=False,
         modes=("speedMulti",),
         in_all=(),
     ),
-    Method(
+    baseline(
         "target",
         "plain decoding: the target alone",
-        plain,
-        guesses=False,
+        one_model,
         modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity", "steps"),
         in_all=("compare",),
     ),
@@ -164,26 +154,11 @@ CATALOGUE: tuple[Method, ...] = (
     ),
     chain("draftConfidence", "guesses until the draft is not confident", "draftConfidence"),
     chain("targetConfidence", "guesses only while the target is confident", "targetConfidence"),
-    chain(
-        "costAware", "the number of guesses with the highest expected speed", "costAware", seeded=lambda decoding: False
-    ),
-    chain("block", "block verification", verification="block"),
-    Method(
-        "tree",
-        "a tree of guesses (--tree), traversal verification",
-        partial(tree, rule="traversal"),
-        (Role.DRAFT,),
-        grows_trees=True,
-        seeded=fixed_tree,
-    ),
-    Method(
-        "topDown",
-        "the same tree, verified from the root down",
-        partial(tree, rule="topDown"),
-        (Role.DRAFT,),
-        grows_trees=True,
-        seeded=fixed_tree,
-        in_all=("lossless",),
+    chain("costAware", "the number of guesses with the highest expected speed", "costAware", seeded=lambda _: False),
+    Method("block", "block verification", partial(chains, rule="fixed", verification="block")),
+    tree_method("tree", "a tree of guesses (--tree), traversal verification", partial(trees, rule="traversal")),
+    tree_method(
+        "topDown", "the same tree, verified from the root down", partial(trees, rule="topDown"), in_all=("lossless",)
     ),
     chain("lookup", "guesses from the text so far", drafter=lookup),
     chain(
@@ -208,53 +183,41 @@ CATALOGUE: tuple[Method, ...] = (
         (Role.MID,),
         modes=("speedMulti",),
     ),
-    Method(
+    baseline(
         "noCache",
         "plain decoding without a KV cache, as in the course report's code",
-        partial(without_cache, make=plain),
-        guesses=False,
+        partial(without_cache, make=one_model),
         in_all=("compare",),
     ),
     Method(
         "speculativeNoCache",
         "gamma guesses each round, both models without a KV cache, as in the course report's code",
-        partial(without_cache, make=partial(speculative, rule="fixed", verification="token", drafter=model_drafter)),
+        partial(without_cache, make=report_chains),
         (Role.READER,),
         in_all=("compare",),
     ),
-    Method(
-        "contrastive",
-        "contrastive decoding",
-        partial(contrastive, make=plain),
-        (Role.EXPERT,),
-        lossless=False,
-        guesses=False,
-        modes=("contrastive", "diversity"),
-    ),
-    Method(
+    contrast("contrastive", "contrastive decoding", partial(contrastive, make=one_model), guesses=False),
+    contrast(
         "speculativeContrastive",
         "contrastive decoding with guesses",
-        partial(contrastive, make=speculative),
-        (Role.EXPERT,),
-        lossless=False,
+        partial(contrastive, make=chains),
         seeded=no_clock,
-        modes=("contrastive", "diversity"),
     ),
-)
-CATALOGUE += tuple(
-    Method(
-        f"{program}:{kind}",
-        title,
-        elsewhere,
-        needs=(Role.EXPERT,) if kind in ("draft", "assisted", "custom") else (),
-        lossless=False,
-        guesses=kind in ("draft", "assisted", "custom", "lookup", "copy"),
-        seeded=lambda decoding: False,
-        engine=program,
-        in_all=(),
-    )
-    for program, kinds in PROGRAMS.items()
-    for kind, title in kinds.items()
+    *(
+        Method(
+            f"{program}:{kind}",
+            title,
+            None,
+            (Role.EXPERT,) if kind in ("draft", "assisted", "custom") else (),
+            lossless=False,
+            guesses=kind in ("draft", "assisted", "custom", "lookup", "copy"),
+            seeded=lambda _: False,
+            engine=program,
+            in_all=(),
+        )
+        for program, kinds in PROGRAMS.items()
+        for kind, title in kinds.items()
+    ),
 )
 METHODS = {method.name: method for method in CATALOGUE}
 
@@ -294,8 +257,13 @@ def check_roles(names: Iterable[str], roles: Iterable[str]) -> None:
     """Raise UserError if one of these methods lacks a model."""
     for name in names:
         for role in METHODS[name].needs:
+            if role is Role.EXPERT and role not in roles:
+                raise UserError(
+                    f"{name} needs another model beside the target, one that knows every token; name it with --draft, "
+                    "and leave out --draftVocab"
+                )
             if role not in roles:
-                raise UserError(f"{name} needs {role.missing}")
+                raise UserError(f"{name} needs a {role.model} model beside the target; name one with --{role.model}")
 
 
 def repeatable(name: str, decoding: Decoding) -> bool:
@@ -305,4 +273,5 @@ def repeatable(name: str, decoding: Decoding) -> bool:
 
 def build(names: Iterable[str], models: Models, decoding: Decoding) -> dict[str, Sampler]:
     """{name: sampler} of the methods that are computed in this process."""
-    return {name: METHODS[name].make(models, decoding) for name in names if not METHODS[name].engine}
+    makers = {name: METHODS[name].make for name in names}
+    return {name: make(models, decoding) for name, make in makers.items() if make}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decoding.drafter import Guesses, Observer
-from decoding.lengthRules import FixedTree, LengthRule
+from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
 from decoding.record import Record
 from decoding.rows import Callback, EndOfText, Generators, Rows
@@ -70,7 +70,7 @@ def treeSampling(
     another: each adds tokens of the target's distribution, given the committed ones, and afterwards both caches hold
     the committed tokens at their positions.
     """
-    rule = FixedTree(tree) if isinstance(tree, Tree) else tree
+    rule = Fixed(tree) if isinstance(tree, Tree) else tree
     spare = max((shape.size for shape in rule.shapes or ()), default=0)
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback, spare, generator, batch)
     drafter.begin(rows)

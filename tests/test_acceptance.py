@@ -20,7 +20,7 @@ from experiments.acceptance import OverlapObserver, acceptance_of, chances, expe
 from experiments.sweep import sampler
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.samplers import Decoding, speculative, tree
+from methods.samplers import Decoding, chains, trees
 from methods.treeSampling import TreeDrafter, treeSampling
 from specSampling import specSampling
 from utils import Sampling, residual
@@ -132,8 +132,8 @@ def test_a_chain_has_the_same_overlaps_whether_it_is_called_a_tree_or_not():
     found = [
         overlaps_of(method, PROMPTS, "cpu", DRAW, 30, None, 0)
         for method in (
-            speculative(models, Decoding(gamma=3), "fixed", "block"),
-            tree(models, Decoding(tree="1,1,1"), "traversal"),
+            chains(models, Decoding(gamma=3), "fixed", "block"),
+            trees(models, Decoding(tree="1,1,1"), "traversal"),
         )
     ]
     assert found[0] == found[1] and len(found[0].positions) == 3

@@ -13,7 +13,7 @@ from test_specSampling import PROMPTS
 from transformers import LlamaConfig
 
 import specSampling as loop
-from decoding.lengthRules import DraftConfidence, Fixed, FixedTree
+from decoding.lengthRules import DraftConfidence, Fixed
 from decoding.rows import Rows
 from decoding.tree import Places, Tree
 from decoding.treeRules import traversal_rule
@@ -113,7 +113,7 @@ def rounds(target, drafter, sampling=FREE, tree=None, count=6, prompts=SHORT):
     generator = torch.Generator().manual_seed(0)
     rows = Rows(prompts, 40, [target, *drafter.models], spare=tree.size if tree else 0, generator=generator)
     drafter.begin(rows)
-    length = FixedTree(tree) if tree else Fixed(3)
+    length = Fixed(tree) if tree else Fixed(3)
     length.begin(rows)
     with torch.inference_mode():
         target.first_token(rows, sampling)

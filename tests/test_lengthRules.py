@@ -10,7 +10,7 @@ import torch
 from conftest import refused
 from test_specSampling import PROMPTS, near
 
-from decoding.lengthRules import Additive, CostAware, Costs, DraftConfidence, Fixed, TargetConfidence
+from decoding.lengthRules import Additive, CostAware, DraftConfidence, Fixed, RoundCosts, TargetConfidence
 from decoding.tree import Tree
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
@@ -124,7 +124,7 @@ def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(
     """By a clock that only drafting and scoring move."""
     clock, learnt = [0.0], []
     monkeypatch.setattr("decoding.lengthRules.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(Costs, "learn", lambda costs, kind, seconds: learnt.append((kind.size, seconds)))
+    monkeypatch.setattr(RoundCosts, "learn", lambda costs, kind, seconds: learnt.append((kind.size, seconds)))
 
     def takes(seconds, work):
         def slower(*args, **options):

@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from decoding.lengthRules import Acceptance, expected
+from decoding.lengthRules import Acceptance
 from decoding.tree import Tree
 
 
 def test_expected_tokens():
     table = [[0.6, 0.2], [0.5, 0.1]]
-    assert expected(Tree.of("2/1,2"), table) == pytest.approx(1 + 0.6 + 0.2 + 0.6 * 0.5 + 0.2 * (0.5 + 0.1))
-    assert expected(Tree.chain(3), table) == pytest.approx(1 + 0.6 + 0.3)
-    assert expected(Tree.of("3"), table) == pytest.approx(1.8)
+    assert Tree.of("2/1,2").expected_tokens(table) == pytest.approx(1 + 0.6 + 0.2 + 0.6 * 0.5 + 0.2 * (0.5 + 0.1))
+    assert Tree.chain(3).expected_tokens(table) == pytest.approx(1 + 0.6 + 0.3)
+    assert Tree.of("3").expected_tokens(table) == pytest.approx(1.8)
 
 
 def test_acceptance_is_learnt_from_rounds():
