@@ -32,8 +32,8 @@ from inputs.progress import followed
 from inputs.prompts import Question, encode_turn
 from inputs.texts import Corpus
 from methods.catalogue import METHODS, Role, build
+from methods.otherTokenizer import Translation
 from methods.selfDraft import copies_of, trials
-from methods.translation import Translation
 from utils import UserError
 
 SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits

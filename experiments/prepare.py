@@ -22,7 +22,7 @@ from inputs.randomModels import made_model
 from inputs.texts import Corpus, load_corpora
 from inputs.tokenizers import check_tokenizers, end_tokens, load_tokenizer, most_frequent
 from methods.catalogue import METHODS
-from methods.translation import Translation
+from methods.otherTokenizer import Translation
 from utils import UserError
 
 COVERED = 0.5  # With a smaller share of tokens that can be guessed, guessing hardly ever gains speed.

@@ -22,8 +22,7 @@ from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.otherTokenizer import OtherTokenizerDrafter
-from methods.translation import Translation
+from methods.otherTokenizer import OtherTokenizerDrafter, Translation
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling

@@ -19,8 +19,7 @@ from decoding.verification import block_rule, token_rule
 from engine.sharedWeights import RestrictedModel
 from methods import otherTokenizer
 from methods.cascade import CascadeDrafter
-from methods.otherTokenizer import OtherTokenizerDrafter
-from methods.translation import Translation
+from methods.otherTokenizer import OtherTokenizerDrafter, Translation
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling, probabilities

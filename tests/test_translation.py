@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from inputs.files import DATASETS
-from methods.translation import TAIL, GrowingText, Translation
+from methods.otherTokenizer import TAIL, GrowingText, Translation
 
 TEXTS = [
     "The harbour was dark,\nand   café 1987 “old” naïve 漢字 🙂 end",
