@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import copy
-import functools
 import itertools
 import json
 import re
@@ -35,47 +34,35 @@ READ = 4  # Tokens that the draft reads at least before it guesses: few shapes s
 GROWTH = 4  # Capacity in the draft's tokens for each token of the target.
 
 
-@functools.cache  # Not computed at import: --help needs no library.
-def byte_of() -> dict[str, int]:
-    """{letter: the byte that it stands for in byte-level tokenizers}."""
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}
-
-
 def token_bytes(tokenizer: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
     """The bytes of each token; None for a special token, which stands for no text.
 
     Raises UserError if the tokenizer of the model `name` writes its tokens in an unknown way.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    kinds = decoder_kinds(json.loads(backend.to_str())["decoder"]) if backend is not None else set()
-    if not kinds & {"ByteLevel", "Metaspace", SPACE}:
+    decoder = json.dumps(json.loads(backend.to_str())["decoder"]) if backend is not None else ""
+    kinds = set(re.findall(r'"type": "(\w+)"', decoder))  # of the decoder and its parts
+    if not kinds & {"ByteLevel", "Metaspace"} and f'"pattern": {{"String": {json.dumps(SPACE)}}}' not in decoder:
         raise UserError(
             f"the tokenizer of {name} is neither byte-level nor in the manner of SentencePiece, so the bytes of its "
             "tokens are not known; name two models that share one tokenizer"
         )
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write bytes
     contents: list[bytes | None] = [None] * len(tokenizer)
     for token, index in tokenizer.get_vocab().items():
-        if index < len(contents):
-            fallback = re.fullmatch(FALLBACK, token) if "ByteFallback" in kinds else None
-            if fallback:
-                contents[index] = bytes([int(fallback[1], 16)])
-            elif "ByteLevel" in kinds:
-                is_spelled = byte_of().keys() >= set(token)
-                contents[index] = bytes(byte_of()[letter] for letter in token) if is_spelled else token.encode()
-            else:
-                contents[index] = token.replace(SPACE, " ").encode()
+        if index >= len(contents):
+            continue
+        if "ByteFallback" in kinds and (fallback := re.fullmatch(FALLBACK, token)):
+            contents[index] = bytes([int(fallback[1], 16)])
+        elif "ByteLevel" in kinds:
+            is_spelled = byte_of.keys() >= set(token)
+            contents[index] = bytes(byte_of[letter] for letter in token) if is_spelled else token.encode()
+        else:
+            contents[index] = token.replace(SPACE, " ").encode()
     for index, added in tokenizer.added_tokens_decoder.items():  # Added tokens are plain text.
         if index < len(contents):
             contents[index] = None if added.special else added.content.encode()
     return contents
-
-
-def decoder_kinds(decoder: object) -> set[str]:
-    """The types of a decoder's parts, as tokenizer.json names them. A part that replaces `SPACE` counts as SPACE."""
-    if not isinstance(decoder, dict):
-        return set()
-    kinds = {str(decoder["type"])}.union(*map(decoder_kinds, decoder.get("decoders", ())))
-    return kinds | {SPACE} if decoder.get("pattern") == {"String": SPACE} else kinds
 
 
 class Tokens:
@@ -182,23 +169,18 @@ class GrowingText:
 
     def row(self, tokens: Sequence[int]) -> list[int]:
         """The text `tokens` in the draft's tokens. It need not continue the previous text."""
-        encode = self.translation.encode
+        encode, contents = self.translation.encode, self.translation.contents
         if list(tokens[: len(self.fixed)]) != self.fixed:
             self.fixed, self.encoded = [], []
         rest = tokens[len(self.fixed) :]
-        if len(rest) > 2 * TAIL:
-            cuts = (i for i in range(len(rest) - TAIL, 0, -1) if self.begins_word(rest[i], rest[i - 1]))
-            cut = next(cuts, 0)
-            if cut:
+        for cut in range(len(rest) - TAIL, 0, -1) if len(rest) > 2 * TAIL else ():
+            # Every tokenizer begins a token at one space and a letter. It may merge two spaces.
+            content, previous = contents[rest[cut]], contents[rest[cut - 1]]
+            if content[:1] == b" " and content[1:2].isalpha() and not previous.endswith(b" "):
                 self.encoded = self.encoded + encode(rest[:cut], not self.fixed)
                 self.fixed, rest = self.fixed + list(rest[:cut]), rest[cut:]
+                break
         return self.encoded + encode(rest, not self.fixed) or self.translation.row(tokens)
-
-    def begins_word(self, token: int, before: int) -> bool:
-        """Whether a token is one space and a letter or more: every tokenizer begins a token there. After another space
-        this need not hold, because a tokenizer may merge spaces."""
-        content, previous = self.translation.contents[token], self.translation.contents[before]
-        return content[:1] == b" " and content[1:2].isalpha() and not previous.endswith(b" ")
 
 
 class OtherTokenizerDrafter(Drafter):
