@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from decoding.rows import upload
-from decoding.tree import Places, Tree, columns, seen_after_nodes
-from decoding.treeRules import siblings
+from decoding.tree import Places, Tree, columns, seen_after_nodes, siblings
 from utils import Sampling, pick, probabilities, seen_after
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class Model(ABC):
         return pick(probs, u)
 
     def siblings(self, q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """`decoding.treeRules.siblings`."""
+        """`decoding.tree.siblings`."""
         return siblings(q, u, counts)
 
     def rule(self, verify: Rule) -> Rule:

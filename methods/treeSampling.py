@@ -17,7 +17,7 @@ from decoding.tree import Places, Tree
 from decoding.treeRules import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import VerificationRule, block_rule, token_rule
 from methods.drafters import ModelDrafter
-from specSampling import advance as advance_chain
+from specSampling import advance
 from utils import Sampling, not_finite
 
 # What a rule for trees is on a chain.
@@ -81,13 +81,13 @@ def treeSampling(
             drafter.read_prompts(rows)
         elif rule.shape().is_chain and (verify in ON_CHAINS or not rule.shape().size):
             on_chains = ON_CHAINS.get(verify, token_rule)
-            advance_chain(rows, target, drafter, rule, sampling, on_chains, observer)
+            advance(rows, target, drafter, rule, sampling, on_chains, observer)
         else:
-            advance(rows, target, drafter, rule, sampling, verify, observer)
+            advance_tree(rows, target, drafter, rule, sampling, verify, observer)
     return rows.tokens, rows.records
 
 
-def advance(
+def advance_tree(
     rows: Rows,
     target: Model,
     drafter: TreeDrafter,

@@ -121,7 +121,7 @@ def rounds(target, drafter, sampling=FREE, tree=None, count=6, prompts=SHORT):
         for _ in range(count):
             before = copy.deepcopy(rows.texts)
             if tree:
-                trees.advance(rows, target, drafter, length, sampling, traversal_rule)
+                trees.advance_tree(rows, target, drafter, length, sampling, traversal_rule)
             else:
                 loop.advance(rows, target, drafter, length, sampling, token_rule)
             yield before, found[-1], rows

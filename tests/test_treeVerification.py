@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from outcomes import at, joint, number, pairs, softmaxes
 
 from decoding import treeRules as treeVerification
-from decoding.tree import MOST, Tree
-from decoding.treeRules import TREE_RULES, after_child, in_postorder, siblings, top_down_rule, traversal_rule
+from decoding.tree import MOST, Tree, siblings
+from decoding.treeRules import TREE_RULES, after_child, in_postorder, top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
 from lossless.mistakes import mass_not_updated, siblings_not_renormalised, unsure_node_dropped
 from utils import draw

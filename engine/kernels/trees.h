@@ -1,4 +1,5 @@
-// Trees of guesses: draws without replacement, and the rules. decoding/treeRules.py defines what these compute.
+// Trees of guesses: draws without replacement, and the rules. decoding/tree.py and decoding/treeRules.py define what
+// these compute.
 #pragma once
 #include "sampling.h"
 
