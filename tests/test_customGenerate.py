@@ -97,19 +97,16 @@ def draft():
 # Greedy texts.
 
 
-@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one row", "three ragged rows"])
 @pytest.mark.parametrize("family", helpers.FAMILIES)
-def test_greedy_texts_are_those_of_generate_alone(family, rows):
+def test_greedy_texts_are_those_of_generate_alone(family, target, draft):
     model, guesser = tiny(family), tiny(family, seed=1, layers=1)
-    for verify in RULES:
-        equal(model, speculative(guesser, 3, verify=verify), rows=rows)
-
-
-def test_so_they_are_with_a_draft_that_is_often_right(target, draft):
-    ours = greedy(target, speculative(draft), max_new_tokens=40, return_dict_in_generate=True)
-    assert ours.sequences.tolist() == greedy(target, max_new_tokens=40).tolist()
-    accepted = {count for record in ours.records for count in record.accepted}
-    assert 0 in accepted and max(accepted) == 4  # Rounds of every kind took place.
+    equal(model, speculative(guesser, 3, verify="block"), rows=ROWS[:1])
+    equal(model, speculative(guesser, 3))
+    if family == "gpt_neox":  # a draft that is often right
+        ours = greedy(target, speculative(draft), max_new_tokens=40, return_dict_in_generate=True)
+        assert ours.sequences.tolist() == greedy(target, max_new_tokens=40).tolist()
+        accepted = {count for record in ours.records for count in record.accepted}
+        assert 0 in accepted and max(accepted) == 4  # Rounds of every kind took place.
 
 
 class AfterSum(StoppingCriteria):
@@ -192,7 +189,7 @@ def test_filters_give_the_probabilities_of_transformers_own(target, arguments):
     assert difference(target, arguments, logits, Sampling(1.0, 0, 1.0)) > 1e-3  # A filter that is lost is seen.
 
 
-def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=None, length=4, vocabulary=3, **arguments):
+def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=Sampling(1.0, 0, 1.0), length=4, vocabulary=3, **arguments):
     """The largest difference between the probability of a text that `generate` draws and the target's."""
     model, guesser = small(2, vocabulary)
     plain(model.model), plain(guesser.model)
@@ -202,7 +199,7 @@ def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=None, length=4, vocabulary=
         made = model.model.generate(**inputs, custom_generate=speculative(guesser.model, 2))
         return made[:, inputs["input_ids"].shape[1] :].tolist()
 
-    return largest_error(sample, model, length, sampling or Sampling(1.0, 0, 1.0), prefixes=prefixes)
+    return largest_error(sample, model, length, sampling, prefixes=prefixes)
 
 
 def test_texts_have_the_targets_probabilities():
@@ -250,14 +247,13 @@ def test_many_texts_of_one_prompt_are_distributed_as_the_targets(how):
 
 
 def test_a_seed_repeats_a_text(target, draft):
-    def text(seed):
+    def texts(seed):
         torch.manual_seed(seed)
-        return target.generate(**batch(ROWS), **FREE, max_new_tokens=20, custom_generate=speculative(draft)).tolist()
+        how = FREE | {"max_new_tokens": 12, "num_return_sequences": 4}
+        return target.generate(torch.tensor([[5, 9]]), **how, custom_generate=speculative(draft)).tolist()
 
-    assert text(3) == text(3) != text(4)
-    how = FREE | {"max_new_tokens": 12, "num_return_sequences": 4}
-    many = target.generate(torch.tensor([[5, 9]]), **how, custom_generate=speculative(draft, verify="block"))
-    assert many.shape == (4, 14) and len(set(map(tuple, many.tolist()))) == 4
+    assert texts(3) == texts(3) != texts(4)
+    assert len(set(map(tuple, texts(3)))) == 4 and len(texts(3)[0]) == 14
 
 
 # The models of the user.
@@ -374,12 +370,8 @@ def test_another_model_gets_a_copy_of_its_own_and_a_dead_one_leaves_none(monkeyp
 
 
 def test_what_has_no_copy_is_refused():
-    with pytest.raises(ValueError, match="bits must be one of 4, 5, 6, 8, not 7"):
-        speculative(bits=7)
-    odd = tiny(hidden_size=40)
-    with pytest.raises(ValueError, match="the model cannot draft for itself: it has layers of 40 inputs") as refused:
-        greedy(odd, speculative())
-    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"^the model cannot draft for itself: it has layers of 40 inputs.*$"):
+        greedy(tiny(hidden_size=40), speculative())
 
 
 # A trained head.
@@ -400,24 +392,21 @@ def test_a_heads_folder_may_be_the_draft(family, tmp_path):
 # Streamers.
 
 
-class Heard:
+class Heard(list):
     """A streamer that keeps what it is given."""
 
-    def __init__(self):
-        self.heard = []
-
     def put(self, value):
-        self.heard.append(value.tolist())
+        self.append(value.tolist())
 
     def end(self):
-        self.heard.append("end")
+        self.append("end")
 
 
 def test_a_streamer_hears_the_prompt_each_token_and_the_end(target, draft):
     ours, theirs = Heard(), Heard()
     greedy(target, speculative(draft), rows=ROWS[:1], max_new_tokens=12, streamer=ours)
     greedy(target, rows=ROWS[:1], max_new_tokens=12, streamer=theirs)
-    assert ours.heard == theirs.heard and len(ours.heard) == 14
+    assert ours == theirs and len(ours) == 14
     with pytest.raises(ValueError, match="a streamer for a batch of 3 rows"):
         greedy(target, speculative(draft), streamer=Heard())
 
@@ -485,6 +474,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(target, draft, arguments, wo
         ({"gamma": 0}, "gamma must be 1 or more"),
         ({"verify": "blocks"}, f"verify must be one of {', '.join(RULES)}, not 'blocks'"),
         ({"draft": "gpt2"}, "a transformers model or a head's folder, not 'gpt2'"),
+        ({"bits": 7}, "bits must be one of 4, 5, 6, 8, not 7"),
         ({"vocabulary": 62}, r"vocabulary must lie in \[1, 61\]"),
         ({"draft": "t5"}, "models of type t5 are not supported: it is an encoder with a decoder"),
         ({"draft": "adapted"}, "a draft with adapters"),
@@ -528,7 +518,6 @@ def test_the_projects_folder_is_loaded_by_its_path(target, draft, modules):
     assert greedy(target, **loaded, assistant_model=draft, gamma=3, verify="block").tolist() == alone
     assert greedy(target, **loaded, bits=8).tolist() == alone
     for given, words in (
-        ({"bits": 7}, "bits must be one of 4, 5, 6, 8, not 7"),
         ({"assistant_model": draft, "assistant_tokenizer": 1}, "does not support assistant_tokenizer"),
         ({"assistant_model": draft, "num_beams": 2}, "does not support the generation mode beam_search"),
     ):
@@ -556,7 +545,7 @@ def test_a_packed_folder_is_loaded_by_its_path_and_from_the_hub(target, draft, m
         assert [file.name for file in tmp_path.glob("copies/copies-*/*")] == ["8"]
         streamer = Heard()
         assert greedy(target, **how, assistant_model=draft, streamer=streamer).tolist() == alone
-        assert streamer.heard[-1] == "end"
+        assert streamer[-1] == "end"
     loaded = {str(module.__file__) for name, module in sys.modules.items() if name.endswith(".customGenerate")}
     assert sum(file.startswith(str(modules)) for file in loaded) == 2  # the copies, not the project's own
 

@@ -1,14 +1,17 @@
 """A draft with another tokenizer: what it reads, that its q is what its guesses were drawn from, and that the output
-does not show it. That its tokens are right is in test_translation.py."""
+does not show it; the tokens both have, and texts in the draft's tokens as its own tokenizer writes them."""
+
+import itertools
 
 import helpers
 import pytest
 import torch
 from conftest import refused
 from mistakes import always_accept
-from outcomes import largest_error, number, small
+from outcomes import number, speculative_error
 from scipy.stats import chi2
 from test_specSampling import FREE, PROMPTS
+from tokenizerKinds import KINDS, byte_level
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,9 +20,10 @@ from decoding.model import Model
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
 from engine.sharedWeights import RestrictedModel
+from inputs.files import DATASETS
 from methods import otherTokenizer
 from methods.cascade import CascadeDrafter
-from methods.otherTokenizer import OtherTokenizerDrafter, Translation
+from methods.otherTokenizer import TAIL, GrowingText, OtherTokenizerDrafter, Translation
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling, probabilities
@@ -177,18 +181,22 @@ class OtherIds(OtherTokenizerDrafter):
         return guesses
 
 
-def error(kind=OtherTokenizerDrafter, cascade=False, sampling=FREE, verify=token_rule, gamma=2, length=3, own=()):
-    """The largest difference between the probability of a text and the target's."""
+def of_four():
+    """From and to four tokens."""
     translation = Translation(few(["<e>", "a", "b", "ab"], ("a", "b")), few(["b", "ba", "a", "<end>"], ("b", "a")))
     assert dict(zip(translation.target.tolist(), translation.draft.tolist())) == {0: 3, 1: 2, 2: 0}
-    target, mid, draft = small(3, 4)
+    return translation
 
-    def sample(prefixes):
-        drafter = kind(RestrictedModel(draft, translation.draft), translation, *own)
-        drafter = CascadeDrafter(mid, drafter, Fixed(1)) if cascade else drafter
-        return specSampling(prefixes, target, drafter, length, gamma, sampling, verify=verify)[0]
 
-    return largest_error(sample, target, length, sampling, prefixes=[[1, 2, 3, 1]])
+def error(kind=OtherTokenizerDrafter, cascade=False, own=(), **options):
+    """The largest difference between the probability of a text and the target's."""
+
+    def drafter(target, mid, draft):
+        translation = of_four()
+        guesses = kind(RestrictedModel(draft, translation.draft), translation, *own)
+        return CascadeDrafter(mid, guesses, Fixed(1)) if cascade else guesses
+
+    return speculative_error(drafter, vocabulary=4, prefixes=[[1, 2, 3, 1]], **options)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +238,7 @@ class Markov(Model):
 
 def p_value(kind=OtherTokenizerDrafter, restricted=True, rows=500, length=20):
     """Whether rows * length tokens were drawn from the target: each token after each pair of tokens, by chi-square."""
-    translation = Translation(few(["<e>", "a", "b", "ab"], ("a", "b")), few(["b", "ba", "a", "<end>"], ("b", "a")))
+    translation = of_four()
     target, draft = Markov(0), Markov(1, 4, translation.draft if restricted else slice(None))
     prompt, generator = [1, 2, 3, 1], torch.Generator().manual_seed(0)
     drafter = kind(draft, translation)
@@ -278,3 +286,98 @@ def test_a_draft_whose_logits_are_not_finite_is_told(kinds, sampling):
         specSampling(
             [kinds["llama"](TEXTS[0])["input_ids"]], target, OtherTokenizerDrafter(draft, translation), 20, 3, sampling
         )
+
+
+# The translation.
+
+SAMPLES = [
+    "The harbour was dark,\nand   café 1987 “old” naïve 漢字 🙂 end",
+    " a space, ",
+    "a",
+    "\n\ttabs  and\r\n\r\nlines ",
+]
+PAIRS = list(itertools.permutations(KINDS, 2))
+
+
+@pytest.mark.parametrize("ours, theirs", PAIRS)
+def test_a_text_is_written_as_the_drafts_tokenizer_writes_it(kinds, ours, theirs):
+    translation = Translation(kinds[ours], kinds[theirs])
+    for text in SAMPLES:
+        assert translation.row(kinds[ours](text)["input_ids"]) == kinds[theirs](text)["input_ids"]
+
+
+@pytest.mark.parametrize("ours, theirs", PAIRS)
+def test_tokens_in_common_stand_for_the_same_text(kinds, ours, theirs):
+    """Read by the tokenizers themselves, after a letter, because SentencePiece drops a space at the beginning."""
+    translation = Translation(kinds[ours], kinds[theirs])
+    pairs = list(zip(translation.target.tolist(), translation.draft.tolist()))
+    assert len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs) > 250
+    assert translation.share == len(pairs) / len(kinds[ours])
+    texts = []
+    for ids, tokenizer in zip(zip(*pairs), (kinds[ours], kinds[theirs])):
+        letter = tokenizer("a", add_special_tokens=False)["input_ids"]
+        texts.append([tokenizer.decode([*letter, i], skip_special_tokens=True) for i in ids])
+    assert texts[0] == texts[1] and len(set(texts[0])) > 150
+    ends = [kinds[each].eos_token_id for each in (ours, theirs)]
+    assert tuple(ends) in pairs
+
+
+def test_every_token_of_the_same_text_is_found_and_no_other(kinds):
+    """A tokenizer beside itself has all tokens in common, beside one without some of them all but these."""
+    whole = Translation(kinds["gpt2"], kinds["gpt2"])
+    assert whole.target.tolist() == whole.draft.tolist() == list(range(len(kinds["gpt2"]))) and whole.share == 1
+    larger = byte_level(340)
+    more = Translation(larger, kinds["gpt2"])
+    assert len(more.target) == 320 and more.share == 320 / 340
+    new = sorted(set(range(340)) - set(more.target.tolist()))
+    assert more.coverage([new]) == 0 and more.coverage([new, more.target.tolist()]) == 320 / 340
+
+
+@pytest.mark.parametrize("theirs", ["qwen2", "llama"])
+def test_a_character_that_is_not_whole_yet_is_written_in_bytes(kinds, theirs):
+    translation, draft = Translation(kinds["gpt2"], kinds[theirs]), kinds[theirs]
+    ids = kinds["gpt2"]("so 🙂")["input_ids"]
+    assert len(ids) > len(kinds["gpt2"]("so ")["input_ids"]) + 2
+    part = translation.row(ids[:-1])
+    start = draft("so ")["input_ids"]
+    assert len(part) == len(start) + 3 and part[: len(start)] == start  # three of the four bytes
+    assert draft.decode(translation.row(ids), skip_special_tokens=True) == "so 🙂"
+
+
+def test_special_tokens_that_both_have_stay_what_they_are(kinds):
+    gpt2, llama = kinds["gpt2"], kinds["llama"]
+    ids = [*gpt2("one")["input_ids"], gpt2.eos_token_id, *gpt2("two")["input_ids"]]
+    one, two = (llama(text, add_special_tokens=False)["input_ids"] for text in ("one", "two"))
+    assert Translation(gpt2, llama).row(ids) == [1, *one, 2, *two]  # <s> in front, as the draft was trained
+    assert Translation(llama, gpt2).row([1, *one, 2]) == [*gpt2("one")["input_ids"], gpt2.eos_token_id]
+    assert Translation(llama, gpt2).row([1]) != []
+
+
+@pytest.mark.parametrize("ours, theirs", PAIRS)
+def test_a_text_that_grows_is_written_as_a_whole_one(kinds, ours, theirs):
+    """However much of it is kept; and also where it goes back, as in a cascade."""
+    translation = Translation(kinds[ours], kinds[theirs])
+    text = (DATASETS / "sample" / "articles.raw").read_text()[:900].replace(" the ", "  the ")  # Spaces may be joined.
+    ids = kinds[ours](text)["input_ids"]
+    ends, encode, lengths = [*range(1, len(ids) + 1, 3), 5, 90, 150, 149, len(ids)], translation.encode, []
+    wanted = [translation.row(ids[:end]) for end in ends]
+    translation.encode = lambda tokens, *rest: lengths.append(len(tokens)) or encode(tokens, *rest)
+    growing = GrowingText(translation)
+    assert [growing.row(ids[:end]) for end in ends] == wanted
+    assert len(ids) > 5 * TAIL and sum(length > 2 * TAIL for length in lengths) < 9
+
+
+def test_tokenizers_that_cannot_be_compared_are_refused(kinds):
+    plain = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, "<unk>"))
+    with refused("words", "share one tokenizer"):
+        Translation(kinds["gpt2"], PreTrainedTokenizerFast(tokenizer_object=plain), ("t", "words"))
+    plain.decoder = decoders.WordPiece()
+    with refused("words", "not known"):
+        Translation(PreTrainedTokenizerFast(tokenizer_object=plain), kinds["gpt2"], ("words", "d"))
+    made = []
+    for letter in "xy":
+        tokenizer = Tokenizer(models.BPE({letter: 0}, []))
+        tokenizer.decoder = decoders.ByteLevel()
+        made.append(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    with refused("t and d", "no token in common", "another draft"):
+        Translation(*made, ("t", "d"))
