@@ -99,7 +99,9 @@ class Method:
         return self.needs[0].model if self.needs else "draft"
 
 
+SPEED = "speed", "speedNew", "speedMulti"
 baseline = partial(Method, guesses=False)
+alone = partial(baseline, lossless=False, in_all=())
 tree_method = partial(Method, needs=(Role.DRAFT,), grows_trees=True, seeded=fixed_tree)
 contrast = partial(Method, needs=(Role.EXPERT,), lossless=False, modes=("contrastive", "diversity"))
 # In the course report's code: gamma guesses each round.
@@ -112,29 +114,13 @@ def chain(name: str, title: str, rule: str = "fixed", drafter: DrafterMaker = gu
 
 
 CATALOGUE: tuple[Method, ...] = (
-    baseline(
-        "draft",
-        "the draft alone",
-        partial(one_model, role="draft"),
-        (Role.READER,),
-        lossless=False,
-        modes=("speed", "speedNew", "speedMulti", "sweep"),
-        in_all=(),
-    ),
-    baseline(
-        "mid",
-        "the mid model alone",
-        partial(one_model, role="mid"),
-        (Role.MID,),
-        lossless=False,
-        modes=("speedMulti",),
-        in_all=(),
-    ),
+    alone("draft", "the draft alone", partial(one_model, role="draft"), (Role.READER,), modes=(*SPEED, "sweep")),
+    alone("mid", "the mid model alone", partial(one_model, role="mid"), (Role.MID,), modes=("speedMulti",)),
     baseline(
         "target",
         "plain decoding: the target alone",
         one_model,
-        modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity", "steps"),
+        modes=(*SPEED, "contrastive", "sweep", "diversity", "steps"),
         in_all=("compare",),
     ),
     Method(

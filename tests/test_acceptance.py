@@ -10,7 +10,6 @@ from test_specSampling import PROMPTS, near
 
 from decoding.drafter import Guesses
 from decoding.lengthRules import DraftConfidence
-from decoding.lengthRules import expected as tokens_of
 from decoding.record import Record
 from decoding.tree import Tree
 from decoding.treeRules import TREE_RULES
@@ -122,7 +121,7 @@ def test_tokens_a_round_with_trees_are_those_expected(rule, shape):
     ratio = (1 + found.accepted / found.rounds) / expected(found.positions)["tokens"]
     assert ratio == pytest.approx(1, abs=0.05) if rule == "topDown" else 1 < ratio < 1.3
     if shape:
-        forecast = tokens_of(Tree.of(shape), acceptance_of(found.positions).table(3, 3))
+        forecast = Tree.of(shape).expected_tokens(acceptance_of(found.positions).table(3, 3))
         assert forecast == pytest.approx(expected(found.positions)["tokens"], rel=0.1)
 
 

@@ -46,7 +46,7 @@ from engine.smallTwin import small_twin
 from methods import customGenerate
 from methods.customGenerate import as_sampling, speculative, unpadded
 from scripts import packGenerate
-from utils import Sampling, probabilities, seen_after
+from utils import Sampling
 
 ROWS = [[5, 9, 2, 7], [3, 3, 8, 1, 40, 22, 17, 60, 2], [11]]
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -157,36 +157,21 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_differently(target):
 # Distributions.
 
 FILTERS = [
-    {"temperature": 0.7},
-    {"top_k": 5},
-    {"top_p": 0.8},
-    {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
-    {"repetition_penalty": 1.4},
-    {"repetition_penalty": 0.7, "temperature": 0.6, "top_k": 12, "top_p": 0.7, "eos_token_id": [1, 2]},
+    ({"temperature": 0.7}, Sampling(0.7, 0, 1.0)),
+    ({"top_k": 5}, Sampling(1.0, 5, 1.0)),
+    ({"temperature": 1.3, "top_k": 20, "top_p": 0.9}, Sampling(1.3, 20, 0.9)),
+    ({"repetition_penalty": 0.7, "temperature": 0.6, "top_k": 12, "top_p": 0.7}, Sampling(0.6, 12, 0.7, 0.7)),
 ]
 
 
-def difference(model, arguments, logits, changed=None):
-    """The largest difference between our probabilities and those of transformers' own processors. Its release 5.17
-    penalises the token that pads; nothing is compared there."""
+@pytest.mark.parametrize("arguments, sampling", FILTERS, ids=str)
+def test_the_processors_of_generate_are_translated(target, arguments, sampling):
+    """That `Sampling` gives the probabilities of these processors is in test_utils.py."""
 
     def prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
-        return input_ids, logits_processor, inputs
+        return as_sampling(logits_processor, unpadded(input_ids, inputs)[1], generation_config.do_sample)
 
-    input_ids, processors, inputs = greedy(model, prepared, **FREE | arguments)
-    prompts, padding = unpadded(input_ids, inputs)
-    sampling = changed or as_sampling(processors, padding, True)
-    seen = torch.stack([seen_after(torch.zeros(1, 61).bool(), torch.tensor([row]))[0, -1] for row in prompts])
-    wanted = processors(input_ids, logits.clone()).softmax(-1)
-    return (probabilities(logits, sampling, seen) - wanted).abs().max().item()
-
-
-@pytest.mark.parametrize("arguments", FILTERS, ids=str)
-def test_filters_give_the_probabilities_of_transformers_own(target, arguments):
-    logits = 4 * torch.randn(3, 61, generator=torch.Generator().manual_seed(0))
-    logits[:, 0] = -torch.inf  # the token that pads
-    assert difference(target, arguments, logits) < 1e-6
-    assert difference(target, arguments, logits, Sampling(1.0, 0, 1.0)) > 1e-3  # A filter that is lost is seen.
+    assert greedy(target, prepared, **FREE | arguments) == sampling
 
 
 def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=Sampling(1.0, 0, 1.0), length=4, vocabulary=3, **arguments):
@@ -222,28 +207,18 @@ def test_a_planted_mistake_is_caught(monkeypatch, mistake):
 
 @pytest.mark.parametrize("how", [{"verify": "token"}, {"verify": "block"}, {"draft": None}], ids=str)
 def test_many_texts_of_one_prompt_are_distributed_as_the_targets(how):
-    """With the random numbers of a run instead of every outcome, and an end of text in the middle of rounds. Without a
-    draft the model's own copy guesses."""
+    """With the random numbers of a run instead of every outcome. Without a draft the model's own copy guesses."""
     model, guesser = small(2, 5)
     plain(model.model), plain(guesser.model)
     torch.manual_seed(0)
-    arguments = FREE | {"eos_token_id": [3, 4], "top_k": 4, "temperature": 0.9, "max_new_tokens": 4}
+    arguments = FREE | {"top_k": 4, "temperature": 0.9, "max_new_tokens": 3}
     custom = speculative(**{"draft": guesser.model, "gamma": 3} | how)
-    texts = model.model.generate(
-        torch.tensor([[1, 2]]), **arguments, num_return_sequences=helpers.DRAWS // 2, custom_generate=custom
-    )[:, 2:]
-    joint = helpers.joint_distribution(model, [1, 2], 4, Sampling(0.9, 4, 1.0)).clone()
-    for step in range(3):  # What follows an end of text is padding.
-        for end in (3, 4):
-            after = joint.movedim(step, 0)[end]
-            rest = tuple(range(step, 3))
-            first = after.sum(rest, keepdim=True)
-            after.zero_()
-            after[(slice(None),) * step + (slice(0, 1),) * len(rest)] = first
+    count = {"num_return_sequences": helpers.DRAWS // 2}
+    texts = model.model.generate(torch.tensor([[1, 2]]), **arguments, **count, custom_generate=custom)[:, 2:]
+    joint = helpers.joint_distribution(model, [1, 2], 3, Sampling(0.9, 4, 1.0))
     assert helpers.chi_square(texts, joint, 5) > 1e-4
-    wrong = texts.clone()
-    wrong[: len(wrong) // 50, 1] = 1
-    assert helpers.chi_square(wrong, joint, 5) < 1e-6
+    texts[: len(texts) // 50, 1] = 1
+    assert helpers.chi_square(texts, joint, 5) < 1e-6
 
 
 def test_a_seed_repeats_a_text(target, draft):
