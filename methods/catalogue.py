@@ -11,25 +11,9 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from methods import samplers as make
 from methods.programs import PROGRAMS
-from methods.samplers import (
-    Decoding,
-    DrafterMaker,
-    Maker,
-    Models,
-    Sampler,
-    cascade,
-    chains,
-    contrastive,
-    from_flags,
-    guesser,
-    lookup,
-    lookup_first,
-    model_drafter,
-    one_model,
-    trees,
-    without_cache,
-)
+from methods.samplers import Decoding, DrafterMaker, Maker, Models, Sampler
 from utils import UserError
 
 
@@ -105,28 +89,28 @@ alone = partial(baseline, lossless=False, in_all=())
 tree_method = partial(Method, needs=(Role.DRAFT,), grows_trees=True, seeded=fixed_tree)
 contrast = partial(Method, needs=(Role.EXPERT,), lossless=False, modes=("contrastive", "diversity"))
 # In the course report's code: gamma guesses each round.
-report_chains = partial(chains, rule="fixed", verification="token", drafter=model_drafter)
+report_chains = partial(make.chains, rule="fixed", verification="token", drafter=make.model_drafter)
 
 
-def chain(name: str, title: str, rule: str = "fixed", drafter: DrafterMaker = guesser, **options: Any) -> Method:
+def chain(name: str, title: str, rule: str = "fixed", drafter: DrafterMaker = make.guesser, **options: Any) -> Method:
     """Speculative sampling with this draft-length rule and drafter. options: fields of `Method`."""
-    return Method(name, title, partial(chains, rule=rule, drafter=drafter), **options)
+    return Method(name, title, partial(make.chains, rule=rule, drafter=drafter), **options)
 
 
 CATALOGUE: tuple[Method, ...] = (
-    alone("draft", "the draft alone", partial(one_model, role="draft"), (Role.READER,), modes=(*SPEED, "sweep")),
-    alone("mid", "the mid model alone", partial(one_model, role="mid"), (Role.MID,), modes=("speedMulti",)),
+    alone("draft", "the draft alone", partial(make.one_model, role="draft"), (Role.READER,), modes=(*SPEED, "sweep")),
+    alone("mid", "the mid model alone", partial(make.one_model, role="mid"), (Role.MID,), modes=("speedMulti",)),
     baseline(
         "target",
         "plain decoding: the target alone",
-        one_model,
+        make.one_model,
         modes=(*SPEED, "contrastive", "sweep", "diversity", "steps"),
         in_all=("compare",),
     ),
     Method(
         "speculative",
         "speculative sampling as the flags say",
-        from_flags,
+        make.from_flags,
         seeded=no_clock,
         modes=("speed", "speedMulti", "diversity"),
         in_all=("lossless",),
@@ -141,52 +125,58 @@ CATALOGUE: tuple[Method, ...] = (
     chain("draftConfidence", "guesses until the draft is not confident", "draftConfidence"),
     chain("targetConfidence", "guesses only while the target is confident", "targetConfidence"),
     chain("costAware", "the number of guesses with the highest expected speed", "costAware", seeded=lambda _: False),
-    Method("block", "block verification", partial(chains, rule="fixed", verification="block")),
-    tree_method("tree", "a tree of guesses (--tree), traversal verification", partial(trees, rule="traversal")),
+    Method("block", "block verification", partial(make.chains, rule="fixed", verification="block")),
+    tree_method("tree", "a tree of guesses (--tree), traversal verification", partial(make.trees, rule="traversal")),
     tree_method(
-        "topDown", "the same tree, verified from the root down", partial(trees, rule="topDown"), in_all=("lossless",)
+        "topDown",
+        "the same tree, verified from the root down",
+        partial(make.trees, rule="topDown"),
+        in_all=("lossless",),
     ),
-    chain("lookup", "guesses from the text so far", drafter=lookup),
+    chain("lookup", "guesses from the text so far", drafter=make.lookup),
     chain(
-        "lookupFirst", "guesses from the text so far, otherwise the draft's", drafter=lookup_first, needs=(Role.DRAFT,)
+        "lookupFirst",
+        "guesses from the text so far, otherwise the draft's",
+        drafter=make.lookup_first,
+        needs=(Role.DRAFT,),
     ),
     chain(
         "self",
         "guesses from the target's own copy in few bits (--draftBits)",
-        drafter=partial(model_drafter, role="self"),
+        drafter=partial(make.model_drafter, role="self"),
         needs=(Role.SELF,),
     ),
     chain(
         "head",
         "guesses from the target's features, by a trained head (--head)",
-        drafter=partial(model_drafter, role="head"),
+        drafter=partial(make.model_drafter, role="head"),
         needs=(Role.HEAD,),
     ),
     Method(
         "cascade",
         "the draft guesses for the mid model, both for the target",
-        cascade,
+        make.cascade,
         (Role.MID,),
         modes=("speedMulti",),
     ),
     baseline(
         "noCache",
         "plain decoding without a KV cache, as in the course report's code",
-        partial(without_cache, make=one_model),
+        partial(make.without_cache, make=make.one_model),
         in_all=("compare",),
     ),
     Method(
         "speculativeNoCache",
         "gamma guesses each round, both models without a KV cache, as in the course report's code",
-        partial(without_cache, make=report_chains),
+        partial(make.without_cache, make=report_chains),
         (Role.READER,),
         in_all=("compare",),
     ),
-    contrast("contrastive", "contrastive decoding", partial(contrastive, make=one_model), guesses=False),
+    contrast("contrastive", "contrastive decoding", partial(make.contrastive, make=make.one_model), guesses=False),
     contrast(
         "speculativeContrastive",
         "contrastive decoding with guesses",
-        partial(contrastive, make=chains),
+        partial(make.contrastive, make=make.chains),
         seeded=no_clock,
     ),
     *(

@@ -221,13 +221,9 @@ def timed(costs, seconds, rounds=30):
             costs.learn(kind, own)
 
 
-def test_before_anything_was_timed_costs_are_as_expected():
-    costs = RoundCosts(CHAINS)
-    assert {kind: costs.seconds(kind) for kind in CHAINS} == CHAINS
-
-
 def test_what_was_timed_is_known_and_the_rest_lies_between():
     costs = RoundCosts(CHAINS)
+    assert {kind: costs.seconds(kind) for kind in CHAINS} == CHAINS
     costs.learn("plain", 0.2)
     assert [costs.seconds(kind) for kind in CHAINS] == pytest.approx([0.2 * cost for cost in CHAINS.values()])
     costs.learn("tree", 0.6)  # half as much again as expected
@@ -240,8 +236,7 @@ def test_costs_are_learnt_whatever_was_expected():
     seconds = {"plain": 0.3, "chain of 2": 0.2, "tree": 5.0, "chain of 8": 0.1}
     costs = RoundCosts(dict.fromkeys(CHAINS, 1.0))
     timed(costs, seconds)
-    for kind, own in seconds.items():
-        assert costs.seconds(kind) == pytest.approx(own, rel=0.1)
+    assert {kind: costs.seconds(kind) for kind in seconds} == pytest.approx(seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("slower", [3.0, 0.3])
@@ -267,14 +262,10 @@ def test_a_hiccup_counts_for_at_most_twice_the_time_and_is_forgotten():
     assert costs.seconds("tree") == pytest.approx(2.0, rel=0.1)
     costs.learn("plain", 1000.0)
     assert costs.seconds("plain") < 1.3
-
-
-def test_the_first_round_of_all_may_be_a_hiccup():
     costs = RoundCosts(CHAINS)
-    costs.learn("plain", 50.0)
+    costs.learn("plain", 50.0)  # the first round of all
     timed(costs, CHAINS)
-    for kind, own in CHAINS.items():
-        assert costs.seconds(kind) == pytest.approx(own, rel=0.1)
+    assert [costs.seconds(kind) for kind in CHAINS] == pytest.approx(list(CHAINS.values()), rel=0.1)
 
 
 def test_noise_evens_out():

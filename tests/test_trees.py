@@ -1,7 +1,6 @@
 """The shape of a tree of guesses, and what chooses it."""
 
 import functools
-import itertools
 import time
 from types import SimpleNamespace
 
@@ -105,15 +104,6 @@ def best_expected(budget, table):
         return max(ways, default=0.0)
 
     return 1 + below(0, 0, budget)
-
-
-def test_no_tree_is_better_than_the_best():
-    table = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.1], [0.7, 0.1, 0.0]]
-    shapes = [(0, *rest) for rest in itertools.product(range(5), repeat=4)]
-    every = [
-        Tree(parents) for parents in shapes if all(a <= b <= i for i, (a, b) in enumerate(zip(parents, parents[1:]), 1))
-    ]
-    assert best_expected(5, table) == pytest.approx(max(tree.expected_tokens(table) for tree in every))
 
 
 @pytest.mark.parametrize("first", [0.4, 0.6, 0.9])
