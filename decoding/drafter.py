@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -68,16 +68,10 @@ class Guesses:
         return Guesses(drafts, q, self.limits or [count] * len(drafts))
 
 
-class Observer(Protocol):
-    """Called after each round of a sampler."""
-
-    def __call__(self, rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> object:
-        """A round was verified and is not committed yet.
-
-        p: float32 `[B, n + 1, V]`, the target's distributions after node 0, the last committed token, and after nodes
-            1, ..., n, the guesses. last: int64 `[B]`, the last accepted node of each row: in a chain, how many guesses
-            were accepted.
-        """
+# observer(rows, guesses, p, last): called after each round of a sampler, verified and not committed yet.
+# p: float32 `[B, n + 1, V]`, the target's distributions after node 0, the last committed token, and after nodes 1 to n,
+# the guesses. last: int64 `[B]`, the last accepted node of each row: in a chain, how many guesses were accepted.
+Observer = Callable[[Rows, Guesses, Tensor, Tensor], object]
 
 
 def no_guesses(rows: Rows, vocabulary: int) -> Guesses:
