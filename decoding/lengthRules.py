@@ -64,7 +64,7 @@ class LengthRule(ABC):
         return
 
 
-def checked(length: int) -> int:
+def check_gamma(length: int) -> int:
     """gamma, if a rule can have it. Raises UserError otherwise."""
     if length < 1:
         raise UserError(f"gamma must be 1 or more, not {length}")
@@ -75,7 +75,7 @@ class Fixed(LengthRule):
     """Always gamma tokens. length: gamma, or a tree for `methods.treeSampling`."""
 
     def __init__(self, length: int | Tree = 4) -> None:
-        tree = length if isinstance(length, Tree) else Tree.chain(checked(length))
+        tree = length if isinstance(length, Tree) else Tree.chain(check_gamma(length))
         self.length, self.shapes = tree.depth, [tree]
 
     def begin(self, rows: Rows) -> None:
@@ -278,7 +278,7 @@ class CostAware(LengthRule):
 
     def __init__(self, length: int | Sequence[Tree] = 10) -> None:
         if isinstance(length, int):
-            length = [Tree.chain(choice) for choice in (*self.LENGTHS, checked(length)) if choice <= length]
+            length = [Tree.chain(choice) for choice in (*self.LENGTHS, check_gamma(length)) if choice <= length]
         self.shapes: list[Tree] = list(dict.fromkeys(length))
         self.extent = max(tree.depth for tree in length), 1 + max(max(tree.ranks, default=0) for tree in length)
         self.acceptance = Acceptance()
