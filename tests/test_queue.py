@@ -2,6 +2,7 @@
 refused, where tokens lie, how rows end."""
 
 import copy
+import functools
 
 import helpers
 import pytest
@@ -29,6 +30,7 @@ TEXTS = 12
 PROMPTS = [[(7 * i + j) % 60 for j in range(1 + 5 * i % 9)] for i in range(TEXTS)]
 
 
+@functools.cache
 def models(engine):
     target, draft, mid = (helpers.tiny(seed=seed, layers=1, sharpness=2.0) for seed in (0, 0, 1))
     noise = torch.Generator().manual_seed(5)
