@@ -51,7 +51,7 @@ class LengthRule(ABC):
         """For the round that begins: the most tokens to guess for each row; in a tree, the depth of the deepest."""
 
     def shape(self) -> Tree:
-        """The shape of the round that begins, the same until `learn`."""
+        """The shape of the round that begins, the same until `learn`. A rule with several shapes overrides this."""
         return self.shapes[0] if self.shapes else Tree.chain(max(self.gammas()))
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
