@@ -1,4 +1,5 @@
-"""`CachedModel`: a Hugging Face causal language model with a KV cache that is written where positions say."""
+"""`CachedModel`: a Hugging Face causal language model with a KV cache that is written where positions say; and
+`UncachedModel`, which decodes without one."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from decoding.model import Model
 from decoding.rows import Rows
 from decoding.tree import Places
-from engine.gate import TOLERANCE, is_altered, reads_trees, trees_of
-from engine.kvCache import Block, SlotCache, cache_dtype, reading, set_attention
+from engine.gate import reads_trees
+from engine.kvCache import Block, SlotCache, reading, set_attention
 from utils import UserError
 
 
@@ -94,7 +95,7 @@ class CachedModel(Model):
         self.name = name
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        set_attention(model)
+        self.cache_dtype = set_attention(model)
         # RoBERTa and its kin number positions from the id that pads.
         padding = getattr(getattr(model.base_model, "embeddings", None), "padding_idx", None)
         self.first_position = 0 if padding is None else padding + 1
@@ -108,8 +109,7 @@ class CachedModel(Model):
         self.features_of = features if isinstance(features, CachedModel) else None
         self.reads_trees = cache_of.reads_trees if cache_of else True
         if self.passes_gate and cache_of is None and self.features_of is None:
-            self.reads_trees = admitted(model)
-        self.cache_dtype = cache_dtype(model)
+            self.reads_trees = bool(reads_trees(model.config, type(model), Ungated, model))
         # On a CPU, attention costs as much as it reads, so it reads only slots that some row has reached. On a GPU it
         # costs little beside the weights, and finding the highest position would be a host sync.
         self.reads_filled = self.device.type == "cpu"
@@ -257,15 +257,44 @@ class Ungated(CachedModel):
     passes_gate = False
 
 
-def admitted(model: PreTrainedModel) -> bool:
-    """Whether a model reads trees of guesses, too. Raises UserError if models of its type are not decoded correctly."""
-    trees = reads_trees(model.config, type(model), Ungated)
-    if trees is None or is_altered(model):  # What a twin cannot show is tested on the model.
-        trees = trees_of(model, model.config, Ungated, TOLERANCE.get(model.dtype, 0.1))
-    return trees
-
-
 def check_kind(config: PretrainedConfig, kind: type[PreTrainedModel]) -> None:
     """Raise UserError if models of class `kind` with this configuration are not decoded correctly, if this is known
     before they are loaded."""
     reads_trees(config, kind, Ungated)
+
+
+class UncachedModel(Model):
+    """Another model, decoding without a KV cache: each forward reads the whole text again, as in the course report's
+    code. Its steps are computed eagerly.
+
+    It stores the tokens of each row instead of their keys and values. Rows may be ragged: a row is read past its
+    end up to the longest one, and causal attention hides that from its own logits. It does not read trees.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.name = model, f"{model.name} without a KV cache"
+        self.vocabulary, self.context = model.vocabulary, model.context
+        self.device, self.dtype = model.device, model.dtype
+        self.text = torch.zeros(0, 0, dtype=torch.int64, device=self.device)  # `[B, capacity]`
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        if self.text.shape != (rows, capacity):
+            self.text = torch.zeros(rows, capacity, dtype=torch.int64, device=self.device)
+
+    def copy_row(self, source: int, row: int) -> None:
+        self.text[row] = self.text[source]
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
+    ) -> Tensor:
+        if places is not None:
+            raise TypeError(f"{self.name} reads no tree of guesses")
+        text = self.text[self.first_row : self.first_row + len(tokens)]
+        text.scatter_(1, positions, tokens)
+        logits = self.score(text[:, : int(positions.max()) + 1])
+        at = positions if keep is None else positions[:, keep]
+        return logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
+
+    def score(self, tokens: Tensor) -> Tensor:
+        return self.model.score(tokens)

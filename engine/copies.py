@@ -1,4 +1,8 @@
-"""`Copies`: a model's own copies with weights of few bits. Their codes are computed once and kept on disk."""
+"""`Copies`: a model's own copies with weights of few bits, which guess for it. Their codes are kept on disk.
+
+With few bits, the linear layers are rounded so that the copy agrees with the model as often as possible (`calibrated`).
+The copy shares the model's key/value cache, so calibration gives it the model's keys and values.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,50 +19,48 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.cachedModel import CachedModel
-from engine.calibration import calibrated, weight_of
-from engine.decoderLayers import names_of
+from engine.decoderLayers import names_of, weight_of
 from engine.kernels.loader import cache_folder
-from engine.quantised import GROUP, Codes, quantised_copy
-from engine.rounding import PASSES, rounded
+from engine.quantised import GROUP, PASSES, Codes, compensated, damped, quantised_copy, rounded
 
 Follow = Callable[[Iterable[Any], str, int], Iterable[Any]]  # follow(work, title, steps) shows progress
-
 
 CALIBRATED = (4, 5)  # bits with which calibration pays; with more, rounding each weight by itself is enough
 LARGE = 1 << 30  # Weights of a model for which the passes of `compensated` take too long.
 LONG = 50_000_000  # Weights from which on the work is announced.
-TOLD = "Rounding the {millions:,.0f} M weights of {name}, once: this takes about a second for each million of them."
 METHOD = b"compensated, fitted"  # of the method that computes codes: codes of another method on disk are ignored
-
-
-def unfollowed(work: Iterable[Any], title: str, steps: int) -> Iterable[Any]:
-    """Iterate without a progress bar."""
-    return work
+RIDGE = 0.5  # share of a hessian's mean diagonal: how little a weight moves to make up for what was rounded before it
+ROWS = 8  # of text in a forward
 
 
 class Copies:
     """Copies of `model`, which share its KV cache and all weights but those of the linear layers.
 
     bits: the numbers of bits that `of` will be called with. text: f() -> tokens `[rows, n]` that the model wrote; the
-    weights are rounded so that its outputs on these change least (calibration.py). It is called only if the codes
-    are not on disk, beside the built kernels, in a folder whose name has a hash of the weights. Interrupted work is
-    resumed. Raises RuntimeError, with the reason, if the layers cannot be rounded.
+    weights are rounded so that its outputs on these change least. It is called only if the codes are not on disk,
+    beside the built kernels, in a folder whose name has a hash of the weights, whatever dtype they were loaded in.
+    Interrupted work is resumed. Raises RuntimeError, with the reason, if the layers cannot be rounded.
     """
 
-    def __init__(self, model: CachedModel, bits: Sequence[int], text: Callable[[], Tensor], follow: Follow) -> None:
+    def __init__(
+        self, model: CachedModel, bits: Sequence[int], text: Callable[[], Tensor], follow: Follow | None = None
+    ) -> None:
         self.name, self.vocabulary = model.name, model.vocabulary
         if model.is_spread:
             raise RuntimeError("it is spread over several devices")
         weights = weights_of(model.model)
-        uneven = sorted({weight.shape[1] for weight in weights.values() if weight.shape[1] % GROUP})
-        if uneven:
+        if uneven := sorted({weight.shape[1] for weight in weights.values() if weight.shape[1] % GROUP}):
             raise RuntimeError(f"it has layers of {uneven[0]} inputs, which is no multiple of {GROUP}")
-        self.weights = sum(weight.numel() for weight in weights.values())
-        self.names, self.folder = list(weights), cache_folder() / f"copies-{hash_of(weights)}"
+        self.names, self.weights = list(weights), sum(weight.numel() for weight in weights.values())
+        digest = hashlib.sha256(METHOD)
+        for name, weight in weights.items():
+            digest.update(name.encode())
+            digest.update(weight.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())
+        self.folder = cache_folder() / f"copies-{digest.hexdigest()[:16]}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()
@@ -66,32 +69,24 @@ class Copies:
             self.folder = Path(self.temporary.name)
         absent = {count: [name for name in weights if not self.is_whole(count, name)] for count in bits}
         if any(absent.values()) and self.weights > LONG:
-            print(TOLD.format(name=self.name, millions=self.weights / 1e6), file=sys.stderr)
+            millions = f"{self.weights / 1e6:,.0f} M"
+            said = f"Rounding the {millions} weights of {self.name}, once: this takes about a second for each million"
+            print(f"{said} of them.", file=sys.stderr)
         tokens = text() if any(absent.get(count) for count in CALIBRATED) else None
-        for count, names in absent.items():
-            if not names:
-                continue
-            (self.folder / str(count)).mkdir(parents=True, exist_ok=True)
-            work: Iterable[tuple[str, Tensor, Tensor]]
+        for count, names in ((count, names) for count, names in absent.items() if names):
+            work: Iterable[tuple[str, Codes]] = ((name, rounded(weights[name], count)) for name in names)
             if tokens is not None and count in CALIBRATED:
-                done = {name: self.read(count, name)[:2] for name in weights if name not in names}
-                passes = PASSES if self.weights < LARGE else 0
-                work = calibrated(model.model, tokens, count, GROUP, done, passes)
-            else:
-                work = ((name, *rounded(weights[name], count, GROUP)) for name in names)
-            for name, codes, scales in follow(work, f"rounding {self.name} to {count} bits", len(names)):
-                self.write(name, Codes(codes, scales, count))
+                done = {name: self.read(count, name) for name in weights if name not in names}
+                work = calibrated(model.model, tokens, count, done, PASSES if self.weights < LARGE else 0)
+            for name, codes in follow(work, f"rounding {self.name} to {count} bits", len(names)) if follow else work:
+                self.write(name, codes)
         nothing = Codes(torch.empty(0), torch.empty(0), 0)  # Kept without weights: `of` puts its own in their place.
         self.like = quantised_copy(model.model, dict.fromkeys(weights, nothing))
 
     def of(self, bits: int, cache_of: CachedModel) -> CachedModel:
         """The copy with weights of `bits` bits. cache_of: the model whose KV cache it shares."""
-        model = quantised_copy(self.like, self.codes(bits))
+        model = quantised_copy(self.like, {name: self.read(bits, name) for name in self.names})
         return CachedModel(model, self.vocabulary, f"{self.name} in {bits} bits", cache_of)
-
-    def codes(self, bits: int) -> dict[str, Codes]:
-        """{name: weight in `bits` bits} of all linear layers."""
-        return {name: self.read(bits, name) for name in self.names}
 
     def version(self, bits: int) -> str:
         """Identifies the weights in `bits` bits: 16 digits of a hash of their files."""
@@ -116,17 +111,15 @@ class Copies:
 
     def write(self, name: str, codes: Codes) -> None:
         """Write to a temporary file and rename it, so that the file is never incomplete."""
-        draft = self.folder / f"{os.getpid()}.safetensors"
-        parts = {"codes": codes.codes, "scales": codes.scales}
-        save_file({part: tensor.cpu().contiguous() for part, tensor in parts.items()}, draft)
-        os.replace(draft, self.file(codes.bits, name))
+        draft, file = self.folder / f"{os.getpid()}.safetensors", self.file(codes.bits, name)
+        file.parent.mkdir(exist_ok=True)
+        save_file({"codes": codes.codes.cpu().contiguous(), "scales": codes.scales.cpu().contiguous()}, draft)
+        os.replace(draft, file)
 
 
 def rounded_copy(model: CachedModel, bits: int) -> CachedModel:
-    """A copy of `model` whose weights are rounded each by itself, without a text (`calibration.rounded`). It shares the
-    model's KV cache."""
-    weights = weights_of(model.model)
-    codes = {name: Codes(*rounded(weight, bits, GROUP), bits) for name, weight in weights.items()}
+    """A copy of `model` whose weights are rounded each by itself, without a text. It shares the model's KV cache."""
+    codes = {name: rounded(weight, bits) for name, weight in weights_of(model.model).items()}
     return CachedModel(quantised_copy(model.model, codes), model.vocabulary, f"{model.name} in {bits} bits", model)
 
 
@@ -142,10 +135,113 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def hash_of(weights: Mapping[str, Tensor]) -> str:
-    """16 digits of a hash of weights, whatever dtype they were loaded in."""
-    digest = hashlib.sha256(METHOD)
-    for name, weight in weights.items():
-        digest.update(name.encode())
-        digest.update(weight.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
+# Calibration.
+
+
+class Caught(Exception):
+    """The arguments of a module's call."""
+
+
+def arguments_of(module: nn.Module, call: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which `call` first calls the module. It ends there."""
+
+    def catch(_: nn.Module, *arguments: Any) -> None:
+        raise Caught(*arguments)
+
+    hook = module.register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        call()
+    except Caught as caught:
+        return caught.args[0], caught.args[1]
+    finally:
+        hook.remove()
+    raise RuntimeError("the model does not call one of its layers")
+
+
+class Texts(Cache):
+    """Rows of the calibration text between two layers, and how a layer is called with them. As a KV cache, it gives the
+    copy of a layer the keys and values of the layer itself.
+
+    exact, near: the model's hidden states and the copy's, `[rows, n, hidden]`: at first those before the layer `first`.
+    states: the keys and values that the layer first called has computed.
+    """
+
+    def __init__(self, model: PreTrainedModel, first: nn.Module, tokens: Tensor) -> None:
+        super().__init__(layers=[])
+        self.states: tuple[Tensor, Tensor] | None = None
+        args, self.kwargs = arguments_of(first, lambda: model(input_ids=tokens, past_key_values=self, use_cache=True))
+        self.exact = self.near = args[0] if args else self.kwargs.pop("hidden_states")
+        self.args = args[1:]  # of a layer's call, after the hidden states
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.states = self.states or (key_states, value_states)
+        return self.states
+
+    def through(self, layer: nn.Module, states: Tensor) -> Tensor:
+        out = layer(states, *self.args, **self.kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def flat(states: Tensor) -> Tensor:
+    """States [rows, n, width] as [tokens, width], float32. A row's first token is an outlier that no copy reads."""
+    return states[:, 1:].flatten(0, 1).float()
+
+
+@torch.no_grad()
+def calibrated(
+    model: PreTrainedModel, tokens: Tensor, bits: int, done: Mapping[str, Codes], passes: int = PASSES
+) -> Iterator[tuple[str, Codes]]:
+    """(name of a module, its weight) of every linear layer of the decoder layers, in order, and of the output
+    embedding. The model is not changed; this needs the memory of one more layer.
+
+    tokens: [rows, n], text that the model wrote itself. done: the results of an earlier run, {name: weight}: they are
+    neither computed nor yielded again. passes: of `compensated`; each takes longer than the rest of it.
+    """
+    names = names_of(model)
+    layers: Any = model.get_submodule(where := f"{names.base}.{names.layers}")
+    batches = [Texts(model, layers[0], rows) for rows in tokens.split(ROWS)]
+    for i, layer in enumerate(layers):
+        copy = deepcopy(layer)
+        for texts in batches:
+            texts.states = None
+            texts.exact = texts.through(layer, texts.exact)
+        for stage in names.qkv, [names.out], names.up, [names.down]:
+            linears = {f"{where}.{i}.{name}": copy.get_submodule(name) for name in stage}
+            codes = {name: done[name] for name in linears if name in done}
+            if len(codes) < len(linears):
+                of_all = calibrated_stage(copy, list(linears.values()), batches, stage == [names.down], bits, passes)
+                sizes = [len(weight_of(linear)) for linear in linears.values()]
+                parts = zip(of_all.codes.split(sizes), of_all.scales.split(sizes))
+                computed = {name: Codes(*part, bits) for name, part in zip(linears, parts) if name not in codes}
+                yield from computed.items()
+                codes |= computed
+            for name, linear in linears.items():
+                weight_of(linear).copy_(codes[name].weight())
+        for texts in batches:
+            texts.near = texts.through(copy, texts.near)
+    head, last = model.get_output_embeddings(), model.get_submodule(f"{names.base}.{names.last}")
+    name = next(name for name, module in model.named_modules() if module is head)
+    if name not in done:
+        states = torch.cat([flat(last(texts.near)) for texts in batches])
+        yield name, compensated(weight_of(head), states.t() @ states, bits, passes)
+
+
+def calibrated_stage(
+    layer: nn.Module, linears: Sequence[nn.Module], batches: Sequence[Texts], is_last: bool, bits: int, passes: int
+) -> Codes:
+    """The weights of linear layers with the same inputs, one below the other.
+
+    The last linear layer of a decoder layer first moves to where the copy's states are nearest to the model's (ridge
+    regression): it makes up for what was rounded before it, in this decoder layer and in earlier ones.
+    """
+    weight = torch.cat([weight_of(linear).float() for linear in linears])
+    hessian, lacking = weight.new_zeros(weight.shape[1], weight.shape[1]), torch.zeros_like(weight)
+    for texts in batches:
+        (inputs, *_), _ = arguments_of(linears[0], lambda: texts.through(layer, texts.near))
+        inputs = flat(inputs.view(*texts.near.shape[:2], -1))
+        hessian.addmm_(inputs.t(), inputs)
+        if is_last:
+            lacking.addmm_(flat(texts.exact - texts.through(layer, texts.near)).t(), inputs)
+    if is_last:
+        weight += torch.linalg.solve(damped(hessian, RIDGE), lacking.t()).t()
+    return compensated(weight, hessian, bits, passes)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from decoding.tree import Places, Tree
-from decoding.treeRules import TreeRule, top_down_rule, traversal_rule
+from decoding.treeRules import top_down_rule, traversal_rule
 from decoding.verification import Rule, VerificationRule, block_rule, token_rule
 from engine.cachedModel import CachedModel, Store, Tap
 from engine.decoderLayers import Description, window_of
@@ -26,20 +25,13 @@ class CpuModel(CachedModel):
     Raises OSError or CalledProcessError if there is no C++ compiler, RuntimeError if no kernels compute this model.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        vocabulary: int | None = None,
-        name: str = "model",
-        cache_of: CachedModel | None = None,
-        features: Tap | CachedModel | None = None,
-    ) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         loader.load()
-        super().__init__(model, vocabulary, name, cache_of, features)
-        self.description = Description(model, self.vocabulary, self.tap)
+        super().__init__(*args, **options)
+        self.description = Description(self.model, self.vocabulary, self.tap)
         self.decoder = self.description.pack()
         self.bound: tuple[object, ...] = (None, None)  # the memory that the decoder reads and writes
-        if (window := window_of(model.config)) and window < self.context:
+        if (window := window_of(self.model.config)) and window < self.context:
             print(
                 f"{self.name}, when compiled, reads texts of up to {window} tokens, the window of its attention; "
                 f"eager, up to {self.context}",
@@ -52,7 +44,7 @@ class CpuModel(CachedModel):
     def reserve(self, rows: int, capacity: int) -> None:
         super().reserve(rows, capacity)
         assert self.cache is not None
-        if not self.cache.allocated:
+        if not self.cache.layers[0].is_initialized:
             shape = rows, self.description.groups, self.description.width
             self.cache.early_initialization(*shape, self.cache_dtype, self.device)
 
@@ -169,23 +161,13 @@ def as_tensor(sampling: Sampling) -> Tensor:
     return torch.tensor([sampling.temperature, sampling.top_k, sampling.top_p], dtype=torch.float64)
 
 
-def by_kernel(accept: str) -> VerificationRule:
-    """A verification rule that the operator of this name computes, but for the last draw."""
+def by_kernel(operator: str, *options: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """A verification rule, of a chain or a `Tree`, that this operator computes, but for the last draw."""
 
-    def rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        accepted, left = getattr(torch.ops.native, accept)(p, q, drafts, u[:, :-1])
-        return accepted, torch.ops.native.pick(left, u[:, -1])
-
-    return rule
-
-
-def tree_by_kernel(traversal: bool) -> TreeRule:
-    """A rule for trees, computed by its kernel but for the last draw."""
-
-    def rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = p, q, drafts, u[:, :-1], tree.parents, tree.depth, traversal
-        accepted, path, left = torch.ops.native.accept_tree(*inputs)
-        return accepted, path, torch.ops.native.pick(left, u[:, -1])
+    def rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree | None = None) -> tuple[Tensor, ...]:
+        shape = () if tree is None else (tree.parents, tree.depth)
+        *accepted, left = getattr(torch.ops.native, operator)(p, q, drafts, u[:, :-1], *shape, *options)
+        return *accepted, torch.ops.native.pick(left, u[:, -1])
 
     return rule
 
@@ -193,6 +175,6 @@ def tree_by_kernel(traversal: bool) -> TreeRule:
 RULES: dict[Any, Any] = {
     token_rule: by_kernel("accept"),
     block_rule: by_kernel("accept_block"),
-    traversal_rule: tree_by_kernel(True),
-    top_down_rule: tree_by_kernel(False),
+    traversal_rule: by_kernel("accept_tree", True),
+    top_down_rule: by_kernel("accept_tree", False),
 }

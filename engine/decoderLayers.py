@@ -18,14 +18,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.cachedModel import Tap, context_of
-from engine.gate import is_altered
+from engine.gate import TOLERANCE, is_altered
 from engine.head import HeadNetwork
-from engine.kernels.packedLinear import SIDE, can_be_packed, packed, packed_codes
+from engine.kernels.packedLinear import SIDE, packed, packed_codes
 from engine.quantised import QuantisedLinear
 from engine.smallTwin import CONTEXT, small_twin
 
 ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_fast": 1, "gelu_pytorch_tanh": 1, "relu": 2, "silu": 3, "swish": 3}
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of logits, relative; both round in other places
 WIDEST = 256  # numbers in a head (attention.h)
 
 
@@ -57,40 +56,19 @@ NAMES = {  # by the name of the class in transformers: models of other types may
     "Qwen2ForCausalLM": LLAMA,
     "Qwen3ForCausalLM": Names("model", query="self_attn.q_norm", key="self_attn.k_norm"),
     "GPTNeoXForCausalLM": Names(
-        "gpt_neox",
-        embedding="embed_in",
-        last="final_layer_norm",
-        qkv=("attention.query_key_value",),
-        out="attention.dense",
-        up=("mlp.dense_h_to_4h",),
-        down="mlp.dense_4h_to_h",
-        by_head=True,
+        "gpt_neox", embedding="embed_in", last="final_layer_norm", qkv=("attention.query_key_value",),
+        out="attention.dense", up=("mlp.dense_h_to_4h",), down="mlp.dense_4h_to_h", by_head=True,
     ),
     "GPT2LMHeadModel": Names(
-        "transformer",
-        layers="h",
-        embedding="wte",
-        positions="wpe",
-        last="ln_f",
-        before_attention="ln_1",
-        before_mlp="ln_2",
-        qkv=("attn.c_attn",),
-        out="attn.c_proj",
-        up=("mlp.c_fc",),
-        down="mlp.c_proj",
+        "transformer", layers="h", embedding="wte", positions="wpe", last="ln_f", before_attention="ln_1",
+        before_mlp="ln_2", qkv=("attn.c_attn",), out="attn.c_proj", up=("mlp.c_fc",), down="mlp.c_proj",
     ),
     "OPTForCausalLM": Names(
-        "model.decoder",
-        positions="embed_positions",
-        last="final_layer_norm",
-        before_attention="self_attn_layer_norm",
-        before_mlp="final_layer_norm",
-        out="self_attn.out_proj",
-        up=("fc1",),
+        "model.decoder", positions="embed_positions", offset=2, last="final_layer_norm",
+        before_attention="self_attn_layer_norm", before_mlp="final_layer_norm", out="self_attn.out_proj", up=("fc1",),
         down="fc2",
-        offset=2,
     ),
-}
+}  # fmt: skip
 
 
 _AGREE: set[str] = set()  # configurations whose small twins the kernels compute
@@ -131,7 +109,7 @@ def window_of(config: PretrainedConfig) -> int | None:
 class Description:
     """The parts of a model, and its sizes. `pack` builds the `Decoder` and replaces the layers by packed ones.
 
-    tap: the `Tap` of its hidden states, or None.
+    tap: the `Tap` of its hidden states, or None. Raises RuntimeError, with the reason, if there are no kernels for it.
     """
 
     def __init__(self, model: PreTrainedModel, vocabulary: int, tap: Tap | None = None) -> None:
@@ -142,11 +120,11 @@ class Description:
         self.base = model.get_submodule(self.names.base)
         self.heads: int = config.num_attention_heads
         self.groups: int = getattr(config, "num_key_value_heads", None) or self.heads
-        self.width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         activations = ("hidden_act", "activation_function")
         self.activation: str = next(getattr(config, name) for name in activations if hasattr(config, name))
         for what, has_kernels in {
-            f"{model.dtype}": model.dtype in (torch.float32, torch.bfloat16),
+            f"{model.dtype}": model.dtype in TOLERANCE,
             f"the activation {self.activation}": self.activation in ACTIVATIONS,
             f"heads of {self.width} numbers": self.width <= WIDEST and self.width % 2 == 0,
         }.items():
@@ -165,13 +143,12 @@ class Description:
 
     def parts(self, layer: nn.Module) -> dict[str, Tensor]:
         """The packed weights of a layer."""
-        names = self.names
         weights: dict[str, Tensor] = {}
         for name in "before_attention", "before_mlp", "query", "key":
-            if where := getattr(names, name):
+            if where := getattr(self.names, name):
                 weights |= norm(name, layer.get_submodule(where))
         for name in "qkv", "out", "up", "down":
-            where = getattr(names, name)
+            where = getattr(self.names, name)
             linears = [layer.get_submodule(each) for each in ([where] if isinstance(where, str) else where)]
             weights[name] = in_blocks(linears, partial(self.arranged, name))
             if linears[0].bias is not None:
@@ -180,13 +157,15 @@ class Description:
 
     def arranged(self, name: str, rows: Sequence[Tensor]) -> Tensor:
         """Rows `[out, ...]` of the linear layers that make one matrix, in the order that the kernels want."""
-        if name == "up" and len(rows) == 2:
-            return interleaved(rows)  # Blocks of the gate and of `up` alternate.
         if name == "qkv" and self.names.by_head:  # [heads * (q, k, v) * d, ...]: all queries, all keys, all values
             return rows[0].unflatten(0, (self.heads, 3, self.width)).transpose(0, 1).flatten(0, 2)
+        if name == "up" and len(rows) == 2:  # Blocks of SIDE rows alternate; the last ones are filled with zeros.
+            missing = -len(rows[0]) % SIDE
+            blocks = [pad(x, (0,) * (2 * x.dim() - 1) + (missing,)).unflatten(0, (-1, SIDE)) for x in rows]
+            return torch.stack(blocks, 1).flatten(0, 2)
         return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
-    def made(self, layers: Sequence[dict[str, Tensor]], tap: Tap | None = None) -> Any:
+    def decoder(self, layers: Sequence[dict[str, Tensor]], tap: Tap | None = None) -> Any:
         """The `Decoder` of these layers, with a tap."""
         config, names, head = self.config, self.names, self.model.get_output_embeddings()
         ends = {"embedding": self.base.get_submodule(names.embedding).weight.detach()}
@@ -196,14 +175,14 @@ class Description:
         if hasattr(head, "tokens"):  # engine/sharedWeights.py:RestrictedHead
             ends["kept"], head = head.tokens, head.inner
         if not hasattr(head, "packed"):
-            head.packed = in_blocks([head], lambda rows: rows[0])
+            head.packed = in_blocks([head])
         ends["head"] = head.packed
         if head.bias is not None:
             ends["head.bias"] = head.bias.detach()
         if tap is not None:
-            ends |= {"taps": torch.tensor(tap.layers), "fuse": in_blocks([tap.fuse], lambda rows: rows[0])}
+            ends |= {"taps": torch.tensor(tap.layers), "fuse": in_blocks([tap.fuse])}
         if isinstance(self.model, HeadNetwork):
-            ends["join"] = in_blocks([self.model.join], lambda rows: rows[0])
+            ends["join"] = in_blocks([self.model.join])
             for name in "token_norm", "feature_norm":
                 ends |= norm(name, self.model.get_submodule(name))
         up, down = layers[0]["up"], layers[0]["down"]
@@ -211,19 +190,12 @@ class Description:
         quantised = down.dtype == torch.uint8
         inner = up.shape[0] * SIDE // len(names.up) if quantised else down.shape[1] * down.shape[3]
         sizes = {
-            "hidden": config.hidden_size,
-            "heads": self.heads,
-            "groups": self.groups,
-            "width": self.width,
-            "rotary": 2 * self.angles(1)[0].shape[1],
-            "inner": inner,
-            "vocabulary": self.vocabulary,
-            "offset": names.offset,
-            "activation": ACTIVATIONS[self.activation],
+            "hidden": config.hidden_size, "heads": self.heads, "groups": self.groups, "width": self.width,
+            "rotary": 2 * self.angles(1)[0].shape[1], "inner": inner, "vocabulary": self.vocabulary,
+            "offset": names.offset, "activation": ACTIVATIONS[self.activation], "gated": int(len(names.up) == 2),
             "parallel": int(getattr(config, "use_parallel_residual", False)),
-            "gated": int(len(names.up) == 2),
             "rms": int(not isinstance(last, nn.LayerNorm)),
-        }
+        }  # fmt: skip
         eps = getattr(last, "eps", None) or last.variance_epsilon
         return torch.classes.native.Decoder(list(layers), ends, sizes, {"eps": eps, "scale": self.width**-0.5})
 
@@ -233,9 +205,8 @@ class Description:
         of its layers. (Some models scale each layer by its number.)"""
         key = f"{type(self.model)} {self.config.to_json_string(use_diff=False)}"
         if key not in _AGREE and not isinstance(self.model, HeadNetwork):
-            twin = small_twin(self.config, type(self.model))
-            of_twin = Description(twin, 96)
-            of_twin.check_layers(list(getattr(of_twin.base, self.names.layers)), CONTEXT)
+            twin = Description(small_twin(self.config, type(self.model)), 96)
+            twin.check_layers(list(getattr(twin.base, self.names.layers)), CONTEXT)
             _AGREE.add(key)
         self.check_layers(list(dict.fromkeys([layers[0], layers[len(layers) // 2], layers[-1]])), 64)
 
@@ -250,7 +221,7 @@ class Description:
         if self.tap is not None:
             places = (min(layer, 1) if layer < len(layers) else len(chosen) for layer in self.tap.layers)
             tap = Tap(tuple(places), self.tap.fuse)
-        decoder = self.made([self.parts(layer) for layer in chosen], tap)
+        decoder = self.decoder([self.parts(layer) for layer in chosen], tap)
         shape, dtype = (1, self.groups, count, self.width), self.model.dtype
         states = [[torch.zeros(shape, dtype=dtype) for _ in chosen] for _ in range(2)]
         features = torch.rand(1, count + 1, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -262,20 +233,16 @@ class Description:
             outputs = self.model(input_ids=tokens, **before, use_cache=False, output_hidden_states=bool(tap or before))
         finally:
             setattr(self.base, self.names.layers, layers)
-        wanted = outputs.logits[..., : self.vocabulary].float()
-        logits, wanted = (x.nan_to_num(neginf=0) for x in (logits, wanted))  # A restricted head gives -inf.
-        self.compare(logits, wanted, layers)
+        wanted = outputs.logits[..., : self.vocabulary]
+        results = [(logits.nan_to_num(neginf=0), wanted.nan_to_num(neginf=0))]  # A restricted head gives -inf.
         if tap is not None:
-            self.compare(features[:, 1:], tap(outputs.hidden_states).float(), layers)
+            results.append((features[:, 1:], tap(outputs.hidden_states)))
         if before:
-            self.compare(features[:, count], outputs.hidden_states[-1][:, count - 1].float(), layers)
-
-    def compare(self, actual: Tensor, wanted: Tensor, layers: nn.ModuleList) -> None:
-        """Raise RuntimeError if two results differ by more than rounding."""
+            results.append((features[:, count], outputs.hidden_states[-1][:, count - 1]))
         # With few bits, an input that lies between two numbers of int8 may be rounded to either.
         quantised = any(isinstance(part, QuantisedLinear) for part in layers.modules())
-        tolerance = TOLERANCE[torch.bfloat16 if quantised else self.model.dtype]
-        if not (actual - wanted).norm() < tolerance * wanted.norm():
+        tolerance = TOLERANCE[torch.bfloat16 if quantised else dtype]
+        if not all((ours - exact.float()).norm() < tolerance * exact.float().norm() for ours, exact in results):
             raise RuntimeError("its layers compute something that the kernels do not")
 
     def pack(self) -> Any:
@@ -286,7 +253,7 @@ class Description:
         for i, layer in enumerate(layers):
             if not isinstance(layer, PackedLayer):  # A model that shares its layers may have packed them already.
                 layers[i] = PackedLayer(self.parts(layer))
-        decoder, head = self.made([layer.parts for layer in layers], self.tap), self.model.get_output_embeddings()
+        decoder, head = self.decoder([layer.parts for layer in layers], self.tap), self.model.get_output_embeddings()
         if isinstance(head, QuantisedLinear):  # Its codes are not used any more.
             head.codes = head.scales = None
         return decoder
@@ -298,7 +265,9 @@ def norm(name: str, module: nn.Module) -> dict[str, Tensor]:
     return {key: weight.detach() for key, weight in weights.items() if weight is not None}
 
 
-def in_blocks(linears: Sequence[nn.Module], arranged: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+def in_blocks(
+    linears: Sequence[nn.Module], arranged: Callable[[Sequence[Tensor]], Tensor] = lambda rows: rows[0]
+) -> Tensor:
     """The weight of several linear layers as one, packed. arranged: their rows in the right order."""
     first = linears[0]
     if isinstance(first, QuantisedLinear):
@@ -308,16 +277,6 @@ def in_blocks(linears: Sequence[nn.Module], arranged: Callable[[Sequence[Tensor]
 
 
 def weight_of(linear: nn.Module) -> Tensor:
-    """The weight `[out, in]` of a linear layer."""
+    """A view `[out, in]` of the weight of a linear layer."""
     weight = linear.weight.detach()
-    weight = weight.t() if isinstance(linear, Conv1D) else weight
-    if not can_be_packed(weight):
-        raise RuntimeError(f"there is no kernel for a weight of {weight.shape[1]} numbers in {weight.dtype}")
-    return weight
-
-
-def interleaved(rows: Sequence[Tensor]) -> Tensor:
-    """Alternating blocks of SIDE rows of several tensors `[out, ...]`; the last block of each is filled with zeros."""
-    missing = -len(rows[0]) % SIDE
-    blocks = [pad(x, (0,) * (2 * x.dim() - 1) + (missing,)).unflatten(0, (-1, SIDE)) for x in rows]
-    return torch.stack(blocks, 1).flatten(0, 2)
+    return weight.t() if isinstance(linear, Conv1D) else weight

@@ -2,18 +2,18 @@
 
 A small twin of the model (smallTwin.py) reads a ragged batch over the slots of a KV cache: prompts, blocks of any
 width, wrong guesses that are rolled back, siblings of a tree. Its logits must be those of its own forward without a
-cache. A reason is looked for only if they are not, for the error message.
+cache. Only if they are not, a reason is searched for, for the error message.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import transformers
@@ -28,41 +28,63 @@ from engine.kvCache import Block
 from engine.smallTwin import small_twin
 from utils import UserError
 
-TOLERANCE = {torch.float32: 1e-3}  # of logits, relative; in 16 bits, rounding alone gives a few hundredths
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of logits, relative: 16 bits give a few hundredths alone
 LENGTHS = (56, 23)  # tokens of the two rows: beyond the windows of a small twin, within its original context
 TREE = Tree((0, 0, 1, 1, 2))
-NOT_KEPT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id"}
+UNRELATED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id"}
 BLOCKS, BRANCHES, PREFIX = "blocks", "a tree", "a prefix"  # what was compared
 
 Wrap = Callable[[PreTrainedModel], Model]  # a model as the samplers see it, without asking the gate
+VERDICTS: dict[str, bool] = {}  # of this process, {key: whether models of a type read trees}
 
 
-def reads_trees(config: PretrainedConfig, kind: type[PreTrainedModel], wrap: Wrap) -> bool | None:
-    """Whether models of class `kind` with this configuration read trees of guesses, too. None: no small twin can be
-    created, so only the model itself can be tested. Raises UserError if they are not decoded correctly.
+def reads_trees(
+    config: PretrainedConfig, kind: type[PreTrainedModel], wrap: Wrap, model: PreTrainedModel | None = None
+) -> bool | None:
+    """Whether models of class `kind` with this configuration read trees of guesses, too. Raises UserError if they are
+    not decoded correctly.
 
-    A positive verdict is kept beside the built kernels, under a hash of the configuration, the class, and the
-    versions of the code. A later process computes nothing.
+    model: the model itself, tested where a twin cannot show how it is decoded. Without it, the answer is None if no
+        small twin can be created.
+
+    A positive verdict is stored beside the built kernels, in a file whose name has a hash of the configuration, the
+    class, and the versions of the code. A later process computes nothing.
     """
-    key = key_of(config, kind, wrap)
-    known = kept_verdicts()
-    if key not in known:
+    settings = {name: value for name, value in config.to_dict().items() if name not in UNRELATED}
+    parts = [settings, f"{kind.__module__}.{kind.__qualname__}", torch.__version__, transformers.__version__]
+    text = json.dumps([*parts, digest_of_code(wrap)], sort_keys=True, default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    file = cache_folder() / "decodedRight" / key
+    if key not in VERDICTS:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            VERDICTS[key] = {"trees": True, "no trees": False}[file.read_text(encoding="utf-8")]
+    if key not in VERDICTS:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # Its products are small, and several threads mostly wait for each other.
+        torch.set_num_threads(1)  # The products of a twin are small, and several threads mostly wait for each other.
         try:
-            twin = small_twin(config, kind)
-            known[key] = trees_of(twin, config, wrap, TOLERANCE[torch.float32])
+            VERDICTS[key] = trees_of(small_twin(config, kind), config, wrap, TOLERANCE[torch.float32])
         except UserError:
             raise
         except Exception as error:  # A class that cannot be instantiated at this size can raise nearly anything.
             if reason := known_reason(config, kind):
                 raise refusal(config, reason) from error
-            return None
         finally:
             torch.set_num_threads(threads)
-        if kind.__module__.startswith("transformers."):
-            keep(key, known[key])
-    return known[key]
+        if key in VERDICTS and kind.__module__.startswith("transformers."):
+            with contextlib.suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text("trees" if VERDICTS[key] else "no trees", encoding="utf-8")
+    trees = VERDICTS.get(key)
+    if model is not None and (trees is None or is_altered(model)):
+        return trees_of(model, config, wrap, TOLERANCE.get(model.dtype, 0.1))
+    return trees
+
+
+@functools.cache
+def digest_of_code(wrap: Wrap) -> str:
+    """A digest of the modules that read over slots, and of those that check it."""
+    modules = [sys.modules[part.__module__] for part in (wrap, Block, Places, small_twin, trees_of)]
+    return hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
 
 
 def trees_of(model: PreTrainedModel, config: PretrainedConfig, wrap: Wrap, tolerance: float) -> bool:
@@ -115,25 +137,26 @@ def known_reason(config: PretrainedConfig, kind: type[PreTrainedModel]) -> str |
 @torch.inference_mode()
 def errors_of(model: PreTrainedModel, wrap: Wrap) -> dict[str, float]:
     """{what was read: the largest relative error of its logits}. The reference is a forward without a cache."""
-    config, device = model.config.get_text_config(decoder=True), model.device
+    vocabulary, device = model.config.get_text_config(decoder=True).vocab_size, model.device
+    first, length = 3 if vocabulary > 9 else 0, max(LENGTHS) + TREE.size  # Small ids may be that of padding.
     generator = torch.Generator().manual_seed(0)
-    length = max(LENGTHS) + TREE.size
-    first = 3 if config.vocab_size > 9 else 0  # Small ids may be that of padding.
-    texts = torch.randint(first, config.vocab_size, (2, length), generator=generator).to(device)
-    errors: dict[str, float] = {}
+    texts = torch.randint(first, vocabulary, (2, length), generator=generator).to(device)
+    errors = dict.fromkeys((PREFIX, BLOCKS, BRANCHES), 0.0)
 
     def alone(tokens: Tensor) -> Tensor:
-        return model(input_ids=tokens, use_cache=False).logits.float()
+        return model(input_ids=tokens[None], use_cache=False).logits[0].float()
 
-    def compare(what: str, got: Tensor, wanted: Tensor) -> None:
-        error = float(((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).nan_to_num(nan=torch.inf).max())
-        errors[what] = max(errors.get(what, 0.0), error)
+    def compare(what: str, logits: Tensor, wanted: Tensor) -> None:
+        error = ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)).nan_to_num(nan=torch.inf).max()
+        errors[what] = max(errors[what], float(error))
 
-    right = [alone(text[None, :end])[0] for text, end in zip(texts, LENGTHS)]
-    compare(PREFIX, alone(texts[:1, :30])[0], right[0][:30])
-    leaves = [node for node, children in enumerate(TREE.children) if not children]
+    right = [alone(text[:end]) for text, end in zip(texts, LENGTHS)]
+    compare(PREFIX, alone(texts[0, :30]), right[0][:30])
+    # The tokens after a text are the nodes of a tree; each path to a leaf continues the text.
+    paths = [TREE.path(node) for node, children in enumerate(TREE.children) if not children]
     branches = [
-        [alone(branch(text, end, leaf)[None])[0, end - 1 :] for leaf in leaves] for text, end in zip(texts, LENGTHS)
+        [alone(torch.cat([text[:end], text[[end - 1 + node for node in path]]]))[end - 1 :] for path in paths]
+        for text, end in zip(texts, LENGTHS)
     ]
     cached = wrap(model)
     cached.reserve(2, length + 1)
@@ -141,18 +164,14 @@ def errors_of(model: PreTrainedModel, wrap: Wrap) -> dict[str, float]:
     def read(starts: list[int], width: int, rejected: bool = False) -> None:
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
         tokens = texts.gather(1, positions)
-        logits = cached.forward((tokens + 1) % config.vocab_size if rejected else tokens, positions)
+        logits = cached.forward((tokens + 1) % vocabulary if rejected else tokens, positions)
         for row, start in enumerate(starts if not rejected else []):
             count = min(width, LENGTHS[row] - start)
             compare(BLOCKS, logits[row, :count], right[row][start : start + count])
 
     read([0, 0], 30)
-    indices = torch.tensor([7, 29], device=device)
-    compare(
-        BLOCKS,
-        cached.forward(texts[:, :30], torch.arange(30, device=device).repeat(2, 1), keep=indices)[0],
-        right[0][indices],
-    )
+    keep, positions = torch.tensor([7, 29], device=device), torch.arange(30, device=device).repeat(2, 1)
+    compare(BLOCKS, cached.forward(texts[:, :30], positions, keep=keep)[0], right[0][keep])
     starts = [30, 9]  # The second prompt is shorter: what was read beyond its end is stale.
     for width in (5, 3, 1, 4, 9):
         read(starts, width, rejected=True)
@@ -163,14 +182,9 @@ def errors_of(model: PreTrainedModel, wrap: Wrap) -> dict[str, float]:
     nodes = torch.stack([text[end - 1 : end + TREE.size] for text, end in zip(texts, LENGTHS)])
     logits = cached.forward(nodes, places.positions, places)
     for row, wanted in enumerate(branches):
-        for leaf, of_branch in zip(leaves, wanted):
-            compare(BRANCHES, logits[row, [0, *TREE.path(leaf)]], of_branch)
+        for path, of_path in zip(paths, wanted):
+            compare(BRANCHES, logits[row, [0, *path]], of_path)
     return errors
-
-
-def branch(text: Tensor, end: int, leaf: int) -> Tensor:
-    """The first `end` tokens of a text, and the tokens of a tree's nodes down to a leaf: those that follow in it."""
-    return torch.cat([text[:end], text[[end - 1 + node for node in TREE.path(leaf)]]])
 
 
 def is_altered(model: nn.Module) -> bool:
@@ -182,56 +196,3 @@ def is_altered(model: nn.Module) -> bool:
         or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
         for module in model.modules()
     )
-
-
-# Positive verdicts, kept for later processes.
-
-
-def key_of(config: PretrainedConfig, kind: type[PreTrainedModel], wrap: Wrap) -> str:
-    """A hash of everything that a verdict depends on: the configuration and its class, the libraries, the code that
-    reads over slots."""
-    settings = {name: value for name, value in config.to_dict().items() if name not in NOT_KEPT}
-    parts = [settings, f"{kind.__module__}.{kind.__qualname__}", torch.__version__, transformers.__version__]
-    text = json.dumps([*parts, digest_of_code(wrap)], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-@functools.cache
-def digest_of_code(wrap: Wrap) -> str:
-    """A digest of the modules that read over slots, and of those that check it."""
-    modules = [sys.modules[part.__module__] for part in (wrap, Block, Places, small_twin, key_of)]
-    return hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
-
-
-def file_of_verdicts() -> Path:
-    """The file of verdicts, a JSON list `[key, reads trees]` a line."""
-    return cache_folder() / "decodedRight.jsonl"
-
-
-@functools.cache
-def kept_verdicts() -> dict[str, bool]:
-    """{key: whether models of the type read trees}, for types that are decoded correctly. Incomplete lines are
-    skipped."""
-    verdicts: dict[str, bool] = {}
-    try:
-        lines = file_of_verdicts().read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return verdicts
-    for line in lines:
-        try:
-            key, trees = json.loads(line)
-        except (ValueError, TypeError):
-            continue
-        if isinstance(key, str) and isinstance(trees, bool):
-            verdicts[key] = trees
-    return verdicts
-
-
-def keep(key: str, trees: bool) -> None:
-    """Keep a verdict, if its folder can be written."""
-    try:
-        file_of_verdicts().parent.mkdir(parents=True, exist_ok=True)
-        with open(file_of_verdicts(), "a", encoding="utf-8") as file:
-            file.write(json.dumps([key, trees]) + "\n")
-    except OSError:
-        return

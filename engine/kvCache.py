@@ -13,12 +13,12 @@ attends to many. So there the cache of an eager model is float32, and attention 
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,88 +36,65 @@ SDPA, EAGER = f"sdpa over slots of {__name__}", f"eager over slots of {__name__}
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-class SlotLayer(StaticLayer):
-    """One layer's keys and values, `[B, heads, capacity, d]`. A token goes to the slot its position names."""
+class SlotCache(Cache):
+    """`capacity` slots for each of `rows` rows, `[rows, heads, capacity, d]` in each of `layers` layers, in `dtype`.
 
-    def __init__(self, capacity: int, shared: dict[str, Any], dtype: torch.dtype) -> None:
-        super().__init__(max_cache_len=capacity)
-        self.shared, self.kept_as = shared, dtype
+    Before each forward of n tokens, `address` says where they go. Memory is allocated at the first forward.
+    """
+
+    def __init__(self, layers: int, rows: int, capacity: int, dtype: torch.dtype) -> None:
+        super().__init__(layers=[StaticLayer(capacity) for _ in range(layers)])
+        self.rows, self.capacity, self.dtype = rows, capacity, dtype
+        self.address(torch.empty(rows, 0))
+
+    def address(self, slots: Tensor, reach: int | None = None, first: int = 0) -> None:
+        """The next tokens go to `slots` (int64 `[B, n]`, on the model's device) of the B rows from `first` on.
+        Attention sees the first `reach` slots (None: all), as its mask must."""
+        self.slots, self.reach, self.first = slots, self.capacity if reach is None else reach, first
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write states `[B, heads, n, d]` to the slots `[B, n]`, and return the first `reach` slots of these rows."""
-        key_states, value_states = key_states.to(self.kept_as), value_states.to(self.kept_as)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        index = self.shared["slots"].to(self.keys.device)[:, None, :, None]  # A model may span several devices.
-        first, reach = self.shared["first"], self.shared["reach"]
-        keys, values = (x[first : first + len(key_states)] for x in (self.keys, self.values))
-        keys.scatter_(2, index.expand_as(key_states), key_states)
-        values.scatter_(2, index.expand_as(value_states), value_states)
-        return keys[:, :, :reach], values[:, :, :reach]
+        layer, new = self.layers[layer_idx], (key_states.to(self.dtype), value_states.to(self.dtype))
+        if not layer.is_initialized:  # All rows are allocated, however many are written first.
+            layer.lazy_initialization(*(states[:1].expand(self.rows, -1, -1, -1) for states in new))
+        index = self.slots.to(layer.keys.device)[:, None, :, None]  # A model may span several devices.
+        keys, values = (states[self.first : self.first + len(new[0])] for states in (layer.keys, layer.values))
+        keys.scatter_(2, index.expand_as(new[0]), new[0])
+        values.scatter_(2, index.expand_as(new[1]), new[1])
+        return keys[:, :, : self.reach], values[:, :, : self.reach]
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """All rows are allocated, however many are written first."""
-        rows = self.shared["rows"]
-        super().lazy_initialization(*(x[:1].expand(rows, -1, -1, -1) for x in (key_states, value_states)))
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The slots before a block of which attention sees `reach`: from this, alibi knows how many keys there are.
+        Positions and masks come with every call, and are never derived from it."""
+        return max(self.reach - self.slots.shape[-1], 0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The slots that attention sees, and the first of them."""
+        return self.reach, 0
+
+    def states(self) -> Iterator[Tensor]:
+        """The keys and values of all layers that have some: some layers read those of earlier ones."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                yield from (layer.keys, layer.values)
 
     def move(self, source: Tensor, slots: Tensor) -> None:
-        """Copy the slots `source[B, m]` to `slots[B, m]`."""
-        for states in (self.keys[: len(source)], self.values[: len(source)]):
+        """Copy keys and values from the slots `source[B, m]` (int64) to `slots[B, m]`. All are read before any is
+        written."""
+        for states in self.states():
+            states = states[: len(source)]
             read, written = (
                 x.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
                 for x in (source, slots)
             )
             states.scatter_(2, written, states.gather(2, read))
 
-    def get_seq_length(self) -> int:
-        """The slots before a block of which attention sees `reach`: from this, alibi knows how many keys there are.
-        Positions and masks come with every call, and are never derived from it."""
-        slots = self.shared["slots"]
-        return 0 if slots is None else max(self.shared["reach"] - slots.shape[-1], 0)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The slots that attention sees, and the first of them."""
-        return self.shared["reach"], 0
-
-
-class SlotCache(Cache):
-    """`capacity` slots for each of `rows` rows in each of `layers` layers, kept as `dtype`.
-
-    Before each forward of n tokens, `address` says where they go. Memory is allocated at the first forward.
-    """
-
-    def __init__(self, layers: int, rows: int, capacity: int, dtype: torch.dtype) -> None:
-        self.rows, self.capacity = rows, capacity
-        self._shared: dict[str, Any] = {"slots": None, "reach": capacity, "first": 0, "rows": rows}
-        super().__init__(layers=[SlotLayer(capacity, self._shared, dtype) for _ in range(layers)])
-
-    @property
-    def allocated(self) -> bool:
-        return self.layers[0].is_initialized
-
-    @property
-    def used_layers(self) -> list[SlotLayer]:
-        """The layers that have keys and values: some read those of earlier layers."""
-        return [layer for layer in self.layers if layer.is_initialized]
-
-    def move(self, source: Tensor, slots: Tensor) -> None:
-        """Copy keys and values from the slots `source[B, m]` (int64) to `slots[B, m]`. All are read before any is
-        written."""
-        for layer in self.used_layers:
-            layer.move(source, slots)
-
     def copy_row(self, source: int, row: int) -> None:
         """Copy the keys and values of row `source` to another row."""
-        for layer in self.used_layers:
-            for states in (layer.keys, layer.values):
-                states[row] = states[source]
-
-    def address(self, slots: Tensor, reach: int | None = None, first: int = 0) -> None:
-        """The next tokens go to `slots` (int64 `[B, n]`, on the model's device) of the B rows from `first` on.
-        Attention sees the first `reach` slots (None: all), as its mask must."""
-        self._shared.update(slots=slots, reach=self.capacity if reach is None else reach, first=first)
+        for states in self.states():
+            states[row] = states[source]
 
 
 @dataclass
@@ -153,83 +130,57 @@ def reading(block: Block) -> Iterator[None]:
         _LOCAL.block = None
 
 
-def slots_mask(mask_function: Callable[..., Tensor], **options: Any) -> Tensor | None:
-    """transformers' mask for "sdpa": of a block over slots, else its own."""
-    block = getattr(_LOCAL, "block", None)
-    return block.mask(mask_function) if block else sdpa_mask(mask_function=mask_function, **options)
-
-
-def added_slots_mask(mask_function: Callable[..., Tensor], dtype: torch.dtype, **options: Any) -> Tensor | None:
-    """The same for "eager", where it is added to scores."""
+def mask_over_slots(library: Callable[..., Any], mask_function: Callable[..., Tensor], **options: Any) -> Tensor | None:
+    """A mask function of transformers, `library`, that knows blocks over slots: bool for "sdpa", numbers that are added
+    to scores for "eager". Where no block is read, it is transformers' own."""
     block = getattr(_LOCAL, "block", None)
     if block is None:
-        return eager_mask(mask_function=mask_function, dtype=dtype, **options)
+        return library(mask_function=mask_function, **options)
     mask = block.mask(mask_function)
+    if library is sdpa_mask:
+        return mask
+    dtype = options["dtype"]
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-def in_cache_dtype(
-    attention: Callable[..., Any],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *mask: Any,
-    **options: Any,
+def attend(
+    own: bool, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention function of transformers in the dtype of `key` and `value`; the result has the dtype of
-    `query[B, heads, n, d]`."""
+    """transformers' "sdpa", in the dtype of the cache; the result has the dtype of `query[B, heads, n, d]`.
+
+    own: the attention that the code of the model defines beside its class instead, including features that torch's
+        lacks, such as capped scores and sinks.
+    """
+    attention = sys.modules[type(module).__module__].eager_attention_forward if own else sdpa_attention_forward
     if key.device.type == "cpu":
         key, value = key.float(), value.float()
     output, weights = attention(module, query.to(key.dtype), key, value, *mask, **options)
     return output.to(query.dtype), weights
 
 
-def sdpa_over_slots(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """transformers' "sdpa" in the dtype of the cache."""
-    return in_cache_dtype(sdpa_attention_forward, module, *states, **options)
+AttentionInterface.register(SDPA, partial(attend, False))
+AttentionInterface.register(EAGER, partial(attend, True))
+AttentionMaskInterface.register(SDPA, partial(mask_over_slots, sdpa_mask))
+AttentionMaskInterface.register(EAGER, partial(mask_over_slots, eager_mask))
 
 
-def eager_over_slots(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """The attention that the code of a model defines beside its class, including features that torch's lacks, such as
-    capped scores and sinks."""
-    attention = sys.modules[type(module).__module__].eager_attention_forward
-    return in_cache_dtype(attention, module, *states, **options)
+def set_attention(model: PreTrainedModel) -> torch.dtype:
+    """Make a model attend over slots: with torch's attention if its class supports it, else with its own.
 
-
-AttentionInterface.register(SDPA, sdpa_over_slots)
-AttentionInterface.register(EAGER, eager_over_slots)
-AttentionMaskInterface.register(SDPA, slots_mask)
-AttentionMaskInterface.register(EAGER, added_slots_mask)
-
-
-def set_attention(model: PreTrainedModel) -> str:
-    """Make a model attend over slots: with torch's attention if its class supports it, else with its own. Returns the
-    name of the implementation."""
-    way = SDPA if model._supports_sdpa and model._can_set_attn_implementation() else EAGER
+    Returns the dtype of an eager model's KV cache: float32 on a CPU, the model's own elsewhere, and where its class
+    computes attention by itself.
+    """
+    can_set = model._can_set_attn_implementation()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.config._attn_implementation = way
-    return way
-
-
-def cache_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The dtype of an eager model's KV cache: float32 on a CPU, the model's own elsewhere, and where its class computes
-    attention by itself."""
-    return torch.float32 if model.device.type == "cpu" and model._can_set_attn_implementation() else model.dtype
-
-
-def cache_shape(config: PretrainedConfig) -> tuple[int, int]:
-    """Heads of keys and values in a layer, and the numbers in each; the most of any layer."""
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    heads = max(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers)
-    latent = (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
-    width = max(
-        getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads for layer in layers
-    )
-    return heads, max(width, latent)
+            module.config._attn_implementation = SDPA if model._supports_sdpa and can_set else EAGER
+    return torch.float32 if model.device.type == "cpu" and can_set else model.dtype
 
 
 def cache_bytes(config: PretrainedConfig, slots: int, dtype: torch.dtype) -> int:
-    """Bytes of a KV cache with `slots` slots, of all rows together."""
-    return 2 * config.num_hidden_layers * math.prod(cache_shape(config)) * slots * dtype.itemsize
+    """Bytes of a KV cache with `slots` slots, of all rows together. All layers are counted as the largest."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    heads = max(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers)
+    widths = [getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads for layer in layers]
+    latent = (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
+    return 2 * config.num_hidden_layers * heads * max(*widths, latent) * slots * dtype.itemsize

@@ -34,6 +34,7 @@ EXACT = {
     r"hidden_size|d_model|n_embd|dim|.*embedding_size|word_embed_proj_dim|embed_dim": HEADS * HEAD,
 }
 SIZES = {
+    r"first_k_dense_replace": 1,
     r"rotary_dim|laurel_rank": 8,
     r".*(rank|per_layer_input).*|query_pre_attn_scalar": HEAD,
     r".*(layer|pattern|interval|period|every|kernel|stride|type|cycles).*|seed": 1 << 62,  # no sizes
@@ -50,8 +51,7 @@ def small_twin(config: PretrainedConfig, kind: type[PreTrainedModel]) -> PreTrai
     """The twin of a model of class `kind`, float32 on the CPU. Raises whatever transformers raises if the class does
     not support these sizes, and ValueError if the twin is not small."""
     small = copy.deepcopy(config if isinstance(config, kind.config_class) else config.get_text_config(decoder=True))
-    for part in parts(small):
-        shrink(part)
+    shrink(small)
     with torch.device("meta"):
         count = sum(weight.numel() for weight in kind._from_config(copy.deepcopy(small)).parameters())
     if count > WEIGHTS:
@@ -65,17 +65,12 @@ def small_twin(config: PretrainedConfig, kind: type[PreTrainedModel]) -> PreTrai
     return model
 
 
-def parts(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """A configuration and those inside it."""
-    inside = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
-    return [config, *(part for each in inside for part in parts(each))]
-
-
 def shrink(config: PretrainedConfig) -> None:
-    """Make the sizes of one configuration small, in place, and keep its first layers, some of each kind."""
-    values = {
-        k: value for k, value in vars(config).items() if not isinstance(value, (NoneType, bool, PretrainedConfig))
-    }
+    """Make the sizes of a configuration and of those inside it small, in place, and keep its first layers, some of each
+    kind."""
+    values = {name: value for name, value in vars(config).items() if not isinstance(value, (NoneType, bool))}
+    for name in [name for name, value in values.items() if isinstance(value, PretrainedConfig)]:
+        shrink(values.pop(name))
     depth = max((value for name, value in values.items() if re.fullmatch(COUNTS_LAYERS, name)), default=0)
     per_layer = {name for name, value in values.items() if isinstance(value, list) and len(value) == depth > 0}
     kinds = list(zip(*(values[name] for name in per_layer if len(set(map(str, values[name]))) <= 4)))
@@ -114,8 +109,6 @@ def size_of(name: str, value: Any, heads: int) -> Any:
         return value
     if re.fullmatch(r".*(key_value|kv|query)_(heads|groups)", name):
         return HEADS if value == heads else 1 if value == 1 else HEADS // 2
-    if name == "first_k_dense_replace":
-        return min(value, 1)
     for pattern, exact in EXACT.items():
         if re.fullmatch(pattern, name) and value > 0:
             return exact

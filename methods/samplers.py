@@ -16,7 +16,7 @@ from decoding.tree import Tree
 from decoding.treeRules import TREE_RULES, synthetic_tree
 from decoding.verification import RULES as VERIFICATIONS
 from decoding.verification import VerificationRule, synthetic
-from engine.uncachedModel import UncachedModel
+from engine.cachedModel import UncachedModel
 from inputs.commandLine import choice, flag, number, switch, whole
 from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast

@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor
 
 from engine.cachedModel import CachedModel
-from engine.copies import Copies, Follow, unfollowed
+from engine.copies import Copies, Follow
 from engine.quantised import BITS
 from methods.treeSampling import TreeDrafter
 from regrSampling import regrSampling
@@ -27,8 +27,10 @@ ROWS, LENGTH = 16, 256  # texts that the target writes for calibration, and toke
 HELD_OUT = 4, 128  # likewise for `fastest`
 TIMINGS = 12  # of each forward
 
+Make = Callable[[CachedModel], CachedModel]  # prepares a copy for decoding
 
-def copies_of(target: CachedModel, bits: Sequence[int] = BITS, follow: Follow = unfollowed) -> Copies:
+
+def copies_of(target: CachedModel, bits: Sequence[int] = BITS, follow: Follow | None = None) -> Copies:
     """The copies of `target`, computed or read from disk. bits: those that will be needed, of BITS. follow: f(work,
     title, steps), shows progress. Raises UserError for a target whose layers cannot be rounded."""
     try:
@@ -72,14 +74,10 @@ class MeasuredCopy:
 
 @torch.inference_mode()
 def trials(
-    target: CachedModel,
-    copies: Copies,
-    sampling: Sampling,
-    gamma: int,
-    make: Callable[[CachedModel], CachedModel] = lambda copy: copy,
+    target: CachedModel, copies: Copies, sampling: Sampling, gamma: int, make: Make = lambda copy: copy
 ) -> Iterator[MeasuredCopy]:
     """Measurements of the copies of all BITS on a short text that the target writes. One of them is in memory at a
-    time. make: prepares a copy for decoding."""
+    time."""
     text = own_text(target, *HELD_OUT, seed=1)
     p = probabilities(target.score(text), sampling)
     for bits in BITS:

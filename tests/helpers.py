@@ -28,6 +28,7 @@ from transformers import (
 from decoding.lengthRules import LengthRule
 from decoding.tree import Tree
 from engine.cachedModel import CachedModel
+from engine.kernels import loader
 from engine.quantised import Codes
 from utils import probabilities, seen_after
 
@@ -91,6 +92,12 @@ def at_the_end_of_memory(tensor):
     behind = copy.data_ptr() + copy.nbytes
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
     return copy.copy_(tensor.flatten()).view(tensor.shape)
+
+
+def use_kernel(kind=None):
+    """Linear layers use the kernel `kind` from now on; None: the best one. Returns the kind in use: the previous one if
+    `kind` is not available."""
+    return loader.load().use_kernel(kind and kind.encode()).decode()
 
 
 class InTurn(LengthRule):

@@ -13,7 +13,7 @@ from test_specSampling import PROMPTS, near
 from decoding.drafter import Guesses
 from decoding.lengthRules import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
 from decoding.verification import block_rule, token_rule
-from engine.uncachedModel import UncachedModel
+from engine.cachedModel import UncachedModel
 from methods import cascade as cascades
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter

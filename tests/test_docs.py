@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM
 import downloadData
 import downloadModel
 from benchmark.__main__ import PRESET
-from engine import calibration
+from engine import copies
 from engine.compiling import is_compiled
-from engine.rounding import rounded
+from engine.quantised import rounded
 from experiments import settings
 from inputs.auditTexts import read_texts
 from inputs.files import ROOT
@@ -423,7 +423,7 @@ def audited():
 def test_the_python_blocks_of_a_page_run_in_order(name, capsys, monkeypatch, tmp_path):
     """In one namespace."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(calibration, "compensated", lambda weight, _, *how: rounded(weight, *how[:2]))  # quicker
+    monkeypatch.setattr(copies, "compensated", lambda weight, _, bits, passes: rounded(weight, bits))  # quicker
     torch.manual_seed(0)
     space = audited() if name == "docs/lossless.md" else {}
     for block in python_blocks(name):

@@ -1,6 +1,5 @@
-"""The gate: kinds of models that are decoded right, those that are refused, and mistakes that it must see."""
-
-import json
+"""The gate: kinds of models that are decoded right, those that are refused, and mistakes that it must see. The small
+twins that it reads have the class and the configuration of a model."""
 
 import helpers
 import pytest
@@ -10,28 +9,22 @@ from conftest import refused
 from hypothesis import given
 from hypothesis import settings as drawing
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MistralConfig, MistralForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from decoding.tree import Places
 from engine import cachedModel, gate, kvCache
-from engine.cachedModel import CachedModel, Ungated, check_kind
+from engine.cachedModel import CachedModel, Ungated, check_kind, context_of
 from engine.compiling import compiled
 from engine.smallTwin import small_twin
-from regrSampling import regrSampling
-from utils import GREEDY
 
-RIGHT = [
-    "gemma3_text",
-    "gemma2",
-    "gpt_oss",
-    "phi3",
-    "starcoder2",
-    "llama4_text",
-    "gptj",
-    "falcon",
-    "roberta",
-    "deepseek_v3",
-]
+RIGHT = ["gemma3_text", "gemma2", "gpt_oss", "phi3", "llama4_text", "gptj", "falcon", "roberta", "deepseek_v3"]
 REFUSED = {
     "bart": "its forward takes no position_ids",
     "gpt_neo": "its logits are off by",
@@ -40,6 +33,27 @@ REFUSED = {
     "jamba": "its layers of type",
     "doge": "its tokens attend to those after them",
 }
+
+
+def twin_of(config):
+    return small_twin(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+
+
+def test_a_twin_has_small_windows_layers_of_each_kind_and_shared_heads():
+    config = twin_of(MistralConfig(sliding_window=4096)).config
+    assert config.sliding_window == 16 and config.max_position_embeddings == context_of(config) == 128
+    config = twin_of(Gemma3TextConfig()).config
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"} and config.num_hidden_layers <= 8
+    for heads, groups, of_twin in ((32, 32, 4), (32, 8, 2), (32, 1, 1), (3, 3, 4)):
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 16 * heads}
+        assert twin_of(LlamaConfig(**sizes)).config.num_key_value_heads == of_twin
+
+
+def test_the_configuration_stays_as_it_was_and_a_twin_is_always_the_same():
+    config = LlamaConfig()
+    before = config.to_dict()
+    one, other = (twin_of(config).lm_head.weight for _ in range(2))
+    assert config.to_dict() == before and bool((one == other).all())
 
 
 def kind_of(name):
@@ -98,20 +112,19 @@ MISTAKES = {  # what is replaced, and by what
 }
 
 
-def windowed():
-    return small_twin(MistralConfig(sliding_window=4096), MistralForCausalLM)
+def errors(wrap=Ungated):
+    """Those of a model with a window."""
+    return gate.errors_of(twin_of(MistralConfig(sliding_window=4096)), wrap)
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_seen(name, monkeypatch):
-    assert max(gate.errors_of(windowed(), Ungated).values()) < 1e-5
-    monkeypatch.setattr(*MISTAKES[name])
-    assert max(gate.errors_of(windowed(), Ungated).values()) > 1e-2
-
-
-@pytest.mark.parametrize("kind", [Shifted, Stateful])
-def test_a_model_that_is_wrong_is_seen(kind):
-    assert gate.errors_of(windowed(), kind)[gate.BLOCKS] > 1e-2
+@pytest.mark.parametrize("mistake", [*MISTAKES, Shifted, Stateful])
+def test_a_planted_mistake_is_seen(mistake, monkeypatch):
+    if mistake in MISTAKES:
+        assert max(errors().values()) < 1e-5
+        monkeypatch.setattr(*MISTAKES[mistake])
+        assert max(errors().values()) > 1e-2
+    else:
+        assert errors(mistake)[gate.BLOCKS] > 1e-2
 
 
 def test_what_a_hook_does_with_the_end_of_a_block_is_refused_and_what_it_does_with_each_token_is_not():
@@ -131,113 +144,92 @@ def test_what_a_hook_does_with_the_end_of_a_block_is_refused_and_what_it_does_wi
         CachedModel(model)
 
 
-# What is kept from one process to the next.
+# What is stored from one process to the next.
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch):
+def stored(tmp_path, monkeypatch):
+    """The folder of verdicts, which is not there yet."""
     monkeypatch.setattr(gate, "cache_folder", lambda: tmp_path / "new")
-    gate.kept_verdicts.cache_clear()
-    yield tmp_path / "new" / "decodedRight.jsonl"
-    gate.kept_verdicts.cache_clear()
+    monkeypatch.setattr(gate, "VERDICTS", {})
+    return tmp_path / "new" / "decodedRight"
 
 
-def test_a_kind_is_computed_once_for_a_configuration_and_in_one_thread(kept, monkeypatch):
+def test_a_kind_is_computed_once_for_a_configuration_and_in_one_thread(stored, monkeypatch):
     config, count, threads = MistralConfig(), [], []
     computed, set_threads = gate.errors_of, torch.set_num_threads
     monkeypatch.setattr(gate, "errors_of", lambda *given: count.append(1) or computed(*given))
     monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.append(n) or set_threads(n))
     for _ in range(2):
         check_kind(config, MistralForCausalLM)
-    gate.kept_verdicts.cache_clear()  # as in a new process
+    gate.VERDICTS.clear()  # as in a new process
     check_kind(config, MistralForCausalLM)
     config.name_or_path = "elsewhere"
     check_kind(config, MistralForCausalLM)
-    assert len(count) == 1 and len(kept.read_text().splitlines()) == 1 and threads == [1, torch.get_num_threads()]
+    (file,) = stored.iterdir()
+    assert len(count) == 1 and file.read_text() == "trees" and threads == [1, torch.get_num_threads()]
+    for number, text in enumerate(("tre", "", "\0"), 2):  # What was cut short is computed again.
+        file.write_text(text)
+        gate.VERDICTS.clear()
+        check_kind(config, MistralForCausalLM)
+        assert len(count) == number and file.read_text() == "trees"
     check_kind(MistralConfig(sliding_window=8), MistralForCausalLM)
-    assert len(count) == 2
+    assert len(count) == number + 1 and len(list(stored.iterdir())) == 2
 
 
-def test_a_line_that_was_cut_short_is_computed_again(kept):
-    check_kind(MistralConfig(), MistralForCausalLM)
-    key, trees = json.loads(kept.read_text())
-    for line in (f'["{key}"', f'["{key}", 1]', "[]", "{}", "\0"):
-        kept.write_text(line + "\n")
-        gate.kept_verdicts.cache_clear()
-        assert gate.kept_verdicts() == {}
-        check_kind(MistralConfig(), MistralForCausalLM)
-        assert gate.kept_verdicts() == {key: trees}
-
-
-def test_where_nothing_can_be_kept_it_is_computed_each_time(monkeypatch, tmp_path):
+def test_where_nothing_can_be_stored_it_is_computed_in_each_process(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(gate, "cache_folder", lambda: tmp_path / "file")
-    gate.kept_verdicts.cache_clear()
+    monkeypatch.setattr(gate, "VERDICTS", {})
     check_kind(MistralConfig(), MistralForCausalLM)
-    gate.kept_verdicts.cache_clear()
-
-
-def test_longrope_ends_a_text_at_its_original_length():
-    rope = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    model = helpers.tiny("llama", rope_parameters=rope)
-    assert model.context == 32
-    with refused("exceed the context"):
-        regrSampling([[5, 9]], model, 31, GREEDY)
 
 
 # Random configurations of the kinds that are compiled: see test_cpuModel.py.
 
 
-ROPES = {
-    "default": {},
-    "linear": {},
-    "dynamic": {},
-    "yarn": {"original_max_position_embeddings": 64},
-    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-}
-ACTIVATIONS = st.sampled_from(["silu", "gelu", "relu", "gelu_new", "quick_gelu"])
-WINDOWED = {"sliding_window": st.just(16), "max_window_layers": st.sampled_from([0, 1, 9])}
-WINDOWED |= {"use_sliding_window": st.booleans()}
+STRETCHED = {"original_max_position_embeddings": 64}
+ROPES = {"default": {}, "linear": {}, "dynamic": {}, "yarn": STRETCHED}
+ROPES["llama3"] = STRETCHED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ACTIVATIONS = ["silu", "gelu", "relu", "gelu_new", "quick_gelu"]
+EITHER = [True, False]
+WINDOWED = {"sliding_window": [16], "max_window_layers": [0, 1, 9], "use_sliding_window": EITHER}
 # {kind: {what is drawn of its configuration: from what}}, beside sizes, heads and the rotary embedding.
 DRAWN = {
-    "llama": {"attention_bias": st.booleans(), "mlp_bias": st.booleans(), "hidden_act": ACTIVATIONS},
-    "mistral": {"sliding_window": st.sampled_from([None, 16, 40, 4096]), "hidden_act": ACTIVATIONS},
+    "llama": {"attention_bias": EITHER, "mlp_bias": EITHER, "hidden_act": ACTIVATIONS},
+    "mistral": {"sliding_window": [None, 16, 40, 4096], "hidden_act": ACTIVATIONS},
     "qwen2": WINDOWED,
     "qwen3": WINDOWED,
-    "gpt_neox": {"use_parallel_residual": st.booleans(), "attention_bias": st.booleans(), "hidden_act": ACTIVATIONS},
-    "gpt2": {"scale_attn_by_inverse_layer_idx": st.booleans(), "scale_attn_weights": st.booleans()},
-    "opt": {"do_layer_norm_before": st.booleans(), "enable_bias": st.booleans(), "ffn_dim": st.sampled_from([32, 64])},
+    "gpt_neox": {"use_parallel_residual": EITHER, "attention_bias": EITHER, "hidden_act": ACTIVATIONS},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": EITHER, "scale_attn_weights": EITHER},
+    "opt": {"do_layer_norm_before": EITHER, "enable_bias": EITHER, "ffn_dim": [32, 64]},
 }
 
 
 @st.composite
 def configurations(draw):
     """A configuration of a type that compiles: odd numbers of heads, odd widths, windows, every rotary embedding."""
-    kind, d, heads = (
-        draw(st.sampled_from(sorted(DRAWN))),
-        draw(st.sampled_from([8, 10, 16, 40])),
-        draw(st.integers(1, 4)),
-    )
-    rope = draw(st.sampled_from(sorted(ROPES)))
-    part = {"partial_rotary_factor": draw(st.sampled_from([0.5, 1.0]))} if kind == "gpt_neox" else {}
+
+    def one(values):
+        return draw(st.sampled_from(list(values)))
+
+    kind, rope, width, heads = one(DRAWN), one(ROPES), one([8, 10, 16, 40]), one(range(1, 5))
+    part = {"partial_rotary_factor": one([0.5, 1.0])} if kind == "gpt_neox" else {}
     chosen = {
         "rope_parameters": {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, **ROPES[rope], **part},
-        "num_key_value_heads": draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0])),
-        "intermediate_size": draw(st.sampled_from([32, 48, 50])),
-        "head_dim": d,
+        "num_key_value_heads": one(n for n in range(1, heads + 1) if heads % n == 0),
+        "intermediate_size": one([32, 48, 50]),
+        "head_dim": width,
+        "hidden_size": heads * width,
+        "num_attention_heads": heads,
+        "num_hidden_layers": one([1, 2, 3]),
+        "tie_word_embeddings": one(EITHER),
+        "vocab_size": 61,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
     }
-    chosen |= {name: draw(values) for name, values in DRAWN[kind].items()}
-    sizes = {"hidden_size": heads * d, "num_attention_heads": heads, "num_hidden_layers": draw(st.integers(1, 3))}
-    known = CONFIG_MAPPING[kind]().to_dict()
-    return CONFIG_MAPPING[kind](
-        **{name: value for name, value in chosen.items() if name in known},
-        **sizes,
-        vocab_size=61,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        tie_word_embeddings=draw(st.booleans()),
-    )
+    chosen |= {name: one(values) for name, values in DRAWN[kind].items()}
+    has = {*CONFIG_MAPPING[kind]().to_dict(), *CONFIG_MAPPING[kind].attribute_map}
+    return CONFIG_MAPPING[kind](**{name: value for name, value in chosen.items() if name in has})
 
 
 @drawing(max_examples=1000 if helpers.FULL else 12, deadline=None)

@@ -49,12 +49,13 @@ def test_probabilities(sampling, shape):
 def test_probabilities_with_ties(seed, size, sampling):
     """Few different values: tokens as probable as the last one kept are kept too."""
     logits = torch.randint(0, 4, (2, size), generator=torch.Generator().manual_seed(seed)).float()
-    without_top_p = Sampling(sampling.temperature, sampling.top_k, 1.0)
-    found, wanted = both(lambda model: model.probabilities(logits, without_top_p))
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
-    found, _ = both(lambda model: model.probabilities(logits, sampling))
+    result, wanted = both(
+        lambda model: model.probabilities(logits, Sampling(sampling.temperature, sampling.top_k, 1.0))
+    )
+    torch.testing.assert_close(result, wanted, atol=1e-6, rtol=1e-5)
+    result, _ = both(lambda model: model.probabilities(logits, sampling))
     for row, value in ((r, v) for r in range(2) for v in logits[r].unique()):
-        assert sampling == GREEDY or found[row][logits[row] == value].unique().numel() == 1
+        assert sampling == GREEDY or result[row][logits[row] == value].unique().numel() == 1
 
 
 def test_what_is_no_number_is_not_hidden():
@@ -85,9 +86,10 @@ def test_the_rules(rule, seed, gamma, size):
     q = torch.rand(3, gamma, size, generator=generator) ** 3 + 1e-6
     q = q / q.sum(-1, keepdim=True)
     drafts = draw(q, generator)
-    q[1, gamma // 2 :] = 0  # This row has fewer guesses than the others.
+    q[1, gamma // 2 :] = 0  # This row has fewer guesses than the others: beyond them, nothing was computed.
     q[2] = p[2, :gamma] = q[2]
     p = p / p.sum(-1, keepdim=True)
+    p[1, gamma // 2 + 1 :] = 0
     u = torch.rand(3, gamma + 1, generator=generator)
     assert KERNELS.rule(rule) is not rule
     found, wanted = both(lambda model: model.rule(rule)(p, q, drafts, u))
@@ -154,21 +156,16 @@ def test_from_nan_comes_no_token(size):
     # The block rule looks a place ahead.
     for accepted, token in both(lambda model: model.rule(block_rule)(p, q, drafts, u)):
         assert accepted.tolist() == [1, 0, 3] and (token < size).all()
-    last = p[:, 2:], q[:, 2:], drafts[:, 2:], u[:, 2:]
-    for accepted, token in both(lambda model: model.rule(block_rule)(*last)):
+    for accepted, token in both(lambda model: model.rule(block_rule)(p[:, 2:], q[:, 2:], drafts[:, 2:], u[:, 2:])):
         assert accepted[0] == 0 and token[0] == size
     for token in both(lambda model: model.pick(p[0, 1:3], torch.tensor([0.5, 0.5]))):
         assert token[0] < size and token[1] == size
-
-
-@pytest.mark.parametrize("rule", [traversal_rule, top_down_rule])
-def test_from_nan_comes_no_token_in_a_tree(rule):
     p, q = torch.full((3, 5, 4), 0.25), torch.full((3, 4, 4), 0.25)
-    drafts = torch.tensor([0, 1, 2, 3]).expand(3, 4)
     p[0], p[1, 1], q[2, 0] = torch.nan, torch.nan, torch.nan
-    given = p, q, drafts, torch.full((3, 5), 0.5), Tree.of("2/1,1")
-    found, wanted = both(lambda model: model.rule(rule)(*given))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted))
+    in_tree = p, q, torch.arange(4).expand(3, 4), torch.full((3, 5), 0.5), Tree.of("2/1,1")
+    for rule in traversal_rule, top_down_rule:
+        result, wanted = both(lambda model: model.rule(rule)(*in_tree))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(result, wanted))
 
 
 def test_the_smallest_numbers_stay_what_they_are():
@@ -257,11 +254,11 @@ def test_a_library_that_was_cut_short_is_built_again(tmp_path, monkeypatch, caps
         return subprocess.CompletedProcess(command, 0, b"", b"")
 
     monkeypatch.setattr(subprocess, "run", compile_to)
-    loader.build("g++", [], path)
-    assert loader.is_whole(path) and len(built) == 1
+    loader.build_library("g++", [], path)
+    assert loader.is_complete(path) and len(built) == 1
     path.write_bytes(path.read_bytes()[:100])
-    assert not loader.is_whole(path)
-    loader.build("g++", [], path)
-    assert loader.is_whole(path)
+    assert not loader.is_complete(path)
+    loader.build_library("g++", [], path)
+    assert loader.is_complete(path)
     path.with_suffix(".sha256").unlink()
-    assert not loader.is_whole(path)
+    assert not loader.is_complete(path)

@@ -2,17 +2,20 @@
 
 import ctypes
 import platform
+import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
-from helpers import at_the_end_of_memory, random_codes
+from helpers import at_the_end_of_memory, random_codes, use_kernel
 from torch.nn.functional import linear
 
 from engine.kernels import loader
-from engine.kernels.packedLinear import SIDE, packed, packed_codes
+from engine.kernels.packedLinear import HUGE, SIDE, on_huge_pages, packed, packed_codes
 from engine.quantised import BITS
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -43,8 +46,8 @@ Multiply = structure(
 def multiply(request, kernels, tmp_path_factory):
     """The `Multiply` of each kind of processor that runs here, and that for AMX on tiles made of software."""
     if request.param != "tiles":
-        used = loader.use(request.param)
-        loader.use()
+        used = use_kernel(request.param)
+        use_kernel()
         if used != request.param:
             pytest.skip(f"no {request.param} here")
         return Multiply.in_dll(loader.load(), f"of_{used}")
@@ -133,7 +136,7 @@ def parts(tmp_path, monkeypatch):
     def build(kinds):
         monkeypatch.setattr(loader, "KINDS", kinds)
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
-        loader.build("g++", [], path)
+        loader.build_library("g++", [], path)
         return loader.typed(ctypes.CDLL(str(path)))
 
     return build
@@ -141,15 +144,13 @@ def parts(tmp_path, monkeypatch):
 
 def test_what_a_compiler_cannot_build_is_left_out_with_a_line(parts):
     """As one that is too old for the flags."""
-    best = loader.use()
+    best = use_kernel()
     if best == "plain":
         pytest.skip("there is nothing better than the plain kernel here")
-    flags = loader.KINDS[best]
+    assert not any(f"compiler cannot build {best}" in line for line in loader.missing(loader.load()))
     made = parts({best: ["-mno-such-flag"], "plain": []})
     assert made.use_kernel(None) == b"plain"
     assert loader.missing(made) == [f"linear layers use the kernel plain, because the compiler cannot build {best}"]
-    made = parts({best: flags, "plain": []})
-    assert made.use_kernel(None).decode() == best and not loader.missing(made)
 
 
 def test_what_the_operating_system_refuses_is_left_out_with_a_line(parts, monkeypatch):
@@ -165,5 +166,37 @@ def test_what_the_operating_system_refuses_is_left_out_with_a_line(parts, monkey
 
 
 def test_a_kind_that_is_not_there_changes_nothing():
-    best = loader.use()
-    assert loader.use("no such kind") == best == loader.use()
+    best = use_kernel()
+    assert use_kernel("no such kind") == best == use_kernel()
+
+
+# Memory on huge pages.
+
+MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def is_advised(tensor):
+    """Whether the kernel was asked for huge pages for the mapping that holds the tensor's middle (`hg` of VmFlags)."""
+    middle = tensor.data_ptr() + tensor.nbytes // 2
+    for mapping in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())[1:]:
+        low, high = (int(each, 16) for each in mapping.split()[0].split("-"))
+        if low <= middle < high:
+            return " hg" in mapping
+    raise AssertionError("the tensor is in no mapping")
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not MODE.exists() or "[madvise]" not in MODE.read_text(),
+    reason="no huge pages to ask for",
+)
+def test_large_tensors_are_on_huge_pages():
+    plain, wanted = (torch.empty(16 * HUGE, dtype=torch.uint8) for _ in range(2))
+    assert not is_advised(plain) and on_huge_pages(wanted) is wanted
+    assert is_advised(wanted.fill_(1)) and not is_advised(plain)
+
+
+def test_tensors_keep_what_is_written_to_them():
+    for shape in (0,), (3, 5), (HUGE + 1,), (2, HUGE):
+        tensor = on_huge_pages(torch.empty(shape, dtype=torch.uint8)).fill_(7)
+        assert tensor.shape == shape and (tensor == 7).all()
+        assert on_huge_pages(torch.empty(shape, device="meta")).shape == shape

@@ -40,13 +40,18 @@ def load() -> ctypes.CDLL:
     no compiler can build the kernels.
     """
     compiler = os.environ.get("CXX", "g++")
-    native = native_flags(compiler)
-    path = library(compiler, native)
+    all_instructions = ("-march=native", "-mcpu=native", "-mprefer-vector-width=512")
+    native = [flag for flag in all_instructions if accepts(compiler, [flag])]
+    # The library's name has a hash of everything the build depends on.
+    macros = subprocess.run([compiler, *native, "-E", "-dM", "-x", "c++", os.devnull], capture_output=True).stdout
+    known = [part.read_bytes() for part in sorted(FOLDER.glob("*.[ch]*"))]
+    known += [macros, repr([FLAGS, KINDS, native]).encode(), torch.__version__.encode()]
+    path = cache_folder() / f"kernels-{hashlib.sha256(b''.join(known)).hexdigest()[:16]}.so"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # Processes that start together build it once.
-        if not is_whole(path):
+        if not is_complete(path):
             print("Building the kernels for this processor, once: this takes about a minute.", file=sys.stderr)
-            build(compiler, native, path)
+            build_library(compiler, native, path)
     kernels = typed(ctypes.CDLL(str(path)))
     torch.ops.load_library(path)
     torch.set_flush_denormal(False)  # A library built with -ffast-math switches it on, for the whole process.
@@ -55,7 +60,7 @@ def load() -> ctypes.CDLL:
     return kernels
 
 
-def is_whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Whether a built library is complete: loading a truncated one kills the process."""
     try:
         return path.with_suffix(".sha256").read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -85,34 +90,13 @@ def missing(dll: ctypes.CDLL) -> list[str]:
     return lines
 
 
-def use(kind: str | None = None) -> str:
-    """Use the kernel `kind` from now on; None: the best one. Returns the kind in use: the previous one if `kind` is not
-    available."""
-    return load().use_kernel(kind and kind.encode()).decode()
-
-
-def native_flags(compiler: str) -> list[str]:
-    """The flags that let this compiler use all instructions of this processor."""
-    return [
-        flag for flag in ("-march=native", "-mcpu=native", "-mprefer-vector-width=512") if accepts(compiler, [flag])
-    ]
-
-
 def accepts(compiler: str, flags: list[str], text: str = "") -> bool:
     """Whether the compiler compiles `text` with these flags. Raises OSError if there is no such compiler."""
     command = [compiler, "-Werror", *flags, "-fsyntax-only", "-x", "c++", "-"]
     return not subprocess.run(command, input=text.encode(), capture_output=True).returncode
 
 
-def library(compiler: str, native: list[str]) -> Path:
-    """The file of the built library. Its name has a hash of everything the build depends on."""
-    macros = subprocess.run([compiler, *native, "-E", "-dM", "-x", "c++", os.devnull], capture_output=True).stdout
-    known = [part.read_bytes() for part in sorted(FOLDER.glob("*.[ch]*"))]
-    known += [macros, repr([FLAGS, KINDS, native]).encode(), torch.__version__.encode()]
-    return cache_folder() / f"kernels-{hashlib.sha256(b''.join(known)).hexdigest()[:16]}.so"
-
-
-def build(compiler: str, native: list[str], path: Path) -> None:
+def build_library(compiler: str, native: list[str], path: Path) -> None:
     """Compile the kernels; the library appears at `path` when it is complete.
 
     multiply.cpp is compiled once for each of KINDS. A kind whose flags the compiler does not know is left out.
@@ -134,8 +118,14 @@ def build(compiler: str, native: list[str], path: Path) -> None:
         listed = "".join(f" USE(of_{kind})" for kind in known)
         parts = [compile_part("choose.cpp", "choose", [f"-DKINDS(USE)={listed}"]), *(each.result() for each in main)]
         parts += [kinds[kind].result() for kind in known]
+        # torch's own OpenMP library alone: a second one would start threads of its own.
+        openmp, libraries = openmp_of_torch(), [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
+        if openmp and sys.platform != "darwin":
+            vector_functions = ["-lmvec"] if platform.machine() == "x86_64" else []
+            openmp = ["-nodefaultlibs", *openmp, *vector_functions, "-lm", "-lstdc++", "-lc", "-lgcc_s"]
         draft = f"{folder}/{path.name}"
-        subprocess.run([compiler, "-shared", "-o", draft, *parts, *links()], check=True, capture_output=True)
+        command = [compiler, "-shared", "-o", draft, *parts, *openmp, *libraries]
+        subprocess.run(command, check=True, capture_output=True)
         path.with_suffix(".sha256").write_text(hashlib.sha256(Path(draft).read_bytes()).hexdigest())
         os.replace(draft, path)
 
@@ -150,16 +140,6 @@ def torch_flags(compiler: str) -> list[str]:
     return ["-DAT_PARALLEL_OPENMP=1", *openmp, abi, *includes]
 
 
-def links() -> list[str]:
-    """The libraries to link with."""
-    libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
-    openmp = openmp_of_torch()
-    if sys.platform == "darwin" or not openmp:
-        return [*openmp, *libraries]
-    vector_functions = ["-lmvec"] if platform.machine() == "x86_64" else []
-    return ["-nodefaultlibs", *openmp, *vector_functions, "-lm", "-lstdc++", "-lc", "-lgcc_s", *libraries]
-
-
 def openmp_of_torch() -> list[str]:
-    """torch's own OpenMP library: a second one would start threads of its own. Empty if torch brings none."""
+    """The OpenMP library that torch brings; empty if it brings none."""
     return list(map(str, [*(TORCH / "lib").glob("libgomp*"), *(TORCH / "lib").glob("lib?omp.dylib")]))[:1]

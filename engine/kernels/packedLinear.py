@@ -19,8 +19,10 @@ SIDE, TILE = 32, 32  # outputs side by side in a block, and inputs of a tile, as
 
 def packed(weight: Tensor) -> Tensor:
     """`weight[out, in]` in blocks of SIDE outputs, `[out / SIDE, in / pair, SIDE, pair]`. 16-bit numbers lie in
-    pairs. The last block is filled with zeros."""
+    pairs. The last block is filled with zeros. Raises RuntimeError if there is no kernel for it."""
     pair = 4 // weight.itemsize
+    if weight.dtype not in (torch.float32, torch.bfloat16) or weight.shape[1] % pair:
+        raise RuntimeError(f"there is no kernel for a weight of {weight.shape[1]} numbers in {weight.dtype}")
     blocks = -(-len(weight) // SIDE)
     result = on_huge_pages(weight.new_empty(blocks, weight.shape[1] // pair, SIDE, pair))
     torch.ops.native.pack(weight.contiguous(), result)
@@ -34,9 +36,8 @@ def packed_codes(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     codes, scales = pad(codes, (0, 0, 0, missing)), pad(scales, (0, 0, 0, missing))
     # [block, group, tile, 4 inputs, output, input]
     tiles = codes.view(-1, SIDE, groups, codes.shape[1] // groups // TILE, 8, 4).permute(0, 2, 3, 4, 1, 5)
-    if bits == 8:
-        rows = [tiles]
-    else:
+    rows = [tiles]
+    if bits < 8:  # Four bits of two rows in a byte, then of eight rows one higher bit each.
         low = tiles & 15
         rows = [low[:, :, :, 0::2] | low[:, :, :, 1::2] << 4]
         place = torch.arange(8, dtype=torch.uint8)[:, None, None]
@@ -45,11 +46,6 @@ def packed_codes(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     of_groups = scales.to(torch.bfloat16).view(-1, SIDE, groups).transpose(1, 2).contiguous().view(torch.uint8)
     parts = torch.cat([of_groups, torch.cat(rows, 3).flatten(2)], 2)
     return on_huge_pages(torch.empty_like(parts)).copy_(parts)
-
-
-def can_be_packed(weight: Tensor) -> bool:
-    """Whether there is a kernel for `weight[out, in]`."""
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0)
 
 
 def on_huge_pages(empty: Tensor) -> Tensor:
