@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.rows import Rows, upload
-from decoding.trees.tree import Tree, depths_of
+from decoding.tree import Tree, depths_of
 from utils import Sampling
 
 if TYPE_CHECKING:
@@ -60,17 +61,17 @@ class Guesses:
         within = depths <= upload(gammas, device)[:, None]
         return replace(self, q=self.q * within[..., None], limits=limits)
 
+    def widened(self, width: int) -> Guesses:
+        """The same guesses of chains in tensors of `width` columns. Where a row has no guess, q is 0."""
+        count = self.drafts.shape[1]
+        drafts, q = F.pad(self.drafts, (0, width - count)), F.pad(self.q, (0, 0, 0, width - count))
+        return Guesses(drafts, q, self.limits or [count] * len(drafts))
 
-class Observer(Protocol):
-    """Called after each round of a sampler."""
 
-    def __call__(self, rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> object:
-        """A round was verified and is not committed yet.
-
-        p: float32 `[B, n + 1, V]`, the target's distributions after node 0, the last committed token, and after nodes
-            1, ..., n, the guesses. last: int64 `[B]`, the last accepted node of each row: in a chain, how many guesses
-            were accepted.
-        """
+# observer(rows, guesses, p, last): called after each round of a sampler, verified and not committed yet.
+# p: float32 `[B, n + 1, V]`, the target's distributions after node 0, the last committed token, and after nodes 1 to n,
+# the guesses. last: int64 `[B]`, the last accepted node of each row: in a chain, how many guesses were accepted.
+Observer = Callable[[Rows, Guesses, Tensor, Tensor], object]
 
 
 def no_guesses(rows: Rows, vocabulary: int) -> Guesses:

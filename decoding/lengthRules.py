@@ -1,22 +1,23 @@
 """How many tokens to guess in the next round, and in which shape: the draft-length rules.
 
-`Fixed` is the rule of the paper. Others adapt to the text, and `CostAware` to the machine too.
+`Fixed` is the rule of the paper. Others adapt to the text, and `CostAware` to the machine too. A chain is a tree.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import operator
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from decoding.costs import Costs
 from decoding.rows import Rows
-from decoding.trees.shapes import MENU, Acceptance, expected
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
 from utils import UserError, check_share
 
 
@@ -50,8 +51,8 @@ class LengthRule(ABC):
         """For the round that begins: the most tokens to guess for each row; in a tree, the depth of the deepest."""
 
     def shape(self) -> Tree:
-        """The shape of the round that begins, the same until `learn`."""
-        return Tree.chain(max(self.gammas()))
+        """The shape of the round that begins, the same until `learn`. A rule with several shapes overrides this."""
+        return self.shapes[0] if self.shapes else Tree.chain(max(self.gammas()))
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         """Learn from the round that ended.
@@ -63,30 +64,25 @@ class LengthRule(ABC):
         return
 
 
-class Fixed(LengthRule):
-    """Always gamma tokens."""
+def check_gamma(length: int) -> int:
+    """gamma, if a rule can have it. Raises UserError otherwise."""
+    if length < 1:
+        raise UserError(f"gamma must be 1 or more, not {length}")
+    return length
 
-    def __init__(self, length: int = 4) -> None:
-        if length < 1:
-            raise UserError(f"gamma must be 1 or more, not {length}")
-        self.length, self.shapes = length, [Tree.chain(length)]
+
+class Fixed(LengthRule):
+    """Always gamma tokens. length: gamma, or a tree for `methods.treeSampling`."""
+
+    def __init__(self, length: int | Tree = 4) -> None:
+        tree = length if isinstance(length, Tree) else Tree.chain(check_gamma(length))
+        self.length, self.shapes = tree.depth, [tree]
 
     def begin(self, rows: Rows) -> None:
         self.rows, self.next = rows, [self.length] * len(rows.prompts)  # of each text
 
     def gammas(self) -> Sequence[int]:
         return [self.next[text] for text in self.rows.numbers]
-
-
-class FixedTree(Fixed):
-    """Always the same tree."""
-
-    def __init__(self, tree: Tree) -> None:
-        super().__init__(tree.depth)
-        self.tree, self.shapes = tree, [tree]
-
-    def shape(self) -> Tree:
-        return self.tree
 
 
 class Additive(Fixed):
@@ -132,15 +128,138 @@ class TargetConfidence(Fixed):
             self.next[text] = self.length if is_sure else 0
 
 
+# Plain decoding, chains, and trees that are best for 6, 24 and 32 guesses, where first siblings are accepted with
+# probabilities of 0.4 to 0.9, a level costs 0.03 to 0.25 of a plain step, and a node 0.002 to 0.05. The best of these
+# has 0.98 of the expected speed of the best shape of all on average, 0.92 at least, and 0.97 at least of that of the
+# best chain (test_trees.py).
+MENU = (
+    *map(Tree.chain, (0, 2, 4, 7, 10)),
+    Tree.of("3/2,1,0"),
+    Tree.of("5/4,2,2,1,0/3,2,1,0,2,1,1,0,0"),
+    Tree.of("4/3,1,1,1/3,1,1,1,1,0/3,1,1,1,1,1,1/2,1,0,1,0,1,0,1,0"),
+)
+
+
+class Acceptance:
+    """Counts of past rounds: how often a sibling of each rank was tested at each depth, and how often accepted.
+
+    A depth with few counts adds FAITH counts from the depth above it, the first depth from all depths taken together,
+    and these from a prior: HOPE for a first sibling, and LATER of what is left for the next. Old rounds lose
+    weight, so a draft that was once unlucky is tried again.
+
+    reached, accepted: {(depth of the parent, rank): count}.
+    """
+
+    MEMORY = 0.998  # weight of the past in each round
+    FAITH, HOPE, LATER = 4, 0.7, 0.35
+
+    def __init__(self) -> None:
+        self.reached: dict[tuple[int, int], float] = defaultdict(float)
+        self.accepted: dict[tuple[int, int], float] = defaultdict(float)
+
+    def add(self, tree: Tree, last: Mapping[int, int], depths: Mapping[int, int]) -> None:
+        """Learn from a round. last: {text: last accepted node, or 0}. depths: {text: depth of the deepest guess}.
+
+        The siblings below a node are counted if the node lies on the accepted path, or is the root. A requested
+        guess that the drafter did not make counts as rejected.
+        """
+        for counts in (self.reached, self.accepted):
+            for key in counts:
+                counts[key] *= self.MEMORY
+        for text, end in last.items():
+            for key, passed in tested(tree, end):
+                if key[0] < depths[text]:
+                    self.reached[key] += 1
+                    self.accepted[key] += passed
+
+    def table(self, depth: int, ranks: int) -> list[list[float]]:
+        """`acceptance[d][k]` of `Tree.expected_tokens`, for depths below `depth` and ranks below `ranks`."""
+        row: list[float] = []
+        for rank in range(ranks):
+            hope = self.LATER * (1 - sum(row)) if rank else self.HOPE
+            row.append(self.pooled([key for key in self.reached if key[1] == rank], hope, row))
+        rows = []
+        for at in range(depth):
+            above, row = row, []
+            for rank in range(ranks):
+                row.append(self.pooled([(at, rank)], above[rank], row))
+            rows.append(row)
+        return rows
+
+    def pooled(self, keys: Sequence[tuple[int, int]], prior: float, before: Sequence[float]) -> float:
+        """The share of these siblings that were accepted; with the shares of the siblings `before`, at most 1."""
+        reached, accepted = (sum(of.get(key, 0.0) for key in keys) for of in (self.reached, self.accepted))
+        return min((accepted + self.FAITH * prior) / (reached + self.FAITH), max(0.0, 1 - sum(before)))
+
+
+@functools.lru_cache(maxsize=4096)
+def tested(tree: Tree, last: int) -> list[tuple[tuple[int, int], bool]]:
+    """What a round tested, from its last accepted node `last`: (depth of the parent, rank) of each sibling, and
+    whether it was accepted."""
+    path = [0, *tree.path(last)]
+    levels = [tree.children[node] for node in path]
+    return [((depth, rank), child in path) for depth, level in enumerate(levels) for rank, child in enumerate(level)]
+
+
+class RoundCosts:
+    """Seconds of a round of each shape, on a machine whose speed drifts, estimated from timed rounds.
+
+    expected: {shape: its cost relative to the others}, before anything was timed, in any unit.
+
+    The seconds of a shape are `expected * exp(speed + offset)`. `speed` is the machine's and changes with every round,
+    whatever its shape. `offset` is the shape's. It changes much for a shape that was timed seldom or long ago, and
+    little for one that is timed all the time. So a slower hour slows down all shapes, not only the one in use. For a
+    shape that was never timed, `offset` is interpolated between the shapes next to it in `expected`.
+    """
+
+    FADE = 0.99  # Weight of earlier timings after each round.
+    DRIFT = 0.1  # Share of a surprise that is the machine's, if the shape itself is well known.
+    MOST = math.log(2)  # A round counts for at most twice what it should take: the machine does other things too.
+
+    def __init__(self, expected: Mapping[Tree, float]) -> None:
+        self.expected = dict(sorted(expected.items(), key=lambda item: item[1]))
+        self.speed = 0.0
+        self.offsets: dict[Tree, float] = {}
+        self.timings: dict[Tree, float] = {}
+
+    def seconds(self, tree: Tree) -> float:
+        """Expected seconds of a round of this shape."""
+        return self.expected[tree] * math.exp(self.speed + self.offset(tree))
+
+    def offset(self, tree: Tree) -> float:
+        """`offset` of a shape: learnt, or interpolated."""
+        if tree in self.offsets or not self.offsets:
+            return self.offsets.get(tree, 0.0)
+        cost = self.expected[tree]
+        known = [(self.expected[timed], self.offsets[timed]) for timed in self.expected if timed in self.offsets]
+        x, low = max((point for point in known if point[0] <= cost), default=known[0])
+        z, high = min((point for point in known if point[0] >= cost), default=known[-1])
+        return low if x >= z else low + (high - low) * (cost - x) / (z - x)
+
+    def learn(self, tree: Tree, seconds: float) -> None:
+        """Learn that a round of this shape took `seconds`."""
+        seconds = max(seconds, 1e-9)
+        if not self.offsets:
+            self.speed = math.log(seconds / self.expected[tree])
+        surprise = min(math.log(seconds / self.seconds(tree)), self.MOST)
+        self.timings = {shape: count * self.FADE for shape, count in self.timings.items()}
+        share = 1 / (1 + max(self.timings[tree], 1)) if tree in self.timings else 1.0
+        self.offsets[tree] = self.offset(tree) + share * surprise
+        self.speed += self.DRIFT * (1 - share) * surprise
+        self.timings[tree] = self.timings.get(tree, 0.0) + 1
+
+
 class CostAware(LengthRule):
     """The number of tokens with the highest expected speed, by measured acceptance and costs; at most gamma. It may be
     0 (plain decoding).
 
-    Lengths are shapes: `CostAwareTree` chooses among trees in the same way. The rule keeps running estimates of how
-    often guesses are accepted (`Acceptance`), and of the seconds of a whole round of each shape (`Costs`). The cost of
-    guesses depends on the number of rows that are decoded together: the more rows, the less of the target's time is
-    spent waiting for memory. So each number of rows, up to the next power of two, has its own `Search`. The estimates
-    outlive a text: use one object for all texts. There are few shapes, because a shape that is used often runs faster.
+    length: gamma, or the shapes to choose among, plain decoding first (as Sequoia, arXiv 2402.12374, with measured
+        costs).
+
+    The cost of guesses depends on the number of rows that are decoded together: the more rows, the less of the target's
+    time is spent waiting for memory. So each number of rows, up to the next power of two, has its own `Search`. The
+    estimates outlive a text: use one object for all texts. There are few shapes, because a shape that is used often
+    runs faster.
 
     A shape is used for two rounds in a row and only the second is timed: in the first, caches are cold, and the draft
     may have to read tokens that it missed.
@@ -157,15 +276,11 @@ class CostAware(LengthRule):
     PRICE = 0.5  # A guess costs less than its share of the round: the draft makes the step for other rows all the same.
     WHOLE = 0.8  # Rounds with a smaller share of the guesses do not update the cost of the shape.
 
-    def __init__(self, length: int = 10) -> None:
-        if length < 1:
-            raise UserError(f"gamma must be 1 or more, not {length}")
-        self.use([Tree.chain(choice) for choice in (*self.LENGTHS, length) if choice <= length])
-
-    def use(self, shapes: Sequence[Tree]) -> None:
-        """Choose among these shapes. Nothing is known yet."""
-        self.shapes: list[Tree] = list(dict.fromkeys(shapes))
-        self.extent = max(tree.depth for tree in shapes), 1 + max(max(tree.ranks, default=0) for tree in shapes)
+    def __init__(self, length: int | Sequence[Tree] = 10) -> None:
+        if isinstance(length, int):
+            length = [Tree.chain(choice) for choice in (*self.LENGTHS, check_gamma(length)) if choice <= length]
+        self.shapes: list[Tree] = list(dict.fromkeys(length))
+        self.extent = max(tree.depth for tree in length), 1 + max(max(tree.ranks, default=0) for tree in length)
         self.acceptance = Acceptance()
         self.table = self.acceptance.table(*self.extent)
         self.searches: dict[int, Search] = {}  # {rows: the search}
@@ -181,41 +296,37 @@ class CostAware(LengthRule):
             self.left = {text: left for text, left in zip(self.rows.numbers, self.rows.left) if left}
             rows = 1 << (len(self.left) - 1).bit_length()
             self.search = self.search_for(rows)
-            self.current = rows, self.search.choose(self.rate)
+            self.search.rounds += 1
+            if self.search.rounds % 2:  # The second round of a pair has the shape of the first.
+                self.search.chosen = self.search.next(self.rate)
+            self.current = rows, self.search.chosen
         return self.current[1]
 
     def search_for(self, rows: int) -> Search:
-        """The search for this number of rows. A new search starts from the estimates for the nearest number of
-        rows."""
+        """The search for this number of rows. A new one starts from the estimates for the nearest number of rows."""
         if rows not in self.searches:
             near = min(self.searches, key=lambda other: max(other, rows) / min(other, rows), default=None)
             search = self.searches[near] if near else None
             seconds = search.costs.seconds if search else lambda tree: 1 + 0.25 * tree.depth + 0.02 * tree.size
             by_cost = sorted(self.shapes, key=seconds)
             opening = [by_cost[len(by_cost) * quarters // 4] for quarters in self.OPENING]
-            costs = Costs({tree: seconds(tree) for tree in self.shapes})
+            costs = RoundCosts({tree: seconds(tree) for tree in self.shapes})
             self.searches[rows] = Search(costs, [search.best, *opening] if search else opening)
         return self.searches[rows]
 
     def gammas(self) -> Sequence[int]:
-        guesses = self.plan(self.shape())
+        tree, seconds = self.shape(), self.search.costs.seconds
         # The last token that a text may add needs no guess.
-        self.asked = {text: min(guesses[text], left - 1) for text, left in self.left.items()}
-        return [guesses.get(text, 0) for text in self.rows.numbers]
-
-    def plan(self, tree: Tree) -> dict[int, int]:
-        """{text: its guesses} in a round: of a chain, those that are worth their time."""
-        if not tree.depth or len(self.left) == 1 or not tree.is_chain:
-            return dict.fromkeys(self.left, tree.depth)
-        seconds, guesses = self.search.costs.seconds, {}
-        cost = max(0.0, seconds(tree) - seconds(self.shapes[0])) / tree.depth  # of a guess for each row
-        price = self.PRICE * self.rate(tree) * cost  # in tokens
-        for text in self.left:
-            predicted, accepted = self.of_text.get(text, (0.0, 0.0))
-            share = (accepted + self.FAITH) / (predicted + self.FAITH)  # of this text's acceptance in that of all
-            chances = itertools.accumulate((min(1.0, share * row[0]) for row in self.table), operator.mul)
-            guesses[text] = sum(1 for chance in itertools.islice(chances, tree.depth) if chance >= price)
-        return guesses
+        self.asked = {text: min(tree.depth, left - 1) for text, left in self.left.items()}
+        if tree.depth and tree.is_chain and len(self.left) > 1:  # Each row makes the guesses that are worth their time.
+            cost = max(0.0, seconds(tree) - seconds(self.shapes[0])) / tree.depth  # of a guess for each row
+            price = self.PRICE * self.rate(tree) * cost  # in tokens
+            for text, asked in self.asked.items():
+                predicted, accepted = self.of_text.get(text, (0.0, 0.0))
+                share = (accepted + self.FAITH) / (predicted + self.FAITH)  # of this text's acceptance in that of all
+                chances = itertools.accumulate((min(1.0, share * row[0]) for row in self.table), operator.mul)
+                self.asked[text] = sum(1 for chance in itertools.islice(chances, asked) if chance >= price)
+        return [self.asked.get(text, 0) for text in self.rows.numbers]
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         seconds = time.perf_counter() - self.start
@@ -235,14 +346,7 @@ class CostAware(LengthRule):
 
     def rate(self, tree: Tree) -> float:
         """Expected tokens per second of a row if every row has all guesses of the shape."""
-        return expected(tree, self.table) / self.search.costs.seconds(tree)
-
-
-class CostAwareTree(CostAware):
-    """The shape of a menu with the most expected tokens per second (Sequoia, arXiv 2402.12374, with measured costs)."""
-
-    def __init__(self, shapes: Sequence[Tree] = MENU) -> None:
-        self.use(shapes)
+        return tree.expected_tokens(self.table) / self.search.costs.seconds(tree)
 
 
 class Search:
@@ -260,20 +364,13 @@ class Search:
     WORTH = 0.3  # A shape that was never timed is not tried if it seems to have less than this share of the best speed,
     AT_FIRST = 0.8  # and in the opening less than this share.
 
-    def __init__(self, costs: Costs[Tree], opening: Sequence[Tree]) -> None:
+    def __init__(self, costs: RoundCosts, opening: Sequence[Tree]) -> None:
         self.costs, self.opening, self.best = costs, list(opening), opening[0]
         self.shapes, self.chosen = list(costs.expected), self.best
         self.rounds, self.tries, self.lost = 0, 0, 0.0
 
-    def choose(self, rate: Callable[[Tree], float]) -> Tree:
-        """The shape of the next round. rate: the tokens per second that a shape should give."""
-        self.rounds += 1
-        if self.rounds % 2:  # The second round of a pair has the shape of the first.
-            self.chosen = self.next(rate)
-        return self.chosen
-
     def next(self, rate: Callable[[Tree], float]) -> Tree:
-        """The shape of the next pair of rounds."""
+        """The shape of the next pair of rounds. rate: the tokens per second that a shape should give."""
         timed, seconds = self.costs.timings, self.costs.seconds
         while self.opening:
             tree = self.opening.pop(0)

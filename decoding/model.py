@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from decoding.rows import upload
-from decoding.trees.guesses import siblings
-from decoding.trees.tree import Places, Tree, columns, seen_after_nodes
+from decoding.tree import Places, Tree, columns, seen_after_nodes, siblings
 from utils import Sampling, pick, probabilities, seen_after
 
 if TYPE_CHECKING:
     from decoding.drafter import Guesses
     from decoding.rows import Rows
-    from decoding.trees.rules import TreeRule
+    from decoding.treeRules import TreeRule
     from decoding.verification import Rule, VerificationRule
 
 
@@ -96,7 +95,7 @@ class Model(ABC):
         return pick(probs, u)
 
     def siblings(self, q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """`decoding.trees.guesses.siblings`."""
+        """`decoding.tree.siblings`."""
         return siblings(q, u, counts)
 
     def rule(self, verify: Rule) -> Rule:
@@ -252,7 +251,7 @@ class Model(ABC):
         """Score a tree of guesses with one forward, and verify it.
 
         block: int64 `[B, n + 1]`, the tokens of all nodes, the root first. q: float32 `[B, n, V]`, the laws of the
-        guesses. u: float32 `[B, n + 1]`, uniform numbers for the rule `verify` (trees/rules.py).
+        guesses. u: float32 `[B, n + 1]`, uniform numbers for the rule `verify` (treeRules.py).
         Returns p `[B, n + 1, V]`, the distributions after each node, and the rule's `accepted[B]`, `path[B, depth]` and
         `token[B]`.
         """

@@ -90,8 +90,9 @@ def synthetic(alpha: float, rule: VerificationRule = token_rule) -> Verification
     which is computed as usual."""
 
     def verify(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        at = drafts[..., None]
-        p[:, : drafts.shape[1]].scatter_(-1, at, alpha * q.gather(-1, at))
+        at, before = drafts[..., None], p[:, : drafts.shape[1]]
+        q_x = q.gather(-1, at)  # 0 where a row has no guess: p stays what it is.
+        before.scatter_(-1, at, torch.where(q_x > 0, alpha * q_x, before.gather(-1, at)))
         return rule(p, q, drafts, u)
 
     return verify

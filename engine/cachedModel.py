@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from decoding.model import Model
 from decoding.rows import Rows
-from decoding.trees.tree import Places
+from decoding.tree import Places
 from engine.gate import reads_trees
 from engine.kvCache import Block, SlotCache, reading, set_attention
 from utils import UserError

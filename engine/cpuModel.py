@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoding.trees.rules import top_down_rule, traversal_rule
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
+from decoding.treeRules import top_down_rule, traversal_rule
 from decoding.verification import Rule, VerificationRule, block_rule, token_rule
 from engine.cachedModel import CachedModel, Store, Tap
 from engine.decoderLayers import Description, window_of

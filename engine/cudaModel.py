@@ -19,8 +19,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from decoding.model import Model
 from decoding.rows import upload
-from decoding.trees.rules import TreeRule
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
+from decoding.treeRules import TreeRule
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
 from utils import Sampling

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from decoding.model import Model
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
 from engine.kernels.loader import cache_folder
 from engine.kvCache import Block
 from engine.smallTwin import small_twin

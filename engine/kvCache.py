@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask, sdpa_mask
 
-from decoding.trees.tree import Places
+from decoding.tree import Places
 
 # Names of attention over slots in transformers: this module's own, as a copy of it may be loaded too.
 SDPA, EAGER = f"sdpa over slots of {__name__}", f"eager over slots of {__name__}"

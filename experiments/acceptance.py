@@ -11,10 +11,10 @@ import torch
 from torch import Generator, Tensor
 
 from decoding.drafter import Guesses
+from decoding.lengthRules import Acceptance
 from decoding.record import Record
 from decoding.rows import EndOfText, Rows
-from decoding.trees.rules import after_child
-from decoding.trees.shapes import Acceptance
+from decoding.treeRules import after_child
 from experiments import theory
 from experiments.lines import Positions
 from methods.samplers import Sampler

@@ -30,8 +30,8 @@ from inputs.models import DTYPES, choose_devices, find_model, load_model, model_
 from inputs.progress import followed
 from inputs.texts import Corpus, Question, encode_turn
 from methods.catalogue import METHODS, Role, build
+from methods.otherTokenizer import Translation
 from methods.selfDraft import copies_of, trials
-from methods.translation import Translation
 from utils import UserError
 
 SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits

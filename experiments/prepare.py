@@ -40,7 +40,7 @@ from inputs.texts import (
     tokenize,
 )
 from methods.catalogue import METHODS
-from methods.translation import Translation
+from methods.otherTokenizer import Translation
 from utils import UserError
 
 COVERED = 0.5  # With a smaller share of tokens that can be guessed, guessing hardly ever gains speed.

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from decoding.drafter import ChangedDrafter, Drafter, Guesses
 from decoding.rows import Rows
-from decoding.trees.rules import in_postorder, judge, traversal_rule
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
+from decoding.treeRules import in_postorder, judge, traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter
@@ -31,7 +31,7 @@ from utils import Sampling, pick, residual
 
 Part = TypeVar("Part", bound=Callable[..., Any])
 Verified = tuple[Tensor, Tensor]  # by a rule for chains (decoding/verification.py)
-VerifiedTree = tuple[Tensor, Tensor, Tensor]  # by a rule for trees (decoding/trees/rules.py)
+VerifiedTree = tuple[Tensor, Tensor, Tensor]  # by a rule for trees (decoding/treeRules.py)
 
 
 @dataclass(frozen=True)

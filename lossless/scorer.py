@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from decoding.drafter import Guesses
 from decoding.model import Model
 from decoding.rows import Rows, upload
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
 from decoding.verification import VerificationRule
 from experiments.lines import GreedyFigures
 from lossless.evidence import Evidence

@@ -11,23 +11,9 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from methods import samplers as make
 from methods.programs import PROGRAMS
-from methods.samplers import (
-    Decoding,
-    Maker,
-    Models,
-    Sampler,
-    cascade,
-    contrastive,
-    from_flags,
-    lookup,
-    lookup_first,
-    model_drafter,
-    plain,
-    speculative,
-    tree,
-    without_cache,
-)
+from methods.samplers import Decoding, DrafterMaker, Maker, Models, Sampler
 from utils import UserError
 
 
@@ -47,16 +33,6 @@ class Role(str, Enum):
         """Its key among `Models`."""
         return "draft" if self in (Role.READER, Role.EXPERT) else self.value
 
-    @property
-    def missing(self) -> str:
-        """The error message if it is missing."""
-        if self is Role.EXPERT:
-            return (
-                "another model beside the target, one that knows every token; name it with --draft, and leave out "
-                "--draftVocab"
-            )
-        return f"a {self.model} model beside the target; name one with --{self.model}"
-
 
 def no_clock(decoding: Decoding) -> bool:
     """Whether tokens are repeatable: costAware and --tree auto depend on measured times, so tokens differ from run to
@@ -73,7 +49,8 @@ def fixed_tree(decoding: Decoding) -> bool:
 class Method:
     """One decoding method.
 
-    name: its name in flags and records. title: one line of help. make: f(models, decoding) -> sampler.
+    name: its name in flags and records. title: one line of help. make: f(models, decoding) -> sampler; None: another
+        program computes it.
     needs: roles it needs beside the target.
     lossless: its text is distributed as the target's. guesses: it guesses tokens for the target to verify.
     grows_trees: its guesses form trees, whatever the flags say.
@@ -85,7 +62,7 @@ class Method:
 
     name: str
     title: str
-    make: Maker
+    make: Maker | None
     needs: tuple[Role, ...] = ()
     lossless: bool = True
     guesses: bool = True
@@ -106,51 +83,34 @@ class Method:
         return self.needs[0].model if self.needs else "draft"
 
 
-def elsewhere(models: Models, decoding: Decoding) -> Sampler:
-    """The sampler of a method that another program computes: there is none."""
-    raise UserError("another program computes this method")
+SPEED = "speed", "speedNew", "speedMulti"
+baseline = partial(Method, guesses=False)
+alone = partial(baseline, lossless=False, in_all=())
+tree_method = partial(Method, needs=(Role.DRAFT,), grows_trees=True, seeded=fixed_tree)
+contrast = partial(Method, needs=(Role.EXPERT,), lossless=False, modes=("contrastive", "diversity"))
+# In the course report's code: gamma guesses each round.
+report_chains = partial(make.chains, rule="fixed", verification="token", drafter=make.model_drafter)
 
 
-def chain(name: str, title: str, rule: str = "fixed", **options: Any) -> Method:
-    """Speculative sampling with the draft-length rule `rule`. options: of `samplers.speculative`, and fields of
-    `Method`."""
-    how = {option: options.pop(option) for option in ("verification", "drafter") if option in options}
-    return Method(name, title, partial(speculative, rule=rule, **how), **options)
+def chain(name: str, title: str, rule: str = "fixed", drafter: DrafterMaker = make.guesser, **options: Any) -> Method:
+    """Speculative sampling with this draft-length rule and drafter. options: fields of `Method`."""
+    return Method(name, title, partial(make.chains, rule=rule, drafter=drafter), **options)
 
 
 CATALOGUE: tuple[Method, ...] = (
-    Method(
-        "draft",
-        "the draft alone",
-        partial(plain, role="draft"),
-        (Role.READER,),
-        lossless=False,
-        guesses=False,
-        modes=("speed", "speedNew", "speedMulti", "sweep"),
-        in_all=(),
-    ),
-    Method(
-        "mid",
-        "the mid model alone",
-        partial(plain, role="mid"),
-        (Role.MID,),
-        lossless=False,
-        guesses=False,
-        modes=("speedMulti",),
-        in_all=(),
-    ),
-    Method(
+    alone("draft", "the draft alone", partial(make.one_model, role="draft"), (Role.READER,), modes=(*SPEED, "sweep")),
+    alone("mid", "the mid model alone", partial(make.one_model, role="mid"), (Role.MID,), modes=("speedMulti",)),
+    baseline(
         "target",
         "plain decoding: the target alone",
-        plain,
-        guesses=False,
-        modes=("speed", "speedNew", "speedMulti", "contrastive", "sweep", "diversity", "steps"),
+        make.one_model,
+        modes=(*SPEED, "contrastive", "sweep", "diversity", "steps"),
         in_all=("compare",),
     ),
     Method(
         "speculative",
         "speculative sampling as the flags say",
-        from_flags,
+        make.from_flags,
         seeded=no_clock,
         modes=("speed", "speedMulti", "diversity"),
         in_all=("lossless",),
@@ -164,97 +124,76 @@ CATALOGUE: tuple[Method, ...] = (
     ),
     chain("draftConfidence", "guesses until the draft is not confident", "draftConfidence"),
     chain("targetConfidence", "guesses only while the target is confident", "targetConfidence"),
-    chain(
-        "costAware", "the number of guesses with the highest expected speed", "costAware", seeded=lambda decoding: False
-    ),
-    chain("block", "block verification", verification="block"),
-    Method(
-        "tree",
-        "a tree of guesses (--tree), traversal verification",
-        partial(tree, rule="traversal"),
-        (Role.DRAFT,),
-        grows_trees=True,
-        seeded=fixed_tree,
-    ),
-    Method(
+    chain("costAware", "the number of guesses with the highest expected speed", "costAware", seeded=lambda _: False),
+    Method("block", "block verification", partial(make.chains, rule="fixed", verification="block")),
+    tree_method("tree", "a tree of guesses (--tree), traversal verification", partial(make.trees, rule="traversal")),
+    tree_method(
         "topDown",
         "the same tree, verified from the root down",
-        partial(tree, rule="topDown"),
-        (Role.DRAFT,),
-        grows_trees=True,
-        seeded=fixed_tree,
+        partial(make.trees, rule="topDown"),
         in_all=("lossless",),
     ),
-    chain("lookup", "guesses from the text so far", drafter=lookup),
+    chain("lookup", "guesses from the text so far", drafter=make.lookup),
     chain(
-        "lookupFirst", "guesses from the text so far, otherwise the draft's", drafter=lookup_first, needs=(Role.DRAFT,)
+        "lookupFirst",
+        "guesses from the text so far, otherwise the draft's",
+        drafter=make.lookup_first,
+        needs=(Role.DRAFT,),
     ),
     chain(
         "self",
         "guesses from the target's own copy in few bits (--draftBits)",
-        drafter=partial(model_drafter, role="self"),
+        drafter=partial(make.model_drafter, role="self"),
         needs=(Role.SELF,),
     ),
     chain(
         "head",
         "guesses from the target's features, by a trained head (--head)",
-        drafter=partial(model_drafter, role="head"),
+        drafter=partial(make.model_drafter, role="head"),
         needs=(Role.HEAD,),
     ),
     Method(
         "cascade",
         "the draft guesses for the mid model, both for the target",
-        cascade,
+        make.cascade,
         (Role.MID,),
         modes=("speedMulti",),
     ),
-    Method(
+    baseline(
         "noCache",
         "plain decoding without a KV cache, as in the course report's code",
-        partial(without_cache, make=plain),
-        guesses=False,
+        partial(make.without_cache, make=make.one_model),
         in_all=("compare",),
     ),
     Method(
         "speculativeNoCache",
         "gamma guesses each round, both models without a KV cache, as in the course report's code",
-        partial(without_cache, make=partial(speculative, rule="fixed", verification="token", drafter=model_drafter)),
+        partial(make.without_cache, make=report_chains),
         (Role.READER,),
         in_all=("compare",),
     ),
-    Method(
-        "contrastive",
-        "contrastive decoding",
-        partial(contrastive, make=plain),
-        (Role.EXPERT,),
-        lossless=False,
-        guesses=False,
-        modes=("contrastive", "diversity"),
-    ),
-    Method(
+    contrast("contrastive", "contrastive decoding", partial(make.contrastive, make=make.one_model), guesses=False),
+    contrast(
         "speculativeContrastive",
         "contrastive decoding with guesses",
-        partial(contrastive, make=speculative),
-        (Role.EXPERT,),
-        lossless=False,
+        partial(make.contrastive, make=make.chains),
         seeded=no_clock,
-        modes=("contrastive", "diversity"),
     ),
-)
-CATALOGUE += tuple(
-    Method(
-        f"{program}:{kind}",
-        title,
-        elsewhere,
-        needs=(Role.EXPERT,) if kind in ("draft", "assisted", "custom") else (),
-        lossless=False,
-        guesses=kind in ("draft", "assisted", "custom", "lookup", "copy"),
-        seeded=lambda decoding: False,
-        engine=program,
-        in_all=(),
-    )
-    for program, kinds in PROGRAMS.items()
-    for kind, title in kinds.items()
+    *(
+        Method(
+            f"{program}:{kind}",
+            title,
+            None,
+            (Role.EXPERT,) if kind in ("draft", "assisted", "custom") else (),
+            lossless=False,
+            guesses=kind in ("draft", "assisted", "custom", "lookup", "copy"),
+            seeded=lambda _: False,
+            engine=program,
+            in_all=(),
+        )
+        for program, kinds in PROGRAMS.items()
+        for kind, title in kinds.items()
+    ),
 )
 METHODS = {method.name: method for method in CATALOGUE}
 
@@ -294,8 +233,13 @@ def check_roles(names: Iterable[str], roles: Iterable[str]) -> None:
     """Raise UserError if one of these methods lacks a model."""
     for name in names:
         for role in METHODS[name].needs:
+            if role is Role.EXPERT and role not in roles:
+                raise UserError(
+                    f"{name} needs another model beside the target, one that knows every token; name it with --draft, "
+                    "and leave out --draftVocab"
+                )
             if role not in roles:
-                raise UserError(f"{name} needs {role.missing}")
+                raise UserError(f"{name} needs a {role.model} model beside the target; name one with --{role.model}")
 
 
 def repeatable(name: str, decoding: Decoding) -> bool:
@@ -305,4 +249,5 @@ def repeatable(name: str, decoding: Decoding) -> bool:
 
 def build(names: Iterable[str], models: Models, decoding: Decoding) -> dict[str, Sampler]:
     """{name: sampler} of the methods that are computed in this process."""
-    return {name: METHODS[name].make(models, decoding) for name in names if not METHODS[name].engine}
+    makers = {name: METHODS[name].make for name in names}
+    return {name: make(models, decoding) for name, make in makers.items() if make}

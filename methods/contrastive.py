@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decoding.model import Model
 from decoding.rows import Rows
-from decoding.trees.tree import Places
+from decoding.tree import Places
 from decoding.verification import Rule
 from utils import Sampling, UserError, check_share
 

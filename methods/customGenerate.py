@@ -111,8 +111,8 @@ class speculative:  # called like a function, as `torch.no_grad` is
         **inputs: Any,
     ) -> Tensor | SpeculativeOutput:
         """`input_ids[B, L]` and the new tokens of each row, `[B, L + n]`, padded at the right."""
-        # transformers (5.17 to 5.23) hands none of these on to a callable. If the streamer were ignored, whoever reads
-        # from it would wait forever. So they are looked up where they are: among the variables of `generate`.
+        # transformers (5.17 to 5.23, `_extract_generation_mode_kwargs`) hands none of these on to a callable: they are
+        # only in the frame of `generate`. If the streamer were ignored, whoever reads from it would wait forever.
         caller: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
         arguments = caller.f_locals if caller.f_code.co_name == "generate" else {}
         streamer = arguments.get("streamer") if streamer is None else streamer

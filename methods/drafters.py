@@ -70,7 +70,8 @@ class ModelDrafter(DrafterWithModel):
         u = rows.uniform(gammas).T.to(model.device)
         # A row that guesses nothing now draws one token all the same: so the model reads what is committed.
         counts = [max(1, gamma) for gamma in gammas]
-        drafts, q = guess(model, tokens, positions, going, u, draft_sampling, stop, seen, counts)
+        ragged = counts if min(counts) < max(gammas) else None
+        drafts, q = guess(model, tokens, positions, going, u, draft_sampling, stop, seen, ragged)
         return Guesses(drafts.to(rows.device), q.to(rows.device))
 
 
@@ -85,38 +86,20 @@ def guess(
     seen: Tensor | None = None,
     counts: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Guesses of a draft model after a block, one for each row of `u[n, B]`: int64 `[B, n]`, and their q, float32
-    `[B, n, V]`.
+    """Guesses of a draft model after a block, at most one for each row of `u[n, B]`: int64 `[B, n]`, and their q,
+    float32 `[B, n, V]`.
 
-    going: bool `[B]`, the rows that guess at all. stop: `LengthRule.stop`; fewer tokens are drawn if it stops every
-    row. The other arguments are those of `Model.draw`; all tensors are on the model's device.
+    going: bool `[B]`, the rows that guess at all. stop: `LengthRule.stop`. Where a row has stopped, its q is 0, and no
+    more tokens are drawn once it has stopped every row. The other arguments are those of `Model.draw`; all tensors are
+    on the model's device.
     """
     if stop is None:
-        is_ragged = counts is not None and min(counts) < len(u)
-        drafts, q = model.draw(tokens, positions, u, sampling, seen, counts if is_ragged else None)
-    else:
-        drafts, q = draw_until(stop, going, model, tokens, positions, u, sampling, seen)
-    return drafts.clamp_(max=model.vocabulary - 1), q  # A guess from nan is no token: the round reports it.
-
-
-def draw_until(
-    stop: Callable[[Tensor], Tensor],
-    going: Tensor,
-    model: Model,
-    tokens: Tensor,
-    positions: Tensor,
-    u: Tensor,
-    sampling: Sampling,
-    seen: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`Model.draw` until `stop` has stopped every row, after at most as many tokens as `u[n, B]` has rows.
-
-    Where a row has stopped, its distributions are 0. Whether all rows have stopped is a host sync, so on a GPU it is
-    checked only after every second token. Drawing all tokens would need no sync at all, but most of them would lie past
-    the stop: that is far slower.
-    """
+        drafts, laws = model.draw(tokens, positions, u, sampling, seen, counts)
+        return drafts.clamp_(max=model.vocabulary - 1), laws  # A guess from nan is no token: the round reports it.
     drawn: list[Tensor] = []
     q: list[Tensor] = []
+    # Whether all rows have stopped is a host sync, so on a GPU it is checked only after every second token. Drawing all
+    # tokens would need no sync at all, but most of them would lie past the stop: that is far slower.
     piece = 1 if tokens.device.type == "cpu" else 2
     for start in range(0, len(u), piece):
         if drawn and not going.any():
@@ -124,7 +107,7 @@ def draw_until(
         numbers = u[start : start + piece]
         reach = tokens.shape[1] + len(numbers) - 1
         x, laws = model.draw(tokens, positions[:, :reach], numbers, sampling, seen)
-        x = x.clamp(max=laws.shape[-1] - 1)  # A distribution of nan gives no token, V, which cannot be read.
+        x = x.clamp(max=laws.shape[-1] - 1)
         for token, law in zip(x.unbind(1), laws.unbind(1)):
             q.append(law * going[:, None])
             going = going & ~stop(q[-1].gather(1, token[:, None])[:, 0])

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.drafter import Drafter, Guesses, no_guesses
@@ -177,7 +176,7 @@ class LookupFirst(Drafter):
         is_looked_up = upload(list(map(bool, tokens)), rows.device)[:, None]
         looked_up = self.lookup.guesses(rows, tokens)
         width = max(looked_up.drafts.shape[1], drafted.drafts.shape[1])
-        looked_up, drafted = widened(looked_up, width), widened(drafted, width)
+        looked_up, drafted = looked_up.widened(width), drafted.widened(width)
         return Guesses(
             torch.where(is_looked_up, looked_up.drafts, drafted.drafts),
             torch.where(is_looked_up[..., None], looked_up.q, drafted.q),
@@ -199,10 +198,3 @@ class LookupFirst(Drafter):
                 del self.read[number]
         self.replaced = 0
         return missed
-
-
-def widened(guesses: Guesses, width: int) -> Guesses:
-    """The same guesses in tensors of `width` columns. Where a row has no guess, q is 0."""
-    missing = width - guesses.drafts.shape[1]
-    limits = guesses.limits or [guesses.drafts.shape[1]] * len(guesses.drafts)
-    return Guesses(F.pad(guesses.drafts, (0, missing)), F.pad(guesses.q, (0, 0, 0, missing)), limits)

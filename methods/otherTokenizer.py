@@ -1,24 +1,186 @@
-"""`OtherTokenizerDrafter`: a draft model whose tokenizer is not the target's guesses tokens that both have (token-level
-intersection; Timor et al., arXiv 2502.05202, algorithm 4)."""
+"""A draft model with a tokenizer of its own: `Translation` encodes the target's texts in the draft's tokens, and
+`OtherTokenizerDrafter` guesses tokens that both have (token-level intersection; Timor et al., arXiv 2502.05202,
+algorithm 4).
+
+Tokens are compared as bytes, not as strings. A byte-level tokenizer writes each byte as one letter.
+SentencePiece writes a space as U+2581, and most other characters as they are.
+"""
 
 from __future__ import annotations
 
+import codecs
 import copy
+import itertools
+import json
+import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from decoding.drafter import Drafter, Guesses, no_guesses
 from decoding.lengthRules import LengthRule
 from decoding.model import Model
 from decoding.rows import Rows, upload
 from methods.drafters import guess
-from methods.translation import GrowingText, Translation
-from utils import Sampling
+from utils import Sampling, UserError
 
+FALLBACK = r"<0x([0-9A-F]{2})>"  # as SentencePiece writes a byte that is in no other token
+SPACE = "\u2581"  # as SentencePiece writes a space
+TAIL = 32  # At least this many tokens at the end of a growing text are encoded again.
 READ = 4  # Tokens that the draft reads at least before it guesses: few shapes serve most rounds.
 GROWTH = 4  # Capacity in the draft's tokens for each token of the target.
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
+    """The bytes of each token; None for a special token, which stands for no text.
+
+    Raises UserError if the tokenizer of the model `name` writes its tokens in an unknown way.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = json.dumps(json.loads(backend.to_str())["decoder"]) if backend is not None else ""
+    kinds = set(re.findall(r'"type": "(\w+)"', decoder))  # of the decoder and its parts
+    if not kinds & {"ByteLevel", "Metaspace"} and f'"pattern": {{"String": {json.dumps(SPACE)}}}' not in decoder:
+        raise UserError(
+            f"the tokenizer of {name} is neither byte-level nor in the manner of SentencePiece, so the bytes of its "
+            "tokens are not known; name two models that share one tokenizer"
+        )
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write bytes
+    contents: list[bytes | None] = [None] * len(tokenizer)
+    for token, index in tokenizer.get_vocab().items():
+        if index >= len(contents):
+            continue
+        if "ByteFallback" in kinds and (fallback := re.fullmatch(FALLBACK, token)):
+            contents[index] = bytes([int(fallback[1], 16)])
+        elif "ByteLevel" in kinds:
+            is_spelled = byte_of.keys() >= set(token)
+            contents[index] = bytes(byte_of[letter] for letter in token) if is_spelled else token.encode()
+        else:
+            contents[index] = token.replace(SPACE, " ").encode()
+    for index, added in tokenizer.added_tokens_decoder.items():  # Added tokens are plain text.
+        if index < len(contents):
+            contents[index] = None if added.special else added.content.encode()
+    return contents
+
+
+class Tokens:
+    """The contents of a tokenizer's tokens.
+
+    contents: as `token_bytes`. ids: {bytes: id}. special: {name: id} of the special tokens; the end of text has the
+    same name for all tokenizers. front: the ids before every text, such as a beginning of text. adds_space: a space is
+    put before every text, as SentencePiece does.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        self.contents = token_bytes(tokenizer, name)
+        # Of tokens with the same bytes the last is taken: SentencePiece has its single bytes first, and writes a letter
+        # by the ordinary token.
+        self.ids = {content: index for index, content in enumerate(self.contents) if content}
+        added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if index < len(tokenizer)}
+        self.special = {token.content: index for index, token in added.items() if token.special}
+        if tokenizer.eos_token_id is not None:
+            self.special["end of text"] = tokenizer.eos_token_id
+        whole, text = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+        self.front = next(whole[:i] for i in range(len(whole) + 1) if whole[i : i + len(text)] == text)
+        self.adds_space = b"".join(self.contents[i] or b"" for i in text).startswith(b" ")
+
+
+class Translation:
+    """From the tokenizer of a target to that of a draft.
+
+    target, draft: int64 `[N]`, the ids of the tokens that both have, in the same order. vocabulary: the target's
+    number of tokens. tokenizer: the draft's. names: of the two models, for messages. contents: the bytes of each of the
+    target's tokens, for a special token those of its name. special: {the target's id: the draft's} of special tokens.
+    Raises UserError if they have no token in common, or if the bytes of their tokens are not known.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedTokenizerBase,
+        draft: PreTrainedTokenizerBase,
+        names: tuple[str, str] = ("target", "draft"),
+    ) -> None:
+        self.names, self.vocabulary, self.tokenizer = names, len(target), draft
+        self.tokens, self.draft_tokens = ours, theirs = Tokens(target, names[0]), Tokens(draft, names[1])
+        pairs = {ours.ids[content]: theirs.ids[content] for content in ours.ids if content in theirs.ids}
+        if not pairs:
+            raise UserError(f"the tokenizers of {names[0]} and {names[1]} have no token in common; name another draft")
+        self.special = {ours.special[name]: theirs.special[name] for name in ours.special if name in theirs.special}
+        partners: dict[int, int] = {}  # Two special tokens of the target may stand for one of the draft's.
+        for target_id, draft_id in self.special.items():
+            partners.setdefault(draft_id, target_id)
+        pairs |= {target_id: draft_id for draft_id, target_id in partners.items()}
+        self.target, self.draft = (torch.tensor(ids) for ids in zip(*sorted(pairs.items())))
+        added = {index: token.content.encode() for index, token in target.added_tokens_decoder.items()}
+        self.contents = [content or added.get(index, b"") for index, content in enumerate(ours.contents)]
+        self.single_bytes = {content[0]: index for content, index in theirs.ids.items() if len(content) == 1}
+
+    @property
+    def share(self) -> float:
+        """The share of the target's vocabulary that the draft has too."""
+        return len(self.target) / self.vocabulary
+
+    def coverage(self, texts: Sequence[Sequence[int]]) -> float:
+        """The share of the tokens of some texts that the draft has too: about the most that can be accepted."""
+        common, tokens = set(self.target.tolist()), [token for text in texts for token in text]
+        return sum(token in common for token in tokens) / max(1, len(tokens))
+
+    def row(self, tokens: Sequence[int]) -> list[int]:
+        """A text of the target in the draft's tokens, as the draft's tokenizer writes it. Never empty."""
+        return self.encode(tokens) or [int(self.draft[0])]
+
+    def encode(self, tokens: Sequence[int], is_start: bool = True) -> list[int]:
+        """The draft's tokens of a text, or of what follows a word (is_start False)."""
+        ids: list[int] = []
+        if is_start:
+            ids += self.draft_tokens.front
+            if list(tokens[: len(self.tokens.front)]) == self.tokens.front:
+                tokens = tokens[len(self.tokens.front) :]
+        # A space that the target's tokenizer puts before every text is taken off. The draft's adds its own.
+        drops_space = (self.tokens if is_start else self.draft_tokens).adds_space
+        for is_special, run in itertools.groupby(tokens, self.special.__contains__):
+            if is_special:
+                ids += [self.special[token] for token in run]
+                continue
+            content = b"".join(self.contents[token] for token in run)
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            text = decoder.decode(content.removeprefix(b" ") if drops_space else content)
+            if text:
+                ids += self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            # The beginning of a character whose other bytes are not written yet.
+            ids += [self.single_bytes[byte] for byte in decoder.getstate()[0] if byte in self.single_bytes]
+            drops_space = False
+        return ids
+
+
+class GrowingText:
+    """A text of the target that grows, in the draft's tokens. The results are those of `Translation.row`, but only
+    the last words are encoded again.
+
+    fixed: the target's tokens at the beginning of the text that are not encoded again. encoded: the draft's for them.
+    """
+
+    def __init__(self, translation: Translation) -> None:
+        self.translation = translation
+        self.fixed: list[int] = []
+        self.encoded: list[int] = []
+
+    def row(self, tokens: Sequence[int]) -> list[int]:
+        """The text `tokens` in the draft's tokens. It need not continue the previous text."""
+        encode, contents = self.translation.encode, self.translation.contents
+        if list(tokens[: len(self.fixed)]) != self.fixed:
+            self.fixed, self.encoded = [], []
+        rest = tokens[len(self.fixed) :]
+        for cut in range(len(rest) - TAIL, 0, -1) if len(rest) > 2 * TAIL else ():
+            # Every tokenizer begins a token at one space and a letter. It may merge two spaces.
+            content, previous = contents[rest[cut]], contents[rest[cut - 1]]
+            if content[:1] == b" " and content[1:2].isalpha() and not previous.endswith(b" "):
+                self.encoded = self.encoded + encode(rest[:cut], not self.fixed)
+                self.fixed, rest = self.fixed + list(rest[:cut]), rest[cut:]
+                break
+        return self.encoded + encode(rest, not self.fixed) or self.translation.row(tokens)
 
 
 class OtherTokenizerDrafter(Drafter):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from decoding.drafter import Drafter
+from decoding.lengthRules import MENU, CostAware, Fixed, LengthRule
 from decoding.lengthRules import RULES as LENGTH_RULES
-from decoding.lengthRules import CostAwareTree, Fixed, FixedTree, LengthRule
 from decoding.model import Model
 from decoding.record import Record
-from decoding.rows import Callback, EndOfText
-from decoding.trees.rules import TREE_RULES, synthetic_tree
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
+from decoding.treeRules import TREE_RULES, synthetic_tree
 from decoding.verification import RULES as VERIFICATIONS
 from decoding.verification import VerificationRule, synthetic
 from engine.cachedModel import UncachedModel
@@ -24,8 +22,7 @@ from methods.cascade import CascadeDrafter
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.otherTokenizer import OtherTokenizerDrafter
-from methods.translation import Translation
+from methods.otherTokenizer import OtherTokenizerDrafter, Translation
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -105,6 +102,7 @@ def parameters_of(rule: str) -> Mapping[str, inspect.Parameter]:
 Sampler = Callable[..., tuple[list[list[int]], list[Record]]]
 Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted, self (the target's copy), head
 Maker = Callable[[Models, Decoding], Sampler]
+DrafterMaker = Callable[[Models, Decoding], Drafter]
 
 
 # Drafters.
@@ -113,10 +111,8 @@ Maker = Callable[[Models, Decoding], Sampler]
 def model_drafter(models: Models, decoding: Decoding, role: str = "draft") -> Drafter:
     """A drafter with the model of `role`. The draft is restricted if `--draftVocab` is given."""
     options = decoding.draft_temperature, decoding.draft_top_p
-    if role != "draft":
-        return ModelDrafter(models[role], *options)
-    model = models.get("restricted") or models["draft"]
-    if decoding.translation is not None:
+    model = models["restricted"] if role == "draft" and "restricted" in models else models[role]
+    if role == "draft" and decoding.translation is not None:
         return OtherTokenizerDrafter(model, decoding.translation, *options)
     return ModelDrafter(model, *options)
 
@@ -142,24 +138,15 @@ def guesser(models: Models, decoding: Decoding) -> Drafter:
 # Samplers.
 
 
-def plain(models: Models, decoding: Decoding, role: str = "target") -> Sampler:
-    """One model without any other. A draft with a tokenizer of its own continues the prompts in its own tokens, and no
-    id ends them."""
-    sampler = partial(regrSampling, target=models[role])
-    return partial(translated, decoding.translation, sampler) if role == "draft" and decoding.translation else sampler
-
-
-def translated(
-    translation: Translation,
-    sampler: Sampler,
-    prefixes: Sequence[Sequence[int]],
-    *,
-    end_of_text: EndOfText = None,
-    callback: Callback | None = None,
-    **options: Any,
-) -> tuple[list[list[int]], list[Record]]:
-    """A sampler that is given prefixes in the target's tokens and continues them in the draft's."""
-    return sampler([translation.row(prefix) for prefix in prefixes], **options)
+def one_model(models: Models, decoding: Decoding, role: str = "target") -> Sampler:
+    """Plain decoding: one model without any other. A draft with a tokenizer of its own continues the prompts in its own
+    tokens, and no id ends them."""
+    sampler, translation = partial(regrSampling, target=models[role]), decoding.translation
+    if role != "draft" or translation is None:
+        return sampler
+    return lambda prefixes, end_of_text=None, callback=None, **options: sampler(
+        [translation.row(prefix) for prefix in prefixes], **options
+    )
 
 
 def rule_of(models: Models, decoding: Decoding, name: str | None = None) -> VerificationRule:
@@ -169,12 +156,12 @@ def rule_of(models: Models, decoding: Decoding, name: str | None = None) -> Veri
     return VERIFICATIONS[name or decoding.verification]
 
 
-def speculative(
+def chains(
     models: Models,
     decoding: Decoding,
     rule: str | None = None,
     verification: str | None = None,
-    drafter: Callable[[Models, Decoding], Drafter] = guesser,
+    drafter: DrafterMaker = guesser,
 ) -> Sampler:
     """Speculative sampling with this draft-length rule and verification rule; None: those of the flags."""
     rule = rule or decoding.draft_length
@@ -188,7 +175,7 @@ def speculative(
     )
 
 
-def tree(models: Models, decoding: Decoding, rule: str | None = None) -> Sampler:
+def trees(models: Models, decoding: Decoding, rule: str | None = None) -> Sampler:
     """A tree of guesses with this verification rule; None: that of the flags."""
     model, verify = models.get("restricted") or models["draft"], TREE_RULES[rule or decoding.tree_rule]
     if decoding.acceptance is not None:
@@ -204,12 +191,12 @@ def tree(models: Models, decoding: Decoding, rule: str | None = None) -> Sampler
 
 def tree_choice(decoding: Decoding) -> LengthRule:
     """The value of `--tree`; "auto" if it is not given."""
-    return CostAwareTree() if decoding.tree in (None, "auto") else FixedTree(Tree.of(decoding.tree or ""))
+    return CostAware(MENU) if decoding.tree in (None, "auto") else Fixed(Tree.of(decoding.tree or ""))
 
 
 def from_flags(models: Models, decoding: Decoding) -> Sampler:
     """A tree if --tree is given, else a chain."""
-    return (tree if decoding.tree else speculative)(models, decoding)
+    return (trees if decoding.tree else chains)(models, decoding)
 
 
 def cascade(models: Models, decoding: Decoding) -> Sampler:
@@ -228,11 +215,5 @@ def contrastive(models: Models, decoding: Decoding, make: Maker) -> Sampler:
     """Contrastive decoding. It has its own temperature, 0 in the paper, and ignores the other sampling flags."""
     contrast = Contrast(models["target"], models["draft"], decoding.plausibility, decoding.amateur_temperature)
     sampler = make(models | {"target": contrast}, decoding)
-    return partial(sampled_by, Sampling(decoding.contrastive_temperature, 0, 1.0), sampler)
-
-
-def sampled_by(
-    fixed: Sampling, sampler: Sampler, prefixes: Sequence[Sequence[int]], *, sampling: Sampling, **options: Any
-) -> tuple[list[list[int]], list[Record]]:
-    """A sampler that draws tokens by `fixed`, and ignores `sampling`."""
-    return sampler(prefixes, sampling=fixed, **options)
+    of_scores = Sampling(decoding.contrastive_temperature, 0, 1.0)
+    return lambda prefixes, sampling, **options: sampler(prefixes, sampling=of_scores, **options)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from decoding.drafter import Guesses, Observer
-from decoding.lengthRules import FixedTree, LengthRule
+from decoding.lengthRules import Fixed, LengthRule
 from decoding.model import Model
 from decoding.record import Record
 from decoding.rows import Callback, EndOfText, Generators, Rows
-from decoding.trees.rules import TreeRule, top_down_rule, traversal_rule
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
+from decoding.treeRules import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import VerificationRule, block_rule, token_rule
 from methods.drafters import ModelDrafter
-from specSampling import advance as advance_chain
+from specSampling import advance
 from utils import Sampling, not_finite
 
 # What a rule for trees is on a chain.
@@ -62,7 +62,7 @@ def treeSampling(
     """Continue each of `prefixes` with tokens distributed exactly as `target`'s own, in fewer forwards of `target`.
 
     tree: the shape of a round's guesses, or a rule that chooses it (decoding/lengthRules.py).
-    verify: which guesses to accept (decoding/trees/rules.py).
+    verify: which guesses to accept (decoding/treeRules.py).
     observer: as in `specSampling`.
     The other arguments, both results and the errors are those of `regrSampling`.
 
@@ -70,7 +70,7 @@ def treeSampling(
     another: each adds tokens of the target's distribution, given the committed ones, and afterwards both caches hold
     the committed tokens at their positions.
     """
-    rule = FixedTree(tree) if isinstance(tree, Tree) else tree
+    rule = Fixed(tree) if isinstance(tree, Tree) else tree
     spare = max((shape.size for shape in rule.shapes or ()), default=0)
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback, spare, generator, batch)
     drafter.begin(rows)
@@ -81,13 +81,13 @@ def treeSampling(
             drafter.read_prompts(rows)
         elif rule.shape().is_chain and (verify in ON_CHAINS or not rule.shape().size):
             on_chains = ON_CHAINS.get(verify, token_rule)
-            advance_chain(rows, target, drafter, rule, sampling, on_chains, observer)
+            advance(rows, target, drafter, rule, sampling, on_chains, observer)
         else:
-            advance(rows, target, drafter, rule, sampling, verify, observer)
+            advance_tree(rows, target, drafter, rule, sampling, verify, observer)
     return rows.tokens, rows.records
 
 
-def advance(
+def advance_tree(
     rows: Rows,
     target: Model,
     drafter: TreeDrafter,

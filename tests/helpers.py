@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from decoding.lengthRules import LengthRule
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
 from engine.cachedModel import CachedModel
 from engine.kernels import loader
 from engine.quantised import Codes

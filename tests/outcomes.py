@@ -6,6 +6,8 @@ weight is multiplied by the probability of what was decided. The functions under
 distribution is a sum of weights, without sampling noise.
 """
 
+import copy
+
 import helpers
 import mistakes
 import pytest
@@ -153,14 +155,17 @@ def largest_error(sample, target, length=4, sampling=FREE, prefixes=((1, 2, 0, 1
     return largest
 
 
-def speculative_error(drafter, gamma=2, verify=token_rule, vocabulary=3, length=3, sampling=FREE, target=None, **where):
-    """`largest_error` of speculative sampling from a small target. drafter: f(target, two smaller models) -> what
-    guesses. target: f(target) -> the model that scores, if it is another."""
-    models = small(3, vocabulary)
+def speculative_error(
+    drafter, gamma=2, verify=token_rule, vocabulary=3, length=3, sampling=FREE, target=None, smaller=2, **where
+):
+    """`largest_error` of speculative sampling from a small target. drafter: f(target, `smaller` models) -> what
+    guesses. gamma: a number or a rule. target: f(target) -> the model that scores, if it is another."""
+    models = small(1 + smaller, vocabulary)
     guesser, scored_by = drafter(*models), (target or (lambda right: right))(models[0])
 
     def sample(prefixes):
-        return specSampling(prefixes, scored_by, guesser, length, gamma, sampling, verify=verify)[0]
+        rule = copy.deepcopy(gamma)  # It learns.
+        return specSampling(prefixes, scored_by, guesser, length, rule, sampling, verify=verify)[0]
 
     return largest_error(sample, models[0], length, sampling, **where)
 

@@ -11,16 +11,15 @@ from test_specSampling import PROMPTS, near
 from decoding.drafter import Guesses
 from decoding.lengthRules import DraftConfidence
 from decoding.record import Record
-from decoding.trees.rules import TREE_RULES
-from decoding.trees.shapes import expected as tokens_of
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
+from decoding.treeRules import TREE_RULES
 from decoding.verification import token_rule
 from experiments import sweep, theory
 from experiments.acceptance import OverlapObserver, acceptance_of, chances, expected, overlaps_of
 from experiments.sweep import sampler
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.samplers import Decoding, speculative, tree
+from methods.samplers import Decoding, chains, trees
 from methods.treeSampling import TreeDrafter, treeSampling
 from specSampling import specSampling
 from utils import Sampling, residual
@@ -122,7 +121,7 @@ def test_tokens_a_round_with_trees_are_those_expected(rule, shape):
     ratio = (1 + found.accepted / found.rounds) / expected(found.positions)["tokens"]
     assert ratio == pytest.approx(1, abs=0.05) if rule == "topDown" else 1 < ratio < 1.3
     if shape:
-        forecast = tokens_of(Tree.of(shape), acceptance_of(found.positions).table(3, 3))
+        forecast = Tree.of(shape).expected_tokens(acceptance_of(found.positions).table(3, 3))
         assert forecast == pytest.approx(expected(found.positions)["tokens"], rel=0.1)
 
 
@@ -132,8 +131,8 @@ def test_a_chain_has_the_same_overlaps_whether_it_is_called_a_tree_or_not():
     found = [
         overlaps_of(method, PROMPTS, "cpu", DRAW, 30, None, 0)
         for method in (
-            speculative(models, Decoding(gamma=3), "fixed", "block"),
-            tree(models, Decoding(tree="1,1,1"), "traversal"),
+            chains(models, Decoding(gamma=3), "fixed", "block"),
+            trees(models, Decoding(tree="1,1,1"), "traversal"),
         )
     ]
     assert found[0] == found[1] and len(found[0].positions) == 3

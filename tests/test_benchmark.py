@@ -14,8 +14,8 @@ from benchmark import generation, steps
 from benchmark.engines import textCheck
 from benchmark.engines.engineProcess import PeerError
 from benchmark.generation import LibraryMethod
-from decoding.trees.rules import synthetic_tree
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
+from decoding.treeRules import synthetic_tree
 from decoding.verification import synthetic, token_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from decoding.lengthRules import Fixed
 from decoding.rows import Rows
-from decoding.trees.tree import Places
+from decoding.tree import Places
 from engine import kvCache
 from engine.cachedModel import CachedModel, UncachedModel
 from engine.kvCache import SlotCache

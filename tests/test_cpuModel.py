@@ -20,8 +20,8 @@ from torch import nn
 from decoding.lengthRules import DraftConfidence, Fixed, TargetConfidence
 from decoding.model import Model
 from decoding.rows import uniform
-from decoding.trees.rules import TREE_RULES
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
+from decoding.treeRules import TREE_RULES
 from decoding.verification import block_rule
 from engine import decoderLayers
 from engine.cachedModel import CachedModel, Store

@@ -46,7 +46,7 @@ from engine.smallTwin import small_twin
 from methods import customGenerate
 from methods.customGenerate import as_sampling, speculative, unpadded
 from scripts import packGenerate
-from utils import Sampling, probabilities, seen_after
+from utils import Sampling
 
 ROWS = [[5, 9, 2, 7], [3, 3, 8, 1, 40, 22, 17, 60, 2], [11]]
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -97,19 +97,16 @@ def draft():
 # Greedy texts.
 
 
-@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one row", "three ragged rows"])
 @pytest.mark.parametrize("family", helpers.FAMILIES)
-def test_greedy_texts_are_those_of_generate_alone(family, rows):
+def test_greedy_texts_are_those_of_generate_alone(family, target, draft):
     model, guesser = tiny(family), tiny(family, seed=1, layers=1)
-    for verify in RULES:
-        equal(model, speculative(guesser, 3, verify=verify), rows=rows)
-
-
-def test_so_they_are_with_a_draft_that_is_often_right(target, draft):
-    ours = greedy(target, speculative(draft), max_new_tokens=40, return_dict_in_generate=True)
-    assert ours.sequences.tolist() == greedy(target, max_new_tokens=40).tolist()
-    accepted = {count for record in ours.records for count in record.accepted}
-    assert 0 in accepted and max(accepted) == 4  # Rounds of every kind took place.
+    equal(model, speculative(guesser, 3, verify="block"), rows=ROWS[:1])
+    equal(model, speculative(guesser, 3))
+    if family == "gpt_neox":  # a draft that is often right
+        ours = greedy(target, speculative(draft), max_new_tokens=40, return_dict_in_generate=True)
+        assert ours.sequences.tolist() == greedy(target, max_new_tokens=40).tolist()
+        accepted = {count for record in ours.records for count in record.accepted}
+        assert 0 in accepted and max(accepted) == 4  # Rounds of every kind took place.
 
 
 class AfterSum(StoppingCriteria):
@@ -160,39 +157,24 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_differently(target):
 # Distributions.
 
 FILTERS = [
-    {"temperature": 0.7},
-    {"top_k": 5},
-    {"top_p": 0.8},
-    {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
-    {"repetition_penalty": 1.4},
-    {"repetition_penalty": 0.7, "temperature": 0.6, "top_k": 12, "top_p": 0.7, "eos_token_id": [1, 2]},
+    ({"temperature": 0.7}, Sampling(0.7, 0, 1.0)),
+    ({"top_k": 5}, Sampling(1.0, 5, 1.0)),
+    ({"temperature": 1.3, "top_k": 20, "top_p": 0.9}, Sampling(1.3, 20, 0.9)),
+    ({"repetition_penalty": 0.7, "temperature": 0.6, "top_k": 12, "top_p": 0.7}, Sampling(0.6, 12, 0.7, 0.7)),
 ]
 
 
-def difference(model, arguments, logits, changed=None):
-    """The largest difference between our probabilities and those of transformers' own processors. Its release 5.17
-    penalises the token that pads; nothing is compared there."""
+@pytest.mark.parametrize("arguments, sampling", FILTERS, ids=str)
+def test_the_processors_of_generate_are_translated(target, arguments, sampling):
+    """That `Sampling` gives the probabilities of these processors is in test_utils.py."""
 
     def prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
-        return input_ids, logits_processor, inputs
+        return as_sampling(logits_processor, unpadded(input_ids, inputs)[1], generation_config.do_sample)
 
-    input_ids, processors, inputs = greedy(model, prepared, **FREE | arguments)
-    prompts, padding = unpadded(input_ids, inputs)
-    sampling = changed or as_sampling(processors, padding, True)
-    seen = torch.stack([seen_after(torch.zeros(1, 61).bool(), torch.tensor([row]))[0, -1] for row in prompts])
-    wanted = processors(input_ids, logits.clone()).softmax(-1)
-    return (probabilities(logits, sampling, seen) - wanted).abs().max().item()
+    assert greedy(target, prepared, **FREE | arguments) == sampling
 
 
-@pytest.mark.parametrize("arguments", FILTERS, ids=str)
-def test_filters_give_the_probabilities_of_transformers_own(target, arguments):
-    logits = 4 * torch.randn(3, 61, generator=torch.Generator().manual_seed(0))
-    logits[:, 0] = -torch.inf  # the token that pads
-    assert difference(target, arguments, logits) < 1e-6
-    assert difference(target, arguments, logits, Sampling(1.0, 0, 1.0)) > 1e-3  # A filter that is lost is seen.
-
-
-def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=None, length=4, vocabulary=3, **arguments):
+def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=Sampling(1.0, 0, 1.0), length=4, vocabulary=3, **arguments):
     """The largest difference between the probability of a text that `generate` draws and the target's."""
     model, guesser = small(2, vocabulary)
     plain(model.model), plain(guesser.model)
@@ -202,7 +184,7 @@ def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=None, length=4, vocabulary=
         made = model.model.generate(**inputs, custom_generate=speculative(guesser.model, 2))
         return made[:, inputs["input_ids"].shape[1] :].tolist()
 
-    return largest_error(sample, model, length, sampling or Sampling(1.0, 0, 1.0), prefixes=prefixes)
+    return largest_error(sample, model, length, sampling, prefixes=prefixes)
 
 
 def test_texts_have_the_targets_probabilities():
@@ -225,39 +207,28 @@ def test_a_planted_mistake_is_caught(monkeypatch, mistake):
 
 @pytest.mark.parametrize("how", [{"verify": "token"}, {"verify": "block"}, {"draft": None}], ids=str)
 def test_many_texts_of_one_prompt_are_distributed_as_the_targets(how):
-    """With the random numbers of a run instead of every outcome, and an end of text in the middle of rounds. Without a
-    draft the model's own copy guesses."""
+    """With the random numbers of a run instead of every outcome. Without a draft the model's own copy guesses."""
     model, guesser = small(2, 5)
     plain(model.model), plain(guesser.model)
     torch.manual_seed(0)
-    arguments = FREE | {"eos_token_id": [3, 4], "top_k": 4, "temperature": 0.9, "max_new_tokens": 4}
+    arguments = FREE | {"top_k": 4, "temperature": 0.9, "max_new_tokens": 3}
     custom = speculative(**{"draft": guesser.model, "gamma": 3} | how)
-    texts = model.model.generate(
-        torch.tensor([[1, 2]]), **arguments, num_return_sequences=helpers.DRAWS // 2, custom_generate=custom
-    )[:, 2:]
-    joint = helpers.joint_distribution(model, [1, 2], 4, Sampling(0.9, 4, 1.0)).clone()
-    for step in range(3):  # What follows an end of text is padding.
-        for end in (3, 4):
-            after = joint.movedim(step, 0)[end]
-            rest = tuple(range(step, 3))
-            first = after.sum(rest, keepdim=True)
-            after.zero_()
-            after[(slice(None),) * step + (slice(0, 1),) * len(rest)] = first
+    count = {"num_return_sequences": helpers.DRAWS // 2}
+    texts = model.model.generate(torch.tensor([[1, 2]]), **arguments, **count, custom_generate=custom)[:, 2:]
+    joint = helpers.joint_distribution(model, [1, 2], 3, Sampling(0.9, 4, 1.0))
     assert helpers.chi_square(texts, joint, 5) > 1e-4
-    wrong = texts.clone()
-    wrong[: len(wrong) // 50, 1] = 1
-    assert helpers.chi_square(wrong, joint, 5) < 1e-6
+    texts[: len(texts) // 50, 1] = 1
+    assert helpers.chi_square(texts, joint, 5) < 1e-6
 
 
 def test_a_seed_repeats_a_text(target, draft):
-    def text(seed):
+    def texts(seed):
         torch.manual_seed(seed)
-        return target.generate(**batch(ROWS), **FREE, max_new_tokens=20, custom_generate=speculative(draft)).tolist()
+        how = FREE | {"max_new_tokens": 12, "num_return_sequences": 4}
+        return target.generate(torch.tensor([[5, 9]]), **how, custom_generate=speculative(draft)).tolist()
 
-    assert text(3) == text(3) != text(4)
-    how = FREE | {"max_new_tokens": 12, "num_return_sequences": 4}
-    many = target.generate(torch.tensor([[5, 9]]), **how, custom_generate=speculative(draft, verify="block"))
-    assert many.shape == (4, 14) and len(set(map(tuple, many.tolist()))) == 4
+    assert texts(3) == texts(3) != texts(4)
+    assert len(set(map(tuple, texts(3)))) == 4 and len(texts(3)[0]) == 14
 
 
 # The models of the user.
@@ -345,7 +316,7 @@ def counted(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("family", helpers.FAMILIES)
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_without_a_draft_the_models_own_copy_guesses(family, monkeypatch):
     model, made = tiny(family, seed=7), counted(monkeypatch)
 
@@ -374,18 +345,14 @@ def test_another_model_gets_a_copy_of_its_own_and_a_dead_one_leaves_none(monkeyp
 
 
 def test_what_has_no_copy_is_refused():
-    with pytest.raises(ValueError, match="bits must be one of 4, 5, 6, 8, not 7"):
-        speculative(bits=7)
-    odd = tiny(hidden_size=40)
-    with pytest.raises(ValueError, match="the model cannot draft for itself: it has layers of 40 inputs") as refused:
-        greedy(odd, speculative())
-    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"^the model cannot draft for itself: it has layers of 40 inputs.*$"):
+        greedy(tiny(hidden_size=40), speculative())
 
 
 # A trained head.
 
 
-@pytest.mark.parametrize("family", helpers.FAMILIES)
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_a_heads_folder_may_be_the_draft(family, tmp_path):
     model = tiny(family, seed=9)
     save_head(network_for(CachedModel(tiny(family, seed=9))), tmp_path, "a version", {})
@@ -400,24 +367,21 @@ def test_a_heads_folder_may_be_the_draft(family, tmp_path):
 # Streamers.
 
 
-class Heard:
+class Heard(list):
     """A streamer that keeps what it is given."""
 
-    def __init__(self):
-        self.heard = []
-
     def put(self, value):
-        self.heard.append(value.tolist())
+        self.append(value.tolist())
 
     def end(self):
-        self.heard.append("end")
+        self.append("end")
 
 
 def test_a_streamer_hears_the_prompt_each_token_and_the_end(target, draft):
     ours, theirs = Heard(), Heard()
     greedy(target, speculative(draft), rows=ROWS[:1], max_new_tokens=12, streamer=ours)
     greedy(target, rows=ROWS[:1], max_new_tokens=12, streamer=theirs)
-    assert ours.heard == theirs.heard and len(ours.heard) == 14
+    assert ours == theirs and len(ours) == 14
     with pytest.raises(ValueError, match="a streamer for a batch of 3 rows"):
         greedy(target, speculative(draft), streamer=Heard())
 
@@ -450,11 +414,7 @@ def test_the_text_streamers_of_transformers_work(pair_folder, capsys):
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"past_key_values": DynamicCache()}, "past_key_values of your own"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores=True"),
-        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states=True"),
         ({"min_new_tokens": 3, "eos_token_id": 1}, "MinLengthLogitsProcessor"),
-        ({"min_length": 9, "eos_token_id": 1}, "MinLengthLogitsProcessor"),
-        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-        ({"bad_words_ids": [[3]]}, "NoBadWordsLogitsProcessor"),
         ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [1]}, "PrefixConstrainedLogitsProcessor"),
         ({"logits_processor": [MinLengthLogitsProcessor(2, 1)]}, "MinLengthLogitsProcessor"),
@@ -467,8 +427,7 @@ def test_the_text_streamers_of_transformers_work(pair_folder, capsys):
         ({"position_ids": torch.arange(4)[None] + 3}, "position_ids of your own"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "pad on the left"),
         ({"synced_gpus": True}, "synced_gpus"),
-        ({"max_new_tokens": 200}, "exceed the context of the"),
-        ({"max_new_tokens": 200}, "max_new_tokens 200"),
+        ({"max_new_tokens": 200}, "max_new_tokens 200 exceed the context of the"),
         ({"input_ids": torch.tensor([[5, 99]])}, "a token id outside the models' vocabulary of 61"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -485,6 +444,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(target, draft, arguments, wo
         ({"gamma": 0}, "gamma must be 1 or more"),
         ({"verify": "blocks"}, f"verify must be one of {', '.join(RULES)}, not 'blocks'"),
         ({"draft": "gpt2"}, "a transformers model or a head's folder, not 'gpt2'"),
+        ({"bits": 7}, "bits must be one of 4, 5, 6, 8, not 7"),
         ({"vocabulary": 62}, r"vocabulary must lie in \[1, 61\]"),
         ({"draft": "t5"}, "models of type t5 are not supported: it is an encoder with a decoder"),
         ({"draft": "adapted"}, "a draft with adapters"),
@@ -528,7 +488,6 @@ def test_the_projects_folder_is_loaded_by_its_path(target, draft, modules):
     assert greedy(target, **loaded, assistant_model=draft, gamma=3, verify="block").tolist() == alone
     assert greedy(target, **loaded, bits=8).tolist() == alone
     for given, words in (
-        ({"bits": 7}, "bits must be one of 4, 5, 6, 8, not 7"),
         ({"assistant_model": draft, "assistant_tokenizer": 1}, "does not support assistant_tokenizer"),
         ({"assistant_model": draft, "num_beams": 2}, "does not support the generation mode beam_search"),
     ):
@@ -556,7 +515,7 @@ def test_a_packed_folder_is_loaded_by_its_path_and_from_the_hub(target, draft, m
         assert [file.name for file in tmp_path.glob("copies/copies-*/*")] == ["8"]
         streamer = Heard()
         assert greedy(target, **how, assistant_model=draft, streamer=streamer).tolist() == alone
-        assert streamer.heard[-1] == "end"
+        assert streamer[-1] == "end"
     loaded = {str(module.__file__) for name, module in sys.modules.items() if name.endswith(".customGenerate")}
     assert sum(file.startswith(str(modules)) for file in loaded) == 2  # the copies, not the project's own
 

@@ -151,20 +151,3 @@ def test_a_draft_that_was_not_asked_reads_what_it_missed(length, inside, monkeyp
     assert far([[5, 9, 2, 5, 9]]) < 1e-5
     monkeypatch.setattr(ModelDrafter, "rewind", lambda self, count: None)
     assert far([[5, 9, 2, 5, 9]]) > 1e-3
-
-
-@pytest.mark.parametrize("cascade", [False, True])
-def test_guesses_come_from_the_q_they_are_returned_with(cascade):
-    """q is what the model says after the tokens committed and guessed, read without a cache."""
-    model, drafter = helpers.tiny(seed=1), ModelDrafter(helpers.tiny(seed=1))
-    if cascade:
-        drafter = CascadeDrafter(model, ModelDrafter(helpers.tiny(seed=2)), Fixed(2))
-    prompts = [[5, 9, 2, 7], [11]]
-    rows = Rows(prompts, 10, drafter.models)
-    drafter.begin(rows)
-    drafter.read_prompts(rows)
-    guesses = drafter.draft(rows, [4, 4], FREE)
-    for prompt, drafts, q in zip(prompts, guesses.drafts.tolist(), guesses.q):
-        wanted = model.score(torch.tensor([prompt + drafts]))[0, len(prompt) - 1 : -1].softmax(-1)
-        torch.testing.assert_close(q, wanted, atol=1e-5, rtol=1e-4)
-    assert drafter.draft(rows, [0, 0], FREE).drafts.shape == (2, 0)

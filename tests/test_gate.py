@@ -18,7 +18,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from decoding.trees.tree import Places
+from decoding.tree import Places
 from engine import cachedModel, gate, kvCache
 from engine.cachedModel import CachedModel, Ungated, check_kind, context_of
 from engine.compiling import compiled

@@ -13,10 +13,10 @@ from test_specSampling import PROMPTS
 from transformers import LlamaConfig
 
 import specSampling as loop
-from decoding.lengthRules import DraftConfidence, Fixed, FixedTree
+from decoding.lengthRules import DraftConfidence, Fixed
 from decoding.rows import Rows
-from decoding.trees.rules import traversal_rule
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
+from decoding.treeRules import traversal_rule
 from decoding.verification import token_rule
 from engine import head as heads
 from engine.cachedModel import CachedModel, Tap
@@ -113,7 +113,7 @@ def rounds(target, drafter, sampling=FREE, tree=None, count=6, prompts=SHORT):
     generator = torch.Generator().manual_seed(0)
     rows = Rows(prompts, 40, [target, *drafter.models], spare=tree.size if tree else 0, generator=generator)
     drafter.begin(rows)
-    length = FixedTree(tree) if tree else Fixed(3)
+    length = Fixed(tree) if tree else Fixed(3)
     length.begin(rows)
     with torch.inference_mode():
         target.first_token(rows, sampling)
@@ -121,7 +121,7 @@ def rounds(target, drafter, sampling=FREE, tree=None, count=6, prompts=SHORT):
         for _ in range(count):
             before = copy.deepcopy(rows.texts)
             if tree:
-                trees.advance(rows, target, drafter, length, sampling, traversal_rule)
+                trees.advance_tree(rows, target, drafter, length, sampling, traversal_rule)
             else:
                 loop.advance(rows, target, drafter, length, sampling, token_rule)
             yield before, found[-1], rows

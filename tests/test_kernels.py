@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.trees.rules import top_down_rule, traversal_rule
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
+from decoding.treeRules import top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
 from engine.cachedModel import CachedModel
 from engine.cpuModel import CpuModel

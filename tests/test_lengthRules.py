@@ -10,9 +10,8 @@ import torch
 from conftest import refused
 from test_specSampling import PROMPTS, near
 
-from decoding.costs import Costs
-from decoding.lengthRules import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
-from decoding.trees.tree import Tree
+from decoding.lengthRules import Acceptance, Additive, CostAware, DraftConfidence, Fixed, RoundCosts, TargetConfidence
+from decoding.tree import Tree
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
 from utils import Sampling
@@ -76,38 +75,47 @@ def test_draft_confidence_stops_after_the_first_unsure_guess_of_each_row():
         assert all(q >= 0.1 for q in guesses[:-1]) and (guesses[-1] < 0.1 or n == 5)
 
 
-def simulate(rule, alpha, price, cost, tokens=4000, seed=0, drift=0.5, texts=1):
-    """Tokens per second of a rule in a world where guesses pass with `alpha`, a round costs 1 + price * gamma, one
-    without guesses `cost`, the first round after another length half as much again, the clock is noisy, and the machine
-    now faster, now slower."""
-    rng, clock, before = random.Random(seed), [0.0], None
+def simulate(rule, alphas, cost, tokens=4000, seed=0, drift=0.0):
+    """Tokens per second of a rule in a world where the guesses of row i pass with `alphas[i]`, and a round takes
+    `cost(guesses of all rows)`. Where the machine drifts, it is now faster, now slower, the first round after another
+    length takes half as much again, and some rounds take twenty times as long on the clock."""
+    rng, clock, before, made, seconds = random.Random(seed), [0.0], None, 0, 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("decoding.lengthRules.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-        rule.begin(rows(1))
-        made, seconds = 0, 0.0
+        rule.begin(rows(len(alphas)))
         while made < tokens:
-            gamma = rule.gammas()[0]
-            accepted = next((i for i in range(gamma) if rng.random() >= alpha), gamma)
-            takes = (1.0 + price * gamma if gamma else cost) * (1.5 if gamma != before else 1)
-            made, seconds, before = made + accepted + 1, seconds + takes, gamma
-            noise = rng.uniform(0.95, 1.1) * (20 if rng.random() < 0.003 else 1)
+            gammas = rule.gammas()
+            accepted = [next((i for i in range(n) if rng.random() >= alpha), n) for n, alpha in zip(gammas, alphas)]
+            takes = cost(sum(gammas)) * (1.5 if drift and gammas != before else 1)
+            made, seconds, before = made + sum(accepted) + len(alphas), seconds + takes, gammas
+            noise = rng.uniform(0.95, 1.1) * (20 if drift and rng.random() < 0.003 else 1)
             clock[0] += takes * (1 + drift * math.sin(made / 200)) * noise
-            rule.learn({0: gamma}, {0: accepted}, {})
+            rule.learn(dict(enumerate(gammas)), dict(enumerate(accepted)), {})
     return made / seconds
+
+
+def one_text(price, plain=1.0):
+    """The cost of a round of one text: 1 + price * gamma, without guesses `plain`."""
+    return lambda guesses: 1 + price * guesses if guesses else plain
+
+
+def of_batch(price):
+    return lambda guesses: 1 + price * guesses
 
 
 class Plain(Fixed):
     def gammas(self):
-        return [0]
+        return [0] * self.rows.size
 
 
 @pytest.mark.parametrize(
     "alpha, price", [(0.0, 0.1), (0.2, 0.3), (0.5, 0.05), (0.65, 0.15), (0.8, 0.05), (0.9, 0.02), (0.95, 0.3)]
 )
 def test_cost_aware_is_near_the_best_length_wherever_that_is(alpha, price):
-    ours = simulate(CostAware(10), alpha, price, 0.95)
-    fixed = [simulate(Fixed(gamma), alpha, price, 0.95) for gamma in range(1, 11)]
-    best = max(*fixed, simulate(Plain(), alpha, price, 0.95))
+    world = [alpha], one_text(price, 0.95)
+    ours = simulate(CostAware(10), *world, drift=0.5)
+    fixed = [simulate(Fixed(gamma), *world, drift=0.5) for gamma in range(1, 11)]
+    best = max(*fixed, simulate(Plain(), *world, drift=0.5))
     assert ours > 0.93 * best  # with the rounds that tried other lengths
     if alpha == 0:
         assert best > 1.05 * max(fixed)  # in this world guessing does not pay
@@ -115,9 +123,9 @@ def test_cost_aware_is_near_the_best_length_wherever_that_is(alpha, price):
 
 def test_cost_aware_follows_a_change():
     rule = CostAware(8)
-    simulate(rule, 0.9, 0.05, 1.0)
+    simulate(rule, [0.9], one_text(0.05), drift=0.5)
     before = rule.search.best.size
-    simulate(rule, 0.1, 0.3, 1.0)
+    simulate(rule, [0.1], one_text(0.3), drift=0.5)
     assert before > 4 and rule.search.best.size <= 1
 
 
@@ -125,7 +133,7 @@ def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(
     """By a clock that only drafting and scoring move."""
     clock, learnt = [0.0], []
     monkeypatch.setattr("decoding.lengthRules.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(Costs, "learn", lambda costs, kind, seconds: learnt.append((kind.size, seconds)))
+    monkeypatch.setattr(RoundCosts, "learn", lambda costs, kind, seconds: learnt.append((kind.size, seconds)))
 
     def takes(seconds, work):
         def slower(*args, **options):
@@ -140,63 +148,31 @@ def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(
     assert [size for size, _ in learnt[:3]] == [0, 1, 2] and {seconds for _, seconds in learnt} == {11.0}
 
 
-def simulate_batch(rule, alphas, cost, tokens=20_000, seed=0):
-    """Tokens per second of a rule where row i's guesses pass with `alphas[i]` and a round costs `cost(guesses of all
-    rows)`."""
-    rng, clock, made = random.Random(seed), [0.0], 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decoding.lengthRules.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-        rule.begin(rows(len(alphas)))
-        while made < tokens:
-            gammas = rule.gammas()
-            accepted = [
-                next((i for i in range(gamma) if rng.random() >= alpha), gamma) for gamma, alpha in zip(gammas, alphas)
-            ]
-            made += sum(accepted) + len(alphas)
-            clock[0] += cost(sum(gammas)) * rng.uniform(0.95, 1.1)
-            rule.learn(dict(enumerate(gammas)), dict(enumerate(accepted)), {})
-    return made / clock[0]
-
-
 @pytest.mark.parametrize("rows_, price", [(1, 0.05), (8, 0.05), (32, 0.05), (32, 0.01), (16, 0.2)])
 def test_cost_aware_is_near_the_best_gamma_of_a_batch(rows_, price):
     """Guesses of one row are cheap; those of 32 cost more than they bring."""
-
-    def cost(guesses):
-        return 1 + price * guesses
-
-    alphas = [0.7] * rows_
-    fixed = [simulate_batch(Fixed(gamma), alphas, cost) for gamma in range(1, 9)]
-    best = max(*fixed, rows_ / (cost(0) * 1.025))
-    assert simulate_batch(CostAware(8), alphas, cost) > 0.93 * best
+    world = [0.7] * rows_, of_batch(price), 20_000
+    best = max(simulate(rule, *world) for rule in (Plain(), *map(Fixed, range(1, 9))))
+    assert simulate(CostAware(8), *world) > 0.93 * best
 
 
 def test_rows_that_fail_guess_less_than_rows_that_pass():
-    alphas = [0.9, 0.9, 0.1, 0.1] * 2
-
-    def cost(guesses):
-        return 1 + 0.05 * guesses
-
-    rule = CostAware(8)
-    ours = simulate_batch(rule, alphas, cost)
+    world, rule = ([0.9, 0.9, 0.1, 0.1] * 2, of_batch(0.05), 20_000), CostAware(8)
+    ours = simulate(rule, *world)
     gammas = rule.gammas()
     assert min(gammas[0::4] + gammas[1::4]) > max(gammas[2::4] + gammas[3::4])
-    assert ours > 1.05 * max(simulate_batch(Fixed(gamma), alphas, cost) for gamma in range(1, 9))
+    assert ours > 1.05 * max(simulate(Fixed(gamma), *world) for gamma in range(1, 9))
 
 
-def test_a_smaller_batch_begins_with_what_a_larger_one_learnt():
-    rule = CostAware(8)
-    simulate_batch(rule, [0.9] * 8, lambda guesses: 1 + 0.01 * guesses)
-    assert rule.search_for(4).best == rule.searches[8].best == rule.search_for(4).opening[0]
-
-
-def test_a_larger_batch_finds_its_own_length():
+def test_another_batch_begins_with_what_one_learnt_and_finds_its_own_length():
     """What pays for 8 rows costs more than it brings for 32."""
     rule = CostAware(8)
-    simulate_batch(rule, [0.7] * 8, lambda guesses: 1 + 0.05 * guesses)
+    simulate(rule, [0.9] * 8, of_batch(0.01), 20_000)
+    assert rule.search_for(4).best == rule.searches[8].best == rule.search_for(4).opening[0]
+    rule = CostAware(8)
+    simulate(rule, [0.7] * 8, of_batch(0.05), 20_000)
     assert rule.search.best.size > 0
-    plain = 32 / 1.025
-    assert simulate_batch(rule, [0.7] * 32, lambda guesses: 1 + 0.05 * guesses) > 0.93 * plain
+    assert simulate(rule, [0.7] * 32, of_batch(0.05), 20_000) > 0.93 * 32
     assert rule.search.best.size == 0
 
 
@@ -210,7 +186,7 @@ def test_a_length_that_was_slow_once_is_tried_again():
             costs.learn(chain, 100.0 if chain.size == 2 else 1.0 + 0.3 * chain.size)
     one, two = Tree.chain(1), Tree.chain(2)
     assert costs.seconds(two) > 2.5
-    simulate(rule, 0.62, 0.3, 1.0)
+    simulate(rule, [0.62], one_text(0.3), drift=0.5)
     assert costs.seconds(two) == pytest.approx(costs.seconds(one) * 1.6 / 1.3, rel=0.2)
 
 
@@ -232,3 +208,115 @@ def test_what_makes_no_sense_is_refused():
         for threshold in -0.1, 1.1, float("nan"):
             with refused("threshold", "[0, 1]"):
                 rule(4, threshold)
+
+
+# What a round of each shape is expected to take, from what was timed.
+
+CHAINS = {"plain": 1.0, "chain of 2": 1.5, "tree": 2.0, "chain of 8": 3.0}
+
+
+def timed(costs, seconds, rounds=30):
+    for _ in range(rounds):
+        for kind, own in seconds.items():
+            costs.learn(kind, own)
+
+
+def test_what_was_timed_is_known_and_the_rest_lies_between():
+    costs = RoundCosts(CHAINS)
+    assert {kind: costs.seconds(kind) for kind in CHAINS} == CHAINS
+    costs.learn("plain", 0.2)
+    assert [costs.seconds(kind) for kind in CHAINS] == pytest.approx([0.2 * cost for cost in CHAINS.values()])
+    costs.learn("tree", 0.6)  # half as much again as expected
+    assert costs.seconds("plain") == pytest.approx(0.2) and costs.seconds("tree") == pytest.approx(0.6)
+    assert costs.seconds("chain of 2") == pytest.approx(0.3 * math.sqrt(1.5))
+    assert costs.seconds("chain of 8") == pytest.approx(0.9)
+
+
+def test_costs_are_learnt_whatever_was_expected():
+    seconds = {"plain": 0.3, "chain of 2": 0.2, "tree": 5.0, "chain of 8": 0.1}
+    costs = RoundCosts(dict.fromkeys(CHAINS, 1.0))
+    timed(costs, seconds)
+    assert {kind: costs.seconds(kind) for kind in seconds} == pytest.approx(seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("slower", [3.0, 0.3])
+def test_a_machine_that_gets_slower_changes_all_kinds_by_the_rounds_of_one(slower):
+    costs = RoundCosts(CHAINS)
+    timed(costs, CHAINS)
+    for i in range(300):
+        costs.learn("tree", CHAINS["tree"] * slower ** (i / 300))
+    for _ in range(50):
+        costs.learn("tree", CHAINS["tree"] * slower)
+    assert costs.seconds("tree") == pytest.approx(slower * CHAINS["tree"], rel=0.03)
+    assert costs.seconds("plain") == pytest.approx(slower * CHAINS["plain"], rel=0.25)
+
+
+def test_a_hiccup_counts_for_at_most_twice_the_time_and_is_forgotten():
+    costs = RoundCosts(CHAINS)
+    costs.learn("plain", 1.0)
+    costs.learn("tree", 1000.0)
+    assert costs.seconds("tree") == pytest.approx(4.0)
+    for _ in range(8):
+        costs.learn("plain", 1.0)
+        costs.learn("tree", 2.0)
+    assert costs.seconds("tree") == pytest.approx(2.0, rel=0.1)
+    costs.learn("plain", 1000.0)
+    assert costs.seconds("plain") < 1.3
+    costs = RoundCosts(CHAINS)
+    costs.learn("plain", 50.0)  # the first round of all
+    timed(costs, CHAINS)
+    assert [costs.seconds(kind) for kind in CHAINS] == pytest.approx(list(CHAINS.values()), rel=0.1)
+
+
+def test_noise_evens_out():
+    rng, costs = random.Random(0), RoundCosts(CHAINS)
+    for _ in range(1000):
+        costs.learn("tree", 2 * rng.uniform(0.9, 1.1))
+    assert costs.seconds("tree") == pytest.approx(2.0, rel=0.05)
+    costs.learn("plain", 0.0)  # a clock that stands still
+    assert costs.seconds("plain") > 0
+
+
+# What trees are expected to give, and how acceptance is learnt from rounds.
+
+
+def test_expected_tokens():
+    table = [[0.6, 0.2], [0.5, 0.1]]
+    assert Tree.of("2/1,2").expected_tokens(table) == pytest.approx(1 + 0.6 + 0.2 + 0.6 * 0.5 + 0.2 * (0.5 + 0.1))
+    assert Tree.chain(3).expected_tokens(table) == pytest.approx(1 + 0.6 + 0.3)
+    assert Tree.of("3").expected_tokens(table) == pytest.approx(1.8)
+
+
+def test_acceptance_is_learnt_from_rounds():
+    """Rounds in which a first sibling is accepted 6 times of 10, a second twice, at each depth alike."""
+    source, learnt, tree = random.Random(0), Acceptance(), Tree.of("3,2,1")
+    for _ in range(2000):
+        node = 0
+        while tree.children[node]:
+            rank = source.choices((0, 1, None), (6, 2, 2))[0]
+            if rank is None or rank >= len(tree.children[node]):
+                break
+            node = tree.children[node][rank]
+        learnt.add(tree, {0: node}, {0: 3})
+    table = learnt.table(5, 4)
+    assert [len(row) for row in table] == [4] * 5
+    for at in range(2):
+        assert table[at][:2] == pytest.approx([0.6, 0.2], abs=0.06)
+    assert table[2][0] == pytest.approx(0.6, abs=0.08) and table[0][2] < 0.02
+    assert table[3] == pytest.approx(table[4]) and table[2][1] == pytest.approx(table[1][1])  # What no round has shown.
+    assert all(sum(row) <= 1 for row in table)
+
+
+def test_before_the_first_round_there_is_hope():
+    table = Acceptance().table(3, 3)
+    assert table[0] == table[2] and table[0][0] == Acceptance.HOPE
+    assert table[0][0] > table[0][1] > table[0][2] > 0 and sum(table[0]) < 1
+
+
+def test_a_guess_that_was_not_asked_for_does_not_count():
+    learnt, tree = Acceptance(), Tree.of("2,1")
+    learnt.add(tree, dict(enumerate([1, 0, 2, 1])), dict.fromkeys(range(4), 1))
+    assert learnt.reached == {(0, 0): 4.0, (0, 1): 4.0} and learnt.accepted == {(0, 0): 2.0, (0, 1): 1.0}
+    learnt.add(tree, {0: 3}, {0: 2})  # the first child, and its child
+    assert learnt.reached[0, 0] == pytest.approx(5, abs=0.01) and learnt.accepted[0, 0] == pytest.approx(3, abs=0.01)
+    assert learnt.reached[1, 0] == learnt.accepted[1, 0] == 1

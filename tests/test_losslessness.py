@@ -16,8 +16,8 @@ from test_otherTokenizer import letters
 from test_specSampling import PROMPTS, error, near
 
 from decoding.drafter import Drafter, Guesses
-from decoding.trees.rules import traversal_rule
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
+from decoding.treeRules import traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled
@@ -35,8 +35,7 @@ from methods.cascade import CascadeDrafter
 from methods.catalogue import METHODS, choose
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.otherTokenizer import OtherTokenizerDrafter
-from methods.translation import Translation
+from methods.otherTokenizer import OtherTokenizerDrafter, Translation
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from report import losslessReport

@@ -18,7 +18,7 @@ from test_specSampling import PROMPTS, near
 from torch.nn.functional import linear
 
 from decoding.lengthRules import CostAware, DraftConfidence, Fixed
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
 from decoding.verification import block_rule
 from engine import copies as engineCopies
 from engine.cachedModel import CachedModel

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from decoding.trees.guesses import siblings
+from decoding.tree import siblings
 
 Q = torch.tensor([[0.5, 0.0, 0.2, 0.3], [0.0, 0.0, 1.0, 0.0], [0.1, 0.6, 0.1, 0.2]])
 

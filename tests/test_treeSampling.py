@@ -8,10 +8,10 @@ import torch
 from helpers import DRAWS
 from test_specSampling import PROMPTS, near
 
+from decoding import tree as trees
 from decoding.rows import Rows
-from decoding.trees import tree as trees
-from decoding.trees.rules import TREE_RULES, top_down_rule, traversal_rule
-from decoding.trees.tree import Places, Tree
+from decoding.tree import Places, Tree
+from decoding.treeRules import TREE_RULES, top_down_rule, traversal_rule
 from methods import treeSampling as loop
 from methods.drafters import ModelDrafter
 from methods.treeSampling import ON_CHAINS, TreeDrafter, treeSampling

@@ -3,15 +3,13 @@ own text."""
 
 import pytest
 import torch
-from helpers import chi_square
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from outcomes import at, joint, number, pairs, softmaxes
 
-from decoding.trees import rules as treeVerification
-from decoding.trees.guesses import siblings
-from decoding.trees.rules import TREE_RULES, after_child, in_postorder, top_down_rule, traversal_rule
-from decoding.trees.tree import MOST, Tree
+from decoding import treeRules as treeVerification
+from decoding.tree import MOST, Tree
+from decoding.treeRules import TREE_RULES, after_child, in_postorder, top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
 from lossless.mistakes import mass_not_updated, siblings_not_renormalised, unsure_node_dropped
 from utils import draw
@@ -208,42 +206,6 @@ def test_masses_that_stay_as_they_were_are_caught(rule, monkeypatch):
     monkeypatch.setattr(treeVerification, "after_child", unchanged)
     p, q, tree = pair("2,1", 0, (False, False))
     assert variation(rule, p, q, tree) > 1e-3
-
-
-def drawn_texts(rule, p, q, tree, rows, generator):
-    """`rows` texts of depth + 1 tokens: drafts drawn by `siblings`, a round of `rule`, and what the target adds."""
-    drafts, laws = torch.zeros(rows, tree.size, dtype=torch.long), torch.zeros(rows, tree.size, p[0].shape[1])
-    for level in tree.levels[:-1]:
-        counts = [len(tree.children[node]) for node in level]
-        law = torch.stack([at(q, text_of(drafts, tree, node)) for node in level], 1)
-        u = torch.rand(rows, len(level), max(counts), generator=generator)
-        below = [child - 1 for node in level for child in tree.children[node]]
-        drafts[:, below], laws[:, below] = siblings(law, u, counts)
-    after = torch.stack([at(p, text_of(drafts, tree, node)) for node in range(tree.size + 1)], 1)
-    accepted, path, token = rule(after, laws, drafts, torch.rand(rows, tree.size + 1, generator=generator), tree)
-    texts = torch.cat([drafts.gather(1, (path - 1).clamp(min=0)), token[:, None]], 1)
-    texts.scatter_(1, accepted[:, None], token[:, None])
-    for n in range(1, tree.depth + 1):
-        more = draw(at(p, texts[:, :n]), generator)
-        texts[:, n] = torch.where(accepted < n, more, texts[:, n])
-    return texts
-
-
-@pytest.mark.parametrize("shape", ["3/2,1,0", "2,1,1"])
-@pytest.mark.parametrize("rule", TREE_RULES.values())
-def test_drawn_texts_are_distributed_as_the_targets(rule, shape):
-    p, q, tree = pair(shape, 1, (True, False))
-    p, q = ([level.float() for level in levels] for levels in (p, q))
-    texts = drawn_texts(rule, p, q, tree, 200_000, torch.Generator().manual_seed(0))
-    assert chi_square(texts, joint(p), p[0].shape[1]) > 1e-3
-
-
-@pytest.mark.parametrize("mistake", RULE_MISTAKES)
-def test_a_planted_mistake_is_seen_in_drawn_texts(mistake):
-    p, q, tree = pair("2,2", 0, (False, False))
-    p, q = ([level.float() for level in levels] for levels in (p, q))
-    texts = drawn_texts(mistake, p, q, tree, 50_000, torch.Generator().manual_seed(0))
-    assert chi_square(texts, joint(p), p[0].shape[1]) < 1e-6
 
 
 @pytest.mark.parametrize("rule", TREE_RULES.values())

@@ -1,7 +1,6 @@
 """The shape of a tree of guesses, and what chooses it."""
 
 import functools
-import itertools
 import time
 from types import SimpleNamespace
 
@@ -9,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.lengthRules import CostAwareTree
-from decoding.trees.shapes import MENU, expected
-from decoding.trees.tree import MOST, Tree
+from decoding.lengthRules import MENU, CostAware
+from decoding.tree import MOST, Tree
 from utils import UserError
 
 PLAIN = Tree.chain(0)
@@ -81,12 +79,12 @@ class Clock:
 def test_auto_finds_the_shape_with_the_most_tokens_per_second(monkeypatch):
     """Scoring is free: the largest tree. Guesses cost as much as plain decoding and are never right: no guesses."""
     free = Clock(monkeypatch, lambda tree: 1.0 + 0.001 * tree.size, accepted=9)
-    asked = free.play(CostAwareTree(), 400)
+    asked = free.play(CostAware(MENU), 400)
     assert max(map(asked[200:].count, MENU)) > 150
     favourite = max(MENU, key=asked[200:].count)
     assert favourite.depth == max(tree.depth for tree in MENU)
     dear = Clock(monkeypatch, lambda tree: 1.0 + tree.depth, accepted=0)
-    asked = dear.play(CostAwareTree(), 400)
+    asked = dear.play(CostAware(MENU), 400)
     assert asked[200:].count(PLAIN) > 150
 
 
@@ -108,15 +106,6 @@ def best_expected(budget, table):
     return 1 + below(0, 0, budget)
 
 
-def test_no_tree_is_better_than_the_best():
-    table = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.1], [0.7, 0.1, 0.0]]
-    shapes = [(0, *rest) for rest in itertools.product(range(5), repeat=4)]
-    every = [
-        Tree(parents) for parents in shapes if all(a <= b <= i for i, (a, b) in enumerate(zip(parents, parents[1:]), 1))
-    ]
-    assert best_expected(5, table) == pytest.approx(max(expected(tree, table) for tree in every))
-
-
 @pytest.mark.parametrize("first", [0.4, 0.6, 0.9])
 @pytest.mark.parametrize("level", [0.03, 0.25])
 @pytest.mark.parametrize("node", [0.002, 0.05])
@@ -129,7 +118,7 @@ def test_the_menu_is_nearly_as_good_as_the_best_shape(first, level, node):
         return tokens / (1 + level * depth + node * size)
 
     def rates(shapes):
-        return [rate(expected(tree, [row] * 10), tree.depth, tree.size) for tree in shapes]
+        return [rate(tree.expected_tokens([row] * 10), tree.depth, tree.size) for tree in shapes]
 
     sizes = (1, 2, 4, 6, 8, 12, 16, 24, 32)
     best = max(
@@ -144,7 +133,7 @@ def test_the_menu_is_nearly_as_good_as_the_best_shape(first, level, node):
 
 def test_auto_tries_other_shapes_again(monkeypatch):
     free = Clock(monkeypatch, lambda tree: 1.0 + 0.02 * tree.size, accepted=2)
-    assert len(set(free.play(CostAwareTree(), 800)[100:])) > 3
+    assert len(set(free.play(CostAware(MENU), 800)[100:])) > 3
 
 
 def test_auto_forgets_a_busy_start(monkeypatch):
@@ -157,5 +146,5 @@ def test_auto_forgets_a_busy_start(monkeypatch):
         busy = 30.0 if rounds < 20 and tree.size else 1.0
         return busy * (1.0 + 0.01 * tree.size)
 
-    asked = Clock(monkeypatch, seconds, accepted=9).play(CostAwareTree(), 4000)
+    asked = Clock(monkeypatch, seconds, accepted=9).play(CostAware(MENU), 4000)
     assert asked[20:60].count(PLAIN) > 20 and asked[-500:].count(PLAIN) < 50

@@ -104,8 +104,7 @@ def test_a_planted_mistake_is_caught(mistake):
 
 @pytest.mark.parametrize("rule", RULES.values())
 def test_a_residual_that_is_p_is_caught(rule, monkeypatch):
-    for module in (verification,):
-        monkeypatch.setattr(module, "residual", lambda p, q: p)
+    monkeypatch.setattr(verification, "residual", lambda p, q: p)
     assert error(rule, *softmaxes()) > 1e-3
 
 
@@ -116,6 +115,16 @@ def test_greedy_accepts_agreement_and_replaces_the_first_disagreement():
     assert (accepted.item(), token.item()) == (2, 3)
     accepted, token = token_rule(p, p[:, :3], torch.tensor([[1, 2, 3]]), torch.rand(1, 4))
     assert (accepted.item(), token.item()) == (3, 4)
+
+
+def test_a_synthetic_rule_leaves_p_where_a_row_has_no_guess():
+    """The token that pads there may be the target's only one."""
+    p, drafts = torch.eye(4)[torch.tensor([[1, 2, 3]])], torch.tensor([[1, 2]])
+    q = torch.eye(4)[drafts]
+    q[:, 1] = 0
+    for u, wanted in ((0.4, (1, 2)), (0.6, (0, 1))):
+        accepted, token = verification.synthetic(0.5)(p.clone(), q, drafts, torch.full((1, 3), u))
+        assert (accepted.item(), token.item()) == wanted
 
 
 def test_without_guesses_it_is_plain_sampling():

@@ -20,7 +20,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
 from engine.cachedModel import CachedModel, check_kind, context_of
 from engine.smallTwin import small_twin
 from experiments.runRecord import origin

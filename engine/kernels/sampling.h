@@ -1,5 +1,5 @@
-// Filters, draws and verification rules. utils.py, decoding/verification.py,
-// decoding/trees/guesses.py and decoding/trees/rules.py define what these compute.
+// Filters, draws and verification rules. utils.py, decoding/verification.py and decoding/treeRules.py define what
+// these compute.
 #pragma once
 #include "numbers.h"
 

@@ -1,5 +1,5 @@
-// Trees of guesses: draws without replacement, and the rules. decoding/trees/guesses.py and decoding/trees/rules.py
-// define what these compute.
+// Trees of guesses: draws without replacement, and the rules. decoding/tree.py and decoding/treeRules.py define what
+// these compute.
 #pragma once
 #include "sampling.h"
 

@@ -1,4 +1,4 @@
-"""`Tree`: the shape of a tree of guesses, and `Places`: where its nodes are.
+"""`Tree`: the shape of a tree of guesses; `Places`: where its nodes are; `siblings`: the guesses of one level.
 
 A chain ends at its first rejection; a tree has a second candidate there (SpecInfer, Miao et al., arXiv 2305.09781).
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from decoding.rows import Rows, upload
-from utils import UserError
+from utils import UserError, pick
 
 MOST = 62  # guesses; with the root, a node's ancestors must fit into the bits of an int64
 
@@ -140,6 +140,20 @@ class Tree:
         counts = [[len(self.children[node]) for node in level if self.children[node]] for level in self.levels[:-1]]
         return sum(len(level) * max(level) for level in counts)
 
+    def expected_tokens(self, acceptance: Sequence[Sequence[float]]) -> float:
+        """Expected tokens of a round with this tree, the target's own included: 1 + the sum over all nodes of the
+        probability that the node is accepted, which is a product along its path.
+
+        `acceptance[d][k]` is the probability that the k-th sibling (from 0) at depth d + 1 is the one that is accepted,
+        if its parent was; beyond the table it is 0. (Sequoia's positional acceptance assumption, arXiv 2402.12374,
+        section 3.1, here for each depth.)
+        """
+        reached = [1.0]
+        for parent, rank in zip(self.parents, self.ranks):
+            row = acceptance[self.depths[parent]] if self.depths[parent] < len(acceptance) else ()
+            reached.append(reached[parent] * (row[rank] if rank < len(row) else 0.0))
+        return sum(reached)
+
     @property
     def is_chain(self) -> bool:
         """Whether no node has two children."""
@@ -234,3 +248,36 @@ def seen_after_nodes(seen: Tensor | None, drafts: Tensor, tree: Tree, nodes: Seq
         return None
     paths = [[node - 1 for node in tree.path(end)] for end in nodes]
     return torch.stack([seen.scatter(1, columns(drafts, path), True) if path else seen for path in paths], 1)
+
+
+def siblings(q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Draw `counts[i]` children for node i of a level. No token is drawn twice for a node.
+
+    q: float32 `[B, m, V]`, the draft's distribution after each of the m nodes.
+    u: float32 `[B, m, K]`, uniform on [0, 1), K >= max(counts). The k-th child of a node is drawn with its `u[..., k]`.
+    Returns the tokens, int64 `[B, sum(counts)]`, and the laws that each was really drawn from, float32
+    `[B, sum(counts), V]`: the children of node 0 in the order they are drawn, then those of node 1, and so on. The law
+    of a first child is q; that of a later one is q without the children before it, renormalised. If fewer tokens are
+    left than children, the missing children have the law 0 and the token of the first child. If q is nan, so
+    are the laws, and the tokens are V, as those of `utils.pick` are.
+
+    It must not synchronise with the host: an engine may record its work and repeat it.
+    """
+    drawn: list[list[tuple[Tensor, Tensor]]] = [[] for _ in counts]
+    going = list(range(len(counts)))
+    left = q
+    for k in range(max(counts)):
+        parents = [i for i, node in enumerate(going) if counts[node] > k]
+        if len(parents) < len(going):
+            left, going = torch.stack([left[:, i] for i in parents], 1), [going[i] for i in parents]
+        total = left.sum(-1, keepdim=True)
+        law = left if k == 0 else left / total.masked_fill(total == 0, 1)
+        tokens = pick(law, torch.stack([u[:, node, k] for node in going], 1))
+        if k > 0:
+            first = torch.stack([drawn[node][0][0] for node in going], 1)
+            tokens = torch.where(total[..., 0] == 0, first, tokens)
+        for i, node in enumerate(going):
+            drawn[node].append((tokens[:, i], law[:, i]))
+        left = law.scatter(-1, tokens.clamp(max=q.shape[-1] - 1)[..., None], 0)  # V, drawn from nan, is no index.
+    pairs = [pair for node in drawn for pair in node]
+    return torch.stack([token for token, _ in pairs], 1), torch.stack([law for _, law in pairs], 1)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding.trees.tree import Tree
+from decoding.tree import Tree
 from utils import pick
 
 # verify(p, q, drafts, u, tree) -> (accepted, path, token), see `traversal_rule`.
