@@ -127,32 +127,29 @@ def load_head(folder: Path, target: CachedModel, version: str | None = None) -> 
     belongs to another target, or if the folder does not contain a complete head.
     """
 
-    def refuse(reason: str) -> UserError:
-        words = " ".join(reason.split())[:300]
-        return UserError(f"{folder} is not a head for {target.name}: {words}; train one, or name another folder")
-
     try:
         config = LlamaConfig(**json.loads((folder / CONFIG).read_text(encoding="utf-8")))
         trained_for, _, count = (config.head[key] for key in ("target", "layers", "tokens"))
         weights = load_file(folder / WEIGHTS)
-    except Exception as error:  # A broken folder can raise nearly anything.
-        raise refuse(f"it cannot be read ({type(error).__name__}: {error})") from None
-    if version is not None and trained_for != version:
-        raise refuse(f"it was trained for {trained_for}, and the target is {version}")
-    sizes, of_target = (config.vocab_size, config.hidden_size), tuple(target.model.get_input_embeddings().weight.shape)
-    if sizes != of_target:
-        raise refuse("it has {} tokens and a width of {}, and the target {} and {}".format(*sizes, *of_target))
-    try:
         tokens = weights.pop("tokens", None)
         ids = torch.empty(0) if tokens is None else tokens
+        sizes, wanted = [config.vocab_size, config.hidden_size], [*target.model.get_input_embeddings().weight.shape]
+        if version is not None and trained_for != version:
+            raise UserError(f"it was trained for {trained_for}, and the target is {version}")
+        if sizes != wanted:
+            raise UserError("it has {} tokens and a width of {}, and the target {} and {}".format(*sizes, *wanted))
         if (None if tokens is None else len(tokens)) != count or ((ids < 0) | (ids >= target.vocabulary)).any():
-            raise ValueError(f"{WEIGHTS} does not have the tokens of {CONFIG}")
+            raise UserError(f"{WEIGHTS} does not have the tokens of {CONFIG}")
         network = HeadNetwork.of(config, target, tokens)
         if wrong := sorted(weights.keys() ^ network.trained().keys()):
-            raise ValueError(f"{wrong[0]} is missing in {WEIGHTS}, or unexpected")
+            raise UserError(f"{wrong[0]} is missing in {WEIGHTS}, or unexpected")
         network.load_state_dict(weights, strict=False)
-    except Exception as error:
-        raise refuse(f"its files do not describe one network ({error})") from None
+    except Exception as error:  # A broken folder can raise nearly anything.
+        reason = str(error) if isinstance(error, UserError) else f"it cannot be read ({type(error).__name__}: {error})"
+        reason = " ".join(reason.split())[:300]
+        raise UserError(
+            f"{folder} is not a head for {target.name}: {reason}; train one, or name another folder"
+        ) from None
     network.to(target.device).requires_grad_(False)
     for weight in network.parameters():  # The rotary embeddings stay in float32.
         weight.data = weight.data.to(target.dtype)

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -271,12 +270,7 @@ def prepare_parts(args: Namespace, target: CachedModel) -> list[Part]:
                 save_file(part | {"seconds": torch.tensor(seconds)}, temporary)
                 os.replace(temporary, file)
                 print(f"{file.name}: {len(part['tokens']):,} tokens in {seconds:.0f} s", file=sys.stderr)
-            try:
-                parts.append(load_file(file))
-            except SafetensorError as error:
-                raise UserError(
-                    f"{file} cannot be read ({one_line(error)}); remove it, and it is computed again"
-                ) from None
+            parts.append(load_file(file))
             tokens = len(parts[-1]["tokens"])
             bar.update(tokens)
             left -= tokens if len(parts) > 1 else 0

@@ -76,9 +76,6 @@ def engine(request):
 ENGINES = pytest.mark.parametrize("engine", ["eager", "compiled"], indirect=True)
 
 
-# What rounds leave behind, and what they guess.
-
-
 @torch.inference_mode()
 def true_features(source, text):
     """The features of a text's tokens in one forward, with one of zeros before them, `[n + 1, d]`."""
@@ -228,9 +225,6 @@ def test_parents_of_nodes():
     assert Places(slots, slots, torch.tensor([0]), chain).parents[0].tolist() == [*range(-1, 62)]
 
 
-# By kernels.
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_in_bfloat16_features_and_logits_are_as_near_as_rounding_allows(kernels, family):
@@ -279,9 +273,6 @@ def test_a_decoder_refuses_what_has_no_feature(kernels):
             head.forward(torch.tensor(tokens), torch.tensor(at))
     with pytest.raises(TypeError, match="packed"):
         target.keep_features(target.tap)
-
-
-# Texts.
 
 
 SAMPLERS = {
@@ -395,9 +386,6 @@ def test_on_a_gpu_its_steps_are_captured(name):
     for (text, records), (right, right_records) in zip(texts, [*wanted, wanted[0]]):
         assert text == right
         assert [record.accepted for record in records] == [record.accepted for record in right_records]
-
-
-# Its folder.
 
 
 def test_a_head_is_read_from_the_folder_it_was_written_to(tmp_path):
