@@ -1,5 +1,4 @@
 """Draw figures/rounds.gif: one prompt continued by plain and by speculative decoding, at the speed at which they ran.
-
 `python -m scripts.drawRounds` decodes the texts anew, for docs/records/rounds.json, which `make docs` draws."""
 
 from __future__ import annotations
@@ -102,9 +101,8 @@ def decode_rounds() -> None:
             decode = partial(specSampling, *decode.args, drafter, gamma=GAMMA, observer=trace.observer)
         with quiet("cpu"):
             _, (timed,) = decode(max_len=TOKENS, generator=torch.Generator().manual_seed(0), callback=trace.callback)
-        runs[name].append((timed.times, trace.rounds))
-    middle = {name: sorted(of[1:], key=lambda run: run[0][-1])[REPEATS // 2] for name, of in runs.items()}
-    texts = {name: {"rounds": pieces_of(run[1], tokenizer), "seconds": run[0]} for name, run in middle.items()}
+        runs[name].append({"rounds": pieces_of(trace.rounds, tokenizer), "seconds": timed.times})
+    texts = {name: sorted(of[1:], key=lambda run: run["seconds"][-1])[REPEATS // 2] for name, of in runs.items()}
     versions = {role: model_record(name, model_version(find_model(name)), models[role]) for role, name in NAMES.items()}
     about = {"program": "-m scripts.drawRounds", **origin([], {"gamma": GAMMA}, "cpu", versions)}
     text = json.dumps(about | {"dtype": dtype, "prompt": PROMPT, "texts": texts}, ensure_ascii=False)
