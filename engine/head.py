@@ -46,16 +46,12 @@ class HeadNetwork(LlamaForCausalLM):
         """The input of `join`, `[B, n, 2 * d]`, from int64 `tokens[B, n]` and the features before them `[B, n, d]`."""
         return torch.cat([self.token_norm(self.model.embed_tokens(tokens)), self.feature_norm(features)], -1)
 
-    def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """The input of the layer, `[B, n, d]`, from the same."""
-        return self.join(self.joined(tokens, features))
-
     def forward(
         self, input_ids: Tensor | None = None, features: Tensor | None = None, **options: Any
     ) -> CausalLMOutputWithPast:
         """`LlamaForCausalLM.forward` of tokens and the features before them, or of `inputs_embeds`."""
         if input_ids is not None and features is not None:
-            options["inputs_embeds"] = self.inputs(input_ids, features)
+            options["inputs_embeds"] = self.join(self.joined(input_ids, features))
         return super().forward(**options)
 
     @classmethod
@@ -92,7 +88,7 @@ class HeadModel(CachedModel):
     """
 
     def __init__(self, network: HeadNetwork, target: CachedModel, name: str = "head") -> None:
-        layers, width = network.config.head["layers"], embedding_of(target).shape[1]
+        layers, width = network.config.head["layers"], target.model.get_input_embeddings().weight.shape[1]
         depth = target.model.config.num_hidden_layers
         if network.config.hidden_size != width:
             raise UserError(f"{name} has a width of {network.config.hidden_size}, and {target.name} of {width}")
@@ -111,16 +107,11 @@ def save_head(network: HeadNetwork, folder: Path, target: str, record: Mapping[s
     target: the version of the target's weights (`inputs.models.model_version`). record: further entries of config.json
     on the training, under "head".
     """
-    output, weights = network.get_output_embeddings(), network.trained()
-    tokens = output.tokens if isinstance(output, RestrictedHead) else None
-    weights = {name: x.detach().to("cpu", torch.bfloat16).contiguous() for name, x in weights.items()}
-    if tokens is not None:
-        weights["tokens"] = tokens.cpu()
-    about = {
-        "target": target,
-        "layers": network.config.head["layers"],
-        "tokens": None if tokens is None else len(tokens),
-    }
+    output = network.get_output_embeddings()
+    weights = {name: x.detach().to("cpu", torch.bfloat16).contiguous() for name, x in network.trained().items()}
+    about = {"target": target, "layers": network.config.head["layers"], "tokens": None}
+    if isinstance(output, RestrictedHead):
+        weights["tokens"], about["tokens"] = output.tokens.cpu(), len(output.tokens)
     config = network.config.to_dict() | {"vocab_size": network.vocab_size, "head": {**record, **about}}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / f"{WEIGHTS}.new")
@@ -136,49 +127,30 @@ def load_head(folder: Path, target: CachedModel, version: str | None = None) -> 
     belongs to another target, or if the folder does not contain a complete head.
     """
 
-    def refuse(reason: str) -> UserError:
-        return UserError(f"{folder} is not a head for {target.name}: {reason}; train one, or name another folder")
-
     try:
         config = LlamaConfig(**json.loads((folder / CONFIG).read_text(encoding="utf-8")))
-        trained_for, layers, count = (config.head[key] for key in ("target", "layers", "tokens"))
+        trained_for, _, count = (config.head[key] for key in ("target", "layers", "tokens"))
         weights = load_file(folder / WEIGHTS)
-    except Exception as error:  # A broken folder can raise nearly anything.
-        raise refuse(f"it cannot be read ({one_line(error)})") from None
-    if version is not None and trained_for != version:
-        raise refuse(f"it was trained for {trained_for}, and the target is {version}")
-    if (sizes := [config.vocab_size, config.hidden_size]) != (wanted := list(embedding_of(target).shape)):
-        raise refuse("it has {} tokens and a width of {}, and the target {} and {}".format(*sizes, *wanted))
-    tokens = weights.pop("tokens", None)
-    if (None if tokens is None else len(tokens)) != count or not within(tokens, target.vocabulary):
-        raise refuse(f"{WEIGHTS} does not have the tokens of {CONFIG}")
-    try:
+        tokens = weights.pop("tokens", None)
+        ids = torch.empty(0) if tokens is None else tokens
+        sizes, wanted = [config.vocab_size, config.hidden_size], [*target.model.get_input_embeddings().weight.shape]
+        if version is not None and trained_for != version:
+            raise UserError(f"it was trained for {trained_for}, and the target is {version}")
+        if sizes != wanted:
+            raise UserError("it has {} tokens and a width of {}, and the target {} and {}".format(*sizes, *wanted))
+        if (None if tokens is None else len(tokens)) != count or ((ids < 0) | (ids >= target.vocabulary)).any():
+            raise UserError(f"{WEIGHTS} does not have the tokens of {CONFIG}")
         network = HeadNetwork.of(config, target, tokens)
-    except Exception as error:
-        raise refuse(f"{CONFIG} describes no network ({one_line(error)})") from None
-    shapes, found_shapes = ({name: x.shape for name, x in part.items()} for part in (network.trained(), weights))
-    if wrong := sorted(name for name, _ in shapes.items() ^ found_shapes.items()):
-        raise refuse(f"{wrong[0]} is missing, unexpected or of another shape in {WEIGHTS}")
-    network.load_state_dict(weights, strict=False)
+        if wrong := sorted(weights.keys() ^ network.trained().keys()):
+            raise UserError(f"{wrong[0]} is missing in {WEIGHTS}, or unexpected")
+        network.load_state_dict(weights, strict=False)
+    except Exception as error:  # A broken folder can raise nearly anything.
+        reason = str(error) if isinstance(error, UserError) else f"it cannot be read ({type(error).__name__}: {error})"
+        reason = " ".join(reason.split())[:300]
+        raise UserError(
+            f"{folder} is not a head for {target.name}: {reason}; train one, or name another folder"
+        ) from None
     network.to(target.device).requires_grad_(False)
     for weight in network.parameters():  # The rotary embeddings stay in float32.
         weight.data = weight.data.to(target.dtype)
     return HeadModel(network, target, folder.name)
-
-
-def embedding_of(target: CachedModel) -> Tensor:
-    """The weight of a model's token embedding."""
-    return target.model.get_input_embeddings().weight
-
-
-def within(tokens: Tensor | None, vocabulary: int) -> bool:
-    """Whether these are the ids of some tokens of a vocabulary, int64 `[N]`, or None."""
-    if tokens is None:
-        return True
-    is_list = tokens.dtype == torch.int64 and tokens.dim() == 1 and len(tokens) > 0
-    return is_list and bool(((tokens >= 0) & (tokens < vocabulary)).all())
-
-
-def one_line(error: Exception) -> str:
-    """The message of an error, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

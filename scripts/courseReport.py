@@ -26,7 +26,7 @@ from typing import NamedTuple
 import downloadData
 import downloadModel
 from experiments.intervals import FEW, summarize
-from experiments.lines import EndLine, LosslessLine, Run, RunLine, SpeedLine, TextPerplexityLine, TimedText, of_kind
+from experiments.lines import EndLine, LosslessLine, Run, SpeedLine, TextPerplexityLine, TimedText, of_kind
 from experiments.settings import parse, without_effect
 from inputs.commandLine import as_command, path, script_parser, text, whole
 from inputs.devices import pick_device
@@ -41,10 +41,11 @@ from report.tables import Cell, Measured, Table, markdown, span
 from report.textTables import text_table
 from scripts.keepRecord import source, without_places
 
-PAIR, MID = (downloadModel.PYTHIA[-1], downloadModel.PYTHIA[0]), downloadModel.PYTHIA[1]
+DRAFT, MID, TARGET = downloadModel.PYTHIA
 DATA = ["wikitext", "pg19"]
 OUT, PAGE = Path("courseReport"), "report.md"
 SPEED = "Speed with and without a KV cache"
+COMPILED = f"{SPEED}, compiled"
 NOTES = """\
 - The report's two groups of runs have one configuration. Group one has the best of several runs, "not
   representative" in its words; group two is typical.
@@ -58,10 +59,8 @@ NOTES = """\
   texts; its code reads the first 20 of WikiText-2's test split that have 100 characters or more, as here.
 - [95 % bootstrap interval]; in round brackets the range of few values."""
 
-
-Methods = dict[str, str]  # {role in the report: the method that has it here}
-NO_CACHE: Methods = {"target": "noCache", "speculative": "speculativeNoCache"}
-CACHED: Methods = {"draft": "draft", "target": "target", "speculative": "speculative"}
+NO_CACHE = {"target": "noCache", "speculative": "speculativeNoCache"}  # {role in the report: its row here}
+CACHED = {"draft": "draft", "target": "target", "speculative": "speculative"}
 
 
 class Column(NamedTuple):
@@ -69,57 +68,65 @@ class Column(NamedTuple):
 
     title: str
     lines: Sequence[TimedText]
-    methods: Methods
+    methods: dict[str, str]
 
 
-class Step(NamedTuple):
-    """One run of test.py. command: its flags without --out."""
-
-    title: str
-    command: list[str]
-
-
-def steps_of_setting(plan: Namespace) -> Iterator[Step]:
-    """All runs, those of the report's own figures first, in the setting of its code, without the flags of the plan."""
-    models = ["--target", plan.target, "--draft", plan.draft]
-    mid = ["--mid", plan.mid] if plan.mid else []
-    device = parse([*models, *plan.flags, "--out", str(plan.out)]).models.device
-    dtype = [] if pick_device(device) == "cpu" else ["--dtype", REPORT_DTYPE]
-    first, later = (["--prompt", prompt, *dtype] for prompt in REPORT_PROMPTS)
-    rows = ",".join([*CACHED.values(), *NO_CACHE.values()])
-    speed = [*first, "--repeats", str(FEW), *models]
-    yield Step(SPEED, ["--compare", rows, *speed])
-    yield Step(f"{SPEED}, compiled", ["--compare", ",".join(CACHED.values()), "--compile", *speed])
-    for data in plan.data:
-        texts = ["--dataset", data, "--books", str(plan.books)]
-        yield Step(f"Perplexity: {Path(data).name}", ["--ppl", *texts, *REPORT_PASSAGES, *models])
-    new = ["--target", plan.target, "--draft", plan.mid or plan.draft]
-    yield Step("The additive draft-length rule", ["--speedNew", *later, *new])
-    if mid:
-        yield Step("A cascade of three models", ["--speedMulti", "--maxLen", "500", *later, *models, *mid])
-    name = Path(plan.data[0]).name
-    texts = ["--dataset", plan.data[0], "--books", str(plan.books), *models, *mid]
-    yield Step(f"Every method: {name}", ["--compare", "all", *texts])
-    yield Step(f"Speed over gamma: {name}", ["--sweep", *texts])
-    tokens = ["--tokens", str(plan.tokens)] if plan.tokens else []
-    yield Step(f"Tests of losslessness: {name}", ["--lossless", "all", *tokens, *texts])
+def read_plan(argv: Sequence[str] | None) -> Namespace:
+    """What to measure, by the flags. Raises UserError for flags that test.py would reject."""
+    parser = script_parser("python -m scripts.courseReport", __doc__)
+    add = parser.add_argument
+    add("target", type=text, nargs="?", default=TARGET, metavar="TARGET", help=f"({TARGET})")
+    add("draft", type=text, nargs="?", default=DRAFT, metavar="DRAFT", help=f"({DRAFT})")
+    add("--mid", type=text, metavar="MODEL", help=f"for the cascade ({MID} with the default models, else none)")
+    add("--data", type=text, nargs="+", default=DATA, metavar="NAME", help=f"({' '.join(DATA)})")
+    add("--books", type=whole(1, 100_000), default=2, metavar="N", help="documents of a data set (2)")
+    add("--tokens", type=whole(1), metavar="N", help="of each method that --lossless tests (100000)")
+    add("--flags", type=shlex.split, default=[], metavar='"FLAGS"', help="handed to each test.py that reads them")
+    add("--out", type=path, default=OUT, metavar="FOLDER", help=f"the folder of all results ({OUT})")
+    plan = parser.parse_args(argv)
+    plan.mid = plan.mid or (MID if (plan.target, plan.draft) == (TARGET, DRAFT) else None)
+    plan.models = [name for name in (plan.target, plan.draft, plan.mid) if name]
+    for name in plan.models:
+        if not downloadModel.is_hub_id(name):
+            find_model(name)
+    for name in plan.data:
+        if name not in DATA:
+            find_texts(name)
+    plan.out.mkdir(parents=True, exist_ok=True)
+    plan.steps = list(steps(plan))
+    for _, command in plan.steps:
+        parse([*command, "--out", str(plan.out)])
+    return plan
 
 
-def steps(plan: Namespace) -> Iterator[Step]:
-    """All runs. The plan's flags stand last and replace those of the setting; those without effect are left out."""
-    for title, command in steps_of_setting(plan):
-        idle, kept = without_effect(parse([*command, *plan.flags], again=True), plan.flags), True
+def steps(plan: Namespace) -> Iterator[tuple[str, list[str]]]:
+    """All runs of test.py, (title, flags without --out): first those of the report's own figures, in the setting of its
+    code. The plan's flags stand last and replace those of the setting; those without effect are left out."""
+    target, draft, mid = (name and shlex.quote(name) for name in (plan.target, plan.draft, plan.mid))
+    pair, cached = f"--target {target} --draft {draft}", ",".join(CACHED.values())
+    three = f"{pair} --mid {mid}" if mid else pair
+    device = parse([*shlex.split(pair), *plan.flags, "--out", str(plan.out)]).models.device
+    dtype = "" if pick_device(device) == "cpu" else f"--dtype {REPORT_DTYPE}"
+    first, later = (f"--prompt {shlex.quote(prompt)} {dtype}" for prompt in REPORT_PROMPTS)
+    texts = [(Path(data).name, f"--dataset {shlex.quote(data)} --books {plan.books}") for data in plan.data]
+    (name, of_data), tokens = texts[0], f"--tokens {plan.tokens}" if plan.tokens else ""
+    commands = [
+        (SPEED, f"--compare {cached},{','.join(NO_CACHE.values())} {first} --repeats {FEW} {pair}"),
+        (COMPILED, f"--compare {cached} --compile {first} --repeats {FEW} {pair}"),
+        *((f"Perplexity: {file}", f"--ppl {of} {shlex.join(REPORT_PASSAGES)} {pair}") for file, of in texts),
+        ("The additive draft-length rule", f"--speedNew {later} --target {target} --draft {mid or draft}"),
+        *([("A cascade of three models", f"--speedMulti --maxLen 500 {later} {three}")] if mid else []),
+        (f"Every method: {name}", f"--compare all {of_data} {three}"),
+        (f"Speed over gamma: {name}", f"--sweep {of_data} {three}"),
+        (f"Tests of losslessness: {name}", f"--lossless all {tokens} {of_data} {three}"),
+    ]
+    for title, line in commands:
+        command, kept = shlex.split(line), True
+        idle = without_effect(parse([*command, *plan.flags], again=True), plan.flags)
         for word in plan.flags:
             kept = word.split("=")[0] not in idle if word.startswith("--") else kept
             command += [word] if kept else []
-        yield Step(title, command)
-
-
-def run_of(step: Step, store: Results) -> Run | None:
-    """The newest finished run by the step's command, or None."""
-    command = shlex.join(step.command)
-    finished = [(run, lines) for run, lines in store.runs() if of_kind(lines, EndLine)]
-    return next((pair for pair in reversed(finished) if without_places(pair[0]).get("command") == command), None)
+        yield title, command
 
 
 def test_py(words: Sequence[str]) -> int:
@@ -128,81 +135,77 @@ def test_py(words: Sequence[str]) -> int:
     return subprocess.run([sys.executable, str(ROOT / "test.py"), *words], stdout=subprocess.DEVNULL).returncode
 
 
-def download_missing(plan: Namespace) -> bool:
-    """Download the models and the data sets that are missing; whether all exist."""
-    named = filter(None, (plan.target, plan.draft, plan.mid))
-    models = [name for name in named if downloadModel.is_hub_id(name) and not downloadModel.downloaded_folder(name)]
+def finished_runs(plan: Namespace) -> list[tuple[str, Run | None]]:
+    """(title, the newest finished run by its command, or None) of each step."""
+    finished = [(run, lines) for run, lines in Results(plan.out).runs() if of_kind(lines, EndLine)]
+    by_command = {without_places(run).get("command"): (run, lines) for run, lines in finished}
+    keys = [without_places({"command": shlex.join(command)})["command"] for _, command in plan.steps]
+    return [(title, by_command.get(key)) for (title, _), key in zip(plan.steps, keys)]
+
+
+def make_report(argv: Sequence[str] | None) -> int:
+    """Download what is missing, run every step that has no finished run, write the page after each. Returns the exit
+    code."""
+    plan, start = read_plan(argv), time.monotonic()
+    models = [n for n in plan.models if downloadModel.is_hub_id(n) and not downloadModel.downloaded_folder(n)]
     data = [name for name in plan.data if name in DATA]
     codes = [downloadModel.main(models)] if models else []
     codes += [downloadData.main([*data, "--books", str(plan.books)])] if data else []
     if 130 in codes:
         raise KeyboardInterrupt
-    return not any(codes)
-
-
-def run_steps(plan: Namespace, store: Results) -> list[str]:
-    """Run every step that has no finished run, and write the page after it. Returns the titles of those that failed."""
-    failed, all_steps = [], list(steps(plan))
-    for number, step in enumerate(all_steps, 1):
-        place = f"[{number}/{len(all_steps)}] {step.title}"
-        if run := run_of(step, store):
+    failed = []
+    for number, (title, command) in enumerate(plan.steps):
+        place = f"[{number + 1}/{len(plan.steps)}] {title}"
+        if run := finished_runs(plan)[number][1]:
             print(f"{place}: measured before, run {run[0]['run']}", flush=True)
             continue
-        print(f"{place}: python test.py {shlex.join(step.command)}", flush=True)
-        start = time.monotonic()
-        code = test_py([*step.command, "--out", str(plan.out)])
+        print(f"{place}: python test.py {shlex.join(command)}", flush=True)
+        begin = time.monotonic()
+        code = test_py([*command, "--out", str(plan.out)])
         if code == 130:
             raise KeyboardInterrupt
-        done = run_of(step, store) is not None
-        failed += [] if done else [step.title]
+        done = finished_runs(plan)[number][1]
+        failed += [] if done else [title]
         how = "done" if done else f"FAILED (exit code {code})"
-        print(f"{place}: {how}, {time.monotonic() - start:.0f} s", flush=True)
-        replace_file(plan.out / PAGE, page(plan, store))
-    return failed
+        print(f"{place}: {how}, {time.monotonic() - begin:.0f} s", flush=True)
+        replace_file(plan.out / PAGE, page(finished_runs(plan)))
+    runs = finished_runs(plan)
+    replace_file(plan.out / PAGE, page(runs))
+    print(f"Written: {plan.out / PAGE}, after {time.monotonic() - start:.0f} s.")
+    if failed:
+        print(f"{len(failed)} failed: {'; '.join(failed)}. The same command measures only what is missing.")
+    lossless = all(losslessReport.verdict(run[1])[0] for _, run in runs if run and of_kind(run[1], LosslessLine))
+    return 0 if lossless and not failed and not any(codes) else 1
 
 
-def page(plan: Namespace, store: Results) -> str:
-    """The page: the report's figures beside those measured, and every table of every step."""
-    runs = [(step, run_of(step, store)) for step in steps(plan)]
+def page(runs: Sequence[tuple[str, Run | None]]) -> str:
+    """The page: the report's figures beside those measured, and all tables, notes and figures of every step."""
     measured = [run for _, run in runs if run]
+    records = [run for run, _ in measured]
     pieces = ["# The course report's protocol, measured"]
     if measured:  # the models and the machine
-        pieces.append("\n".join(["```text", *map(str, list(heading(measured[0][0], True))[3:]), "```"]))
-    if differ := differences([run for run, _ in measured]):
+        pieces.append("\n".join(["```text", *map(str, list(heading(records[0], True))[3:]), "```"]))
+    # A step that was measured before keeps its record.
+    versions = {(model["name"], model["version"]) for run in records for model in run["models"].values()}
+    differ = ["code"] if len({run.get("code") for run in records}) > 1 else []
+    differ += ["machine"] if any(run["machine"] != records[0]["machine"] for run in records) else []
+    differ += ["weights"] if len(versions) != len(dict(versions)) else []  # two versions of one name
+    if differ:
         pieces.append(f"**Not one experiment: the runs differ in {', '.join(differ)}.** Measure into another folder.")
-    pieces += ["## Beside the report's figures", *beside(runs), NOTES]
-    for step, run in runs:
-        pieces += [f"## {step.title}", *(tables_of_run(run) if run else ["Not measured."])]
-    return "\n\n".join(pieces) + "\n"
-
-
-def differences(runs: Sequence[RunLine]) -> list[str]:
-    """The differences between the runs. A step that was measured before keeps its record."""
-    models = {(model["name"], model["version"]) for run in runs for model in run["models"].values()}
-    differ = {
-        "code": any(run.get("code") != runs[0].get("code") for run in runs),
-        "machine": any(run["machine"] != runs[0]["machine"] for run in runs),
-        "weights": len(models) != len(dict(models)),  # two versions of one name
-    }
-    return [name for name, differs in differ.items() if differs]
-
-
-def beside(runs: Sequence[tuple[Step, Run | None]]) -> Iterator[str]:
-    """The report's figures beside those measured."""
-    measured = [run for _, run in runs if run]
-    eager, compiled = (
-        [line for step, run in runs if run and step.title == title for line in of_kind(run[1], SpeedLine)]
-        for title in (SPEED, f"{SPEED}, compiled")
-    )
+    timed = {title: of_kind(run[1], SpeedLine) for title, run in runs if run}
     columns = (
-        Column("here, no KV cache, eager", eager, NO_CACHE),
-        Column("here, KV cache, eager", eager, CACHED),
-        Column("here, KV cache, compiled", compiled, CACHED),
+        Column("here, no KV cache, eager", timed.get(SPEED, []), NO_CACHE),
+        Column("here, KV cache, eager", timed.get(SPEED, []), CACHED),
+        Column("here, KV cache, compiled", timed.get(COMPILED, []), CACHED),
     )
-    yield f"**Speed**\n\n{markdown(speeds_beside(columns))}"
+    pieces += ["## Beside the report's figures", f"**Speed**\n\n{markdown(speeds_beside(columns))}"]
     if texts := [line for _, lines in measured for line in of_kind(lines, TextPerplexityLine)]:
-        pythia = any(is_the_reports(run) for run, _ in measured)
-        yield f"**Perplexity per text**\n\n{markdown(perplexities_beside(texts, pythia))}"
+        table = perplexities_beside(texts, any(map(is_the_reports, records)))
+        pieces.append(f"**Perplexity per text**\n\n{markdown(table)}")
+    pieces.append(NOTES)
+    for title, step in runs:
+        pieces += [f"## {title}", *(tables_of_run(step) if step else ["Not measured."])]
+    return "\n\n".join(pieces) + "\n"
 
 
 def tables_of_run(measured: Run) -> Iterator[str]:
@@ -246,53 +249,10 @@ def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool) -> Ta
     return table
 
 
-def read_plan(argv: Sequence[str] | None) -> Namespace:
-    """What to measure, by the flags. Raises UserError for flags that test.py would reject."""
-    parser = script_parser("python -m scripts.courseReport", __doc__)
-    parser.add_argument("target", type=text, nargs="?", default=PAIR[0], metavar="TARGET", help=f"({PAIR[0]})")
-    parser.add_argument("draft", type=text, nargs="?", default=PAIR[1], metavar="DRAFT", help=f"({PAIR[1]})")
-    mid = f"for the cascade ({MID} with the default models, else none)"
-    parser.add_argument("--mid", type=text, metavar="MODEL", help=mid)
-    parser.add_argument("--data", type=text, nargs="+", default=DATA, metavar="NAME", help=f"({' '.join(DATA)})")
-    parser.add_argument("--books", type=whole(1, 100_000), default=2, metavar="N", help="documents of a data set (2)")
-    parser.add_argument("--tokens", type=whole(1), metavar="N", help="of each method that --lossless tests (100000)")
-    flags = "handed to each test.py that reads them"
-    parser.add_argument("--flags", type=shlex.split, default=[], metavar='"FLAGS"', help=flags)
-    parser.add_argument("--out", type=path, default=OUT, metavar="FOLDER", help=f"the folder of all results ({OUT})")
-    plan = parser.parse_args(argv)
-    plan.mid = plan.mid or (MID if (plan.target, plan.draft) == PAIR else None)
-    for name in filter(None, (plan.target, plan.draft, plan.mid)):
-        if not downloadModel.is_hub_id(name):
-            find_model(name)
-    for name in plan.data:
-        if name not in DATA:
-            find_texts(name)
-    plan.out.mkdir(parents=True, exist_ok=True)
-    for step in steps(plan):
-        parse([*step.command, "--out", str(plan.out)])
-    return plan
-
-
-def make_report(argv: Sequence[str] | None) -> int:
-    """Download, measure, write the page. Returns the exit code."""
-    plan = read_plan(argv)
-    store, start = Results(plan.out), time.monotonic()
-    complete = download_missing(plan)
-    failed = run_steps(plan, store)
-    replace_file(plan.out / PAGE, page(plan, store))
-    print(f"Written: {plan.out / PAGE}, after {time.monotonic() - start:.0f} s.")
-    if failed:
-        print(f"{len(failed)} failed: {'; '.join(failed)}. The same command measures only what is missing.")
-    runs = [run_of(step, store) for step in steps(plan)]
-    lossless = all(losslessReport.verdict(run[1])[0] for run in runs if run and of_kind(run[1], LosslessLine))
-    return 0 if complete and not failed and lossless else 1
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code."""
-    return as_command(
-        "courseReport", partial(make_report, argv), "What was measured is kept; the same command continues."
-    )
+    kept = "What was measured is kept; the same command continues."
+    return as_command("courseReport", partial(make_report, argv), kept)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
 """Draw figures/rounds.gif: one prompt continued by plain and by speculative decoding, at the speed at which they ran.
-
 `python -m scripts.drawRounds` decodes the texts anew, for docs/records/rounds.json, which `make docs` draws."""
 
 from __future__ import annotations
@@ -51,28 +50,6 @@ def lines_of(prompt: str, rounds: Sequence[Sequence[Sequence[str]]], ended: bool
         yield glyphs[at - len(line) : at]
 
 
-def draw_panel(canvas: ImageDraw.ImageDraw, left: int, name: str, record: dict[str, Any], seconds: float) -> None:
-    """Draw one of the two texts as it is after some seconds: each token on the background of its kind."""
-    text = record["texts"][name]
-    rounds = [kinds for kinds, end in zip(text["rounds"], text["seconds"]) if end <= seconds]
-    tokens, now = sum(len(accepted) + len(own) for accepted, _, own in rounds), min(seconds, text["seconds"][-1])
-    canvas.rounded_rectangle((left - 12, 8, left + 398, SIZE[1] - 40), 8, fill="#fafafa", outline="#dddddd")
-    canvas.text((left, 20), f"{name.capitalize()} decoding", font=font(18), fill="black")
-    counts = f"{tokens} tokens, {len(rounds)} target forwards, {tokens / max(1, len(rounds)):.2f} tokens a forward"
-    canvas.text((left, 50), counts, font=font(15), fill="black")
-    canvas.text((left, 74), f"{now:.2f} seconds", font=font(20), fill="#2f6fb3" if now < seconds else "black")
-    lines = list(lines_of(record["prompt"], rounds, len(rounds) == len(text["rounds"])))[-ROWS:]
-    for y, line in zip(range(TOP, SIZE[1], LINE), lines):
-        x = float(left)
-        for kind, group in groupby(line, key=lambda glyph: glyph[1]):
-            words, (background, colour, _) = "".join(glyph for glyph, _ in group), STYLES[kind]
-            end = x + font(13).getlength(words)
-            canvas.rectangle((x, y, end, y + LINE - 2), fill=background)
-            canvas.text((x, y), words, font=font(13), fill=colour)
-            canvas.line((x, y + 8, end, y + 8), fill=colour, width=int(kind == 1))
-            x = end
-
-
 def draw_rounds(record: dict[str, Any], path: Path, comment: str = "") -> None:
     """Write the moving picture of a record as a GIF. comment: is kept in the file."""
     longest, frames = max(text["seconds"][-1] for text in record["texts"].values()), []
@@ -80,9 +57,26 @@ def draw_rounds(record: dict[str, Any], path: Path, comment: str = "") -> None:
     where = f"true speed: {models}, {record['dtype']}, eager; {machine['processor']}, threads: {machine['threads']}"
     for seconds in [*(1e-3 * STEP * n for n in range(int(1e3 * longest / STEP) + 1)), longest]:
         frames.append(Image.new("RGB", SIZE, "white"))
-        canvas, x = ImageDraw.Draw(frames[-1]), 18.0
-        for left, name in zip((26, 448), record["texts"]):
-            draw_panel(canvas, left, name, record, seconds)
+        canvas = ImageDraw.Draw(frames[-1])
+        for left, (name, text) in zip((26, 448), record["texts"].items()):
+            rounds = [kinds for kinds, end in zip(text["rounds"], text["seconds"]) if end <= seconds]
+            tokens, now = sum(len(kinds[0]) + len(kinds[2]) for kinds in rounds), min(seconds, text["seconds"][-1])
+            canvas.rounded_rectangle((left - 12, 8, left + 398, SIZE[1] - 40), 8, fill="#fafafa", outline="#dddddd")
+            canvas.text((left, 20), f"{name.capitalize()} decoding", font=font(18), fill="black")
+            mean = tokens / max(1, len(rounds))
+            counts = f"{tokens} tokens, {len(rounds)} target forwards, {mean:.2f} tokens a forward"
+            canvas.text((left, 50), counts, font=font(15), fill="black")
+            canvas.text((left, 74), f"{now:.2f} seconds", font=font(20), fill="#2f6fb3" if now < seconds else "black")
+            lines = list(lines_of(record["prompt"], rounds, len(rounds) == len(text["rounds"])))[-ROWS:]
+            for y, line in zip(range(TOP, SIZE[1], LINE), lines):
+                end = float(left)
+                for kind, group in groupby(line, key=lambda glyph: glyph[1]):  # each token on its kind's background
+                    words, (background, colour, _), x = "".join(glyph for glyph, _ in group), STYLES[kind], end
+                    end += font(13).getlength(words)
+                    canvas.rectangle((x, y, end, y + LINE - 2), fill=background)
+                    canvas.text((x, y), words, font=font(13), fill=colour)
+                    canvas.line((x, y + 8, end, y + 8), fill=colour, width=int(kind == 1))
+        x = 18.0
         for background, _, label in STYLES[:-1]:
             canvas.rectangle((x, SIZE[1] - 34, x + 20, SIZE[1] - 22), fill=background)
             canvas.text((x + 26, SIZE[1] - 36), label, font=font(12), fill="black")
@@ -90,26 +84,24 @@ def draw_rounds(record: dict[str, Any], path: Path, comment: str = "") -> None:
         canvas.text((18, SIZE[1] - 18), visible(where), font=font(11), fill="#777777")
     palette = frames[-2].quantize(128, Image.Quantize.MAXCOVERAGE)  # One for all: what stays is not stored again.
     first, *others = (image.quantize(palette=palette, dither=Image.Dither.NONE) for image in frames)
-    frames_of: dict[str, Any] = {"append_images": others, "duration": [BEFORE, *[STEP] * (len(others) - 1), AFTER]}
-    first.save(path, save_all=True, loop=0, comment=comment.encode(), optimize=True, **frames_of)
+    times, about = [BEFORE, *[STEP] * (len(others) - 1), AFTER], comment.encode()
+    first.save(path, save_all=True, append_images=others, duration=times, loop=0, comment=about, optimize=True)
 
 
-def measure() -> None:
+def decode_rounds() -> None:
     """Decode the text with and without guesses, alternately; the repeat that took the median time is kept."""
     tokenizer, dtype = load_tokenizer(NAMES["target"]), pick_dtype("cpu")
     models = {role: load_model(name, tokenizer, dtype, "cpu") for role, name in NAMES.items()}
     prompts, drafter = [tokenizer(PROMPT)["input_ids"]], ModelDrafter(models["draft"])
-    decoders: dict[str, Any] = {"plain": partial(regrSampling, prompts, models["target"], TOKENS)}
-    decoders["speculative"] = partial(specSampling, prompts, models["target"], drafter, TOKENS, GAMMA)
-    runs: dict[str, list[Any]] = {name: [] for name in decoders}
-    for name, decode in [*decoders.items()] * (1 + REPEATS):  # The first time warms up.
-        trace = Trace()
-        observed = {"observer": trace.observer} if name == "speculative" else {}
+    runs: dict[str, list[Any]] = {"plain": [], "speculative": []}
+    for name in [*runs] * (1 + REPEATS):  # The first time warms up.
+        trace, decode = Trace(), partial(regrSampling, prompts, models["target"])
+        if name == "speculative":
+            decode = partial(specSampling, *decode.args, drafter, gamma=GAMMA, observer=trace.observer)
         with quiet("cpu"):
-            _, (timed,) = decode(generator=torch.Generator().manual_seed(0), callback=trace.callback, **observed)
-        runs[name].append((timed.times, trace.rounds))
-    middle = {name: sorted(of[1:], key=lambda run: run[0][-1])[REPEATS // 2] for name, of in runs.items()}
-    texts = {name: {"rounds": decoded_rounds(run[1], tokenizer), "seconds": run[0]} for name, run in middle.items()}
+            _, (timed,) = decode(max_len=TOKENS, generator=torch.Generator().manual_seed(0), callback=trace.callback)
+        runs[name].append({"rounds": decoded_rounds(trace.rounds, tokenizer), "seconds": timed.times})
+    texts = {name: sorted(of[1:], key=lambda run: run["seconds"][-1])[REPEATS // 2] for name, of in runs.items()}
     versions = {role: model_record(name, model_version(find_model(name)), models[role]) for role, name in NAMES.items()}
     about = {"program": "-m scripts.drawRounds", **origin([], {"gamma": GAMMA}, "cpu", versions)}
     text = json.dumps(about | {"dtype": dtype, "prompt": PROMPT, "texts": texts}, ensure_ascii=False)
@@ -117,4 +109,4 @@ def measure() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(as_command("drawRounds", measure, "Nothing was written."))
+    sys.exit(as_command("drawRounds", decode_rounds, "Nothing was written."))

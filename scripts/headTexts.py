@@ -1,4 +1,5 @@
-"""The training data of a head: the texts that its target writes, and the target's hidden states for them.
+"""The data of a head: the texts that its target writes, the target's hidden states for them, windows of both to train
+on, and how good a head is on the texts that are held out.
 
 The texts are written as users let the target write. It continues passages of books or articles. A chat model also
 writes conversations: both the user's turns and the answers (Magpie, Xu et al., arXiv 2406.08464). Most of these begin
@@ -18,10 +19,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -37,11 +39,11 @@ from inputs.models import end_tokens, load_model, load_tokenizer, model_version,
 from inputs.progress import Bar
 from inputs.texts import CHARACTERS, Corpus, encode, load_corpora, read_questions
 from regrSampling import regrSampling
-from scripts.headNetworks import LAYERS, tapped
-from scripts.losses import SAMPLING, at_a_time, output_logits, sums_of
 from scripts.trainBundled import read_documents
-from utils import Sampling, UserError
+from scripts.training import GAMMA, SAMPLING, at_a_time, distributions, output_logits, sums_of
+from utils import Sampling, UserError, probabilities
 
+LAYERS = {"last": (1.0,), "three": (1 / 6, 1 / 2, 1.0)}  # where in the target a feature comes from
 WRITTEN = 2_000_000  # tokens of text that the target writes and reads
 TEXTS = 128  # texts in a part, which is kept or computed again as a whole
 HELD_OUT = 32  # texts that are not trained on: the first part
@@ -62,19 +64,13 @@ INSTRUCTIONS, STARTS = json.loads(Path(__file__).with_name("usersTurns.json").re
 PASSAGE = 200  # characters of a passage at least
 FEWEST = 20  # passages without which no head is trained
 
-
-class WrittenText(NamedTuple):
-    """A text's token ids, and for each whether the target drew it with SAMPLING."""
-
-    tokens: list[int]
-    drawn: list[bool]
-
-    def then(self, tokens: Sequence[int], drawn: bool = False) -> WrittenText:
-        """The text with more tokens after it."""
-        return WrittenText([*self.tokens, *tokens], [*self.drawn, *[drawn] * len(tokens)])
+Written = list[tuple[int, bool]]  # a text: token ids, each with whether the target drew it with SAMPLING
+Part = dict[str, Tensor]  # of some texts, see `read_states`
 
 
-NOTHING = WrittenText([], [])
+def undrawn(tokens: Sequence[int]) -> Written:
+    """A piece of text that the target did not draw."""
+    return [(token, False) for token in tokens]
 
 
 class TextWriter:
@@ -95,7 +91,7 @@ class TextWriter:
         first = set(random.Random(seed).sample(different, max(1, len(different) // 10)))
         self.held_out, self.trained_on = ([p for p in passages if (p in first) == held] for held in (True, False))
 
-    def write(self, part: int, count: int) -> list[WrittenText]:
+    def write(self, part: int, count: int) -> list[Written]:
         """The texts of a part. Part 0 is held out: its passages are in no other part, and all is drawn with
         SAMPLING."""
         self.rng = random.Random(f"{self.seed} {part}")
@@ -106,7 +102,7 @@ class TextWriter:
         for sampling, number_of_texts in (SAMPLING, count - plain), (PLAIN, plain):
             chats = round(CHATS * number_of_texts) if self.pieces else 0
             texts += self.conversations(chats, sampling)
-            starts = [NOTHING.then(self.passage()) for _ in range(number_of_texts - chats)]
+            starts = [undrawn(self.passage()) for _ in range(number_of_texts - chats)]
             texts += self.continued(starts, sampling, ANSWER if self.pieces else self.length)
         return texts
 
@@ -116,52 +112,48 @@ class TextWriter:
         passage = self.rng.choice(self.passages)[: CHARACTERS * length]
         return (self.encoded(task + passage) if task else encode([passage], self.tokenizer)[0])[:length]
 
-    def continued(self, texts: Sequence[WrittenText], sampling: Sampling, most: int) -> list[WrittenText]:
+    def continued(self, texts: Sequence[Written], sampling: Sampling, most: int) -> list[Written]:
         """The texts, each with the target's continuation: until it ends, or `most` tokens."""
         if not texts:
             return []
-        prompts = [text.tokens for text in texts]
+        prompts = [[token for token, _ in text] for text in texts]
         most = min(most, self.length - max(map(len, prompts)))
         end = lambda _, token: token in self.ends  # noqa: E731
         new, _ = regrSampling(prompts, self.target, most, sampling, end, self.generator, batch=TOGETHER)
-        return [text.then(tokens, sampling == SAMPLING) for text, tokens in zip(texts, new)]
+        return [text + [(token, sampling == SAMPLING) for token in tokens] for text, tokens in zip(texts, new)]
 
-    def conversations(self, count: int, sampling: Sampling) -> list[WrittenText]:
+    def conversations(self, count: int, sampling: Sampling) -> list[Written]:
         """Conversations of TURNS turns. The target writes the users' turns too, after the template's beginning. But
         the first ones are questions that were given by flag, or some of them tasks about a passage."""
-        if not count:
-            return []
-        assert self.pieces is not None, "a model without a chat template has no conversations"
-        before, after_user, after_model = self.pieces
-        texts, ended = [NOTHING.then(before)] * count, []
+        before, after_user, after_model = self.pieces or [[]] * 3
+        texts, ended = [undrawn(before)] * count, []
         for turn in range(TURNS):
             first_turns: list[list[int]] = []
             if turn:
                 room = self.length - TURN - ANSWER
-                ended += [text for text in texts if len(text.tokens) >= room]
-                texts = [self.without_end(text).then(after_model) for text in texts if len(text.tokens) < room]
+                ended += [text for text in texts if len(text) >= room]
+                texts = [self.without_end(text) + undrawn(after_model) for text in texts if len(text) < room]
             elif self.questions:
                 first_turns = [self.encoded(question) for question in self.rng.choices(self.questions, k=count)]
             else:
                 tasks = self.rng.choices(INSTRUCTIONS, k=round(TASKS * count))
                 first_turns = [self.passage(f"{task}\n\n") for task in tasks]
-            asked = [text.then(question[: self.length // 2]) for text, question in zip(texts, first_turns)]
-            begun = [text.then(self.first_words()) for text in texts[len(first_turns) :]]
+            asked = [text + undrawn(question[: self.length // 2]) for text, question in zip(texts, first_turns)]
+            begun = [
+                text + undrawn(self.encoded(self.rng.choice(STARTS)) if self.rng.random() < STARTED else [])
+                for text in texts[len(first_turns) :]
+            ]
             asked += [self.without_end(text) for text in self.continued(begun, USER, TURN)]
-            texts = self.continued([text.then(after_user) for text in asked], sampling, ANSWER)
+            texts = self.continued([text + undrawn(after_user) for text in asked], sampling, ANSWER)
         return ended + texts
-
-    def first_words(self) -> list[int]:
-        """Token ids of the first words of a user's turn, or none."""
-        return self.encoded(self.rng.choice(STARTS)) if self.rng.random() < STARTED else []
 
     def encoded(self, words: str) -> list[int]:
         """Token ids of words in the middle of a text."""
         return self.tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def without_end(self, text: WrittenText) -> WrittenText:
+    def without_end(self, text: Written) -> Written:
         """The text without the token that ended it, if one did: the template's next piece has it."""
-        return WrittenText(text.tokens[:-1], text.drawn[:-1]) if text.tokens[-1] in self.ends else text
+        return text[:-1] if text[-1][0] in self.ends else text
 
 
 def chat_pieces(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -177,102 +169,202 @@ def chat_pieces(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     return [tokenizer(x, add_special_tokens=False)["input_ids"] for x in (first, after_user, after_model)]
 
 
-def prompts_of(args: Namespace) -> tuple[list[str], list[str]]:
-    """The passages of --texts, and the first turns of --prompts."""
+# What the target computes of a text.
+
+
+def tapped(target: CachedModel, layers: str) -> list[int]:
+    """The layers of the target whose hidden states make a feature, as transformers counts `hidden_states`."""
+    return [round(share * target.model.config.get_text_config().num_hidden_layers) for share in LAYERS[layers]]
+
+
+def output_layer(target: CachedModel, tokens: Tensor | None = None) -> RestrictedHead:
+    """The target's output layer for `tokens`, int64 `[N]`; None: for all of its vocabulary."""
+    tokens = torch.arange(target.vocabulary) if tokens is None else tokens
+    return RestrictedHead(target.model.get_output_embeddings(), tokens.to(target.device))
+
+
+def hidden_states(target: CachedModel, tokens: Tensor) -> Tensor:
+    """The hidden states of the tapped layers for `tokens[B, n]`, side by side, `[B, n, layers * d]`."""
+    model = target.model.base_model
+    states = model(tokens.to(target.device), use_cache=False, output_hidden_states=True).hidden_states
+    return torch.cat([states[layer] for layer in tapped(target, "three")], -1)
+
+
+@torch.inference_mode()
+def checked_output_layer(target: CachedModel) -> RestrictedHead:
+    """The target's whole output layer. Raises UserError if it alone does not give the target's logits, as where they
+    are scaled."""
+    output, tokens = output_layer(target), torch.arange(8)[None] % target.vocabulary
+    logits = output_logits(output, hidden_states(target, tokens)[..., -output.weight.shape[1] :]).cpu()
+    if not torch.allclose(logits.log_softmax(-1), target.score(tokens).log_softmax(-1), atol=0.1, rtol=0.1):
+        raise UserError(
+            f"{target.name} changes its logits after its output layer (or normalizes its last hidden states), so "
+            "heads are not supported for it"
+        )
+    return output
+
+
+@torch.inference_mode()
+def read_states(texts: Sequence[Written], target: CachedModel, output: RestrictedHead) -> Part:
+    """The tokens of the texts one after the other, and for each of them: text, which text it is of; drawn, whether the
+    target drew it with SAMPLING; states, the hidden states of the tapped layers, `[N, layers * d]`; sums, those of
+    `sums_of`, `[N, 3]`."""
+    texts = sorted(texts, key=len)  # Little of a block is padding then.
+    states, sums = [], []
+    for at in range(0, len(texts), READ):
+        block = [torch.tensor([token for token, _ in text]) for text in texts[at : at + READ]]
+        padded = nn.utils.rnn.pad_sequence(block, batch_first=True)  # Padding after a text does not change it.
+        for tokens, rows in zip(block, hidden_states(target, padded)):
+            states.append(rows[: len(tokens)].to(torch.bfloat16).cpu())
+            last = rows[: len(tokens), -output.weight.shape[1] :]
+            sums += [sums_of(output, few).cpu() for few in last.split(at_a_time(target.device))]
+    lengths = torch.tensor([len(text) for text in texts])
+    return {
+        "tokens": torch.tensor([token for text in texts for token, _ in text], dtype=torch.int32),
+        "text": torch.arange(len(texts), dtype=torch.int32).repeat_interleave(lengths),
+        "drawn": torch.tensor([drawn for text in texts for _, drawn in text]),
+        "states": torch.cat(states),
+        "sums": torch.cat(sums),
+    }
+
+
+def text_writer(args: Namespace) -> TextWriter:
+    """The writer of the passages of --texts and of the first turns of --prompts."""
     corpora = [Corpus(str(name), read_documents(name)) for name in args.texts] if args.texts else load_corpora("sample")
     passages = [p for corpus in corpora for p in corpus.passages(PASSAGE, CHARACTERS * PROMPT[1])]
-    different = len(set(passages))
-    if different < FEWEST:
+    if (count := len(set(passages))) < FEWEST:
         raise UserError(
-            f"--texts has {different} passages of {PASSAGE} characters, but a head needs {FEWEST}; add more texts"
+            f"--texts has {count} passages of {PASSAGE} characters, but a head needs {FEWEST}; add more texts"
         )
-    return passages, [q.turns[0] for q in read_questions(args.prompts)] if args.prompts else []
+    questions = [question.turns[0] for question in read_questions(args.prompts)] if args.prompts else []
+    return TextWriter(args.folder, args.device, passages, questions, args.seed)
 
 
-class StateReader:
-    """Reads texts with the target. Raises UserError if the output layer alone does not give the target's logits, as
-    where they are scaled."""
-
-    @torch.inference_mode()
-    def __init__(self, target: CachedModel) -> None:
-        self.model, self.device = target.model, target.device
-        self.output = RestrictedHead(
-            self.model.get_output_embeddings(), torch.arange(target.vocabulary).to(self.device)
-        )
-        self.layers = tapped(self.model.config.get_text_config(), "three")
-        tokens = torch.arange(8)[None] % target.vocabulary
-        logits = output_logits(self.output, self.hidden_states(tokens)[..., -self.output.weight.shape[1] :]).cpu()
-        if not torch.allclose(logits.log_softmax(-1), target.score(tokens).log_softmax(-1), atol=0.1, rtol=0.1):
-            raise UserError(
-                f"{target.name} changes its logits after its output layer (or normalizes its last hidden states), "
-                "so heads are not supported for it"
-            )
-
-    def hidden_states(self, tokens: Tensor) -> Tensor:
-        """The hidden states of the tapped layers for `tokens[B, n]`, side by side, `[B, n, layers * d]`."""
-        states = self.model.base_model(tokens.to(self.device), use_cache=False, output_hidden_states=True).hidden_states
-        return torch.cat([states[layer] for layer in self.layers], -1)
-
-    @torch.inference_mode()
-    def read(self, texts: Sequence[WrittenText]) -> dict[str, Tensor]:
-        """The tokens of the texts one after the other, and for each of them: text, which text it is of; drawn, whether
-        the target drew it with SAMPLING; states, the hidden states of the tapped layers, `[N, layers * d]`; sums, those
-        of `sums_of`, `[N, 3]`."""
-        texts = sorted(texts, key=lambda text: len(text.tokens))  # Little of a block is padding then.
-        states, sums = [], []
-        for at in range(0, len(texts), READ):
-            block = [torch.tensor(text.tokens) for text in texts[at : at + READ]]
-            padded = nn.utils.rnn.pad_sequence(block, batch_first=True)  # Padding after a text does not change it.
-            for tokens, rows in zip(block, self.hidden_states(padded)):
-                states.append(rows[: len(tokens)].to(torch.bfloat16).cpu())
-                last = rows[: len(tokens), -self.output.weight.shape[1] :]
-                sums += [sums_of(self.output, few).cpu() for few in last.split(at_a_time(self.device))]
-        lengths = torch.tensor([len(text.tokens) for text in texts])
-        return {
-            "tokens": torch.tensor([token for text in texts for token in text.tokens], dtype=torch.int32),
-            "text": torch.arange(len(texts), dtype=torch.int32).repeat_interleave(lengths),
-            "drawn": torch.tensor([drawn for text in texts for drawn in text.drawn]),
-            "states": torch.cat(states),
-            "sums": torch.cat(sums),
-        }
-
-
-def prepare_parts(args: Namespace, target: CachedModel) -> list[dict[str, Tensor]]:
+def prepare_parts(args: Namespace, target: CachedModel) -> list[Part]:
     """The parts of `args.data`, memory-mapped. Those that are missing are computed first. Part 0 is held out. A part
-    holds what `StateReader.read` returns, and how many seconds it took to make it."""
+    holds what `read_states` returns, and how many seconds it took to make it."""
     about = {"target": model_version(args.folder), "length": LENGTH, "sampling": asdict(SAMPLING), "seed": args.seed}
     description = args.data / "texts.json"
     args.data.mkdir(parents=True, exist_ok=True)
     if description.exists() and read_json(description) != about:
         raise UserError(f"{args.data} contains texts of another target or seed; choose another --data")
     replace_file(description, json.dumps(about))
-    config = target.model.config.get_text_config()
-    bytes_of_token = 2 * len(LAYERS["three"]) * config.hidden_size + 4 + 4 + 1 + 12  # states, tokens, text, drawn, sums
-    parts: list[dict[str, Tensor]] = []
+    d = target.model.config.get_text_config().hidden_size
+    bytes_of_token = 2 * len(LAYERS["three"]) * d + 4 + 4 + 1 + 12  # states, tokens, text, drawn, sums
+    parts: list[Part] = []
     writer: TextWriter | None = None
-    reader: StateReader | None = None
     left = args.written
     with Bar("the target writes and reads", args.written, " tokens") as bar:
         while left > 0:
             file = args.data / f"{len(parts):05}.safetensors"
             if not file.exists():
                 check_disk(args.data, left * bytes_of_token)
-                writer = writer or TextWriter(args.folder, args.device, *prompts_of(args), args.seed)
-                reader = reader or StateReader(target)
+                if writer is None:
+                    writer, output = text_writer(args), checked_output_layer(target)
                 begin = time.monotonic()
-                part = reader.read(writer.write(len(parts), TEXTS if parts else HELD_OUT))
+                part = read_states(writer.write(len(parts), TEXTS if parts else HELD_OUT), target, output)
                 seconds = time.monotonic() - begin
                 temporary = file.with_name(f".{file.name}")
                 save_file(part | {"seconds": torch.tensor(seconds)}, temporary)
                 os.replace(temporary, file)
                 print(f"{file.name}: {len(part['tokens']):,} tokens in {seconds:.0f} s", file=sys.stderr)
-            try:
-                parts.append(load_file(file))
-            except SafetensorError as error:
-                raise UserError(
-                    f"{file} cannot be read ({one_line(error)}); remove it, and it is computed again"
-                ) from None
+            parts.append(load_file(file))
             tokens = len(parts[-1]["tokens"])
             bar.update(tokens)
             left -= tokens if len(parts) > 1 else 0
     return parts
+
+
+# Windows of the texts.
+
+
+class TextBatch(NamedTuple):
+    """Windows of the texts. tokens: int64 `[B, n]`. text: which text each is of, `[B, n]`. drawn: `[B, n]`, whether
+    each was drawn with SAMPLING. before: the hidden states of the token before each, `[B, n, layers * d]`, 0 at the
+    beginning of a text. last: the last hidden states of each `[B, n, d]`. sums: `[B, n, 3]`, see `sums_of`."""
+
+    tokens: Tensor
+    text: Tensor
+    drawn: Tensor
+    before: Tensor
+    last: Tensor
+    sums: Tensor
+
+
+def batch_of(windows: Sequence[tuple[Part, int, int]], output: Tensor) -> TextBatch:
+    """The windows (part, first token, length) of the texts, on the device of the output layer's weight `[V, d]`."""
+    d, rows = output.shape[1], []
+    for part, start, length in windows:
+        at = torch.arange(start, start + length)
+        earlier, tokens, states = (at - 1).clamp(min=0), part["tokens"][at].long(), part["states"]
+        begins = (at == 0) | (part["text"][at] != part["text"][earlier])
+        before = states[earlier].masked_fill(begins[:, None], 0.0)
+        rows.append((tokens, part["text"][at], part["drawn"][at], before, states[at, -d:], part["sums"][at]))
+    return TextBatch(*(torch.stack(column).to(output.device) for column in zip(*rows)))
+
+
+# How good a network is on texts that it was not trained on.
+
+
+@torch.inference_mode()
+def acceptance_on(
+    network: nn.Module, output: RestrictedHead, texts: Sequence[TextBatch], autocast: torch.dtype
+) -> dict[str, Any]:
+    """How good a network is at GAMMA guesses, on texts (batches of one) that the target drew: what decoding would give,
+    up to chance. acceptance: the share that passes of the guesses tested at each position. alpha: that of all.
+    tokens_per_round: with the token that the target adds."""
+    tested, passed, count = np.zeros(GAMMA), np.zeros(GAMMA), at_a_time(output.weight.device)
+    for batch in texts:
+        with torch.autocast(batch.tokens.device.type, autocast, autocast != torch.float32):
+            hidden = network.chain(batch, GAMMA)[:, 0].float()
+        following = F.pad(batch.tokens[0, 1:], (0, 1))
+        parts = zip(hidden.split(count, 1), *(x.split(count) for x in (batch.last[0], batch.sums[0], following)))
+        chances = zip(*(passing_chances(output, *part) for part in parts))
+        overlap, ratio = (torch.cat(x, 1).cpu().double().numpy() for x in chances)
+        counts = expected_counts(overlap, ratio, batch.drawn[0].tolist())
+        tested, passed = tested + counts[0], passed + counts[1]
+    tested = np.maximum(tested, 1e-9)
+    alpha, tokens_per_round = float(passed.sum() / tested.sum()), float(1 + passed.sum() / tested[0])
+    return {"acceptance": (passed / tested).tolist(), "alpha": alpha, "tokens_per_round": tokens_per_round}
+
+
+def passing_chances(
+    output: RestrictedHead, hidden: Tensor, last: Tensor, sums: Tensor, following: Tensor
+) -> tuple[Tensor, Tensor]:
+    """For each step and each of m positions, `[steps, m]`: the chance that a guess drawn there passes, sum_x min(p(x),
+    q(x)); and min(1, q(x) / p(x)) of the token x in `following[m]`, which the text has next."""
+    _, p = distributions(output_logits(output, last), sums)
+    q = probabilities(output_logits(output, hidden), SAMPLING)
+    place = torch.searchsorted(output.tokens, following).clamp(max=len(output.tokens) - 1)
+    known = output.tokens[place] == following
+    p_next = p.gather(-1, place[:, None])[:, 0]
+    q_next = q.gather(-1, place.expand(len(q), -1)[..., None])[..., 0]
+    ratio = torch.where(known & (p_next > 0), q_next / p_next, 0.0).clamp(max=1.0)
+    return torch.minimum(p, q).sum(-1), ratio
+
+
+def expected_counts(overlap: np.ndarray, ratio: np.ndarray, drawn: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
+    """How many guesses of each position are tested and how many pass, if a text is decoded speculatively, `[steps]`
+    each, expected values.
+
+    overlap, ratio: `passing_chances`, `[steps, n]`; row j is for the token after the place it stands at. A guess passes
+    and is the token x with probability min(p(x), q(x)). The text's x was drawn from p. So among the decodings that
+    write this text, a guess passes with probability min(1, q(x) / p(x)). Followed from the first drawn token on, that
+    gives how probable it is that a round begins at each place.
+    """
+    steps, n = overlap.shape
+    begins = np.zeros(n + steps + 2)  # how probable it is that a round begins with the token at this place as its last
+    tested, passed = np.zeros(steps), np.zeros(steps)
+    for s in range(n - steps - 1):
+        if not drawn[s]:
+            continue
+        if s == 0 or not drawn[s - 1]:
+            begins[s] = 1.0
+        whole, reached = all(drawn[s + 1 : s + steps + 2]), begins[s]
+        for j in range(steps):
+            tested[j] += whole * reached
+            passed[j] += whole * reached * overlap[j, s + j]
+            begins[s + j + 1] += reached * (1 - ratio[j, s + j])
+            reached *= ratio[j, s + j]
+        begins[s + steps + 1] += reached
+    return tested, passed

@@ -7,6 +7,7 @@ same folder. So the modules of this project that it needs are copied beside it, 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -17,10 +18,14 @@ from utils import UserError
 SOURCE = ROOT / "custom_generate"
 
 
-def packed_files() -> dict[str, str]:
-    """{file name: its text} of the folder. A module keeps the last part of its name."""
-    texts = {"requirements.txt": (SOURCE / "requirements.txt").read_text(encoding="utf-8")}
-    files = [SOURCE / "generate.py"]
+def pack(argv: Sequence[str] | None) -> None:
+    """Parse the flags and write the folder. A module keeps the last part of its name."""
+    parser = script_parser("python -m scripts.packGenerate", __doc__)
+    parser.add_argument("folder", type=path)
+    folder = parser.parse_args(argv).folder / "custom_generate"
+    if folder.exists():
+        raise UserError(f"{folder} exists already; name another folder, or remove it first")
+    files, texts = [SOURCE / "generate.py"], {}
     for file in files:  # The list grows by what its files import, anywhere in them.
 
         def relative(match: re.Match[str]) -> str:
@@ -31,19 +36,10 @@ def packed_files() -> dict[str, str]:
             return f"{match[1]}from .{copied.stem} import"
 
         texts[file.name] = re.sub(r"^(\s*)from ([\w.]+) import", relative, file.read_text(encoding="utf-8"), flags=re.M)
-    assert len(texts) == 1 + len(files), "two modules have one name"
-    return texts
-
-
-def pack(argv: Sequence[str] | None) -> None:
-    """Parse the flags and write the folder."""
-    parser = script_parser("python -m scripts.packGenerate", __doc__)
-    parser.add_argument("folder", type=path)
-    folder = parser.parse_args(argv).folder / "custom_generate"
-    if folder.exists():
-        raise UserError(f"{folder} exists already; name another folder, or remove it first")
+    assert len(texts) == len(files), "two modules have one name"
     folder.mkdir(parents=True)
-    for name, text in packed_files().items():
+    shutil.copy(SOURCE / "requirements.txt", folder)
+    for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     print(f"Written to {folder}")
 

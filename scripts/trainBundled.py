@@ -4,7 +4,7 @@
 
 `PATH:3` counts a text three times in each pass over the corpus. The smaller models learn the target's distribution
 instead of the text's next token (distillation; DistillSpec, arXiv 2310.08461): speculative decoding gains from a draft
-that agrees with the target. The draft is then trained for acceptance (scripts/losses.py).
+that agrees with the target. The draft is then trained for acceptance (`rejection` in scripts/training.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,8 +45,7 @@ from inputs.progress import followed
 from inputs.texts import read
 from PPL import calculate_ppl_corpus
 from regrSampling import regrSampling
-from scripts.losses import SAMPLING, at_a_time, most_probable, rejection_loss
-from scripts.training import Recipe, Trainer
+from scripts.training import SAMPLING, Recipe, Trainer, at_a_time, most_probable, rejection_loss
 from utils import UserError
 
 VOCABULARY = 4096
@@ -57,6 +56,7 @@ PROMPT = 64  # tokens of the corpus that the target continues
 TOGETHER = 256  # rows written at a time
 MIXED = (256, 256, 1024, CONTEXT)  # row lengths
 WRITTEN = (*[256] * 8, 1024)  # in training for acceptance, the target writes the rows of 256
+Row = tuple[Tensor, ...]  # a text's tokens, and what its teacher said of them
 
 
 # The target's first stage has long rows only at its end, where the rates are too low to learn from them. Its second
@@ -108,11 +108,9 @@ def train_tokenizer(documents: Sequence[str], folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END_OF_TEXT],
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=VOCABULARY, special_tokens=[END_OF_TEXT], show_progress=False, initial_alphabet=alphabet
     )
     tokenizer.train_from_iterator(documents, trainer)
     ends = {f"{end}_token": END_OF_TEXT for end in ("bos", "eos", "unk")}
@@ -121,17 +119,10 @@ def train_tokenizer(documents: Sequence[str], folder: Path) -> None:
 
 def new_model(layers: int, width: int) -> nn.Module:
     """A GPT-NeoX model with random weights."""
-    config = GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // HEAD,
-        intermediate_size=4 * width,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPTNeoXForCausalLM(config)
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // HEAD}
+    sizes |= {"intermediate_size": 4 * width, "max_position_embeddings": CONTEXT}
+    ids = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **ids))
 
 
 def load_float32(folder: Path) -> nn.Module:
@@ -165,9 +156,9 @@ def continue_prompts(teacher: nn.Module, prompts: Iterator[Tensor], count: int, 
 
 
 @torch.inference_mode()
-def label_texts(teacher: nn.Module, texts: Tensor, device: str, prompt: int = 1) -> list[tuple[Tensor, ...]]:
-    """The texts `[N, n + 1]`, each as int16 `[n + 1]`, and what `losses.rejection` reads of the teacher's distributions
-    over the tokens that follow the first `prompt`, `[n + 1 - prompt, TOP]`. The teacher's forward costs several times a
+def label_texts(teacher: nn.Module, texts: Tensor, device: str, prompt: int = 1) -> list[Row]:
+    """The texts `[N, n + 1]`, each as int16 `[n + 1]`, and what `rejection` reads of the teacher's distributions over
+    the tokens that follow the first `prompt`, `[n + 1 - prompt, TOP]`. The teacher's forward costs several times a
     step of the draft, so it is computed once for each text, and 1.5 KiB of a token are stored."""
     labelled = []
     for tokens in followed(texts, "the target reads", len(texts)):
@@ -178,43 +169,42 @@ def label_texts(teacher: nn.Module, texts: Tensor, device: str, prompt: int = 1)
     return labelled
 
 
-def shuffled(texts: Sequence[tuple[Tensor, ...]], rng: random.Random) -> Iterator[tuple[Tensor, ...]]:
-    """The texts in random order, again and again."""
-    while True:
-        yield from rng.sample(texts, len(texts))
-
-
 def rows_of(
     recipe: Recipe, tokens: Tensor, minutes: float, teacher: nn.Module | None, device: str, rng: random.Random
-) -> dict[int, Iterator[tuple[Tensor, ...]]]:
-    """{row length: endless texts} of a stage: windows of the corpus `tokens[N]`, or texts of `label_texts`. Of these
+) -> dict[int, Iterator[Row]]:
+    """{row length: endless rows} of a stage: windows of the corpus `tokens[N]`, or texts of `label_texts`. Of these
     the teacher writes the shortest ones, for `minutes` at most."""
     if not recipe.labelled or teacher is None:
         lengths = {*recipe.lengths, *(recipe.last_lengths or ())}
         return {length: zip(corpus_windows(tokens, length, rng)) for length in lengths}  # tuples of one tensor
-    rows = {}
+    rows: dict[int, Iterator[Row]] = {}
     for length, count in recipe.labelled.items():
-        if length == min(recipe.labelled):
+        if is_written := length == min(recipe.labelled):
             texts = continue_prompts(teacher, corpus_windows(tokens, PROMPT - 1, rng), count, length + 1, minutes)
-            rows[length] = shuffled(label_texts(teacher, texts, device, PROMPT), rng)
         else:
             texts = torch.stack(list(islice(corpus_windows(tokens, length, rng), count)))
-            rows[length] = shuffled(label_texts(teacher, texts, device), rng)
+        labelled = label_texts(teacher, texts, device, PROMPT if is_written else 1)
+        # Again and again, each time in another order.
+        rows[length] = chain.from_iterable(iter(partial(rng.sample, labelled, len(labelled)), None))
     return rows
 
 
 class StageTrainer(Trainer):
-    """A stage of a bundled model, on {row length: endless texts} of `rows_of`."""
+    """A stage of a bundled model, on {row length: endless rows} of `rows_of`."""
 
     def __init__(
-        self, recipe: Recipe, network: nn.Module, label: str, rows: Mapping[int, Any], teacher: nn.Module | None = None
+        self,
+        recipe: Recipe,
+        network: nn.Module,
+        label: str,
+        rows: dict[int, Iterator[Row]],
+        teacher: nn.Module | None = None,
     ) -> None:
         super().__init__(recipe, network.train(), label)
         self.rows, self.teacher = rows, teacher
 
     def batch(self, rows: int, length: int) -> list[Tensor]:
-        texts = [next(self.rows[length]) for _ in range(rows)]
-        return [torch.stack(parts).to(self.device) for parts in zip(*texts)]
+        return [torch.stack(parts).to(self.device) for parts in zip(*islice(self.rows[length], rows))]
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         """Of labelled texts the share of guesses that the target would reject. Else the cross-entropy, in nats, to the
@@ -232,20 +222,19 @@ class StageTrainer(Trainer):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets)
 
 
-def parse(argv: Sequence[str] | None) -> Namespace:
+def bundled_flags(argv: Sequence[str] | None) -> Namespace:
     """The flags, checked. Raises UserError for invalid ones."""
     parser = script_parser("python -m scripts.trainBundled", __doc__)
-    texts = "files or folders to train on; PATH:3 counts it three times"
-    parser.add_argument("--texts", nargs="+", type=text, required=True, help=texts)
-    parser.add_argument("--heldout", nargs="*", type=path, default=[], help="texts whose perplexity is printed")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which to train")
-    minutes = "at most this long for each stage of a model"
-    parser.add_argument("--minutes", type=number(0.01, 10**6), default=math.inf, help=minutes)
-    parser.add_argument("--tokens", type=whole(1), help="at most this many tokens for each stage of a model")
-    parser.add_argument("--stage", type=whole(1, 5), default=1, help="start at this stage, from the weights in --out")
-    parser.add_argument("--out", type=path, default=ROOT / "models")
-    parser.add_argument("--device", type=text, help="(cuda if available)")
-    parser.add_argument("--seed", type=whole(0, 10**9), default=0)
+    add, texts = parser.add_argument, "files or folders to train on; PATH:3 counts it three times"
+    add("--texts", nargs="+", type=text, required=True, help=texts)
+    add("--heldout", nargs="*", type=path, default=[], help="texts whose perplexity is printed")
+    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which to train")
+    add("--minutes", type=number(0.01, 10**6), default=math.inf, help="at most this long for each stage of a model")
+    add("--tokens", type=whole(1), help="at most this many tokens for each stage of a model")
+    add("--stage", type=whole(1, 5), default=1, help="start at this stage, from the weights in --out")
+    add("--out", type=path, default=ROOT / "models")
+    add("--device", type=text, help="(cuda if available)")
+    add("--seed", type=whole(0, 10**9), default=0)
     args = parser.parse_args(argv)
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
@@ -265,7 +254,7 @@ def bundled_folder(args: Namespace, name: str) -> Path:
     return Path(os.path.abspath(args.out)) / f"bundled-{name}"
 
 
-def run(args: Namespace) -> None:
+def train_bundled(args: Namespace) -> None:
     """Train the tokenizer if it does not exist, then the models, and print their perplexities."""
     documents = [document for path in args.texts for document in read_documents(path)]
     heldout = {file: read(file) for file in args.heldout}
@@ -316,7 +305,8 @@ def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerBase, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return as_command("trainBundled", lambda: run(parse(argv)), "The stages that ended are kept.")
+    """Run the command line `argv` and return the exit code."""
+    return as_command("trainBundled", lambda: train_bundled(bundled_flags(argv)), "The stages that ended are kept.")
 
 
 if __name__ == "__main__":

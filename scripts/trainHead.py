@@ -16,9 +16,10 @@ head-TARGET --from OUT` keeps it for the documentation.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
 from engine.cachedModel import CachedModel
 from engine.head import HeadNetwork, save_head
@@ -37,12 +40,20 @@ from inputs.devices import pick_device, pick_dtype
 from inputs.files import replace_file
 from inputs.models import end_tokens, find_model, load_model, load_tokenizer, model_version
 from inputs.texts import find_prompts
-from scripts.headNetworks import LAYERS, TextBatch, TrainedHead, batch_of, begin_near_target, chain_weights, new_network
-from scripts.headTexts import WRITTEN, prepare_parts
-from scripts.losses import SAMPLING, at_a_time, chain_loss, distributions, output_logits
+from scripts.headTexts import (
+    LAYERS,
+    WRITTEN,
+    Part,
+    TextBatch,
+    acceptance_on,
+    batch_of,
+    output_layer,
+    prepare_parts,
+    tapped,
+)
 from scripts.trainBundled import read_documents
-from scripts.training import GAMMA, Recipe, Trainer
-from utils import UserError, probabilities
+from scripts.training import GAMMA, Recipe, Trainer, chain_loss
+from utils import UserError
 
 RECIPE = Recipe(
     batch=1024,
@@ -65,20 +76,172 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of an ablation: what differs from REC
 }
 RECORDED = "kind", "layers", "unroll", "feature_loss", "opening", "finish"  # what files say of a recipe
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
-Parts = list[dict[str, Tensor]]  # of `prepare_parts`; the first is held out
 FITTED = 4  # one text in this many of a part is read for the beginning of a head
 SEEDS = 1 << 20  # a step's windows are drawn from the seed `--seed * SEEDS + step`
+MLP = 4  # width of the MLP, as a multiple of the head's, where it is not that of the target's last layer
+LIKE_TARGET = (  # what a head's config has from its target's, if it begins as the target's last layer
+    "intermediate_size", "rms_norm_eps", "rope_parameters", "head_dim", "hidden_act", "attention_bias", "mlp_bias",
+)  # fmt: skip
+RIDGE = 1e-3  # of the mean square of what is read, added in the fit of a head's beginning
+
+# Both networks guess GAMMA tokens in a row. `chain(batch, steps)` gives their last hidden states, from which the output
+# layer guesses, in each step of a chain: `[steps, B, n, d]`. In step j, that at position t is for the j-th guess after
+# the true features of the tokens up to t - j. What is guessed is the token t + 1; the tokens guessed before it are
+# those of the text. So the first j - 1 positions of a text have no step j (`chain_weights`).
+
+
+def chain_weights(text: Tensor, steps: int) -> Tensor:
+    """1.0 where a chain of j steps ends in a text at the j-th of them, else 0.0, `[steps, B, n]`: not where it began
+    before the text, or before the window."""
+    earlier = [F.pad(text, (j, 0), value=-1)[:, : text.shape[1]] for j in range(steps)]
+    return torch.stack([(there == text).float() for there in earlier])
+
+
+def shifted(x: Tensor, by: int) -> Tensor:
+    """`x[..., n, d]` with row t - by at place t, and zeros before: `shifted(x, 1)` is what stood one token before."""
+    return F.pad(x, (0, 0, by, 0))[..., : x.shape[-2], :] if by else x
+
+
+class TrainedHead(HeadNetwork):
+    """`HeadNetwork` with the training-time test of EAGLE-3: a chain whose first step reads true features. Step j reads
+    at position t the hidden state that step j - 1 gave at t - 1."""
+
+    def chain(self, batch: TextBatch, steps: int) -> Tensor:
+        layer = self.model.layers[0]
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
+        features = self.features_before(batch)
+        angles = self.model.rotary_emb(features, positions)
+        cache: list[tuple[Tensor, Tensor]] = []
+        hidden = []
+        for _ in range(steps):
+            x = self.join(self.joined(batch.tokens, features))
+            x = x + chain_attention(layer.self_attn, layer.input_layernorm(x), angles, batch.text, cache)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            hidden.append(self.model.norm(x))
+            features = shifted(hidden[-1], 1)
+        return torch.stack(hidden)
+
+    def features_before(self, batch: TextBatch) -> Tensor:
+        """The true feature before each token, `[B, n, d]`."""
+        return self.fuse(batch.before[..., -self.fuse.in_features :].float())
+
+
+def chain_attention(
+    layer: nn.Module, x: Tensor, angles: tuple[Tensor, Tensor], text: Tensor, cache: list[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """The attention of one step j over `x[B, n, d]`. cache: keys and values of the steps before, each `[B, heads, n,
+    width]`; its own are added. text: int32 `[B, n]`; a token sees its own text alone.
+
+    What the query at position t sees is what is in the KV cache in decoding, at the j-th guess:
+    - the keys of step 1 up to position t - j + 1, the last token before whose place the true feature is known,
+    - the key of step i at position t - j + i, for i = 2 ... j: one of each earlier guess, and its own.
+    """
+    n, heads = x.shape[1], (*x.shape[:2], -1, layer.head_dim)
+    q, k, v = (project(x).view(heads).transpose(1, 2) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = apply_rotary_pos_emb(q, k, *angles)
+    groups = q.shape[1] // k.shape[1]
+    cache.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+    j, (first_keys, first_values) = len(cache), cache[0]
+    visible = (text[:, :, None] == text[:, None]) & torch.ones(n, n, dtype=torch.bool, device=x.device).tril(1 - j)
+    later = [[shifted(y, j - i) for y in cache[i - 1]] for i in range(2, j + 1)]  # keys and values of steps 2 ... j
+    scores = [(q @ first_keys.mT).masked_fill(~visible[:, None], -math.inf)]  # [B, heads, n, n]
+    scores += [(q * keys).sum(-1, keepdim=True) for keys, _ in later]  # [B, heads, n, 1]
+    weights = (torch.cat(scores, -1).float() * layer.scaling).softmax(-1).to(v.dtype)
+    seen = weights[..., :n] @ first_values
+    for i, (_, values) in enumerate(later):
+        seen = seen + weights[..., n + i, None] * values
+    return layer.o_proj(seen.transpose(1, 2).flatten(2))
+
+
+class MedusaHeads(nn.Module):
+    """Medusa's heads (Cai et al., arXiv 2401.10774): each guesses the token at its own distance from the target's last
+    hidden state alone, with a residual block before the target's output layer. In step j, that of the token t - j is
+    read at position t."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(d, d) for _ in range(GAMMA))
+        for block in self.blocks:
+            nn.init.zeros_(block.weight)  # Each head begins as the target's own guess of the next token.
+            nn.init.zeros_(block.bias)
+
+    def chain(self, batch: TextBatch, steps: int) -> Tensor:
+        before = batch.before[..., -self.blocks[0].in_features :].float()
+        seen = [shifted(before, by) for by in range(steps)]
+        return torch.stack([x + F.silu(block(x)) for block, x in zip(self.blocks, seen)])
+
+
+def new_network(recipe: Recipe, target: CachedModel, tokens: Tensor | None) -> TrainedHead | MedusaHeads:
+    """An untrained network. tokens: those that the output layer is cut to, or None."""
+    of_target = target.model.config.get_text_config()
+    vocabulary, width = target.model.get_input_embeddings().weight.shape
+    d, heads = of_target.hidden_size, of_target.num_attention_heads
+    if recipe.kind == "medusa":
+        return MedusaHeads(d)
+    if width != d:
+        raise UserError(f"{target.name} has embeddings whose width differs from its layers'; heads are not supported")
+    copied = {name: getattr(of_target, name) for name in LIKE_TARGET} if llama_layers(target) else {}
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=d,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(of_target, "num_key_value_heads", None) or heads,
+        max_position_embeddings=target.context,
+        tie_word_embeddings=False,
+        head={"layers": tapped(target, recipe.layers)},
+        **{"intermediate_size": MLP * d} | copied,
+    )
+    return TrainedHead.of(config, target, tokens)
+
+
+def llama_layers(target: CachedModel) -> list[nn.Module]:
+    """The target's layers, if they are of the kind that a head has, else none."""
+    return [module for module in target.model.modules() if isinstance(module, LlamaDecoderLayer)]
+
+
+@torch.no_grad()
+def begin_near_target(network: TrainedHead, target: CachedModel, texts: Sequence[TextBatch]) -> None:
+    """Let a head begin as a copy of the target's last layer, which reads the best linear guess of what it reads there.
+
+    The feature is the target's last hidden state, and `join` is fitted by least squares. The norm after the layer is
+    the target's too. If the target's layers are of another kind than the head's, the head's layer begins as one that
+    changes nothing, and `join` is fitted to what the last norm reads.
+
+    texts: batches of one text each, from its beginning. A token counts by the inverse size of what is fitted, because
+    some, such as the first one of a text, have huge hidden states.
+    """
+    d, layer, norm = network.config.hidden_size, network.model.layers[0], network.model.norm
+    network.fuse.weight.zero_()[:, -d:].fill_diagonal_(1.0)
+    copied = llama_layers(target)
+    if copied:
+        layer.load_state_dict(copied[-1].state_dict())
+        norm.load_state_dict(target.model.base_model.norm.state_dict())
+    else:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        norm.weight.copy_(torch.cat([one.last[0].float() for one in texts]).square().mean(0).sqrt())
+    products = torch.zeros(3 * d, 3 * d, dtype=torch.float64, device=norm.weight.device)
+    for one in texts:
+        read = network.joined(one.tokens, network.features_before(one))
+        if copied:
+            states = target.model.base_model(one.tokens, use_cache=False, output_hidden_states=True).hidden_states
+        wanted = states[-2].float() if copied else one.last.float() / norm.weight
+        pairs = torch.cat([read, wanted], -1) / wanted.square().mean(-1, keepdim=True).sqrt()
+        products += pairs[0].double().mT @ pairs[0].double()
+    squares, cross = products[: 2 * d, : 2 * d], products[: 2 * d, 2 * d :]
+    squares.diagonal().add_(RIDGE * squares.diagonal().mean())
+    network.join.weight.copy_(torch.linalg.solve(squares, cross).mT)
 
 
 class HeadTrainer(Trainer):
-    """Trains a head, or Medusa's heads, in the folder `out`. output: the target's output layer, for the tokens that are
-    guessed."""
+    """Trains a head, or Medusa's heads, in the folder `out`. parts: of `prepare_parts`, the first is held out. output:
+    the target's output layer, for the tokens that are guessed."""
 
     def __init__(
-        self, recipe: Recipe, out: Path, args: Namespace, parts: Parts, target: CachedModel, output: RestrictedHead
+        self, recipe: Recipe, out: Path, args: Namespace, parts: list[Part], target: CachedModel, output: RestrictedHead
     ) -> None:
         self.out, self.args, self.parts, self.output = out, args, parts[1:], output
-        self.version = model_version(args.folder)
         self.autocast = target.dtype if target.dtype != torch.float16 else torch.bfloat16
         torch.manual_seed(args.seed)
         network = new_network(recipe, target, output.tokens if args.draftVocab else None).to(target.device)
@@ -87,19 +250,25 @@ class HeadTrainer(Trainer):
         self.held_out = list(self.texts_of(parts[0]))
         out.mkdir(parents=True, exist_ok=True)
         self.recorded = {name: getattr(recipe, name) for name in RECORDED}
-        self.checkpoint, self.about = out / "training.pt", {"recipe": self.recorded, "tokens": output.tokens}
-        super().__init__(recipe, network, out.name)
+        about = {"recipe": self.recorded, "tokens": output.tokens.tolist()}
+        super().__init__(recipe, network, out.name, out / "training.pt", about)
 
-    def texts_of(self, part: dict[str, Tensor]) -> Iterator[TextBatch]:
+    def texts_of(self, part: Part) -> Iterator[TextBatch]:
         """Each text of a part, as a batch of its own."""
         lengths = torch.bincount(part["text"])
         for start, length in zip((lengths.cumsum(0) - lengths).tolist(), lengths.tolist()):
             yield batch_of([(part, start, length)], self.output.weight)
 
     def batch(self, rows: int, length: int) -> TextBatch:
-        """Windows of the texts. Which ones depends on the seed and the step alone."""
-        rng = np.random.default_rng(self.args.seed * SEEDS + self.step)
-        return batch_of(random_windows(self.parts, length, rows, rng), self.output.weight)
+        """Windows of the texts, from any place of them. Which ones depends on the seed and the step alone."""
+        places = np.array([max(0, len(part["tokens"]) - length + 1) for part in self.parts])
+        if not places.sum():
+            raise UserError(f"the texts have fewer than {length} tokens; raise --written")
+        windows, ends = [], places.cumsum()
+        for place in np.random.default_rng(self.args.seed * SEEDS + self.step).integers(ends[-1], size=rows):
+            index = int(np.searchsorted(ends, place, side="right"))
+            windows.append((self.parts[index], int(place - ends[index] + places[index]), length))
+        return batch_of(windows, self.output.weight)
 
     def loss(self, batch: TextBatch) -> Tensor:
         """The cross-entropy to the target's distribution in each step of a chain, and in the end the share of guesses
@@ -128,121 +297,31 @@ class HeadTrainer(Trainer):
         super().save()
         if isinstance(self.network, HeadNetwork):
             record = {"recipe": self.recorded, "seed": self.args.seed, "measured": self.history[-1:]}
-            save_head(self.network, self.out, self.version, record)
+            save_head(self.network, self.out, model_version(self.args.folder), record)
 
 
-def guessed_tokens(parts: Parts, vocabulary: int, count: int, ends: Collection[int]) -> Tensor:
-    """The tokens that the head guesses, int64 `[count]`, ascending: the most frequent ones of the texts to train on,
-    with those that end a text."""
-    if count > vocabulary:
-        raise UserError(f"--draftVocab {count} exceeds the vocabulary of {vocabulary} tokens")
-    counts = sum(torch.bincount(part["tokens"].long(), minlength=vocabulary) for part in parts[1:])
-    counts[[token for token in ends if token < vocabulary]] = counts.sum() + 1
-    return counts.argsort(descending=True, stable=True)[:count].sort().values
-
-
-def random_windows(
-    parts: Parts, length: int, count: int, rng: np.random.Generator
-) -> list[tuple[dict[str, Tensor], int, int]]:
-    """`count` windows of `length` tokens: (part, first token, length). Each place is as probable as any other."""
-    places = np.array([max(0, len(part["tokens"]) - length + 1) for part in parts])
-    if not places.sum():
-        raise UserError(f"the texts have fewer than {length} tokens; raise --written")
-    chosen = []
-    for place in rng.integers(places.sum(), size=count):
-        index = int(np.searchsorted(places.cumsum(), place, side="right"))
-        chosen.append((parts[index], int(place - places[:index].sum()), length))
-    return chosen
-
-
-@torch.inference_mode()
-def acceptance_on(
-    network: nn.Module, output: RestrictedHead, texts: Sequence[TextBatch], autocast: torch.dtype
-) -> dict[str, Any]:
-    """How good a network is at GAMMA guesses, on texts (batches of one) that the target drew: what decoding would give,
-    up to chance. acceptance: the share that passes of the guesses tested at each position. alpha: that of all.
-    tokens_per_round: with the token that the target adds."""
-    tested, passed, count = np.zeros(GAMMA), np.zeros(GAMMA), at_a_time(output.weight.device)
-    for batch in texts:
-        with torch.autocast(batch.tokens.device.type, autocast, autocast != torch.float32):
-            hidden = network.chain(batch, GAMMA)[:, 0].float()
-        following = F.pad(batch.tokens[0, 1:], (0, 1))
-        parts = zip(hidden.split(count, 1), *(x.split(count) for x in (batch.last[0], batch.sums[0], following)))
-        chances = zip(*(passing_chances(output, *part) for part in parts))
-        overlap, ratio = (torch.cat(x, 1).cpu().double().numpy() for x in chances)
-        counts = expected_counts(overlap, ratio, batch.drawn[0].tolist())
-        tested, passed = tested + counts[0], passed + counts[1]
-    tested = np.maximum(tested, 1e-9)
-    alpha, tokens_per_round = float(passed.sum() / tested.sum()), float(1 + passed.sum() / tested[0])
-    return {"acceptance": (passed / tested).tolist(), "alpha": alpha, "tokens_per_round": tokens_per_round}
-
-
-def passing_chances(
-    output: RestrictedHead, hidden: Tensor, last: Tensor, sums: Tensor, following: Tensor
-) -> tuple[Tensor, Tensor]:
-    """For each step and each of m positions, `[steps, m]`: the chance that a guess drawn there passes, sum_x min(p(x),
-    q(x)); and min(1, q(x) / p(x)) of the token x in `following[m]`, which the text has next."""
-    _, p = distributions(output_logits(output, last), sums)
-    q = probabilities(output_logits(output, hidden), SAMPLING)
-    place = torch.searchsorted(output.tokens, following).clamp(max=len(output.tokens) - 1)
-    known = output.tokens[place] == following
-    p_next = p.gather(-1, place[:, None])[:, 0]
-    q_next = q.gather(-1, place.expand(len(q), -1)[..., None])[..., 0]
-    ratio = torch.where(known & (p_next > 0), q_next / p_next, 0.0).clamp(max=1.0)
-    return torch.minimum(p, q).sum(-1), ratio
-
-
-def expected_counts(overlap: np.ndarray, ratio: np.ndarray, drawn: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
-    """How many guesses of each position are tested and how many pass, if a text is decoded speculatively, `[steps]`
-    each, expected values.
-
-    overlap, ratio: `passing_chances`, `[steps, n]`; row j is for the token after the place it stands at. A guess passes
-    and is the token x with probability min(p(x), q(x)). The text's x was drawn from p. So among the decodings that
-    write this text, a guess passes with probability min(1, q(x) / p(x)). Followed from the first drawn token on, that
-    gives how probable it is that a round begins at each place.
-    """
-    steps, n = overlap.shape
-    begins = np.zeros(n + steps + 2)  # how probable it is that a round begins with the token at this place as its last
-    tested, passed = np.zeros(steps), np.zeros(steps)
-    for s in range(n - steps - 1):
-        if not drawn[s]:
-            continue
-        if s == 0 or not drawn[s - 1]:
-            begins[s] = 1.0
-        whole, reached = all(drawn[s + 1 : s + steps + 2]), begins[s]
-        for j in range(steps):
-            tested[j] += whole * reached
-            passed[j] += whole * reached * overlap[j, s + j]
-            begins[s + j + 1] += reached * (1 - ratio[j, s + j])
-            reached *= ratio[j, s + j]
-        begins[s + steps + 1] += reached
-    return tested, passed
-
-
-def parse(argv: Sequence[str]) -> Namespace:
+def head_flags(argv: Sequence[str]) -> Namespace:
     """The flags, checked. Raises UserError for invalid ones."""
     parser = script_parser("python -m scripts.trainHead", __doc__)
-    parser.add_argument("target", type=text, help="the model whose head is trained: a folder of models/, or a path")
-    parser.add_argument("out", type=path, metavar="OUT", help="the folder of the head")
-    parser.add_argument("--texts", nargs="+", type=text, help="texts whose passages the target continues (the samples)")
-    parser.add_argument("--prompts", type=text, help="a JSONL file of users' turns, for a chat model (it writes them)")
-    parser.add_argument("--written", type=whole(1), default=WRITTEN, help=f"tokens the target writes ({WRITTEN:,})")
-    parser.add_argument("--data", type=path, help="where the texts and their hidden states are kept (OUT/texts)")
-    parser.add_argument("--hours", type=number(0.001, 10**4), default=0.5, help="of training (0.5)")
-    parser.add_argument(
-        "--steps", type=whole(1), help=f"of training, of {RECIPE.batch} tokens each, instead of --hours"
-    )
-    parser.add_argument("--draftVocab", type=whole(1), help="guess only this number of frequent tokens (all)")
-    parser.add_argument("--kind", choices=["head", "medusa"], default="head", help="the kind of network (head)")
-    parser.add_argument("--layers", choices=list(LAYERS), default="three", help="of the target, for features (three)")
-    parser.add_argument("--unroll", type=whole(1, 8), default=GAMMA, help=f"steps of training-time test ({GAMMA})")
-    parser.add_argument("--featureLoss", action="store_true", help="also learn the target's last hidden states")
-    parser.add_argument("--ablation", action="store_true", help="train each variant for that time, and compare them")
-    parser.add_argument("--device", type=text, help="(cuda if available)")
-    parser.add_argument("--seed", type=whole(0, 10**9), default=0)
+    add, of_steps = parser.add_argument, f"of training, of {RECIPE.batch} tokens each, instead of --hours"
+    add("target", type=text, help="the model whose head is trained: a folder of models/, or a path")
+    add("out", type=path, metavar="OUT", help="the folder of the head")
+    add("--texts", nargs="+", type=text, help="texts whose passages the target continues (the samples)")
+    add("--prompts", type=text, help="a JSONL file of users' turns, for a chat model (it writes them)")
+    add("--written", type=whole(1), default=WRITTEN, help=f"tokens the target writes ({WRITTEN:,})")
+    add("--data", type=path, help="where the texts and their hidden states are kept (OUT/texts)")
+    add("--hours", type=number(0.001, 10**4), default=0.5, help="of training (0.5)")
+    add("--steps", type=whole(1), help=of_steps)
+    add("--draftVocab", type=whole(1), help="guess only this number of frequent tokens (all)")
+    add("--kind", choices=["head", "medusa"], default="head", help="the kind of network (head)")
+    add("--layers", choices=list(LAYERS), default="three", help="of the target, for features (three)")
+    add("--unroll", type=whole(1, 8), default=GAMMA, help=f"steps of training-time test ({GAMMA})")
+    add("--featureLoss", action="store_true", help="also learn the target's last hidden states")
+    add("--ablation", action="store_true", help="train each variant for that time, and compare them")
+    add("--device", type=text, help="(cuda if available)")
+    add("--seed", type=whole(0, 10**9), default=0)
     args = parser.parse_args(argv)
-    args.folder = find_model(args.target)
-    args.device = pick_device(args.device)
+    args.folder, args.device = find_model(args.target), pick_device(args.device)
     args.data = args.data or args.out / "texts"
     if args.prompts and find_prompts(args.prompts).resolve() == find_prompts("sample").resolve():
         raise UserError(f"--prompts {args.prompts} are reserved for measuring heads; train on other prompts")
@@ -253,21 +332,26 @@ def parse(argv: Sequence[str]) -> Namespace:
     return args
 
 
-def run(args: Namespace, argv: Sequence[str]) -> None:
+def train_heads(argv: Sequence[str]) -> None:
     """Write the texts, then train the head, or the variants of the ablation, and write the record."""
+    args = head_flags(argv)
     tokenizer = load_tokenizer(args.folder)
     target = load_model(args.folder, tokenizer, pick_dtype(args.device), args.device)
     target.model.requires_grad_(False)
-    parts, tokens = prepare_parts(args, target), torch.arange(target.vocabulary)
-    if args.draftVocab:
-        tokens = guessed_tokens(parts, target.vocabulary, args.draftVocab, end_tokens(args.folder, tokenizer))
-    output = RestrictedHead(target.model.get_output_embeddings(), tokens.to(target.device))
-    flags = {"kind": args.kind, "layers": args.layers, "unroll": args.unroll, "feature_loss": args.featureLoss}
+    if args.draftVocab and args.draftVocab > target.vocabulary:
+        raise UserError(f"--draftVocab {args.draftVocab} exceeds the vocabulary of {target.vocabulary} tokens")
+    parts, tokens = prepare_parts(args, target), None
+    if args.draftVocab:  # the most frequent tokens of the texts to train on, with those that end a text, ascending
+        counts = sum(torch.bincount(part["tokens"].long(), minlength=target.vocabulary) for part in parts[1:])
+        counts[[token for token in end_tokens(args.folder, tokenizer) if token < target.vocabulary]] = counts.sum() + 1
+        tokens = counts.argsort(descending=True, stable=True)[: args.draftVocab].sort().values
+    output = output_layer(target, tokens)
+    changes = {"kind": args.kind, "layers": args.layers, "unroll": args.unroll, "feature_loss": args.featureLoss}
     end = {"tokens": args.steps * RECIPE.batch} if args.steps else {"seconds": 3600 * args.hours}
     variants = {}
-    for name, changes in (VARIANTS if args.ablation else {args.kind: flags}).items():
+    for name, changed in (VARIANTS if args.ablation else {args.kind: changes}).items():
         out = args.out / name if args.ablation else args.out
-        trainer = HeadTrainer(replace(RECIPE, **end, **changes), out, args, parts, target, output)
+        trainer = HeadTrainer(replace(RECIPE, **end, **changed), out, args, parts, target, output)
         trainer.train()
         parameters, last = sum(p.numel() for p in trainer.weights.values()), trainer.history[-1]
         variants[name] = {"recipe": trainer.recorded, "parameters": parameters, "history": trainer.history}
@@ -278,9 +362,7 @@ def run(args: Namespace, argv: Sequence[str]) -> None:
             flush=True,
         )
     # Of a folder or a file the record has the name alone.
-    flags = {
-        name: Path(x).name if isinstance(x, str | Path) else x for name, x in vars(args).items() if name != "texts"
-    }
+    flags = {key: Path(x).name if isinstance(x, str | Path) else x for key, x in vars(args).items() if key != "texts"}
     models = {"target": model_record(args.folder.name, model_version(args.folder), target)}
     record = {
         "program": "-m scripts.trainHead",
@@ -297,13 +379,10 @@ def run(args: Namespace, argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    return as_command(
-        "trainHead",
-        lambda: run(parse(words), words),
-        "The same command continues where this one stopped.",
-        "lower --written",
-    )
+    kept = "The same command continues where this one stopped."
+    return as_command("trainHead", lambda: train_heads(words), kept, "lower --written")
 
 
 if __name__ == "__main__":

@@ -7,31 +7,29 @@ import torch
 
 from inputs.files import DATASETS
 from inputs.models import load_model, load_tokenizer
-from scripts import losses, trainBundled
-from scripts.losses import SAMPLING, TOP, acceptance_gradient, most_probable, rejection_loss, soft_nucleus
+from scripts import trainBundled, training
 from scripts.trainBundled import MIXED, PROMPT, StageTrainer, continue_prompts, corpus_windows, label_texts
-from scripts.training import Recipe
+from scripts.training import SAMPLING, TOP, Recipe, acceptance_gradient, most_probable, rejection_loss, soft_nucleus
 from utils import Sampling, probabilities
 
 
-def test_a_short_training_writes_three_models_that_load(tmp_path, monkeypatch, capsys):
+def test_a_short_training_writes_models_that_load(tmp_path, monkeypatch, text_file, capsys):
     monkeypatch.setattr(trainBundled, "VOCABULARY", 320)
     target = [Recipe(lengths=(256,), last_lengths=(2048,)), Recipe(peak=0.3, lengths=MIXED, last_lengths=(256,))]
     draft = [Recipe(), Recipe(peak=0.3, lengths=(80, 512), labelled={80: 9, 512: 4}, averaged=True)]
     models = {"target": (2, 64, None, target), "draft": (1, 32, "target", draft)}
     monkeypatch.setattr(trainBundled, "MODELS", models)
-    sample = DATASETS / "sample"
-    words = f"--texts {sample / 'articles.raw'} {sample} --heldout {sample / 'narrative.txt'} --models target draft"
-    command = f"{words} --tokens 30000 --out {tmp_path} --device cpu"
+    texts = f"--texts {DATASETS / 'sample/articles.raw'} {DATASETS / 'sample'} --heldout {text_file}"
+    command = f"{texts} --models target draft --tokens 16000 --out {tmp_path} --device cpu"
     assert trainBundled.main(command.split()) == 0
     printed = capsys.readouterr().out
-    assert printed.count("perplexity on narrative.txt") == 2 and "bundled-draft" in printed
+    assert printed.count(f"perplexity on {text_file.name}") == 2 and "bundled-draft" in printed
     tokenizer = load_tokenizer(tmp_path / "bundled-target")
     for name in ("target", "draft"):
         model = load_model(tmp_path / f"bundled-{name}", tokenizer, "bfloat16", "cpu")
         assert model.score(torch.tensor([[1, 2, 3]])).isfinite().all()
     losses = [float(line.rsplit("loss ", 1)[1]) for line in printed.splitlines() if ", loss " in line]
-    assert losses[0] < 5.3  # ln 320 = 5.77: something was learnt
+    assert losses[0] < 5.5  # ln 320 = 5.77: something was learnt
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def distributions():
 
 @pytest.mark.parametrize("most", [30, 40])
 def test_most_probable_is_the_distribution_that_tokens_are_drawn_from(monkeypatch, distributions, most):
-    monkeypatch.setattr(losses, "TOP", most)
+    monkeypatch.setattr(training, "TOP", most)
     kept, p, plain = most_probable(distributions[1])
     assert kept.shape == (6, most)
     for sampling, found in ((SAMPLING, p), (Sampling(1.0, 0, 1.0), plain)):
@@ -52,7 +50,7 @@ def test_most_probable_is_the_distribution_that_tokens_are_drawn_from(monkeypatc
 
 @pytest.mark.parametrize("most", [20, 39])
 def test_the_gradient_is_that_of_acceptance_and_of_the_divergence(monkeypatch, distributions, most):
-    monkeypatch.setattr(losses, "TOP", most)
+    monkeypatch.setattr(training, "TOP", most)
     kept, p, plain = most_probable(distributions[1])
     one, two = (distributions[0].clone().requires_grad_() for _ in range(2))
     share = rejection_loss(one, kept, p, plain)
@@ -64,7 +62,7 @@ def test_the_gradient_is_that_of_acceptance_and_of_the_divergence(monkeypatch, d
     entropy.mean().backward()
     passed, descent = acceptance_gradient(distributions[0], kept.long(), p.float())
     torch.testing.assert_close(share, (1 - passed).mean())
-    torch.testing.assert_close(one.grad, descent / 6 + losses.DIVERGENCE * two.grad, atol=1e-4, rtol=1e-2)
+    torch.testing.assert_close(one.grad, descent / 6 + training.DIVERGENCE * two.grad, atol=1e-4, rtol=1e-2)
 
 
 def test_the_gradient_of_acceptance_is_a_difference_quotient_with_as_much_in_the_nucleus(distributions):
@@ -74,7 +72,7 @@ def test_the_gradient_of_acceptance_is_a_difference_quotient_with_as_much_in_the
     kept, p = kept.long(), p.double()
 
     def inside(probs, edge):
-        return (losses.SHARPNESS * (probs / edge).log()).sigmoid()
+        return (training.SHARPNESS * (probs / edge).log()).sigmoid()
 
     probs = (draft / 0.85).softmax(-1)
     found, edge = soft_nucleus(probs)
@@ -102,7 +100,7 @@ def test_the_gradient_of_acceptance_is_a_difference_quotient_with_as_much_in_the
 def test_a_token_near_the_edge_of_the_nucleus_is_partly_inside():
     """The edge lies between 0.15, the last token that top-p keeps, and 0.05; or, far from 0.001, below 0.3."""
     found, edge = soft_nucleus(torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.699, 0.3, 0.001, 0.0]]))
-    torch.testing.assert_close(edge[:, 0], torch.tensor([(0.15 * 0.05) ** 0.5, losses.WIDEST * 0.3]))
+    torch.testing.assert_close(edge[:, 0], torch.tensor([(0.15 * 0.05) ** 0.5, training.WIDEST * 0.3]))
     torch.testing.assert_close(found[0], torch.tensor([0.9991, 0.9931, 0.9, 0.1]), atol=1e-4, rtol=0)
     assert found[1, 1] > 0.99 and found[1, 2] < 0.001
 
@@ -114,22 +112,6 @@ def test_the_soft_nucleus_accepts_about_as_much_as_the_one_that_tokens_are_drawn
     passed, _ = acceptance_gradient(draft, kept.long(), p.float())
     drawn = torch.minimum(probabilities(draft, SAMPLING), probabilities(target, SAMPLING)).sum(-1)
     assert float(passed.mean()) == pytest.approx(float(drawn.mean()), abs=0.01)
-
-
-def test_steps_on_acceptance_raise_the_overlap_of_what_is_drawn(distributions):
-    draft, target = distributions
-    labels = most_probable(target)
-    logits = draft.clone().requires_grad_()
-
-    def overlap():
-        return torch.minimum(probabilities(target, SAMPLING), probabilities(logits.detach(), SAMPLING)).sum(-1).mean()
-
-    assert overlap() < 0.1
-    for _ in range(300):
-        rejection_loss(logits, *labels).backward()
-        logits.data -= 5 * logits.grad
-        logits.grad = None
-    assert overlap() > 0.6
 
 
 def test_an_averaged_stage_keeps_the_mean_of_the_weights_before_and_after():

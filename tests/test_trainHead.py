@@ -10,30 +10,24 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
-from transformers import LlamaConfig
 
 from engine.head import HeadModel, load_head
-from engine.sharedWeights import RestrictedHead
 from inputs.files import DATASETS
 from inputs.models import load_model, load_tokenizer, model_version
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from scripts import headTexts, trainHead, training
-from scripts.headNetworks import (
+from scripts.headTexts import (
     TextBatch,
-    TrainedHead,
+    acceptance_on,
     batch_of,
-    begin_near_target,
-    chain_attention,
-    chain_weights,
-    new_network,
-    shifted,
-    tapped,
+    chat_pieces,
+    hidden_states,
+    output_layer,
+    passing_chances,
 )
-from scripts.headTexts import chat_pieces
-from scripts.losses import SAMPLING, chain_loss, distributions, output_logits, sums_of
-from scripts.trainHead import RECIPE, HeadTrainer, acceptance_on, expected_counts, passing_chances
-from scripts.training import GAMMA
+from scripts.trainHead import RECIPE, HeadTrainer, begin_near_target, chain_weights, new_network, shifted
+from scripts.training import GAMMA, SAMPLING, chain_loss, distributions, output_logits, sums_of
 from specSampling import specSampling
 from utils import probabilities
 
@@ -59,11 +53,11 @@ def train(target, out, *flags):
 
 
 @pytest.fixture
-def target():
+def target(request):
     """A random target. Its distributions are so flat that a head which has learnt nothing often guesses right."""
-    made = helpers.tiny(layers=3, sharpness=1.0)
-    made.model.requires_grad_(False)
-    return made
+    model = helpers.tiny(getattr(request, "param", "gpt_neox"), layers=3, sharpness=1.0)
+    model.model.requires_grad_(False)
+    return model
 
 
 @pytest.fixture
@@ -76,92 +70,52 @@ def network(target):
     return head
 
 
-def output_of(target, tokens):
-    return RestrictedHead(target.model.get_output_embeddings(), tokens)
-
-
+@torch.no_grad()
 def a_batch(target, tokens, kept_as=torch.float32):
     """The batch of int64 `tokens[B, n]`, read by the target, and its output layer. All are of one text."""
-    layers = tapped(target.model.config, "three")
-    with torch.no_grad():
-        read = target.model.base_model(tokens, use_cache=False, output_hidden_states=True).hidden_states
-    states = torch.cat([read[layer] for layer in layers], -1).to(kept_as).float()
-    output = output_of(target, torch.arange(target.vocabulary))
-    sums = sums_of(output, states[..., -32:])
-    zeros = torch.zeros_like(tokens)
-    return TextBatch(tokens, zeros, zeros == 0, shifted(states, 1), states[..., -32:], sums), output
+    states, output = hidden_states(target, tokens).to(kept_as).float(), output_layer(target)
+    zeros, last = torch.zeros_like(tokens), states[..., -32:]
+    return TextBatch(tokens, zeros, zeros == 0, shifted(states, 1), last, sums_of(output, last)), output
 
 
+FAMILIES = pytest.mark.parametrize("target", ["gpt_neox", "llama"], indirect=True)  # Llama's keys are for several heads
+
+
+@FAMILIES
 @pytest.mark.parametrize("late", [False, True])
 def test_the_chain_is_what_decoding_computes(target, network, late):
     """At each place, a `HeadModel` reads the text so far and guesses the tokens that the text goes on with.
 
     late: a planted mistake, each feature is read one token too late.
     """
-    tokens = torch.randint(1, 61, (1, 12), generator=torch.Generator().manual_seed(0))
+    tokens, place = torch.randint(1, 61, (1, 12), generator=torch.Generator().manual_seed(0)), torch.arange(12)[None]
     batch, output = a_batch(target, tokens)
-    if late:
-        batch = batch._replace(before=shifted(batch.before, 1))
-        with pytest.raises(AssertionError, match="not close"):
-            check_chain(target, network, tokens, batch, output)
-    else:
-        check_chain(target, network, tokens, batch, output)
-
-
-def check_chain(target, network, tokens, batch, output):
+    batch = batch._replace(before=shifted(batch.before, int(late)))
     with torch.no_grad():
         expected = output_logits(output, network.chain(batch, GAMMA))[:, 0]
-    head = HeadModel(network, target)
+    head, agree = HeadModel(network, target), True
     for last in range(1, 12 - GAMMA):  # the last committed token's place: its feature is not known
         target.reserve(1, 16), head.reserve(1, 16)
-        place = torch.arange(12)[None]
         target.forward(tokens[:, :last], place[:, :last])
         logits = head.forward(tokens[:, : last + 1], place[:, : last + 1])[0, -1]
         for step in range(GAMMA):
-            torch.testing.assert_close(logits, expected[step, last + step], atol=1e-4, rtol=1e-4)
+            agree &= torch.allclose(logits, expected[step, last + step], atol=1e-4, rtol=1e-4)
             at = slice(last + step + 1, last + step + 2)
             logits = head.forward(tokens[:, at], place[:, at])[0, -1]
+    assert agree == (not late)
 
 
-def naive_attention(layer, inputs, angles, texts):
-    """The attention of the last step, `[n, d]`, one query after the other. inputs: `[n, d]` of each step so far."""
-    cos, sin = (x[0] for x in angles)
-
-    def rotated(x, t):
-        half = x.shape[-1] // 2
-        return x * cos[t] + torch.cat([-x[..., half:], x[..., :half]], -1) * sin[t]
-
-    def heads(project, x):
-        return project(x).view(-1, layer.head_dim)
-
-    n, j, out = len(inputs[0]), len(inputs), []
-    groups = layer.q_proj.out_features // layer.k_proj.out_features
-    for t in range(n):
-        seen = [(0, s) for s in range(t - j + 2) if texts[s] == texts[t]]
-        seen += [(i - 1, t - j + i) for i in range(2, j + 1) if t - j + i >= 0]
-        q = rotated(heads(layer.q_proj, inputs[-1][t]), t)
-        k = torch.stack([rotated(heads(layer.k_proj, inputs[i][s]), s) for i, s in seen]).repeat_interleave(groups, 1)
-        v = torch.stack([heads(layer.v_proj, inputs[i][s]) for i, s in seen]).repeat_interleave(groups, 1)
-        weights = ((q * k).sum(-1) * layer.scaling).softmax(0)
-        out.append(layer.o_proj((weights[..., None] * v).sum(0).flatten()))
-    return torch.stack(out)
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_attention_of_each_step_is_that_of_a_loop(groups):
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4 // groups, "num_hidden_layers": 1}
-    head = TrainedHead(LlamaConfig(vocab_size=9, head={"layers": [1]}, **sizes)).double()
-    layer = head.model.layers[0].self_attn
-    texts = torch.tensor([[0] * 5 + [1] * 6])
-    inputs = torch.randn(GAMMA, 1, 11, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    angles = head.model.rotary_emb(inputs[0], torch.arange(11)[None])
-    cache, weights = [], chain_weights(texts, GAMMA)
-    for step in range(GAMMA):
-        found = chain_attention(layer, inputs[step], angles, texts, cache)[0]
-        expected = naive_attention(layer, inputs[: step + 1, 0], angles, texts[0])
-        there = weights[step, 0] > 0
-        assert there.sum() == 11 - 2 * step
-        torch.testing.assert_close(found[there], expected[there])
+@FAMILIES
+@torch.no_grad()
+def test_the_chains_of_two_texts_in_a_window_are_those_of_each_alone(target, network):
+    generator = torch.Generator().manual_seed(0)
+    texts = [a_batch(target, torch.randint(1, 61, (1, n), generator=generator))[0] for n in (5, 6)]
+    window = TextBatch(*(torch.cat(parts, 1) for parts in zip(*texts)))
+    window = window._replace(text=torch.tensor([[0] * 5 + [1] * 6]))
+    there = chain_weights(window.text, GAMMA) > 0
+    assert there.sum(-1).flatten().tolist() == [11, 9, 7, 5]
+    alone = torch.cat([network.chain(text, GAMMA) for text in texts], 2)
+    torch.testing.assert_close(network.chain(window, GAMMA)[there], alone[there], atol=1e-4, rtol=1e-4)
 
 
 def test_a_window_knows_where_texts_begin():
@@ -184,7 +138,7 @@ def test_labels_are_the_distributions_that_the_target_draws_from(target):
     batch, output = a_batch(target, tokens, torch.bfloat16)
     logits = output_logits(output, batch.last[0])
     few = torch.tensor([1, 5, 8, 30, 44])
-    for some, places in (output, slice(None)), (output_of(target, few), few):
+    for some, places in (output, slice(None)), (output_layer(target, few), few):
         plain, drawn = distributions(output_logits(some, batch.last[0]), batch.sums[0])
         torch.testing.assert_close(plain, logits.softmax(-1)[:, places], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(drawn, probabilities(logits, SAMPLING)[:, places], atol=1e-5, rtol=1e-4)
@@ -194,7 +148,7 @@ def test_labels_are_the_distributions_that_the_target_draws_from(target):
 def test_the_gradient_of_the_cross_entropy_is_autograds(target, count):
     generator = torch.Generator().manual_seed(0)
     batch, _ = a_batch(target, torch.randint(1, 61, (1, 80), generator=generator), torch.bfloat16)
-    output = output_of(target, torch.arange(count))
+    output = output_layer(target, torch.arange(count))
     hidden, weights = torch.randn(2, 80, 32, generator=generator), torch.rand(2, 80, generator=generator)
     one, two = (hidden.clone().requires_grad_() for _ in range(2))
     loss = chain_loss(one, batch.last[0], batch.sums[0], weights, output, False)
@@ -226,47 +180,29 @@ def test_the_figures_are_those_of_decoding(target, network):
     assert quality["tokens_per_round"] == pytest.approx(tokens, rel=0.05)
 
 
-def test_rounds_are_those_of_each_way_to_decode():
-    """Against drawing which guesses pass."""
-    rng = np.random.default_rng(0)
-    ratio, n = rng.random((2, 14)), 14
-    drawn = [False] * 3 + [True] * 11
-    tested, passed = expected_counts(ratio, ratio, drawn)
-    counts = np.zeros((2, 2))
-    for _ in range(4_000):
-        s = 3
-        while s < n - 1:
-            whole, j = s + 3 < n, 0
-            while j < 2 and s + j < n and rng.random() < ratio[j, s + j]:
-                counts[:, j] += whole
-                j += 1
-            if j < 2:
-                counts[0, j] += whole
-            s += j + 1
-    assert np.allclose(counts / 4_000, [tested, passed], atol=0.05)
-
-
 def test_what_is_not_guessed_never_passes(target):
     batch, _ = a_batch(target, torch.randint(1, 61, (1, 30), generator=torch.Generator().manual_seed(0)))
-    some = output_of(target, torch.arange(0, 60, 3))
+    some = output_layer(target, torch.arange(0, 60, 3))
     following = torch.arange(1, 31)
     overlap, ratio = passing_chances(some, torch.randn(2, 30, 32), batch.last[0], batch.sums[0], following)
     assert (ratio[:, following % 3 != 0] == 0).all() and (overlap <= 1).all()
 
 
-def test_a_short_training_makes_a_head_that_loads(pair_folder, tmp_path, small, capsys):
-    out = tmp_path / "head"
-    assert train(pair_folder / "target", out, "--steps", 30, "--draftVocab", 100) == 0
+def test_a_short_training_makes_a_head_that_loads_and_the_ablation_every_variant(pair_folder, tmp_path, small, capsys):
+    out, folder = tmp_path / "head", pair_folder / "target"
+    assert train(folder, out, "--steps", 30, "--draftVocab", 100) == 0
     assert "tokens a round" in capsys.readouterr().out
-    tokenizer = load_tokenizer(pair_folder / "target")
-    target = load_model(pair_folder / "target", tokenizer, "float32", "cpu")
-    head = load_head(out, target, model_version(pair_folder / "target"))
-    assert head.model.config.head["tokens"] == 100
+    target = load_model(folder, load_tokenizer(folder), "float32", "cpu")
+    assert load_head(out, target, model_version(folder)).model.config.head["tokens"] == 100
     record = json.loads((out / "head-target.json").read_text())
     last = record["variants"]["head"]["history"][-1]
     assert last["step"] == 30 and len(last["acceptance"]) == GAMMA and record["written"]["tokens"] >= 300
     assert record["command"].startswith("target head --") and "articles.raw" in record["command"]
     assert str(tmp_path) not in json.dumps(record) and str(SAMPLE) not in json.dumps(record)
+    assert train(folder, tmp_path / "all", "--steps", 2, "--ablation", "--data", out / "texts") == 0
+    record = json.loads((tmp_path / "all" / "ablation-target.json").read_text())
+    assert list(record["variants"]) == list(trainHead.VARIANTS)
+    assert capsys.readouterr().out.count("tokens a round") == len(trainHead.VARIANTS)
 
 
 @pytest.fixture(scope="module")
@@ -276,10 +212,10 @@ def sources(pair_folder, tmp_path_factory):
         make_small(patch)
         folder = tmp_path_factory.mktemp("head")
         words = [pair_folder / "target", folder, "--texts", SAMPLE, "--written", 300, "--device", "cpu"]
-        args = trainHead.parse([str(word) for word in words])
+        args = trainHead.head_flags([str(word) for word in words])
         target = load_model(args.folder, load_tokenizer(args.folder), "float32", "cpu")
         target.model.requires_grad_(False)
-        return args, headTexts.prepare_parts(args, target), target, output_of(target, torch.arange(target.vocabulary))
+        return args, headTexts.prepare_parts(args, target), target, output_layer(target)
 
 
 def head_trainer(sources, out, steps=12, **changes):
@@ -365,66 +301,53 @@ def test_a_passage_that_counts_twice_is_held_out_with_its_copy(model_folder):
     assert sorted(writer.held_out + writer.trained_on) == sorted(PASSAGES * 2) and len(writer.held_out) == 6
 
 
-class Answers:
-    """A target that says the same in every turn."""
-
-    def __init__(self, ends):
-        self.ends = ends
-
-    def __call__(self, prompts, target, most, *others, **options):
-        return [[7, 8, self.ends] for _ in prompts], None
-
-
 def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, monkeypatch):
+    """The target says the same in every turn."""
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|endoftext|>{% endfor %}"
     (model_folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}<assistant>{% endif %}")
     writer = headTexts.TextWriter(model_folder, "cpu", PASSAGES, [], 0)
-    monkeypatch.setattr(headTexts, "regrSampling", Answers(0))
-    monkeypatch.setattr(headTexts, "TURN", 4)
-    monkeypatch.setattr(headTexts, "ANSWER", 8)
-    monkeypatch.setattr(headTexts, "STARTED", 0.0)
+    monkeypatch.setattr(headTexts, "regrSampling", lambda prompts, *_, **options: ([[7, 8, 0] for _ in prompts], None))
+    for name, value in {"TURN": 4, "ANSWER": 8, "STARTED": 0.0}.items():
+        monkeypatch.setattr(headTexts, name, value)
+
+    def conversations():
+        """Token ids of two conversations, and how many of them the target drew."""
+        texts = writer.conversations(2, SAMPLING)
+        return [[token for token, _ in text] for text in texts], [sum(drawn for _, drawn in text) for text in texts]
+
     writer.write(1, 0)
-    texts = writer.conversations(2, SAMPLING)
+    texts, drawn = conversations()
     first, after_user, after_model = chat_pieces(writer.tokenizer)
     assert writer.tokenizer.decode(after_user) == "<|endoftext|><assistant>"
     turns = [*first, 7, 8, *after_user, 7, 8, *after_model, 7, 8, *after_user, 7, 8, 0]
-    assert texts[1].tokens == turns
-    assert sum(texts[1].drawn) == 5 and texts[1].drawn[-3:] == [True] * 3
-    task = texts[0].tokens[len(first) : -(len(turns) - len(first) - 2)]
+    assert texts[1] == turns and drawn == [5, 5]
+    task = texts[0][len(first) : -(len(turns) - len(first) - 2)]
     assert any(words.startswith(writer.tokenizer.decode(task)[:9]) for words in headTexts.INSTRUCTIONS)
-    assert texts[0].tokens == [*first, *task, *turns[len(first) + 2 :]]
-    assert sum(texts[0].drawn) == 5
+    assert texts[0] == [*first, *task, *turns[len(first) + 2 :]]
     writer.questions = ["word"]
-    given = [text.tokens for text in writer.conversations(2, SAMPLING)]
-    assert given == [[*first, *writer.tokenizer("word")["input_ids"], *turns[len(first) + 2 :]]] * 2
+    assert conversations()[0] == [[*first, *writer.tokenizer("word")["input_ids"], *turns[len(first) + 2 :]]] * 2
     monkeypatch.setattr(headTexts, "STARTED", 1.0)
-    whole = writer.tokenizer.decode(writer.conversations(2, SAMPLING)[0].tokens)
+    whole = writer.tokenizer.decode(conversations()[0][0])
     assert any(writer.tokenizer.decode(after_model) + words in whole for words in headTexts.STARTS)
 
 
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--texts", "nowhere"], "nowhere cannot be read"),
-        (["--prompts", "sample"], "reserved for measuring"),
-        (["--kind", "medusa", "--unroll", "1"], "--kind head"),
-        (["--steps", "0"], "--steps"),
-        (["--draftVocab", "301", "--steps", "1"], "exceeds the vocabulary of 300"),
+        ("T --texts nowhere", "nowhere cannot be read"),
+        ("T --texts SHORT", "passages"),
+        ("T --prompts sample", "reserved for measuring"),
+        ("T --kind medusa --unroll 1", "--kind head"),
+        ("T --steps 0", "--steps"),
+        ("nowhere --steps 1", "there is no model"),
+        ("T --draftVocab 301 --steps 1", "exceeds the vocabulary of 300"),
     ],
 )
-def test_wrong_flags_are_one_line(pair_folder, tmp_path, small, capsys, flags, words):
-    assert train(pair_folder / "target", tmp_path / "head", *flags) == 2
+def test_wrong_flags_are_one_line(pair_folder, text_file, tmp_path, capsys, flags, words):
+    target, *flags = flags.replace("SHORT", str(text_file)).replace("T ", f"{pair_folder / 'target'} ").split()
+    assert train(target, tmp_path / "head", *flags) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("trainHead: error:") and words in said
-
-
-def test_a_target_that_is_none_and_too_few_texts_are_one_line(pair_folder, text_file, tmp_path, capsys):
-    for target, texts, words in (
-        ("nowhere", SAMPLE, "there is no model"),
-        (pair_folder / "target", text_file, "passages"),
-    ):
-        assert train(target, tmp_path / "head", "--texts", texts) == 2
-        assert words in capsys.readouterr().err
 
 
 def test_a_disk_without_room_is_one_line(pair_folder, tmp_path, capsys, monkeypatch):
@@ -438,15 +361,7 @@ def test_a_target_that_scales_its_logits_is_refused(model_folder, monkeypatch):
     score = target.score
     monkeypatch.setattr(target, "score", lambda tokens: score(tokens) / 4)
     with refused("changes its logits"):
-        headTexts.StateReader(target)
-
-
-def test_the_ablation_trains_every_variant(pair_folder, tmp_path, small, capsys):
-    out = tmp_path / "all"
-    assert train(pair_folder / "target", out, "--steps", 2, "--ablation") == 0
-    record = json.loads((out / "ablation-target.json").read_text())
-    assert list(record["variants"]) == list(trainHead.VARIANTS)
-    assert capsys.readouterr().out.count("tokens a round") == len(trainHead.VARIANTS)
+        headTexts.checked_output_layer(target)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
