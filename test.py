@@ -16,12 +16,12 @@ if __name__ == "__main__":  # Before the imports that take seconds.
 from benchmark.others import other_methods
 from benchmark.steps import measure_steps
 from experiments import rerun
-from experiments.lines import Append, Line, Run, RunLine
 from experiments.loading import SCORED, Inputs, LoadedModels
 from experiments.measure import measure_diversity, measure_perplexity, measure_speed
 from experiments.prepare import load_inputs
 from experiments.processes import Processes, together
 from experiments.runRecord import run_record, strained
+from experiments.schema import Append, Line, Run, RunLine
 from experiments.settings import parse
 from inputs.commandLine import as_command
 from lossless.audit import audit
@@ -54,11 +54,12 @@ def execute(argv: Sequence[str], processes: Processes) -> int:
 
 def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes) -> int:
     """Repeat the run of a record and compare the results. Returns 1 if something differs."""
-    earlier, lines = rerun.choose(store.runs(), store.lines, name)
+    earlier, lines = rerun.choose_run(store.runs(), store.lines, name)
+    rerun.check_run(earlier, lines)
     folder = os.path.abspath(store.lines.parent)
     if os.path.isdir(earlier.get("folder", "")):
         os.chdir(earlier["folder"])  # Relative paths among its flags start there.
-    inputs = load_inputs(parse(rerun.arguments(earlier, folder), again=True), processes)
+    inputs = load_inputs(parse(rerun.flags_of_run(earlier, folder), again=True), processes)
     record, new = measure_and_write(inputs, argv, earlier)
     if processes.index:
         return 0
@@ -86,7 +87,7 @@ def measure_and_write(inputs: Inputs, argv: Sequence[str], earlier: RunLine | No
 
     try:
         measure_all(inputs, models, append)
-        append({"kind": "end", "figures": figures.draw(store.run(name)[1], store.lines.parent, name)})
+        append({"kind": "end", "figures": figures.draw_figures(store.run(name)[1], store.lines.parent, name)})
     finally:
         try:
             store.render()

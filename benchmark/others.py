@@ -14,8 +14,8 @@ from benchmark.engines.textCheck import CHECKED_BATCH, GREEDY_TOKENS, TEXT_TOKEN
 from benchmark.generation import LibraryMethod
 from decoding.record import Record
 from engine.kvCache import cache_bytes
-from experiments.lines import Append, EngineLine
 from experiments.loading import Inputs, LoadedModels
+from experiments.schema import Append, EngineLine
 from experiments.speed import Timed, Written
 from inputs.auditTexts import write_texts
 from inputs.devices import available_memory

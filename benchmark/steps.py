@@ -17,9 +17,9 @@ from decoding.verification import synthetic, token_rule
 from engine.cachedModel import CachedModel
 from engine.decoderLayers import PackedLayer
 from engine.kernels.packedLinear import on_huge_pages
-from experiments.lines import Append, StepLine
 from experiments.loading import Inputs, LoadedModels
 from experiments.measure import conditions_of
+from experiments.schema import Append, StepLine
 from experiments.speed import Step, time_steps
 from methods.samplers import guesser
 from specSampling import specSampling

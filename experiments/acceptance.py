@@ -16,7 +16,7 @@ from decoding.record import Record
 from decoding.rows import EndOfText, Rows
 from decoding.treeRules import after_child
 from experiments import theory
-from experiments.lines import Positions
+from experiments.schema import Positions
 from methods.samplers import Sampler
 from utils import Sampling
 

@@ -18,7 +18,7 @@ from decoding.lengthRules import CostAware, Fixed
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
 from experiments.intervals import interval
-from experiments.lines import Append, BatchCostsLine, Conditions, Line, QueueFigures, QueueLine, of_kind
+from experiments.schema import Append, BatchCostsLine, Conditions, Line, QueueFigures, QueueLine, of_kind
 from experiments.settings import BATCHES
 from experiments.speed import Timed, time_texts
 from experiments.sweep import scoring_costs

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.intervals import FEW, Interval, Range, summarize
-from experiments.lines import TimedText
+from experiments.schema import TimedText
 
 OVERALL = "overall (Spec-Bench's mean)"
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.lines import QueueFigures, TimedText
+from experiments.schema import QueueFigures, TimedText
 
 # Fewer values have no 95 % interval: the range of 5 holds the median in 94 % of all cases, that of 3 in 75 %.
 FEW = 6

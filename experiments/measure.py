@@ -14,8 +14,8 @@ import PPL
 from decoding.rows import EndOfText
 from experiments import batchSweep, diversity, sweep
 from experiments.acceptance import overlaps_of
-from experiments.lines import Append, Conditions, OverlapLine
 from experiments.loading import Inputs, LoadedModels
+from experiments.schema import Append, Conditions, OverlapLine
 from experiments.speed import Timed, Written, digest, ends_after, time_texts
 from inputs.commandLine import visible
 from inputs.progress import Bar, followed

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.flags import parser
-from experiments.lines import Line, Run, RunLine, name_of_kind
+from experiments.schema import Line, Run, RunLine, name_of_kind
 from inputs.commandLine import counted
 from utils import UserError
 
@@ -36,43 +36,44 @@ COMPARED = {
 }
 
 
-def choose(runs: Sequence[Run], path: Path, name: str) -> Run:
+def choose_run(runs: Sequence[Run], path: Path, name: str) -> Run:
     """The record and the lines of a run, by its name, or by a number: 1 for the newest, 2 for the one before.
 
-    runs: of results.jsonl, whose path is `path`. Raises UserError for a run that does not exist or cannot be repeated.
+    runs: of results.jsonl, whose path is `path`. Raises UserError for a run that does not exist.
     """
     by_name = {run["run"]: (run, lines) for run, lines in runs}
-    if name in by_name:
-        run, lines = by_name[name]
-    elif name.isascii() and name.isdecimal() and 1 <= int(name[:9]) <= len(runs):
-        run, lines = runs[-int(name[:9])]
-    else:
-        known = ", ".join(list(by_name)[-5:]) or "none"
-        raise UserError(f"--rerun {name}: {path} has {counted(len(runs), 'run')}; the newest are: {known}")
+    if name not in by_name and name.isascii() and name.isdecimal() and 1 <= int(name[:9]) <= len(runs):
+        name = runs[-int(name[:9])][0]["run"]
+    if name not in by_name:
+        newest = ", ".join(list(by_name)[-9:]) or "none"
+        raise UserError(f"there is no run {name}: {path} has {counted(len(runs), 'run')}; the newest are: {newest}")
+    return by_name[name]
+
+
+def check_run(run: RunLine, lines: Sequence[Line]) -> None:
+    """Raise UserError if a run cannot be repeated and compared."""
     if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
-        raise UserError(f"--rerun {name}: run {run['run']} was written by another version: its record lacks the flags")
+        raise UserError(f"--rerun: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
         raise UserError(
-            f"--rerun {name}: run {run['run']} cannot be compared: it ended before anything was measured, "
+            f"--rerun: run {run['run']} cannot be compared: it ended before anything was measured, "
             "or was written by a version that recorded no hashes"
         )
-    return run, lines
 
 
-def arguments(run: RunLine, out: str) -> list[str]:
+def flags_of_run(run: RunLine, out: str) -> list[str]:
     """The command line with all flags of a run's record, including the device, and the folder `out` for its
     results."""
     flags = {"device": run.get("device")} | {name: value for name, value in run["flags"].items() if value is not None}
     known = {action.dest: action for action in parser()._actions}
-    for name in flags:
+    words: list[str] = []
+    for name, value in (flags | {"out": out}).items():
         if name not in known:
             raise UserError(f"run {run['run']} was written by another version: there is no flag --{name} any more")
-    words = []
-    for name, value in (flags | {"out": out}).items():
-        if isinstance(value, list) and not known[name].nargs:  # The flag was given once for each value.
-            words += [f"--{name}={one}" for one in value]
-        elif isinstance(value, list):
+        if isinstance(value, list) and known[name].nargs:
             words += [f"--{name}", *map(str, value)]
+        elif isinstance(value, list):  # The flag was given once for each value.
+            words += [f"--{name}={one}" for one in value]
         elif value is True:
             words.append(f"--{name}")
         elif value is not False and value is not None:
@@ -99,8 +100,9 @@ def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) 
     old, fresh = comparable(lines), comparable(new)
     sentences, same = [f"Run {earlier['run']} again, as {run['run']}:"], True
     for what, hashed in ("texts", True), ("figures", False):
-        keys = [key for key in old if key in fresh and (figure_of(key) == "sha256") == hashed]
-        differing = [key for key in keys if not agree(old[key][figure_of(key)], fresh[key][figure_of(key)])]
+        figures = {key: COMPARED[key[0]][0] for key in old if key in fresh}
+        keys = [key for key, figure in figures.items() if (figure == "sha256") == hashed]
+        differing = [key for key in keys if not agree(old[key][figures[key]], fresh[key][figures[key]])]
         if differing:
             first = differing[0]
             reason = why(old[first], fresh[first])
@@ -108,11 +110,9 @@ def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) 
         elif keys:
             sentences.append(f"all {len(keys)} {what} are the same.")
         same &= not differing
-    lacking = [key for key in old if key not in fresh]
-    if lacking:
+    if lacking := [key for key in old if key not in fresh]:
         sentences.append(f"{len(lacking)} were not measured again, first {describe(lacking[0])}.")
-    clocked = sum(name_of_kind(line) in COMPARED and not repeatable(line) for line in lines)
-    if clocked:
+    if clocked := sum(name_of_kind(line) in COMPARED and not is_repeatable(line) for line in lines):
         sentences.append(
             f"{clocked} are left out: the guesses of costAware and --tree auto follow the clock, and their texts too."
         )
@@ -124,19 +124,14 @@ def comparable(lines: Iterable[Fields]) -> dict[Key, Fields]:
     by_key = {}
     for line in lines:
         figure, names = COMPARED.get(name_of_kind(line), (None, ()))
-        if figure in line and all(name in line for name in names) and repeatable(line):
+        if figure in line and all(name in line for name in names) and is_repeatable(line):
             by_key[(name_of_kind(line), *(line[name] for name in names))] = line
     return by_key
 
 
-def repeatable(line: Fields) -> bool:
+def is_repeatable(line: Fields) -> bool:
     """Whether flags and seed determine the line's results. Earlier versions did not record it."""
     return line.get("repeatable", line.get("method") != "costAware")
-
-
-def figure_of(key: Key) -> str:
-    """The name of the figure to compare in lines of `key`."""
-    return COMPARED[key[0]][0]
 
 
 def agree(old: object, new: object) -> bool:

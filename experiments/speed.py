@@ -24,7 +24,7 @@ from torch import Generator
 from decoding.record import Record
 from decoding.rows import EndOfText
 from engine.cudaModel import no_captures
-from experiments.lines import QueueFigures, TimedText
+from experiments.schema import QueueFigures, TimedText
 
 Written = tuple[Sequence[Sequence[int]], Sequence[Record]]  # new tokens and records, one of each for each prompt
 # A method that can be timed, f(prompts, generators, batch, first=None): it continues prompts, `batch` at a time. first:

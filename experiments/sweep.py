@@ -17,7 +17,7 @@ from engine.cachedModel import CachedModel
 from experiments import theory
 from experiments.acceptance import expected, overlaps_of
 from experiments.intervals import interval, paired_ratios, summarize
-from experiments.lines import Costs, TimedText
+from experiments.schema import SweepCosts, TimedText
 from experiments.speed import time_steps
 from methods.samplers import Sampler
 from specSampling import specSampling
@@ -47,7 +47,7 @@ def costs(
     seed: int,
     device: str,
     spread: Callable[..., Iterable[Any]] = map,
-) -> Costs:
+) -> SweepCosts:
     """The costs and the alpha from which theory predicts speed. spread: applies a function to each item, as the builtin
     `map`.
 
@@ -105,7 +105,7 @@ def scoring_costs(
     return np.median(seconds / seconds[0], axis=1).tolist()
 
 
-def predict(texts: Sequence[TimedText], costs: Costs) -> dict[str, Any]:
+def predict(texts: Sequence[TimedText], costs: SweepCosts) -> dict[str, Any]:
     """The measurements at one temperature, and the predictions of theory.
 
     "rows": for each gamma the measured figures of `intervals.summarize`, with "paper", the speed-up by the paper's

@@ -16,9 +16,9 @@ import torch
 from scipy.stats import chi2, kstwo, norm
 from torch import Tensor
 
-from experiments.lines import Append, AuditFigures, EvidenceFigures, GreedyAuditFigures, Line, Place, Power
 from experiments.loading import Inputs, LoadedModels
 from experiments.processes import SINGLE, Processes
+from experiments.schema import Append, AuditFigures, EvidenceFigures, GreedyAuditFigures, Line, Power, TokenPlace
 from experiments.speed import digest
 from inputs.auditTexts import decoded
 from inputs.models import DTYPES
@@ -116,7 +116,7 @@ class Auditor:
         return followed(self.processes.mapped(work, parts), "audit", len(parts))
 
 
-def places(tokens: Any, texts: Texts, lines: Sequence[int]) -> list[Place]:
+def places(tokens: Any, texts: Texts, lines: Sequence[int]) -> list[TokenPlace]:
     """The first of `tokens`, (text, position) each: the line of each text, the position in the text and the token's
     id, both from 1 but for the id."""
     return [

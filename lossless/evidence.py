@@ -27,7 +27,7 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.stats import chi2, chisquare, kstest, norm
 
-from experiments.lines import EvidenceFigures, GuessFigures
+from experiments.schema import EvidenceFigures, GuessFigures
 
 BINS = 50
 FALSE_ALARM = 1e-3  # Probability that all tests of a run of exact samplers, taken together, raise any alarm.

@@ -18,7 +18,7 @@ from decoding.model import Model
 from decoding.rows import Rows, upload
 from decoding.tree import Tree
 from decoding.verification import VerificationRule
-from experiments.lines import GreedyFigures
+from experiments.schema import GreedyFigures
 from lossless.evidence import Evidence
 from utils import Sampling, probabilities, seen_after
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from decoding.rows import Rows, upload
 from engine.cachedModel import CachedModel
-from experiments.lines import Append, GreedyFigures, GreedyLine, Line, MistakeFigures, ShownCounts, TrialConditions
 from experiments.loading import Inputs, LoadedModels
+from experiments.schema import Append, GreedyFigures, GreedyLine, Line, MistakeFigures, ShownCounts, TrialConditions
 from inputs.devices import pick_dtype
 from inputs.progress import followed
 from lossless.evidence import BINS, Evidence, limit_of, seen_by

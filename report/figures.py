@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -12,12 +12,12 @@ import numpy as np
 
 from experiments.batchSweep import predict as predict_batches
 from experiments.categories import OVERALL, by_category, categories
-from experiments.intervals import FEW, Range, summarize
-from experiments.lines import BatchCostsLine, CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
+from experiments.intervals import FEW, Interval, Range, summarize
+from experiments.schema import BatchCostsLine, CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
 from experiments.sweep import predict
 from inputs.commandLine import visible
 from lossless.evidence import BINS
-from report.runTables import ALONE, Prediction, swept
+from report.runTables import ALONE, Prediction, swept_texts
 from report.tables import median, name_of
 
 matplotlib.use("Agg")
@@ -26,37 +26,47 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.colors import LogNorm, Normalize  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-BLUE, RED, GREY, DARK = "#bfd3f2", "#c0392b", "#777777", "#2c3e50"
+plt.rcParams.update({
+    "figure.dpi": 120, "figure.constrained_layout.use": True, "axes.titlelocation": "left", "axes.titlesize": 9,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.fontsize": 8, "legend.frameon": False,
+})  # fmt: skip
+
+BLUE, RED, GREY, DARK, BROWN = "#bfd3f2", "#c0392b", "#777777", "#2c3e50", "#e5d3b3"
 THEORIES = (  # key of `sweep.predict`, style of the line, label
     ("theory", "-", "theory, scoring at its measured cost"),
     ("paper", ":", "theory, scoring at the cost of one token"),
 )
 
 
-def draw(lines: Sequence[Line], folder: Path, run: str) -> list[str]:
+def draw_figures(lines: Sequence[Line], folder: Path, run: str) -> list[str]:
     """Draw each figure for which the run has lines. Returns their paths in the folder of the results."""
     timed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
-    drawers = {
+    needed = {
         draw_speed: [line for line in timed if line["mode"] == "compare"],
         draw_sweep: of_kind(lines, CostsLine),
         draw_batches: of_kind(lines, BatchCostsLine),
         draw_categories: categories(timed),
         draw_lossless: of_kind(lines, LosslessLine),
     }
-    paths = [
-        drawer(lines, folder / "figures" / f"{drawer.__name__.removeprefix('draw_')}-{run}.png")
-        for drawer, needed in drawers.items()
-        if needed
-    ]
-    return [path.relative_to(folder).as_posix() for path in paths]
+    drawers = [drawer for drawer, of_run in needed.items() if of_run]
+    names = [f"figures/{drawer.__name__.removeprefix('draw_')}-{run}.png" for drawer in drawers]
+    for name, drawer in zip(names, drawers):
+        drawer(lines, folder / name)
+    return names
 
 
-def save(figure: Figure, path: Path) -> Path:
+def write_figure(figure: Figure, path: Path) -> Path:
     """Write a figure as a file, in a folder that is created if it is missing. Returns the path."""
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path)
     plt.close(figure)
     return path
+
+
+def bars_of(figures: Iterable[Interval]) -> str:
+    """What the error bars of some figures are."""
+    kinds = {isinstance(figure, Range) for figure in figures}
+    return "intervals or ranges" if len(kinds) > 1 else "ranges" if True in kinds else "95 % intervals"
 
 
 def draw_speed(lines: Sequence[Line], path: Path) -> Path:
@@ -66,53 +76,39 @@ def draw_speed(lines: Sequence[Line], path: Path) -> Path:
     speed = [line for line in speed if line["promptLen"] == speed[0]["promptLen"]]
     rows = sorted(summarize(speed), key=lambda row: row["throughput"].middle)
     engines = {line["method"]: line for line in of_kind(lines, EngineLine)}
-    figure, axes = plt.subplots(figsize=(8, 1.1 + 0.26 * len(rows)), dpi=120, layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 1.1 + 0.26 * len(rows)))
     longest = max(np.nanmax(row["throughput"]) for row in rows)
     for y, row in enumerate(rows):
         middle, low, high = row["throughput"]
-        other = ":" in row["method"]
         drawn = engines[row["method"]]["drawn"] if row["method"] in engines else None
-        colour = GREY if row["method"] == "target" else BLUE if not other else "#e5d3b3"
-        axes.barh(
-            y,
-            middle,
-            color=colour,
-            hatch="////" if drawn and drawn["seen_by"] else None,
-            edgecolor=GREY,
-            linewidth=0,
-            height=0.72,
-        )
+        colour = GREY if row["method"] == "target" else BROWN if ":" in row["method"] else BLUE
+        hatch = "////" if drawn and drawn["seen_by"] else None
+        axes.barh(y, middle, color=colour, hatch=hatch, edgecolor=GREY, linewidth=0, height=0.72)
         error = np.nan_to_num([[max(middle - low, 0)], [max(high - middle, 0)]])
         axes.errorbar(middle, y, xerr=error, color=DARK, capsize=2, linewidth=1)
         text = f"{median(row['throughput'])} ({median(row['speedup'])} of plain)"
         axes.text(np.nanmax([middle, high]) + 0.01 * longest, y, text, va="center", fontsize=8)
     names = [name_of(row["method"]) for row in rows]
     axes.set(yticks=range(len(rows)), yticklabels=names, xlim=(0, 1.22 * longest), xlabel="tokens per second")
-    ranges = {isinstance(row["throughput"], Range) for row in rows}
-    bars = {True: "ranges", False: "95 % intervals"}[ranges.pop()] if len(ranges) == 1 else "intervals or ranges"
     others = "; brown: other programs" if any(":" in row["method"] for row in rows) else ""
     others += ", hatched where a test tells the text from the target's" if engines else ""
-    axes.set_title(f"medians, {bars}{others}", loc="left", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    return save(figure, path)
+    axes.set_title(f"medians, {bars_of(row['throughput'] for row in rows)}{others}")
+    return write_figure(figure, path)
 
 
 def draw_sweep(lines: Sequence[Line], path: Path) -> Path:
     """Draw the speed-up over gamma beside theory, and of several temperatures also as a heat map. Returns the path."""
-    costs = [
-        cost for cost in of_kind(lines, CostsLine) if cost["promptLen"] == of_kind(lines, CostsLine)[0]["promptLen"]
-    ]
-    costs = sorted(costs, key=lambda cost: cost["temperature"])
-    predictions = [predict(swept(lines, cost), cost) for cost in costs]
+    costs = sorted(of_kind(lines, CostsLine), key=lambda cost: cost["temperature"])
+    costs = [cost for cost in costs if cost["promptLen"] == of_kind(lines, CostsLine)[0]["promptLen"]]
+    predictions = [predict(swept_texts(lines, cost), cost) for cost in costs]
     several = len(costs) > 1
-    figure, grid = plt.subplots(
-        1, 1 + several, figsize=(12 if several else 8, 4.4), dpi=120, squeeze=False, layout="constrained"
-    )
+    size = (12 if several else 8), 4.4
+    figure, grid = plt.subplots(1, 1 + several, figsize=size, squeeze=False)
     draw_over_gamma(grid[0, 0], costs, predictions)
     if several:
         rows = {cost["temperature"]: prediction for cost, prediction in zip(costs, predictions)}
         draw_heat_map(figure, grid[0, 1], rows, "temperature")
-    return save(figure, path)
+    return write_figure(figure, path)
 
 
 def draw_over_gamma(axes: Axes, costs: Sequence[CostsLine], predictions: Sequence[Prediction]) -> None:
@@ -130,27 +126,9 @@ def draw_over_gamma(axes: Axes, costs: Sequence[CostsLine], predictions: Sequenc
             axes.plot(gammas, ratios, style, color=colour, linewidth=1.1, label=once)
     axes.axhline(1, color=RED, linestyle="--", linewidth=1, label="plain decoding")
     axes.set(xlabel="gamma", ylabel="speed-up over plain decoding", xticks=gammas)
-    ends = {isinstance(row["speedup"], Range) for prediction in predictions for row in prediction["rows"]}
-    bars = {True: "ranges", False: "95 % intervals"}[ends.pop()] if len(ends) == 1 else "intervals or ranges"
-    axes.set_title(f"medians of paired ratios, {bars}; top-p {costs[0]['top_p']}", loc="left", fontsize=9)
-    axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def draw_heat_maps(
-    panels: Mapping[str, Mapping[Any, Prediction]], label: str, path: Path, break_even: bool = False
-) -> Path:
-    """Draw a heat map for each of `panels`, {title: {row: prediction}}, in the same colours. break_even: a line runs
-    where speculative and plain decoding are equally fast. Returns the path."""
-    height = max(3.2, 1.8 + 0.4 * max(len(rows) for rows in panels.values()))  # room for the label of the rows
-    figure, grid = plt.subplots(1, len(panels), figsize=(12, height), dpi=120, squeeze=False, layout="constrained")
-    reach = max(reach_of(rows) for rows in panels.values())
-    for axes, (title, rows) in zip(grid[0], panels.items()):
-        draw_heat_map(figure, axes, rows, label, reach)
-        if break_even:
-            draw_break_even(axes, rows)
-        axes.set_title(f"{title}: {axes.get_title(loc='left')}", loc="left", fontsize=9)
-    return save(figure, path)
+    bars = bars_of(row["speedup"] for prediction in predictions for row in prediction["rows"])
+    axes.set_title(f"medians of paired ratios, {bars}; top-p {costs[0]['top_p']}")
+    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 def reach_of(rows: Mapping[Any, Prediction]) -> float:
@@ -171,41 +149,38 @@ def draw_heat_map(
             ratio[gammas.index(row["gamma"])] = row["speedup"][0]
     # No speed-up is below 0, so where they go far beyond 2, half the speed lies opposite twice the speed.
     norm = LogNorm(1 / (1 + reach), 1 + reach) if reach > 1 else Normalize(1 - reach, 1 + reach)
+    axes.spines[:].set_visible(True)
     image = axes.imshow(ratios, cmap="RdBu", norm=norm, aspect="auto", origin="lower")
     for (y, x), ratio in np.ndenumerate(ratios):
         if ratio == ratio:
             colour = "white" if abs(ratio - 1) > 0.6 * reach else "black"
             weight = "bold" if ratio == np.nanmax(ratios[y]) else "normal"
             axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=colour, weight=weight)
-    axes.set(
-        xlabel="gamma",
-        ylabel=label,
-        xticks=range(len(gammas)),
-        xticklabels=gammas,
-        yticks=range(len(rows)),
-        yticklabels=list(rows),
-    )
-    axes.set_title("speed-up over plain decoding; bold: the best gamma", loc="left", fontsize=9)
+    axes.set(xlabel="gamma", ylabel=label)
+    axes.set_xticks(range(len(gammas)), gammas)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_title("speed-up over plain decoding; bold: the best gamma")
     figure.colorbar(image, ax=axes, pad=0.02)
 
 
 def draw_batches(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the map of `--sweep batch`: the speed-up by batch and gamma, measured and by theory. Returns the path."""
-    rows = predict_batches(lines)
-    theory = {
-        batch: prediction | {"rows": [row | {"speedup": (row["theory"],)} for row in prediction["rows"]]}
-        for batch, prediction in rows.items()
-    }
-    return draw_batch_maps({"measured, prefill included": rows, "theory, decode steps alone": theory}, path)
-
-
-def draw_batch_maps(panels: Mapping[str, Mapping[int, Prediction]], path: Path) -> Path:
-    """Draw maps of batch and gamma, {title: result of `batchSweep.predict`}. Returns the path."""
-    labelled = {
-        title: {f"{batch} ({median(prediction['plain'])})": prediction for batch, prediction in rows.items()}
-        for title, rows in panels.items()
-    }
-    return draw_heat_maps(labelled, "batch (tokens/s of plain decoding)", path, break_even=True)
+    """Draw the map of `--sweep batch`: the speed-up by batch and gamma, measured and by theory, in the same colours. A
+    line runs where speculative and plain decoding are equally fast. Returns the path."""
+    measured, by_theory = {}, {}
+    for batch, prediction in predict_batches(lines).items():
+        name = f"{batch} ({median(prediction['plain'])})"
+        measured[name] = prediction
+        rows = [row | {"speedup": (row["theory"],)} for row in prediction["rows"]]
+        by_theory[name] = prediction | {"rows": rows}
+    panels = {"measured, prefill included": measured, "theory, decode steps alone": by_theory}
+    height = max(3.2, 1.8 + 0.4 * len(measured))  # room for the label of the rows
+    figure, grid = plt.subplots(1, len(panels), figsize=(12, height), squeeze=False)
+    reach = max(reach_of(rows) for rows in panels.values())
+    for axes, (title, predictions) in zip(grid[0], panels.items()):
+        draw_heat_map(figure, axes, predictions, "batch (tokens/s of plain decoding)", reach)
+        draw_break_even(axes, predictions)
+        axes.set_title(f"{title}: {axes.get_title(loc='left')}")
+    return write_figure(figure, path)
 
 
 def draw_break_even(axes: Axes, rows: Mapping[Any, Prediction]) -> None:
@@ -225,7 +200,7 @@ def draw_categories(lines: Sequence[Line], path: Path) -> Path:
     speed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
     groups = by_category([line for line in speed if line["mode"] == speed[0]["mode"]])
     methods = [row["method"] for row in groups[OVERALL] if row["method"] not in ALONE]
-    figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4), dpi=120, layout="constrained")
+    figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4))
     width, colours = 0.8 / max(1, len(methods)), plt.cm.Blues(np.linspace(0.3, 0.75, len(methods)))
     top = 1.0
     for number, (method, colour) in enumerate(zip(methods, colours)):
@@ -241,12 +216,9 @@ def draw_categories(lines: Sequence[Line], path: Path) -> Path:
     axes.set_xticks(range(len(groups)), names, parse_math=False)
     axes.set(ylabel="speed-up over plain decoding")
     bars = f"95 % intervals, or ranges of fewer than {FEW} questions"
-    axes.set_title(
-        f"ratios of mean speeds over questions, as in Spec-Bench; {bars}, cut at the top", loc="left", fontsize=9
-    )
-    axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    axes.spines[["top", "right"]].set_visible(False)
-    return save(figure, path)
+    axes.set_title(f"ratios of mean speeds over questions, as in Spec-Bench; {bars}, cut at the top")
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    return write_figure(figure, path)
 
 
 def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
@@ -256,15 +228,14 @@ def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
     methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
     mistakes = {f"{line['mistake']}, {line.get('method', '')}".strip(", "): line["counts_shown"] for line in planted}
     heights = [max(len(methods), 1), max(len(mistakes), 1)]
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(10, 1.9 + 0.21 * sum(heights)), dpi=120, sharex=True, height_ratios=heights, layout="constrained"
-    )
+    size = 10, 1.9 + 0.21 * sum(heights)
+    figure, (above, below) = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights)
     draw_bins(above, methods, f"methods: u of the first {sampled[0]['tokens_shown']:,} tokens each, in {BINS} bins")
     image = draw_bins(below, mistakes, "the same of samplers with a planted mistake")
     below.set_xlabel("u (right: tokens to which the draft gives more probability than the target)")
     bar = figure.colorbar(image, ax=[above, below], extend="both", aspect=35, pad=0.01)
     bar.set_label("z of the bin's count: 0 if it is as the target's distribution says")
-    return save(figure, path)
+    return write_figure(figure, path)
 
 
 def draw_bins(axes: Axes, counts_of: dict[str, list[int]], title: str) -> Any:
@@ -276,17 +247,18 @@ def draw_bins(axes: Axes, counts_of: dict[str, list[int]], title: str) -> Any:
     share = 1 / counts.shape[1]
     expected = counts.sum(1, keepdims=True) * share
     z = (counts - expected) / np.sqrt(expected * (1 - share))
+    axes.spines[:].set_visible(True)
     image = axes.imshow(z, cmap="RdBu_r", vmin=-5, vmax=5, aspect="auto", extent=(0, 1, len(z), 0))
     axes.set_yticks(np.arange(len(z)) + 0.5, list(counts_of), fontsize=8)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(title, fontsize=10)
     return image
 
 
 def draw_trainings(record: Mapping[str, Any], path: Path) -> Path:
     """Draw the acceptance on held-out text over the tokens of training: of a head by position, of variants one line
     each. Returns the path."""
-    figure, axes = plt.subplots(figsize=(8, 4.4), dpi=120, layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4.4))
     lines = {name: [(m["tokens"], m["alpha"]) for m in v["history"]] for name, v in record["variants"].items()}
     if len(lines) == 1:
         ((name, history),) = ((name, v["history"]) for name, v in record["variants"].items())
@@ -298,14 +270,11 @@ def draw_trainings(record: Mapping[str, Any], path: Path) -> Path:
         tokens, shares = zip(*points)
         whole = number == 0
         colour = "#2c3e50" if whole else plt.cm.plasma(0.95 * number / len(lines))
-        axes.plot(
-            [count / 1e6 for count in tokens], shares, "-" if whole else "--",
-            label=name, linewidth=2.2 if whole else 1.2, color=colour,
-        )  # fmt: skip
+        style = {"linestyle": "-" if whole else "--", "linewidth": 2.2 if whole else 1.2, "color": colour}
+        axes.plot([count / 1e6 for count in tokens], shares, label=name, **style)
         if whole:
             axes.annotate(f"{shares[-1]:.3f}", (tokens[-1] / 1e6, shares[-1]), fontsize=8)
     axes.set(xlabel="tokens of training, millions", ylabel="share of tested guesses that pass")
-    axes.set_title(f"{record['models']['target']['name']}, text that is held out", loc="left", fontsize=9)
-    axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    axes.spines[["top", "right"]].set_visible(False)
-    return save(figure, path)
+    axes.set_title(f"{record['models']['target']['name']}, text that is held out")
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    return write_figure(figure, path)

@@ -10,7 +10,7 @@ from typing import Any, cast
 from rich.console import RenderableType
 from rich.text import Text
 
-from experiments.lines import AuditLine, EndLine, GreedyAuditLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
+from experiments.schema import AuditLine, EndLine, GreedyAuditLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
 from inputs.commandLine import counted
 from lossless.audit import LISTED, RETOKENISED, SEEN
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by

@@ -22,36 +22,21 @@ from filelock import FileLock
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from experiments import schema
 from experiments.intervals import summarize
-from experiments.lines import (
-    BatchCostsLine,
-    CorpusPerplexityLine,
-    CostsLine,
-    DiversityLine,
-    EndLine,
-    EngineLine,
-    Line,
-    LosslessLine,
-    OverlapLine,
-    QueueLine,
-    Run,
-    RunLine,
-    SpeedLine,
-    StepLine,
-    TextPerplexityLine,
-    of_kind,
-)
 from experiments.runRecord import strained
+from experiments.schema import Line, Run, RunLine, of_kind
 from inputs.commandLine import counted, visible
 from inputs.files import replace_file
 from methods.catalogue import METHODS
 from report import losslessReport
-from report.runTables import batch_table, speed_notes, speed_tables, sweep_tables
-from report.sources import is_the_reports
-from report.stepTables import engine_report, step_tables
+from report.runTables import batch_table, engine_table, speed_notes, speed_tables, step_tables, sweep_tables
+from report.sources import PERPLEXITY_NOTES, corpus_table, diversity_table, is_the_reports, text_table
 from report.tables import WIDTH, Table, median, name_of, plain
-from report.textTables import PERPLEXITY_NOTES, corpus_table, diversity_table, text_table
 from utils import UserError
+
+NEWEST = 25  # runs that the index names
+ROOM = 62  # characters of a run's date and command there
 
 
 @contextmanager
@@ -62,16 +47,10 @@ def locked(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             status = folder.stat()
             # Not in the folder: the lock of a process that was killed stays as an empty file.
-            name = f"results-{status.st_dev}-{status.st_ino}.lock"
-            lock = Path(tempfile.gettempdir()) / name
+            lock = Path(tempfile.gettempdir()) / f"results-{status.st_dev}-{status.st_ino}.lock"
             stack.enter_context(FileLock(lock))
             stack.callback(lock.unlink, missing_ok=True)
         yield
-
-
-NEWEST = 25  # runs that the index names
-ROOM = 62  # characters of a run's date and command there
-LOSSLESS = {name for name, method in METHODS.items() if method.lossless}
 
 
 class Results:
@@ -99,9 +78,8 @@ class Results:
             finally:
                 os.close(handle)
         except OSError as error:
-            raise UserError(
-                f"{self.lines} cannot be written: {error.strerror or error}; earlier results are kept"
-            ) from None
+            reason = error.strerror or error
+            raise UserError(f"{self.lines} cannot be written: {reason}; earlier results are kept") from None
 
     def records(self) -> list[dict[str, Any]]:
         """All whole lines, as dictionaries. A line that a kill cut off is skipped."""
@@ -113,15 +91,13 @@ class Results:
         return [record for record in records if isinstance(record, dict)]
 
     def runs(self) -> list[Run]:
-        """All runs, oldest first."""
+        """All runs, oldest first, each with its measurements so far."""
         runs: dict[str, Any] = {}  # {name: Run}
         for record in self.records():
             name = record.get("run")
-            if not isinstance(name, str):
-                continue
-            if record.get("kind") == "run":
+            if isinstance(name, str) and record.get("kind") == "run":
                 runs[name] = (record, [])
-            elif name in runs:
+            elif isinstance(name, str) and name in runs:
                 runs[name][1].append(record)
         return list(runs.values())
 
@@ -136,93 +112,96 @@ class Results:
             try:
                 replace_file(self.text, text)
             except OSError as error:
-                reason = error.strerror or error
-                raise UserError(
-                    f"{self.text} cannot be written: {reason}; the measurements are in {self.lines.name}"
-                ) from None
+                where = f"the measurements are in {self.lines.name}"
+                raise UserError(f"{self.text} cannot be written: {error.strerror or error}; {where}") from None
 
     def rendered(self, runs: Sequence[Run] | None = None) -> str:
         """The content of `results.txt`: a line for each of the newest runs, and all runs, newest first. runs: None for
         those of this folder."""
-        index: list[tuple[int, str, str]] = []
+        index: list[tuple[int, str, str]] = []  # (line, command, headline) of each run
         shown: list[str] = []
         for run, measurements in reversed(self.runs() if runs is None else runs):
             buffer = StringIO()
             try:
                 show(run, measurements, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
-                index.append(
-                    (len(shown), f"{run['time'][:16]}  {run['command'] or '(no flags)'}", headline(measurements))
-                )
+                command = f"{run['time'][:16]}  {run['command'] or '(no flags)'}"
+                index.append((len(shown), command, headline(measurements)))
             except Exception:  # Lines of another version, whatever they hold, must not hide those of this one.
                 name = visible(run["run"], "")
                 buffer.write(f"Run {name} was written by another version: see {self.lines.name}.\n\n")
             shown += buffer.getvalue().splitlines()
-        index = index[:NEWEST] if len(index) > 1 else []
-        above = len(index) + 2 if index else 0
-        lines = [f"{'line':>5}  {'run':{ROOM}}  what it found"] * bool(index)
-        for at, command, figure in index:
-            short = command if len(command) <= ROOM else command[: ROOM - 3] + "..."
-            lines.append(f"{above + at + 1:5}  {visible(short, ''):{ROOM}}  {figure}")
-        return "\n".join(line.rstrip() for line in [*lines, *[""] * bool(index), *shown]) + "\n"
+        above: list[str] = []
+        if len(index) > 1:
+            index = index[:NEWEST]
+            above.append(f"{'line':>5}  {'run':{ROOM}}  what it found")
+            for at, command, figure in index:
+                command = command if len(command) <= ROOM else command[: ROOM - 3] + "..."
+                above.append(f"{len(index) + at + 3:5}  {visible(command, ''):{ROOM}}  {figure}")
+            above.append("")
+        return "\n".join(line.rstrip() for line in above + shown) + "\n"
 
 
 def headline(lines: Sequence[Line]) -> str:
     """One figure of a run: the verdict, the fastest lossless method, or a perplexity."""
-    if of_kind(lines, LosslessLine):
+    if of_kind(lines, schema.LosslessLine):
         return "no difference" if losslessReport.verdict(lines)[0] else "a difference"
-    if speed := [line for line in of_kind(lines, SpeedLine) if line["method"] in LOSSLESS]:
-        mode, length = speed[-1]["mode"], speed[-1]["promptLen"]
-        rows = summarize([line for line in speed if (line["mode"], line["promptLen"]) == (mode, length)])
+    speed = of_kind(lines, schema.SpeedLine)
+    if speed := [line for line in speed if line["method"] in METHODS and METHODS[line["method"]].lossless]:
+        last = speed[-1]["mode"], speed[-1]["promptLen"]
+        rows = summarize([line for line in speed if (line["mode"], line["promptLen"]) == last])
         best = max(rows, key=lambda row: -math.inf if math.isnan(row["speedup"][0]) else row["speedup"][0])
         if best["method"] != "target":
             return f"{name_of(best['method'])}: {median(best['speedup'])} of plain"
         return f"plain: {median(best['throughput'])} tokens/s"
-    if texts := of_kind(lines, TextPerplexityLine):
+    if texts := of_kind(lines, schema.TextPerplexityLine):
         return f"perplexity {texts[0]['ppl']['target']:.4f}"
     return ""
 
 
 def show(run: RunLine, lines: Sequence[Line], **options: Any) -> None:
     """Print the report of a run: on the screen, or where the `options` of a `rich` console say."""
-    pieces = list(report(run, lines))
+    pieces = list(pieces_of_run(run, lines))
     console = Console(width=WIDTH, markup=False, emoji=False, highlight=False, **options)
     for piece in pieces:
         console.print(piece)
 
 
-def report(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
-    """Everything shown of a run, as rich renderables. lines: its measurements."""
-    yield from heading(run, finished=bool(of_kind(lines, EndLine)))
+def pieces_of_run(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableType]:
+    """Everything shown of a run, as tables and other rich renderables. lines: its measurements."""
+    yield from heading(run, finished=bool(of_kind(lines, schema.EndLine)))
     yield from map(plain, strained(run, lines))
-    pythia = is_the_reports(run)
-    speed = of_kind(lines, SpeedLine)
+    pythia, engines = is_the_reports(run), of_kind(lines, schema.EngineLine)
+    speed, queues = of_kind(lines, schema.SpeedLine), of_kind(lines, schema.QueueLine)
     of_speed: list[RenderableType] = []
     for mode, length in dict.fromkeys((line["mode"], line["promptLen"]) for line in speed):
         timed = [line for line in speed if (line["mode"], line["promptLen"]) == (mode, length)]
         if mode == "sweep":
-            of_speed += sweep_tables(run, timed, [c for c in of_kind(lines, CostsLine) if c["promptLen"] == length])
+            costs = [line for line in of_kind(lines, schema.CostsLine) if line["promptLen"] == length]
+            of_speed += sweep_tables(run, timed, costs)
         else:
-            overlaps = of_kind(lines, OverlapLine)
+            overlaps = of_kind(lines, schema.OverlapLine)
             overlaps = [line for line in overlaps if (line["mode"], line["promptLen"]) == (mode, length)]
-            timed_queues = [q for q in of_kind(lines, QueueLine) if (q["mode"], q["promptLen"]) == (mode, length)]
-            of_speed += speed_tables(run, timed, overlaps, timed_queues, of_kind(lines, EngineLine))
-    queues = [line for line in of_kind(lines, QueueLine) if line["mode"] == "sweep"]
-    for length in dict.fromkeys(line["promptLen"] for line in queues):
-        batches = [line for line in of_kind(lines, BatchCostsLine) if line["promptLen"] == length]
-        of_speed.append(batch_table([*(line for line in queues if line["promptLen"] == length), *batches]))
+            of_texts = [line for line in queues if (line["mode"], line["promptLen"]) == (mode, length)]
+            of_speed += speed_tables(run, timed, overlaps, of_texts, engines)
+    in_batches = [line for line in queues if line["mode"] == "sweep"]
+    for length in dict.fromkeys(line["promptLen"] for line in in_batches):
+        costs_of = [line for line in of_kind(lines, schema.BatchCostsLine) if line["promptLen"] == length]
+        of_speed.append(batch_table([*(line for line in in_batches if line["promptLen"] == length), *costs_of]))
     yield from of_speed
-    yield from engine_report(of_kind(lines, EngineLine))
-    yield from step_tables(of_kind(lines, StepLine))
+    if engines:
+        yield engine_table(engines)
+    if steps := of_kind(lines, schema.StepLine):
+        yield from step_tables(steps)
     yield from losslessReport.lossless_report(lines)
-    for end in of_kind(lines, EndLine):
+    for end in of_kind(lines, schema.EndLine):
         yield from (plain(f"Figure: {file}") for file in end.get("figures", ()))
     if speed:
         yield Text(speed_notes(speed, [piece for piece in of_speed if isinstance(piece, Table)], pythia))
-    if diversity := of_kind(lines, DiversityLine):
+    if diversity := of_kind(lines, schema.DiversityLine):
         yield diversity_table(diversity)
-    if texts := of_kind(lines, TextPerplexityLine):
+    if texts := of_kind(lines, schema.TextPerplexityLine):
         yield text_table(texts, pythia)
-    if corpora := of_kind(lines, CorpusPerplexityLine):
+    if corpora := of_kind(lines, schema.CorpusPerplexityLine):
         yield corpus_table(corpora)
     if texts or corpora:
         yield Text(PERPLEXITY_NOTES)

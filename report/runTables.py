@@ -1,4 +1,5 @@
-"""The tables of the speed that a run measured: by method, by category, over gamma beside theory, and over batches."""
+"""The tables of the speed that a run measured: by method, by category, over gamma beside theory, over batches, of other
+programs, and of the steps of decoding."""
 
 from __future__ import annotations
 
@@ -11,36 +12,27 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from experiments import schema, theory
 from experiments.acceptance import expected
 from experiments.batchSweep import predict as predict_batches
 from experiments.categories import by_category, categories
-from experiments.intervals import Interval, Range, speedup, summarize
-from experiments.lines import CostsLine, EngineLine, Line, OverlapLine, QueueLine, RunLine, SpeedLine, of_kind
+from experiments.intervals import Interval, Range, interval, speedup, summarize
+from experiments.schema import CostsLine, EngineLine, Line, QueueLine, RunLine, SpeedLine, StepLine, of_kind
 from experiments.sweep import predict
 from inputs.commandLine import counted
+from lossless.evidence import TESTS
 from report.sources import SPEED_UP
-from report.stepTables import said_of
 from report.tables import Cell, Measured, Table, median, name_of, notation, plain, span, table_of
 
-Timed = Sequence[SpeedLine] | Sequence[QueueLine]
 Summary = dict[str, Any]  # the figures of one method, a row of `intervals.summarize`
 Prediction = dict[str, Any]  # what `sweep.predict` returns
 
 # Flags named above a table of speeds, each with the value at which it is not mentioned.
-SHOWN = {
-    "maxLen": None,
-    "gamma": None,
-    "draftLength": "fixed",
-    "verification": "token",
-    "draftVocab": None,
-    "temperature": None,
-    "top_p": 1,
-    "top_k": 0,
-    "repetition_penalty": 1,
-    "acceptance": None,
-    "compile": False,
-    "batch": 1,
-}
+SHOWN: dict[str, Any] = {
+    "maxLen": None, "gamma": None, "draftLength": "fixed", "verification": "token", "draftVocab": None,
+    "temperature": None, "top_p": 1, "top_k": 0, "repetition_penalty": 1, "acceptance": None,
+    "compile": False, "batch": 1,
+}  # fmt: skip
 # The legend of the tables of speed: {title of a column: its entry}.
 LEGEND = {
     "TTFT ms": "TTFT: time to the first token",
@@ -56,58 +48,57 @@ LEGEND = {
     "alpha by position": "alpha by position: the share at position 1, 2, ... of a round, where it was tested",
     "Spec-Bench's": "Spec-Bench's: the speed-up as Spec-Bench defines it, the ratio of two mean speeds over questions",
 }
+OVERLAPS = (
+    "expected: tokens a round that follow from the mean sum of min(p, q) at each position of a round; of expected: "
+    "tokens a round over these."
+)
+THEORY_NOTES = "sum of min(p, q): the mean over contexts visited; so often one guess is accepted. " + OVERLAPS
+OF_TREES = " In a tree, the sum is that of first siblings, and later ones add what they accept after the earlier ones."
 BATCH_NOTES = (
     "batch: texts that are decoded at a time. A cell is a queue of texts, prefill included: medians over repeats. "
     "plain tokens/s: throughput of plain decoding. gamma: guesses in a round. costAware: the rule chooses gamma "
     "itself, for each row of the batch. its share of the best: of the fastest cell beside it, plain decoding included."
 )
-POSITIONS = 4  # of a round, whose acceptance a table by category shows
-OVERLAPS = (
-    "expected: tokens a round that follow from the mean sum of min(p, q) at each position of a round; of expected: "
-    "tokens a round over these."
+ENGINE_NOTES = (
+    "Their texts have the full length, and so have all texts beside them. greedy: tokens that are not the target's "
+    "argmax, in float32, beyond what rounding explains; a method with any is not timed. sampled: what the tests of "
+    "test.py --audit find in {texts} texts. Quantised weights are another model."
 )
-OF_TREES = " In a tree, the sum is that of first siblings, and later ones add what they accept after the earlier ones."
+STEP_NOTES = (
+    "MB: bytes that a forward must read. of one: over the time of one token. % limit: the time to read as many bytes "
+    "over that of the forward. The limit is the fastest that as many bytes, or more, were read in any turn, by reading "
+    "alone or by a forward: {read}. A small model's weights may stay in the processor's cache, so reading fewer bytes "
+    "does not count. of the first: over the time in the first row. c: a draft step over a plain step. v: scoring and "
+    "verifying a block of gamma + 1 tokens over a plain step. sampling: the filters, draws and verification of a round "
+    "alone. by theory: the speed-up of theorem 3.8 of Leviathan et al. at these costs."
+)
+POSITIONS = 4  # of a round, whose acceptance a table by category shows
 TREES = "tree", "topDown"
 ALONE = "draft", "mid", "target", "noCache"  # methods without guesses
-
-
-def swept(lines: Iterable[Line], cost: CostsLine) -> list[SpeedLine]:
-    """The timed texts of `--sweep` at the temperature and prompt length of `cost`."""
-    return [
-        line
-        for line in of_kind(lines, SpeedLine)
-        if line["mode"] == "sweep"
-        and line["temperature"] == cost["temperature"]
-        and line["promptLen"] == cost["promptLen"]
-    ]
+ALPHAS = (0.4, 0.6, 0.8)  # of the speed-ups that the costs of a round allow
 
 
 def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     """How many prompts were timed, the flags that matter for the times, and the dtype."""
     first: Mapping[str, Any] = lines[0]
-    flags = run["flags"]
-    values = {name: first.get(name, flags.get(name, default)) for name, default in SHOWN.items()}
-    ran = {role: model["compiled"] for role, model in run["models"].items() if "compiled" in model}
-    if values["compile"] and ran and not all(ran.values()):  # The dtype that ran, not the flag's.
-        eager = ", ".join(role for role, is_compiled in ran.items() if not is_compiled)
-        values["compile"] = (
-            f"but for {eager}, which stayed eager" if any(ran.values()) else "requested, but all stayed eager"
-        )
+    values = {name: first.get(name, run["flags"].get(name, default)) for name, default in SHOWN.items()}
+    compiled = {role: model["compiled"] for role, model in run["models"].items() if "compiled" in model}
+    if values["compile"] and compiled and not all(compiled.values()):  # What ran, not the flag.
+        eager = ", ".join(role for role, is_compiled in compiled.items() if not is_compiled)
+        some = f"but for {eager}, which stayed eager"
+        values["compile"] = some if any(compiled.values()) else "requested, but all stayed eager"
     shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
-    prompts = counted(len({line["prompt"] for line in lines}), "prompt")
-    return f"{prompts} of {prompt_lengths(lines)} tokens, {shown}{first['dtype']}"
-
-
-def prompt_lengths(lines: Sequence[SpeedLine]) -> str:
-    """How many tokens the prompts have: "64", or "12 to 64"."""
     lengths = {line["prompt_tokens"] for line in lines}
-    return " to ".join(str(length) for length in sorted({min(lengths), max(lengths)}))
+    of_tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+    return (
+        f"{counted(len({line['prompt'] for line in lines}), 'prompt')} of {of_tokens} tokens, {shown}{first['dtype']}"
+    )
 
 
 def speed_tables(
     run: RunLine,
     lines: Sequence[SpeedLine],
-    overlaps: Sequence[OverlapLine] = (),
+    overlaps: Sequence[schema.OverlapLine] = (),
     queues: Sequence[QueueLine] = (),
     engines: Sequence[EngineLine] = (),
 ) -> Iterator[RenderableType]:
@@ -120,12 +111,18 @@ def speed_tables(
         yield category_table(lines)
         if queues:
             yield Text("By category, the speed-up is that of single texts, from their rows of the batch.")
-    yield from map(Text, trees_beside_chains(timed, rows))
-    yield from map(Text, gain_without_cache(timed))
+    chains = [row for row in rows if row["method"] not in (*TREES, *ALONE)]
+    for tree in [row["method"] for row in rows if row["method"] in TREES] if chains else []:
+        fastest = max(chains, key=lambda row: row["speedup"][0])["method"]
+        ratio = with_ends(speedup(timed, tree, fastest))
+        yield Text(f"{name_of(tree)} over {name_of(fastest)}, the fastest of the others: {ratio}, paired.")
+    gain = speedup(timed, "speculativeNoCache", "noCache")  # the figure that the course report gives
+    if not isnan(gain.middle):
+        what = "Both without a KV cache, as in the course report's code, speculative over plain"
+        yield Text(f"{what}: {with_ends(gain)} (paired).")
     if overlaps:
         yield theory_table(rows, {line["method"]: line for line in overlaps})
-        note = "sum of min(p, q): the mean over contexts visited; so often one guess is accepted. " + OVERLAPS
-        yield Text(note + (OF_TREES if any(line["method"] in TREES for line in overlaps) else ""))
+        yield Text(THEORY_NOTES + (OF_TREES if any(line["method"] in TREES for line in overlaps) else ""))
     for row in rows:
         if row["method"] == "speculative" and row["acceptance_by_position"]:
             rates = ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"])
@@ -191,52 +188,26 @@ def category_table(lines: Sequence[SpeedLine]) -> Table:
     return table
 
 
-def trees_beside_chains(lines: Timed, rows: Sequence[Summary]) -> Iterator[str]:
-    """A sentence for each method that guesses trees: its speed over that of the method with the greatest speed-up among
-    those that guess chains."""
-    speed = {row["method"]: row["speedup"][0] for row in rows if row["method"] not in (*TREES, *ALONE)}
-    for tree in [row["method"] for row in rows if row["method"] in TREES] if speed else []:
-        fastest = max(speed, key=speed.__getitem__)
-        ratio = with_ends(speedup(lines, tree, fastest))
-        yield f"{name_of(tree)} over {name_of(fastest)}, the fastest of the others: {ratio}, paired."
-
-
-def gain_without_cache(lines: Timed) -> Iterator[str]:
-    """A sentence with the figure that the course report gives: speculative over plain, both without a KV cache."""
-    ratio = speedup(lines, "speculativeNoCache", "noCache")
-    if not isnan(ratio.middle):
-        yield (
-            "Both without a KV cache, as in the course report's code, speculative over plain: "
-            f"{with_ends(ratio)} (paired)."
-        )
-
-
 def with_ends(figures: Interval) -> str:
     """A median, and its interval or range."""
     ratio, low, high = figures
     return f"{ratio:.3f} " + (f"({low:.3f}–{high:.3f})" if isinstance(figures, Range) else f"[{low:.3f}, {high:.3f}]")
 
 
-def theory_table(rows: Iterable[Summary], overlaps: Mapping[str, OverlapLine]) -> Table:
-    """Tokens a round beside those expected. overlaps: {method: its line}."""
-    table = Table("Beside theory", ["", "sum of min(p, q)", "tokens/round", "expected", "of expected"])
-    for row in rows:
-        if line := overlaps.get(row["method"]):
-            overlap, tokens, wanted = beside_theory(row, line)
-            counts = (f"{figure:.2f}" for figure in (tokens, wanted, tokens / wanted))
-            table.add(name_of(row["method"]), f"{overlap:.3f}", *counts)
-    return table
-
-
-def beside_theory(row: Summary, line: OverlapLine) -> tuple[float, float, float]:
-    """The mean sum of min(p, q) of a method, its tokens a round, and those expected.
+def theory_table(rows: Iterable[Summary], overlaps: Mapping[str, schema.OverlapLine]) -> Table:
+    """Tokens a round beside those expected from the sums of min(p, q). overlaps: {method: its line}.
 
     The tokens are counted in the texts in which overlaps were measured: a method that depends on measured times has
     other shapes and lengths in other texts. Old lines do not count them.
     """
-    theory = expected(line["overlap_by_position"])
-    tokens = 1 + line["accepted"] / line["rounds"] if line.get("rounds") else tokens_a_round(row)
-    return theory["overlap"], tokens, theory["tokens"]
+    table = Table("Beside theory", ["", "sum of min(p, q)", "tokens/round", "expected", "of expected"])
+    for row in rows:
+        if line := overlaps.get(row["method"]):
+            tokens = 1 + line["accepted"] / line["rounds"] if line.get("rounds") else tokens_a_round(row)
+            by_theory = expected(line["overlap_by_position"])
+            figures = (tokens, by_theory["tokens"], tokens / by_theory["tokens"])
+            table.add(name_of(row["method"]), f"{by_theory['overlap']:.3f}", *(f"{figure:.2f}" for figure in figures))
+    return table
 
 
 def tokens_a_round(row: Summary) -> float:
@@ -244,35 +215,34 @@ def tokens_a_round(row: Summary) -> float:
     return 1 + float(row["accepted"] / row["rounds"]) if row["rounds"] else float("nan")
 
 
-def legend(tables: Iterable[Table]) -> str:
-    """The legend of the columns of these tables."""
-    titles = dict.fromkeys(title for table in tables for title in table.titles())
-    return "; ".join(LEGEND[title] for title in titles if title in LEGEND)
-
-
 def speed_notes(lines: Sequence[SpeedLine], tables: Sequence[Table], pythia: bool) -> str:
     """The text under the tables of speed. pythia: the models are those of the course report."""
     repeats = len({line["repeat"] for line in lines})
-    times = "repeat" if repeats == 1 else "interleaved repeats"
-    batch = (
-        "tokens/s and speed-up are of all prompts together, decoded as a queue; the other columns are of single texts. "
-        "TTFT: from the moment a text gets its row of the batch. "
-        if any("batch" in line for line in lines)
-        else ""
-    )
-    return f"Medians over prompts and {repeats} {times}{notation(*tables)}. {batch}{legend(tables)}." + (
-        f"\nThe report's speed-up, without a KV cache: {SPEED_UP.typical}, at best {SPEED_UP.best}." if pythia else ""
-    )
+    notes = f"Medians over prompts and {repeats} {'repeat' if repeats == 1 else 'interleaved repeats'}"
+    notes += f"{notation(*tables)}. "
+    if any("batch" in line for line in lines):
+        notes += "tokens/s and speed-up are of all prompts together, decoded as a queue; the other columns are of "
+        notes += "single texts. TTFT: from the moment a text gets its row of the batch. "
+    titles = dict.fromkeys(title for table in tables for title in table.titles())
+    notes += "; ".join(LEGEND[title] for title in titles if title in LEGEND) + "."
+    if pythia:
+        notes += f"\nThe report's speed-up, without a KV cache: {SPEED_UP.typical}, at best {SPEED_UP.best}."
+    return notes
+
+
+def swept_texts(lines: Iterable[Line], cost: CostsLine) -> list[SpeedLine]:
+    """The timed texts of `--sweep` at the temperature and prompt length of `cost`."""
+    at = "sweep", cost["temperature"], cost["promptLen"]
+    return [m for m in of_kind(lines, SpeedLine) if (m["mode"], m["temperature"], m["promptLen"]) == at]
 
 
 def sweep_tables(run: RunLine, lines: Sequence[Line], costs: Iterable[CostsLine]) -> Iterator[Table]:
     """For each temperature: speed over gamma, and the alpha and the costs used by theory."""
     for cost in costs:
-        timed = swept(lines, cost)
-        if "target" not in {line["method"] for line in timed}:  # The run was stopped before it.
-            continue
-        prediction = predict(timed, cost)
-        yield replace(sweep_table(run, timed, prediction), notes=sweep_notes(cost, prediction))
+        timed = swept_texts(lines, cost)
+        if "target" in {line["method"] for line in timed}:  # Else the run was stopped before it.
+            prediction = predict(timed, cost)
+            yield replace(sweep_table(run, timed, prediction), notes=sweep_notes(cost, prediction))
 
 
 def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction) -> Table:
@@ -290,30 +260,37 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
     }
     if any(row["expected"] == row["expected"] for row in prediction["rows"]):  # The overlaps were measured.
         columns["of\nexpected"] = lambda row: Measured(tokens_a_round(row) / row["expected"], digits=2)
-    table, target = Table("Speed over gamma: " + conditions(run, lines), list(columns)), prediction["plain"]
+    table, target = table_of("Speed over gamma: " + conditions(run, lines), columns, ()), prediction["plain"]
     table.add("plain", median(target["seconds"]), span(target["throughput"]), "1")
     for row in prediction["rows"]:
         table.add(*(cell(row) for cell in columns.values()))
     return table
 
 
+def sweep_notes(cost: CostsLine, prediction: Prediction) -> str:
+    """The text under a table of speed over gamma."""
+    scoring = ", ".join(f"{v:.2f}" for v in cost["scoring"])
+    overlap = "-" if cost["alpha"] is None else f"{cost['alpha']:.3f}"
+    return (
+        f"alpha: {prediction['alpha']:.3f} by counting, {overlap} as the mean of the sum of min(p, q). c: "
+        f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: expected "
+        "tokens per round / (gamma c + the cost of scoring gamma + 1 tokens), where c is the time of a draft step over "
+        "that of a plain step. the paper's: the same with a cost of 1; "
+        f"by it, gamma {prediction['best']} is best." + (" " + OVERLAPS if cost.get("overlap_by_position") else "")
+    )
+
+
 def batch_table(lines: Sequence[Line]) -> Table:
     """The map of `--sweep batch`: a row for each batch."""
     rows, first = predict_batches(lines), of_kind(lines, QueueLine)[0]
     gammas = dict.fromkeys(row["gamma"] for prediction in rows.values() for row in prediction["rows"])
+    fixed = [gamma for gamma in gammas if gamma != "costAware"]
     title = (
         f"Speed-up over plain decoding of the same batch: queues of texts of {first['maxLen']} tokens after prompts of "
         f"{first['promptLen']}, temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}"
     )
-    fixed = [gamma for gamma in gammas if gamma != "costAware"]
-    titles = [
-        "batch",
-        "plain\ntokens/s",
-        *(f"gamma\n{gamma}" for gamma in fixed),
-        "costAware",
-        "its share\nof the best",
-    ]
-    table = Table(title, titles, notes=BATCH_NOTES)
+    heads = ["batch", "plain\ntokens/s", *map("gamma\n{}".format, fixed), "costAware", "its share\nof the best"]
+    table = Table(title, heads, notes=BATCH_NOTES)
     for batch, prediction in rows.items():
         cell: dict[Any, Cell] = {row["gamma"]: Measured(row["speedup"][0], digits=2) for row in prediction["rows"]}
         chosen = [cell.get(gamma, "") for gamma in (*fixed, "costAware")]
@@ -321,14 +298,94 @@ def batch_table(lines: Sequence[Line]) -> Table:
     return table
 
 
-def sweep_notes(cost: CostsLine, prediction: Prediction) -> str:
-    """The text under a table of speed over gamma."""
-    scoring = ", ".join(f"{v:.2f}" for v in cost["scoring"])
-    shown = "-" if cost["alpha"] is None else f"{cost['alpha']:.3f}"
-    return (
-        f"alpha: {prediction['alpha']:.3f} by counting, {shown} as the mean of the sum of min(p, q). c: "
-        f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: expected "
-        "tokens per round / (gamma c + the cost of scoring gamma + 1 tokens), where c is the time of a draft step over "
-        "that of a plain step. the paper's: the same with a cost of 1; "
-        f"by it, gamma {prediction['best']} is best." + (" " + OVERLAPS if cost.get("overlap_by_position") else "")
-    )
+def said_of(line: EngineLine) -> str:
+    """The result of the check of the sampled text of another program's method."""
+    if line["failed"]:
+        return f"left out: {line['failed']}"
+    if line["drawn"] is None:
+        return "not tested"
+    if line["quantised"]:
+        return "another model"
+    tests = [TESTS[name] for name in line["drawn"]["seen_by"]]
+    if line["drawn"]["impossible"]:
+        tests[-1:] = [f"impossible tokens {line['drawn']['impossible'] / line['drawn']['tokens']:.1%}"]
+    return f"difference found: {', '.join(tests)}" if tests else "no difference found"
+
+
+def engine_table(lines: Sequence[EngineLine]) -> Table:
+    """The methods of other programs, and the results of the checks of their texts."""
+    texts = max((line["drawn"]["texts"] for line in lines if line["drawn"]), default=0)
+    notes = ENGINE_NOTES.format(texts=texts or "their")
+    heads = ["", "version", "precision", "greedy", "sampled"]
+    table = Table("Other programs", heads, left=(1, 2, 4), folded=(4,), notes=notes)
+    for line in lines:
+        beyond = "" if line["greedy"] is None else f"{line['greedy']['beyond']} of {line['greedy']['tokens']}"
+        table.add(line["method"], line["version"] or "", line["precision"], beyond, said_of(line))
+    return table
+
+
+def step_tables(lines: Sequence[StepLine]) -> Iterator[RenderableType]:
+    """The tables of `--steps`."""
+    prefill = Table("Time to the first token after a prompt of so many tokens", ["prompt", "ms", "ms a token"])
+    growth = Table("A token of the target after a context of so many tokens", ["context", "ms", "of the first"])
+    first = next((line["seconds"] for line in lines if line["what"] == "growth"), [])
+    for line in lines:
+        if line["what"] == "prefill":
+            took = interval(line["seconds"])
+            prefill.add(str(line["tokens"]), span(took, 1e3), median(took, 1e3 / line["tokens"]))
+        elif line["what"] == "growth":
+            took = interval(line["seconds"])
+            growth.add(str(line["tokens"]), span(took, 1e3), span(time_ratio(line["seconds"], first)))
+    tables = [forwards_table(lines), prefill, growth, round_table(lines)]
+    yield from tables
+    speeds = {line["role"]: line["bytes"] / min(line["seconds"]) for line in lines if line["what"] == "reading"}
+    read = ", ".join(f"{speed / 1e9:.1f} GB/s for the {role}'s bytes" for role, speed in speeds.items())
+    note = STEP_NOTES.format(read=read.replace("memory's bytes", "buffer beyond the cache"))
+    yield Text(f"Medians{notation(*tables)}, in turn. {note}")
+
+
+def time_ratio(upper: Sequence[float], lower: Sequence[float]) -> Interval:
+    """Median and interval of the ratios of two lists that were measured interleaved."""
+    return interval([a / b for a, b in zip(upper, lower)])
+
+
+def limits_of(lines: Sequence[StepLine]) -> Mapping[str, float]:
+    """{role: the memory limit of its forwards, in bytes per second}: the fastest that as many bytes, or more, were read
+    in any turn, by reading alone or by a forward.
+
+    A pair of the same turn would not do: on a machine whose memory is shared, each of the two may meet another load,
+    and the share would be above 1 where the reading was disturbed.
+    """
+    speeds = [(line["bytes"], line["bytes"] / min(line["seconds"])) for line in lines if "bytes" in line]
+    least = {line["role"]: line["bytes"] for line in lines if line["what"] == "reading"}
+    return {role: max(speed for size, speed in speeds if size >= read) for role, read in least.items()}
+
+
+def forwards_table(lines: Sequence[StepLine]) -> Table:
+    """One row for each model and number of tokens."""
+    limits = limits_of(lines)
+    one: dict[str, Sequence[float]] = {}
+    table = Table("Forwards beside the time to read as many bytes", ["", "tokens", "MB", "ms", "of one", "% limit"])
+    for line in lines:
+        if line["what"] == "forward":
+            seconds = line["seconds"]
+            of_one = Measured(time_ratio(seconds, one.setdefault(line["role"], seconds)).middle, digits=2)
+            share = interval([line["bytes"] / limits[line["role"]] / each for each in seconds])
+            figures = span(interval(seconds), 1e3), of_one, span(share, 100)
+            table.add(line["role"], str(line["tokens"]), f"{line['bytes'] / 1e6:,.0f}", *figures)
+    return table
+
+
+def round_table(lines: Sequence[StepLine]) -> Table:
+    """The parts of a round in ms and in units of a plain step, and what speed-up they allow."""
+    parts = {line["role"]: line for line in lines if line["what"] == "round"}
+    gamma, plain_step = parts["round"]["tokens"], parts["plain step"]["seconds"]
+    cost = {name: time_ratio(line["seconds"], plain_step) for name, line in parts.items()}
+    table = Table(f"A round of {gamma} guesses, all accepted, and its parts", ["", "ms", "of a plain step"])
+    for name, line in parts.items():
+        table.add(name, span(interval(line["seconds"]), 1e3), span(cost[name]))
+    c = cost["draft step"].middle if "draft step" in parts else 0.0
+    for alpha in ALPHAS:
+        speed = theory.improvement(alpha, gamma, c, cost["scoring"].middle)
+        table.add(f"by theory, alpha {alpha}", "", Measured(speed, digits=2))
+    return table

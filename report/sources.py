@@ -1,13 +1,16 @@
-"""The figures that the sources print: the course report, a post on SmolLM2, an article on contrastive decoding.
-
-What the project measures beside them is in docs/reproduction.md.
-"""
+"""The figures that the sources print (the course report, a post on SmolLM2, an article on contrastive decoding), and
+the tables in which perplexity and diversity stand beside them. All of it is in docs/reproduction.md."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from experiments.lines import RunLine
+from experiments.diversity import FIGURES
+from experiments.intervals import FEW
+from experiments.schema import CorpusPerplexityLine, DiversityLine, RunLine, TextPerplexityLine
+from inputs.commandLine import counted
+from report.tables import Table, give_or_take, name_of, plain
 
 
 class Reported(NamedTuple):
@@ -65,8 +68,67 @@ POST = {
 # entropies of n-grams for n = 1, 2, 3, and distinct-1 and -2.
 ARTICLE = {"naive": (4.990, 5.175, 5.144, 0.8950, 0.9951), "contrastive": (5.183, 5.350, 5.314, 0.9028, 1.0)}
 
+DIVERSITY_NOTES = (
+    f"Means over texts ± half of the 95 % bootstrap interval, or (range of fewer than {FEW} independent values). "
+    "entropy n: of n-grams, in bits; distinct n: different n-grams over all; repeated: the share of 4-grams that "
+    "occurred before. N-grams are of prompt and text, split at white space. perplexity: under the target, of the text "
+    "after the prompt. article: GPT-2 large with GPT-2."
+)
+DIVERSITY = "entropy\n1", "entropy\n2", "entropy\n3", "distinct\n1", "distinct\n2", "repeated", "perplexity"
+PERPLEXITY_NOTES = (
+    "speculative: the perplexity of the speculative sampler itself; relative difference: between it and the target's."
+)
+PERPLEXITIES = "draft", "target", "speculative", "relative\ndifference"
+
 
 def is_the_reports(run: RunLine) -> bool:
     """Whether a run's models are those of the course report."""
     names = {role: model["name"] for role, model in run["models"].items()}
     return (names.get("target"), names.get("draft")) == ("pythia-2.8b", "pythia-70m")
+
+
+def diversity_table(lines: Sequence[DiversityLine]) -> Table:
+    """One row for each method, and below them the article's figures."""
+    first = lines[0]
+    title = (
+        f"Diversity: {counted(first['prompts'], 'prompt')}, maxLen {first['maxLen']}, "
+        f"temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}"
+    )
+    table = Table(title, ["", "texts", *DIVERSITY], notes=DIVERSITY_NOTES)
+    for line in lines:
+        figures = (give_or_take([text[name] for text in line["each"]]) for name in FIGURES)
+        table.add(name_of(line["method"]), str(line["texts"]), *figures)
+    for method, values in ARTICLE.items():
+        table.add(f"article, {method}", "5", *(f"{value:.3g}" for value in values))
+    return table
+
+
+def text_table(lines: Sequence[TextPerplexityLine], pythia: bool) -> Table:
+    """Perplexity per text, one row for each corpus; if the models are the course report's, its figures below."""
+    limit, dtype = lines[0]["sentenceLimit"], lines[0]["dtype"]
+    title = f"Perplexity per text (mean over texts of at least {limit} characters), {dtype}"
+    table = Table(title, ["", "texts", "tokens", *PERPLEXITIES])
+    for line in lines:
+        table.add(plain(line["corpus"]), str(line["texts"]), f"{line['tokens']:,}", *perplexity_cells(line["ppl"]))
+    if pythia:
+        table.add("the report (WikiText-2)", str(REPORT_TEXTS), "", *perplexity_cells(REPORT)[:-1], REPORT_DIFFERENCE)
+    return table
+
+
+def corpus_table(lines: Sequence[CorpusPerplexityLine]) -> Table:
+    """Perplexity of each whole corpus, per token, word and byte."""
+    window, stride, dtype = lines[0]["window"], lines[0]["stride"], lines[0]["dtype"]
+    title = f"Perplexity of the corpus (windows of {window} tokens, stride {stride}), {dtype}"
+    table = Table(title, ["", "tokens", "per", *PERPLEXITIES])
+    for line in lines:
+        for unit in ("token", "word", "byte"):
+            corpus = (plain(line["corpus"]), f"{line['tokens']:,}") if unit == "token" else ("", "")
+            table.add(*corpus, unit, *perplexity_cells({role: ppl[unit] for role, ppl in line["ppl"].items()}))
+    return table
+
+
+def perplexity_cells(ppl: Mapping[str, float]) -> tuple[str, ...]:
+    """The cells of PERPLEXITIES; from a million on in powers of ten, so that they fit their columns."""
+    digits = {"draft": 4, "target": 6, "speculative": 6}
+    cells = (f"{ppl[role]:,.{n}f}" if ppl[role] < 1e6 else f"{ppl[role]:.{n}e}" for role, n in digits.items())
+    return *cells, f"{abs(ppl['speculative'] / ppl['target'] - 1):.1e}"

@@ -1,11 +1,12 @@
-"""A table: rows of cells with heads. `text` is for the screen and results.txt, `markdown` for the documentation."""
+"""A table: rows of cells with heads. `rich` prints it on the screen and in results.txt, `markdown` writes it for the
+documentation."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from rich import box
@@ -80,32 +81,19 @@ class Table:
         """The titles of the columns, in one line each."""
         return [head.replace("/\n", "/").replace("\n", " ").strip() for head in self.heads]
 
-    def __rich__(self) -> RichTable | Group:
-        return Group(text(self), Text(self.notes)) if self.notes else text(self)
-
-
-def text(table: Table) -> RichTable:
-    """A table for the screen. It never cuts its numbers: if it is too wide, the names in its first column are folded,
-    but not the words of its title."""
-    shown = RichTable(
-        title=plain(table.title),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 0, 0, 1),
-        pad_edge=False,
-    )
-    for index, head in enumerate(table.heads):
-        if index == 0:
-            widest = max(map(len, head.split()), default=NAME_WIDTH)
-            shown.add_column(head, min_width=widest, overflow="fold")
-        else:
-            side = "left" if index in (*table.left, *table.folded) else "right"
-            shown.add_column(head, justify=side, no_wrap=index not in table.folded, overflow="fold")  # type: ignore[arg-type]
-    for row in table.rows:
-        shown.add_row(*(cell.written("\n") if isinstance(cell, Measured) else cell for cell in row))
-    return shown
+    def __rich__(self) -> Group:
+        """The table and its notes on the screen. It never cuts its numbers: if it is too wide, the names in its first
+        column are folded, but not the words of its title."""
+        look = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD, "padding": (0, 0, 0, 1)}
+        shown = RichTable(title=plain(self.title), show_edge=False, pad_edge=False, **look)  # type: ignore[arg-type]
+        first = max(map(len, self.heads[0].split()), default=NAME_WIDTH)
+        shown.add_column(self.heads[0], min_width=first, overflow="fold")
+        for index, head in enumerate(self.heads[1:], 1):
+            side: Literal["left", "right"] = "left" if index in (*self.left, *self.folded) else "right"
+            shown.add_column(head, justify=side, no_wrap=index not in self.folded, overflow="fold")
+        for row in self.rows:
+            shown.add_row(*(cell.written("\n") if isinstance(cell, Measured) else cell for cell in row))
+        return Group(shown, *[Text(self.notes)] * bool(self.notes))
 
 
 def markdown(table: Table, columns: str = "", rows: str = "") -> str:
@@ -117,19 +105,20 @@ def markdown(table: Table, columns: str = "", rows: str = "") -> str:
     titles = table.titles()
     if unknown := set(columns.split(" | ") if columns else []) - {*titles}:
         raise UserError(f"the table {table.title!r} has no column {min(unknown)!r}")
-    filled = [index for index in range(len(titles)) if any(str(cell) for row in table.rows for cell in row[index:][:1])]
+    # [rows, columns]; rows may be shorter than the heads.
+    cells = [[str(cell).replace("\n", " ").replace("|", r"\|") for cell in row] for row in table.rows]
+    cells = [row + [""] * (len(titles) - len(row)) for row in cells if not rows or re.fullmatch(rows, row[0])]
+    nonempty = [[cell for cell in column if cell] for column in zip(*cells)] or [[]] * len(titles)
+    filled = [index for index, column in enumerate(nonempty) if column]
     chosen = [titles.index(title) for title in columns.split(" | ")] if columns else filled or range(len(titles))
-    written = [[str(row[index]).replace("\n", " ").replace("|", r"\|") if index < len(row) else "" for index in chosen]
-               for row in table.rows if not rows or re.fullmatch(rows, str(row[0]))]  # fmt: skip
-    nonempty = [[cell for cell in column if cell] for column in zip(*written)]
-    numbers = [bool(column) and all(re.match(r"[-+]?\d|-$", cell) for cell in column) for column in nonempty]
-    lines = [titles[index] for index in chosen], ["---:" if is_number else "---" for is_number in numbers], *written
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    numbers = [all(re.match(r"[-+]?\d|-$", cell) for cell in column) and column != [] for column in nonempty]
+    lines = titles, ["---:" if is_number else "---" for is_number in numbers], *cells
+    return "\n".join(f"| {' | '.join(line[index] for index in chosen)} |" for line in lines)
 
 
-def table_of(title: str, columns: Columns[Row], rows: Iterable[Row], left: tuple[int, ...] = ()) -> Table:
+def table_of(title: str, columns: Columns[Row], rows: Iterable[Row]) -> Table:
     """A table with one row of cells for each of `rows`."""
-    return Table(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows], left)
+    return Table(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
 def notation(*tables: Table) -> str:
@@ -138,11 +127,6 @@ def notation(*tables: Table) -> str:
     figures = [cell for table in tables for row in table.rows for cell in row if isinstance(cell, Measured)]
     kinds = {figure.of_range for figure in figures if "\n" in figure.written("\n")}
     return " or".join(words[of_range] for of_range in sorted(kinds))
-
-
-def cells(*tables: Table) -> list[str]:
-    """All cells of some tables, in one line each."""
-    return [str(cell) for table in tables for row in table.rows for cell in row]
 
 
 def span(figures: Sequence[float], scale: float = 1.0) -> Measured:
@@ -173,8 +157,3 @@ def name_of(method: str) -> str:
 def plain(value: object) -> Text:
     """Text for the screen, without markup and control characters: names may come from anywhere."""
     return Text(visible(str(value), ""))
-
-
-def number(value: float, digits: int) -> str:
-    """A number with `digits` decimals; from a million on in powers of ten, so that it fits its column."""
-    return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"

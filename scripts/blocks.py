@@ -1,29 +1,34 @@
-"""The contents of the documentation's blocks: tables as they are printed of a record, and single figures."""
+"""The contents of the documentation's blocks: tables as they are printed of a record, single figures, and what is read
+from the code: layout, imports between folders, methods, flags, models."""
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from html import escape
 from io import StringIO
+from itertools import dropwhile
 from math import isnan
-from textwrap import wrap
+from textwrap import fill, wrap
 from typing import Any, cast
 
+from experiments.flags import parser
 from experiments.intervals import speedup, summarize
-from experiments.lines import CostsLine, GreedyLine, SpeedLine, TextPerplexityLine, of_kind
+from experiments.schema import CostsLine, GreedyLine, SpeedLine, TextPerplexityLine, of_kind
 from experiments.sweep import predict
 from inputs.commandLine import visible
+from inputs.files import ROOT
+from methods.catalogue import METHODS
 from playback.trace import summary
 from report.losslessReport import verdict
-from report.results import report, show
-from report.runTables import swept
-from report.sources import POST, POST_FIGURES, SPEED_UP
-from report.tables import Measured, Table, markdown, median, notation, span
-from report.textTables import text_table, training_table
-from scripts import codeBlocks
+from report.results import pieces_of_run, show
+from report.runTables import swept_texts
+from report.sources import POST, POST_FIGURES, SPEED_UP, text_table
+from report.tables import Cell, Measured, Table, markdown, median, notation, span
 from scripts.courseReport import CACHED, NO_CACHE, Column, beside_report, perplexities_beside, speeds_beside
 from scripts.keepRecord import Records, command_of, source
 from utils import Sampling, UserError
@@ -36,16 +41,29 @@ COMPILED = CACHED | {"speculative": "fixed"}
 OWN = r"(?!.*:|.*no cache).*"  # this project's rows, with a KV cache
 BEST = r"self|fixed|lookup|head|target alone|(llama|open|ctrans|vllm).*|generate:(plain|compiled|assisted)"
 EAGER = (  # rows of the table of all methods
-    *("fixed", "block", "lookup", "lookup first", "self", "head", "cascade", "additive", "draft confidence"),
-    *("target confidence", "cost aware", "tree", "contrastive", "spec. contrastive"),
-)
+    "fixed", "block", "lookup", "lookup first", "self", "head", "cascade", "additive", "draft confidence",
+    "target confidence", "cost aware", "tree", "contrastive", "spec. contrastive",
+)  # fmt: skip
+ROOT_FILES = "test", "specSampling", "regrSampling", "PPL", "utils", "downloadModel", "downloadData"
+WIDTH = 119  # characters of a line of the layout
+OTHERS = {  # folders without code, and their descriptions in the layout
+    "docs/ tests/": "the documentation, in docs/records/ the record of each figure in it; the test suite",
+    "custom_generate/": "what `generate` of transformers loads by the folder's name",
+    "models/ datasets/": "the bundled models and sample texts, and what you download",
+    "results.txt": "the tables of every run, newest first; with an index above if there are several",
+}
 
 
 @cache
-def pieces_of(name: str, records: Records) -> tuple[Mapping[str, Any], list[Any]]:
-    """(the record of a run, everything that is printed of it)."""
+def pieces_of_record(name: str, records: Records) -> tuple[list[Any], str]:
+    """(everything that is printed of the record of a run, the line on how it was measured)."""
     run, lines = records.run(name)
-    return run, [*report(run, lines)]
+    return [*pieces_of_run(run, lines)], source(run, dtype_of(lines))
+
+
+def dtype_of(lines: Sequence[Any]) -> str:
+    """The dtype of timed texts; "" without any."""
+    return next((line["dtype"] for line in of_kind(lines, SpeedLine)), "")
 
 
 def printed(
@@ -53,39 +71,32 @@ def printed(
 ) -> str:
     """The tables of a record whose titles match a pattern, and a line on how they were measured.
 
-    columns, rows: see `markdown`. by: the column by which rows are sorted. notes: with the sentences under the tables.
+    columns, rows: see `markdown`. by: the column by which rows are sorted, the largest figure first. notes: with the
+    sentences under the tables.
     """
-    record, pieces = pieces_of(name, records)
+    pieces, measured = pieces_of_record(name, records)
     parts, taken = [], False
     for piece in pieces:
         if isinstance(piece, Table):
             if taken := bool(re.match(titles, piece.title)):
-                parts.append(with_title(sorted_by(piece, by), columns, rows))
+                if by:
+                    at = piece.titles().index(by)
+                    piece = replace(piece, rows=sorted(piece.rows, key=lambda row: -cast(Measured, row[at]).value))
+                medians = f"; medians{notation(piece)}" if notation(piece) and "medians" not in piece.title else ""
+                parts.append(f"{markdown(piece, columns, rows)}\n\n{piece.title}{medians}.")
                 parts += [piece.notes] if notes and piece.notes else []
         elif taken and notes and not re.match("Figure:|Medians|$", str(piece)):
             parts.append(str(piece))
     if not parts:
         raise UserError(f"no table of {name} has a title like {titles!r}")
-    return "\n\n".join([*parts, source(record, dtype_of(records.run(name)[1]))])
-
-
-def sorted_by(table: Table, title: str) -> Table:
-    """A table with the largest figure of a column first; as it is without a title."""
-    at = table.titles().index(title) if title else 0
-    return replace(table, rows=sorted(table.rows, key=lambda row: -cast(Measured, row[at]).value)) if title else table
-
-
-def with_title(table: Table, columns: str = "", rows: str = "") -> str:
-    """A table, and its title below it."""
-    medians = f"; medians{notation(table)}" if notation(table) and "medians" not in table.title else ""
-    return f"{markdown(table, columns, rows)}\n\n{table.title}{medians}."
+    return "\n\n".join([*parts, measured])
 
 
 def all_tables(name: str, records: Records) -> str:
     """All tables that are printed of a run."""
-    record, pieces = pieces_of(name, records)
+    pieces, measured = pieces_of_record(name, records)
     tables = [f"## {piece.title}\n\n{markdown(piece)}" for piece in pieces if isinstance(piece, Table)]
-    return "\n\n".join([source(record, dtype_of(records.run(name)[1])), *tables])
+    return "\n\n".join([measured, *tables])
 
 
 def excerpt(records: Records) -> str:
@@ -121,43 +132,43 @@ def chat(records: Records) -> str:
 
 
 def trainings(names: Sequence[str], records: Records) -> str:
-    """The costs and the acceptance of trained heads."""
-    training_records, sources = [records.file(name) for name in names], []
-    for record in training_records:
+    """What trained heads cost, and how good they are on text that is held out; of variants a row each."""
+    heads = ["", "weights", "tokens trained", "minutes", "memory, GB"]
+    table, sources = Table("", [*heads, "acceptance by position", "of all", "tokens/round"]), []
+    for record in map(records.file, names):
         target, written = record["models"]["target"]["name"], record["written"]
+        for name, variant in record["variants"].items():
+            last = variant["history"][-1]
+            shares = " ".join(f"{share:.3f}" for share in last["acceptance"])
+            what = name if len(record["variants"]) > 1 else target, f"{variant['parameters']:,}"
+            cost = f"{last['tokens']:,}", f"{last['seconds'] / 60:.0f}", f"{last['memory'] / 1e9:.1f}"
+            table.add(*what, *cost, shares, f"{last['alpha']:.3f}", f"{last['tokens_per_round']:.2f}")
         texts = f"{target}: {written['tokens']:,} tokens, written and read in {written['seconds'] / 60:.0f} min"
         sources.append(f"Texts of {texts}. {source(record, record['dtype'])}")
-    return "\n\n".join([markdown(training_table(training_records)), *sources])
+    return "\n\n".join([markdown(table), *sources])
 
 
 def one_experiment(records: Records) -> dict[str, Any]:
     """The runs of the bundled pair beside the report: with a KV cache, without, and compiled. Raises UserError if they
     are not one experiment: if models of the same role, gamma or code differ, or the code was not recorded."""
     runs = {name: records.run(name) for name in ("first", "compare", "head")}
-    first = {"code": runs["first"][0].get("code"), "gamma": runs["first"][0]["flags"].get("gamma")}
-    versions: dict[str, str] = {}
+    wanted: dict[str, Any] = {}
     for name, (run, _) in runs.items():
         models = {role: model["version"] for role, model in run["models"].items()}
         settings = {"code": run.get("code"), "gamma": run["flags"].get("gamma"), **models}
-        wanted = first | {role: versions.setdefault(role, version) for role, version in models.items()}
-        differ = [what for what in wanted if settings[what] != wanted[what]]
+        differ = [what for what, value in settings.items() if wanted.setdefault(what, value) != value]
         if differ := differ or ["code, which was not recorded"] * (settings["code"] is None):
             raise UserError(f"first and {name} are not one experiment: they differ in {', '.join(differ)}")
     return runs
 
 
-def dtype_of(lines: Sequence[Any]) -> str:
-    """The dtype of timed texts; "" without any."""
-    return next((line["dtype"] for line in of_kind(lines, SpeedLine)), "")
-
-
-def columns_of(records: Records) -> list[Column]:
-    """The bundled pair beside the report."""
-    lines = {name: of_kind(lines, SpeedLine) for name, (_, lines) in one_experiment(records).items()}
+def columns_of(runs: Mapping[str, Any]) -> list[Column]:
+    """The bundled pair beside the report. runs: of `one_experiment`."""
+    first, compare, head = (of_kind(runs[name][1], SpeedLine) for name in ("first", "compare", "head"))
     return [
-        Column("bundled pair, no KV cache, eager", lines["compare"], NO_CACHE),
-        Column("bundled pair, KV cache, eager", lines["first"], CACHED),
-        Column("bundled pair, KV cache, compiled", lines["head"], COMPILED),
+        Column("bundled pair, no KV cache, eager", compare, NO_CACHE),
+        Column("bundled pair, KV cache, eager", first, CACHED),
+        Column("bundled pair, KV cache, compiled", head, COMPILED),
     ]
 
 
@@ -168,21 +179,21 @@ def beside_the_report(records: Records) -> str:
     random_weights = [Column(title, of_kind(measured, SpeedLine), COMPILED)]
     sources = " ".join(source(run, dtype_of(lines)) for run, lines in runs.values())
     perplexities = perplexities_beside(of_kind(runs["first"][1], TextPerplexityLine), False)
-    tables = markdown(speeds_beside(columns_of(records))), sources, markdown(perplexities)
+    tables = markdown(speeds_beside(columns_of(runs))), sources, markdown(perplexities)
     return "\n\n".join([*tables, markdown(speeds_beside(random_weights)), source(shapes, dtype_of(measured))])
 
 
 def in_short(records: Records) -> str:
     """The README's table: the course report's main figures beside those of the bundled pair."""
     table, runs = Table("", ["figure", "the report", "here, bundled pair", "command"]), one_experiment(records)
-    for column, name in zip(columns_of(records), ("compare", "first", "head")):
+    for column, name in zip(columns_of(runs), ("compare", "first", "head")):
         there = f"{SPEED_UP.typical} typical, {SPEED_UP.best} best" if name == "compare" else ""
         what = column.title.replace("bundled pair", "speed-up")
         table.add(what, there, beside_report(column)[-1], f"`{command_of(runs[name][0])}`")
     run, lines = runs["first"]
-    here, report_ = text_table(of_kind(lines, TextPerplexityLine)[:1], True).rows
+    here, report = text_table(of_kind(lines, TextPerplexityLine)[:1], True).rows
     names = "perplexity, draft", "perplexity, target", "perplexity, speculative", "relative difference of the last two"
-    for what, ours, theirs in zip(names, here[3:], report_[3:]):
+    for what, ours, theirs in zip(names, here[3:], report[3:]):
         table.add(what, theirs, ours, f"`{command_of(run)}`")
     return markdown(table)
 
@@ -200,7 +211,7 @@ def post(records: Records) -> str:
     return f"{markdown(table)}\n\n{source(run, dtype_of(lines))}"
 
 
-def ratio(method: str, baseline: str, records: Records) -> str:
+def row_ratio(method: str, baseline: str, records: Records) -> str:
     """The throughput of a row of the bundled pair's benchmark over that of another."""
     figures = speedup(of_kind(records.run(PAIR)[1], SpeedLine), method, baseline)
     if isnan(figures.middle):
@@ -216,16 +227,15 @@ def eager(row: str, records: Records) -> str:
 
 def overall(name: str, records: Records) -> str:
     """The table of speeds by category of prompt, with the rows over all prompts alone."""
-    head, rule, *rows = printed(name, "Speed by category", records).splitlines()
-    first = next(at for at, row in enumerate(rows) if row.startswith("| overall"))
-    return "\n".join([head, rule, *rows[first:]])
+    table = printed(name, "Speed by category", records).splitlines()
+    return "\n".join([*table[:2], *dropwhile(lambda row: not row.startswith("| overall"), table[2:])])
 
 
 def draft_cost(records: Records) -> str:
     """c of the sweep, at the usual temperature."""
     _, lines = records.run("sweep")
     costs = next(cost for cost in of_kind(lines, CostsLine) if cost["temperature"] == Sampling().temperature)
-    return f"{predict(swept(lines, costs), costs)['c']:.3f}"
+    return f"{predict(swept_texts(lines, costs), costs)['c']:.3f}"
 
 
 def greedy_differ(records: Records) -> str:
@@ -240,19 +250,109 @@ def greedy_differ(records: Records) -> str:
 
 def records_table(records: Records) -> str:
     """The table of docs/records/README.md: every record, its command and its machine."""
-    entries = [(name, f"run `{run}` in results.jsonl", records.run(name)[0]) for name, run in records.index.items()]
-    files = records.files()
+    runs, files = records.index.items(), records.files.items()
+    entries: list[Any] = [(name, f"run `{run}` in results.jsonl", records.run(name)[0]) for name, run in runs]
+    entries += [(name, f"{name}.json", record) for name, record in files]
     table = Table("", ["name", "record", "made by", "machine", "on"])
-    for name, place, record in [*entries, *((name, f"{name}.json", record) for name, record in files.items())]:
-        made_on = record["machine"] | {"device": record["device"]}
-        machine = "{processor}, threads: {threads}, {device}; torch {torch}".format_map(made_on)
+    for name, place, record in entries:
+        on = record["machine"]
+        machine = f"{on['processor']}, threads: {on['threads']}, {record['device']}; torch {on['torch']}"
         table.add(f"`{name}`", place, f"`{command_of(record)}`", machine, record["time"][:10])
     return markdown(table)
 
 
-OF_GAMMA, SPEED = "Speed over gamma: .*temperature ", " | tokens/s | TTFT ms | TPOT ms"
-OF_PLAIN = f"{SPEED} | speed-up"
-BLOCKS: dict[str, Callable[[Records], str]] = codeBlocks.BLOCKS | {
+@cache
+def imports() -> dict[str, list[str]]:
+    """{folder of code or file in the root: the others among them that it imports}, from the lowest to the highest."""
+    files = {folder.parent.name: [*folder.parent.rglob("*.py")] for folder in ROOT.glob("*/__init__.py")}
+    files = {name: of for name, of in files.items() if name != "tests"} | {f.stem: [f] for f in ROOT.glob("*.py")}
+    imported: dict[str, set[str]] = {}
+    for name, of in files.items():
+        nodes = [node for file in of for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+        modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+        imported[name] = {module.split(".")[0] for module in modules} & files.keys() - {name}
+    sorted_names = {name: sorted(imported[name]) for name in sorted(imported)}
+    order = list(graphlib.TopologicalSorter(sorted_names).static_order())
+    return {name: [other for other in order if other in imported[name]] for name in order}
+
+
+def layout(records: Records) -> str:
+    """The annotated tree of the project: of each folder or file the first sentence of its docstring."""
+    rows, files = {}, {f"{name}.py": ROOT / f"{name}.py" for name in ROOT_FILES}
+    files |= {f"{name}/": ROOT / name / "__init__.py" for name in imports() if (ROOT / name).is_dir()}
+    for name, file in files.items():
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        rows[name] = re.split(r"(?<=[^.])\.(?: |$)", " ".join(text.split("\n\n")[0].split()))[0]
+    rows |= OTHERS
+    left = max(map(len, rows)) + 2
+    lines = [fill(f"{name:{left}}{text}", WIDTH, subsequent_indent=" " * left) for name, text in rows.items()]
+    return "\n".join(["```text", *lines, "```"])
+
+
+def graph(records: Records) -> str:
+    """The folders and files as a Mermaid graph, each above what it imports. An import that others imply is left out."""
+    reach: dict[str, set[str]] = {}
+    lines: list[str] = []
+    for name, others in imports().items():
+        reach[name] = set(others).union(*(reach[other] for other in others))
+        direct = [other for other in others if not any(other in reach[via] for via in others)]
+        box = f'{name}["{name}/"]' if (ROOT / name).is_dir() else f'{name}(["{name}.py"])'
+        lines = [f"    {box} --> {' & '.join(direct)}" if direct else f"    {box}", *lines]
+    return "\n".join(["```mermaid", "flowchart TD", *lines, "```"])
+
+
+def methods_table(records: Records) -> str:
+    """The catalogue of methods."""
+    table = Table("", ["method", "what it is", "needs", "measured by, beside `--compare`", "lossless"])
+    for method in (method for method in METHODS.values() if not method.engine):
+        modes = " ".join(f"`--{mode}`" for mode in method.modes)
+        table.add(f"`{method.name}`", method.title, ", ".join(method.needs), modes, "yes" if method.lossless else "")
+    return markdown(table)
+
+
+def flags_tables(records: Records) -> str:
+    """Every flag of test.py, group by group: its value as in the usage line, and its default, and its help."""
+    pieces = []
+    for group in parser()._action_groups:
+        rows: list[list[Cell]] = []
+        for action in group._group_actions:
+            if not action.option_strings or action.dest == "help":
+                continue
+            choices = " or ".join(f"`{choice}`" for choice in action.choices or ())
+            one = choices or f"`{action.metavar or 'NAME'}`"
+            value = {"0": "", "+": f"{one} ...", "?": f"[{one}]"}.get(str(action.nargs), one)
+            text = re.sub(r"(?<![\w-])--\w+", r"`\g<0>`", " ".join((action.help or "").split()).replace("%%", "%"))
+            meaning, _, default = text.partition(" Default: ")
+            rows.append([f"`{action.option_strings[0]}`", value, default.removesuffix("."), meaning])
+        if rows:
+            table, title = Table("", ["flag", "value", "default", "meaning"], rows), str(group.title)
+            pieces.append(f"## {title[0].upper()}{title[1:]}\n\n{markdown(table)}")
+    return "\n\n".join(pieces)
+
+
+def architectures(records: Records) -> str:
+    """The verdict on each type of model in transformers: right, or refused, and why."""
+    groups: dict[str, list[str]] = {}
+    for kind, (result, why) in records.file("kinds")["kinds"].items():
+        reason = re.sub(r"^.* are not (decoded here|supported): |; (name|choose) a model whose .*$", "", why)
+        reason = re.sub(r" \(\w*Error.*\)$|(?<=logits are off) by \d+%", "", reason)  # which error: kinds.json says it
+        reason = re.sub("of (the kind|type) [a-z_]+ keep", "keep", reason)
+        groups.setdefault(f"{result}: {reason}" if reason else result, []).append(f"`{kind}`")
+    table = Table("", ["verdict", "kinds", "transformers' names of them"])
+    ordered = sorted(groups.items(), key=lambda of: (of[0][:5] != "right", of[0][:6] == "unmade", -len(of[1])))
+    for name, kinds in ordered:
+        table.add(name, str(len(kinds)), ", ".join(kinds))
+    return markdown(table)
+
+
+OF_GAMMA, OF_PLAIN = "Speed over gamma: .*temperature ", " | tokens/s | TTFT ms | TPOT ms | speed-up"
+BLOCKS: dict[str, Callable[[Records], str]] = {
+    "architectures": architectures,
+    "layout": layout,
+    "graph": graph,
+    "methods": methods_table,
+    "flags": flags_tables,
     "records": records_table,
     "results": excerpt,
     "chat": chat,
@@ -277,10 +377,10 @@ BLOCKS: dict[str, Callable[[Records], str]] = codeBlocks.BLOCKS | {
     "scoring": partial(printed, PAIR, "Forwards"),
     "prefill": partial(printed, PAIR, "Time to the first token"),
     "round": partial(printed, PAIR, "A round"),
-    "over-plain": partial(ratio, "fixed", "target"),
-    "over-plain-block": partial(ratio, "block", "target"),
-    "over-assisted": partial(ratio, "fixed", "generate:assisted"),
-    "over-no-cache": partial(ratio, "fixed", "speculativeNoCache"),
+    "over-plain": partial(row_ratio, "fixed", "target"),
+    "over-plain-block": partial(row_ratio, "block", "target"),
+    "over-assisted": partial(row_ratio, "fixed", "generate:assisted"),
+    "over-no-cache": partial(row_ratio, "fixed", "speculativeNoCache"),
     "real-best": partial(printed, REAL, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
     "real-kinds": partial(printed, REAL, "Speed:", columns=OF_PLAIN, rows=OWN),
     "real-scoring": partial(printed, REAL, "Forwards"),

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import downloadData
 import downloadModel
 from experiments.intervals import FEW, summarize
-from experiments.lines import EndLine, LosslessLine, Run, SpeedLine, TextPerplexityLine, TimedText, of_kind
+from experiments.schema import EndLine, LosslessLine, Run, SpeedLine, TextPerplexityLine, TimedText, of_kind
 from experiments.settings import parse, without_effect
 from inputs.commandLine import as_command, path, script_parser, text, whole
 from inputs.devices import pick_device
@@ -34,11 +34,17 @@ from inputs.files import ROOT, replace_file
 from inputs.models import find_model
 from inputs.texts import find_texts
 from report import losslessReport
-from report.results import Results, heading
-from report.results import report as shown
-from report.sources import REPORT, REPORT_DTYPE, REPORT_PASSAGES, REPORT_PROMPTS, REPORT_SPEED, is_the_reports
+from report.results import Results, heading, pieces_of_run
+from report.sources import (
+    REPORT,
+    REPORT_DTYPE,
+    REPORT_PASSAGES,
+    REPORT_PROMPTS,
+    REPORT_SPEED,
+    is_the_reports,
+    text_table,
+)
 from report.tables import Cell, Measured, Table, markdown, span
-from report.textTables import text_table
 from scripts.keepRecord import source, without_places
 
 DRAFT, MID, TARGET = downloadModel.PYTHIA
@@ -213,7 +219,7 @@ def tables_of_run(measured: Run) -> Iterator[str]:
     run, lines = measured
     dtypes = ", ".join(dict.fromkeys(str(line.get("dtype")) for line in lines if "dtype" in line))
     yield f"{source(without_places(run), dtypes)} Run {run['run']}."
-    for piece in list(shown(run, lines))[len(list(heading(run, True))) :]:
+    for piece in list(pieces_of_run(run, lines))[len(list(heading(run, True))) :]:
         if isinstance(piece, Table):
             yield "\n\n".join(filter(None, [f"**{piece.title}**", markdown(piece), piece.notes]))
         elif words := str(piece):

@@ -10,25 +10,24 @@ A record replaces the one that was kept under its name. The project's results.tx
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
-from itertools import chain, takewhile
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 from experiments.intervals import summarize
-from experiments.lines import EndLine, Line, RunLine, SpeedLine, of_kind
+from experiments.rerun import choose_run
+from experiments.schema import EndLine, Line, Run, RunLine, SpeedLine, of_kind
 from inputs.commandLine import as_command, counted, path, script_parser, text
 from inputs.files import ROOT, replace_file
 from report.results import Results
 from utils import UserError
 
-Run = tuple[RunLine, list[Line]]  # the run's own line, and its measurements
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 
@@ -39,39 +38,24 @@ class Records:
 
     docs/records/ holds three kinds of files. index.json names runs: {"compare": "0a37afb3", ...}. results.jsonl holds
     these runs, in the format that test.py writes. The others are records of one file: rounds.json and the like. Records
-    with the same content are equal.
+    with the same content are equal, so that blocks are cached.
     """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.folder = root / "docs" / "records"
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of all files."""
-        files = sorted(self.folder.glob("*.json*"))
-        return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
+        self.root, self.folder = root, root / "docs" / "records"
+        self.files = {file.stem: read_object(file) for file in sorted(self.folder.glob("*.json"))}
+        self.index: dict[str, str] = self.files.pop("index", {})  # {name: run}
+        self.runs: dict[str, Run] = {run["run"]: (run, lines) for run, lines in Results(self.folder).runs()}
+        self.content = json.dumps([self.files, self.index, self.runs])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Records) and self.fingerprint == other.fingerprint
+        return isinstance(other, Records) and self.content == other.content
 
     def __hash__(self) -> int:
-        return hash(self.fingerprint)
-
-    @cached_property
-    def index(self) -> dict[str, str]:
-        """{name: run}. Empty if no run was kept yet."""
-        file = self.folder / "index.json"
-        return read_json(file) if file.exists() else {}
-
-    @cached_property
-    def runs(self) -> dict[str, Run]:
-        """{run: (its own record, its measurements)}."""
-        return {run["run"]: (run, lines) for run, lines in Results(self.folder).runs()}
+        return hash(self.content)
 
     def run(self, name: str) -> Run:
-        """The record of a run and its measurements, by the run's name in the index. Raises UserError if there is no
-        such run."""
+        """A run by its name in the index: its record, and its measurements. Raises UserError if there is none."""
         if name not in self.index:
             raise UserError(f"docs/records/index.json names no run {name!r}: see docs/records/README.md")
         if self.index[name] not in self.runs:
@@ -79,12 +63,10 @@ class Records:
         return self.runs[self.index[name]]
 
     def file(self, name: str) -> dict[str, Any]:
-        """The record in a file of its own, by its name without .json. Raises UserError if it does not exist."""
-        return read_json(self.folder / f"{name}.json")
-
-    def files(self) -> dict[str, Mapping[str, Any]]:
-        """{file without .json: record} of the records of one file."""
-        return {file.stem: self.file(file.stem) for file in sorted(self.folder.glob("*.json")) if file.stem != "index"}
+        """The record of a file by its name without .json. Raises UserError if it does not exist."""
+        if name not in self.files:
+            raise UserError(f"there is no docs/records/{name}.json")
+        return self.files[name]
 
 
 def command_of(record: Mapping[str, Any]) -> str:
@@ -102,8 +84,8 @@ def source(record: Mapping[str, Any], dtype: str = "") -> str:
     return "; ".join(filter(None, parts)) + "."
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError if it does not exist."""
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError if there is none."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -115,36 +97,20 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def without_places(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record without the folders of the machine it was made on. Of a path from the root, the last name is left."""
+
+    def last_name(value: Any) -> Any:
+        return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
     result = {key: value for key, value in record.items() if key != "folder"}
     if "flags" in result:
         result["flags"] = {key: last_name(value) for key, value in result["flags"].items() if f"--{key}" not in PLACES}
     if "command" in result:
-        words = shlex.split(result["command"])
-        while place := next((word for word in words if word in PLACES), None):
-            at = words.index(place)
-            values = takewhile(lambda word: not word.startswith("--"), words[at + 1 :])
-            del words[at : at + 1 + len(list(values))]
-        result["command"] = shlex.join(last_name(word) for word in words if word.split("=")[0] not in PLACES)
+        words, place = [], False  # place: among the values of a flag of PLACES
+        for word in shlex.split(result["command"]):
+            place = word in PLACES if word.startswith("--") else place
+            words += [] if place or word.split("=")[0] in PLACES else [last_name(word)]
+        result["command"] = shlex.join(words)
     return result
-
-
-def last_name(value: Any) -> Any:
-    """The last name of a path from the root; anything else as it is."""
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
-
-
-def choose_run(store: Results, name: str) -> Run:
-    """A run of a folder's results: by its name, or 1 for the newest, 2 for the one before. Raises UserError for a run
-    that is not there or was not finished."""
-    runs = {run["run"]: (run, lines) for run, lines in store.runs()}
-    if name not in runs and name.isascii() and name.isdecimal() and 1 <= int(name[:9]) <= len(runs):
-        name = list(runs)[-int(name[:9])]
-    if name not in runs:
-        raise UserError(f"{store.lines} has no run {name}; it has: {', '.join(list(runs)[-9:]) or 'none'}")
-    run, lines = runs[name]
-    if not any(line["kind"] == "end" for line in lines):
-        raise UserError(f"run {name} was not finished; keep a finished one")
-    return run, lines
 
 
 def of_processes(runs: Sequence[Run]) -> Run:
@@ -171,8 +137,12 @@ def of_processes(runs: Sequence[Run]) -> Run:
 def keep_run(name: str, chosen: Sequence[str], folder: Path, root: Path) -> str:
     """Copy a run into docs/records/ under a name, or several as one of several processes. The project's results.txt is
     that of the run "first". Returns the run's own name."""
-    records = Records(root)
-    run, lines = of_processes([choose_run(Results(folder), one) for one in chosen])
+    records, store = Records(root), Results(folder)
+    chosen_runs = [choose_run(store.runs(), store.lines, one) for one in chosen]
+    for run, lines in chosen_runs:
+        if not of_kind(lines, EndLine):
+            raise UserError(f"run {run['run']} was not finished; keep a finished one")
+    run, lines = of_processes(chosen_runs)
     # The figure of a run that is kept has a name of its own in figures/.
     for end in of_kind(lines, EndLine):
         end["figures"] = [f"figures/{name}.png"] if end.get("figures") else []
@@ -189,20 +159,19 @@ def keep_run(name: str, chosen: Sequence[str], folder: Path, root: Path) -> str:
     return run["run"]
 
 
-def work(root: Path, argv: Sequence[str] | None) -> None:
+def keep_record(root: Path, argv: Sequence[str] | None) -> None:
     """Parse the flags and copy."""
     parser = script_parser("python -m scripts.keepRecord", __doc__)
     parser.add_argument("name", type=text, metavar="NAME", help="first, compare, sweep, ..., or of a file")
     parser.add_argument("run", type=text, nargs="*", metavar="RUN", help="a run's name; 1 is the newest")
-    parser.add_argument(
-        "--from", dest="folder", type=path, default=ROOT, metavar="FOLDER", help="(the project's folder)"
-    )
+    where = "(the project's folder)"
+    parser.add_argument("--from", dest="folder", type=path, default=ROOT, metavar="FOLDER", help=where)
     args = parser.parse_args(argv)
     if args.name == "index" or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", args.name):
         raise UserError(f"a record cannot have the name {args.name!r}: it takes letters, digits, dots, - and _")
     file = args.folder / f"{args.name}.json"
     if not args.run and file.exists():
-        record = json.dumps(without_places(read_json(file)), ensure_ascii=False)
+        record = json.dumps(without_places(read_object(file)), ensure_ascii=False)
         replace_file(root / "docs" / "records" / file.name, record + "\n")
         print(f"Kept: {args.name}")
     elif not args.run:
@@ -214,7 +183,7 @@ def work(root: Path, argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Run the command line `argv` on the records in the folder `root`; returns the exit code."""
-    return as_command("keepRecord", partial(work, root, argv), "Nothing was written.")
+    return as_command("keepRecord", partial(keep_record, root, argv), "Nothing was written.")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -35,27 +35,20 @@ BLOCK = re.compile(
     r"<!-- begin (?P<name>[a-zA-Z0-9.+-]+) -->(?P<content>(?:(?!<!-- (?:begin|end) ).)*?)<!-- end (?P=name) -->", re.S
 )
 FENCE = re.compile(r"^(```+|~~~+).*\n((?:.*\n)*?)\1[ ]*$", re.M)
-FIGURES = {  # of runs
+FIGURES: dict[str, Callable[[Any, Path], object]] = {  # of the lines of a run, or of a record of one file
     "sweep": draw_sweep,
     "lossless": draw_lossless,
     **dict.fromkeys(("batch-copy", "batch-lookup", "batch-bundled"), draw_batches),
     **dict.fromkeys(CATEGORIES, draw_categories),
     **dict.fromkeys(BENCHMARKS, draw_speed),
+    **dict.fromkeys(TRAININGS, draw_trainings),
 }
-FILES: dict[str, Callable[[Any, Path], object]] = dict.fromkeys(TRAININGS, draw_trainings)  # of records of one file
-PICTURES = {f"figures/{name}.png": name for name in (*FIGURES, *FILES)} | {"figures/rounds.gif": "rounds"}
+PICTURES = {f"figures/{name}.png": name for name in FIGURES} | {"figures/rounds.gif": "rounds"}
+Fault = tuple[int, str, bool]  # of a text: its line, what it is, whether the text cannot be rendered because of it
 DIGEST = "Record"  # the text field of a PNG file; a GIF file has one comment
 
 
-class Fault(NamedTuple):
-    """A fault of a text: its line, what it is, and whether the text cannot be rendered because of it."""
-
-    line: int
-    words: str
-    final: bool
-
-
-def files(root: Path) -> list[Path]:
+def documents(root: Path) -> list[Path]:
     """All texts of the documentation: README.md, its Chinese, CONTRIBUTING.md, CHANGELOG.md, and docs/."""
     return [*sorted(root.glob("[CR]*.md")), *sorted((root / "docs").rglob("*.md"))]
 
@@ -73,7 +66,7 @@ def rendered(text: str, records: Records) -> tuple[str, list[Fault]]:
     faults: list[Fault] = []
 
     def note(place: int, words: str, final: bool = True) -> None:
-        faults.append(Fault(text.count("\n", 0, place) + 1, words, final))
+        faults.append((text.count("\n", 0, place) + 1, words, final))
 
     def render_block(block: re.Match[str]) -> str:
         name, old = block["name"], block["content"]
@@ -99,87 +92,73 @@ def rendered(text: str, records: Records) -> tuple[str, list[Fault]]:
     for fence in FENCE.finditer(text):
         if not fence[2].strip():
             note(fence.start(), "an empty code block", False)
-    return BLOCK.sub(render_block, text), faults
+    return BLOCK.sub(render_block, text), sorted(faults)
 
 
 def pages(records: Records) -> Iterator[tuple[Path, str, list[Fault]]]:
     """(path, text with its blocks rendered, faults in the order of their lines) of all texts of the documentation."""
-    for path in files(records.root):
-        text, faults = rendered(path.read_text(encoding="utf-8"), records)
-        yield path, text, sorted(faults)
+    for path in documents(records.root):
+        yield path, *rendered(path.read_text(encoding="utf-8"), records)
 
 
-def digest_of(picture: str, records: Records) -> str:
+def picture_digest(picture: str, records: Records) -> str:
     """16 hexadecimal digits that stand for the record of a picture."""
-    name = PICTURES[picture]
-    record = records.run(name) if name in FIGURES else records.file(name)
+    record = records.files.get(PICTURES[picture]) or records.run(PICTURES[picture])
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def stamp_of(path: Path) -> str | None:
-    """The digest in a picture; None if it has none."""
-    with Image.open(path) as image:
-        return image.info.get(DIGEST) or image.info.get("comment", b"").decode() or None
-
-
-def fault_of(picture: str, records: Records) -> str | None:
+def picture_fault(picture: str, records: Records) -> str | None:
     """The fault of a picture, or None."""
     if not (records.root / picture).exists():
         return "is missing"
-    stamp = stamp_of(records.root / picture)
+    with Image.open(records.root / picture) as image:
+        digest = image.info.get(DIGEST) or image.info.get("comment", b"").decode()
     try:
-        return None if stamp == digest_of(picture, records) else "was drawn from another record"
+        return None if digest == picture_digest(picture, records) else "was drawn from another record"
     except UserError as error:
         return f"has no record: {error}"
 
 
-def redraw(picture: str, records: Records) -> bool:
-    """Draw a picture, unless it was drawn from this record. Returns whether it was drawn."""
-    path, name, digest = records.root / picture, PICTURES[picture], digest_of(picture, records)
-    if path.exists() and stamp_of(path) == digest:
-        return False
+def redraw(picture: str, records: Records) -> None:
+    """Draw a picture, with the digest of its record."""
+    path, name, digest = records.root / picture, PICTURES[picture], picture_digest(picture, records)
     if path.suffix == ".gif":
         draw_rounds(records.file(name), path, digest)
-        return True
-    if name in FILES:
-        FILES[name](records.file(name), path)
-    else:
-        FIGURES[name](records.run(name)[1], path)
+        return
+    FIGURES[name](records.files.get(name) or records.run(name)[1], path)
     info = PngInfo()
     info.add_text(DIGEST, digest)
     with Image.open(path) as image:
         image.load()
         image.save(path, pnginfo=info, optimize=True)
-    return True
 
 
 def check(root: Path) -> list[str]:
     """All faults of the documentation in the folder `root`."""
     records = Records(root)
-    faults = [
-        f"{path.relative_to(root)}:{fault.line}: {fault.words}"
-        for path, _, faults in pages(records)
-        for fault in faults
-    ]
-    return faults + [f"{name} {fault}" for name in PICTURES if (fault := fault_of(name, records))]
+    faults = [f"{path.relative_to(root)}:{line}: {words}" for path, _, of in pages(records) for line, words, _ in of]
+    return faults + [f"{picture} {fault}" for picture in PICTURES if (fault := picture_fault(picture, records))]
 
 
-def render(root: Path) -> list[str]:
+def render_all(root: Path) -> list[str]:
     """Render the documentation in the folder `root`; returns the files that changed. Raises UserError, and then no text
     has changed."""
     records, changed = Records(root), {}
     for path, text, faults in pages(records):
-        for fault in faults:
-            if fault.final:
-                raise UserError(f"{path.relative_to(root)}:{fault.line}: {fault.words}")
+        for line, words, final in faults:
+            if final:
+                raise UserError(f"{path.relative_to(root)}:{line}: {words}")
         if text != path.read_text(encoding="utf-8"):
             changed[path] = text
     for path, text in changed.items():
         replace_file(path, text)
-    return [*(str(path.relative_to(root)) for path in changed), *(name for name in PICTURES if redraw(name, records))]
+    pictures = [picture for picture in PICTURES if picture_fault(picture, records)]
+    for picture in pictures:
+        redraw(picture, records)
+    return [*(str(path.relative_to(root)) for path in changed), *pictures]
 
 
-def work(root: Path, argv: Sequence[str] | None) -> int:
+def render_or_check(root: Path, argv: Sequence[str] | None) -> int:
     """Parse the flags, render or check. Returns 1 if a check finds faults."""
     parser = script_parser("python -m scripts.render", __doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, and list what would change")
@@ -187,14 +166,14 @@ def work(root: Path, argv: Sequence[str] | None) -> int:
         faults = check(root)
         print(*faults or ["Everything is as its record says."], sep="\n")
         return 1 if faults else 0
-    changed = render(root)
+    changed = render_all(root)
     print(*(f"Written: {name}" for name in changed), *[] if changed else ["Nothing has changed."], sep="\n")
     return 0
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Run the command line `argv` on the documentation in the folder `root`; returns the exit code."""
-    return as_command("render", partial(work, root, argv), "No text was written.")
+    return as_command("render", partial(render_or_check, root, argv), "No text was written.")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from methods.catalogue import METHODS, choose
 from methods.drafters import ModelDrafter
 from methods.programs import PROGRAMS
 from report import figures
-from report.stepTables import forwards_table, limits_of, round_table, said_of
+from report.runTables import forwards_table, limits_of, round_table, said_of
 from utils import GREEDY, Sampling, UserError, draw
 
 FREE = Sampling(1.0, 0, 1.0)

@@ -256,7 +256,7 @@ def test_the_table_has_a_row_for_each_category_and_method():
 
 def test_the_figure_has_a_bar_for_each_category_and_method(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
+    monkeypatch.setattr(figures, "write_figure", lambda figure, path: drawn.append(figure) or path)
     lines = [*LINES, *(line | {"mode": "speed"} for line in LINES), text("target", 0, 8, 1.0) | {"mode": "sweep"}]
     figures.draw_categories(lines, tmp_path / "categories.png")
     (axes,) = drawn[0].axes

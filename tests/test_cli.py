@@ -16,7 +16,7 @@ from conftest import CONTEXT, ROOT, lines_of, of_kind, prompted, with_ctrl_c
 from localHub import Repository
 
 from experiments import settings, sweep
-from experiments.lines import name_of_kind
+from experiments.schema import name_of_kind
 from inputs.models import load_tokenizer
 from inputs.texts import encode_chat
 from methods.catalogue import METHODS, choose, in_mode

@@ -23,7 +23,8 @@ def copy(tmp_path):
 def test_a_run_is_kept_in_place_of_the_one_before(copy, tmp_path, capsys):
     records = render.Records(copy)
     run, lines = records.run("first")
-    again = run | {"run": "feedbeef", "folder": "/elsewhere", "command": "--out /elsewhere --head /elsewhere/my-head"}
+    command = "--out /elsewhere --head /elsewhere/my-head --texts=/elsewhere"
+    again = run | {"run": "feedbeef", "folder": "/elsewhere", "command": command}
     again["flags"] = run["flags"] | {"out": "/elsewhere", "head": "/elsewhere/my-head"}
     store = Results(tmp_path)
     store.append(**again)
@@ -39,7 +40,7 @@ def test_a_run_is_kept_in_place_of_the_one_before(copy, tmp_path, capsys):
     assert [line | {"run": run["run"]} for line in own] == lines
     assert "elsewhere" not in read(copy / "docs/records/results.jsonl") + read(copy / "results.txt")
     assert re.findall(r"^Run (\w+) of", read(copy / "results.txt"), re.M) == ["feedbeef"]  # what `make run` writes
-    assert "README.md" in render.render(copy)
+    assert "README.md" in render.render_all(copy)
     assert render.main(["--check"], copy) == 0, capsys.readouterr().out
 
 
@@ -63,7 +64,7 @@ def test_a_record_of_one_file_is_kept_under_its_name(copy, tmp_path, capsys):
     (tmp_path / "other.json").write_text(json.dumps(record))
     assert keepRecord.main(["other", "--from", str(tmp_path)], copy) == 0
     assert render.Records(copy).file("other")["command"] == ""
-    assert render.render(copy) == ["docs/records/README.md"]
+    assert render.render_all(copy) == ["docs/records/README.md"]
     assert "| `other` | other.json | `python -m scripts.another` |" in read(copy / "docs/records/README.md")
     assert render.main(["--check"], copy) == 0, capsys.readouterr().out
     (tmp_path / "index.json").write_text("{}")

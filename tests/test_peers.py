@@ -26,7 +26,7 @@ from inputs import randomModels
 from inputs.auditTexts import read_texts
 from inputs.models import ModelLimits, load_model, load_tokenizer
 from regrSampling import regrSampling
-from report.stepTables import said_of
+from report.runTables import said_of
 from utils import GREEDY, Sampling
 
 LLAMA = "plain", "draft", "copy", "int8"

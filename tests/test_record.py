@@ -13,17 +13,9 @@ from specSampling import specSampling
 
 
 def test_the_record_tells_what_happened():
-    target = helpers.tiny()
-    grown = {row: [] for row in range(len(PROMPTS))}
-    tokens, records = specSampling(
-        PROMPTS,
-        target,
-        ModelDrafter(near(target)),
-        50,
-        4,
-        generator=torch.Generator().manual_seed(1),
-        callback=lambda row, new, guessed: grown[row].append((new, guessed)),
-    )
+    target, grown = helpers.tiny(), {row: [] for row in range(len(PROMPTS))}
+    how = {"generator": torch.Generator().manual_seed(1), "callback": lambda row, *of: grown[row].append(of)}
+    tokens, records = specSampling(PROMPTS, target, ModelDrafter(near(target)), 50, 4, **how)
     for row, record in enumerate(records):
         assert sum((new for new, _ in grown[row]), []) == tokens[row] and record.tokens == len(tokens[row]) == 50
         assert all(0 <= guessed <= len(new) for new, guessed in grown[row])
@@ -46,8 +38,5 @@ def test_figures_of_a_record_made_by_hand():
     assert (record.tokens, record.ttft, record.tokens_per_round) == (6, 0.5, 2.5)
     assert record.tpot == pytest.approx(0.1) and record.throughput == pytest.approx(6)
     assert record.acceptance_by_position == [(2, 2), (2, 1), (0, 0)] and record.alpha == 0.75
-
-
-def test_what_one_token_cannot_tell_is_nan():
-    record = Record([0.5], [1], [0], [0])
+    record = Record([0.5], [1], [0], [0])  # What one token cannot tell is nan.
     assert all(map(math.isnan, (record.tpot, record.tokens_per_round, record.alpha)))

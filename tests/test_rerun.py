@@ -71,59 +71,31 @@ def test_a_run_again_gives_the_same_texts_and_figures(again, made, tmp_path):
     assert second["command"].startswith("--rerun ")
 
 
-def short(lines):
-    """Leave what takes least to run again: two texts by each of two methods."""
-    lines[0]["flags"] |= {"compare": "fixed", "diversity": False, "ppl": 0}
-    lines[:] = [
-        m for m in lines if m["kind"] == "run" or m.get("method") in ("target", "fixed") and m["kind"] == "speed"
-    ]
-
-
-def test_a_text_that_differs_is_named(again):
+def test_what_differs_or_was_not_measured_again_is_named_and_another_machine_too(again):
     def edit(lines):
-        short(lines)
-        next(m for m in lines if m.get("method") == "fixed" and m["prompt"] == 1)["sha256"] = "0" * 16
+        lines[0]["flags"] |= {"compare": "fixed", "diversity": False}
+        texts = [m for m in lines if m["kind"] == "speed" and m["method"] in ("target", "fixed")]
+        of_texts, of_corpus = ppl = [m for m in lines if m["kind"] == "ppl"]
+        next(m for m in texts if m["method"] == "fixed" and m["prompt"] == 1)["sha256"] = "0" * 16
+        of_texts["ppl"]["target"] *= 1 + 1e-12
+        of_corpus["ppl"]["target"] = {unit: value * (1 + 1e-8) for unit, value in of_corpus["ppl"]["target"].items()}
+        lines[0]["machine"]["torch"] = "1.0"
+        lines[1:] = [*texts, texts[-1] | {"prompt": 7}, *ppl]
 
     code, out, _ = again(edit)
     assert code == 1 and "1 of 4 texts differ, first speed, mode compare, " in out
     assert "method fixed, prompt 1, repeat 0." in out
-
-
-def test_a_figure_that_differs_is_named(again):
-    def edit(lines):
-        lines[0]["flags"] |= {"compare": None, "diversity": False}
-        lines[:] = [m for m in lines if m["kind"] in ("run", "ppl")]
-        lines[1]["ppl"]["target"] *= 1 + 1e-12
-        lines[2]["ppl"]["target"] = {k: v * (1 + 1e-8) for k, v in lines[2]["ppl"]["target"].items()}
-
-    code, out, _ = again(edit)
-    assert code == 1 and "1 of 2 figures differ, first ppl corpus, corpus " in out
-
-
-def test_what_was_not_measured_again_is_named_and_another_machine_too(again):
-    def edit(lines):
-        short(lines)
-        lines.append(lines[-1] | {"prompt": 7})
-        lines[0]["machine"]["torch"] = "1.0"
-
-    code, out, _ = again(edit)
-    assert (
-        code == 1 and "all 4 texts are the same. 1 were not measured again, first speed," in out and "prompt 7" in out
-    )
+    assert "1 of 2 figures differ, first ppl corpus, corpus " in out
+    assert "1 were not measured again, first speed," in out and "prompt 7" in out
     assert "The machine is not the same, so tokens may differ: torch was 1.0 and is " in out
 
 
 def test_changed_weights_are_said(cli, flags, pair_folder, tmp_path, capsys):
-    shutil.copytree(pair_folder, tmp_path / "models")
-    (tmp_path / "out").mkdir()
-    paths = ["--target", str(tmp_path / "models" / "target"), "--draft", str(tmp_path / "models" / "draft")]
-    assert cli.main([*flags, *paths, "--compare", "fixed", "--out", str(tmp_path / "out")]) == 0
-    weights = load_file(tmp_path / "models" / "target" / "model.safetensors")
-    save_file(
-        {k: w.flip(0) for k, w in weights.items()},
-        tmp_path / "models" / "target" / "model.safetensors",
-        {"format": "pt"},
-    )
+    shutil.copytree(pair_folder, models := tmp_path / "models")
+    paths = ["--target", str(models / "target"), "--draft", str(models / "draft"), "--out", str(tmp_path / "out")]
+    assert cli.main([*flags, *paths, "--compare", "fixed"]) == 0
+    file = models / "target" / "model.safetensors"
+    save_file({name: weight.flip(0) for name, weight in load_file(file).items()}, file, {"format": "pt"})
     assert cli.main(["--rerun", "1", "--out", str(tmp_path / "out")]) == 1
     out = capsys.readouterr().out.replace("\n", " ")
     assert "The weights of the target, target, have changed: they were sha256:" in out and "of 4 texts differ" in out
@@ -133,17 +105,16 @@ def test_changed_weights_are_said(cli, flags, pair_folder, tmp_path, capsys):
 def test_a_changed_prompt_is_the_reason_and_paths_are_relative_to_where_the_run_was(
     cli, flags, tmp_path, capsys, monkeypatch
 ):
-    for name in "here", "there":
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    (tmp_path / "here" / "prompts.txt").write_text("The bell\n")
-    assert (
-        cli.main([*prompted(flags), "--compare", "fixed", "--promptFile", "prompts.txt", "--out", str(tmp_path)]) == 0
-    )
-    monkeypatch.chdir(tmp_path / "there")
-    assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0
-    (tmp_path / "here" / "prompts.txt").write_text("The lamp\n")
-    assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 1
+    here, there, out = (tmp_path / name for name in ("here", "there", "out"))
+    here.mkdir(), there.mkdir()
+    monkeypatch.chdir(here)
+    (here / "prompts.txt").write_text("The bell\n")
+    command = [*prompted(flags), "--compare", "fixed", "--promptFile", "prompts.txt", "--out", str(out)]
+    assert cli.main(command) == 0
+    monkeypatch.chdir(there)
+    assert cli.main(["--rerun", "1", "--out", str(out)]) == 0
+    (here / "prompts.txt").write_text("The lamp\n")
+    assert cli.main(["--rerun", "1", "--out", str(out)]) == 1
     assert "(the text that is read has changed)." in capsys.readouterr().out.replace("\n", " ")
 
 
@@ -178,11 +149,8 @@ def test_lines_without_hashes_are_of_an_older_version():
 @given(data=st.data())
 def test_flags_that_were_recorded_are_the_flags_again(data):
     """Whatever they are: nothing is lost on the way through JSON and a command line."""
-    kinds = {
-        flag: kind
-        for flag, kind in table(parser(), "test").items()
-        if flag not in ("--out", "--html", "--show", "--rerun")
-    }
+    kinds = table(parser(), "test")
+    kinds = {flag: kinds[flag] for flag in kinds.keys() - {"--out", "--html", "--show", "--rerun"}}
     chosen = data.draw(st.lists(st.sampled_from(sorted(kinds)), unique=True, max_size=9))
     values = [said(flag, data.draw(st.sampled_from(list(kinds[flag].right) or [None]))) for flag in chosen]
     try:
@@ -191,7 +159,7 @@ def test_flags_that_were_recorded_are_the_flags_again(data):
         return
     record = {"run": "r", "device": "cpu", "flags": json.loads(json.dumps(first.flags))}
     device = first.models.device or "cpu"
-    again = settings.parse(rerun.arguments(record, str(first.output.folder)), again=True)
+    again = settings.parse(rerun.flags_of_run(record, str(first.output.folder)), again=True)
     assert again.flags == first.flags | {"device": device}
     assert again == replace(first, models=replace(first.models, device=device))
 

@@ -11,16 +11,11 @@ from experiments import runRecord
 from inputs import files
 
 
-def test_it_names_the_processor_and_the_versions():
+def test_it_names_the_processor_and_the_versions(monkeypatch):
+    """Without Linux's list Python is asked for the processor."""
     found = runRecord.machine("cpu")
     assert found["processor"] == runRecord.processor_name() and found["torch"] == torch.__version__
-
-
-def test_without_linuxs_list_python_is_asked(monkeypatch):
-    def nothing(*arguments, **how):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(builtins, "open", nothing)
+    monkeypatch.setattr(builtins, "open", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError))
     monkeypatch.setattr(platform, "processor", lambda: "a processor")
     assert runRecord.processor_name() == "a processor"
 

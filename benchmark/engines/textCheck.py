@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from experiments.lines import AuditFigures, GreedyAuditFigures
+from experiments.schema import AuditFigures, GreedyAuditFigures
 from lossless.audit import Auditor
 from utils import GREEDY, Sampling
 
