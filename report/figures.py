@@ -10,11 +10,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from experiments.batchSweep import predict as predict_batches
 from experiments.categories import OVERALL, by_category, categories
 from experiments.intervals import FEW, Range, summarize
 from experiments.lines import BatchCostsLine, CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
-from experiments.sweep import predict
+from experiments.sweep import predict, predict_batches
 from inputs.commandLine import visible
 from lossless.evidence import BINS
 from report.runTables import ALONE, Prediction, swept
@@ -200,7 +199,7 @@ def draw_batches(lines: Sequence[Line], path: Path) -> Path:
 
 
 def draw_batch_maps(panels: Mapping[str, Mapping[int, Prediction]], path: Path) -> Path:
-    """Draw maps of batch and gamma, {title: result of `batchSweep.predict`}. Returns the path."""
+    """Draw maps of batch and gamma, {title: result of `sweep.predict_batches`}. Returns the path."""
     labelled = {
         title: {f"{batch} ({median(prediction['plain'])})": prediction for batch, prediction in rows.items()}
         for title, rows in panels.items()

@@ -11,12 +11,11 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from experiments.acceptance import expected
-from experiments.batchSweep import predict as predict_batches
+from experiments.acceptance import expectations
 from experiments.categories import by_category, categories
 from experiments.intervals import Interval, Range, speedup, summarize
 from experiments.lines import CostsLine, EngineLine, Line, OverlapLine, QueueLine, RunLine, SpeedLine, of_kind
-from experiments.sweep import predict
+from experiments.sweep import predict, predict_batches
 from inputs.commandLine import counted
 from report.sources import SPEED_UP
 from report.stepTables import said_of
@@ -234,7 +233,7 @@ def beside_theory(row: Summary, line: OverlapLine) -> tuple[float, float, float]
     The tokens are counted in the texts in which overlaps were measured: a method that depends on measured times has
     other shapes and lengths in other texts. Old lines do not count them.
     """
-    theory = expected(line["overlap_by_position"])
+    theory = expectations(line["overlap_by_position"])
     tokens = 1 + line["accepted"] / line["rounds"] if line.get("rounds") else tokens_a_round(row)
     return theory["overlap"], tokens, theory["tokens"]
 
@@ -317,7 +316,7 @@ def batch_table(lines: Sequence[Line]) -> Table:
     for batch, prediction in rows.items():
         cell: dict[Any, Cell] = {row["gamma"]: Measured(row["speedup"][0], digits=2) for row in prediction["rows"]}
         chosen = [cell.get(gamma, "") for gamma in (*fixed, "costAware")]
-        table.add(str(batch), median(prediction["plain"]), *chosen, span(prediction["controller"]["best"]))
+        table.add(str(batch), median(prediction["plain"]), *chosen, span(prediction["controller"]))
     return table
 
 

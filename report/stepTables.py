@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from experiments import theory
+from experiments.acceptance import improvement
 from experiments.intervals import Interval, interval
 from experiments.lines import EngineLine, StepLine
 from lossless.evidence import TESTS
@@ -130,5 +130,5 @@ def round_table(lines: Sequence[StepLine]) -> Table:
     scoring = ratio(parts["scoring"]["seconds"], plain_step).middle
     for alpha in ALPHAS:
         cells: list[Cell] = [f"by theory, alpha {alpha}", ""]
-        table.add(*cells, Measured(theory.improvement(alpha, gamma, c, scoring), digits=2))
+        table.add(*cells, Measured(improvement(alpha, gamma, c, scoring), digits=2))
     return table
