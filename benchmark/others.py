@@ -1,32 +1,175 @@
-"""`other_methods`: methods of other programs, checked and ready to be timed beside this project's methods."""
+"""`other_methods`: methods of other programs, checked and ready to be timed beside this project's methods.
+
+A method is timed only if its greedy text is the argmax of the target in float32, up to rounding: otherwise the
+conversion is wrong. Its sampled text is audited. Both are judged as `test.py --audit` judges (lossless/audit.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from torch import Generator
+import torch
+from torch import Generator, Tensor
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
-from benchmark.engines.engineProcess import PeerError, start_engine
-from benchmark.engines.peers import MODELS, ROWS, Peer, Source, StartProcess
-from benchmark.engines.textCheck import CHECKED_BATCH, GREEDY_TOKENS, TEXT_TOKENS, TextChecker, stored_model
-from benchmark.generation import LibraryMethod
+from benchmark.engines.peers import MODELS, ROWS, OtherMethod, Peer, PeerError, Source, short_reason
 from decoding.record import Record
 from engine.kvCache import cache_bytes
 from experiments.loading import Inputs, LoadedModels
-from experiments.schema import Append, EngineLine
+from experiments.schema import Append, EngineLine, GreedyAuditFigures
 from experiments.speed import Timed, Written
 from inputs.auditTexts import write_texts
 from inputs.devices import available_memory
 from inputs.models import model_version
 from inputs.progress import followed
+from lossless.audit import Auditor
 from lossless.evidence import limit_of
+from methods import customGenerate
 from methods.catalogue import METHODS
-from utils import Sampling
+from utils import GREEDY, Sampling
 
-Other = Peer | LibraryMethod
+COMPILING: dict[str, Any] = {}  # how transformers compiles its forward: arguments of its `CompileConfig`
 DRAFTING = "target", "draft"  # roles of models that other programs use
+GREEDY_TOKENS, TEXTS, TEXT_TOKENS = 50, 40, 100  # of the greedy text of each prompt; drawn texts, and of each of them
+CHECKED_BATCH = 8  # texts at once, of a method that decodes many
+
+
+class LibraryMethod(OtherMethod):
+    """A method of `transformers`.
+
+    kind: "plain"; "static" with a static cache; "compiled", the same with its forward compiled by the library, on a
+    CPU only if requested; "lookup": its prompt lookup; "draft": its assisted decoding with `gamma` guesses a
+    round, "assisted" with a number that it chooses; "custom": this project's speculative sampling inside `generate`.
+    models: {role: model}, with the library's own attention. vocabulary: models may have more logits than the tokenizer
+        has tokens.
+    """
+
+    def __init__(self, kind: str, models: Mapping[str, PreTrainedModel], vocabulary: int, gamma: int) -> None:
+        self.kind, self.model, self.gamma = kind, models["target"], gamma
+        super().__init__(str(self.model.dtype).removeprefix("torch."))
+        self.assistant = models["draft"] if kind in ("draft", "assisted") else None
+        outside = list(range(vocabulary, self.model.config.vocab_size))
+        self.options: dict[str, Any] = {"suppress_tokens": outside} if outside and kind != "custom" else {}
+        if kind == "static":
+            self.options |= {"cache_implementation": "static", "disable_compile": True}
+        elif kind == "compiled":
+            config = CompileConfig(**COMPILING)
+            config._compile_all_devices = True  # Without it, accelerators alone.
+            self.options |= {"cache_implementation": "static", "compile_config": config}
+        elif kind == "lookup":
+            self.options["prompt_lookup_num_tokens"] = gamma
+        elif kind == "custom":
+            plug_in = customGenerate.speculative(models["draft"], gamma, vocabulary=vocabulary)
+            self.options["custom_generate"] = plug_in
+
+    def write(
+        self, prompts: Sequence[list[int]], count: int, sampling: Sampling, seeds: Sequence[int], batch: int = 1
+    ) -> Written:
+        """One text after another. Raises PeerError if the library fails: some models, devices and versions do not
+        support what it does."""
+        if batch > 1:
+            raise PeerError("it decodes one text at a time here")
+        try:
+            pairs = [self.text(prompt, count, sampling, seed) for prompt, seed in zip(prompts, seeds)]
+        except Exception as error:
+            raise PeerError(short_reason(f"{type(error).__name__}: {error}")) from error
+        return [tokens for tokens, _ in pairs], [record for _, record in pairs]
+
+    def text(self, prompt: list[int], count: int, sampling: Sampling, seed: int) -> tuple[list[int], Record]:
+        """One text and its record."""
+        model = self.model
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+        if self.assistant is not None:  # The assistant's own configuration decides how it guesses.
+            config, gamma = self.assistant.generation_config, self.gamma if self.kind == "draft" else None
+            config.num_assistant_tokens, config.assistant_confidence_threshold = gamma, 0.0 if gamma else None
+            config.num_assistant_tokens_schedule = "constant" if gamma else None
+        torch.manual_seed(seed)
+        streamer, tokens = RecordStreamer(), torch.tensor([prompt], device=model.device)
+        filters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        output = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=count,
+            do_sample=sampling.temperature > 0,
+            assistant_model=self.assistant,
+            streamer=streamer,
+            **(filters if sampling.temperature else {}),
+            **self.options,
+        )
+        if self.kind == "compiled" and not hasattr(model, "_compiled_call"):
+            raise RuntimeError("this version of the library does not compile its forward on this device")
+        return output[0, len(prompt) :].tolist(), streamer.record
+
+
+class RecordStreamer(BaseStreamer):
+    """Notes when `generate` has new tokens on the host: after each forward of the target."""
+
+    def __init__(self) -> None:
+        self.start, self.record = time.perf_counter(), Record()
+        self.prompt = True  # The library passes the prompt first.
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt:
+            self.record.add(time.perf_counter() - self.start, value.numel(), 0, 0)
+        self.prompt = False
+
+    def end(self) -> None:
+        pass
+
+
+class Float32Model:
+    """The model in a folder, with the weights that other programs read, computing in float32: one module at a time, so
+    that no second copy of the weights is needed.
+
+    Has the interface of `CachedModel` that `TextScorer` uses. dtype: of the weights, for the rounding to allow.
+    """
+
+    def __init__(self, folder: Path, vocabulary: int, device: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().to(device)
+        self.vocabulary, self.device, self.dtype = vocabulary, self.model.device, self.model.dtype
+
+    @torch.inference_mode()
+    def score(self, tokens: Tensor) -> Tensor:
+        """Logits after each token: int64 `[B, n]` -> float32 `[B, n, V]`."""
+        hooks = []
+        for module in [module for module in self.model.modules() if module._parameters]:
+            stored = dict(module._parameters)  # Afterwards it has its own weights again: other modules share them.
+            wide = {name: weight for name, weight in stored.items() if weight is not None}
+
+            def widen(module: torch.nn.Module, inputs: object, weights: Any = wide) -> None:
+                module._parameters.update({name: weight.float() for name, weight in weights.items()})
+
+            def restore(module: torch.nn.Module, inputs: object, output: object, weights: Any = stored) -> None:
+                module._parameters.update(weights)
+
+            hooks.append(module.register_forward_pre_hook(widen))
+            hooks.append(module.register_forward_hook(restore, always_call=True))
+        try:
+            return self.model(input_ids=tokens, use_cache=False).logits[..., : self.vocabulary].float()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def check_greedy(
+    method: OtherMethod, target: Float32Model, prompts: Sequence[list[int]], seed: int
+) -> GreedyAuditFigures:
+    """The figures of greedy texts. Raises ValueError if rounding does not explain one of their tokens, and PeerError if
+    the program fails."""
+    batch = min(CHECKED_BATCH, method.batch)
+    texts, _ = method.write(prompts, GREEDY_TOKENS, GREEDY, [seed] * len(prompts), batch)
+    figures = Auditor(target, None, method.unit_roundoff, seed).greedy(prompts, texts, GREEDY)
+    if figures["beyond"]:
+        raise ValueError(
+            f"not timed: {figures['beyond']} of {figures['tokens']} greedy tokens are not the target's; the "
+            f"largest logit gap is {figures['largest_gap']:.2g}, and rounding explains {figures['allowed']:.2g}"
+        )
+    return figures
 
 
 @contextmanager
@@ -38,111 +181,101 @@ def other_methods(
     sampling: Sampling,
     max_len: int,
     append: Append,
-    start_process: StartProcess = start_engine,
 ) -> Iterator[dict[str, Timed]]:
     """{method: the function that `speed.measure` times} of those among `names` that other programs compute. A line of
     results describes each, with the reason if it is left out. They run until the context ends."""
-    settings = inputs.settings
-    rows: dict[str, Other] = {}
-    batch = settings.measuring.batch or 1
+    settings, vocabulary = inputs.settings, models["target"].vocabulary
+    gamma, batch = settings.decoding.gamma_of("fixed"), settings.measuring.batch or 1
+    methods: dict[str, OtherMethod] = {}
     for name in names:
         engine, _, kind = name.partition(":")
         if engine == "generate":
-            gamma = settings.decoding.gamma_of("fixed")
-            rows[name] = LibraryMethod(kind, inputs.library, models["target"].vocabulary, gamma)
+            methods[name] = LibraryMethod(kind, inputs.library, vocabulary, gamma)
         else:
-            rows[name] = Peer(ROWS[name], inputs.dtype, batch)
+            methods[name] = Peer(ROWS[name], inputs.dtype, batch)
     try:
-        if rows:
-            ready(inputs, models, rows, prompts, sampling, max_len, append, start_process)
-        yield {name: timed(row, max_len, sampling) for name, row in rows.items() if not row.failed}
-        for name, row in rows.items():
-            if row.failed:  # also of those that failed while they were timed
-                print(f"{name} is left out: {row.failed}")
+        if methods:
+            check_programs(inputs, models, methods, prompts, sampling, max_len, append)
+        yield {name: timed_by(method, max_len, sampling) for name, method in methods.items() if not method.failed}
+        for name, method in methods.items():
+            if method.failed:  # also of those that failed while they were timed
+                print(f"{name} is left out: {method.failed}")
     finally:
-        for row in rows.values():
-            row.close()
+        for method in methods.values():
+            method.close()
 
 
-def timed(row: Other, max_len: int, sampling: Sampling) -> Timed:
-    """A method of another program as `speed.measure` calls it. If it fails, its times are nan from then on."""
-
-    def method(
-        prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
-    ) -> Written:
-        if row.failed is None:
-            seeds = [generator.initial_seed() for generator in generators]
-            try:
-                return row.write(prompts, min(first or max_len, max_len), sampling, seeds, batch)
-            except PeerError as error:
-                row.fail(error)
-        return [[0]] * len(prompts), [Record([float("nan")], [1], [0], [0]) for _ in prompts]
-
-    return method
-
-
-def ready(
+def check_programs(
     inputs: Inputs,
     models: LoadedModels,
-    rows: dict[str, Other],
+    methods: Mapping[str, OtherMethod],
     prompts: Sequence[list[int]],
     sampling: Sampling,
     max_len: int,
     append: Append,
-    start_process: StartProcess,
 ) -> None:
-    """Load and check the rows. With synthetic acceptance, texts are not the target's and are not checked."""
-    alpha, seed = inputs.settings.decoding.acceptance, inputs.settings.measuring.seed
-    sources = {role: source_of(inputs, models, role) for role in inputs.folders if role in DRAFTING}
-    references = {
-        role: stored_model(source.folder, models["target"].vocabulary, inputs.device)
-        for role, source in sources.items()
-    }
-    checker = TextChecker(references["target"], references.get("draft"), sampling, limit_of(len(rows)), seed)
-    gamma, memory = inputs.settings.decoding.gamma_of("fixed"), available_memory("cpu")
-    context = max(map(len, prompts)) + max(max_len, GREEDY_TOKENS, TEXT_TOKENS) + 2 * gamma + 8
-    for name, row in followed(list(rows.items()), "other programs", len(rows)):
+    """Load and check the methods. With synthetic acceptance, texts are not the target's and are not checked."""
+    settings, sources, folder_of_texts = inputs.settings, {}, inputs.settings.output.texts
+    references: dict[str, Any] = {}
+    alpha, seed, gamma = settings.decoding.acceptance, settings.measuring.seed, settings.decoding.gamma_of("fixed")
+    for role in [role for role in DRAFTING if role in inputs.folders]:
+        model, folder = models[role], inputs.folders[role]
+        slot = cache_bytes(model.model.config.get_text_config(), 1, model.dtype)
+        converted = MODELS / f"{folder.name}-{model_version(folder).replace(':', '-')}"
+        sources[role] = Source(folder, converted, model.parameters, model.vocabulary, slot)
+        references[role] = Float32Model(folder, models["target"].vocabulary, inputs.device)
+    target, draft = references["target"], references.get("draft")
+    prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]  # of drawn texts
+    memory, context = available_memory("cpu"), max(map(len, prompts)) + max(max_len, GREEDY_TOKENS, TEXT_TOKENS)
+    for name, method in followed(list(methods.items()), "other programs", len(methods)):
         greedy = drawn = None
-
-        def write(
-            prompts: Sequence[list[int]], count: int, sampling: Sampling, seeds: Sequence[int], row: Other = row
-        ) -> Any:
-            batch = min(CHECKED_BATCH, row.batch) if isinstance(row, Peer) else 1
-            return row.write(prompts, count, sampling, seeds, batch)[0]
-
+        judged = alpha is None or not METHODS[name].guesses
         try:
-            if isinstance(row, Peer):
+            if isinstance(method, Peer):
                 # What an engine maps from a file counts as available, and must stay in memory all the same.
-                free = memory - sum(other.memory for other in rows.values() if isinstance(other, Peer))
-                row.load(sources, gamma, context, free, start_process, alpha)
-            elif alpha is not None and METHODS[name].guesses:
+                free = memory - sum(other.memory for other in methods.values())
+                method.load(sources, gamma, context + 2 * gamma + 8, free, alpha)
+            elif not judged:
                 raise PeerError("it cannot accept guesses by a coin")
-            if alpha is None or not METHODS[name].guesses:
-                greedy = checker.greedy(write, prompts, row.unit_roundoff)
-                if sampling.temperature:  # Greedy text says nothing of sampling.
-                    drawn = checker.sampled(write, prompts, row.unit_roundoff)
-                    if folder := inputs.settings.output.texts:
-                        write_texts(folder / f"{name.replace(':', '-')}.jsonl", checker.drawn)
+            if judged:
+                greedy = check_greedy(method, target, prompts, seed)
+            if judged and sampling.temperature:  # Greedy text says nothing of sampling.
+                seeds = [seed + 7919 * number for number in range(1, TEXTS + 1)]
+                texts, _ = method.write(prefixes, TEXT_TOKENS, sampling, seeds, min(CHECKED_BATCH, method.batch))
+                auditor = Auditor(target, draft, method.unit_roundoff, seed, limit_of(len(methods)))
+                drawn = auditor.drawn(prefixes, texts, sampling)
+                if folder_of_texts:
+                    pairs = list(zip(prefixes, map(list, texts)))
+                    write_texts(folder_of_texts / f"{name.replace(':', '-')}.jsonl", pairs)
         except (PeerError, ValueError, OSError) as error:
-            row.fail(error)
+            method.fail(error)
         line: EngineLine = {
             "kind": "lossless",
             "test": "engine",
             "method": name,
-            "precision": row.precision,
-            "quantised": isinstance(row, Peer) and row.row.quantised,
-            "version": row.version,
-            "settings": dict(row.settings),
-            "failed": row.failed,
+            "precision": method.precision,
+            "quantised": method.precision == "int8",  # other weights than the target's
+            "version": method.version,
+            "settings": dict(method.settings),
+            "failed": method.failed,
             "greedy": greedy,
             "drawn": drawn,
         }
         append(line)
 
 
-def source_of(inputs: Inputs, models: LoadedModels, role: str) -> Source:
-    """A model of this run, as engines convert it."""
-    model, folder = models[role], inputs.folders[role]
-    slot = cache_bytes(model.model.config.get_text_config(), 1, model.dtype)
-    converted = MODELS / f"{folder.name}-{model_version(folder).replace(':', '-')}"
-    return Source(folder, converted, model.parameters, model.vocabulary, slot)
+def timed_by(other: OtherMethod, max_len: int, sampling: Sampling) -> Timed:
+    """A method of another program as `speed.measure` calls it. If it fails, its times are nan from then on."""
+
+    def method(
+        prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
+    ) -> Written:
+        if other.failed is None:
+            seeds = [generator.initial_seed() for generator in generators]
+            try:
+                return other.write(prompts, min(first or max_len, max_len), sampling, seeds, batch)
+            except PeerError as error:
+                other.fail(error)
+        return [[0]] * len(prompts), [Record([float("nan")], [1], [0], [0]) for _ in prompts]
+
+    return method

@@ -32,22 +32,22 @@ LARGE = 512 << 20  # Bytes: more than any processor's cache holds.
 TURNS, BUDGET = (5, 40), 20.0  # The least and the most turns; seconds after which no new turn begins.
 READ = "reading"  # the role of a line that says how long it takes to read bytes
 
+TimeAll = Callable[[Mapping[Any, Step]], dict[Any, list[float]]]
+
 
 def measure_steps(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     """Measure everything of this module, and append its lines. Models are the target and the one that drafts."""
-    settings, device = inputs.settings, inputs.device
+    settings, target = inputs.settings, models["target"]
     (prompt, *_) = inputs.rows
-    seed, sampling = settings.measuring.seed, settings.sampling.of("steps")
-    gamma = settings.decoding.gamma_of("fixed")
+    sampling, gamma = settings.sampling.of("steps"), settings.decoding.gamma_of("fixed")
     drafter = guesser(dict(models), settings.decoding)
-    roles = dict(zip(("target", "draft"), (models["target"], *cast(list[CachedModel], drafter.models[:1]))))
+    roles = dict(zip(("target", "draft"), (target, *cast(list[CachedModel], drafter.models[:1]))))
     conditions = conditions_of(inputs, "steps", len(prompt), sampling)
-    time_all = partial(times, seed=seed, device=device)
+    time_all = partial(times, seed=settings.measuring.seed, device=inputs.device)
     for line in (
         *forward_lines(roles, time_all),
-        *prefill_lines(models["target"], sampling, time_all),
-        *growth_lines(models["target"], sampling, time_all),
-        *round_lines(models["target"], drafter, roles.get("draft"), prompt, gamma, sampling, time_all),
+        *token_lines(target, sampling, time_all),
+        *round_lines(target, drafter, roles.get("draft"), prompt, gamma, sampling, time_all),
     ):
         append(cast(StepLine, {"kind": "costs", "of": "step", **conditions, **line}))
 
@@ -96,7 +96,7 @@ def one_token(model: CachedModel, start: int, sampling: Sampling) -> Step:
     return step
 
 
-def weight_bytes(model: CachedModel) -> int:
+def bytes_of_weights(model: CachedModel) -> int:
     """Bytes of the weights that a forward must read: all but the input embedding, of which it needs only a few rows."""
     layers = [module for module in model.model.modules() if isinstance(module, PackedLayer)]
     if layers:  # They are no parameters.
@@ -108,61 +108,52 @@ def weight_bytes(model: CachedModel) -> int:
     return sum(weights.values())
 
 
-def cache_bytes(model: CachedModel, length: int) -> int:
-    """Bytes of the first `length` slots of a model's KV cache."""
-    cache = (model.cache_of or model).cache
-    assert cache is not None
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) * length // cache.capacity
-
-
 @torch.inference_mode()
 def forward_lines(
-    roles: Mapping[str, CachedModel], time_all: Callable[..., Any], widths: Sequence[int] = WIDTHS
+    roles: Mapping[str, CachedModel], time_all: TimeAll, widths: Sequence[int] = WIDTHS
 ) -> Iterator[dict[str, Any]]:
     """Forwards of `widths` tokens, and reading as many bytes as the weights have, and a large buffer.
 
     A buffer is read in several ways. One may be slow for a reason of its own, so the fastest of each turn counts.
     """
-    sizes = {role: weight_bytes(model) for role, model in roles.items()}
+    sizes = {role: bytes_of_weights(model) for role, model in roles.items()}
+    buffers: dict[str, Tensor] = {}
     steps: dict[tuple[str, str, int], Step] = {}  # (what is read, "read" or "forward", the way or the tokens)
     for name, size in (sizes | {"memory": LARGE}).items():
-        device = roles[name].device if name in roles else roles["target"].device
-        buffer = on_huge_pages(torch.empty(max(min(size, LARGE) // 4096, 1), 1024, device=device)).uniform_()
+        device = roles.get(name, roles["target"]).device
+        empty = torch.empty(max(min(size, LARGE) // 4096, 1), 1024, device=device)
+        buffers[name] = buffer = on_huge_pages(empty).uniform_()
         ways = buffer.sum, buffer.norm, partial(torch.mv, buffer, torch.ones(1024, device=device))
         steps |= {(name, "read", way): read for way, read in enumerate(ways)}
         if name in roles:
             fill(roles[name], START, START + max(widths))
             steps |= {(name, "forward", n): forward(roles[name], n, START) for n in widths}
     seconds = time_all(steps)
-    for name, size in (sizes | {"memory": LARGE}).items():
+    for name, buffer in buffers.items():
         turns = zip(*(taken for key, taken in seconds.items() if key[:2] == (name, "read")))
-        read = max(min(size, LARGE) // 4096, 1) * 4096
-        yield {"what": READ, "role": name, "bytes": read, "seconds": [min(turn) for turn in turns]}
+        yield {"what": READ, "role": name, "bytes": buffer.nbytes, "seconds": [min(turn) for turn in turns]}
     for (name, kind, n), taken in seconds.items():
         if kind == "forward":
-            size = sizes[name] + cache_bytes(roles[name], START + n)
+            cache: Any = (roles[name].cache_of or roles[name]).cache
+            cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            size = sizes[name] + cached * (START + n) // cache.capacity
             yield {"what": "forward", "role": name, "tokens": n, "bytes": size, "seconds": taken}
 
 
 @torch.inference_mode()
-def prefill_lines(target: CachedModel, sampling: Sampling, time_all: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """Reading a prompt and drawing the first token, as every decoding method of this project begins. The KV cache has
-    as many slots for each length, so that it is not allocated anew."""
+def token_lines(target: CachedModel, sampling: Sampling, time_all: TimeAll) -> Iterator[dict[str, Any]]:
+    """Prefill: reading a prompt and drawing the first token, as every decoding method of this project begins. The KV
+    cache has as many slots for each length, so that it is not allocated anew. Growth: a token of the target, drawn
+    after contexts of growing length."""
     lengths = sorted({min(length, target.context - 1) for length in PROMPTS})
 
-    def first_step(length: int) -> Step:
+    def first_token(length: int) -> Tensor:
         prompt = (torch.arange(length) % target.vocabulary).tolist()
         generator = Generator(target.device).manual_seed(0)
-        room = lengths[-1] + 1 - length
-        return lambda: target.first_token(Rows([prompt], room, [target], generator=generator), sampling)
+        return target.first_token(Rows([prompt], lengths[-1] + 1 - length, [target], generator=generator), sampling)
 
-    for length, taken in time_all({length: first_step(length) for length in lengths}).items():
+    for length, taken in time_all({length: partial(first_token, length) for length in lengths}).items():
         yield {"what": "prefill", "role": "target", "tokens": length, "seconds": taken}
-
-
-@torch.inference_mode()
-def growth_lines(target: CachedModel, sampling: Sampling, time_all: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """A token of the target, drawn after contexts of growing length."""
     contexts = sorted({min(length, target.context) for length in CONTEXTS})
     fill(target, contexts[-1], contexts[-1])
     for context, taken in time_all({n: one_token(target, n - 1, sampling) for n in contexts}).items():
@@ -177,7 +168,7 @@ def round_lines(
     prompt: Sequence[int],
     gamma: int,
     sampling: Sampling,
-    time_all: Callable[..., Any],
+    time_all: TimeAll,
 ) -> Iterator[dict[str, Any]]:
     """The parts of a round with `gamma` guesses.
 
@@ -185,23 +176,24 @@ def round_lines(
     verified. "round": a whole round in which all guesses are accepted. "sampling": its filters, draws and verification
     alone.
     """
+    start, room = len(prompt), 1 + 3 * (gamma + 1)  # the first token and those of three such rounds
+    parts: dict[str, Step] = {}
+    for part, model in {"plain step": target, "draft step": draft}.items():
+        if model is not None:
+            fill(model, start, start + room)
+            parts[part] = one_token(model, start, sampling)
     generator = Generator(target.device).manual_seed(0)
-    room = rounds_of(gamma)
-    for model in (target, *([draft] if draft else [])):
-        fill(model, len(prompt), len(prompt) + room)
-    logits = forward(target, gamma + 1, len(prompt))()
-    at = torch.arange(gamma + 1, device=target.device)[None] + len(prompt)
+    numbers = partial(uniform, device=target.device, generator=generator)
+    logits = forward(target, gamma + 1, start)()
+    at = torch.arange(gamma + 1, device=target.device)[None] + start
     q = target.probabilities(logits[:, :gamma], sampling)
-    drafts = target.pick(q, torch.rand(q.shape[:-1], device=target.device, generator=generator))
+    drafts = target.pick(q, numbers(1, gamma))
     block = torch.cat([at[:, :1] % target.vocabulary, drafts], 1)
-
-    def numbers(*shape: int) -> Tensor:
-        return uniform(*shape, device=target.device, generator=generator)
 
     def scoring() -> None:
         target.score_block(block, at, q, numbers(1, gamma + 1), sampling, token_rule)[1].tolist()
 
-    def sampling_alone() -> None:
+    def filters_and_draws() -> None:
         for i in range(gamma):
             target.pick(target.probabilities(logits[:, i], sampling), numbers(1))
         p = target.probabilities(logits, sampling)
@@ -215,14 +207,6 @@ def round_lines(
         )
         return (record.times[-1] - record.times[1]) / (len(record.times) - 2)
 
-    parts: dict[str, Step] = {"plain step": one_token(target, len(prompt), sampling)}
-    if draft is not None:
-        parts["draft step"] = one_token(draft, len(prompt), sampling)
-    parts |= {"scoring": scoring, "sampling": sampling_alone, "round": whole_round}
+    parts |= {"scoring": scoring, "sampling": filters_and_draws, "round": whole_round}
     for part, taken in time_all(parts).items():
         yield {"what": "round", "role": part, "tokens": gamma, "seconds": taken}
-
-
-def rounds_of(gamma: int) -> int:
-    """The first token and those of three rounds in which all guesses are accepted."""
-    return 1 + 3 * (gamma + 1)

@@ -1,61 +1,51 @@
-"""The expected number of accepted guesses, in the contexts visited: the overlap of p and q, the sum of min(p, q), and
-in a tree what siblings add to it."""
+"""The speed-up that theory predicts for speculative decoding (Leviathan et al., arXiv 2211.17192, section 3), and the
+acceptance it follows from: the overlap of p and q, the sum of min(p, q), in the contexts that texts visit.
+
+alpha: the acceptance rate. c: the cost of a draft step over that of a target forward. gamma: guesses in a round.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
 from decoding.drafter import Guesses
-from decoding.lengthRules import Acceptance
-from decoding.record import Record
 from decoding.rows import EndOfText, Rows
 from decoding.treeRules import after_child
-from experiments import theory
 from experiments.schema import Positions
 from methods.samplers import Sampler
 from utils import Sampling
 
-
-class OverlapCounts(NamedTuple):
-    """The overlaps in some texts. rounds, accepted: of these texts, and the guesses accepted in them."""
-
-    positions: Positions
-    rounds: int
-    accepted: int
+# Of a round: the chances of the children of each node on the accepted path, guesses drafted, guesses accepted.
+RoundChances = tuple[Sequence[Sequence[float]], int, int]
 
 
-class OverlapObserver:
-    """Observes the rounds of one text. rounds: for each round, and each node on its accepted path from the root to the
-    last, the `chances` of the node's children."""
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """The probability that a guess drawn from `q [..., V]` is accepted against `p [..., V]`: the sum of min(p, q)
+    (corollary 3.6). Its mean over contexts is alpha."""
+    return p.minimum(q).sum(-1)
 
-    def __init__(self) -> None:
-        self.rounds: list[list[list[float]]] = []
 
-    def __call__(self, rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> None:
-        chain = range(guesses.drafts.shape[1])
-        parents: Sequence[int] = guesses.tree.parents if guesses.tree else chain
-        path = [int(last[0])]
-        while path[0]:
-            path.insert(0, parents[path[0] - 1])
-        self.rounds.append([])
-        for node in path:
-            children = [i for i, parent in enumerate(parents) if parent == node]  # in drafts and q
-            shares = chances(p[0, node], guesses.q[0, children], guesses.drafts[0, children]) if children else []
-            self.rounds[-1].append(shares)
+def expected_chain(rates: Iterable[float]) -> float:
+    """The expected tokens of a round of guesses one after the other: 1 + a_1 + a_1 a_2 + ..., where `rates` are a_1,
+    a_2, ..., the acceptance of the guess at each position if all before it were accepted. Where all are alpha this is
+    equation 1, (1 - alpha^(gamma + 1)) / (1 - alpha)."""
+    tokens = reach = 1.0
+    for rate in rates:
+        reach *= rate
+        tokens += reach
+    return tokens
 
-    def positions(self, record: Record) -> Positions:
-        """The overlaps at each depth of a round. record: the text's."""
-        by_round: list[Positions] = []
-        for shares, drafted, accepted in zip(self.rounds, record.drafted[1:], record.accepted[1:]):
-            # A row may end before its last accepted guess.
-            tested = [shares[depth] if depth < drafted else [] for depth in range(accepted + 1)]
-            by_round.append([(1, *(x for share in node or [0.0] for x in (len(node) > 0, share))) for node in tested])
-        return total(by_round)
+
+def improvement(alpha: float, gamma: int, c: float, scoring: float = 1.0) -> float:
+    """The speed-up over plain decoding, theorem 3.8: the expected tokens of a round over (gamma c + scoring).
+
+    scoring: the cost of scoring gamma + 1 tokens in one forward, over the cost of scoring one. The paper assumes 1.
+    """
+    return expected_chain([alpha] * gamma) / (gamma * c + scoring)
 
 
 def overlaps_of(
@@ -67,25 +57,44 @@ def overlaps_of(
     end_of_text: EndOfText,
     seed: int,
     spread: Callable[..., Iterable[Any]] = map,
-) -> OverlapCounts:
-    """The overlaps at each depth of a round, over one text after each of `prompts`.
+) -> dict[str, Any]:
+    """The overlaps at each depth of a round, over one text after each of `prompts`, and the rounds and accepted guesses
+    of these texts: the fields of an `OverlapLine`.
 
     sampler: one that is not timed: what it learns from these texts must not affect the times. device: the target's.
     spread: applies a function to each item, as the builtin `map`.
     """
 
-    def of_text(number: int) -> OverlapCounts:
-        observer, generator = OverlapObserver(), Generator(device).manual_seed(seed + number)
+    def rounds_of(number: int) -> list[RoundChances]:
+        paths: list[list[list[float]]] = []
+
+        def observer(rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> None:
+            paths.append(chances_on_path(guesses, p[0], int(last[0])))
+
+        generator = Generator(device).manual_seed(seed + number)
         options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "end_of_text": end_of_text}
         _, (record,) = sampler([prompts[number]], generator=generator, observer=observer, **options)
-        return OverlapCounts(observer.positions(record), len(record.accepted) - 1, sum(record.accepted))
+        return list(zip(paths, record.drafted[1:], record.accepted[1:]))
 
-    counts = list(spread(of_text, range(len(prompts))))
-    return OverlapCounts(
-        total(text.positions for text in counts),
-        sum(text.rounds for text in counts),
-        sum(text.accepted for text in counts),
-    )
+    rounds = [one for text in spread(rounds_of, range(len(prompts))) for one in text]
+    accepted = sum(accepted for *_, accepted in rounds)
+    return {"overlap_by_position": by_position(rounds), "rounds": len(rounds), "accepted": accepted}
+
+
+def chances_on_path(guesses: Guesses, p: Tensor, last: int) -> list[list[float]]:
+    """`chances` of the children of each node on the accepted path of a round, from the root to `last`.
+
+    guesses: of a single row. p `[nodes + 1, V]`: the target's distribution after the root and after each guess.
+    """
+    parents: Sequence[int] = guesses.tree.parents if guesses.tree else range(guesses.drafts.shape[1])
+    path = [last]
+    while path[0]:
+        path.insert(0, parents[path[0] - 1])
+    children = [[i for i, parent in enumerate(parents) if parent == node] for node in path]  # in drafts and q
+    return [
+        chances(p[node], guesses.q[0, below], guesses.drafts[0, below]) if below else []
+        for node, below in zip(path, children)
+    ]
 
 
 def chances(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
@@ -98,35 +107,35 @@ def chances(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
     mass, w = p[None, None], torch.ones_like(p[None, :1])
     rejected, shares = torch.ones_like(w), []
     for law, x in zip(q, drafts):
-        shares.append(rejected * theory.overlap(mass, law))
+        shares.append(rejected * overlap(mass, law))
         ratio, mass, w = after_child(mass, w, law[None, None], x[None, None])
         rejected = rejected * (1 - ratio)
     return torch.cat(shares, 1)[0].tolist()
 
 
-def total(parts: Iterable[Positions]) -> Positions:
-    """The sums over texts or rounds, of the depths with a guess."""
-    parts = list(parts)
-    width = max((i + 1 for part in parts for i, (_, tested, *_) in enumerate(part) if tested), default=0)
-    columns = [[part[i] for part in parts if i < len(part)] for i in range(width)]
-    return [tuple(map(sum, itertools.zip_longest(*column, fillvalue=0))) for column in columns]
+def by_position(rounds: Iterable[RoundChances]) -> Positions:
+    """The sums over rounds at each depth that had a guess. A text may end before the last accepted guess of a round:
+    only as many depths count as its record drafted and accepted."""
+    table: list[list[float]] = []
+    for path, drafted, accepted in rounds:
+        for depth in range(accepted + 1):
+            if depth == len(table):
+                table.append([0, 0, 0.0])
+            row, children = table[depth], path[depth] if depth < drafted else []
+            row += [0, 0.0] * (len(children) - len(row) // 2)
+            row[0] += 1
+            for rank, chance in enumerate(children):
+                row[2 * rank + 1] += 1
+                row[2 * rank + 2] += chance
+    return [row for row in table if row[1]]
 
 
-def acceptance_of(positions: Positions) -> Acceptance:
-    """The acceptance of siblings of each rank at each depth."""
-    acceptance = Acceptance()
-    for depth, (_, *pairs) in enumerate(positions):
-        for rank, (tested, share) in enumerate(zip(pairs[::2], pairs[1::2])):
-            acceptance.reached[depth, rank], acceptance.accepted[depth, rank] = tested, share
-    return acceptance
-
-
-def expected(positions: Positions) -> dict[str, float]:
+def expectations(positions: Positions) -> dict[str, float]:
     """The expectations that follow from `positions`. "overlap": the mean over all guesses that were tested (in a tree,
     over first children), which is the probability that one guess is accepted. "tokens": the tokens a round that should
     follow if guesses are judged one by one. nan where nothing was guessed."""
-    tested = sum(position[1] for position in positions)
-    if not tested:
+    if not positions:
         return {"overlap": float("nan"), "tokens": float("nan")}
+    tested = sum(position[1] for position in positions)
     rates = [sum(position[2::2]) / position[0] for position in positions]
-    return {"overlap": sum(position[2] for position in positions) / tested, "tokens": theory.expected_chain(rates)}
+    return {"overlap": sum(position[2] for position in positions) / tested, "tokens": expected_chain(rates)}

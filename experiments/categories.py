@@ -19,31 +19,29 @@ def categories(texts: Iterable[TimedText]) -> list[str]:
     return list(dict.fromkeys(text["category"] for text in texts if "category" in text))
 
 
-def by_category(texts: Sequence[TimedText], baseline: str = "target") -> dict[str, list[dict[str, Any]]]:
+def by_category(texts: Sequence[TimedText]) -> dict[str, list[dict[str, Any]]]:
     """`summarize` of the texts of each category, and of all texts as OVERALL. Each row has "specBench" too, the
     speed-up of `spec_bench`."""
     groups = {category: [text for text in texts if text["category"] == category] for category in categories(texts)}
     return {
-        category: [
-            row | {"specBench": spec_bench(group, row["method"], baseline)} for row in summarize(group, baseline)
-        ]
+        category: [row | {"specBench": spec_bench(group, row["method"])} for row in summarize(group)]
         for category, group in (groups | {OVERALL: list(texts)}).items()
     }
 
 
-def spec_bench(texts: Sequence[TimedText], method: str, baseline: str = "target", seed: int = 0) -> Interval:
+def spec_bench(texts: Sequence[TimedText], method: str) -> Interval:
     """The speed-up over some questions, as Spec-Bench defines it (Xia et al. 2024, arXiv 2401.07851; `speed` and
     `get_mean_speedup` in evaluation/speed.py of hemingkx/Spec-Bench).
 
     The speed of a question is the new tokens of all its turns over their seconds, prefill included. The speed-up is the
-    mean speed of the method over the mean speed of the baseline, and that of several runs, here repeats, the mean of
+    mean speed of the method over the mean speed of the target, and that of several runs, here repeats, the mean of
     theirs. Spec-Bench's "overall" is the same over the questions of all tasks: it is not a mean over tasks.
 
     Texts that only one of the two has written, and repeats that lack questions, do not count. The interval is a
     bootstrap over questions; of fewer than FEW, their `Range`.
     """
-    written = [{(t["repeat"], t["prompt"]): t for t in texts if t["method"] == name} for name in (method, baseline)]
-    # {(repeat, question): [[tokens, seconds] of the method, of the baseline]}
+    written = [{(t["repeat"], t["prompt"]): t for t in texts if t["method"] == name} for name in (method, "target")]
+    # {(repeat, question): [[tokens, seconds] of the method, of the target]}
     totals: dict[tuple[int, int], np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
     for key in written[0].keys() & written[1].keys():
         pair = [by_key[key] for by_key in written]
@@ -55,14 +53,11 @@ def spec_bench(texts: Sequence[TimedText], method: str, baseline: str = "target"
         return Range(float("nan"), float("nan"), float("nan"))
     tokens, seconds = np.array([[totals[repeat, number] for repeat in repeats] for number in questions]).T
     speeds = tokens / seconds  # [2, repeats, questions]
-
-    def ratio(drawn: Any = slice(None)) -> Any:
-        """The speed-up over the questions of these places in `questions`, `[..., questions]`."""
-        of_method, of_baseline = speeds[:, :, drawn].mean(-1)  # [repeats, ...]
-        return (of_method / of_baseline).mean(0)
-
+    of_method, of_target = speeds.mean(-1)
+    ratio = float((of_method / of_target).mean())
     if len(questions) < FEW:
         alone = speeds[0] / speeds[1]
-        return Range(float(ratio()), float(alone.min()), float(alone.max()))
-    drawn = np.random.default_rng(seed).integers(len(questions), size=(2000, len(questions)))
-    return Interval(float(ratio()), *map(float, np.percentile(ratio(drawn), [2.5, 97.5])))
+        return Range(ratio, float(alone.min()), float(alone.max()))
+    drawn = np.random.default_rng(0).integers(len(questions), size=(2000, len(questions)))
+    of_method, of_target = speeds[:, :, drawn].mean(-1)  # [repeats, resamples]
+    return Interval(ratio, *map(float, np.percentile((of_method / of_target).mean(0), [2.5, 97.5])))

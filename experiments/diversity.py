@@ -48,21 +48,17 @@ def repetition(text: str, n: int = 4) -> float:
     return 1 - distinct(text, n) if ngrams(text, n) else 0.0
 
 
-def perplexity(prompt: list[int], tokens: list[int], target: CachedModel) -> float:
-    """The perplexity of `tokens` after `prompt` (both token ids) under `target`, at temperature 1 without filters."""
-    log_probs = PPL.token_log_probs(torch.tensor(prompt + tokens), target)["target"]
-    return PPL.exp(-log_probs[len(prompt) - 1 :].double().mean().item())
-
-
 def figures(
     prompt: list[int], tokens: list[int], tokenizer: PreTrainedTokenizerBase, target: CachedModel
 ) -> dict[str, float]:
-    """All FIGURES of one continuation. N-grams are counted over prompt and continuation together, as in the article."""
+    """All FIGURES of one continuation (`prompt`, `tokens`: token ids). N-grams are counted over prompt and continuation
+    together, as in the article. perplexity: of the continuation under `target`, at temperature 1 without filters."""
     text = tokenizer.decode(prompt + tokens, skip_special_tokens=True)
+    log_probs = PPL.token_log_probs(torch.tensor(prompt + tokens), target)["target"][len(prompt) - 1 :]
     values = (
         *(entropy(text, n) for n in (1, 2, 3)),
         *(distinct(text, n) for n in (1, 2)),
         repetition(text),
-        perplexity(prompt, tokens, target),
+        PPL.exp(-log_probs.double().mean().item()),
     )
     return dict(zip(FIGURES, values))

@@ -4,6 +4,7 @@ figures for each method."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -32,7 +33,6 @@ def interval(
     values: Sequence[float | None] | np.ndarray,
     statistic: Callable[..., Any] = np.median,
     clusters: Sequence[Sequence[Any]] = (),
-    seed: int = 0,
 ) -> Interval:
     """The median or the mean of `values`, and its 95 % bootstrap interval; their `Range` where fewer than FEW are
     independent.
@@ -62,15 +62,15 @@ def interval(
     if np.ptp(array) == 0:
         return Interval(middle, middle, middle)
     indices = tuple(tuple(np.unique(kind, return_inverse=True)[1].tolist()) for kind in kinds)
-    return Interval(middle, *resampled(tuple(array.tolist()), statistic, indices, seed))
+    return Interval(middle, *resampled(tuple(array.tolist()), statistic, indices))
 
 
 @functools.lru_cache(maxsize=4096)  # The documentation shows the same figures at several places.
 def resampled(
-    values: tuple[float, ...], statistic: Callable[..., Any], kinds: tuple[tuple[int, ...], ...], seed: int
+    values: tuple[float, ...], statistic: Callable[..., Any], kinds: tuple[tuple[int, ...], ...]
 ) -> tuple[float, float]:
     """The ends of the 95 % interval of some values. kinds: for each kind of cluster, that of each value."""
-    rng, order = np.random.default_rng(seed), np.argsort(values)
+    rng, order = np.random.default_rng(0), np.argsort(values)
     array, copies = np.array(values)[order], np.ones((RESAMPLES, len(values)))
     sizes = [max(kind) + 1 for kind in kinds]
     for kind, size in zip(kinds, sizes):
@@ -98,40 +98,19 @@ def speedup(
     baseline: str,
     figure: Literal["throughput", "tpot"] = "throughput",
 ) -> Interval:
-    """The median of `method`'s figure over `baseline`'s, of each prompt, repeat and process that both have."""
-    pairs = paired(timed, method, baseline, figure)
-    return interval(list(pairs.values()), clusters=[(process, prompt) for process, prompt, _ in pairs])
-
-
-def paired_ratios(
-    timed: Sequence[TimedText] | Sequence[QueueFigures],
-    method: str,
-    baseline: str,
-    figure: Literal["throughput", "tpot"] = "throughput",
-) -> list[float]:
-    """The values of `paired`."""
-    return list(paired(timed, method, baseline, figure).values())
-
-
-def paired(
-    timed: Sequence[TimedText] | Sequence[QueueFigures],
-    method: str,
-    baseline: str,
-    figure: Literal["throughput", "tpot"] = "throughput",
-) -> dict[tuple[int, int, int], float]:
-    """{(process, prompt, repeat): `method`'s figure over `baseline`'s}, of those that both have; of queues the prompt
-    is the repeat. A text of one token has no TPOT."""
+    """The median of `method`'s figure over `baseline`'s, of each prompt, repeat and process that both have; of queues
+    the prompt is the repeat. A text of one token has no TPOT."""
     lines: Sequence[Any] = timed
     upper, lower = (
         {
             (*source, line["repeat"]): line[figure]
             for line, source in zip(lines, sources(lines))
-            if line["method"] == name
+            if line["method"] == name and line[figure] is not None
         }
         for name in (method, baseline)
     )
-    pairs = {key: (value, lower.get(key)) for key, value in upper.items()}
-    return {key: a / b for key, (a, b) in pairs.items() if a is not None and b is not None}
+    pairs = {key: value / lower[key] for key, value in upper.items() if key in lower}
+    return interval(list(pairs.values()), clusters=[(process, prompt) for process, prompt, _ in pairs])
 
 
 def summarize(
@@ -146,31 +125,22 @@ def summarize(
     for name in dict.fromkeys(text["method"] for text in texts):
         of_method: list[Any] = [text for text in texts if text["method"] == name]
         of_queues: list[Any] = [line for line in timed if line["method"] == name]
-        tested, passed = acceptance(of_method)
-        rows.append(
-            {
-                "method": name,
-                "runs": len(of_method),
-                **{
-                    figure: interval([text[figure] for text in of_method], clusters=sources(of_method))
-                    for figure in ("ttft", "tpot", "report_tpot", "tokens_per_round", "seconds")
-                },
-                "throughput": interval([line["throughput"] for line in of_queues], clusters=sources(of_queues)),
-                **{
-                    figure: np.mean([text[figure] for text in of_method])
-                    for figure in ("rounds", "drafted", "accepted")
-                },
-                "speedup": speedup(timed, name, baseline),
-                "alpha": passed.sum() / tested.sum() if len(tested) else float("nan"),
-                "acceptance_by_position": [float(a / t) for t, a in zip(tested, passed) if t],
-            }
-        )
+        row: dict[str, Any] = {"method": name, "runs": len(of_method)}
+        for figure in ("ttft", "tpot", "report_tpot", "tokens_per_round", "seconds"):
+            row[figure] = interval([text[figure] for text in of_method], clusters=sources(of_method))
+        row["throughput"] = interval([line["throughput"] for line in of_queues], clusters=sources(of_queues))
+        for figure in ("rounds", "drafted", "accepted"):
+            row[figure] = np.mean([text[figure] for text in of_method])
+        row["speedup"] = speedup(timed, name, baseline)
+        tested, passed = tested_and_passed(of_method)
+        row["alpha"] = sum(passed) / sum(tested) if any(tested) else float("nan")
+        row["acceptance_by_position"] = [a / t for t, a in zip(tested, passed) if t]
+        rows.append(row)
     return rows
 
 
-def acceptance(texts: Sequence[TimedText]) -> tuple[np.ndarray, np.ndarray]:
-    """How often the guess at each position of a round was tested, and how often it passed."""
-    counts = [text["acceptance_by_position"] for text in texts]
-    width = max(map(len, counts))
-    tested, passed = (np.array([sum(c[i][j] for c in counts if i < len(c)) for i in range(width)]) for j in (0, 1))
-    return tested, passed
+def tested_and_passed(texts: Sequence[TimedText]) -> tuple[list[int], list[int]]:
+    """How often the guess at each position of a round was tested, and how often it passed, over all texts."""
+    counts = itertools.zip_longest(*(text["acceptance_by_position"] for text in texts), fillvalue=(0, 0))
+    sums = [[sum(column) for column in zip(*position)] for position in counts]
+    return [tested for tested, _ in sums], [passed for _, passed in sums]

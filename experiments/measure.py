@@ -12,7 +12,7 @@ from torch import Generator
 
 import PPL
 from decoding.rows import EndOfText
-from experiments import batchSweep, diversity, sweep
+from experiments import diversity, sweep
 from experiments.acceptance import overlaps_of
 from experiments.loading import Inputs, LoadedModels
 from experiments.schema import Append, Conditions, OverlapLine
@@ -55,13 +55,13 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
             target, verify = models["target"], rule_of(dict(models), decoding)
             drafter = guesser(dict(models), decoding)
             if measuring.sweep == "batch":
-                cells = batchSweep.samplers(target, drafter, verify)
+                cells = sweep.samplers(target, drafter, verify, batches=True)
                 methods = {name: as_timed(sampler, max_len, sampling, None) for name, sampler in cells.items()}
                 options = sampling, conditions, measuring.repeats_of(mode), seed, inputs.device
-                batchSweep.measure_batches(prompts, methods, target, drafter, *options, append)
+                sweep.measure_batches(prompts, methods, target, drafter, *options, append)
                 continue
             # The costs from which theory predicts speed.
-            costs = sweep.costs(prompts, target, drafter, sampling, verify, max_len, seed, inputs.device, spread)
+            costs = sweep.sweep_costs(prompts, target, drafter, sampling, verify, max_len, seed, inputs.device, spread)
             append({"kind": "costs", "of": "sweep", **conditions, **costs})
             samplers |= sweep.samplers(target, drafter, verify)
         if mode == "compare" and decoding.acceptance is None:
@@ -69,12 +69,7 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
             guessing = [name for name in names if METHODS[name].lossless and METHODS[name].guesses]
             untimed = build(guessing, dict(models), decoding).items()
             for name, sampler in followed(untimed, "overlap of p and q", len(untimed)):
-                counts = overlaps_of(sampler, prompts, inputs.device, sampling, max_len, inputs.ends, seed, spread)
-                figures = {
-                    "overlap_by_position": counts.positions,
-                    "rounds": counts.rounds,
-                    "accepted": counts.accepted,
-                }
+                figures = overlaps_of(sampler, prompts, inputs.device, sampling, max_len, inputs.ends, seed, spread)
                 append(cast(OverlapLine, {"kind": "costs", "of": "overlap", **conditions, "method": name, **figures}))
         programs = [name for name in names if METHODS[name].engine]
         with other_methods(inputs, models, programs, prompts, sampling, max_len, append) as others:

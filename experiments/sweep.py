@@ -1,43 +1,55 @@
-"""Speed over gamma, and the speed that theory predicts from the alpha and the costs measured in the same run."""
+"""Speed over gamma (`--sweep`), and over the number of texts that are decoded together too (`--sweep batch`), with the
+costs from which theory predicts it.
+
+A cell of the map of batch and gamma is one queue of texts: throughput is all its tokens over its time, prefill
+included. Beside it stands the costAware rule, which chooses gamma itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from decoding.drafter import Drafter
-from decoding.lengthRules import Fixed
+from decoding.lengthRules import CostAware, Fixed, LengthRule
 from decoding.model import Model
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
-from experiments import theory
-from experiments.acceptance import expected, overlaps_of
-from experiments.intervals import interval, paired_ratios, summarize
-from experiments.schema import SweepCosts, TimedText
-from experiments.speed import time_steps
+from experiments.acceptance import expectations, expected_chain, improvement, overlaps_of
+from experiments.intervals import interval, speedup, summarize, tested_and_passed
+from experiments.schema import Append, BatchCostsLine, Conditions, Line, QueueLine, SweepCosts, TimedText, of_kind
+from experiments.settings import BATCHES
+from experiments.speed import Timed, time_steps, time_texts
+from inputs.progress import Bar
 from methods.samplers import Sampler
+from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import Sampling, seen_after
 
-GAMMAS = range(1, 11)
+GAMMAS, BATCH_GAMMAS = range(1, 11), (1, 2, 3, 4, 6, 8)
 ALPHA_GAMMA = 4
+TEXTS, FEWEST = 2, 4  # of a queue: TEXTS for each row of its batch, FEWEST at least
+REPEATS, BATCH_REPEATS = 13, 9  # of each step whose cost is measured
 
 
-def sampler(target: Model, drafter: Drafter, gamma: int, verify: VerificationRule) -> Sampler:
-    """Speculative sampling with a fixed number of guesses."""
-    return partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma), verify=verify)
+def samplers(target: Model, drafter: Drafter, verify: VerificationRule, batches: bool = False) -> dict[str, Sampler]:
+    """{"target": plain decoding, "gamma 1": ..., "gamma 2": ...}: speculative sampling with each fixed gamma; with
+    `batches` for BATCH_GAMMAS, and with "costAware"."""
+    rules: dict[str, LengthRule] = {f"gamma {n}": Fixed(n) for n in (BATCH_GAMMAS if batches else GAMMAS)}
+    if batches:
+        rules["costAware"] = CostAware(max(BATCH_GAMMAS))
+    guessing = partial(specSampling, target=target, drafter=drafter, verify=verify)
+    return {"target": partial(regrSampling, target=target)} | {
+        name: partial(guessing, gamma=rule) for name, rule in rules.items()
+    }
 
 
-def samplers(target: Model, drafter: Drafter, verify: VerificationRule) -> dict[str, Sampler]:
-    """{"gamma 1": ..., "gamma 2": ..., ...}: speculative sampling for each of GAMMAS."""
-    return {f"gamma {gamma}": sampler(target, drafter, gamma, verify) for gamma in GAMMAS}
-
-
-def costs(
+def sweep_costs(
     prompts: Sequence[list[int]],
     target: CachedModel,
     drafter: Drafter,
@@ -56,34 +68,34 @@ def costs(
     acceptance, not with the outcome of one draw. The overlaps by position need rounds as long as the longest of GAMMAS.
     Such rounds visit other contexts, where the mean overlap is another, so alpha comes from texts of its own.
     """
-    (scoring,) = spread(lambda prompt: scoring_costs(prompt, target, sampling, device), prompts[:1])
+    longest = max(GAMMAS)
+    (scoring,) = spread(lambda prompt: step_costs(prompt, target, sampling, device, longest, REPEATS), prompts[:1])
+    guessing = partial(specSampling, target=target, drafter=drafter, verify=verify)
     for_alpha, by_position = (
-        overlaps_of(
-            sampler(target, drafter, gamma, verify), prompts, device, sampling, max_len, None, seed, spread
-        ).positions
-        for gamma in (ALPHA_GAMMA, max(GAMMAS))
+        overlaps_of(partial(guessing, gamma=Fixed(n)), prompts, device, sampling, max_len, None, seed, spread)
+        for n in (ALPHA_GAMMA, longest)
     )
-    return {"alpha": expected(for_alpha)["overlap"], "scoring": scoring, "overlap_by_position": by_position}
+    alpha = expectations(for_alpha["overlap_by_position"])["overlap"]
+    return {"alpha": alpha, "scoring": scoring, "overlap_by_position": by_position["overlap_by_position"]}
 
 
 @torch.inference_mode()
-def scoring_costs(
+def step_costs(
     prompt: list[int],
     target: CachedModel,
     sampling: Sampling,
     device: str,
-    repeats: int = 13,
+    gamma: int,
+    repeats: int,
     rows: int = 1,
-    gamma: int | None = None,
     drafts: Sequence[Any] = (),
 ) -> list[float]:
-    """[v_1, v_2, ...]: the cost of one forward of the target over m tokens in each of `rows` rows, including their
-    distributions, in units of the cost for one token in each row. m is at most gamma + 1; None: the longest of GAMMAS.
+    """[v_1, v_2, ..., v_(gamma + 1)]: the cost of one forward of the target over m tokens in each of `rows` rows,
+    including their distributions, in units of the cost for one token in each row. After these, the cost of one forward
+    of each of `drafts` over one token in each row.
 
-    After these, the cost of one forward of each of `drafts` over one token in each row.
     Medians of paired ratios; the widths are timed interleaved. The paper assumes that all v are 1.
     """
-    gamma = gamma or max(GAMMAS)
     steps = [(target, width) for width in range(1, gamma + 2)] + [(model, 1) for model in drafts]
     start, tokens = len(prompt), torch.tensor([(prompt * (gamma + 1))[: gamma + 1]] * rows, device=device)
     for model in dict.fromkeys(model.cache_of or model for model, _ in steps):
@@ -105,6 +117,32 @@ def scoring_costs(
     return np.median(seconds / seconds[0], axis=1).tolist()
 
 
+def measure_batches(
+    prompts: Sequence[list[int]],
+    methods: Mapping[str, Timed],
+    target: CachedModel,
+    drafter: Drafter,
+    sampling: Sampling,
+    conditions: Conditions,
+    repeats: int,
+    seed: int,
+    device: str,
+    append: Append,
+) -> None:
+    """Measure the whole map, batch by batch. methods: those of `samplers`, whose texts have no end but `maxLen`. The
+    prompts are used cyclically, each text with a seed of its own."""
+    gamma, drafts = max(BATCH_GAMMAS), drafter.models[:1]
+    with Bar("batches", len(BATCHES) * len(methods) * repeats) as bar:
+        for batch in BATCHES:
+            costs = step_costs(prompts[0], target, sampling, device, gamma, BATCH_REPEATS, batch, drafts)
+            line = {"batch": batch, "scoring": costs[: gamma + 1], "drafting": costs[-1] if drafts else 0.0}
+            append(cast(BatchCostsLine, {"kind": "costs", "of": "batch", **conditions, **line}))
+            texts = list(itertools.islice(itertools.cycle(prompts), max(FEWEST, TEXTS * batch)))
+            for _, queue in time_texts(methods, texts, repeats, seed, device, batch, warm_up=1):
+                append(cast(QueueLine, {"kind": "queue", **conditions, **(queue or {})}))
+                bar.update()
+
+
 def predict(texts: Sequence[TimedText], costs: SweepCosts) -> dict[str, Any]:
     """The measurements at one temperature, and the predictions of theory.
 
@@ -115,20 +153,54 @@ def predict(texts: Sequence[TimedText], costs: SweepCosts) -> dict[str, Any]:
     """
     by_method = {row["method"]: row for row in summarize(texts)}
     # Without a draft model (lookup) a guess costs nothing.
-    c = interval(paired_ratios(texts, "draft", "target", "tpot"))[0] if "draft" in by_method else 0.0
-    counts = [pair for text in texts if text["method"].startswith("gamma") for pair in text["acceptance_by_position"]]
-    tested, passed = (sum(column) for column in zip(*counts or [(0, 0)]))
+    c = speedup(texts, "draft", "target", "tpot").middle if "draft" in by_method else 0.0
+    tested, passed = map(sum, tested_and_passed([text for text in texts if text["method"].startswith("gamma")]))
     alpha = passed / tested if tested else float("nan")
     rates = [position[2] / position[1] for position in costs.get("overlap_by_position", ())]
     rows = [
         by_method[f"gamma {gamma}"]
         | {
             "gamma": gamma,
-            "paper": theory.improvement(alpha, gamma, c),
-            "theory": theory.improvement(alpha, gamma, c, costs["scoring"][gamma]),
-            "expected": theory.expected_chain(rates[:gamma]) if len(rates) >= gamma else float("nan"),
+            "paper": improvement(alpha, gamma, c),
+            "theory": improvement(alpha, gamma, c, costs["scoring"][gamma]),
+            "expected": expected_chain(rates[:gamma]) if len(rates) >= gamma else float("nan"),
         }
         for gamma in GAMMAS
         if f"gamma {gamma}" in by_method  # Some are missing in a run that was stopped.
     ]
-    return {"alpha": alpha, "c": c, "rows": rows, "plain": by_method["target"], "best": theory.best_gamma(alpha, c)}
+    best = max(range(33), key=lambda gamma: improvement(alpha, gamma, c))
+    return {"alpha": alpha, "c": c, "rows": rows, "plain": by_method["target"], "best": best}
+
+
+def predict_batches(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
+    """{batch: the measurements, and the predictions of theory}.
+
+    "plain": tokens per second of plain decoding, an `Interval`. "rows": for each other method "gamma", its "speedup"
+    over plain decoding of the same batch (median of ratios, repeat by repeat), and "theory": tokens a round over what
+    drafting and scoring cost. "best": the fastest cell, "controller": the speed of costAware over it, repeat by repeat.
+    """
+    predictions: dict[int, dict[str, Any]] = {}
+    costs_of = {line["batch"]: line for line in of_kind(lines, BatchCostsLine)}
+    queued = of_kind(lines, QueueLine)
+    for batch in dict.fromkeys(line["batch"] for line in queued):
+        queues = [line for line in queued if line["batch"] == batch]
+        by_method: dict[str, list[QueueLine]] = {}
+        for line in queues:
+            by_method.setdefault(line["method"], []).append(line)
+        speeds = {name: interval([line["throughput"] for line in of]) for name, of in by_method.items()}
+        rows = []
+        for name in [name for name in by_method if name != "target"]:
+            tokens, drafted = (
+                float(np.mean([line[figure] or 0 for line in by_method[name]]))
+                for figure in ("tokens_per_round", "drafted_per_round")
+            )
+            theory = float("nan")
+            if costs := costs_of.get(batch):  # in units of a plain step
+                scoring = np.interp(drafted + 1, range(1, len(costs["scoring"]) + 1), costs["scoring"])
+                theory = tokens / float(drafted * costs["drafting"] + scoring)
+            ratio = speedup(queues, name, "target")
+            rows.append({"gamma": name.removeprefix("gamma "), "speedup": ratio, "theory": theory})
+        best = max((name for name in speeds if name != "costAware"), key=lambda name: speeds[name].middle)
+        share = speedup(queues, "costAware", best)
+        predictions[batch] = {"plain": speeds["target"], "rows": rows, "best": best, "controller": share}
+    return predictions

@@ -10,11 +10,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from experiments.batchSweep import predict as predict_batches
 from experiments.categories import OVERALL, by_category, categories
 from experiments.intervals import FEW, Interval, Range, summarize
 from experiments.schema import BatchCostsLine, CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
-from experiments.sweep import predict
+from experiments.sweep import predict, predict_batches
 from inputs.commandLine import visible
 from lossless.evidence import BINS
 from report.runTables import ALONE, Prediction, swept_texts

@@ -12,13 +12,12 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from experiments import schema, theory
-from experiments.acceptance import expected
-from experiments.batchSweep import predict as predict_batches
+from experiments import schema
+from experiments.acceptance import expectations, improvement
 from experiments.categories import by_category, categories
 from experiments.intervals import Interval, Range, interval, speedup, summarize
 from experiments.schema import CostsLine, EngineLine, Line, QueueLine, RunLine, SpeedLine, StepLine, of_kind
-from experiments.sweep import predict
+from experiments.sweep import predict, predict_batches
 from inputs.commandLine import counted
 from lossless.evidence import TESTS
 from report.sources import SPEED_UP
@@ -204,7 +203,7 @@ def theory_table(rows: Iterable[Summary], overlaps: Mapping[str, schema.OverlapL
     for row in rows:
         if line := overlaps.get(row["method"]):
             tokens = 1 + line["accepted"] / line["rounds"] if line.get("rounds") else tokens_a_round(row)
-            by_theory = expected(line["overlap_by_position"])
+            by_theory = expectations(line["overlap_by_position"])
             figures = (tokens, by_theory["tokens"], tokens / by_theory["tokens"])
             table.add(name_of(row["method"]), f"{by_theory['overlap']:.3f}", *(f"{figure:.2f}" for figure in figures))
     return table
@@ -294,7 +293,7 @@ def batch_table(lines: Sequence[Line]) -> Table:
     for batch, prediction in rows.items():
         cell: dict[Any, Cell] = {row["gamma"]: Measured(row["speedup"][0], digits=2) for row in prediction["rows"]}
         chosen = [cell.get(gamma, "") for gamma in (*fixed, "costAware")]
-        table.add(str(batch), median(prediction["plain"]), *chosen, span(prediction["controller"]["best"]))
+        table.add(str(batch), median(prediction["plain"]), *chosen, span(prediction["controller"]))
     return table
 
 
@@ -386,6 +385,6 @@ def round_table(lines: Sequence[StepLine]) -> Table:
         table.add(name, span(interval(line["seconds"]), 1e3), span(cost[name]))
     c = cost["draft step"].middle if "draft step" in parts else 0.0
     for alpha in ALPHAS:
-        speed = theory.improvement(alpha, gamma, c, cost["scoring"].middle)
+        speed = improvement(alpha, gamma, c, cost["scoring"].middle)
         table.add(f"by theory, alpha {alpha}", "", Measured(speed, digits=2))
     return table

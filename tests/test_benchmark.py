@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from unittest.mock import patch
 
 import helpers
 import pytest
@@ -10,10 +11,9 @@ from conftest import ROOT
 from test_faults import lines_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmark import generation, steps
-from benchmark.engines import textCheck
-from benchmark.engines.engineProcess import PeerError
-from benchmark.generation import LibraryMethod
+from benchmark import others, steps
+from benchmark.engines.peers import PeerError
+from benchmark.others import LibraryMethod
 from decoding.tree import Tree
 from decoding.treeRules import synthetic_tree
 from decoding.verification import synthetic, token_rule
@@ -42,9 +42,9 @@ def short(monkeypatch):
     monkeypatch.setattr(steps, "CONTEXTS", (64, 128, 2000))
     monkeypatch.setattr("experiments.speed.WARM_SECONDS", 0)
     for name, value in {"GREEDY_TOKENS": 5, "TEXTS": 3, "TEXT_TOKENS": 20}.items():
-        monkeypatch.setattr(textCheck, name, value)
+        monkeypatch.setattr(others, name, value)
     # The library's compiler is torch's own, which takes half a minute: what it is given is only traced.
-    monkeypatch.setattr(generation, "COMPILING", {"backend": "eager"})
+    monkeypatch.setattr(others, "COMPILING", {"backend": "eager"})
 
 
 # The command.
@@ -82,14 +82,6 @@ def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(
     step_lines = [line for line in lines if line.get("of") == "step"]
     shares = [row[-1].value for row in forwards_table(step_lines).rows]
     assert all(0 < share <= 100 for share in shares)
-
-
-def test_sampled_text_is_not_judged_where_all_is_greedy(cli, flags, tmp_path):
-    """Its near-ties would be impossible tokens, and equal text would say nothing of sampling."""
-    asked = "--compare generate:plain --temperature 0 --maxLen 6 --dtype float32 --sentences 2 --repeats 1"
-    assert cli.main([*flags, *asked.split(), "--out", str(tmp_path)]) == 0
-    (line,) = (line for line in lines_of(tmp_path) if line.get("test") == "engine")
-    assert line["greedy"]["beyond"] == 0 and line["drawn"] is None and said_of(line) == "not tested"
 
 
 def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch):
@@ -158,6 +150,7 @@ def test_the_librarys_greedy_text_is_the_targets_and_its_tokens_are_timed_as_the
 
 
 def test_a_method_of_the_library_that_fails_or_writes_another_text_is_left_out(cli, flags, tmp_path, monkeypatch):
+    """And sampled text is not judged where all is greedy: equal text would say nothing of sampling."""
     honest = LibraryMethod.text
 
     def text(method, prompt, count, sampling, seed):
@@ -168,10 +161,13 @@ def test_a_method_of_the_library_that_fails_or_writes_another_text_is_left_out(c
         return honest(method, prompt, count, sampling, seed)
 
     monkeypatch.setattr(LibraryMethod, "text", text)
-    asked = "--compare generate:static,generate:lookup,generate:plain --maxLen 6 --dtype float32"
+    asked = "--compare generate:static,generate:lookup,generate:plain --temperature 0 --maxLen 6 --dtype float32"
     assert cli.main([*flags, *asked.split(), "--out", str(tmp_path)]) == 0
     lines = lines_of(tmp_path)
-    said = {line["method"]: said_of(line) for line in lines if line.get("test") == "engine"}
+    engines = {line["method"]: line for line in lines if line.get("test") == "engine"}
+    said = {method: said_of(line) for method, line in engines.items()}
+    plain = engines["generate:plain"]
+    assert plain["greedy"]["beyond"] == 0 and plain["drawn"] is None and said["generate:plain"] == "not tested"
     assert said["generate:static"] == "left out: RuntimeError: no such cache"
     assert said["generate:lookup"].startswith("left out: not timed: ") and "greedy tokens" in said["generate:lookup"]
     assert {line["method"] for line in lines if line["kind"] == "speed"} == {"target", "generate:plain"}
@@ -181,26 +177,9 @@ def test_a_method_of_the_library_that_fails_or_writes_another_text_is_left_out(c
 
 
 class KernelCalls(TorchDispatchMode):
-    """Counts the calls of this project's kernels: operators, and the methods of decoders, which are none."""
+    """Counts the calls of this project's operators."""
 
     count = 0
-
-    def __enter__(self):
-        self.patch = pytest.MonkeyPatch()
-        for name in "forward", "draw":
-            self.patch.setattr(CpuModel, name, self.counting(getattr(CpuModel, name)))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patch.undo()
-        return super().__exit__(*error)
-
-    def counting(self, method):
-        def counted(model, *given, **options):
-            self.count += 1
-            return method(model, *given, **options)
-
-        return counted
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         self.count += operator.namespace == "native"
@@ -224,16 +203,19 @@ def test_only_compiled_steps_call_kernels(variants, variant):
 
     def once(timed):
         for name, step in timed.items():
-            with KernelCalls() as calls:
+            forward, draw = (  # methods of decoders, which are no operators
+                patch.object(CpuModel, method, autospec=True, side_effect=getattr(CpuModel, method))
+                for method in ("forward", "draw")
+            )
+            with KernelCalls() as calls, forward as forwards, draw as draws:
                 step()
-            called[name] = calls.count > 0
+            called[name] = calls.count + forwards.call_count + draws.call_count > 0
         return dict.fromkeys(timed, [1.0])
 
     target, draft = models["target"], models["draft"]
     lines = [
         *steps.forward_lines(models, once),
-        *steps.prefill_lines(target, FREE, once),
-        *steps.growth_lines(target, FREE, once),
+        *steps.token_lines(target, FREE, once),
         *steps.round_lines(target, ModelDrafter(draft), draft, [5, 9, 2], 3, FREE, once),
     ]
     reads = {name: calls for name, calls in called.items() if isinstance(name, tuple) and name[1] == "read"}
@@ -243,7 +225,7 @@ def test_only_compiled_steps_call_kernels(variants, variant):
         hidden, inner, vocabulary = 32, 64, 64  # the output layer's last block is filled up
         weights = 2 * (4 * hidden**2 + 2 * hidden * inner) + vocabulary * hidden
         others = 4 * 2 * (4 * hidden + 4 * hidden + inner + hidden)  # float32 norms and biases
-        assert steps.weight_bytes(draft) == weights * (4 / 8 + 2 / 32) + others
+        assert steps.bytes_of_weights(draft) == weights * (4 / 8 + 2 / 32) + others
 
 
 def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
@@ -254,8 +236,9 @@ def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
         target, "prefill", lambda rows: read.append((rows.lengths.tolist(), rows.capacity)) or prefill(rows)
     )
     monkeypatch.setattr(steps, "PROMPTS", (4, 9, 500))
-    lines = list(steps.prefill_lines(target, FREE, lambda timed: steps.times(timed, 0, "cpu")))
-    assert [line["tokens"] for line in lines] == [4, 9, 127] and all(len(line["seconds"]) == 2 for line in lines)
+    lines = list(steps.token_lines(target, FREE, lambda timed: steps.times(timed, 0, "cpu")))
+    assert [line["tokens"] for line in lines if line["what"] == "prefill"] == [4, 9, 127]
+    assert all(len(line["seconds"]) == 2 for line in lines)
     assert {tuple(lengths) for lengths, _ in read} == {(4,), (9,), (127,)} and {size for _, size in read} == {128}
 
 
@@ -319,8 +302,7 @@ def test_shapes_are_timed_with_synthetic_acceptance(shapes, cli, text_file, tmp_
     asked = "--target random:large --draft random:small --acceptance 0.8 --maxLen 12 "
     asked += "--compare fixed,tree,noCache,generate:draft "
     asked += f"--dtype float32 --dataset {text_file} --sentenceLimit 60 --sentences 2 --promptLen 12 --tree 2,1"
-    for _ in range(2):  # The second run finds the models that the first one wrote.
-        assert cli.main([*asked.split(), "--out", str(tmp_path)]) == 0
+    assert cli.main([*asked.split(), "--out", str(tmp_path)]) == 0
     run, *lines = lines_of(tmp_path)
     assert run["models"]["target"]["name"] == "random-large" and run["flags"]["acceptance"] == 0.8
     assert {line["method"] for line in lines if line["kind"] == "speed"} == {"target", "fixed", "tree", "noCache"}
@@ -331,6 +313,9 @@ def test_shapes_are_timed_with_synthetic_acceptance(shapes, cli, text_file, tmp_
 
 def test_a_random_model_is_a_model_of_that_shape_and_its_tokenizer_has_as_many_tokens(shapes):
     name = randomModels.write_random("random:large")
+    before = [file.stat().st_mtime_ns for file in (files.MODELS / name).iterdir()]
+    assert randomModels.write_random("random:large") == name  # It is found again.
+    assert before == [file.stat().st_mtime_ns for file in (files.MODELS / name).iterdir()]
     tokenizer = load_tokenizer(files.MODELS / name)
     model = load_model(files.MODELS / name, tokenizer, "float32", "cpu")
     assert model.vocabulary == len(tokenizer) == 5000 and tokenizer("a text")["input_ids"]

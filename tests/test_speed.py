@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decoding.record import Record
-from experiments.intervals import Range, interval, paired_ratios, summarize
+from experiments.intervals import Range, interval, speedup, summarize
 from experiments.speed import WARM, ends_after, in_turns, quiet, time_steps, time_texts
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
@@ -37,31 +37,19 @@ def measurement(
     return dict(locals())
 
 
-def test_the_interval_of_a_mean():
-    middle, low, high = figures = interval([1.0, 2.0, 3.0, 6.0, 1.0, 5.0], np.mean)
-    assert middle == 3 and 1 < low < 3 < high < 6 and not isinstance(figures, Range)
-
-
 def test_fewer_than_six_values_have_a_range_and_no_interval():
     assert interval([3.0, 1.0, 2.0, 7.0, 5.0]) == Range(3, 1, 7) and isinstance(interval([3.0, 1.0]), Range)
     assert interval([1.0, 2.0, 6.0], np.mean) == (3, 1, 6)
     few = interval([NAN, None, *range(1, 6)])  # values that are not known do not count
     assert isinstance(few, Range) and few == (3, 1, 5)
-    assert not isinstance(interval(range(6)), Range)
+    middle, low, high = figures = interval([1.0, 2.0, 3.0, 6.0, 1.0, 5.0], np.mean)
+    assert middle == 3 and 1 < low < 3 < high < 6 and not isinstance(figures, Range)
 
 
-def test_the_interval_of_equal_values_is_the_value():
-    assert interval([3.0] * 5) == (3.0, 3.0, 3.0)
-
-
-def test_the_interval_of_one_value_is_unknown():
-    middle, low, high = interval([3.0])
-    assert middle == 3 and math.isnan(low) and math.isnan(high)
-
-
-def test_unknown_values_are_left_out():
-    assert interval([NAN, 3.0, None, 3.0]) == (3.0, 3.0, 3.0)  # None is what nan is in results.jsonl
-    assert all(map(math.isnan, interval([NAN, None]) + interval([])))
+def test_equal_values_are_their_interval_one_has_none_and_unknown_ones_are_left_out():
+    assert interval([3.0] * 5) == interval([NAN, 3.0, None, 3.0]) == (3.0, 3.0, 3.0)  # None is nan in results.jsonl
+    middle, *ends = interval([3.0])
+    assert middle == 3 and all(map(math.isnan, (*ends, *interval([NAN, None]), *interval([]))))
 
 
 def test_the_interval_holds_the_median_and_narrows_with_more_values():
@@ -85,9 +73,9 @@ def test_ratios_are_paired_by_prompt_and_repeat():
         measurement("target", 0, 1, 100.0),
         measurement("fast", 1, 1, 7.0),
     ]  # its partner was never measured
-    assert paired_ratios(rows, "fast", "target") == [2.0, 3.0, 0.25]
-    assert paired_ratios(rows, "target", "target") == [1.0, 1.0, 1.0]
-    assert paired_ratios(rows, "fast", "nobody") == []
+    assert speedup(rows, "fast", "target") == (2.0, 0.25, 3.0)  # of 2, 3 and 0.25
+    assert speedup(rows, "target", "target") == (1.0, 1.0, 1.0)
+    assert all(map(math.isnan, speedup(rows, "fast", "nobody")))
 
 
 def test_summary_of_measurements_made_by_hand():
@@ -113,11 +101,8 @@ def test_summary_of_measurements_made_by_hand():
     assert speculative["alpha"] == pytest.approx((3 + 6 + 0 + 1) / (4 + 6 + 2 + 3))
     assert speculative["acceptance_by_position"] == pytest.approx([9 / 12, 1 / 3])
     assert math.isnan(target["alpha"]) and target["acceptance_by_position"] == []
-
-
-def test_summary_without_the_baseline_has_no_speed_up():
-    (row,) = summarize([measurement("draft")])
-    assert row["throughput"][0] == 10 and math.isnan(row["speedup"][0])
+    (alone,) = summarize([measurement("draft")])  # without the baseline there is no speed-up
+    assert alone["throughput"][0] == 10 and math.isnan(alone["speedup"][0])
 
 
 def play(names, calls, **more):

