@@ -112,7 +112,7 @@ def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, st
     for what, asked in (
         ("--batch and --sweep batch run", settings.queues),
         ("--steps runs", measuring.steps),
-        ("--show and --html run", measuring.played),
+        ("--show, --html and --chat run", measuring.played),
         (f"{min(programs, default='')} runs", programs),
     ):
         if asked and processes.count > 1:
@@ -207,8 +207,9 @@ def encode_prompts(inputs: Inputs, named: list[str], corpora: list[Corpus]) -> N
         return
     if inputs.questions:
         rows = [encode_turn(question, ["."] * turn, tokenizer, model) for question, turn in inputs.turns]
-    elif texts.questions:
-        rows = [encode_chat(texts.questions, ["."] * (len(texts.questions) - 1), tokenizer, model)]
+    elif texts.questions or settings.output.chat:
+        questions = texts.questions or ["."]
+        rows = [encode_chat(questions, ["."] * (len(questions) - 1), tokenizer, model)]
     elif named:
         rows = encode(named, tokenizer)
     if settings.measuring.diversity:

@@ -18,7 +18,7 @@ from methods.samplers import Decoding, tree_choice
 from utils import UserError
 
 MODES = (*TIMED, "diversity", "lossless")  # modes that measure methods
-ALL_MODES = (*MODES, "ppl", "audit", "show", "html")
+ALL_MODES = (*MODES, "ppl", "audit", "show", "html", "chat")
 BATCHES = (1, 2, 4, 8, 16, 32)  # texts at a time in --sweep batch
 TOKENS, TEXTS = 100_000, 64  # of --lossless: tokens tested, and texts that a method is given at a time
 PLAYED = {"contrastive": "speculativeContrastive", "speedMulti": "cascade", "speedNew": "additive"}  # by --show, --html
@@ -75,7 +75,7 @@ class Settings:
     @property
     def prompts_from_corpora(self) -> bool:
         """Whether the prompts are texts of the data set."""
-        return self.texts.from_corpora and self.continues
+        return self.texts.from_corpora and self.continues and not self.output.chat
 
     @property
     def texts_at_once(self) -> int:
@@ -168,7 +168,7 @@ def name_models(args: argparse.Namespace) -> None:
 def methods_of(args: argparse.Namespace, roles: set[Role]) -> tuple[dict[str, list[str]], str | None]:
     """{mode: the methods it measures}, of the requested modes; and the method whose text is played, instead of any
     measurement. Raises UserError if a method lacks a model."""
-    if args.show or args.html:
+    if args.show or args.html or args.chat:
         played = next((method for mode, method in PLAYED.items() if getattr(args, mode)), "speculative")
         check_roles([played], roles)
         return {}, played
@@ -196,7 +196,9 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     short = sweep and (settings.sampling.max_len or 3) < 3
     yield short, "--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more"
     for mode in "speed", "ppl", "compare", "sweep", "diversity":
-        yield played and flags[mode], f"--show and --html play one text and measure nothing; leave out --{mode}"
+        yield played and flags[mode], f"--show, --html and --chat measure nothing; leave out --{mode}"
+    chats = settings.output.chat and [mode for mode in ("show", "html", *PLAYED) if flags[mode]]
+    yield chats, f"--chat cannot be combined with --{(chats or [''])[0]}"
     many = played and sum(bool(flags[mode]) for mode in PLAYED) > 1
     yield many, "--show and --html play one method: of --speedNew, --speedMulti and --contrastive give one"
     other = min((name for name in measuring.names if METHODS[name].engine), default="")
@@ -209,7 +211,7 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
         tree_choice(decoding)
         yield decoding.lookup_first, "a tree is drawn by a draft model alone; leave out --lookupFirst or --tree"
         yield sweep, "--sweep varies gamma, the length of a chain; leave out --tree, or --compare trees"
-        yield played, "--show and --html play chains of guesses; leave out --tree"
+        yield played and not settings.output.chat, "--show and --html play chains of guesses; leave out --tree"
     yield models.target in ("self", "lookup", "head"), f"--target {models.target}: the target is a model; name it"
     yield models.draft_device == "auto", "--draftDevice auto: a draft is on one device; name it"
     restricted = "a draft restricted by --draftVocab has no perplexity: it gives most tokens none"

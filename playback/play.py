@@ -25,6 +25,7 @@ from inputs.files import replace_file
 from inputs.texts import encode_chat
 from methods.catalogue import build, repeatable
 from methods.samplers import Sampler
+from playback.chat import chat
 from playback.trace import KINDS, Pieces, Round, Trace, Turn, decoded_rounds, summary
 from utils import UserError
 
@@ -44,6 +45,8 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
     The file is a page, or the record of the turns as JSON. It holds the turns that were begun, also after Ctrl-C or an
     error.
     """
+    if inputs.settings.output.chat:
+        return chat(inputs)
     settings, models, tokenizer = inputs.settings, inputs.load_first(), inputs.tokenizer
     name, file, screen = settings.measuring.played or "", settings.output.html, None
     sampler = build([name], dict(models), settings.decoding)[name]

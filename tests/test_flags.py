@@ -162,8 +162,8 @@ GUARDED = {
         "experiments.loading.load_model",
         "report.results.Results.append",
     ],
-    "downloadModel": ["downloadModel.download", "downloadModel.print_folders"],
-    "downloadData": [f"downloadData.{name}" for name in ("download", "install_from", "print_folders")],
+    "downloadModel": ["downloadModel.download_model", "downloadModel.print_folders"],
+    "downloadData": [f"downloadData.{name}" for name in ("install_data", "print_folders")],
     "trainBundled": [
         f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train_model", "PreTrainedTokenizerFast")
     ],

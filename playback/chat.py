@@ -1,0 +1,129 @@
+"""`chat`: a conversation on the terminal (`test.py --chat`). An answer is shown as it is decoded, then its speed."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout, suppress
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from experiments.loading import Inputs
+from inputs.commandLine import visible
+from inputs.texts import encode_chat
+from methods.catalogue import build
+from playback.trace import Pieces
+
+METHODS = {"/plain": "target", "/self": "speculative"}
+HELP = "/plain answers without guesses, /self with guesses again, /new forgets the conversation, /quit ends it."
+SAMPLE, SAMPLE_TOKENS = "Write a sentence about the sea.", 32  # an answer from which plain decoding's speed is known
+
+
+class Chat:
+    """Loaded models and a conversation: `questions`, and the `answers` to them."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self.settings, self.tokenizer = inputs, inputs.settings, inputs.tokenizer
+        with redirect_stdout(sys.stderr):  # Only answers are written where no terminal is.
+            models = inputs.load_first()
+        self.samplers = build(["target", "speculative"], dict(models), self.settings.decoding)
+        self.models = list({id(model): model for model in models.values()}.values())
+        self.generator = torch.Generator(inputs.device).manual_seed(self.settings.measuring.seed)
+        self.max_len = self.settings.sampling.max_len_of("show")
+        self.context = min(model.context for model in models.values())
+        self.terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.forget()
+
+    def forget(self) -> None:
+        self.questions, self.answers = list[str](), list[str]()
+
+    def prompt(self) -> list[int]:
+        """The conversation in tokens. The oldest questions and answers are left out where the context is too short."""
+        while True:
+            tokens = encode_chat(self.questions, self.answers, self.tokenizer, self.settings.models.target)
+            if len(tokens) + self.max_len <= self.context or not self.answers:
+                return tokens
+            del self.questions[0], self.answers[0]
+
+    def decode(self, method: str, max_len: int, shown: bool = True) -> tuple[list[int], float]:
+        """Decode an answer to the last question, until Ctrl-C at most. Returns its tokens, and tokens per second after
+        the first one."""
+        tokens, times, pieces = list[int](), list[float](), Pieces(self.tokenizer)
+
+        def show(row: int, new: list[int], guessed: int) -> None:
+            times.append(time.perf_counter())
+            tokens.extend(new)
+            for number, token in enumerate(new if shown else []):
+                if token not in self.inputs.end_tokens:
+                    self.write(pieces.add(token), "dim" if number < guessed else "")
+
+        with suppress(KeyboardInterrupt):
+            self.samplers[method](
+                [self.prompt()],
+                max_len=max_len,
+                sampling=self.settings.sampling.of("show"),
+                end_of_text=self.inputs.ends,
+                generator=self.generator,
+                callback=show,
+            )
+        if shown:
+            self.write(pieces.rest())
+            self.console.print()
+        return tokens, (len(tokens) - 1) / (times[-1] - times[0]) if len(times) > 1 else math.nan
+
+    def write(self, text: str, style: str = "") -> None:
+        """Show a piece of an answer. Where no terminal shows it, an answer is one line."""
+        self.console.print(Text(visible(text, "\n"), style) if self.terminal else Text(text.replace("\n", " ")), end="")
+
+    def lines(self, first: Sequence[str]) -> Iterator[str]:
+        """What the user writes, after the lines of --question."""
+        yield from first
+        if not self.terminal:
+            yield from (line.strip() for line in sys.stdin)
+            return
+        with suppress(ImportError):
+            import readline  # noqa: F401 - `input` then has a history and can be edited
+        while True:
+            try:
+                yield input("> ").strip()
+            except KeyboardInterrupt:
+                print()
+            except EOFError:
+                return
+
+
+def chat(inputs: Inputs) -> int:
+    """Answer each line that the user writes. Returns the exit code."""
+    conversation, method, rates = Chat(inputs), "speculative", dict[str, float]()
+    if conversation.terminal:
+        print(HELP)
+        conversation.questions = [SAMPLE]
+        _, rates["target"] = conversation.decode("target", SAMPLE_TOKENS, shown=False)
+        conversation.forget()
+    for line in conversation.lines(inputs.settings.texts.questions):
+        if line == "/quit":
+            break
+        if line in METHODS:
+            method = METHODS[line]
+        elif line == "/new":
+            conversation.forget()
+        elif line.startswith("/"):
+            print(HELP)
+        elif line:
+            conversation.questions.append(line)
+            tokens, rate = conversation.decode(method, conversation.max_len)
+            conversation.answers.append(inputs.tokenizer.decode(tokens, skip_special_tokens=True))
+            if conversation.terminal:
+                speed = f"{len(tokens)} tokens, {rate:.0f} a second" if rate == rate else f"{len(tokens)} tokens"
+                ratio = (
+                    f", {rate / rates['target']:.2f} times plain decoding"
+                    if method != "target" and rate == rate
+                    else ""
+                )
+                conversation.console.print(f"[{speed}{ratio}]", style="dim", markup=False)
+    return 0
