@@ -34,6 +34,8 @@ class Model(ABC):
         it scores them.
     features_of: the model whose features of the tokens it reads; None: it reads none. A token has a feature once that
         model has read it. So it reads its guesses of a round again when the round is over.
+    remembered: tokens whose keys and values the first row of its KV cache holds. `prefill` of a single text does not
+        read again those that the prompt begins with. Whoever knows what the cache holds sets it, before each prompt.
     first_row: the row of the KV cache that belongs to the first row of a block; the others follow. A cache may have
         more rows than a block.
     """
@@ -41,6 +43,7 @@ class Model(ABC):
     cache_of: Model | None = None
     features_of: Model | None = None
     first_row: int = 0
+    remembered: Sequence[int] = ()
 
     name: str
     vocabulary: int
@@ -115,19 +118,23 @@ class Model(ABC):
             self.first_row = run[0]
             try:
                 lengths = [len(rows.prompts[rows.numbers[row]]) for row in run]
-                logits.append(self.read_prompts(rows.padded_prompts(run).to(self.device), lengths))
+                pairs = zip(rows.texts[0][:-1], self.remembered if rows.batch == 1 else ())
+                known = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+                prompts = rows.padded_prompts(run).to(self.device)[:, known:]
+                logits.append(self.read_prompts(prompts, [length - known for length in lengths], known))
             finally:
-                self.first_row = 0
+                self.first_row, self.remembered = 0, ()
         return torch.cat(logits)
 
-    def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Read `prompts[R, L]`, of these lengths; float32 logits `[R, V]` after each prompt's end.
+    def read_prompts(self, prompts: Tensor, lengths: Sequence[int], first: int = 0) -> Tensor:
+        """Read `prompts[R, L]`, of these lengths, from position `first` on; float32 logits `[R, V]` after each prompt's
+        end.
 
         Shorter prompts are padded at the right. The padding is stale from the start: later tokens overwrite it.
         """
         ends = sorted(set(lengths))
         which = upload([ends.index(length) for length in lengths], self.device)
-        positions = torch.arange(prompts.shape[1], device=self.device).expand_as(prompts)
+        positions = torch.arange(first, first + prompts.shape[1], device=self.device).expand_as(prompts)
         logits = self.forward(prompts, positions, keep=upload([end - 1 for end in ends], self.device))
         return logits.gather(1, which[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
 

@@ -144,7 +144,7 @@ class CachedModel(Model):
                 self.model.config.get_text_config(decoder=True).num_hidden_layers, rows, capacity, self.cache_dtype
             )
             self.store.slots = torch.arange(capacity, device=self.device)
-            self.store.features = None
+            self.store.features, self.remembered = None, ()
         if self.tap is not None and self.store.features is None:
             d = self.tap.fuse.out_features
             self.store.features = torch.zeros(rows, capacity + 1, d, device=self.device)

@@ -92,9 +92,9 @@ class CpuModel(CachedModel):
         needed = None if counts is None else torch.tensor(counts)
         return self.kernels().draw(tokens, positions, u, as_tensor(sampling), needed, self.first_row)
 
-    def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
+    def read_prompts(self, prompts: Tensor, lengths: Sequence[int], first: int = 0) -> Tensor:
         """The padding of shorter prompts is not computed."""
-        counts, positions = torch.tensor(lengths), torch.arange(prompts.shape[1]).expand_as(prompts)
+        counts, positions = torch.tensor(lengths), torch.arange(first, first + prompts.shape[1]).expand_as(prompts)
         return self.forward(prompts, positions, keep=counts[:, None] - 1, counts=counts)[:, 0]
 
     def score_block(

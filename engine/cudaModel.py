@@ -107,11 +107,12 @@ class CudaModel(CachedModel):
             return super().forward(tokens, positions, places, keep)
         return self.run(CachedModel.forward, tokens, positions, places)
 
-    def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
+    def read_prompts(self, prompts: Tensor, lengths: Sequence[int], first: int = 0) -> Tensor:
         """Prompts of several lengths, and those that are new in a batch, are read eagerly: a graph reads all rows."""
         if len(set(lengths)) > 1 or len(lengths) < self.rows:
-            return super().read_prompts(prompts, lengths)
-        return self.read(prompts, torch.arange(prompts.shape[1], device=self.device).expand_as(prompts))
+            return super().read_prompts(prompts, lengths, first)
+        positions = torch.arange(first, first + prompts.shape[1], device=self.device)
+        return self.read(prompts, positions.expand_as(prompts))
 
     def read(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Read a block `[B, n]`; float32 logits `[B, V]` after its end. It is padded with its last token, at the same

@@ -279,9 +279,9 @@ class PredecessorTarget(FlawedModel):
         self.takes_over = rows.waiting > rows.batch
         return super().prefill(rows)
 
-    def read_prompts(self, prompts: Tensor, lengths: Sequence[int]) -> Tensor:
+    def read_prompts(self, prompts: Tensor, lengths: Sequence[int], first: int = 0) -> Tensor:
         if not self.takes_over:
-            return super().read_prompts(prompts, lengths)
+            return super().read_prompts(prompts, lengths, first)
         last = torch.tensor(lengths, device=self.device)[:, None] - 1
         return self.forward(prompts.gather(1, last), last)[:, 0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -20,6 +21,8 @@ from playback.trace import Pieces
 
 METHODS = {"/plain": "target", "/self": "speculative"}
 HELP = "/plain answers without guesses, /self with guesses again, /new forgets the conversation, /quit ends it."
+ROOM = 4096  # slots of the KV cache, if the context has as many: while it stays the same, only new tokens are read
+UNREAD = 16  # tokens at the end of an answer that a model may not have read
 SAMPLE, SAMPLE_TOKENS = "Write a sentence about the sea.", 32  # an answer from which plain decoding's speed is known
 
 
@@ -31,7 +34,10 @@ class Chat:
         with redirect_stdout(sys.stderr):  # Only answers are written where no terminal is.
             models = inputs.load_first()
         self.samplers = build(["target", "speculative"], dict(models), self.settings.decoding)
-        self.models = list({id(model): model for model in models.values()}.values())
+        # {method: the models that read its text}. A draft with another tokenizer reads other tokens.
+        self.readers = {"target": [models["target"]], "speculative": list(models.values())}
+        if inputs.translation:
+            self.readers["speculative"] = self.readers["target"]
         self.generator = torch.Generator(inputs.device).manual_seed(self.settings.measuring.seed)
         self.max_len = self.settings.sampling.max_len_of("show")
         self.context = min(model.context for model in models.values())
@@ -53,6 +59,7 @@ class Chat:
     def decode(self, method: str, max_len: int, shown: bool = True) -> tuple[list[int], float]:
         """Decode an answer to the last question, until Ctrl-C at most. Returns its tokens, and tokens per second after
         the first one."""
+        count = itertools.count(1)  # of tokens
         tokens, times, pieces = list[int](), list[float](), Pieces(self.tokenizer)
 
         def show(row: int, new: list[int], guessed: int) -> None:
@@ -62,15 +69,18 @@ class Chat:
                 if token not in self.inputs.end_tokens:
                     self.write(pieces.add(token), "dim" if number < guessed else "")
 
+        prompt = self.prompt()
         with suppress(KeyboardInterrupt):
             self.samplers[method](
-                [self.prompt()],
-                max_len=max_len,
+                [prompt],
+                max_len=max(min(ROOM, self.context) - len(prompt), max_len),
                 sampling=self.settings.sampling.of("show"),
-                end_of_text=self.inputs.ends,
+                end_of_text=lambda row, token: self.inputs.ends(row, token) or next(count) == max_len,
                 generator=self.generator,
                 callback=show,
             )
+        for model in self.readers[method] if times else ():
+            model.remembered = [*prompt, *tokens[:-UNREAD]]
         if shown:
             self.write(pieces.rest())
             self.console.print()
@@ -78,7 +88,8 @@ class Chat:
 
     def write(self, text: str, style: str = "") -> None:
         """Show a piece of an answer. Where no terminal shows it, an answer is one line."""
-        self.console.print(Text(visible(text, "\n"), style) if self.terminal else Text(text.replace("\n", " ")), end="")
+        text = text if self.terminal else text.replace("\n", " ")
+        self.console.print(Text(visible(text), style), end="")
 
     def lines(self, first: Sequence[str]) -> Iterator[str]:
         """What the user writes, after the lines of --question."""
@@ -103,7 +114,8 @@ def chat(inputs: Inputs) -> int:
     if conversation.terminal:
         print(HELP)
         conversation.questions = [SAMPLE]
-        _, rates["target"] = conversation.decode("target", SAMPLE_TOKENS, shown=False)
+        for _ in range(2):  # The first time warms up.
+            _, rates["target"] = conversation.decode("target", SAMPLE_TOKENS, shown=False)
         conversation.forget()
     for line in conversation.lines(inputs.settings.texts.questions):
         if line == "/quit":

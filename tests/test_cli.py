@@ -1,5 +1,6 @@
 """test.py from its flags to its files: what is wrong costs one line, what is right is written down."""
 
+import io
 import json
 import os
 import re
@@ -15,11 +16,13 @@ import torch
 from conftest import CONTEXT, ROOT, lines_of, of_kind, prompted, with_ctrl_c
 from localHub import Repository
 
+from decoding.model import Model
 from experiments import settings, sweep
 from experiments.schema import name_of_kind
 from inputs.models import load_tokenizer
 from inputs.texts import encode_chat
 from methods.catalogue import METHODS, choose, in_mode
+from playback import chat as chatting
 from playback.play import Screen
 from utils import UserError
 
@@ -430,6 +433,35 @@ def chat(cli, flags, model_folder, tmp_path):
         return code, json.loads(file.read_text())
 
     return play
+
+
+@pytest.mark.parametrize("engine", [[], ["--compile"]])
+def test_a_chat_answers_each_line_and_reads_only_what_is_new(cli, flags, model_folder, monkeypatch, capsys, engine):
+    """Planted: the models claim to have read each prompt before."""
+    (model_folder / "chat_template.jinja").write_text(CHAT)
+    read, prefill, claims = [], Model.prefill, []
+
+    def spied(model, rows):
+        read.append((len(rows.texts[0]), len(model.remembered)))
+        model.remembered = rows.texts[0] if claims else model.remembered
+        return prefill(model, rows)
+
+    monkeypatch.setattr(Model, "prefill", spied)
+
+    def answers(room):
+        monkeypatch.setattr(chatting, "ROOM", room)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("a lamp?\nand now?\n\n/plain\nmore\n/new\na lamp?\n/quit\nlost"))
+        read.clear()
+        given = ["--target", str(model_folder), "--chat", "--temperature", "0", "--maxLen", "20", *engine]
+        assert cli.main([*prompted(flags), *given]) == 0
+        return capsys.readouterr().out.removesuffix("\n").split("\n")
+
+    kept = answers(room=4096)
+    assert len(kept) == 4 and kept[0] == kept[3] and all(kept)
+    assert read[0][1] == 0 and all(known > 0 for _, known in read[2:4]), read
+    assert answers(room=0) == kept  # Each text has a new cache.
+    claims.append(True)
+    assert answers(room=4096) != kept
 
 
 def texts_of(record):

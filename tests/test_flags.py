@@ -163,7 +163,7 @@ GUARDED = {
         "report.results.Results.append",
     ],
     "downloadModel": ["downloadModel.download_model", "downloadModel.print_folders"],
-    "downloadData": [f"downloadData.{name}" for name in ("install_data", "print_folders")],
+    "downloadData": ["downloadData.install_data", "inputs.hub.print_folders"],
     "trainBundled": [
         f"scripts.trainBundled.{name}" for name in ("train_tokenizer", "train_model", "PreTrainedTokenizerFast")
     ],
