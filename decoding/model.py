@@ -118,7 +118,7 @@ class Model(ABC):
             self.first_row = run[0]
             try:
                 lengths = [len(rows.prompts[rows.numbers[row]]) for row in run]
-                pairs = zip(rows.texts[0][:-1], self.remembered if rows.batch == 1 else ())
+                pairs = zip(rows.prompts[0][:-1], self.remembered if len(rows.prompts) == 1 else ())
                 known = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
                 prompts = rows.padded_prompts(run).to(self.device)[:, known:]
                 logits.append(self.read_prompts(prompts, [length - known for length in lengths], known))

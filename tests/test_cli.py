@@ -442,22 +442,22 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(cli, flags, model_f
     read, prefill, claims = [], Model.prefill, []
 
     def spied(model, rows):
-        read.append((len(rows.texts[0]), len(model.remembered)))
-        model.remembered = rows.texts[0] if claims else model.remembered
+        read.append((len(rows.prompts[0]), len(model.remembered)))
+        model.remembered = rows.prompts[0] if claims else model.remembered
         return prefill(model, rows)
 
     monkeypatch.setattr(Model, "prefill", spied)
 
     def answers(room):
         monkeypatch.setattr(chatting, "ROOM", room)
-        monkeypatch.setattr(sys, "stdin", io.StringIO("a lamp?\nand now?\n\n/plain\nmore\n/new\na lamp?\n/quit\nlost"))
+        monkeypatch.setattr(sys, "stdin", io.StringIO("a lamp?\nand now?\n\n/plain\nmore\n/new\na lamp?\n/new\na lamp?\n/quit\nlost"))
         read.clear()
         given = ["--target", str(model_folder), "--chat", "--temperature", "0", "--maxLen", "20", *engine]
         assert cli.main([*prompted(flags), *given]) == 0
         return capsys.readouterr().out.removesuffix("\n").split("\n")
 
     kept = answers(room=4096)
-    assert len(kept) == 4 and kept[0] == kept[3] and all(kept)
+    assert len(kept) == 5 and kept[0] == kept[3] == kept[4] and all(kept)
     assert read[0][1] == 0 and all(known > 0 for _, known in read[2:4]), read
     assert answers(room=0) == kept  # Each text has a new cache.
     claims.append(True)
