@@ -68,7 +68,7 @@ class Copies:
             self.temporary = tempfile.TemporaryDirectory(prefix="copies-")
             self.folder = Path(self.temporary.name)
         absent = {count: [name for name in weights if not self.is_whole(count, name)] for count in bits}
-        if any(absent.values()) and self.weights > LONG:
+        if any(absent.get(count) for count in CALIBRATED) and self.weights > LONG:
             millions = f"{self.weights / 1e6:,.0f} M"
             said = f"Rounding the {millions} weights of {self.name}, once: this takes about a second for each million"
             print(f"{said} of them.", file=sys.stderr)
