@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from html import escape
@@ -148,9 +148,9 @@ def trainings(names: Sequence[str], records: Records) -> str:
     return "\n\n".join([markdown(table), *sources])
 
 
-def one_experiment(records: Records) -> dict[str, Any]:
-    """The runs of the bundled pair beside the report: with a KV cache, without, and compiled. Raises UserError if they
-    are not one experiment: if models of the same role, gamma or code differ, or the code was not recorded."""
+def one_experiment(records: Records) -> tuple[dict[str, Any], dict[str, Column]]:
+    """The runs of the bundled pair, and the column of each beside the report. Raises UserError if they are not one
+    experiment: if models of the same role, gamma or code differ, or the code was not recorded."""
     runs = {name: records.run(name) for name in ("first", "compare", "head")}
     wanted: dict[str, Any] = {}
     for name, (run, _) in runs.items():
@@ -159,34 +159,30 @@ def one_experiment(records: Records) -> dict[str, Any]:
         differ = [what for what, value in settings.items() if wanted.setdefault(what, value) != value]
         if differ := differ or ["code, which was not recorded"] * (settings["code"] is None):
             raise UserError(f"first and {name} are not one experiment: they differ in {', '.join(differ)}")
-    return runs
-
-
-def columns_of(runs: Mapping[str, Any]) -> list[Column]:
-    """The bundled pair beside the report. runs: of `one_experiment`."""
-    first, compare, head = (of_kind(runs[name][1], SpeedLine) for name in ("first", "compare", "head"))
-    return [
-        Column("bundled pair, no KV cache, eager", compare, NO_CACHE),
-        Column("bundled pair, KV cache, eager", first, CACHED),
-        Column("bundled pair, KV cache, compiled", head, COMPILED),
-    ]
+    first, compare, head = (of_kind(lines, SpeedLine) for _, lines in runs.values())
+    columns = {"compare": Column("bundled pair, no KV cache, eager", compare, NO_CACHE)}
+    columns |= {"first": Column("bundled pair, KV cache, eager", first, CACHED)}
+    return runs, columns | {"head": Column("bundled pair, KV cache, compiled", head, COMPILED)}
 
 
 def beside_the_report(records: Records) -> str:
     """The course report beside the bundled pair, and in a table of its own beside random weights of Pythia's shapes."""
-    runs, (shapes, measured) = one_experiment(records), records.run(SHAPES)
+    (runs, columns), (shapes, measured) = one_experiment(records), records.run(SHAPES)
     title = "Pythia's shapes, random weights, KV cache, compiled; 60 % of guesses accepted (synthetic)"
     random_weights = [Column(title, of_kind(measured, SpeedLine), COMPILED)]
     sources = " ".join(source(run, dtype_of(lines)) for run, lines in runs.values())
     perplexities = perplexities_beside(of_kind(runs["first"][1], TextPerplexityLine), False)
-    tables = markdown(speeds_beside(columns_of(runs))), sources, markdown(perplexities)
+    tables = markdown(speeds_beside([*columns.values()])), sources, markdown(perplexities)
     return "\n\n".join([*tables, markdown(speeds_beside(random_weights)), source(shapes, dtype_of(measured))])
 
 
 def in_short(records: Records) -> str:
     """The README's table: the course report's main figures beside those of the bundled pair."""
-    table, runs = Table("", ["figure", "the report", "here, bundled pair", "command"]), one_experiment(records)
-    for column, name in zip(columns_of(runs), ("compare", "first", "head")):
+    table, (runs, columns) = (
+        Table("", ["figure", "the report", "here, bundled pair", "command"]),
+        one_experiment(records),
+    )
+    for name, column in columns.items():
         there = f"{SPEED_UP.typical} typical, {SPEED_UP.best} best" if name == "compare" else ""
         what = column.title.replace("bundled pair", "speed-up")
         table.add(what, there, beside_report(column)[-1], f"`{command_of(runs[name][0])}`")
@@ -347,6 +343,7 @@ def architectures(records: Records) -> str:
 
 
 OF_GAMMA, OF_PLAIN = "Speed over gamma: .*temperature ", " | tokens/s | TTFT ms | TPOT ms | speed-up"
+RUNS = {"": PAIR, "real-": REAL}  # the beginning of a block's name, and the run that its figures are of
 BLOCKS: dict[str, Callable[[Records], str]] = {
     "architectures": architectures,
     "layout": layout,
@@ -358,8 +355,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "chat": chat,
     "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
     **{f"eager-{row.replace(' ', '-')}": partial(eager, row) for row in EAGER},
-    "head": partial(printed, "head", "Speed:"),
-    "head-tree": partial(printed, "head-tree", "Speed:"),
+    **{name: partial(printed, name, "Speed:") for name in ("head", "head-tree")},
     "heads": partial(trainings, HEADS),
     "head-ablation": partial(trainings, (ABLATION,)),
     "sweep": partial(printed, "sweep", OF_GAMMA + "0.85", notes=True),
@@ -373,18 +369,15 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "lossless-greedy": partial(printed, "lossless", "Greedy texts"),
     "lossless-mistakes": partial(printed, "lossless", "Planted mistakes"),
     "greedy-differ": greedy_differ,
-    "kinds": partial(printed, PAIR, "Speed:", columns=OF_PLAIN, rows=OWN),
-    "scoring": partial(printed, PAIR, "Forwards"),
-    "prefill": partial(printed, PAIR, "Time to the first token"),
+    **{f"{of}kinds": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=OWN) for of, run in RUNS.items()},
+    **{f"{of}scoring": partial(printed, run, "Forwards") for of, run in RUNS.items()},
+    **{f"{of}prefill": partial(printed, run, "Time to the first token") for of, run in RUNS.items()},
     "round": partial(printed, PAIR, "A round"),
     "over-plain": partial(row_ratio, "fixed", "target"),
     "over-plain-block": partial(row_ratio, "block", "target"),
     "over-assisted": partial(row_ratio, "fixed", "generate:assisted"),
     "over-no-cache": partial(row_ratio, "fixed", "speculativeNoCache"),
     "real-best": partial(printed, REAL, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
-    "real-kinds": partial(printed, REAL, "Speed:", columns=OF_PLAIN, rows=OWN),
-    "real-scoring": partial(printed, REAL, "Forwards"),
-    "real-prefill": partial(printed, REAL, "Time to the first token"),
     "pythia-best": partial(printed, SHAPES, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
     "pythia-theory": partial(printed, SHAPES, "A round"),
     **{f"{name}-tables": partial(all_tables, name) for name in BENCHMARKS},

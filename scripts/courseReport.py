@@ -136,8 +136,8 @@ def steps(plan: Namespace) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_py(words: Sequence[str]) -> int:
-    """Run test.py in a process of its own: if it is stopped, the other steps still run. Its tables are on the page,
-    so only its stderr is shown. Returns its exit code."""
+    """The exit code of test.py in a process of its own: if it is stopped, the other steps still run. Only its stderr is
+    shown."""
     return subprocess.run([sys.executable, str(ROOT / "test.py"), *words], stdout=subprocess.DEVNULL).returncode
 
 
@@ -159,10 +159,10 @@ def make_report(argv: Sequence[str] | None) -> int:
     codes += [downloadData.main([*data, "--books", str(plan.books)])] if data else []
     if 130 in codes:
         raise KeyboardInterrupt
-    failed = []
+    runs = finished_runs(plan)
     for number, (title, command) in enumerate(plan.steps):
         place = f"[{number + 1}/{len(plan.steps)}] {title}"
-        if run := finished_runs(plan)[number][1]:
+        if run := runs[number][1]:
             print(f"{place}: measured before, run {run[0]['run']}", flush=True)
             continue
         print(f"{place}: python test.py {shlex.join(command)}", flush=True)
@@ -170,15 +170,13 @@ def make_report(argv: Sequence[str] | None) -> int:
         code = test_py([*command, "--out", str(plan.out)])
         if code == 130:
             raise KeyboardInterrupt
-        done = finished_runs(plan)[number][1]
-        failed += [] if done else [title]
-        how = "done" if done else f"FAILED (exit code {code})"
+        runs = finished_runs(plan)
+        how = "done" if runs[number][1] else f"FAILED (exit code {code})"
         print(f"{place}: {how}, {time.monotonic() - begin:.0f} s", flush=True)
-        replace_file(plan.out / PAGE, page(finished_runs(plan)))
-    runs = finished_runs(plan)
+        replace_file(plan.out / PAGE, page(runs))
     replace_file(plan.out / PAGE, page(runs))
     print(f"Written: {plan.out / PAGE}, after {time.monotonic() - start:.0f} s.")
-    if failed:
+    if failed := [title for title, run in runs if not run]:
         print(f"{len(failed)} failed: {'; '.join(failed)}. The same command measures only what is missing.")
     lossless = all(losslessReport.verdict(run[1])[0] for _, run in runs if run and of_kind(run[1], LosslessLine))
     return 0 if lossless and not failed and not any(codes) else 1
@@ -210,20 +208,19 @@ def page(runs: Sequence[tuple[str, Run | None]]) -> str:
         pieces.append(f"**Perplexity per text**\n\n{markdown(table)}")
     pieces.append(NOTES)
     for title, step in runs:
-        pieces += [f"## {title}", *(tables_of_run(step) if step else ["Not measured."])]
+        pieces.append(f"## {title}")
+        if not step:
+            pieces.append("Not measured.")
+            continue
+        run, lines = step
+        dtypes = ", ".join(dict.fromkeys(str(line.get("dtype")) for line in lines if "dtype" in line))
+        pieces.append(f"{source(without_places(run), dtypes)} Run {run['run']}.")
+        for piece in list(pieces_of_run(run, lines))[len(list(heading(run, True))) :]:
+            if isinstance(piece, Table):
+                pieces += filter(None, [f"**{piece.title}**", markdown(piece), piece.notes])
+            elif words := str(piece):
+                pieces.append(re.sub(r"^Figure: (.*)", r"![\1](\1)", words))
     return "\n\n".join(pieces) + "\n"
-
-
-def tables_of_run(measured: Run) -> Iterator[str]:
-    """All tables, notes and figures of a run in Markdown."""
-    run, lines = measured
-    dtypes = ", ".join(dict.fromkeys(str(line.get("dtype")) for line in lines if "dtype" in line))
-    yield f"{source(without_places(run), dtypes)} Run {run['run']}."
-    for piece in list(pieces_of_run(run, lines))[len(list(heading(run, True))) :]:
-        if isinstance(piece, Table):
-            yield "\n\n".join(filter(None, [f"**{piece.title}**", markdown(piece), piece.notes]))
-        elif words := str(piece):
-            yield re.sub(r"^Figure: (.*)", r"![\1](\1)", words)
 
 
 def speeds_beside(columns: Sequence[Column]) -> Table:
@@ -256,7 +253,6 @@ def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool) -> Ta
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return the exit code."""
     kept = "What was measured is kept; the same command continues."
     return as_command("courseReport", partial(make_report, argv), kept)
 

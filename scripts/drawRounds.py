@@ -50,7 +50,7 @@ def lines_of(prompt: str, rounds: Sequence[Sequence[Sequence[str]]], ended: bool
         yield glyphs[at - len(line) : at]
 
 
-def draw_rounds(record: dict[str, Any], path: Path, comment: str = "") -> None:
+def draw_rounds(record: dict[str, Any], path: Path, comment: str) -> None:
     """Write the moving picture of a record as a GIF. comment: is kept in the file."""
     longest, frames = max(text["seconds"][-1] for text in record["texts"].values()), []
     models, machine = " with ".join(model["name"] for model in record["models"].values()), record["machine"]

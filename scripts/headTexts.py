@@ -1,10 +1,10 @@
 """The data of a head: the texts that its target writes, the target's hidden states for them, windows of both to train
 on, and how good a head is on the texts that are held out.
 
-The texts are written as users let the target write. It continues passages of books or articles. A chat model also
-writes conversations: both the user's turns and the answers (Magpie, Xu et al., arXiv 2406.08464). Most of these begin
-with a task about a passage instead, or with the first words of a question, because the questions that a small model
-asks by itself are much alike. Then the target reads the texts once, and what it has computed is kept on disk, in parts.
+The target continues passages of books or articles. A chat model also writes conversations: both the user's turns and
+the answers (Magpie, Xu et al., arXiv 2406.08464). Most of these begin with a task about a passage instead, or with the
+first words of a question, because the questions that a small model asks by itself are much alike. Then the target
+reads the texts once, and what it has computed is kept on disk, in parts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ from inputs.progress import Bar
 from inputs.texts import CHARACTERS, Corpus, encode, load_corpora, read_questions
 from regrSampling import regrSampling
 from scripts.trainBundled import read_documents
-from scripts.training import GAMMA, SAMPLING, at_a_time, distributions, output_logits, sums_of
+from scripts.training import GAMMA, LAYERS, SAMPLING, at_a_time, distributions, output_logits, sums_of
 from utils import Sampling, UserError, probabilities
 
-LAYERS = {"last": (1.0,), "three": (1 / 6, 1 / 2, 1.0)}  # where in the target a feature comes from
 WRITTEN = 2_000_000  # tokens of text that the target writes and reads
 TEXTS = 128  # texts in a part, which is kept or computed again as a whole
 HELD_OUT = 32  # texts that are not trained on: the first part
@@ -139,10 +138,9 @@ class TextWriter:
                 tasks = self.rng.choices(INSTRUCTIONS, k=round(TASKS * count))
                 first_turns = [self.passage(f"{task}\n\n") for task in tasks]
             asked = [text + undrawn(question[: self.length // 2]) for text, question in zip(texts, first_turns)]
-            begun = [
-                text + undrawn(self.encoded(self.rng.choice(STARTS)) if self.rng.random() < STARTED else [])
-                for text in texts[len(first_turns) :]
-            ]
+            begun = texts[len(first_turns) :]
+            starts = [self.rng.choice(STARTS) if self.rng.random() < STARTED else "" for _ in begun]
+            begun = [text + undrawn(self.encoded(start)) for text, start in zip(begun, starts)]
             asked += [self.without_end(text) for text in self.continued(begun, USER, TURN)]
             texts = self.continued([text + undrawn(after_user) for text in asked], sampling, ANSWER)
         return ended + texts
@@ -167,9 +165,6 @@ def chat_pieces(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     except Exception as error:  # A template is a program. It may do anything but what its sandbox forbids.
         raise UserError(f"the chat template cannot be cut into its turns ({one_line(error)})") from None
     return [tokenizer(x, add_special_tokens=False)["input_ids"] for x in (first, after_user, after_model)]
-
-
-# What the target computes of a text.
 
 
 def tapped(target: CachedModel, layers: str) -> list[int]:
@@ -197,10 +192,8 @@ def checked_output_layer(target: CachedModel) -> RestrictedHead:
     output, tokens = output_layer(target), torch.arange(8)[None] % target.vocabulary
     logits = output_logits(output, hidden_states(target, tokens)[..., -output.weight.shape[1] :]).cpu()
     if not torch.allclose(logits.log_softmax(-1), target.score(tokens).log_softmax(-1), atol=0.1, rtol=0.1):
-        raise UserError(
-            f"{target.name} changes its logits after its output layer (or normalizes its last hidden states), so "
-            "heads are not supported for it"
-        )
+        change = "changes its logits after its output layer (or normalizes its last hidden states)"
+        raise UserError(f"{target.name} {change}, so heads are not supported for it")
     return output
 
 
@@ -218,14 +211,10 @@ def read_states(texts: Sequence[Written], target: CachedModel, output: Restricte
             states.append(rows[: len(tokens)].to(torch.bfloat16).cpu())
             last = rows[: len(tokens), -output.weight.shape[1] :]
             sums += [sums_of(output, few).cpu() for few in last.split(at_a_time(target.device))]
-    lengths = torch.tensor([len(text) for text in texts])
-    return {
-        "tokens": torch.tensor([token for text in texts for token, _ in text], dtype=torch.int32),
-        "text": torch.arange(len(texts), dtype=torch.int32).repeat_interleave(lengths),
-        "drawn": torch.tensor([drawn for text in texts for _, drawn in text]),
-        "states": torch.cat(states),
-        "sums": torch.cat(sums),
-    }
+    tokens, drawn = zip(*(pair for text in texts for pair in text))
+    part = {"tokens": torch.tensor(tokens, dtype=torch.int32), "drawn": torch.tensor(drawn)}
+    text = torch.arange(len(texts), dtype=torch.int32).repeat_interleave(torch.tensor([len(text) for text in texts]))
+    return part | {"text": text, "states": torch.cat(states), "sums": torch.cat(sums)}
 
 
 def text_writer(args: Namespace) -> TextWriter:
@@ -233,9 +222,8 @@ def text_writer(args: Namespace) -> TextWriter:
     corpora = [Corpus(str(name), read_documents(name)) for name in args.texts] if args.texts else load_corpora("sample")
     passages = [p for corpus in corpora for p in corpus.passages(PASSAGE, CHARACTERS * PROMPT[1])]
     if (count := len(set(passages))) < FEWEST:
-        raise UserError(
-            f"--texts has {count} passages of {PASSAGE} characters, but a head needs {FEWEST}; add more texts"
-        )
+        few = f"{count} passages of {PASSAGE} characters, but a head needs {FEWEST}"
+        raise UserError(f"--texts has {few}; add more texts")
     questions = [question.turns[0] for question in read_questions(args.prompts)] if args.prompts else []
     return TextWriter(args.folder, args.device, passages, questions, args.seed)
 
@@ -261,10 +249,9 @@ def prepare_parts(args: Namespace, target: CachedModel) -> list[Part]:
                 check_disk(args.data, left * bytes_of_token)
                 if writer is None:
                     writer, output = text_writer(args), checked_output_layer(target)
-                begin = time.monotonic()
+                begin, temporary = time.monotonic(), file.with_name(f".{file.name}")
                 part = read_states(writer.write(len(parts), TEXTS if parts else HELD_OUT), target, output)
                 seconds = time.monotonic() - begin
-                temporary = file.with_name(f".{file.name}")
                 save_file(part | {"seconds": torch.tensor(seconds)}, temporary)
                 os.replace(temporary, file)
                 print(f"{file.name}: {len(part['tokens']):,} tokens in {seconds:.0f} s", file=sys.stderr)
@@ -275,20 +262,15 @@ def prepare_parts(args: Namespace, target: CachedModel) -> list[Part]:
     return parts
 
 
-# Windows of the texts.
-
-
 class TextBatch(NamedTuple):
-    """Windows of the texts. tokens: int64 `[B, n]`. text: which text each is of, `[B, n]`. drawn: `[B, n]`, whether
-    each was drawn with SAMPLING. before: the hidden states of the token before each, `[B, n, layers * d]`, 0 at the
-    beginning of a text. last: the last hidden states of each `[B, n, d]`. sums: `[B, n, 3]`, see `sums_of`."""
+    """Windows of the texts."""
 
-    tokens: Tensor
-    text: Tensor
-    drawn: Tensor
-    before: Tensor
-    last: Tensor
-    sums: Tensor
+    tokens: Tensor  # int64 `[B, n]`
+    text: Tensor  # which text each token is of, `[B, n]`
+    drawn: Tensor  # whether each was drawn with SAMPLING, `[B, n]`
+    before: Tensor  # the hidden states of the token before each, `[B, n, layers * d]`, 0 at the beginning of a text
+    last: Tensor  # the last hidden states of each, `[B, n, d]`
+    sums: Tensor  # see `sums_of`, `[B, n, 3]`
 
 
 def batch_of(windows: Sequence[tuple[Part, int, int]], output: Tensor) -> TextBatch:
@@ -301,9 +283,6 @@ def batch_of(windows: Sequence[tuple[Part, int, int]], output: Tensor) -> TextBa
         before = states[earlier].masked_fill(begins[:, None], 0.0)
         rows.append((tokens, part["text"][at], part["drawn"][at], before, states[at, -d:], part["sums"][at]))
     return TextBatch(*(torch.stack(column).to(output.device) for column in zip(*rows)))
-
-
-# How good a network is on texts that it was not trained on.
 
 
 @torch.inference_mode()
@@ -355,9 +334,7 @@ def expected_counts(overlap: np.ndarray, ratio: np.ndarray, drawn: Sequence[bool
     steps, n = overlap.shape
     begins = np.zeros(n + steps + 2)  # how probable it is that a round begins with the token at this place as its last
     tested, passed = np.zeros(steps), np.zeros(steps)
-    for s in range(n - steps - 1):
-        if not drawn[s]:
-            continue
+    for s in (s for s in range(n - steps - 1) if drawn[s]):
         if s == 0 or not drawn[s - 1]:
             begins[s] = 1.0
         whole, reached = all(drawn[s + 1 : s + steps + 2]), begins[s]

@@ -88,11 +88,11 @@ def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises UserError if there is none."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(record, dict):
+            raise ValueError("it is not a JSON object")
+        return record
     except (OSError, ValueError) as error:
         raise UserError(f"{file.name} cannot be read as a record: {error}") from None
-    if not isinstance(record, dict):
-        raise UserError(f"{file.name} is not a record: it is not a JSON object")
-    return record
 
 
 def without_places(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,12 +160,10 @@ def keep_run(name: str, chosen: Sequence[str], folder: Path, root: Path) -> str:
 
 
 def keep_record(root: Path, argv: Sequence[str] | None) -> None:
-    """Parse the flags and copy."""
     parser = script_parser("python -m scripts.keepRecord", __doc__)
     parser.add_argument("name", type=text, metavar="NAME", help="first, compare, sweep, ..., or of a file")
     parser.add_argument("run", type=text, nargs="*", metavar="RUN", help="a run's name; 1 is the newest")
-    where = "(the project's folder)"
-    parser.add_argument("--from", dest="folder", type=path, default=ROOT, metavar="FOLDER", help=where)
+    parser.add_argument("--from", dest="folder", type=path, default=ROOT, metavar="FOLDER", help="(the project's)")
     args = parser.parse_args(argv)
     if args.name == "index" or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", args.name):
         raise UserError(f"a record cannot have the name {args.name!r}: it takes letters, digits, dots, - and _")
@@ -182,7 +180,6 @@ def keep_record(root: Path, argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Run the command line `argv` on the records in the folder `root`; returns the exit code."""
     return as_command("keepRecord", partial(keep_record, root, argv), "Nothing was written.")
 
 

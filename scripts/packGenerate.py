@@ -15,17 +15,15 @@ from inputs.commandLine import as_command, path, script_parser
 from inputs.files import ROOT
 from utils import UserError
 
-SOURCE = ROOT / "custom_generate"
-
 
 def pack(argv: Sequence[str] | None) -> None:
     """Parse the flags and write the folder. A module keeps the last part of its name."""
     parser = script_parser("python -m scripts.packGenerate", __doc__)
     parser.add_argument("folder", type=path)
-    folder = parser.parse_args(argv).folder / "custom_generate"
+    source, folder = ROOT / "custom_generate", parser.parse_args(argv).folder / "custom_generate"
     if folder.exists():
         raise UserError(f"{folder} exists already; name another folder, or remove it first")
-    files, texts = [SOURCE / "generate.py"], {}
+    files, texts = [source / "generate.py"], {}
     for file in files:  # The list grows by what its files import, anywhere in them.
 
         def relative(match: re.Match[str]) -> str:
@@ -38,14 +36,13 @@ def pack(argv: Sequence[str] | None) -> None:
         texts[file.name] = re.sub(r"^(\s*)from ([\w.]+) import", relative, file.read_text(encoding="utf-8"), flags=re.M)
     assert len(texts) == len(files), "two modules have one name"
     folder.mkdir(parents=True)
-    shutil.copy(SOURCE / "requirements.txt", folder)
+    shutil.copy(source / "requirements.txt", folder)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     print(f"Written to {folder}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return the exit code."""
     return as_command("packGenerate", lambda: pack(argv), "Nothing was written.")
 
 

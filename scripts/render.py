@@ -119,20 +119,6 @@ def picture_fault(picture: str, records: Records) -> str | None:
         return f"has no record: {error}"
 
 
-def redraw(picture: str, records: Records) -> None:
-    """Draw a picture, with the digest of its record."""
-    path, name, digest = records.root / picture, PICTURES[picture], picture_digest(picture, records)
-    if path.suffix == ".gif":
-        draw_rounds(records.file(name), path, digest)
-        return
-    FIGURES[name](records.files.get(name) or records.run(name)[1], path)
-    info = PngInfo()
-    info.add_text(DIGEST, digest)
-    with Image.open(path) as image:
-        image.load()
-        image.save(path, pnginfo=info, optimize=True)
-
-
 def check(root: Path) -> list[str]:
     """All faults of the documentation in the folder `root`."""
     records = Records(root)
@@ -154,12 +140,21 @@ def render_all(root: Path) -> list[str]:
         replace_file(path, text)
     pictures = [picture for picture in PICTURES if picture_fault(picture, records)]
     for picture in pictures:
-        redraw(picture, records)
+        path, name, digest = root / picture, PICTURES[picture], picture_digest(picture, records)
+        if path.suffix == ".gif":
+            draw_rounds(records.file(name), path, digest)
+            continue
+        FIGURES[name](records.files.get(name) or records.run(name)[1], path)
+        info = PngInfo()
+        info.add_text(DIGEST, digest)
+        with Image.open(path) as image:
+            image.load()
+            image.save(path, pnginfo=info, optimize=True)
     return [*(str(path.relative_to(root)) for path in changed), *pictures]
 
 
 def render_or_check(root: Path, argv: Sequence[str] | None) -> int:
-    """Parse the flags, render or check. Returns 1 if a check finds faults."""
+    """The exit code: 1 if a check finds faults."""
     parser = script_parser("python -m scripts.render", __doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, and list what would change")
     if parser.parse_args(argv).check:
@@ -172,7 +167,6 @@ def render_or_check(root: Path, argv: Sequence[str] | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Run the command line `argv` on the documentation in the folder `root`; returns the exit code."""
     return as_command("render", partial(render_or_check, root, argv), "No text was written.")
 
 

@@ -28,13 +28,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from engine.cachedModel import CachedModel
 from inputs.commandLine import as_command, number, path, script_parser, text, whole
@@ -57,14 +51,10 @@ TOGETHER = 256  # rows written at a time
 MIXED = (256, 256, 1024, CONTEXT)  # row lengths
 WRITTEN = (*[256] * 8, 1024)  # in training for acceptance, the target writes the rows of 256
 Row = tuple[Tensor, ...]  # a text's tokens, and what its teacher said of them
+Rows = dict[int, Iterator[Row]]  # {row length: endless rows}
 
-
-# The target's first stage has long rows only at its end, where the rates are too low to learn from them. Its second
-# stage repaired part of that; its third, at full rates and on more text, the rest. The draft's second stage read too
-# few windows of the corpus, again and again; its third reads more. Its fourth reads more texts that the target wrote:
-# alone it agreed less at temperature 1, the mean with the weights before does not. Its fifth reads still more, at
-# higher rates; there a mean does not help.
-# {name: (layers, width, the model whose distribution it learns or None for the text, stages)}
+# {name: (layers, width, the model whose distribution it learns or None for the text, stages)}. models/README.md says
+# what each stage is for.
 MODELS: dict[str, tuple[int, int, str | None, list[Recipe]]] = {
     "target": (12, 192, None, [
         Recipe(12_600_000, lengths=(256,), last_lengths=(CONTEXT,)),
@@ -96,23 +86,18 @@ def read_documents(path: str | Path) -> list[str]:
         text = read(file)
         if re.search(r"^ = [^=].* = $", text, re.M):
             text = re.sub(r" ?<unk>", "", re.sub(r"^ *\n", "", text, flags=re.M))
-            documents += re.split(r"^(?= = [^=].* = $)", text, flags=re.M)
-        else:
-            documents.append(text)
+        documents += re.split(r"^(?= = [^=].* = $)", text, flags=re.M)
     return [d for d in documents if d.strip()] * int(times or 1)
 
 
 def train_tokenizer(documents: Sequence[str], folder: Path) -> None:
-    """Train a byte-level BPE tokenizer with VOCABULARY entries and save it. As in Pythia's, `<|endoftext|>` is entry
-    0."""
+    """Train and save a byte-level BPE tokenizer of VOCABULARY entries. As in Pythia's, `<|endoftext|>` is entry 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END_OF_TEXT], show_progress=False, initial_alphabet=alphabet
-    )
-    tokenizer.train_from_iterator(documents, trainer)
+    options = {"vocab_size": VOCABULARY, "special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet}
+    tokenizer.train_from_iterator(documents, trainers.BpeTrainer(show_progress=False, **options))
     ends = {f"{end}_token": END_OF_TEXT for end in ("bos", "eos", "unk")}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=CONTEXT, **ends).save_pretrained(folder)
 
@@ -126,8 +111,7 @@ def new_model(layers: int, width: int) -> nn.Module:
 
 
 def load_float32(folder: Path) -> nn.Module:
-    """The model of a folder."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return GPTNeoXForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 
 
 def corpus_windows(tokens: Tensor, length: int, rng: random.Random) -> Iterator[Tensor]:
@@ -142,9 +126,8 @@ def corpus_windows(tokens: Tensor, length: int, rng: random.Random) -> Iterator[
 def continue_prompts(teacher: nn.Module, prompts: Iterator[Tensor], count: int, length: int, minutes: float) -> Tensor:
     """Texts `[count, length]`: prompts of the corpus, continued by the teacher with SAMPLING. Fewer rows if they take
     longer than `minutes`."""
-    model = CachedModel(copy.deepcopy(teacher).to(torch.bfloat16))
+    model, begin = CachedModel(copy.deepcopy(teacher).to(torch.bfloat16)), time.monotonic()
     generator = torch.Generator(model.device).manual_seed(count)
-    begin = time.monotonic()
     texts: list[list[int]] = []
     for at in followed(range(0, count, TOGETHER), "the target writes", -(-count // TOGETHER)):
         if texts and time.monotonic() - begin > 60 * minutes:
@@ -171,13 +154,13 @@ def label_texts(teacher: nn.Module, texts: Tensor, device: str, prompt: int = 1)
 
 def rows_of(
     recipe: Recipe, tokens: Tensor, minutes: float, teacher: nn.Module | None, device: str, rng: random.Random
-) -> dict[int, Iterator[Row]]:
-    """{row length: endless rows} of a stage: windows of the corpus `tokens[N]`, or texts of `label_texts`. Of these
+) -> Rows:
+    """The rows of a stage: windows of the corpus `tokens[N]`, or texts of `label_texts`. Of these
     the teacher writes the shortest ones, for `minutes` at most."""
     if not recipe.labelled or teacher is None:
         lengths = {*recipe.lengths, *(recipe.last_lengths or ())}
         return {length: zip(corpus_windows(tokens, length, rng)) for length in lengths}  # tuples of one tensor
-    rows: dict[int, Iterator[Row]] = {}
+    rows: Rows = {}
     for length, count in recipe.labelled.items():
         if is_written := length == min(recipe.labelled):
             texts = continue_prompts(teacher, corpus_windows(tokens, PROMPT - 1, rng), count, length + 1, minutes)
@@ -190,15 +173,10 @@ def rows_of(
 
 
 class StageTrainer(Trainer):
-    """A stage of a bundled model, on {row length: endless rows} of `rows_of`."""
+    """A stage of a bundled model, on the rows of `rows_of`."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        network: nn.Module,
-        label: str,
-        rows: dict[int, Iterator[Row]],
-        teacher: nn.Module | None = None,
+        self, recipe: Recipe, network: nn.Module, label: str, rows: Rows, teacher: nn.Module | None = None
     ) -> None:
         super().__init__(recipe, network.train(), label)
         self.rows, self.teacher = rows, teacher
@@ -223,7 +201,6 @@ class StageTrainer(Trainer):
 
 
 def bundled_flags(argv: Sequence[str] | None) -> Namespace:
-    """The flags, checked. Raises UserError for invalid ones."""
     parser = script_parser("python -m scripts.trainBundled", __doc__)
     add, texts = parser.add_argument, "files or folders to train on; PATH:3 counts it three times"
     add("--texts", nargs="+", type=text, required=True, help=texts)
@@ -238,20 +215,17 @@ def bundled_flags(argv: Sequence[str] | None) -> Namespace:
     args = parser.parse_args(argv)
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
+    args.out = Path(os.path.abspath(args.out))
     for name in args.models:
         *_, teacher, stages = MODELS[name]
         if args.stage > len(stages):
             raise UserError(f"bundled-{name} has no stage {args.stage}, the last is {len(stages)}")
         if args.stage > 1:
-            find_model(bundled_folder(args, name))
+            find_model(args.out / f"bundled-{name}")
         if teacher and teacher not in args.models:
-            find_model(bundled_folder(args, teacher))
+            find_model(args.out / f"bundled-{teacher}")
     args.device = pick_device(args.device)
     return args
-
-
-def bundled_folder(args: Namespace, name: str) -> Path:
-    return Path(os.path.abspath(args.out)) / f"bundled-{name}"
 
 
 def train_bundled(args: Namespace) -> None:
@@ -260,7 +234,7 @@ def train_bundled(args: Namespace) -> None:
     heldout = {file: read(file) for file in args.heldout}
     if not documents:
         raise UserError("--texts contains no text; name others")
-    folder = bundled_folder(args, "target")
+    folder = args.out / "bundled-target"
     if not (folder / "tokenizer.json").exists():
         train_tokenizer(sorted(set(documents)), folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -278,12 +252,12 @@ def train_bundled(args: Namespace) -> None:
             print(f"  perplexity on {file.name}: {figures}", flush=True)
 
 
-def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerBase, tokens: Tensor) -> nn.Module:
+def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerFast, tokens: Tensor) -> nn.Module:
     """Train a model through its stages and save it after each. Returns it in float32, with the weights as stored."""
-    (layers, width, learnt, stages), folder = MODELS[name], bundled_folder(args, name)
+    (layers, width, learnt, stages), folder = MODELS[name], args.out / f"bundled-{name}"
     torch.manual_seed(args.seed)
     model = new_model(layers, width) if args.stage == 1 else load_float32(folder)
-    teacher = load_float32(bundled_folder(args, learnt)).eval().to(args.device) if learnt else None
+    teacher = load_float32(args.out / f"bundled-{learnt}").eval().to(args.device) if learnt else None
     for stage, recipe in list(enumerate(stages, 1))[args.stage - 1 :]:
         begin, rng = time.monotonic(), random.Random(args.seed + stage - 1)
         rows = rows_of(recipe, tokens, args.minutes / 3, teacher, args.device, rng)
@@ -292,11 +266,9 @@ def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerBase, 
         trainer = StageTrainer(recipe, model.to(args.device), f"bundled-{name}, stage {stage}", rows, teacher)
         trainer.train()
         loss = np.mean(trainer.losses[-max(1, trainer.step // 20) :])
-        print(
-            f"bundled-{name}: {sum(p.numel() for p in model.parameters()):,} parameters, stage {stage}: "
-            f"{trainer.step:,} steps, {trainer.step * recipe.batch:,} tokens, loss {loss:.4f}",
-            flush=True,
-        )
+        size, tokens_read = sum(p.numel() for p in model.parameters()), trainer.step * recipe.batch
+        done = f"stage {stage}: {trainer.step:,} steps, {tokens_read:,} tokens, loss {loss:.4f}"
+        print(f"bundled-{name}: {size:,} parameters, {done}", flush=True)
         model = model.cpu().to(torch.bfloat16)  # As stored: the next stage starts from what is stored.
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -305,7 +277,6 @@ def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerBase, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return the exit code."""
     return as_command("trainBundled", lambda: train_bundled(bundled_flags(argv)), "The stages that ended are kept.")
 
 

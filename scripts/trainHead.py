@@ -3,9 +3,8 @@
     python -m scripts.trainHead bundled-target models/my-head --texts books/ wiki.valid.tokens:8 --hours 0.5
     python -m scripts.trainHead SmolLM2-135M-Instruct models/my-head --texts books/ --hours 4 --draftVocab 8192
 
-The target first writes the texts to train on, as a user would let it: it continues passages of --texts. A chat model
-also writes conversations: both the user's turns and the answers (Magpie, Xu et al., arXiv 2406.08464). Then it reads
-the texts, and the hidden states that the head needs are kept on disk. Last, the head is trained on them.
+The target first writes the texts to train on and reads them (scripts/headTexts.py); the hidden states that the head
+needs are kept on disk. Last, the head is trained on them.
 
 Everything is kept in OUT. If the script is stopped, the same command continues where it stopped. The head in OUT can be
 used as soon as it exists. At the end OUT/head-TARGET.json holds the acceptance on text that is not trained on, over
@@ -40,30 +39,14 @@ from inputs.devices import pick_device, pick_dtype
 from inputs.files import replace_file
 from inputs.models import end_tokens, find_model, load_model, load_tokenizer, model_version
 from inputs.texts import find_prompts
-from scripts.headTexts import (
-    LAYERS,
-    WRITTEN,
-    Part,
-    TextBatch,
-    acceptance_on,
-    batch_of,
-    output_layer,
-    prepare_parts,
-    tapped,
-)
+from scripts.headTexts import WRITTEN, Part, TextBatch, acceptance_on, batch_of, output_layer, prepare_parts, tapped
 from scripts.trainBundled import read_documents
-from scripts.training import GAMMA, Recipe, Trainer, chain_loss
+from scripts.training import GAMMA, LAYERS, Recipe, Trainer, chain_loss
 from utils import UserError
 
-RECIPE = Recipe(
-    batch=1024,
-    lengths=(256,) * 7 + (1024,),  # Long rows teach to look far back, and cost more.
-    adam_rate=4e-3,
-    head_start=1e-4,
-    weight_decay=0.1,  # With few texts, a head otherwise learns them by heart.
-    clip=1.0,
-    fused=False,
-)
+# Long rows teach to look far back, and cost more. Without weight decay, a head learns few texts by heart.
+LENGTHS = (256,) * 7 + (1024,)
+RECIPE = Recipe(batch=1024, lengths=LENGTHS, adam_rate=4e-3, head_start=1e-4, weight_decay=0.1, clip=1.0, fused=False)
 VARIANTS: dict[str, dict[str, Any]] = {  # of an ablation: what differs from RECIPE; eagle-1 is the first EAGLE's
     "head": {},
     "last-layer": {"layers": "last"},
@@ -107,10 +90,8 @@ class TrainedHead(HeadNetwork):
     at position t the hidden state that step j - 1 gave at t - 1."""
 
     def chain(self, batch: TextBatch, steps: int) -> Tensor:
-        layer = self.model.layers[0]
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
-        features = self.features_before(batch)
-        angles = self.model.rotary_emb(features, positions)
+        layer, features = self.model.layers[0], self.features_before(batch)
+        angles = self.model.rotary_emb(features, torch.arange(features.shape[1], device=features.device)[None])
         cache: list[tuple[Tensor, Tensor]] = []
         hidden = []
         for _ in range(steps):
@@ -181,18 +162,11 @@ def new_network(recipe: Recipe, target: CachedModel, tokens: Tensor | None) -> T
     if width != d:
         raise UserError(f"{target.name} has embeddings whose width differs from its layers'; heads are not supported")
     copied = {name: getattr(of_target, name) for name in LIKE_TARGET} if llama_layers(target) else {}
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=d,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(of_target, "num_key_value_heads", None) or heads,
-        max_position_embeddings=target.context,
-        tie_word_embeddings=False,
-        head={"layers": tapped(target, recipe.layers)},
-        **{"intermediate_size": MLP * d} | copied,
-    )
-    return TrainedHead.of(config, target, tokens)
+    sizes = {"vocab_size": vocabulary, "hidden_size": d, "num_hidden_layers": 1, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": getattr(of_target, "num_key_value_heads", None) or heads}
+    sizes |= {"max_position_embeddings": target.context, "intermediate_size": MLP * d} | copied
+    head = {"layers": tapped(target, recipe.layers)}
+    return TrainedHead.of(LlamaConfig(**sizes, tie_word_embeddings=False, head=head), target, tokens)
 
 
 def llama_layers(target: CachedModel) -> list[nn.Module]:
@@ -250,8 +224,9 @@ class HeadTrainer(Trainer):
         self.held_out = list(self.texts_of(parts[0]))
         out.mkdir(parents=True, exist_ok=True)
         self.recorded = {name: getattr(recipe, name) for name in RECORDED}
-        about = {"recipe": self.recorded, "tokens": output.tokens.tolist()}
-        super().__init__(recipe, network, out.name, out / "training.pt", about)
+        self.about = {"recipe": self.recorded, "tokens": output.tokens.tolist()}
+        self.checkpoint = out / "training.pt"
+        super().__init__(recipe, network, out.name)
 
     def texts_of(self, part: Part) -> Iterator[TextBatch]:
         """Each text of a part, as a batch of its own."""
@@ -274,15 +249,14 @@ class HeadTrainer(Trainer):
         """The cross-entropy to the target's distribution in each step of a chain, and in the end the share of guesses
         that the target rejects. The feature loss is not in its value."""
         recipe, finishing = self.recipe, self.share >= 1 - self.recipe.finish
-        opening = recipe.kind == "head" and self.share < recipe.opening
-        steps = 1 if opening else recipe.unroll
+        steps = 1 if recipe.kind == "head" and self.share < recipe.opening else recipe.unroll
         with torch.autocast(self.device.type, self.autocast, self.autocast != torch.float32):
             hidden = self.network.chain(batch, steps).float()
         weights = chain_weights(batch.text, steps)
         weights *= (STEP_WEIGHT ** torch.arange(steps, device=weights.device))[:, None, None]
         weights /= weights.sum()
-        last, sums = batch.last.flatten(0, 1), batch.sums.flatten(0, 1)
-        loss = chain_loss(hidden.flatten(1, 2), last, sums, weights.flatten(1), self.output, finishing)
+        flat = hidden.flatten(1, 2), batch.last.flatten(0, 1), batch.sums.flatten(0, 1), weights.flatten(1)
+        loss = chain_loss(*flat, self.output, finishing)
         if recipe.feature_loss and not finishing:
             away = F.smooth_l1_loss(hidden, batch.last.float().expand_as(hidden), reduction="none").mean(-1)
             feature_loss = (away * weights).sum()
@@ -301,7 +275,6 @@ class HeadTrainer(Trainer):
 
 
 def head_flags(argv: Sequence[str]) -> Namespace:
-    """The flags, checked. Raises UserError for invalid ones."""
     parser = script_parser("python -m scripts.trainHead", __doc__)
     add, of_steps = parser.add_argument, f"of training, of {RECIPE.batch} tokens each, instead of --hours"
     add("target", type=text, help="the model whose head is trained: a folder of models/, or a path")
@@ -356,32 +329,22 @@ def train_heads(argv: Sequence[str]) -> None:
         parameters, last = sum(p.numel() for p in trainer.weights.values()), trainer.history[-1]
         variants[name] = {"recipe": trainer.recorded, "parameters": parameters, "history": trainer.history}
         positions = ", ".join(f"{share:.3f}" for share in last["acceptance"])
-        print(
-            f"{out.name:>12}: {last['alpha']:.3f} of the tested guesses pass ({positions} by position); at gamma "
-            f"{GAMMA} that is {last['tokens_per_round']:.2f} tokens a round",
-            flush=True,
-        )
+        passing = f"{last['alpha']:.3f} of the tested guesses pass ({positions} by position)"
+        tokens_per_round = f"{last['tokens_per_round']:.2f} tokens a round"
+        print(f"{out.name:>12}: {passing}; at gamma {GAMMA} that is {tokens_per_round}", flush=True)
     # Of a folder or a file the record has the name alone.
     flags = {key: Path(x).name if isinstance(x, str | Path) else x for key, x in vars(args).items() if key != "texts"}
     models = {"target": model_record(args.folder.name, model_version(args.folder), target)}
-    record = {
-        "program": "-m scripts.trainHead",
-        **origin([Path(word).name for word in argv], flags, args.device, models),
-        "dtype": pick_dtype(args.device),
-        "written": {
-            "tokens": sum(len(part["tokens"]) for part in parts),
-            "seconds": sum(float(part["seconds"]) for part in parts),
-        },
-        "variants": variants,
-    }
+    texts = {"tokens": sum(len(part["tokens"]) for part in parts), "seconds": sum(float(p["seconds"]) for p in parts)}
+    about = origin([Path(word).name for word in argv], flags, args.device, models)
+    record = {"program": "-m scripts.trainHead", **about, "dtype": pick_dtype(args.device)}
+    record |= {"written": texts, "variants": variants}
     name = f"{'ablation' if args.ablation else 'head'}-{args.folder.name}.json"
     replace_file(args.out / name, json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return the exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    kept = "The same command continues where this one stopped."
+    words, kept = sys.argv[1:] if argv is None else argv, "The same command continues where this one stopped."
     return as_command("trainHead", lambda: train_heads(words), kept, "lower --written")
 
 

@@ -33,6 +33,7 @@ from inputs.progress import Bar
 from utils import Sampling, UserError, least_kept, probabilities
 
 GAMMA = 4  # guesses of a round that a head is trained and measured for
+LAYERS = {"last": (1.0,), "three": (1 / 6, 1 / 2, 1.0)}  # where in the target a feature of a head comes from
 LOG_LINES = 20  # of a training
 CHECKPOINT_EVERY = 120.0  # seconds
 LAST = 0.8  # share of a training after which its last row lengths are used
@@ -71,7 +72,7 @@ class Recipe:
 
     # A head only.
     kind: str = "head"  # or "medusa"
-    layers: str = "three"  # of the target, whose hidden states make a feature: a key of headTexts.LAYERS
+    layers: str = "three"  # of the target, whose hidden states make a feature: a key of LAYERS
     unroll: int = GAMMA  # steps of the training-time test; with 1, it is trained on true features alone
     opening: float = 0.6  # the first share, with one step: on true features alone, which is several times faster
     finish: float = 0.15  # the last share, whose loss is the share of guesses that the target rejects
@@ -85,25 +86,17 @@ class Trainer(ABC):
     resumes. about: what a checkpoint must have in common with this training.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        network: nn.Module,
-        label: str,
-        checkpoint: Path | None = None,
-        about: Mapping[str, Any] | None = None,
-    ) -> None:
+    checkpoint: Path | None = None
+    about: Mapping[str, Any] = {}
+
+    def __init__(self, recipe: Recipe, network: nn.Module, label: str) -> None:
         self.recipe, self.network, self.label = recipe, network, label
-        self.checkpoint, self.about = checkpoint, about or {}
         self.weights = {name: p for name, p in network.named_parameters() if p.requires_grad}
         self.device = next(iter(self.weights.values())).device
-        matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, weight in self.weights.items():
-            is_matrix = weight.ndim == 2 and not re.search("embed|lm_head", name)
-            (matrices if is_matrix else others).append(weight)
+        matrices = {n: p for n, p in self.weights.items() if p.ndim == 2 and not re.search("embed|lm_head", n)}
+        others = [weight for name, weight in self.weights.items() if name not in matrices]
         self.optimizers = [
-            torch.optim.Muon(matrices, lr=0.0, weight_decay=recipe.weight_decay, adjust_lr_fn="original"),
+            torch.optim.Muon([*matrices.values()], lr=0.0, weight_decay=recipe.weight_decay, adjust_lr_fn="original"),
             torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=recipe.fused),
         ]
         self.step, self.seconds = 0, 0.0
@@ -151,7 +144,6 @@ class Trainer(ABC):
                 weight.lerp_(earlier, 0.5)
 
     def one_step(self) -> None:
-        """Read a batch, and change the weights."""
         recipe, share, begin = self.recipe, self.share, time.monotonic()
         lengths = recipe.last_lengths if recipe.last_lengths and share > LAST else recipe.lengths
         length = lengths[self.step % len(lengths)]
@@ -171,44 +163,32 @@ class Trainer(ABC):
     def log(self) -> None:
         """Add a line to `history`, and show it."""
         tokens = self.step * self.recipe.batch
-        line = {
-            "step": self.step,
-            "tokens": tokens,
-            "seconds": round(self.seconds, 1),
-            "tokens_per_second": round(tokens / max(self.seconds, 1e-3)),
-            "memory": psutil.Process().memory_info().rss,
-            "loss": float(np.mean(self.losses[-100:])),
-            **self.measure(),
-        }
-        self.history.append(line)
-        figures = ", ".join(f"{name} {np.round(value, 4)}" for name, value in line.items())
+        line = {"step": self.step, "tokens": tokens, "seconds": round(self.seconds, 1)}
+        line |= {"tokens_per_second": round(tokens / max(self.seconds, 1e-3))}
+        line |= {"memory": psutil.Process().memory_info().rss, "loss": float(np.mean(self.losses[-100:]))}
+        self.history.append(line | self.measure())
+        figures = ", ".join(f"{name} {np.round(value, 4)}" for name, value in self.history[-1].items())
         print(f"{self.label}: {figures}", file=sys.stderr, flush=True)
 
     def save(self) -> None:
         """Write the checkpoint in one step, so that it is never incomplete."""
         if self.checkpoint:
-            state = {
-                **self.about,
-                "weights": {name: p.detach() for name, p in self.weights.items()},
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                **{name: getattr(self, name) for name in ("step", "seconds", "history")},
-                "losses": self.losses[-100:],
-            }
+            progress = {name: getattr(self, name) for name in ("step", "seconds", "history")}
+            weights = {name: p.detach() for name, p in self.weights.items()}
+            optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+            state = {"weights": weights, "optimizers": optimizers, "losses": self.losses[-100:], **progress}
             temporary = self.checkpoint.with_name(f".{self.checkpoint.name}")
-            torch.save(state, temporary)
+            torch.save(state | self.about, temporary)
             os.replace(temporary, self.checkpoint)
 
     def resume(self, file: Path) -> None:
-        """Resume from a checkpoint."""
         try:
             state = torch.load(file, map_location=self.device, weights_only=True)
         except Exception as error:  # A broken file can raise nearly anything.
             raise UserError(f"{file} cannot be read ({one_line(error)}); remove it to train anew") from None
         if any(state.get(name) != value for name, value in self.about.items()):
             raise UserError(f"{file.parent} holds a training with other flags; name another OUT, or remove {file}")
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(state["weights"][name])
+        self.network.load_state_dict(state["weights"], strict=False)
         for optimizer, earlier in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(earlier)
         for name in "step", "seconds", "history", "losses":
@@ -287,11 +267,9 @@ def soft_nucleus(probs: Tensor) -> tuple[Tensor, Tensor]:
     With top-p 0.9 and the probabilities 0.5, 0.3, 0.15 and 0.05, the first three tokens are the nucleus. The edge is
     (0.15 * 0.05) ** 0.5 = 0.087. The tokens are inside by 0.999, 0.993, 0.9 and 0.1, where top-p says 1, 1, 1 and 0.
     """
-    if probs.device.type == "cpu":  # numpy's sort is 20 to 30 times faster than torch's.
-        ordered = torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)
-    else:
-        ordered = probs.sort(-1, descending=True).values
-    inside = least_kept(ordered, SAMPLING.top_p)
+    on_cpu = probs.device.type == "cpu"  # There numpy's sort is 20 to 30 times faster than torch's.
+    ordered = torch.from_numpy(np.sort(probs.numpy(), axis=-1)) if on_cpu else probs.sort(-1).values
+    inside = least_kept(ordered.flip(-1), SAMPLING.top_p)
     outside = probs.masked_fill(probs >= inside, 0.0).amax(-1, keepdim=True)
     edge = torch.maximum((inside * outside).sqrt(), WIDEST * inside)
     return (SHARPNESS * (probs.clamp(min=1e-30) / edge).log()).sigmoid_(), edge
@@ -348,8 +326,7 @@ def cross_entropy(logits: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
     """-sum_x p(x) log q(x) `[n, 1]`, at temperature 1, and its gradient by `logits[n, V]`."""
     logits = logits - logits.amax(-1, keepdim=True)
     q = logits.exp()
-    whole = q.sum(-1, keepdim=True)
-    among = plain.sum(-1, keepdim=True)
+    whole, among = q.sum(-1, keepdim=True), plain.sum(-1, keepdim=True)
     loss = among * whole.log() - (plain * logits).sum(-1, keepdim=True)
     return loss, q.mul_(among / whole).sub_(plain)
 
