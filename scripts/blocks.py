@@ -28,7 +28,7 @@ from report.losslessReport import verdict
 from report.results import pieces_of_run, show
 from report.runTables import swept_texts
 from report.sources import POST, POST_FIGURES, SPEED_UP, text_table
-from report.tables import Cell, Measured, Table, markdown, median, notation, span
+from report.tables import Cell, Measured, Table, markdown, median, name_of, notation, span
 from scripts.courseReport import CACHED, NO_CACHE, Column, beside_report, perplexities_beside, speeds_beside
 from scripts.keepRecord import Records, command_of, source
 from utils import Sampling, UserError
@@ -40,9 +40,9 @@ CATEGORIES = "categories", "categories-SmolLM2", "categories-head"  # runs with 
 COMPILED = CACHED | {"speculative": "fixed"}
 OWN = r"(?!.*:|.*no cache).*"  # this project's rows, with a KV cache
 BEST = r"self|fixed|lookup|head|target alone|(llama|open|ctrans|vllm).*|generate:(plain|compiled|assisted)"
-EAGER = (  # rows of the table of all methods
-    "fixed", "block", "lookup", "lookup first", "self", "head", "cascade", "additive", "draft confidence",
-    "target confidence", "cost aware", "tree", "contrastive", "spec. contrastive",
+EAGER = (  # methods whose speed-up is quoted of the table of all methods
+    "fixed", "block", "lookup", "lookupFirst", "self", "head", "cascade", "additive", "draftConfidence",
+    "targetConfidence", "costAware", "tree", "contrastive", "speculativeContrastive",
 )  # fmt: skip
 ROOT_FILES = "test", "specSampling", "regrSampling", "PPL", "utils", "downloadModel", "downloadData"
 WIDTH = 119  # characters of a line of the layout
@@ -207,18 +207,12 @@ def post(records: Records) -> str:
     return f"{markdown(table)}\n\n{source(run, dtype_of(lines))}"
 
 
-def row_ratio(method: str, baseline: str, records: Records) -> str:
-    """The throughput of a row of the bundled pair's benchmark over that of another."""
-    figures = speedup(of_kind(records.run(PAIR)[1], SpeedLine), method, baseline)
+def row_ratio(name: str, method: str, baseline: str, records: Records) -> str:
+    """The throughput of a row of a record over that of another."""
+    figures = speedup(of_kind(records.run(name)[1], SpeedLine), method, baseline)
     if isnan(figures.middle):
-        raise UserError(f"the benchmark's record has no rows {method!r} and {baseline!r}")
+        raise UserError(f"the record of {name} has no rows {method!r} and {baseline!r}")
     return str(span(figures))
-
-
-def eager(row: str, records: Records) -> str:
-    """The speed-up in a row of the table of all methods."""
-    table = printed("compare", "Speed:", records, columns=" | speed-up", rows=row)
-    return table.splitlines()[2].split("|")[2].strip()
 
 
 def overall(name: str, records: Records) -> str:
@@ -354,7 +348,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "results": excerpt,
     "chat": chat,
     "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
-    **{f"eager-{row.replace(' ', '-')}": partial(eager, row) for row in EAGER},
+    **{f"eager-{name_of(row).replace(' ', '-')}": partial(row_ratio, "compare", row, "target") for row in EAGER},
     **{name: partial(printed, name, "Speed:") for name in ("head", "head-tree")},
     "heads": partial(trainings, HEADS),
     "head-ablation": partial(trainings, (ABLATION,)),
@@ -373,10 +367,10 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     **{f"{of}scoring": partial(printed, run, "Forwards") for of, run in RUNS.items()},
     **{f"{of}prefill": partial(printed, run, "Time to the first token") for of, run in RUNS.items()},
     "round": partial(printed, PAIR, "A round"),
-    "over-plain": partial(row_ratio, "fixed", "target"),
-    "over-plain-block": partial(row_ratio, "block", "target"),
-    "over-assisted": partial(row_ratio, "fixed", "generate:assisted"),
-    "over-no-cache": partial(row_ratio, "fixed", "speculativeNoCache"),
+    "over-plain": partial(row_ratio, PAIR, "fixed", "target"),
+    "over-plain-block": partial(row_ratio, PAIR, "block", "target"),
+    "over-assisted": partial(row_ratio, PAIR, "fixed", "generate:assisted"),
+    "over-no-cache": partial(row_ratio, PAIR, "fixed", "speculativeNoCache"),
     "real-best": partial(printed, REAL, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
     "pythia-best": partial(printed, SHAPES, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
     "pythia-theory": partial(printed, SHAPES, "A round"),

@@ -19,7 +19,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,17 +32,8 @@ from inputs.devices import pick_device
 from inputs.files import ROOT, replace_file
 from inputs.models import find_model
 from inputs.texts import find_texts
-from report import losslessReport
+from report import losslessReport, sources
 from report.results import Results, heading, pieces_of_run
-from report.sources import (
-    REPORT,
-    REPORT_DTYPE,
-    REPORT_PASSAGES,
-    REPORT_PROMPTS,
-    REPORT_SPEED,
-    is_the_reports,
-    text_table,
-)
 from report.tables import Cell, Measured, Table, markdown, span
 from scripts.keepRecord import source, without_places
 
@@ -112,14 +102,14 @@ def steps(plan: Namespace) -> Iterator[tuple[str, list[str]]]:
     pair, cached = f"--target {target} --draft {draft}", ",".join(CACHED.values())
     three = f"{pair} --mid {mid}" if mid else pair
     device = parse([*shlex.split(pair), *plan.flags, "--out", str(plan.out)]).models.device
-    dtype = "" if pick_device(device) == "cpu" else f"--dtype {REPORT_DTYPE}"
-    first, later = (f"--prompt {shlex.quote(prompt)} {dtype}" for prompt in REPORT_PROMPTS)
+    dtype = "" if pick_device(device) == "cpu" else f"--dtype {sources.REPORT_DTYPE}"
+    first, later = (f"--prompt {shlex.quote(prompt)} {dtype}" for prompt in sources.REPORT_PROMPTS)
     texts = [(Path(data).name, f"--dataset {shlex.quote(data)} --books {plan.books}") for data in plan.data]
     (name, of_data), tokens = texts[0], f"--tokens {plan.tokens}" if plan.tokens else ""
     commands = [
         (SPEED, f"--compare {cached},{','.join(NO_CACHE.values())} {first} --repeats {FEW} {pair}"),
         (COMPILED, f"--compare {cached} --compile {first} --repeats {FEW} {pair}"),
-        *((f"Perplexity: {file}", f"--ppl {of} {shlex.join(REPORT_PASSAGES)} {pair}") for file, of in texts),
+        *((f"Perplexity: {file}", f"--ppl {of} {shlex.join(sources.REPORT_PASSAGES)} {pair}") for file, of in texts),
         ("The additive draft-length rule", f"--speedNew {later} --target {target} --draft {mid or draft}"),
         *([("A cascade of three models", f"--speedMulti --maxLen 500 {later} {three}")] if mid else []),
         (f"Every method: {name}", f"--compare all {of_data} {three}"),
@@ -136,8 +126,7 @@ def steps(plan: Namespace) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_py(words: Sequence[str]) -> int:
-    """The exit code of test.py in a process of its own: if it is stopped, the other steps still run. Only its stderr is
-    shown."""
+    """The exit code of test.py in a process of its own: if it is stopped, the other steps still run."""
     return subprocess.run([sys.executable, str(ROOT / "test.py"), *words], stdout=subprocess.DEVNULL).returncode
 
 
@@ -150,8 +139,7 @@ def finished_runs(plan: Namespace) -> list[tuple[str, Run | None]]:
 
 
 def make_report(argv: Sequence[str] | None) -> int:
-    """Download what is missing, run every step that has no finished run, write the page after each. Returns the exit
-    code."""
+    """Download what is missing, run each step that has no finished run, write the page. Returns the exit code."""
     plan, start = read_plan(argv), time.monotonic()
     models = [n for n in plan.models if downloadModel.is_hub_id(n) and not downloadModel.downloaded_folder(n)]
     data = [name for name in plan.data if name in DATA]
@@ -197,14 +185,12 @@ def page(runs: Sequence[tuple[str, Run | None]]) -> str:
     if differ:
         pieces.append(f"**Not one experiment: the runs differ in {', '.join(differ)}.** Measure into another folder.")
     timed = {title: of_kind(run[1], SpeedLine) for title, run in runs if run}
-    columns = (
-        Column("here, no KV cache, eager", timed.get(SPEED, []), NO_CACHE),
-        Column("here, KV cache, eager", timed.get(SPEED, []), CACHED),
-        Column("here, KV cache, compiled", timed.get(COMPILED, []), CACHED),
-    )
+    eager, compiled = timed.get(SPEED, []), timed.get(COMPILED, [])
+    columns = [Column("here, no KV cache, eager", eager, NO_CACHE), Column("here, KV cache, eager", eager, CACHED)]
+    columns += [Column("here, KV cache, compiled", compiled, CACHED)]
     pieces += ["## Beside the report's figures", f"**Speed**\n\n{markdown(speeds_beside(columns))}"]
     if texts := [line for _, lines in measured for line in of_kind(lines, TextPerplexityLine)]:
-        table = perplexities_beside(texts, any(map(is_the_reports, records)))
+        table = perplexities_beside(texts, any(map(sources.is_the_reports, records)))
         pieces.append(f"**Perplexity per text**\n\n{markdown(table)}")
     pieces.append(NOTES)
     for title, step in runs:
@@ -224,37 +210,35 @@ def page(runs: Sequence[tuple[str, Run | None]]) -> str:
 
 
 def speeds_beside(columns: Sequence[Column]) -> Table:
-    """The speeds of the course report, a column for each of `columns` beside them. A figure that was not measured is an
-    empty cell."""
+    """The speeds of the course report, and beside them the columns. What was not measured is an empty cell."""
     titles = "figure", "the report, group one: best of several runs", "group two: typical", *(c.title for c in columns)
     table, measured = Table("", [*titles]), [beside_report(column) for column in columns]
-    for figure, *cells in zip(REPORT_SPEED, *measured):
+    for figure, *cells in zip(sources.REPORT_SPEED, *measured):
         table.add(f"{figure.role}: {figure.words}", figure.best, figure.typical, *cells)
     return table
 
 
 def beside_report(column: Column) -> list[Cell]:
-    """The measured values of each figure of `REPORT_SPEED`."""
+    """The measured values of each figure of `sources.REPORT_SPEED`."""
     rows = {row["method"]: row for row in summarize(column.lines, column.methods["target"])}
-    pairs = [(rows.get(column.methods.get(figure.role, "")), figure) for figure in REPORT_SPEED]
+    pairs = [(rows.get(column.methods.get(figure.role, "")), figure) for figure in sources.REPORT_SPEED]
     return [span(row[figure.field], figure.scale) if row else "" for row, figure in pairs]
 
 
 def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool) -> Table:
-    """Perplexities per text, and those of the course report. pythia: the models are the report's, so that its target's
-    perplexity of WikiText-2 can be compared."""
-    table = text_table(lines, True)
+    """Perplexities per text, and the report's; pythia: its models were used, so the last column is ours over its."""
+    table = sources.text_table(lines, True)
     if pythia:
         table.heads.append("of the report")
         targets = [line["ppl"]["target"] if line["corpus"] == "wikitext" else math.nan for line in lines]
-        for row, target in zip(table.rows, [*targets, REPORT["target"]]):
-            row.append(Measured(target / REPORT["target"], digits=3))
+        for row, target in zip(table.rows, [*targets, sources.REPORT["target"]]):
+            row.append(Measured(target / sources.REPORT["target"], digits=3))
     return table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     kept = "What was measured is kept; the same command continues."
-    return as_command("courseReport", partial(make_report, argv), kept)
+    return as_command("courseReport", lambda: make_report(argv), kept)
 
 
 if __name__ == "__main__":

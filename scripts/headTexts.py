@@ -91,8 +91,7 @@ class TextWriter:
         self.held_out, self.trained_on = ([p for p in passages if (p in first) == held] for held in (True, False))
 
     def write(self, part: int, count: int) -> list[Written]:
-        """The texts of a part. Part 0 is held out: its passages are in no other part, and all is drawn with
-        SAMPLING."""
+        """The texts of a part. Part 0 is held out: it has its own passages, and all is drawn with SAMPLING."""
         self.rng = random.Random(f"{self.seed} {part}")
         self.generator = torch.Generator().manual_seed(self.rng.randrange(1 << 40))
         self.passages = self.trained_on if part else self.held_out
@@ -187,8 +186,7 @@ def hidden_states(target: CachedModel, tokens: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def checked_output_layer(target: CachedModel) -> RestrictedHead:
-    """The target's whole output layer. Raises UserError if it alone does not give the target's logits, as where they
-    are scaled."""
+    """The target's whole output layer. Raises UserError if it alone does not give the target's logits."""
     output, tokens = output_layer(target), torch.arange(8)[None] % target.vocabulary
     logits = output_logits(output, hidden_states(target, tokens)[..., -output.weight.shape[1] :]).cpu()
     if not torch.allclose(logits.log_softmax(-1), target.score(tokens).log_softmax(-1), atol=0.1, rtol=0.1):
@@ -229,8 +227,8 @@ def text_writer(args: Namespace) -> TextWriter:
 
 
 def prepare_parts(args: Namespace, target: CachedModel) -> list[Part]:
-    """The parts of `args.data`, memory-mapped. Those that are missing are computed first. Part 0 is held out. A part
-    holds what `read_states` returns, and how many seconds it took to make it."""
+    """The parts of `args.data`, memory-mapped, each of `read_states` and with the seconds that it took. Those that are
+    missing are computed first. Part 0 is held out."""
     about = {"target": model_version(args.folder), "length": LENGTH, "sampling": asdict(SAMPLING), "seed": args.seed}
     description = args.data / "texts.json"
     args.data.mkdir(parents=True, exist_ok=True)
@@ -292,17 +290,16 @@ def acceptance_on(
     """How good a network is at GAMMA guesses, on texts (batches of one) that the target drew: what decoding would give,
     up to chance. acceptance: the share that passes of the guesses tested at each position. alpha: that of all.
     tokens_per_round: with the token that the target adds."""
-    tested, passed, count = np.zeros(GAMMA), np.zeros(GAMMA), at_a_time(output.weight.device)
+    counts, few = np.zeros((2, GAMMA)), at_a_time(output.weight.device)
     for batch in texts:
         with torch.autocast(batch.tokens.device.type, autocast, autocast != torch.float32):
             hidden = network.chain(batch, GAMMA)[:, 0].float()
         following = F.pad(batch.tokens[0, 1:], (0, 1))
-        parts = zip(hidden.split(count, 1), *(x.split(count) for x in (batch.last[0], batch.sums[0], following)))
+        parts = zip(hidden.split(few, 1), *(x.split(few) for x in (batch.last[0], batch.sums[0], following)))
         chances = zip(*(passing_chances(output, *part) for part in parts))
         overlap, ratio = (torch.cat(x, 1).cpu().double().numpy() for x in chances)
-        counts = expected_counts(overlap, ratio, batch.drawn[0].tolist())
-        tested, passed = tested + counts[0], passed + counts[1]
-    tested = np.maximum(tested, 1e-9)
+        counts += expected_counts(overlap, ratio, batch.drawn[0].tolist())
+    tested, passed = np.maximum(counts[0], 1e-9), counts[1]
     alpha, tokens_per_round = float(passed.sum() / tested.sum()), float(1 + passed.sum() / tested[0])
     return {"acceptance": (passed / tested).tolist(), "alpha": alpha, "tokens_per_round": tokens_per_round}
 

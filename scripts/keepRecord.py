@@ -15,7 +15,6 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -33,8 +32,7 @@ PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 
 
 class Records:
-    """The committed measurements of the project in the folder `root`, from which every figure in its documentation
-    comes.
+    """The committed measurements of the project in the folder `root`: every figure in its documentation is of them.
 
     docs/records/ holds three kinds of files. index.json names runs: {"compare": "0a37afb3", ...}. results.jsonl holds
     these runs, in the format that test.py writes. The others are records of one file: rounds.json and the like. Records
@@ -56,11 +54,10 @@ class Records:
 
     def run(self, name: str) -> Run:
         """A run by its name in the index: its record, and its measurements. Raises UserError if there is none."""
-        if name not in self.index:
-            raise UserError(f"docs/records/index.json names no run {name!r}: see docs/records/README.md")
-        if self.index[name] not in self.runs:
-            raise UserError(f"run {self.index[name]} of {name!r} is not in docs/records/results.jsonl")
-        return self.runs[self.index[name]]
+        run = self.index.get(name, "(not in index.json)")
+        if run not in self.runs:
+            raise UserError(f"run {run} of {name!r} is not in docs/records/results.jsonl")
+        return self.runs[run]
 
     def file(self, name: str) -> dict[str, Any]:
         """The record of a file by its name without .json. Raises UserError if it does not exist."""
@@ -127,10 +124,9 @@ def of_processes(runs: Sequence[Run]) -> Run:
         groups.setdefault(tuple(line[key] for key in ("mode", "promptLen", "temperature")), []).append(line)
     for row in chain.from_iterable(map(summarize, groups.values())):
         if row["drafted"] and row["speedup"].low > (most := row["tokens_per_round"].high):
-            raise UserError(
-                f"{row['method']} is {row['speedup'].middle:.2f} times as fast as plain decoding, but a round commits "
-                f"at most {most:.2f} tokens: a fault of the measurement; was the machine busy? Measure again"
-            )
+            fast = f"{row['method']} is {row['speedup'].middle:.2f} times as fast as plain decoding"
+            wrong = f"but a round commits at most {most:.2f} tokens: a fault of the measurement"
+            raise UserError(f"{fast}, {wrong}; was the machine busy? Measure again")
     return run, timed + [line for line in lines if line["kind"] not in TIMED]
 
 
@@ -180,7 +176,7 @@ def keep_record(root: Path, argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    return as_command("keepRecord", partial(keep_record, root, argv), "Nothing was written.")
+    return as_command("keepRecord", lambda: keep_record(root, argv), "Nothing was written.")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,7 @@ def check(root: Path) -> list[str]:
 
 
 def render_all(root: Path) -> list[str]:
-    """Render the documentation in the folder `root`; returns the files that changed. Raises UserError, and then no text
-    has changed."""
+    """Render the documentation in `root`; returns the files that changed. Raises UserError; then no text is changed."""
     records, changed = Records(root), {}
     for path, text, faults in pages(records):
         for line, words, final in faults:
@@ -167,7 +166,7 @@ def render_or_check(root: Path, argv: Sequence[str] | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    return as_command("render", partial(render_or_check, root, argv), "No text was written.")
+    return as_command("render", lambda: render_or_check(root, argv), "No text was written.")
 
 
 if __name__ == "__main__":

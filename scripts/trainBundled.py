@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ def train_tokenizer(documents: Sequence[str], folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"vocab_size": VOCABULARY, "special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet}
+    options: dict[str, Any] = {"vocab_size": VOCABULARY, "special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet}
     tokenizer.train_from_iterator(documents, trainers.BpeTrainer(show_progress=False, **options))
     ends = {f"{end}_token": END_OF_TEXT for end in ("bos", "eos", "unk")}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=CONTEXT, **ends).save_pretrained(folder)
@@ -110,10 +111,6 @@ def new_model(layers: int, width: int) -> nn.Module:
     return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **ids))
 
 
-def load_float32(folder: Path) -> nn.Module:
-    return GPTNeoXForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-
-
 def corpus_windows(tokens: Tensor, length: int, rng: random.Random) -> Iterator[Tensor]:
     """Endless windows `[length + 1]` of `tokens[N]`: passes over the corpus from a random offset, in random order."""
     while True:
@@ -124,8 +121,7 @@ def corpus_windows(tokens: Tensor, length: int, rng: random.Random) -> Iterator[
 
 
 def continue_prompts(teacher: nn.Module, prompts: Iterator[Tensor], count: int, length: int, minutes: float) -> Tensor:
-    """Texts `[count, length]`: prompts of the corpus, continued by the teacher with SAMPLING. Fewer rows if they take
-    longer than `minutes`."""
+    """Texts `[count, length]`, or fewer in `minutes`: prompts of the corpus, continued by the teacher with SAMPLING."""
     model, begin = CachedModel(copy.deepcopy(teacher).to(torch.bfloat16)), time.monotonic()
     generator = torch.Generator(model.device).manual_seed(count)
     texts: list[list[int]] = []
@@ -256,8 +252,9 @@ def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerFast, 
     """Train a model through its stages and save it after each. Returns it in float32, with the weights as stored."""
     (layers, width, learnt, stages), folder = MODELS[name], args.out / f"bundled-{name}"
     torch.manual_seed(args.seed)
-    model = new_model(layers, width) if args.stage == 1 else load_float32(folder)
-    teacher = load_float32(args.out / f"bundled-{learnt}").eval().to(args.device) if learnt else None
+    load = partial(GPTNeoXForCausalLM.from_pretrained, dtype=torch.float32, local_files_only=True)
+    model = new_model(layers, width) if args.stage == 1 else load(folder)
+    teacher = load(args.out / f"bundled-{learnt}").eval().to(args.device) if learnt else None
     for stage, recipe in list(enumerate(stages, 1))[args.stage - 1 :]:
         begin, rng = time.monotonic(), random.Random(args.seed + stage - 1)
         rows = rows_of(recipe, tokens, args.minutes / 3, teacher, args.device, rng)

@@ -40,8 +40,7 @@ from inputs.files import replace_file
 from inputs.models import end_tokens, find_model, load_model, load_tokenizer, model_version
 from inputs.texts import find_prompts
 from scripts.headTexts import WRITTEN, Part, TextBatch, acceptance_on, batch_of, output_layer, prepare_parts, tapped
-from scripts.trainBundled import read_documents
-from scripts.training import GAMMA, LAYERS, Recipe, Trainer, chain_loss
+from scripts.training import GAMMA, LAYERS, Recipe, Trainer, chain_loss, with_gradient
 from utils import UserError
 
 # Long rows teach to look far back, and cost more. Without weight decay, a head learns few texts by heart.
@@ -62,9 +61,16 @@ STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it,
 FITTED = 4  # one text in this many of a part is read for the beginning of a head
 SEEDS = 1 << 20  # a step's windows are drawn from the seed `--seed * SEEDS + step`
 MLP = 4  # width of the MLP, as a multiple of the head's, where it is not that of the target's last layer
-LIKE_TARGET = (  # what a head's config has from its target's, if it begins as the target's last layer
-    "intermediate_size", "rms_norm_eps", "rope_parameters", "head_dim", "hidden_act", "attention_bias", "mlp_bias",
-)  # fmt: skip
+# What a head's config has from its target's, if it begins as the target's last layer.
+LIKE_TARGET = (
+    "intermediate_size",
+    "rms_norm_eps",
+    "rope_parameters",
+    "head_dim",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+)
 RIDGE = 1e-3  # of the mean square of what is read, added in the fit of a head's beginning
 
 # Both networks guess GAMMA tokens in a row. `chain(batch, steps)` gives their last hidden states, from which the output
@@ -259,15 +265,13 @@ class HeadTrainer(Trainer):
         loss = chain_loss(*flat, self.output, finishing)
         if recipe.feature_loss and not finishing:
             away = F.smooth_l1_loss(hidden, batch.last.float().expand_as(hidden), reduction="none").mean(-1)
-            feature_loss = (away * weights).sum()
-            loss = loss + (feature_loss - feature_loss.detach())
+            loss = with_gradient(loss, (away * weights).sum())
         return loss
 
     def measure(self) -> dict[str, Any]:
         return acceptance_on(self.network, self.output, self.held_out, self.autocast)
 
     def save(self) -> None:
-        """Write the checkpoint and, if it is one, the head."""
         super().save()
         if isinstance(self.network, HeadNetwork):
             record = {"recipe": self.recorded, "seed": self.args.seed, "measured": self.history[-1:]}
@@ -298,8 +302,6 @@ def head_flags(argv: Sequence[str]) -> Namespace:
     args.data = args.data or args.out / "texts"
     if args.prompts and find_prompts(args.prompts).resolve() == find_prompts("sample").resolve():
         raise UserError(f"--prompts {args.prompts} are reserved for measuring heads; train on other prompts")
-    for name in args.texts or ():
-        read_documents(name)  # Raises UserError if it cannot be read.
     if args.kind == "medusa" and (args.layers != "three" or args.unroll != GAMMA or args.featureLoss):
         raise UserError("--layers, --unroll and --featureLoss are for --kind head; leave them out")
     return args

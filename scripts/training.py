@@ -4,8 +4,7 @@ them are the losses, with gradients written by hand: autograd takes several time
 A guess drawn from q passes with probability a = sum_x min(p(x), q(x)), where p and q are the distributions that tokens
 are drawn from, after temperature and top-p. Distillation makes q close to p over the whole vocabulary instead. So a
 draft learns from the target's distribution first, and last from `rejection`: from -a and from that distribution
-together (DistillSpec, arXiv 2310.08461; LK losses, arXiv 2602.23881). A short run without the second part agreed less
-at temperature 1.
+together (DistillSpec, arXiv 2310.08461; LK losses, arXiv 2602.23881).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from engine.sharedWeights import RestrictedHead
 from inputs.commandLine import one_line
@@ -49,9 +47,8 @@ ROUNDING = 1e-5  # a logit that is less by so little is in the nucleus too: it i
 class Recipe:
     """Every knob of a training, or of one stage of it. A share is one of the whole training."""
 
-    # The training ends after this number of tokens or this time, whichever is first.
     tokens: float = math.inf
-    seconds: float = math.inf
+    seconds: float = math.inf  # The training ends after this number of tokens or this time, whichever is first.
 
     # What a step reads: rows of one length.
     batch: int = 2048  # tokens
@@ -87,7 +84,7 @@ class Trainer(ABC):
     """
 
     checkpoint: Path | None = None
-    about: Mapping[str, Any] = {}
+    about: dict[str, Any] = {}
 
     def __init__(self, recipe: Recipe, network: nn.Module, label: str) -> None:
         self.recipe, self.network, self.label = recipe, network, label
@@ -111,7 +108,7 @@ class Trainer(ABC):
     def loss(self, batch: Any) -> Tensor:
         """The loss of the step. Its value is logged."""
 
-    def measure(self) -> Mapping[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """More figures for the log."""
         return {}
 
@@ -121,8 +118,7 @@ class Trainer(ABC):
         return max(self.step * self.recipe.batch / self.recipe.tokens, self.seconds / self.recipe.seconds)
 
     def train(self) -> None:
-        """Train to the end, from the checkpoint if there is one. Raises UserError if that is of another training, or
-        broken."""
+        """Train to the end, from a checkpoint if there is one. Raises UserError if that is broken or another's."""
         before = [p.detach().clone() for p in self.weights.values()] if self.recipe.averaged else []
         if self.checkpoint and self.checkpoint.exists():
             self.resume(self.checkpoint)
@@ -200,26 +196,27 @@ def at_a_time(device: torch.device) -> int:
     return 64 if device.type == "cpu" else 2048
 
 
-class InParts(torch.autograd.Function):
+def in_parts(inputs: Tensor, loss_of: Callable[[Tensor, slice], tuple[Tensor, Tensor]]) -> Tensor:
     """A loss summed over the N places of `inputs[..., N, d]`, a few at a time, and its gradient.
 
     loss_of(inputs of a few places `[..., n, d]`, their slice of N) -> (their loss, its gradient by these inputs).
     """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, inputs: Tensor, loss_of: Callable[[Tensor, slice], tuple[Tensor, Tensor]]) -> Tensor:
-        gradient, total = torch.empty_like(inputs), inputs.new_zeros((), dtype=torch.float32)
-        count = at_a_time(inputs.device)
+    gradient, total, count = (
+        torch.empty_like(inputs),
+        inputs.new_zeros((), dtype=torch.float32),
+        at_a_time(inputs.device),
+    )
+    with torch.no_grad():
         for at in range(0, inputs.shape[-2], count):
             part = slice(at, at + count)
             loss, gradient[..., part, :] = loss_of(inputs[..., part, :], part)
             total += loss
-        ctx.save_for_backward(gradient)
-        return total
+    return with_gradient(total, (inputs * gradient).sum())
 
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0] * gradients[0], None
+
+def with_gradient(value: Tensor, other: Tensor) -> Tensor:
+    """`value` with the gradient of `other` beside its own."""
+    return value + (other - other.detach())
 
 
 def rejection(logits: Tensor, top: Tensor, p: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,7 +291,7 @@ def rejection_loss(logits: Tensor, top: Tensor, p: Tensor, plain: Tensor) -> Ten
         loss, gradient = rejection(logits_of_part.float(), top[part].long(), p[part].float(), plain[part].float())
         return loss.sum() / len(logits), gradient / len(logits)
 
-    return InParts.apply(logits, of_part)
+    return in_parts(logits, of_part)
 
 
 def output_logits(output: RestrictedHead, hidden: Tensor) -> Tensor:
@@ -307,11 +304,9 @@ def sums_of(output: RestrictedHead, last: Tensor) -> Tensor:
     exp l; log sum exp l / temperature, over the nucleus; and the least l in the nucleus."""
     logits = output_logits(output, last.to(torch.bfloat16))  # as they are stored
     p = probabilities(logits, SAMPLING)
-    most, in_nucleus = logits.amax(-1), p.masked_fill(p == 0, torch.inf)
-    nucleus = most / SAMPLING.temperature - p.amax(-1).log()  # as p(x) = exp(l(x) / temperature - nucleus)
-    least = logits.gather(-1, in_nucleus.argmin(-1, keepdim=True))[..., 0]
-    whole = most + (logits - most[..., None]).exp_().sum(-1).log()
-    return torch.stack([whole, nucleus, least], -1)
+    nucleus = logits.amax(-1) / SAMPLING.temperature - p.amax(-1).log()  # as p(x) = exp(l(x) / temperature - nucleus)
+    least = logits.masked_fill(p == 0, torch.inf).amin(-1)
+    return torch.stack([logits.logsumexp(-1), nucleus, least], -1)
 
 
 def distributions(logits: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,11 +319,9 @@ def distributions(logits: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 
 def cross_entropy(logits: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
     """-sum_x p(x) log q(x) `[n, 1]`, at temperature 1, and its gradient by `logits[n, V]`."""
-    logits = logits - logits.amax(-1, keepdim=True)
-    q = logits.exp()
-    whole, among = q.sum(-1, keepdim=True), plain.sum(-1, keepdim=True)
-    loss = among * whole.log() - (plain * logits).sum(-1, keepdim=True)
-    return loss, q.mul_(among / whole).sub_(plain)
+    log_q = logits.log_softmax(-1)
+    loss = -(plain * log_q).sum(-1, keepdim=True)
+    return loss, log_q.exp_().mul_(plain.sum(-1, keepdim=True)).sub_(plain)
 
 
 def chain_loss(
@@ -354,4 +347,4 @@ def chain_loss(
             gradients.append((gradient * weight).to(output.weight.dtype) @ output.weight)
         return total, torch.stack(gradients)
 
-    return InParts.apply(hidden, of_part)
+    return in_parts(hidden, of_part)
