@@ -82,12 +82,10 @@ def read_plan(argv: Sequence[str] | None) -> Namespace:
     plan = parser.parse_args(argv)
     plan.mid = plan.mid or (MID if (plan.target, plan.draft) == (TARGET, DRAFT) else None)
     plan.models = [name for name in (plan.target, plan.draft, plan.mid) if name]
-    for name in plan.models:
-        if not downloadModel.is_hub_id(name):
-            find_model(name)
-    for name in plan.data:
-        if name not in DATA:
-            find_texts(name)
+    for name in (name for name in plan.models if not downloadModel.is_hub_id(name)):
+        find_model(name)
+    for name in (name for name in plan.data if name not in DATA):
+        find_texts(name)
     plan.out.mkdir(parents=True, exist_ok=True)
     plan.steps = list(steps(plan))
     for _, command in plan.steps:

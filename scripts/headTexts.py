@@ -40,7 +40,7 @@ from inputs.progress import Bar
 from inputs.texts import CHARACTERS, Corpus, encode, load_corpora, read_questions
 from regrSampling import regrSampling
 from scripts.trainBundled import read_documents
-from scripts.training import GAMMA, LAYERS, SAMPLING, at_a_time, distributions, output_logits, sums_of
+from scripts.training import GAMMA, LAYERS, SAMPLING, Pair, at_a_time, distributions, output_logits, sums_of
 from utils import Sampling, UserError, probabilities
 
 WRITTEN = 2_000_000  # tokens of text that the target writes and reads
@@ -73,10 +73,7 @@ def undrawn(tokens: Sequence[int]) -> Written:
 
 
 class TextWriter:
-    """Writes texts with the target.
-
-    passages: texts that it continues. questions: users' turns given by flag, or [].
-    """
+    """Writes texts with the target: it continues passages, and answers users' turns, questions given by flag or []."""
 
     def __init__(self, folder: Path, device: str, passages: Sequence[str], questions: Sequence[str], seed: int) -> None:
         self.tokenizer = load_tokenizer(folder)
@@ -220,8 +217,7 @@ def text_writer(args: Namespace) -> TextWriter:
     corpora = [Corpus(str(name), read_documents(name)) for name in args.texts] if args.texts else load_corpora("sample")
     passages = [p for corpus in corpora for p in corpus.passages(PASSAGE, CHARACTERS * PROMPT[1])]
     if (count := len(set(passages))) < FEWEST:
-        few = f"{count} passages of {PASSAGE} characters, but a head needs {FEWEST}"
-        raise UserError(f"--texts has {few}; add more texts")
+        raise UserError(f"--texts has {count} passages of {PASSAGE} characters, a head needs {FEWEST}; add more texts")
     questions = [question.turns[0] for question in read_questions(args.prompts)] if args.prompts else []
     return TextWriter(args.folder, args.device, passages, questions, args.seed)
 
@@ -304,9 +300,7 @@ def acceptance_on(
     return {"acceptance": (passed / tested).tolist(), "alpha": alpha, "tokens_per_round": tokens_per_round}
 
 
-def passing_chances(
-    output: RestrictedHead, hidden: Tensor, last: Tensor, sums: Tensor, following: Tensor
-) -> tuple[Tensor, Tensor]:
+def passing_chances(output: RestrictedHead, hidden: Tensor, last: Tensor, sums: Tensor, following: Tensor) -> Pair:
     """For each step and each of m positions, `[steps, m]`: the chance that a guess drawn there passes, sum_x min(p(x),
     q(x)); and min(1, q(x) / p(x)) of the token x in `following[m]`, which the text has next."""
     _, p = distributions(output_logits(output, last), sums)

@@ -34,9 +34,8 @@ PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 class Records:
     """The committed measurements of the project in the folder `root`: every figure in its documentation is of them.
 
-    docs/records/ holds three kinds of files. index.json names runs: {"compare": "0a37afb3", ...}. results.jsonl holds
-    these runs, in the format that test.py writes. The others are records of one file: rounds.json and the like. Records
-    with the same content are equal, so that blocks are cached.
+    In docs/records/, index.json names runs: {"compare": "0a37afb3", ...}; results.jsonl holds them, as test.py writes;
+    the others are records of one file: rounds.json and the like. Equal contents are equal, so that blocks are cached.
     """
 
     def __init__(self, root: Path) -> None:
@@ -130,29 +129,22 @@ def of_processes(runs: Sequence[Run]) -> Run:
     return run, timed + [line for line in lines if line["kind"] not in TIMED]
 
 
-def keep_run(name: str, chosen: Sequence[str], folder: Path, root: Path) -> str:
+def keep_run(name: str, chosen: Sequence[Run], root: Path) -> None:
     """Copy a run into docs/records/ under a name, or several as one of several processes. The project's results.txt is
-    that of the run "first". Returns the run's own name."""
-    records, store = Records(root), Results(folder)
-    chosen_runs = [choose_run(store.runs(), store.lines, one) for one in chosen]
-    for run, lines in chosen_runs:
-        if not of_kind(lines, EndLine):
-            raise UserError(f"run {run['run']} was not finished; keep a finished one")
-    run, lines = of_processes(chosen_runs)
-    # The figure of a run that is kept has a name of its own in figures/.
-    for end in of_kind(lines, EndLine):
+    that of the run "first"."""
+    (run, lines), records = of_processes(chosen), Records(root)
+    for end in of_kind(lines, EndLine):  # The figure of a run that is kept has a name of its own in figures/.
         end["figures"] = [f"figures/{name}.png"] if end.get("figures") else []
     index = records.index | {name: run["run"]}
     runs = {key: records.runs[key] for key in index.values() if key in records.runs}
     runs[run["run"]] = cast(RunLine, without_places(run)), lines
     in_order = sorted(runs.values(), key=lambda pair: pair[0]["time"])
     written = [json.dumps(line, ensure_ascii=False) for head, body in in_order for line in (head, *body)]
-    records.folder.mkdir(parents=True, exist_ok=True)
     replace_file(records.folder / "results.jsonl", "\n".join(written) + "\n")
     replace_file(records.folder / "index.json", json.dumps(index, indent=2) + "\n")
     if name == "first":
         replace_file(root / "results.txt", Results(root).rendered([Records(root).run(name)]))
-    return run["run"]
+    print(f"Kept: run {run['run']} as {name!r}.")
 
 
 def keep_record(root: Path, argv: Sequence[str] | None) -> None:
@@ -171,7 +163,12 @@ def keep_record(root: Path, argv: Sequence[str] | None) -> None:
     elif not args.run:
         raise UserError(f"name the run to keep as {args.name!r}, or 1 for the newest")
     else:
-        print(f"Kept: run {keep_run(args.name, args.run, args.folder, root)} as {args.name!r}.")
+        store = Results(args.folder)
+        chosen = [choose_run(store.runs(), store.lines, one) for one in args.run]
+        for run, lines in chosen:
+            if not of_kind(lines, EndLine):
+                raise UserError(f"run {run['run']} was not finished; keep a finished one")
+        keep_run(args.name, chosen, root)
     print("Now render the documentation: python -m scripts.render")
 
 

@@ -74,11 +74,8 @@ MODELS: dict[str, tuple[int, int, str | None, list[Recipe]]] = {
 
 
 def read_documents(path: str | Path) -> list[str]:
-    """The documents of a file or folder, given as `PATH` or `PATH:TIMES`.
-
-    A WikiText file is split at its article headings. Its word-level version replaces rare words by `<unk>`; these are
-    removed, as no real text contains them.
-    """
+    """The documents of a file or folder, given as `PATH` or `PATH:TIMES`. A WikiText file is split at its article
+    headings, and loses `<unk>`, which stands for rare words in its word-level version."""
     path, _, times = str(path).partition(":")
     if not re.fullmatch("([1-9][0-9]?)?", times):
         raise UserError(f"--texts {path}:{times}: a text is counted 1 to 99 times")

@@ -40,7 +40,7 @@ from inputs.files import replace_file
 from inputs.models import end_tokens, find_model, load_model, load_tokenizer, model_version
 from inputs.texts import find_prompts
 from scripts.headTexts import WRITTEN, Part, TextBatch, acceptance_on, batch_of, output_layer, prepare_parts, tapped
-from scripts.training import GAMMA, LAYERS, Recipe, Trainer, chain_loss, with_gradient
+from scripts.training import GAMMA, LAYERS, Pair, Recipe, Trainer, chain_loss
 from utils import UserError
 
 # Long rows teach to look far back, and cost more. Without weight decay, a head learns few texts by heart.
@@ -61,16 +61,9 @@ STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it,
 FITTED = 4  # one text in this many of a part is read for the beginning of a head
 SEEDS = 1 << 20  # a step's windows are drawn from the seed `--seed * SEEDS + step`
 MLP = 4  # width of the MLP, as a multiple of the head's, where it is not that of the target's last layer
-# What a head's config has from its target's, if it begins as the target's last layer.
-LIKE_TARGET = (
-    "intermediate_size",
-    "rms_norm_eps",
-    "rope_parameters",
-    "head_dim",
-    "hidden_act",
-    "attention_bias",
-    "mlp_bias",
-)
+LIKE_TARGET = (  # what a head's config has from its target's, if it begins as the target's last layer
+    "intermediate_size", "rms_norm_eps", "rope_parameters", "head_dim", "hidden_act", "attention_bias", "mlp_bias",
+)  # fmt: skip
 RIDGE = 1e-3  # of the mean square of what is read, added in the fit of a head's beginning
 
 # Both networks guess GAMMA tokens in a row. `chain(batch, steps)` gives their last hidden states, from which the output
@@ -98,8 +91,7 @@ class TrainedHead(HeadNetwork):
     def chain(self, batch: TextBatch, steps: int) -> Tensor:
         layer, features = self.model.layers[0], self.features_before(batch)
         angles = self.model.rotary_emb(features, torch.arange(features.shape[1], device=features.device)[None])
-        cache: list[tuple[Tensor, Tensor]] = []
-        hidden = []
+        hidden, cache = [], list[Pair]()
         for _ in range(steps):
             x = self.join(self.joined(batch.tokens, features))
             x = x + chain_attention(layer.self_attn, layer.input_layernorm(x), angles, batch.text, cache)
@@ -113,9 +105,7 @@ class TrainedHead(HeadNetwork):
         return self.fuse(batch.before[..., -self.fuse.in_features :].float())
 
 
-def chain_attention(
-    layer: nn.Module, x: Tensor, angles: tuple[Tensor, Tensor], text: Tensor, cache: list[tuple[Tensor, Tensor]]
-) -> Tensor:
+def chain_attention(layer: nn.Module, x: Tensor, angles: Pair, text: Tensor, cache: list[Pair]) -> Tensor:
     """The attention of one step j over `x[B, n, d]`. cache: keys and values of the steps before, each `[B, heads, n,
     width]`; its own are added. text: int32 `[B, n]`; a token sees its own text alone.
 
@@ -265,7 +255,8 @@ class HeadTrainer(Trainer):
         loss = chain_loss(*flat, self.output, finishing)
         if recipe.feature_loss and not finishing:
             away = F.smooth_l1_loss(hidden, batch.last.float().expand_as(hidden), reduction="none").mean(-1)
-            loss = with_gradient(loss, (away * weights).sum())
+            feature_loss = (away * weights).sum()
+            loss = loss + (feature_loss - feature_loss.detach())
         return loss
 
     def measure(self) -> dict[str, Any]:

@@ -43,6 +43,9 @@ WIDEST = 0.2  # the edge is at least this share of the least probable token insi
 ROUNDING = 1e-5  # a logit that is less by so little is in the nucleus too: it is computed again, and rounded otherwise
 
 
+Pair = tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Every knob of a training, or of one stage of it. A share is one of the whole training."""
@@ -196,27 +199,20 @@ def at_a_time(device: torch.device) -> int:
     return 64 if device.type == "cpu" else 2048
 
 
-def in_parts(inputs: Tensor, loss_of: Callable[[Tensor, slice], tuple[Tensor, Tensor]]) -> Tensor:
+def in_parts(inputs: Tensor, loss_of: Callable[[Tensor, slice], Pair]) -> Tensor:
     """A loss summed over the N places of `inputs[..., N, d]`, a few at a time, and its gradient.
 
     loss_of(inputs of a few places `[..., n, d]`, their slice of N) -> (their loss, its gradient by these inputs).
     """
-    gradient, total, count = (
-        torch.empty_like(inputs),
-        inputs.new_zeros((), dtype=torch.float32),
-        at_a_time(inputs.device),
-    )
+    gradient, total = torch.empty_like(inputs), inputs.new_zeros((), dtype=torch.float32)
+    count = at_a_time(inputs.device)
     with torch.no_grad():
         for at in range(0, inputs.shape[-2], count):
             part = slice(at, at + count)
             loss, gradient[..., part, :] = loss_of(inputs[..., part, :], part)
             total += loss
-    return with_gradient(total, (inputs * gradient).sum())
-
-
-def with_gradient(value: Tensor, other: Tensor) -> Tensor:
-    """`value` with the gradient of `other` beside its own."""
-    return value + (other - other.detach())
+    differentiable = (inputs * gradient).sum()  # Only its gradient counts.
+    return total + (differentiable - differentiable.detach())
 
 
 def rejection(logits: Tensor, top: Tensor, p: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
