@@ -450,7 +450,8 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(cli, flags, model_f
 
     def answers(room):
         monkeypatch.setattr(chatting, "ROOM", room)
-        monkeypatch.setattr(sys, "stdin", io.StringIO("a lamp?\nand now?\n\n/plain\nmore\n/new\na lamp?\n/new\na lamp?\n/quit\nlost"))
+        lines = "a lamp?", "and now?", "", "/plain", "more", "/new", "a lamp?", "/new", "a lamp?", "/quit", "lost"
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
         read.clear()
         given = ["--target", str(model_folder), "--chat", "--temperature", "0", "--maxLen", "20", *engine]
         assert cli.main([*prompted(flags), *given]) == 0
