@@ -6,6 +6,7 @@ the project with one part replaced: the target, the drafter, the verification ru
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.drafter import ChangedDrafter, Drafter, Guesses
+from decoding.drafter import Drafter, Guesses
 from decoding.rows import Rows
 from decoding.tree import Places, Tree
 from decoding.treeRules import in_postorder, judge, traversal_rule
@@ -258,14 +259,17 @@ class StaleSlotTarget(StaleTarget):
 
 
 @mistake("dropped guess", "drafter", drafters=(ModelDrafter, OtherTokenizerDrafter, LookupFirst))
-def unsure_dropped(drafter: Drafter, sampling: Sampling) -> Drafter:
+def unsure_dropped(drafter: Any, sampling: Sampling) -> Drafter:
     """a guess whose q is below 0.4 is dropped, not verified"""
+    flawed, right = copy.copy(drafter), type(drafter).draft
 
-    def change(guesses: Guesses, gamma: int) -> Guesses:
+    def draft(*args: Any) -> Guesses:
+        guesses = right(flawed, *args)
         sure = guesses.of_drafts()[..., None] >= 0.4
         return replace(guesses, q=guesses.q * sure.cumprod(1))  # The guesses after it are dropped too.
 
-    return ChangedDrafter(drafter, change)
+    flawed.draft = draft
+    return flawed
 
 
 @mistake("predecessor's slots", "target", queue=True)
