@@ -240,13 +240,9 @@ class OtherTokenizerDrafter(Drafter):
             self.held[number] = text = text if fits[-1] else text[:1]
             unread.append(len(text) - min(agreement(text, known), len(text) - 1))
         width = max(READ, *unread)
-        block: list[list[int]] = []
-        positions: list[list[int]] = []
-        for number in rows.numbers:
-            text = self.held[number]
-            places = range(len(text) - width, len(text) + gamma - 1)
-            positions.append([max(0, place) for place in places])
-            block.append([text[place] for place in positions[-1][:width]])
+        texts = [self.held[number] for number in rows.numbers]
+        positions = [[max(0, place) for place in range(len(text) - width, len(text) + gamma - 1)] for text in texts]
+        block = [[text[place] for place in places[:width]] for text, places in zip(texts, positions)]
         device = self.model.device
         return upload(block, device), upload(positions, device), upload(fits, device)
 
