@@ -304,5 +304,4 @@ class Rows:
             self.callback(number, tokens, accepted)
 
     def ends(self, number: int, token: int) -> bool:
-        """Whether text `number` ends at `token`."""
         return self.end_of_text(number, token) if callable(self.end_of_text) else token == self.end_of_text

@@ -20,7 +20,7 @@ from torch import Tensor
 from decoding.drafter import Drafter, Guesses
 from decoding.rows import Rows
 from decoding.tree import Places, Tree
-from decoding.treeRules import in_postorder, judge, traversal_rule
+from decoding.treeRules import in_postorder, judge, take_path, traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter
@@ -347,7 +347,7 @@ def mass_not_updated(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree
     route = torch.ones_like(drafts[:, 0])
     for node in reversed(list(in_postorder(tree))[:-1]):
         route = torch.where(passed[:, node - 1], tree.ancestors[node], route)
-    return judge(p, q, drafts, tree, carried=True).end(route, u[:, -1], tree)
+    return take_path(p, judge(p, q, drafts, tree, carried=True)[0], route, u[:, -1], tree)
 
 
 @of_trees("sibling in the mask", "target")

@@ -264,7 +264,6 @@ def guesses_along(sampler: Any, prompts: Texts, texts: Texts, sampling: Sampling
     counts = [itertools.count(1) for _ in texts]
 
     def ends(number: int, token: int) -> bool:
-        """Whether this is the last token of text `number`."""
         return next(counts[number]) == len(texts[number])
 
     context = min(model.context for model in (sampler.keywords["target"], *sampler.keywords["drafter"].models))

@@ -139,7 +139,6 @@ class Trial:
         scorers = {name: self.scorer(self.sampling, METHODS[name].guesser) for name in samplers}
 
         def write(batch: tuple[str, int]) -> tuple[Evidence, float]:
-            """One batch of texts by a method, and the seconds it took."""
             (name, number), start = batch, time.perf_counter()
             again = guessing[name] if METHODS[name].guesses else None
             evidence = self.write(samplers[name], again, scorers[name], number * self.texts, self.texts)

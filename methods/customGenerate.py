@@ -177,7 +177,6 @@ FILTERS = {
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise the ValueError for an unsupported setting."""
     raise ValueError(f"speculative sampling does not support {what}")
 
 

@@ -258,7 +258,7 @@ def test_texts_are_timed_without_captures(gpu):
         def method(prompts, generators, batch, first=None):
             before = gpu.captures
             ends = None if first is None else (lambda row, token: True)
-            options = {"max_len": 24, "sampling": FREE, "generator": generators, "end_of_text": ends}
+            options = {"max_len": 16, "sampling": FREE, "generator": generators, "end_of_text": ends}
             texts, records = samplers[name](prompts, **options)
             if CudaModel.missed is not None:
                 timings.append((name, len(prompts[0]), gpu.captures - before, len(CudaModel.missed)))
