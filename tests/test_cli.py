@@ -450,7 +450,8 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(cli, flags, model_f
 
     def answers(room):
         monkeypatch.setattr(chatting, "ROOM", room)
-        monkeypatch.setattr(sys, "stdin", io.StringIO("a lamp?\nand now?\n\n/plain\nmore\n/new\na lamp?\n/new\na lamp?\n/quit\nlost"))
+        said = "a lamp?\nand now?\n\n/plain\nmore\n/new\na lamp?\n/new\na lamp?\n/quit\nlost"
+        monkeypatch.setattr(sys, "stdin", io.StringIO(said))
         read.clear()
         given = ["--target", str(model_folder), "--chat", "--temperature", "0", "--maxLen", "20", *engine]
         assert cli.main([*prompted(flags), *given]) == 0
