@@ -106,22 +106,3 @@ class Drafter(ABC):
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
         """Draw at most `gammas[i]` guesses for row i, with the distributions they were drawn from. `length` may stop a
         row's guessing early."""
-
-
-class ChangedDrafter(Drafter):
-    """Another drafter, whose guesses `change(guesses, gamma)` replaces. gamma: the most that any row requested."""
-
-    def __init__(self, drafter: Drafter, change: Callable[[Guesses, int], Guesses]) -> None:
-        self.drafter, self.change, self.models, self.varies = drafter, change, drafter.models, drafter.varies
-
-    def begin(self, rows: Rows) -> None:
-        self.drafter.begin(rows)
-
-    def read_prompts(self, rows: Rows) -> None:
-        self.drafter.read_prompts(rows)
-
-    def rewind(self, count: int) -> None:
-        self.drafter.rewind(count)
-
-    def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
-        return self.change(self.drafter.draft(rows, gammas, sampling, length), max(gammas))

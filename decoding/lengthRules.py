@@ -223,7 +223,6 @@ class RoundCosts:
         self.timings: dict[Tree, float] = {}
 
     def seconds(self, tree: Tree) -> float:
-        """Expected seconds of a round of this shape."""
         return self.expected[tree] * math.exp(self.speed + self.offset(tree))
 
     def offset(self, tree: Tree) -> float:
@@ -237,7 +236,6 @@ class RoundCosts:
         return low if x >= z else low + (high - low) * (cost - x) / (z - x)
 
     def learn(self, tree: Tree, seconds: float) -> None:
-        """Learn that a round of this shape took `seconds`."""
         seconds = max(seconds, 1e-9)
         if not self.offsets:
             self.speed = math.log(seconds / self.expected[tree])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Generator, Tensor
@@ -27,19 +27,9 @@ EndOfText = int | Callable[[int, int], bool] | None
 Generators: TypeAlias = Generator | Sequence[Generator] | None
 
 
-class Reader(Protocol):
-    """What limits the texts a model can read."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def vocabulary(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-
-
-def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence[Reader]) -> None:
-    """Raise UserError unless `models` can read every prefix (token ids) and `max_len` tokens more."""
+def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence[Any]) -> None:
+    """Raise UserError unless `models` can read every prefix (token ids) and `max_len` tokens more. Of a model only
+    `name`, `vocabulary` and `context` are read, which `inputs.models.ModelLimits` has too."""
     if max_len < 1:
         raise UserError(f"maxLen must be 1 or more, not {max_len}")
     if not prefixes or not all(prefixes):
@@ -169,13 +159,8 @@ class Rows:
         self.sequence = self.sequence[upload(sources, self.device)]
         self.lengths, self.going = self.state()
 
-    def of_rows(self) -> tuple[list[int], list[list[int]], list[bool]]:
-        """The host's data of each row."""
-        return self.numbers, self.texts, self.ended
-
     @property
     def size(self) -> int:
-        """The number of rows of the batch."""
         return len(self.numbers)
 
     def padded_prompts(self, rows: Sequence[int]) -> Tensor:
@@ -218,7 +203,7 @@ class Rows:
         """Tokens each row may still add: 0 if it has ended, or if it is out of room while it guesses for others."""
         return [
             0 if ended else min(self.max_len - len(self.tokens[number]), self.capacity - len(text))
-            for number, text, ended in zip(*self.of_rows())
+            for number, text, ended in zip(self.numbers, self.texts, self.ended)
         ]
 
     def positions(self, first: int, count: int) -> Tensor:
@@ -319,5 +304,4 @@ class Rows:
             self.callback(number, tokens, accepted)
 
     def ends(self, number: int, token: int) -> bool:
-        """Whether text `number` ends at `token`."""
         return self.end_of_text(number, token) if callable(self.end_of_text) else token == self.end_of_text

@@ -197,13 +197,11 @@ class Places(NamedTuple):
         return self.root[:, None] - 1 + (attended * (number < node) * (number + 1)).amax(1)
 
     def only(self, nodes: Sequence[int]) -> Places:
-        """The places of `nodes` alone."""
         return Places(
             columns(self.positions, nodes), columns(self.slots, nodes), self.root, columns(self.ancestors, nodes)
         )
 
     def to(self, device: torch.device) -> Places:
-        """The places on `device`."""
         return Places(*(x.to(device) for x in self))
 
     def mask(self, reach: int) -> Tensor:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,13 +43,13 @@ def traversal_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) 
     before it have left. Nodes are visited in depth-first order, each after its children. The first that passes ends the
     accepted path.
     """
-    judgement = judge(p, q, drafts, tree, carried=True)
-    passed = u[:, :-1] < judgement.weights[:, 1:]
+    masses, weights, _ = judge(p, q, drafts, tree, carried=True)
+    passed = u[:, :-1] < weights[:, 1:]
     route = torch.ones_like(drafts[:, 0])  # the nodes of the path, as bits
     for node in reversed(list(in_postorder(tree))):
         if node:
             route = torch.where(passed[:, node - 1], tree.ancestors[node], route)
-    return judgement.end(route, u[:, -1], tree)
+    return take_path(p, masses, route, u[:, -1], tree)
 
 
 def top_down_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,8 +60,8 @@ def top_down_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -
     min(1, p(x) / q(x)), and then its children are visited. After each rejection p becomes norm(max(0, p - q)). The
     token comes from what is left of p.
     """
-    judgement = judge(p, q, drafts, tree, carried=False)
-    return judgement.end(first_passed(u[:, :-1] < judgement.ratios, tree), u[:, -1], tree)
+    masses, _, ratios = judge(p, q, drafts, tree, carried=False)
+    return take_path(p, masses, first_passed(u[:, :-1] < ratios, tree), u[:, -1], tree)
 
 
 TREE_RULES: dict[str, TreeRule] = {"traversal": traversal_rule, "topDown": top_down_rule}
@@ -75,29 +74,15 @@ def in_postorder(tree: Tree, node: int = 0) -> Iterator[int]:
     yield node
 
 
-@dataclass
-class Judgement:
-    """Whether each node accepts, if it is reached.
-
-    p: as in `traversal_rule`. masses: `[B, n + 1, V]`, what is left of the mass of each node after its children.
-    weights: `[B, n + 1]`, their sums, the probability that the node accepts then. ratios: `[B, n]`, w_x of nodes 1 to
-    n; 0 where a row has no such node.
-    """
-
-    p: Tensor
-    masses: Tensor
-    weights: Tensor
-    ratios: Tensor
-
-    def end(self, route: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
-        """The results of a rule. route: int64 `[B]`, the ancestors of the last accepted node as in `Tree.ancestors`.
-        u: `[B]`, the uniform numbers for the token."""
-        accepted, path = path_of(route, tree)
-        at = path.amax(1)[:, None, None].expand(-1, 1, self.p.shape[-1])
-        left = self.masses.gather(1, at)[:, 0]
-        # Nothing is left where p equals q up to rounding. Any token is right then, but there must be one.
-        left = torch.where(left.sum(-1, keepdim=True) > 0, left, self.p.gather(1, at)[:, 0])
-        return accepted, path, pick(left, u)
+def take_path(p: Tensor, masses: Tensor, route: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of a rule. p: as in `traversal_rule`. masses: of `judge`. route: int64 `[B]`, the ancestors of the
+    last accepted node as in `Tree.ancestors`. u: `[B]`, the uniform numbers for the token."""
+    accepted, path = path_of(route, tree)
+    at = path.amax(1)[:, None, None].expand(-1, 1, p.shape[-1])
+    left = masses.gather(1, at)[:, 0]
+    # Nothing is left where p equals q up to rounding. Any token is right then, but there must be one.
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, p.gather(1, at)[:, 0])
+    return accepted, path, pick(left, u)
 
 
 def path_of(route: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
@@ -121,11 +106,13 @@ def first_passed(passed: Tensor, tree: Tree) -> Tensor:
     return route
 
 
-def judge(p: Tensor, q: Tensor, drafts: Tensor, tree: Tree, carried: bool) -> Judgement:
-    """Go through the tree level by level. What a node's children leave of its mass does not depend on what is below
-    them, so all nodes of a level are computed together.
+def judge(p: Tensor, q: Tensor, drafts: Tensor, tree: Tree, carried: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether each node accepts, if it is reached. Goes through the tree level by level: what a node's children leave
+    of its mass does not depend on what is below them, so all nodes of a level are computed together.
 
     carried: a child's mass is w_x p_x (traversal); else p_x, because it is visited only if w_x accepted it (top-down).
+    Returns what is left of the mass of each node after its children, `[B, n + 1, V]`; its sum, the probability that the
+    node accepts then, `[B, n + 1]`; and w_x of nodes 1 to n, `[B, n]`, 0 where a row has no such node.
     """
     begin = {0: torch.ones_like(p[:, 0, 0])}
     masses: dict[int, Tensor] = {}
@@ -145,8 +132,8 @@ def judge(p: Tensor, q: Tensor, drafts: Tensor, tree: Tree, carried: bool) -> Ju
             weights.update(zip(parents, w.unbind(1)))
             masses.update(zip(parents, mass.unbind(1)))
             begin.update(zip(children, (ratio if carried else torch.ones_like(ratio)).unbind(1)))
-    in_order = (torch.stack([of[node] for node in sorted(of)], 1) for of in (masses, weights, ratios))
-    return Judgement(p, *in_order)
+    left, sums, w = (torch.stack([of[node] for node in sorted(of)], 1) for of in (masses, weights, ratios))
+    return left, sums, w
 
 
 def after_child(mass: Tensor, w: Tensor, law: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from engine.quantised import BITS
 from inputs.commandLine import VERSION, Parser, add_flags, choice, flag, flags_of, number, path, switch, text, whole
 from inputs.files import ROOT
 from inputs.models import DTYPES
-from methods.catalogue import METHODS, Role, lossless_methods
+from methods.catalogue import METHODS, Role
 from methods.programs import PROGRAMS
 from methods.samplers import Decoding
 from utils import Sampling, UserError
@@ -317,7 +317,7 @@ def parser() -> Parser:
         "methods": "; ".join(f"{name} ({method.title})" for name, method in own.items()),
         "programs": "; ".join(f"{program} ({', '.join(kinds)})" for program, kinds in PROGRAMS.items()),
         "left_out": ", ".join(name for name, method in own.items() if "compare" not in method.in_all),
-        "lossless": ", ".join(lossless_methods()),
+        "lossless": ", ".join(name for name, method in METHODS.items() if method.lossless),
     }
     first = result.add_argument_group("the flags that most people need first")
     for part in PARTS:

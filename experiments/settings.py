@@ -13,7 +13,7 @@ from experiments.flags import FLAGS, TIMED, Measuring, ModelChoice, Output, Samp
 from inputs.commandLine import filled, flags_of
 from inputs.models import default_head, default_mid, default_pair
 from inputs.starting import Something
-from methods.catalogue import METHODS, Role, build, check_roles, choose, in_mode
+from methods.catalogue import METHODS, Role, build, check_roles, choose
 from methods.samplers import Decoding, tree_choice
 from utils import UserError
 
@@ -177,7 +177,8 @@ def methods_of(args: argparse.Namespace, roles: set[Role]) -> tuple[dict[str, li
         if mode in ("compare", "lossless") and getattr(args, mode) is not None:
             groups[mode] = choose(getattr(args, mode), roles, mode)
         elif getattr(args, mode):
-            groups[mode] = [name for name in in_mode(mode) if name != "draft" or Role.READER in roles]
+            measured = [name for name, method in METHODS.items() if mode in method.modes]
+            groups[mode] = [name for name in measured if name != "draft" or Role.READER in roles]
             check_roles(groups[mode], roles)
     return groups, None
 

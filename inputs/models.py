@@ -148,7 +148,7 @@ def working_bytes(config: PretrainedConfig, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What limits the texts a model can read, known before its weights are loaded (`decoding.rows.Reader`)."""
+    """What limits the texts a model can read, known before its weights are loaded."""
 
     name: str
     vocabulary: int

@@ -27,7 +27,7 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.stats import chi2, chisquare, kstest, norm
 
-from experiments.schema import EvidenceFigures, GuessFigures
+from experiments.schema import EvidenceFigures
 
 BINS = 50
 FALSE_ALARM = 1e-3  # Probability that all tests of a run of exact samplers, taken together, raise any alarm.
@@ -98,21 +98,18 @@ class Evidence:
             "perplexity": float(np.exp(self.surprise[possible].mean())) if possible.any() else float("nan"),
             "expected_perplexity": float(np.exp(self.entropy[possible].mean())) if possible.any() else float("nan"),
         }
-        if self.chances is not None:
-            figures["guesses"], figures["p"]["guesses"] = self.guesses()
+        if self.hits is not None and self.chances is not None:
+            varies = (self.chances > 0) & (self.chances < 1)  # Where p(x) is 0 or 1, the token says nothing.
+            groups = [varies, *(varies & (np.arange(varies.shape[2]) == place) for place in range(varies.shape[2]))]
+            tested = [(self.hits[where], self.chances[where]) for where in groups if where.any()]
+            figures["guesses"] = {
+                "hits": int(self.hits[varies].sum()),
+                "expected": float(self.chances[varies].sum()),
+                "z": [z_score((hits - p).sum(), (p * (1 - p)).sum()) for hits, p in tested],
+            }
+            # The least p-value of all guesses and of each place, times the number of these (Bonferroni).
+            figures["p"]["guesses"] = min([1.0, *(len(tested) * hits_p_value(hits, p) for hits, p in tested)])
         return figures
-
-    def guesses(self) -> tuple[GuessFigures, float]:
-        """The figures of the guesses, and the p-value of their test: the least of all guesses and of each place, times
-        the number of these (Bonferroni)."""
-        assert self.hits is not None and self.chances is not None
-        varies = (self.chances > 0) & (self.chances < 1)  # Where p(x) is 0 or 1, the token says nothing.
-        groups = [varies, *(varies & (np.arange(varies.shape[2]) == place) for place in range(varies.shape[2]))]
-        tested = [(self.hits[where], self.chances[where]) for where in groups if where.any()]
-        z = [z_score((hits - p).sum(), (p * (1 - p)).sum()) for hits, p in tested]
-        expected = float(self.chances[varies].sum())
-        figures: GuessFigures = {"hits": int(self.hits[varies].sum()), "expected": expected, "z": z}
-        return figures, min([1.0, *(len(tested) * hits_p_value(hits, p) for hits, p in tested)])
 
     def neighbours(self) -> float:
         """z of the correlation of u with two neighbours: the next token of the text, and the same token of the next

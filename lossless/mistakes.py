@@ -6,6 +6,7 @@ the project with one part replaced: the target, the drafter, the verification ru
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.drafter import ChangedDrafter, Drafter, Guesses
+from decoding.drafter import Drafter, Guesses
 from decoding.rows import Rows
 from decoding.tree import Places, Tree
-from decoding.treeRules import in_postorder, judge, traversal_rule
+from decoding.treeRules import in_postorder, judge, take_path, traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter
@@ -258,14 +259,17 @@ class StaleSlotTarget(StaleTarget):
 
 
 @mistake("dropped guess", "drafter", drafters=(ModelDrafter, OtherTokenizerDrafter, LookupFirst))
-def unsure_dropped(drafter: Drafter, sampling: Sampling) -> Drafter:
+def unsure_dropped(drafter: Any, sampling: Sampling) -> Drafter:
     """a guess whose q is below 0.4 is dropped, not verified"""
+    flawed, right = copy.copy(drafter), type(drafter).draft
 
-    def change(guesses: Guesses, gamma: int) -> Guesses:
+    def draft(*args: Any) -> Guesses:
+        guesses = right(flawed, *args)
         sure = guesses.of_drafts()[..., None] >= 0.4
         return replace(guesses, q=guesses.q * sure.cumprod(1))  # The guesses after it are dropped too.
 
-    return ChangedDrafter(drafter, change)
+    flawed.draft = draft
+    return flawed
 
 
 @mistake("predecessor's slots", "target", queue=True)
@@ -343,7 +347,7 @@ def mass_not_updated(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree
     route = torch.ones_like(drafts[:, 0])
     for node in reversed(list(in_postorder(tree))[:-1]):
         route = torch.where(passed[:, node - 1], tree.ancestors[node], route)
-    return judge(p, q, drafts, tree, carried=True).end(route, u[:, -1], tree)
+    return take_path(p, judge(p, q, drafts, tree, carried=True)[0], route, u[:, -1], tree)
 
 
 @of_trees("sibling in the mask", "target")

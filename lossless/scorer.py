@@ -86,43 +86,37 @@ class TextScorer:
         parts = []
         for part in (slice(i, i + rows) for i in range(0, len(texts), rows)):
             batch = Batch(prompts[part], texts[part], self.target.device)
-            v = torch.from_numpy(random.random(int(batch.written.sum()))).float()
-            known = None if guesses is None else torch.from_numpy(guesses[part, : batch.x.shape[1]])
-            parts.append(self.evidence_of(batch, v, known))
+            x, seen = batch.x, batch.seen(self.sampling, self.target.vocabulary)
+            logits = batch.before_x(self.target.score(batch.tokens))
+            p = probabilities(logits, self.sampling, seen)
+            order = 1 / p
+            if self.order is not None:
+                order = probabilities(batch.before_x(self.order.score(batch.tokens)), self.sampling, seen) / p
+            p_x, order_x = p.gather(-1, x), order.gather(-1, x)
+            # Nothing is sorted: F(x-) is the sum of what comes before x. Among equals, smaller token ids come first.
+            before = order < order_x
+            before |= (order == order_x) & (torch.arange(p.shape[-1], device=p.device) < x)
+            u = (p * before).sum(-1)
+            v = torch.from_numpy(random.random(int(batch.written.sum()))).to(p)
+            u += torch.zeros_like(u).masked_scatter(batch.written, v) * p_x[..., 0]
+            log = p.clamp(min=torch.finfo(p.dtype).tiny).log()
+            entropy = -(p * log).sum(-1)
+            variance = (p * (log + entropy[..., None]) ** 2).sum(-1)
+            lost = (p_x[..., 0] == 0) & batch.written
+            impossible = torch.zeros_like(lost)
+            if lost.any():
+                impossible[lost] = ~self.cut_by_rounding(logits[lost], x[lost], None if seen is None else seen[lost])
+            u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
+            fields = [u, -log.gather(-1, x)[..., 0], entropy, variance, impossible.float()]
+            if guesses is not None:
+                guess = torch.from_numpy(guesses[part, : x.shape[1]]).to(x.device)
+                none, chances = (guess < 0) | lost[..., None], p.gather(-1, guess.clamp(min=0))
+                fields += [field.masked_fill(none, torch.nan) for field in ((guess == x).float(), chances)]
+            arrays = [field.cpu().double().numpy() for field in fields]
+            for array in arrays:
+                array[~batch.written.cpu().numpy()] = np.nan
+            parts.append(Evidence(*arrays))
         return sum(parts[1:], parts[0])
-
-    def evidence_of(self, batch: Batch, v: Tensor, guesses: Tensor | None) -> Evidence:
-        """`Evidence` of texts that are scored together. v: uniform numbers, one for each token. guesses: int64
-        `[B, m, places]`, independent of x; -1 where there is no guess."""
-        x, seen = batch.x, batch.seen(self.sampling, self.target.vocabulary)
-        logits = batch.before_x(self.target.score(batch.tokens))
-        p = probabilities(logits, self.sampling, seen)
-        order = 1 / p
-        if self.order is not None:
-            order = probabilities(batch.before_x(self.order.score(batch.tokens)), self.sampling, seen) / p
-        p_x, order_x = p.gather(-1, x), order.gather(-1, x)
-        # Nothing is sorted: F(x-) is the sum of what comes before x. Among equals, the smaller token id comes first.
-        before = order < order_x
-        before |= (order == order_x) & (torch.arange(p.shape[-1], device=p.device) < x)
-        u = (p * before).sum(-1)
-        u += torch.zeros_like(u).masked_scatter(batch.written, v.to(p)) * p_x[..., 0]
-        log = p.clamp(min=torch.finfo(p.dtype).tiny).log()
-        entropy = -(p * log).sum(-1)
-        variance = (p * (log + entropy[..., None]) ** 2).sum(-1)
-        lost = (p_x[..., 0] == 0) & batch.written
-        impossible = torch.zeros_like(lost)
-        if lost.any():
-            impossible[lost] = ~self.cut_by_rounding(logits[lost], x[lost], None if seen is None else seen[lost])
-        u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
-        fields = [u, -log.gather(-1, x)[..., 0], entropy, variance, impossible.float()]
-        if guesses is not None:
-            guesses = guesses.to(x.device)
-            none, chances = (guesses < 0) | lost[..., None], p.gather(-1, guesses.clamp(min=0))
-            fields += [field.masked_fill(none, torch.nan) for field in ((guesses == x).float(), chances)]
-        arrays = [field.cpu().double().numpy() for field in fields]
-        for array in arrays:
-            array[~batch.written.cpu().numpy()] = np.nan
-        return Evidence(*arrays)
 
     def cut_by_rounding(self, logits: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
         """Whether top-k and top-p would have kept x, had rounding favoured it: `logits[N, V]`, `x[N, 1]` -> bool `[N]`.
@@ -270,7 +264,6 @@ def guesses_along(sampler: Any, prompts: Texts, texts: Texts, sampling: Sampling
     counts = [itertools.count(1) for _ in texts]
 
     def ends(number: int, token: int) -> bool:
-        """Whether this is the last token of text `number`."""
         return next(counts[number]) == len(texts[number])
 
     context = min(model.context for model in (sampler.keywords["target"], *sampler.keywords["drafter"].models))

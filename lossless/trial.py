@@ -139,7 +139,6 @@ class Trial:
         scorers = {name: self.scorer(self.sampling, METHODS[name].guesser) for name in samplers}
 
         def write(batch: tuple[str, int]) -> tuple[Evidence, float]:
-            """One batch of texts by a method, and the seconds it took."""
             (name, number), start = batch, time.perf_counter()
             again = guessing[name] if METHODS[name].guesses else None
             evidence = self.write(samplers[name], again, scorers[name], number * self.texts, self.texts)
@@ -161,28 +160,27 @@ class Trial:
             fitting = [method for method, sampler in samplers.items() if mistake.fits(sampler)]
             if self.rows < self.texts or not mistake.queue:
                 planted += [(method, name) for method in fitting[: None if mistake.everywhere else 1]]
-        done = self.mapped(self.find_mistake, planted)
-        for line in followed(done, "planted mistakes", len(planted)):
-            self.append({"kind": "lossless", "test": "mistake", **self.conditions, **line})
 
-    def find_mistake(self, planted: tuple[str, str]) -> MistakeFigures:
-        """The figures of a method with a planted mistake, (method, mistake), tested on twice as many texts each time
-        until a test fails."""
-        method, name = planted
-        mistake, most = MISTAKES[name], self.batches * self.texts
-        tested = mistake.tested(self.sampling)
-        samplers = [build([method], self.models, self.decoding)[method] for _ in range(2)]
-        flawed, guessing = (mistake.planted(sampler, tested) for sampler in samplers)
-        parts = flawed, guessing, self.scorer(tested)
-        evidence = self.write(*parts, 0, min(2 * self.rows if mistake.queue else FIRST, most))
-        while not (tests := seen_by(evidence.figures(), self.limit)) and len(evidence.u) < most:
-            written = len(evidence.u)
-            evidence += self.write(*parts, written, min(written, self.texts, most - written))
-        figures, missing = evidence.figures(), self.in_figure - len(evidence.u)
-        if missing > 0:
-            evidence += self.write(*parts, len(evidence.u), missing)
-        about = {"mistake": name, "method": method, "what": mistake.what, "seen_in": mistake.seen_in, "seen_by": tests}
-        return cast(MistakeFigures, figures | self.shown_counts(evidence) | about)
+        def find(pair: tuple[str, str]) -> MistakeFigures:
+            """The figures of (method, mistake), tested on twice as many texts each time until a test fails."""
+            (method, name), most = pair, self.batches * self.texts
+            mistake = MISTAKES[name]
+            tested = mistake.tested(self.sampling)
+            samplers = [build([method], self.models, self.decoding)[method] for _ in range(2)]
+            flawed, guessing = (mistake.planted(sampler, tested) for sampler in samplers)
+            parts = flawed, guessing, self.scorer(tested)
+            evidence = self.write(*parts, 0, min(2 * self.rows if mistake.queue else FIRST, most))
+            while not (tests := seen_by(evidence.figures(), self.limit)) and len(evidence.u) < most:
+                written = len(evidence.u)
+                evidence += self.write(*parts, written, min(written, self.texts, most - written))
+            figures, missing = evidence.figures(), self.in_figure - len(evidence.u)
+            if missing > 0:
+                evidence += self.write(*parts, len(evidence.u), missing)
+            names = {"mistake": name, "method": method, "what": mistake.what, "seen_in": mistake.seen_in}
+            return cast(MistakeFigures, figures | self.shown_counts(evidence) | names | {"seen_by": tests})
+
+        for line in followed(self.mapped(find, planted), "planted mistakes", len(planted)):
+            self.append({"kind": "lossless", "test": "mistake", **self.conditions, **line})
 
     def compare_greedy(self) -> None:
         """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""

@@ -198,16 +198,6 @@ CATALOGUE: tuple[Method, ...] = (
 METHODS = {method.name: method for method in CATALOGUE}
 
 
-def in_mode(mode: str) -> list[str]:
-    """The methods that a mode of `test.py` measures."""
-    return [method.name for method in METHODS.values() if mode in method.modes]
-
-
-def lossless_methods() -> list[str]:
-    """The methods whose text is distributed as the target's."""
-    return [method.name for method in METHODS.values() if method.lossless]
-
-
 def choose(names: str, roles: Iterable[str], flag: str = "compare") -> list[str]:
     """The methods of a comma-separated list, in its order: for --compare with the target first, for --lossless only
     lossless ones.

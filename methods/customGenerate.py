@@ -121,8 +121,7 @@ class speculative:  # called like a function, as `torch.no_grad` is
             refuse(f"the generation mode {mode.value}")
         if arguments.get("synced_gpus"):
             refuse("synced_gpus")
-        check_settings(generation_config, inputs)
-        check_models(model, self.draft, self.vocabulary)
+        check(model, self.draft, self.vocabulary, generation_config, inputs)
         prompts, padding = unpadded(input_ids, inputs)
         sampling = as_sampling(logits_processor, padding, generation_config.do_sample)
         stop = Stop(input_ids, stopping_criteria, generation_config)
@@ -178,12 +177,14 @@ FILTERS = {
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise the ValueError for an unsupported setting."""
     raise ValueError(f"speculative sampling does not support {what}")
 
 
-def check_settings(config: GenerationConfig, inputs: dict[str, Any]) -> None:
-    """Refuse settings of `generate`, and inputs of the model, that would be ignored."""
+def check(
+    model: PreTrainedModel, draft: Any, vocabulary: int | None, config: GenerationConfig, inputs: dict[str, Any]
+) -> None:
+    """Refuse settings of `generate`, and inputs of the model, that would be ignored, and models that do not fit
+    together. A draft that is not a model guesses in the target's vocabulary."""
     for name, honoured in HONOURED.items():
         if getattr(config, name) not in (None, honoured):
             refuse(f"{name}={getattr(config, name)!r}")
@@ -193,10 +194,6 @@ def check_settings(config: GenerationConfig, inputs: dict[str, Any]) -> None:
     cache = inputs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
         refuse("past_key_values of your own")
-
-
-def check_models(model: PreTrainedModel, draft: Any, vocabulary: int | None) -> None:
-    """Refuse models that do not fit together. A draft that is not a model guesses in the target's vocabulary."""
     models = {"model": model, "draft": draft if isinstance(draft, PreTrainedModel) else model}
     for role, decoder in models.items():
         if getattr(decoder, "peft_config", None):
@@ -261,7 +258,6 @@ class Stop:
             refuse("stopping_criteria for a batch without a pad_token_id: its rows end at different lengths")
 
     def ends(self, row: int, token: int) -> bool:
-        """Whether a row ends at its new `token`."""
         if not self.others:
             return token in self.ids
         self.texts[row].append(token)

@@ -58,7 +58,6 @@ class ModelDrafter(DrafterWithModel):
         self.temperature, self.top_p = temperature, top_p
 
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
-        """Guess the next `max(gammas)` tokens of each row."""
         if max(gammas) == 0:
             self.behind += 1
             return no_guesses(rows, self.model.vocabulary)

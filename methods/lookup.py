@@ -163,10 +163,20 @@ class LookupFirst(Drafter):
         self.replaced += count
 
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
-        """The guesses of both."""
         tokens = self.lookup.find(rows, gammas)
         others = [0 if guesses or ended else gamma for guesses, ended, gamma in zip(tokens, rows.ended, gammas)]
-        missed = self.missed(rows, others)
+        # How many of the last tokens `drafter` must read: at least two, as in any round.
+        unread = []
+        for number, text in zip(rows.numbers, rows.texts):
+            # Of a text that it guessed for it has read all but the last guess, and not the target's own token.
+            most = len(text) - 2 - self.replaced
+            unread.append(len(text) - min(self.read.get(number, most), most))
+        missed = max((count for count, gamma in zip(unread, others) if gamma), default=0)
+        for number, text, count, gamma in zip(rows.numbers, rows.texts, unread, others):
+            self.read[number] = len(text) - (0 if count <= missed else count)
+            if gamma:
+                del self.read[number]
+        self.replaced = 0
         if not any(others):
             return self.lookup.guesses(rows, tokens)
         self.drafter.rewind(missed - 2)
@@ -182,19 +192,3 @@ class LookupFirst(Drafter):
             torch.where(is_looked_up[..., None], looked_up.q, drafted.q),
             [len(guesses) or gamma for guesses, gamma in zip(tokens, others)],
         )
-
-    def missed(self, rows: Rows, gammas: Sequence[int]) -> int:
-        """How many of the last tokens `drafter` must read: at least two, as in any round. gammas: how many guesses
-        it is called for."""
-        unread = []
-        for number, text in zip(rows.numbers, rows.texts):
-            # Of a text that it guessed for it has read all but the last guess, and not the target's own token.
-            most = len(text) - 2 - self.replaced
-            unread.append(len(text) - min(self.read.get(number, most), most))
-        missed = max((count for count, gamma in zip(unread, gammas) if gamma), default=0)
-        for number, text, count, gamma in zip(rows.numbers, rows.texts, unread, gammas):
-            self.read[number] = len(text) - (0 if count <= missed else count)
-            if gamma:
-                del self.read[number]
-        self.replaced = 0
-        return missed

@@ -34,51 +34,42 @@ READ = 4  # Tokens that the draft reads at least before it guesses: few shapes s
 GROWTH = 4  # Capacity in the draft's tokens for each token of the target.
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
-    """The bytes of each token; None for a special token, which stands for no text.
-
-    Raises UserError if the tokenizer of the model `name` writes its tokens in an unknown way.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = json.dumps(json.loads(backend.to_str())["decoder"]) if backend is not None else ""
-    kinds = set(re.findall(r'"type": "(\w+)"', decoder))  # of the decoder and its parts
-    if not kinds & {"ByteLevel", "Metaspace"} and f'"pattern": {{"String": {json.dumps(SPACE)}}}' not in decoder:
-        raise UserError(
-            f"the tokenizer of {name} is neither byte-level nor in the manner of SentencePiece, so the bytes of its "
-            "tokens are not known; name two models that share one tokenizer"
-        )
-    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write bytes
-    contents: list[bytes | None] = [None] * len(tokenizer)
-    for token, index in tokenizer.get_vocab().items():
-        if index >= len(contents):
-            continue
-        if "ByteFallback" in kinds and (fallback := re.fullmatch(FALLBACK, token)):
-            contents[index] = bytes([int(fallback[1], 16)])
-        elif "ByteLevel" in kinds:
-            is_spelled = byte_of.keys() >= set(token)
-            contents[index] = bytes(byte_of[letter] for letter in token) if is_spelled else token.encode()
-        else:
-            contents[index] = token.replace(SPACE, " ").encode()
-    for index, added in tokenizer.added_tokens_decoder.items():  # Added tokens are plain text.
-        if index < len(contents):
-            contents[index] = None if added.special else added.content.encode()
-    return contents
-
-
 class Tokens:
     """The contents of a tokenizer's tokens.
 
-    contents: as `token_bytes`. ids: {bytes: id}. special: {name: id} of the special tokens; the end of text has the
-    same name for all tokenizers. front: the ids before every text, such as a beginning of text. adds_space: a space is
-    put before every text, as SentencePiece does.
+    contents: the bytes of each token; None for a special token, which stands for no text. ids: {bytes: id}. special:
+    {name: id} of the special tokens; the end of text has the same name for all tokenizers. front: the ids before every
+    text, such as a beginning of text. adds_space: a space is put before every text, as SentencePiece does.
+    Raises UserError if the tokenizer of the model `name` writes its tokens in an unknown way.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-        self.contents = token_bytes(tokenizer, name)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = json.dumps(json.loads(backend.to_str())["decoder"]) if backend is not None else ""
+        kinds = set(re.findall(r'"type": "(\w+)"', decoder))  # of the decoder and its parts
+        if not kinds & {"ByteLevel", "Metaspace"} and f'"pattern": {{"String": {json.dumps(SPACE)}}}' not in decoder:
+            raise UserError(
+                f"the tokenizer of {name} is neither byte-level nor in the manner of SentencePiece, so the bytes of "
+                "its tokens are not known; name two models that share one tokenizer"
+            )
+        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write bytes
+        self.contents: list[bytes | None] = [None] * len(tokenizer)
+        for token, index in tokenizer.get_vocab().items():
+            if index >= len(tokenizer):
+                continue
+            if "ByteFallback" in kinds and (fallback := re.fullmatch(FALLBACK, token)):
+                self.contents[index] = bytes([int(fallback[1], 16)])
+            elif "ByteLevel" in kinds:
+                is_spelled = byte_of.keys() >= set(token)
+                self.contents[index] = bytes(byte_of[letter] for letter in token) if is_spelled else token.encode()
+            else:
+                self.contents[index] = token.replace(SPACE, " ").encode()
+        added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if index < len(tokenizer)}
+        for index, token in added.items():  # Added tokens are plain text.
+            self.contents[index] = None if token.special else token.content.encode()
         # Of tokens with the same bytes the last is taken: SentencePiece has its single bytes first, and writes a letter
         # by the ordinary token.
         self.ids = {content: index for index, content in enumerate(self.contents) if content}
-        added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if index < len(tokenizer)}
         self.special = {token.content: index for index, token in added.items() if token.special}
         if tokenizer.eos_token_id is not None:
             self.special["end of text"] = tokenizer.eos_token_id
@@ -242,20 +233,16 @@ class OtherTokenizerDrafter(Drafter):
         of all guesses but the last, `[B, w + gamma - 1]`. And which rows guess at all, bool `[B]`."""
         fits: list[bool] = []
         unread: list[int] = []
-        for number, tokens, ended in zip(*rows.of_rows()):
+        for number, tokens, ended in zip(rows.numbers, rows.texts, rows.ended):
             known = self.held[number] + self.guessed.get(number, [])
             text = self.held[number][:1] if ended else self.texts[number].row(tokens)
             fits.append(len(text) + gamma <= self.rows.capacity and not ended)
             self.held[number] = text = text if fits[-1] else text[:1]
             unread.append(len(text) - min(agreement(text, known), len(text) - 1))
         width = max(READ, *unread)
-        block: list[list[int]] = []
-        positions: list[list[int]] = []
-        for number in rows.numbers:
-            text = self.held[number]
-            places = range(len(text) - width, len(text) + gamma - 1)
-            positions.append([max(0, place) for place in places])
-            block.append([text[place] for place in positions[-1][:width]])
+        texts = [self.held[number] for number in rows.numbers]
+        positions = [[max(0, place) for place in range(len(text) - width, len(text) + gamma - 1)] for text in texts]
+        block = [[text[place] for place in places[:width]] for text, places in zip(texts, positions)]
         device = self.model.device
         return upload(block, device), upload(positions, device), upload(fits, device)
 

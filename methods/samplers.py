@@ -93,7 +93,6 @@ class Decoding:
 
 
 def parameters_of(rule: str) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the draft-length rule `rule`."""
     return inspect.signature(LENGTH_RULES[rule]).parameters
 
 
@@ -118,7 +117,6 @@ def model_drafter(models: Models, decoding: Decoding, role: str = "draft") -> Dr
 
 
 def lookup(models: Models, decoding: Decoding) -> LookupDrafter:
-    """The drafter of prompt lookup."""
     return LookupDrafter(models["target"].vocabulary, decoding.ngram or 1)
 
 

@@ -30,17 +30,11 @@ class TreeDrafter(ModelDrafter):
     def grow(self, rows: Rows, tree: Tree, places: Places, sampling: Sampling) -> Guesses:
         """A tree for each row. places: of all nodes, the root first."""
         model, seen = self.model, rows.seen(self.model.vocabulary, sampling)
+        seen = None if seen is None else seen.to(model.device)
         u = rows.uniform([tree.draws] * rows.size).to(model.device)
         tokens, positions = (x.to(model.device) for x in rows.last(1 + self.unread(tree.depth)))
-        drafts, q = model.grow(
-            tree,
-            tokens,
-            positions,
-            places.to(model.device),
-            u,
-            sampling.but(self.temperature, self.top_p),
-            None if seen is None else seen.to(model.device),
-        )
+        draft_sampling = sampling.but(self.temperature, self.top_p)
+        drafts, q = model.grow(tree, tokens, positions, places.to(model.device), u, draft_sampling, seen)
         return Guesses(drafts.to(rows.device), q.to(rows.device), tree=tree)
 
 

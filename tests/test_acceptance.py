@@ -71,10 +71,9 @@ def chain(target, drafter, gamma=4):
     return partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma))
 
 
-def test_overlaps_are_those_that_verification_meets(monkeypatch):
-    """And the sweep's alpha is their mean."""
-    target, watched = helpers.tiny(), []
-    draft = ModelDrafter(near(target, noise=0.3))
+def watched_alpha(prompts, target, drafter, max_len):
+    """The mean overlap of p and q in the contexts of tested guesses, seen by a verification rule."""
+    watched = []
 
     def rule(p, q, drafts, u):
         accepted, token = token_rule(p, q, drafts, u)
@@ -82,10 +81,17 @@ def test_overlaps_are_those_that_verification_meets(monkeypatch):
         return accepted, token
 
     rule.waits = True  # int() synchronises with the host.
-    found = overlaps_of(partial(chain(target, draft), verify=rule), PROMPTS, "cpu", DRAW, 40, None, 0)
-    mean = sum(watched) / len(watched)
+    overlaps_of(partial(chain(target, drafter), verify=rule), prompts, target.device, DRAW, max_len, None, 0)
+    return sum(watched) / len(watched)
+
+
+def test_overlaps_are_those_that_verification_meets():
+    """And the sweep's alpha is their mean."""
+    target = helpers.tiny()
+    draft = ModelDrafter(near(target, noise=0.3))
+    found = overlaps_of(chain(target, draft), PROMPTS, "cpu", DRAW, 40, None, 0)
+    mean = watched_alpha(PROMPTS, target, draft, 40)
     assert expectations(found["overlap_by_position"])["overlap"] == pytest.approx(mean, abs=1e-5)
-    monkeypatch.setattr("experiments.speed.WARM_SECONDS", 0)
     costs = sweep.sweep_costs(PROMPTS, target, draft, DRAW, token_rule, 40, 0, "cpu")
     assert costs["alpha"] == pytest.approx(mean, abs=1e-5) and len(costs["overlap_by_position"]) == 10
     assert costs["scoring"][0] == 1 and len(costs["scoring"]) == 11 and all(v > 0 for v in costs["scoring"])

@@ -40,7 +40,6 @@ def short(monkeypatch):
     monkeypatch.setattr(steps, "TURNS", (2, 2))
     monkeypatch.setattr(steps, "LARGE", 1 << 20)
     monkeypatch.setattr(steps, "CONTEXTS", (64, 128, 2000))
-    monkeypatch.setattr("experiments.speed.WARM_SECONDS", 0)
     for name, value in {"GREEDY_TOKENS": 5, "TEXTS": 3, "TEXT_TOKENS": 20}.items():
         monkeypatch.setattr(others, name, value)
     # The library's compiler is torch's own, which takes half a minute: what it is given is only traced.

@@ -19,6 +19,8 @@ from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY
 
+TOKENS = 100 if helpers.FULL else 60  # of a greedy text
+
 
 @pytest.fixture(scope="module")
 def pair():
@@ -28,22 +30,22 @@ def pair():
 
 @pytest.fixture(scope="module")
 def prompts(pair):
-    """20 prompts (FULL=1: 50) of ragged lengths, from both styles of the sample texts."""
-    passages = [p for corpus in load_corpora("sample") for p in corpus.passages(300)[: 25 if helpers.FULL else 10]]
-    assert len(passages) in (20, 50)
+    """12 prompts (FULL=1: 50) of ragged lengths, from both styles of the sample texts."""
+    passages = [p for corpus in load_corpora("sample") for p in corpus.passages(300)[: 25 if helpers.FULL else 6]]
+    assert len(passages) in (12, 50)
     return [pair[0](text)["input_ids"][: 16 + 3 * i % 40] for i, text in enumerate(passages)]
 
 
 @pytest.fixture(scope="module")
 def plain(pair, prompts):
-    return regrSampling(prompts, pair[1], 100, GREEDY)[0]
+    return regrSampling(prompts, pair[1], TOKENS, GREEDY)[0]
 
 
 @pytest.fixture(scope="module")
 def mid(pair, prompts):
     """The model of 4 layers, and its greedy texts."""
     model = load_model("bundled-mid", pair[0], "float32", "cpu")
-    return model, regrSampling(prompts, model, 100, GREEDY)[0]
+    return model, regrSampling(prompts, model, TOKENS, GREEDY)[0]
 
 
 @pytest.mark.parametrize(
@@ -57,11 +59,11 @@ def test_greedy_output_of_every_lossless_method_is_plain_decodings_on(pair, mid,
         models, wanted = {"target": target, "mid": middle, "draft": draft}, plain
     sampler = build([name], models, Decoding())[name]
     some = slice(None, None, 10 if "nocache" in name.lower() else 4)  # Without a KV cache a forward reads all again.
-    assert sampler(prompts[some], max_len=100, sampling=GREEDY)[0] == wanted[some]
+    assert sampler(prompts[some], max_len=TOKENS, sampling=GREEDY)[0] == wanted[some]
 
 
 def by_transformers(model, prompts):
-    """100 greedy tokens after each prompt, by `generate` of transformers. Prompts of similar length share a batch; the
+    """Greedy tokens after each prompt, by `generate` of transformers. Prompts of similar length share a batch; the
     library's own left padding and attention mask make them equally long."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     written = {}
@@ -71,7 +73,7 @@ def by_transformers(model, prompts):
         outputs = model.generate(
             torch.tensor([[0] * pad + prompts[i] for pad, i in zip(padding, group)]),
             attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding]),
-            max_new_tokens=100,
+            max_new_tokens=TOKENS,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -82,7 +84,7 @@ def by_transformers(model, prompts):
 
 def test_greedy_output_equals_plain_and_transformers(pair, prompts, plain):
     _, target, draft = pair
-    spec, records = specSampling(prompts, target, ModelDrafter(draft), 100, 4, GREEDY)
+    spec, records = specSampling(prompts, target, ModelDrafter(draft), TOKENS, 4, GREEDY)
     assert spec == plain and plain[::2] == by_transformers(target.model, prompts[::2])
     assert 0.2 < sum(r.alpha for r in records) / len(records) < 1  # a draft worth its name, and rejections
 
@@ -92,7 +94,7 @@ def test_greedy_output_of_the_head_is_plain_decodings_whatever_its_features_are(
     target, rates, shares = pair[1], [], []
     head = load_head(find_model("bundled-head"), target, model_version("bundled-target"))
     for every in 1, 5:
-        spec, records = specSampling(prompts[::every], target, ModelDrafter(head), 100, 4, GREEDY)
+        spec, records = specSampling(prompts[::every], target, ModelDrafter(head), TOKENS, 4, GREEDY)
         assert spec == plain[::every]
         rates.append(sum(r.alpha for r in records) / len(records))
         shares.append(sum(sum(r.accepted) for r in records) / sum(sum(r.drafted) for r in records))

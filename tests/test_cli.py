@@ -21,7 +21,7 @@ from experiments import settings, sweep
 from experiments.schema import name_of_kind
 from inputs.models import load_tokenizer
 from inputs.texts import encode_chat
-from methods.catalogue import METHODS, choose, in_mode
+from methods.catalogue import METHODS, choose
 from playback import chat as chatting
 from playback.play import Screen
 from utils import UserError
@@ -358,12 +358,12 @@ def test_all_methods_are_compared_on_the_same_prompts(run, pair_folder, tmp_path
     "mode, measured",
     [
         ("--speedNew", {"draft", "target", "additive"}),
-        ("--contrastive", set(in_mode("contrastive"))),
+        ("--contrastive", {"target", "contrastive", "speculativeContrastive"}),
         ("--draft lookup", {"target", "speculative"}),
         ("--compare block", {"target", "block"}),
         ("--compare all --maxLen 3 --sentences 1", EVERY - {"cascade"}),  # without a model between
-        ("--speedMulti --mid {draft} --gamma1 2 --gamma2 3", set(in_mode("speedMulti"))),
-        ("--speedMulti --mid {draft} --draftVocab 40", set(in_mode("speedMulti"))),
+        ("--speedMulti --mid {draft} --gamma1 2 --gamma2 3", {"draft", "mid", "target", "speculative", "cascade"}),
+        ("--speedMulti --mid {draft} --draftVocab 40", {"draft", "mid", "target", "speculative", "cascade"}),
     ],
 )
 def test_modes_measure_their_methods(run, pair_folder, mode, measured):

@@ -7,14 +7,13 @@ import multiprocessing
 import os
 import re
 import resource
-import signal
-import subprocess
-import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 
 import pytest
+import torch
 from conftest import ROOT, refused
 from PIL import Image
 from rich.console import Console
@@ -427,23 +426,31 @@ def test_where_there_is_no_more_room_what_was_there_is_kept(tmp_path):
     assert Results(tmp_path).records() == before + [{"x": 1}, {"y": 2}]
 
 
+def alone(cli, arguments):
+    """In a process that was forked, whose threads did not come with it: test.py with one thread, and nothing shown."""
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        cli.main(arguments)
+
+
 def test_a_killed_run_keeps_every_line_and_the_next_shows_both(tmp_path, flags, cli):
-    command = [sys.executable, str(ROOT / "test.py"), *flags, "--speed", "--repeats", "100000", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = [*flags, "--speed", "--out", str(tmp_path)]
+    process = FORK.Process(target=alone, args=(cli, [*arguments, "--repeats", "100000"]))
+    process.start()
     lines = tmp_path / "results.jsonl"
     try:
         end = time.monotonic() + 60
         while not lines.exists() or lines.read_bytes().count(b"\n") < 5:
-            assert process.poll() is None and time.monotonic() < end
+            assert process.is_alive() and time.monotonic() < end
             time.sleep(0.02)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
     killed = lines.read_bytes()
     whole = [json.loads(line) for line in killed.split(b"\n")[:-1]]
     assert len(whole) >= 5 and [line["kind"] for line in whole] == ["run"] + ["speed"] * (len(whole) - 1)
     assert Results(tmp_path).records() == whole and os.listdir(tmp_path) == ["results.jsonl"]
-    assert cli.main([*flags, "--speed", "--out", str(tmp_path)]) == 0
+    assert cli.main(arguments) == 0
     assert lines.read_bytes().startswith(killed)
     text = (tmp_path / "results.txt").read_text()
     assert text.count("Run ") == 2 and text.count(", not finished") == 1 and text.count("Speed: ") == 2

@@ -529,7 +529,7 @@ def test_the_steps_and_the_methods_of_transformers_are_timed(on_device, tmp_path
     assert {line["what"] for line in lines if line.get("of") == "step"} >= {"forward", "prefill", "growth", "round"}
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"] if FULL else ["cpu"])
 def test_the_check_of_a_device_is_one_page(gpu, cli, flags, capsys, monkeypatch, device):
     """Models are small here. Planted: all guesses are accepted."""
     monkeypatch.setattr(step_times, "TURNS", (1, 1))
