@@ -209,7 +209,8 @@ def check_programs(
     append: Append,
 ) -> None:
     """Load and check the methods. With synthetic acceptance, texts are not the target's and are not checked."""
-    settings, sources, folder_of_texts = inputs.settings, {}, inputs.settings.output.texts
+    settings, folder_of_texts = inputs.settings, inputs.settings.output.texts
+    sources: dict[str, Source] = {}
     references: dict[str, Any] = {}
     alpha, seed, gamma = settings.decoding.acceptance, settings.measuring.seed, settings.decoding.gamma_of("fixed")
     for role in [role for role in ("target", "draft") if role in inputs.folders]:

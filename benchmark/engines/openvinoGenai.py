@@ -244,10 +244,8 @@ class GraphBuilder:
 
 
 def integers(*values: int) -> Node:
-    """A vector of numbers."""
     return ops.constant(np.array(values, np.int64))
 
 
 def integer(value: int) -> Node:
-    """One number."""
     return ops.constant(np.int64(value))
