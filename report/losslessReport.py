@@ -165,8 +165,23 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
         yield f"{what}{f' (the first {LISTED} of {count:,})' if count > LISTED else ''}: {listed}."
     if after_end := line.get("after_end"):
         yield f"{counted(after_end, 'text')} with a token that ends a text, and more after it: the engine continued."
-    if line["test"] == "audit":
-        yield from causes(line)
+    if line["test"] == "audit" and line.get("alike", 1) < line["limit"] and not line["impossible"]:
+        yield (
+            f"The random numbers at one position of the texts are alike (p = {line['alike']:.1g}): were all drawn with "
+            "one seed? Give each text a seed of its own, or none; texts that share theirs cannot be tested together."
+        )
+    elif line["test"] == "audit":
+        if "surprise" in line["seen_by"]:
+            likelier, hotter = ("less", "higher") if line["z"] > 0 else ("more", "lower")
+            yield f"The tokens are {likelier} probable than the target's own, as at a {hotter} temperature."
+        if line["fits"]:
+            settings = ", nor at ".join(map(settings_of, line["fits"]))
+            yield f"No test rejects the text at {settings}: a setting was not applied, or on one side alone."
+        elif line["seen_by"]:
+            if line["order"] == "p":
+                shows = "what leaks from it shows after fewer tokens then"
+                yield f"If a draft model guessed, name it with --draft: {shows}."
+            yield "Are target, tokenizer and sampling flags those of the engine?"
     if line["retokenised"]:
         yield (
             f"{counted(line['retokenised'], 'text')} came without token ids, so it is encoded here. An engine may have "
@@ -179,26 +194,6 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
             f"These tokens show, in {SEEN:.0%} of cases, a mean surprise that is off by {power['surprise']:.2g} nats "
             f"a token, and a total variation of {power['variation']:.2g} in the order of {line['order']}."
         )
-
-
-def causes(line: AuditLine) -> Iterator[str]:
-    """What usually causes the pattern of a text that is rejected, or whose random numbers are alike."""
-    if line.get("alike", 1) < line["limit"] and not line["impossible"]:
-        yield (
-            f"The random numbers at one position of the texts are alike (p = {line['alike']:.1g}): were all drawn with "
-            "one seed? Give each text a seed of its own, or none; texts that share theirs cannot be tested together."
-        )
-        return
-    if "surprise" in line["seen_by"]:
-        likelier, hotter = ("less", "higher") if line["z"] > 0 else ("more", "lower")
-        yield f"The tokens are {likelier} probable than the target's own, as at a {hotter} temperature."
-    if line["fits"]:
-        settings = ", nor at ".join(map(settings_of, line["fits"]))
-        yield f"No test rejects the text at {settings}: a setting was not applied, or on one side alone."
-    elif line["seen_by"]:
-        if line["order"] == "p":
-            yield "If a draft model guessed, name it with --draft: what leaks from it shows after fewer tokens then."
-        yield "Are target, tokenizer and sampling flags those of the engine?"
 
 
 def lossless_report(lines: Sequence[Line]) -> Iterator[RenderableType]:
